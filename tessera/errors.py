@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every mistake a user can make, as a class with a stable code.
+
+A message says what is wrong, what was got (with the arithmetic), what to do, and
+where the documentation is:
+
+    [T201] parameter 'up' cannot be split evenly over mesh axes ('tp',)
+      got: shape (2560, 10242), dim 1 = 10242, axis size 4
+      fix: use 10240 or 10244, or drop 'tp' from the spec
+      docs: docs/errors/T201.md
+
+Codes: T1xx meshes, T2xx shards and layouts, T3xx tracing, T4xx operations and models,
+T5xx configuration, T6xx data, T7xx the machine. ``assert`` is for Tessera's own bugs.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import ClassVar
+
+
+class TesseraError(Exception):
+    """A mistake that its author can mend; the base of every coded error.
+
+    Args:
+      what: One sentence: which argument, and what is wrong with it.
+      got: The values met, with the arithmetic that fails.
+      fix: What to write instead, with the nearest legal values.
+
+    Example:
+      >>> raise NoMeshError("there is no mesh here", fix="open one with 'with mesh:'")
+      Traceback (most recent call last):
+      ...
+      tessera.errors.NoMeshError: [T106] there is no mesh here
+        fix: open one with 'with mesh:'
+        docs: docs/errors/T106.md
+    """
+
+    code: ClassVar[str] = "T000"
+
+    def __init__(self, what: str, *, got: str = "", fix: str = "") -> None:
+        self.what, self.got, self.fix = what, got, fix
+        lines = [f"[{self.code}] {what}"]
+        lines += [f"  got: {line}" for line in got.splitlines()]
+        lines += [f"  fix: {line}" for line in fix.splitlines()]
+        lines += [f"  docs: docs/errors/{self.code}.md"]
+        super().__init__("\n".join(lines))
+
+
+class TesseraWarning(UserWarning):
+    """Something legal that its author probably did not want."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint that ends an error's ``fix`` line.
+
+    Example:
+      >>> did_you_mean("fdsp", ["fsdp", "tp"])
+      "did you mean 'fsdp'? Known: 'fsdp', 'tp'"
+    """
+    known = list(known)
+    close = get_close_matches(name, known, n=1)
+    listed = ", ".join(repr(item) for item in known) or "none"
+    return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {listed}"
+
+
+# --- T1xx: meshes
+
+
+class MeshShapeError(TesseraError, ValueError):
+    """Axes, device nesting and shape do not describe one grid."""
+
+    code = "T101"
+
+
+class DuplicateAxisError(TesseraError, ValueError):
+    """A mesh names one axis twice, or gives an axis no proper name."""
+
+    code = "T102"
+
+
+class UnknownAxisError(TesseraError, ValueError):
+    """A mesh axis is named that the mesh does not have."""
+
+    code = "T103"
+
+
+class DeviceIdError(TesseraError, ValueError):
+    """Device ids of a mesh are repeated or not to be had."""
+
+    code = "T104"
+
+
+class AbstractMeshError(TesseraError, ValueError):
+    """A mesh of devices that this machine lacks was asked to run something."""
+
+    code = "T105"
+
+
+class NoMeshError(TesseraError, ValueError):
+    """An operation needs a mesh and none is in sight."""
+
+    code = "T106"
+
+
+# --- T2xx: shards and layouts
+
+
+class ShardDivisibilityError(TesseraError, ValueError):
+    """A dim is not a multiple of the mesh axes that it is split over."""
+
+    code = "T201"
+
+
+class AxisReusedError(TesseraError, ValueError):
+    """One mesh axis is asked to split two dims of the same array."""
+
+    code = "T202"
+
+
+class DimError(TesseraError, ValueError):
+    """A spec names a dim that the array does not have."""
+
+    code = "T203"
+
+
+class SpecFormError(TesseraError, ValueError):
+    """A ShardSpec is not well formed by itself, whatever the array."""
+
+    code = "T204"
+
+
+class LayoutMismatchError(TesseraError, ValueError):
+    """The layout that was compiled, or given, is not the declared one."""
+
+    code = "T205"
+
+
+class CollectiveError(TesseraError, ValueError):
+    """A collective cannot act on this array over this axis."""
+
+    code = "T206"
+
+
+class TensorFormError(TesseraError, ValueError):
+    """A tensor is declared with a dtype, shape or initializer that does not exist."""
+
+    code = "T207"
+
+
+class KernelError(TesseraError, ValueError):
+    """A kernel's argument or result cannot be laid out over the mesh."""
+
+    code = "T208"
+
+
+# --- T3xx: tracing
+
+
+class ArgumentError(TesseraError, TypeError):
+    """An argument can be neither traced nor held static."""
+
+    code = "T301"
+
+
+class OutsideTraceError(TesseraError, ValueError):
+    """Something that only has a meaning inside a traced function was called outside."""
+
+    code = "T302"
+
+
+class UnconnectedGradientError(TesseraError, ValueError):
+    """A loss does not depend on what it is differentiated by."""
+
+    code = "T303"
+
+
+class LossFormError(TesseraError, ValueError):
+    """A loss is not one floating-point number."""
+
+    code = "T304"
+
+
+class ParameterNameError(TesseraError, ValueError):
+    """Two parameters of one step share a name, or a name is not legal."""
+
+    code = "T305"
+
+
+class ParameterTreeError(TesseraError, ValueError):
+    """The parameters given to a step are not the ones it declares."""
+
+    code = "T306"
+
+
+class UnknownPassError(TesseraError, ValueError):
+    """A pass is named that the pipeline does not have."""
+
+    code = "T307"
+
+
+class MeshConflictError(TesseraError, ValueError):
+    """The inputs of one step live on different meshes."""
+
+    code = "T308"
+
+
+# --- T4xx: operations and models
+
+
+class OperandError(TesseraError, ValueError):
+    """The operands of an operation do not fit each other."""
+
+    code = "T401"
+
+
+class HeadCountError(TesseraError, ValueError):
+    """Attention heads cannot be divided over the mesh axis that holds them."""
+
+    code = "T402"
+
+
+class UnknownModelError(TesseraError, ValueError):
+    """A model is named that the registry does not have."""
+
+    code = "T403"
+
+
+class LogicalAxisError(TesseraError, ValueError):
+    """A logical axis name is not in the rule table."""
+
+    code = "T404"
+
+
+class ModelShapeError(TesseraError, ValueError):
+    """The sizes of a model's configuration contradict each other."""
+
+    code = "T405"
+
+
+# --- T5xx: configuration
+
+
+class UnknownSettingError(TesseraError, ValueError):
+    """A configuration key does not exist."""
+
+    code = "T501"
+
+
+class SettingValueError(TesseraError, ValueError):
+    """A configuration value is not one that the setting takes."""
+
+    code = "T502"
+
+
+class BatchSizeError(TesseraError, ValueError):
+    """A batch cannot be divided over devices, microbatches or accumulation steps."""
+
+    code = "T503"
+
+
+class OutputPathError(TesseraError, ValueError):
+    """The output folder cannot be written or leaves its place."""
+
+    code = "T504"
+
+
+class UnknownOptimizerError(TesseraError, ValueError):
+    """An optimizer or schedule is named that the registry does not have."""
+
+    code = "T505"
+
+
+# --- T6xx: data
+
+
+class DataNotFoundError(TesseraError, ValueError):
+    """A data path does not exist or cannot be read."""
+
+    code = "T601"
+
+
+class EmptyDataError(TesseraError, ValueError):
+    """There is no text in the data, or not enough for one batch."""
+
+    code = "T602"
+
+
+class VocabularyError(TesseraError, ValueError):
+    """The tokenizer's vocabulary is larger than the model's."""
+
+    code = "T603"
+
+
+class TokenRangeError(TesseraError, ValueError):
+    """A token id lies outside the model's vocabulary."""
+
+    code = "T604"
+
+
+class TokenizerError(TesseraError, ValueError):
+    """A tokenizer is named that does not exist or cannot be read."""
+
+    code = "T605"
+
+
+# --- T7xx: the machine
+
+
+class BackendStartedError(TesseraError, ValueError):
+    """Devices cannot be simulated any more: JAX has started its backend."""
+
+    code = "T701"
+
+
+class DeviceCountError(TesseraError, ValueError):
+    """The mesh asks for devices that this machine does not have."""
+
+    code = "T702"

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eight simulated CPU devices for every test, set once, before any backend starts."""
+
+import os
+
+# XLA sizes its thread pool from this. With one thread a device, a queued step holds a
+# thread that another step's collective waits for, and both wait for ever.
+os.environ.setdefault("PJRT_NPROC", "32")
+
+import hypothesis
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The first example of a shape compiles, so a deadline would measure the compiler.
+hypothesis.settings.register_profile(
+    "tessera", deadline=None, derandomize=True, max_examples=40, print_blob=True
+)
+hypothesis.settings.load_profile("tessera")
