@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only door to ``jax._src`` and to differences between JAX versions.
+
+Everything that JAX may move between 0.10 and 0.13 is here, so that the rest of
+Tessera is written once. A jaxpr with its constants is ``ClosedJaxpr`` in 0.10 and
+``Jaxpr`` in 0.12: outside this module it is only ever ``Program``.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import jax.extend.core as jex
+from jax._src import core, source_info_util, traceback_util
+from jax._src.lib import xla_client
+
+Program: TypeAlias = Any  # jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr
+Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
+Atom: TypeAlias = Any  # jax.extend.core.Var | jax.extend.core.Literal
+
+Primitive = jex.Primitive
+Literal = jex.Literal
+Tracer = jax.core.Tracer
+
+PACKAGE = Path(__file__).parent
+
+
+# --- programs: a jaxpr with its constants
+
+
+def _body(program: Program) -> Any:
+    """The part of a program that has equations, whichever type this JAX gives it."""
+    return getattr(program, "jaxpr", program)
+
+
+def equations(program: Program) -> list[Equation]:
+    """The equations of a program, in order."""
+    return list(_body(program).eqns)
+
+
+def inputs(program: Program) -> list[Atom]:
+    """The input variables of a program, constants not among them."""
+    return list(_body(program).invars)
+
+
+def outputs(program: Program) -> list[Atom]:
+    """The output variables or literals of a program."""
+    return list(_body(program).outvars)
+
+
+def constants(program: Program) -> list[Any]:
+    """The arrays that a program holds on to, in the order of its constant inputs."""
+    return list(getattr(program, "consts", ()))
+
+
+def constant_inputs(program: Program) -> list[Atom]:
+    """The variables that stand for ``constants(program)``."""
+    return list(_body(program).constvars)
+
+
+def pretty(program: Program) -> str:
+    """A program as text, each equation with the user's source line."""
+    return _body(program).pretty_print(source_info=True, use_color=False)
+
+
+def is_program(value: object) -> bool:
+    """Whether an equation's parameter is a nested program, with or without constants."""
+    return isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr))
+
+
+def nested(equation: Equation) -> Iterator[tuple[str, Any]]:
+    """The programs among an equation's parameters, with the parameter's name."""
+    for name, value in equation.params.items():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if is_program(item):
+                yield name, item
+
+
+def any_equation(program: Program, found: Callable[[Equation], bool]) -> bool:
+    """Whether an equation satisfies ``found``, nested programs included."""
+    return any(
+        found(equation) or any(any_equation(inner, found) for _, inner in nested(equation))
+        for equation in equations(program)
+    )
+
+
+def replace_nested(
+    equation: Equation, rewrite: Callable[[Program], Program]
+) -> dict[str, Any]:
+    """An equation's parameters with each nested program rewritten.
+
+    A program without constants of its own stays of that type, as the primitive expects.
+    """
+
+    def one(value: Any) -> Any:
+        if not is_program(value):
+            return value
+        if hasattr(value, "consts"):
+            return rewrite(value)
+        return _body(rewrite(jex.ClosedJaxpr(value, ())))
+
+    return {
+        name: type(value)(one(item) for item in value)
+        if type(value) in (tuple, list)
+        else one(value)
+        for name, value in equation.params.items()
+    }
+
+
+def bind(
+    equation: Equation, values: Sequence[Any], params: dict[str, Any] | None = None
+) -> list[Any]:
+    """Apply one equation to values, keeping its source line and name scopes."""
+    params = equation.params if params is None else params
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack):
+        with equation.ctx.manager:
+            primitive = equation.primitive
+            result = primitive.bind(*values, **primitive.get_bind_params(params))
+    return list(result) if equation.primitive.multiple_results else [result]
+
+
+def source_context(equation: Equation) -> Any:
+    """A context in which new equations carry the source line and scopes of this one."""
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=stack)
+
+
+def evaluate(program: Program, *values: Any) -> list[Any]:
+    """Run a program on values, or trace it where they are tracers."""
+    return core.eval_jaxpr(_body(program), constants(program), *values)
+
+
+def retrace(function: Callable[..., Sequence[Any]], like: Program) -> Program:
+    """The program of a function of the same inputs as ``like``."""
+    return jax.make_jaxpr(function)(*(struct(v.aval) for v in inputs(like)))
+
+
+def struct(aval: Any) -> Any:
+    """What ``jax.make_jaxpr`` takes for an abstract value; weak types are kept."""
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
+    )
+
+
+def check(program: Program) -> None:
+    """Raise JAX's own error when a program is not well formed."""
+    jex.check_jaxpr(_body(program))
+
+
+def name_scopes(equation: Equation) -> str:
+    """The name scopes and transforms of an equation: ``transpose(jvp(encoder))``."""
+    return str(equation.source_info.name_stack)
+
+
+def source_line(equation: Equation) -> str:
+    """``file.py:12`` of the user's line that an equation comes from, or ``""``."""
+    frame = source_info_util.user_frame(equation.source_info.traceback)
+    return f"{frame.file_name}:{frame.start_line}" if frame else ""
+
+
+# --- what JAX knows of the place that is being traced
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """The manual mesh axes over which a value may differ from device to device."""
+    aval = jax.typeof(value)
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
+
+
+def backend_started() -> bool:
+    """Whether JAX has created its devices, after which their number is fixed."""
+    return jax._src.xla_bridge.backends_are_initialized()
+
+
+def compile_only_cpu_devices(count: int) -> list[jax.Device]:
+    """Devices of a CPU client that programs are compiled for and never run on.
+
+    They let a mesh of 72 devices be lowered, compiled and read on any machine. Their
+    client is one of its own, so the process's default devices stay what they are.
+    """
+    if count not in _compile_only:
+        _compile_only[count] = xla_client.make_cpu_client(num_devices=count).devices()
+    return _compile_only[count]
+
+
+_compile_only: dict[int, list[jax.Device]] = {}
+
+
+# --- whose line is it
+
+_MACHINERY = ("graph", "ops", "analysis", "scope.py", "shard.py", "mesh.py", "dist.py")
+
+
+def hide_machinery() -> None:
+    """Make JAX leave Tessera's own frames out of tracebacks and source lines.
+
+    Models and the trainer are user code in this sense: their lines are shown.
+    """
+    for name in (*_MACHINERY, "_jax.py"):
+        path = str(PACKAGE / name)
+        if path not in traceback_util._exclude_paths:
+            traceback_util.register_exclusion(path)
+            source_info_util.register_exclusion(path)
+
+
+def is_machinery(path: str) -> bool:
+    """Whether a source file is part of JAX, Flax, Optax or Tessera's own machinery."""
+    hidden: Iterable[Path] = (PACKAGE / name for name in (*_MACHINERY, "_jax.py"))
+    if any(Path(path).is_relative_to(place) for place in hidden):
+        return True
+    return any(f"/site-packages/{name}/" in path for name in ("jax", "flax", "optax"))
