@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one type that the stages of a step hand on: ``Graph``.
+
+A graph is a jaxpr, the mesh it runs on, and what is known of each input and output:
+its name in the user's tree, what it is, and how it is laid out. Every pass takes one
+and returns another; nothing is changed in place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tessera import _jax
+from tessera.mesh import Mesh
+
+
+class Role(Enum):
+    """What an input of a graph is."""
+
+    ARGUMENT = "argument"
+    PARAMETER = "parameter"
+    CAPTURED = "captured"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One input or output of a graph.
+
+    Attributes:
+      name: Its path in the user's tree: ``batch/tokens``, ``encoder/block/up``.
+      aval: Global shape and dtype.
+      spec: Its layout over the graph's mesh; None leaves it to the partitioner.
+      role: What kind of input it is; outputs are arguments of whatever comes next.
+      donated: Whether its memory may be used for the outputs.
+    """
+
+    name: str
+    aval: Any
+    spec: PartitionSpec | None = None
+    role: Role = Role.ARGUMENT
+    donated: bool = False
+
+    def describe(self) -> str:
+        """``batch/tokens: int32[8,16] over P('dp',)``, with the role when it has one."""
+        shape = ",".join(map(str, self.aval.shape))
+        where = "undeclared" if self.spec is None else str(self.spec)
+        role = "" if self.role is Role.ARGUMENT else f" ({self.role.value})"
+        return f"{self.name}: {self.aval.dtype.name}[{shape}] over {where}{role}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """A traced step: its equations, its mesh, and where its values live.
+
+    Attributes:
+      name: The user's function.
+      program: Its jaxpr, without constants: captured arrays are inputs.
+      mesh: The mesh it runs on; None is the default device.
+      inputs: One entry for each input of the program, in order.
+      outputs: One entry for each output of the program, in order.
+    """
+
+    name: str
+    program: _jax.Program
+    mesh: Mesh | None
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    def with_program(self, program: _jax.Program) -> "Graph":
+        """The same graph with other equations between the same inputs and outputs."""
+        return replace(self, program=program)
+
+    def with_outputs(self, outputs: Sequence[Value]) -> "Graph":
+        """The same graph with more known of its outputs."""
+        return replace(self, outputs=tuple(outputs))
+
+    def sharding(self, value: Value, *, compile_only: bool = False) -> NamedSharding | None:
+        """The sharding of an input or output, or None where none is declared."""
+        if self.mesh is None or value.spec is None:
+            return None
+        mesh = self.mesh.compile_mesh if compile_only else self.mesh.jax
+        return NamedSharding(mesh, value.spec)
+
+    def as_text(self) -> str:
+        """Inputs with their layouts, then the equations with the user's lines."""
+        where = self.mesh.topology if self.mesh is not None else "one device"
+        lines = [f"step {self.name} on {where}", "inputs:"]
+        lines += [f"  {value.describe()}" for value in self.inputs]
+        lines += ["outputs:"]
+        lines += [f"  {value.describe()}" for value in self.outputs]
+        lines += ["equations:", _jax.pretty(self.program)]
+        return "\n".join(lines)
+
+
+def verify(graph: Graph) -> None:
+    """Check what every stage may rely on; a failure is a bug of the stage before.
+
+    The jaxpr is well formed, holds no constants, and has exactly the inputs and
+    outputs that the graph describes.
+    """
+    _jax.check(graph.program)
+    assert not _jax.constants(graph.program), "captured arrays must be inputs"
+    for kind, described, variables in (
+        ("input", graph.inputs, _jax.inputs(graph.program)),
+        ("output", graph.outputs, _jax.outputs(graph.program)),
+    ):
+        assert len(described) == len(variables), (
+            f"{len(described)} {kind}s are described and the program has {len(variables)}"
+        )
+        for value, variable in zip(described, variables, strict=True):
+            assert (value.aval.shape, value.aval.dtype) == (
+                variable.aval.shape,
+                variable.aval.dtype,
+            ), f"{kind} {value.name!r} is described as {value.aval}, is {variable.aval}"

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ts.grad`` and ``graph.backward``: a mark in the traced program.
+
+While a function is traced, the gradient of a value that was already computed is one
+equation, ``gradient loss weight…``, with one result for each weight. The pass
+``differentiate_losses`` puts the backward computation in its place, so users' values
+stay ordinary arrays and Flax, Optax and ``jnp`` work in between.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera import _jax, scope
+from tessera.errors import LossFormError, OutsideTraceError
+
+gradient_p = _jax.Primitive("gradient")
+gradient_p.multiple_results = True
+
+
+@gradient_p.def_abstract_eval
+def _abstract(loss: Any, *weights: Any, names: tuple[str, ...], **_: Any) -> list[Any]:
+    del loss, names
+    return [weight.strip_weak_type() for weight in weights]
+
+
+def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
+    """The gradient of a loss that was already computed, by any traced weights.
+
+    Args:
+      loss: One floating-point number, computed in the function being traced.
+      weights: Tree of floating-point arrays that the loss was computed from:
+        arguments, parameters or intermediate values.
+      allow_unused: Give zeros for weights that the loss does not depend on.
+
+    Returns:
+      A tree like ``weights``: same shapes, dtypes and, for inputs of the step, layouts.
+
+    Raises:
+      OutsideTraceError: [T302] the loss is not being traced by Tessera.
+      UnconnectedGradientError: [T303] the loss does not depend on a weight (raised when
+        the program is differentiated, with the weight's path).
+      LossFormError: [T304] the loss is not a floating-point scalar.
+
+    Example:
+      >>> import tessera as ts, jax.numpy as jnp
+      >>> @ts.function
+      ... def slope(x):
+      ...     return ts.grad(jnp.sum(x**2), x)
+      >>> print(slope(jnp.array([1.0, 2.0])))
+      [2. 4.]
+    """
+    if scope.current() is None or not isinstance(loss, _jax.Tracer):
+        raise OutsideTraceError(
+            "ts.grad needs the computation of the loss, and sees only its value",
+            got=f"a loss of type {type(loss).__name__}"
+            + ("" if scope.current() is None else " that does not depend on traced arrays"),
+            fix="call it in a function decorated with @ts.function, where the loss is "
+            "computed",
+        )
+    check_loss(loss)
+    paths, tree = jax.tree_util.tree_flatten_with_path(weights)
+    leaves = [jnp.asarray(leaf) for _, leaf in paths]
+    names = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
+    for name, leaf in zip(names, leaves, strict=True):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise LossFormError(
+                f"weight {name!r} cannot be differentiated by",
+                got=f"dtype {leaf.dtype.name}, shape {leaf.shape}",
+                fix="give ts.grad floating-point weights only",
+            )
+    gradients = gradient_p.bind(loss, *leaves, names=names, allow_unused=allow_unused)
+    return jax.tree.unflatten(tree, gradients)
+
+
+def check_loss(loss: Any) -> None:
+    """Raise [T304] unless a loss is one floating-point number."""
+    if jnp.ndim(loss) == 0 and jnp.issubdtype(loss.dtype, jnp.floating):
+        return
+    raise LossFormError(
+        "a loss must be one floating-point number",
+        got=f"shape {tuple(loss.shape)}, dtype {loss.dtype.name}",
+        fix="reduce it first, e.g. with .mean()",
+    )
+
+
+def backward(loss: Any) -> dict[str, Any]:
+    """Gradients of a loss by every trainable parameter of the step that it reaches.
+
+    Args:
+      loss: One floating-point number, computed in the step being traced.
+
+    Returns:
+      Nested dict by parameter name, a part of the tree ``step.params``; each gradient
+      has its parameter's shape, dtype and layout.
+
+    Raises:
+      OutsideTraceError: [T302] no step is being traced.
+      LossFormError: [T304] the loss is not a floating-point scalar.
+    """
+    open_scope = scope.current()
+    if open_scope is None or not isinstance(loss, _jax.Tracer):
+        raise OutsideTraceError(
+            "graph.backward differentiates by the parameters of a step, and none is traced",
+            fix="call it in a function decorated with @graph.training_step",
+        )
+    check_loss(loss)
+    call = open_scope.backward_calls
+    open_scope.backward_calls += 1
+    skipped = open_scope.unreached.get(call, frozenset())
+    weights = {
+        name: open_scope.value_of(name)
+        for name, declared in open_scope.declared.items()
+        if declared.trainable and name not in skipped
+    }
+    if not weights:
+        return {}
+    gradients = gradient_p.bind(
+        loss, *weights.values(), names=tuple(weights), allow_unused=True, call=call
+    )
+    return nest(dict(zip(weights, gradients, strict=True)))
+
+
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """A nested dict from one whose keys are paths.
+
+    Example:
+      >>> nest({"encoder/up": 1, "encoder/down": 2, "table": 3})
+      {'encoder': {'up': 1, 'down': 2}, 'table': 3}
+    """
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split("/")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return tree

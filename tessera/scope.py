@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the step that is being traced is in: its parameters, its mesh, its layouts.
+
+A ``Scope`` is open while Tessera traces a function. Operations that own parameters
+declare them in it by name; a captured ``dist.tensor`` is declared in it when it is
+first used. A declaration made while the trace runs has no input to stand for it yet,
+so it is given zeros of its shape, and the function is traced once more with the
+inputs that the first trace found. Nothing is allocated by either.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from tessera.errors import OutsideTraceError, ParameterNameError
+from tessera.mesh import Mesh
+from tessera.shard import DistTensor, ShardSpec, as_dtype, capturing, tensor
+
+Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+Layout = tuple[Mesh, PartitionSpec]
+
+
+@dataclass
+class Scope:
+    """What one trace of one function has met so far.
+
+    Attributes:
+      mesh: The mesh that the step runs on, if one is known.
+      values: Traced inputs of the parameters that an earlier trace declared.
+      declared: Every parameter of the step by name, in the order of declaration.
+      unreached: For each ``graph.backward`` in order, parameters its loss ignores.
+    """
+
+    mesh: Mesh | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    declared: dict[str, DistTensor] = field(default_factory=dict)
+    unreached: dict[int, frozenset[str]] = field(default_factory=dict)
+    backward_calls: int = 0
+    path: tuple[str, ...] = ()
+    layouts: dict[int, tuple[Any, Layout]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def value_of(self, name: str) -> Any:
+        """The traced value of a declared parameter."""
+        if name in self.values:
+            return self.values[name]
+        # Not kept: the next use may be inside another trace, where these would leak.
+        return jnp.zeros(self.declared[name].shape, self.declared[name].dtype)
+
+    def capture(self, captured: DistTensor) -> Any:
+        """The traced value of a ``dist.tensor`` that the function closes over."""
+        for name, known in self.declared.items():
+            if known is captured:
+                return self.value_of(name)
+        name = captured.name or self.fresh_name("tensor")
+        if name in self.declared:
+            raise ParameterNameError(
+                f"two parameters of this step are called {name!r}",
+                got=f"shapes {self.declared[name].shape} and {captured.shape}",
+                fix="give the dist.tensor another name=",
+            )
+        self.declared[name] = captured
+        return self.value_of(name)
+
+    def fresh_name(self, stem: str) -> str:
+        """``stem`` under the path of the open stages; numbered from its second use."""
+        full = "/".join((*self.path, stem))
+        count = self.counts.get(full, 0)
+        self.counts[full] = count + 1
+        return f"{full}_{count}" if count else full
+
+
+_open: ContextVar[Scope | None] = ContextVar("tessera_scope", default=None)
+
+
+def current() -> Scope | None:
+    """The scope of the innermost function that Tessera is tracing, if any."""
+    return _open.get()
+
+
+@contextmanager
+def opened(scope: Scope) -> Iterator[Scope]:
+    """Make ``scope`` current and let captured tensors be declared in it."""
+    token = _open.set(scope)
+    try:
+        with capturing(scope.capture):
+            yield scope
+    finally:
+        _open.reset(token)
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Put the parameters declared inside, and the operations, under ``name``."""
+    scope = _open.get()
+    if scope is None:
+        with jax.named_scope(name):
+            yield
+        return
+    outer = scope.path
+    scope.path = (*outer, name)
+    try:
+        with jax.named_scope(name):
+            yield
+    finally:
+        scope.path = outer
+
+
+def parameter(
+    name: str, shape: tuple[int, ...], *, init: Init | str, layout: ShardSpec | None = None
+) -> Any:
+    """Declare a trainable f32 parameter of the step that is being traced.
+
+    Args:
+      name: Name under the current path; the full name is ``stage/name``.
+      shape: Global shape.
+      init: Initializer, as ``dist.tensor`` takes it.
+      layout: How it is split over the step's mesh; replicated when not given.
+
+    Returns:
+      The traced value, of the global shape.
+
+    Raises:
+      OutsideTraceError: [T302] no step is being traced.
+      ParameterNameError: [T305] the step has another parameter of that name.
+    """
+    scope = _open.get()
+    if scope is None:
+        raise OutsideTraceError(
+            f"parameter {name!r} is declared outside a step",
+            fix="call the operation inside @graph.training_step, @graph.stage or @ts.function",
+        )
+    full = "/".join((*scope.path, name))
+    if full in scope.declared:
+        raise ParameterNameError(
+            f"two parameters of this step are called {full!r}",
+            fix="put each use in a @graph.stage of its own",
+        )
+    scope.declared[full] = tensor(
+        shape, layout, scope.mesh, dtype="f32", init=init, name=full
+    )
+    return scope.value_of(full)
+
+
+def record_layout(value: Any, mesh: Mesh, spec: PartitionSpec) -> None:
+    """Remember where a traced value lives; it is kept alive so that its id stays its own."""
+    scope = _open.get()
+    if scope is not None:
+        scope.layouts[id(value)] = (value, (mesh, spec))
+
+
+def layout_of(value: Any) -> Layout | None:
+    """The declared layout of a traced value: of an input, a parameter, a constraint."""
+    scope = _open.get()
+    known = scope.layouts.get(id(value)) if scope is not None else None
+    return known[1] if known is not None else None
+
+
+AUTOCAST_OFF = "off"
+AUTOCAST_SCOPE = "autocast_"
+
+
+@contextmanager
+def autocast(dtype: Any, *, enabled: bool = True) -> Iterator[None]:
+    """Do the matmuls and convolutions written inside in a narrower dtype.
+
+    Their operands are cast to ``dtype`` and accumulated in f32, in the forward and in
+    the backward pass; everything else (softmax, norms, reductions, losses, parameters)
+    stays as it is. The casting is done by the pass ``autocast_matmuls``, so it reaches
+    Flax and ``jnp`` code as well. The innermost ``autocast`` decides.
+
+    Args:
+      dtype: ``bf16`` or ``f16``, by name or as a dtype.
+      enabled: False switches an enclosing autocast off.
+
+    Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740.
+    """
+    name = as_dtype(dtype).name if enabled else AUTOCAST_OFF
+    with jax.named_scope(AUTOCAST_SCOPE + name):
+        yield
