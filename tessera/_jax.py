@@ -6,13 +6,14 @@ Tessera is written once. A jaxpr with its constants is ``ClosedJaxpr`` in 0.10 a
 ``Jaxpr`` in 0.12: outside this module it is only ever ``Program``.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core as jex
-from jax._src import core, source_info_util, traceback_util
+from jax._src import core, dtypes, source_info_util, traceback_util
 from jax._src.lib import xla_client
 
 Program: TypeAlias = Any  # jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr
@@ -77,14 +78,6 @@ def nested(equation: Equation) -> Iterator[tuple[str, Any]]:
                 yield name, item
 
 
-def any_equation(program: Program, found: Callable[[Equation], bool]) -> bool:
-    """Whether an equation satisfies ``found``, nested programs included."""
-    return any(
-        found(equation) or any(any_equation(inner, found) for _, inner in nested(equation))
-        for equation in equations(program)
-    )
-
-
 def replace_nested(
     equation: Equation, rewrite: Callable[[Program], Program]
 ) -> dict[str, Any]:
@@ -139,10 +132,61 @@ def retrace(function: Callable[..., Sequence[Any]], like: Program) -> Program:
     return jax.make_jaxpr(function)(*(struct(v.aval) for v in inputs(like)))
 
 
+def is_manual_region(equation: Equation) -> bool:
+    """Whether an equation is a ``shard_map``, whose body is traced on a mesh."""
+    return equation.primitive.name == "shard_map"
+
+
+def bind_manual_region(
+    equation: Equation, values: Sequence[Any], body: Callable[..., Sequence[Any]]
+) -> list[Any]:
+    """Bind a ``shard_map`` equation with another body of the same inputs and outputs."""
+    params = equation.params
+    mapped = jax.shard_map(
+        lambda *blocks: tuple(body(*blocks)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=set(params["newly_manual_axes"]),
+    )
+    with source_context(equation):
+        return list(mapped(*values))
+
+
+def lift_constants(program: Program) -> tuple[Program, list[Any]]:
+    """A program whose constants are inputs after the others, and those constants."""
+    held = constants(program)
+    if not held:
+        return program, []
+    count = len(inputs(program))
+
+    def lifted(*values: Any) -> list[Any]:
+        return core.eval_jaxpr(_body(program), values[count:], *values[:count])
+
+    known = [struct(variable.aval) for variable in inputs(program)]
+    return jax.make_jaxpr(lifted)(*known, *held), held
+
+
+def sources(program: Program, value: Atom, before: int) -> set[Atom]:
+    """Every variable that ``value`` is computed from in the first ``before`` equations."""
+    needed = {value} if isinstance(value, jex.Var) else set()
+    for equation in reversed(equations(program)[:before]):
+        if not needed.isdisjoint(equation.outvars):
+            needed.update(v for v in equation.invars if isinstance(v, jex.Var))
+    return needed
+
+
 def struct(aval: Any) -> Any:
-    """What ``jax.make_jaxpr`` takes for an abstract value; weak types are kept."""
+    """What ``jax.make_jaxpr`` takes for an abstract value.
+
+    The weak type is kept, and in a manual region the axes the value varies over.
+    """
     return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
+        aval.shape,
+        aval.dtype,
+        weak_type=getattr(aval, "weak_type", False),
+        manual_axis_type=getattr(aval, "manual_axis_type", None),
     )
 
 
@@ -191,9 +235,40 @@ def compile_only_cpu_devices(count: int) -> list[jax.Device]:
 _compile_only: dict[int, list[jax.Device]] = {}
 
 
+# --- arrays that are no jax.Array
+
+
+def register_array_like(kind: type) -> None:
+    """Let a class stand for its ``__jax_array__()`` wherever JAX takes an array.
+
+    By itself JAX converts such objects in ``jnp`` functions that are not jitted and
+    refuses them as arguments of those that are. What it needs to know is the abstract
+    value (from ``shape`` and ``dtype``), the array to run on, and the tracer that
+    stands for the object while something is traced.
+    """
+
+    def abstract_value(x: Any) -> Any:
+        return core.ShapedArray(x.shape, x.dtype)
+
+    core.pytype_aval_mappings[kind] = abstract_value
+    dtypes.canonicalize_value_handlers[kind] = operator.methodcaller("__jax_array__")
+    # The conversion that JAX offers to symbolic dimensions; the name is its own.
+    kind.dimension_as_value = kind.__jax_array__  # type: ignore[attr-defined]
+
+
 # --- whose line is it
 
-_MACHINERY = ("graph", "ops", "analysis", "scope.py", "shard.py", "mesh.py", "dist.py")
+_MACHINERY = (
+    "graph",
+    "ops",
+    "analysis",
+    "scope.py",
+    "shard.py",
+    "spec.py",
+    "grid.py",
+    "mesh.py",
+    "dist.py",
+)
 
 
 def hide_machinery() -> None:

@@ -12,7 +12,7 @@ on a laptop; only running on it needs the devices.
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from types import TracebackType
@@ -27,12 +27,18 @@ from jax.sharding import Mesh as JaxMesh
 from tessera import _jax
 from tessera.errors import (
     AbstractMeshError,
-    DeviceIdError,
-    DuplicateAxisError,
     MeshShapeError,
     NoMeshError,
     UnknownAxisError,
     did_you_mean,
+)
+from tessera.grid import (
+    checked_axes,
+    checked_shape,
+    fold,
+    inferred,
+    listed,
+    read_devices,
 )
 
 _logger = logging.getLogger("tessera.mesh")
@@ -70,14 +76,16 @@ class Mesh:
         devices: Any = None,
         shape: Sequence[int] | None = None,
     ) -> None:
-        self.axes: tuple[str, ...] = _checked_axes(axes)
-        ids, nesting = _read_devices(devices)
+        self.axes: tuple[str, ...] = checked_axes(axes)
+        ids, nesting = read_devices(devices)
         if shape is not None:
-            shape = _checked_shape(shape, self.axes)
+            shape = checked_shape(shape, self.axes)
         if devices is None:
             ids = _default_ids(shape)
-        self._sizes = _fold(self.axes, len(ids), nesting, shape)
+        self._sizes = fold(self.axes, len(ids), nesting, shape)
         self.device_ids: tuple[int, ...] = ids
+        # A view of a manual region: its device ids are positions in the region.
+        self._is_region = False
 
     @classmethod
     def from_shape(
@@ -105,11 +113,11 @@ class Mesh:
                 got=f"{mesh_shape!r}",
                 fix='write [[4, 2], ["fsdp", "tp"]]',
             )
-        axes = _checked_axes(mesh_shape[1])
-        sizes = _checked_shape(mesh_shape[0], axes)
+        axes = checked_axes(mesh_shape[1])
+        sizes = checked_shape(mesh_shape[0], axes)
         if -1 in sizes:
             total = jax.device_count() if num_devices is None else num_devices
-            sizes = _inferred(axes, sizes, total)
+            sizes = inferred(axes, sizes, total)
         return cls(axes, devices=range(math.prod(sizes)), shape=sizes)
 
     @property
@@ -142,7 +150,7 @@ class Mesh:
     @property
     def is_abstract(self) -> bool:
         """Whether this machine lacks some of the devices. Starts JAX's backend."""
-        return _find_devices(self.device_ids) is None
+        return self._is_region or _find_devices(self.device_ids) is None
 
     @property
     def idle_device_ids(self) -> tuple[int, ...]:
@@ -159,7 +167,7 @@ class Mesh:
           AbstractMeshError: [T105] this machine lacks some of the devices.
         """
         devices = _find_devices(self.device_ids)
-        if devices is None:
+        if devices is None or self._is_region:
             self._refuse_to_run()
         if idle := self.idle_device_ids:
             _logger.info(
@@ -167,7 +175,7 @@ class Mesh:
                 self.topology,
                 len(idle),
                 jax.device_count(),
-                _listed(idle),
+                listed(idle),
             )
         return self._grid_of(devices)
 
@@ -236,13 +244,13 @@ class Mesh:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
-        notes = [f"devices {_listed(self.device_ids)}"]
+        notes = [f"devices {listed(self.device_ids)}"]
         # A repr must not be what starts a backend.
         if _jax.backend_started():
             if self.is_abstract:
                 notes.append(f"abstract: {jax.device_count()} devices here")
             elif idle := self.idle_device_ids:
-                notes.append(f"idle {_listed(idle)}")
+                notes.append(f"idle {listed(idle)}")
         return f"Mesh({sizes}; {'; '.join(notes)})"
 
     @property
@@ -258,30 +266,21 @@ class Mesh:
         return JaxMesh(grid, self.axes, axis_types=self._auto)
 
     def _refuse_to_run(self) -> NoReturn:
+        if self._is_region:
+            raise AbstractMeshError(
+                "inside a manual region there is no mesh to place arrays on",
+                got=f"the region is manual over {self.topology}",
+                fix="place arrays outside the region and pass them in as arguments",
+            )
         here = tuple(device.id for device in jax.devices())
         needed = max(self.size, max(self.device_ids) + 1)
         raise AbstractMeshError(
             "this mesh is abstract: it has devices that this machine lacks",
-            got=f"{self.topology}, devices {_listed(self.device_ids)}; "
-            f"this machine has {len(here)}: {_listed(here)}",
+            got=f"{self.topology}, devices {listed(self.device_ids)}; "
+            f"this machine has {len(here)}: {listed(here)}",
             fix=f"run it where there are {needed} devices, or simulate them: "
             f'jax.config.update("jax_num_cpu_devices", {needed}) before JAX is used\n'
             "specs, traces and compile-only analysis work on it as it is",
-        )
-
-
-class _ManualMesh(Mesh):
-    """What one device sees inside a manual region: the manual axes alone.
-
-    Its device ids are positions within the region.
-    """
-
-    @property
-    def jax(self) -> NoReturn:  # pyrefly: ignore[bad-override]
-        raise AbstractMeshError(
-            "inside a manual region there is no mesh to place arrays on",
-            got=f"the region is manual over {self.topology}",
-            fix="place arrays outside the region and pass them in as arguments",
         )
 
 
@@ -322,30 +321,15 @@ def current_or_none() -> Mesh | None:
     if mesh is not None and mesh.shape == dict(manual):
         return mesh
     sizes = tuple(manual.values())
-    return _ManualMesh(tuple(manual), devices=range(math.prod(sizes)), shape=sizes)
+    view = Mesh(tuple(manual), devices=range(math.prod(sizes)), shape=sizes)
+    view._is_region = True
+    return view
 
 
 def opened_or_none() -> Mesh | None:
     """The mesh of the innermost ``with mesh:``, whatever region this is."""
     meshes = _opened.get()
     return meshes[-1] if meshes else None
-
-
-def even_factors(number: int, count: int) -> tuple[int, ...]:
-    """``number`` as ``count`` factors: the largest is the least possible, and so on.
-
-    Example:
-      >>> even_factors(16, 2), even_factors(72, 3), even_factors(7, 2)
-      ((4, 4), (6, 4, 3), (7, 1))
-    """
-    if count == 1:
-        return (number,)
-    for first in range(1, number):
-        if number % first == 0:
-            rest = even_factors(number // first, count - 1)
-            if rest[0] <= first:
-                return (first, *rest)
-    return (number, *(1,) * (count - 1))
 
 
 def _manual_axes() -> Mapping[str, int]:
@@ -377,167 +361,3 @@ def _default_ids(shape: tuple[int, ...] | None) -> tuple[int, ...]:
         return here
     wanted = math.prod(shape)
     return here[:wanted] if wanted <= len(here) else tuple(range(wanted))
-
-
-def _checked_axes(axes: Sequence[str] | str) -> tuple[str, ...]:
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    if not names:
-        raise MeshShapeError("a mesh has at least one axis", fix='write axes=["dp"]')
-    if bad := [name for name in names if not isinstance(name, str) or not name]:
-        raise DuplicateAxisError(
-            "a mesh axis has no proper name",
-            got=f"axes {names!r}: {bad[0]!r} is not a non-empty string",
-            fix='name every axis, such as axes=["tp", "dp"]',
-        )
-    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise DuplicateAxisError(
-            "a mesh names one axis twice",
-            got=f"axes {names!r}: {', '.join(map(repr, repeated))} is repeated",
-            fix="give every axis a name of its own",
-        )
-    return names
-
-
-def _checked_shape(shape: Sequence[int], axes: tuple[str, ...]) -> tuple[int, ...]:
-    sizes = tuple(shape)
-    whole = all(
-        isinstance(s, (int, np.integer)) and not isinstance(s, bool) for s in sizes
-    )
-    if not whole or any(s < 1 and s != -1 for s in sizes) or sizes.count(-1) > 1:
-        raise MeshShapeError(
-            "axis sizes are positive whole numbers, and at most one is -1",
-            got=f"shape {sizes!r}",
-            fix="write sizes such as (4, 2), or (4, -1) to infer one",
-        )
-    if len(sizes) != len(axes):
-        raise MeshShapeError(
-            "a mesh has one size per axis",
-            got=f"{len(axes)} axes {axes!r}, {len(sizes)} sizes {sizes!r}",
-            fix=f"give {len(axes)} sizes, or {len(sizes)} axes",
-        )
-    return tuple(int(s) for s in sizes)
-
-
-def _read_devices(devices: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Flat ids of a nested sequence, and its nesting where it has any."""
-    if devices is None:
-        return (), None
-    if not _is_sequence(devices):
-        raise DeviceIdError(
-            "devices is not a sequence of device ids",
-            got=f"{devices!r}",
-            fix="write devices=range(8), or a nested list such as [[0, 1], [2, 3]]",
-        )
-    shape = _nesting(devices)
-    ids = tuple(_device_id(leaf) for leaf in _leaves(devices))
-    if not ids:
-        raise DeviceIdError(
-            "a mesh has at least one device",
-            got=f"devices={devices!r}",
-            fix="list device ids, or leave devices out to take all there are",
-        )
-    if repeated := [i for i in dict.fromkeys(ids) if ids.count(i) > 1]:
-        raise DeviceIdError(
-            "a mesh holds one device twice",
-            got=f"device ids {_listed(ids)}: {_listed(tuple(repeated))} repeated",
-            fix="list every device once",
-        )
-    return ids, shape if len(shape) > 1 else None
-
-
-def _is_sequence(item: object) -> bool:
-    return isinstance(item, (Sequence, np.ndarray)) and not isinstance(item, str)
-
-
-def _nesting(devices: Any) -> tuple[int, ...]:
-    if not _is_sequence(devices) or not len(devices):
-        return (0,) if _is_sequence(devices) else ()
-    inner = {_nesting(item) for item in devices}
-    if len(inner) > 1:
-        raise MeshShapeError(
-            "the nested device list is not a full grid",
-            got=f"{devices!r}: rows of shapes "
-            + " and ".join(str(shape) for shape in sorted(inner)),
-            fix="give every row the same number of devices",
-        )
-    return (len(devices), *inner.pop())
-
-
-def _leaves(devices: Any) -> Iterator[object]:
-    for item in devices:
-        yield from _leaves(item) if _is_sequence(item) else (item,)
-
-
-def _device_id(leaf: object) -> int:
-    if isinstance(leaf, Device):
-        return leaf.id
-    if isinstance(leaf, (int, np.integer)) and not isinstance(leaf, bool) and leaf >= 0:
-        return int(leaf)
-    raise DeviceIdError(
-        "a device id is not a whole number from 0 up",
-        got=f"{leaf!r}",
-        fix="use the ids that jax.devices() shows, such as devices=range(8)",
-    )
-
-
-def _fold(
-    axes: tuple[str, ...],
-    total: int,
-    nesting: tuple[int, ...] | None,
-    shape: tuple[int, ...] | None,
-) -> tuple[int, ...]:
-    """Size of each axis for this many devices."""
-    if shape is not None:
-        sizes = _inferred(axes, shape, total)
-        if nesting is not None and nesting != sizes:
-            raise MeshShapeError(
-                "the nesting of devices and the shape disagree",
-                got=f"devices nested {_times(nesting)}, shape {_times(sizes)}",
-                fix="leave shape out, or give devices as a flat sequence",
-            )
-        return sizes
-    if nesting is None:
-        return even_factors(total, len(axes))
-    if len(nesting) != len(axes):
-        raise MeshShapeError(
-            "the nesting of devices has one level per axis",
-            got=f"{len(axes)} axes {axes!r}, devices nested {_times(nesting)}",
-            fix=f"name {len(nesting)} axes, or give devices as a flat sequence",
-        )
-    return nesting
-
-
-def _inferred(
-    axes: tuple[str, ...], sizes: tuple[int, ...], total: int
-) -> tuple[int, ...]:
-    """Sizes with the -1 filled in; their product is the number of devices."""
-    known = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and total % known == 0:
-        return tuple(total // known if size == -1 else size for size in sizes)
-    if -1 not in sizes and known == total:
-        return sizes
-    named = " × ".join(f"{a} {s}" for a, s in zip(axes, sizes, strict=True))
-    low, high = total // known * known, -(-total // known) * known
-    if -1 in sizes:
-        got = f"{named}: {known} does not divide {total} devices"
-        near = f"{low} or {high}" if low else f"{high}"
-        fix = f"use {near} devices, or sizes whose product divides {total}"
-    else:
-        got = f"{named} = {known}, and {total} devices"
-        even = " × ".join(str(size) for size in even_factors(total, len(axes)))
-        fix = f"list {known} devices, or use a shape such as {even}"
-    raise MeshShapeError("the shape does not hold the devices", got=got, fix=fix)
-
-
-def _times(sizes: tuple[int, ...]) -> str:
-    return " × ".join(str(size) for size in sizes)
-
-
-def _listed(ids: tuple[int, ...]) -> str:
-    """Ids in few words: ``0..7`` where they run on."""
-    if len(ids) > 2 and ids == tuple(range(ids[0], ids[0] + len(ids))):
-        return f"{ids[0]}..{ids[-1]}"
-    shown = [str(i) for i in ids]
-    if len(shown) > 12:
-        shown = [*shown[:6], "…", *shown[-5:]]
-    return ", ".join(shown)

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one array is split over one mesh: the spec, and every check of it.
+
+Between :mod:`tessera.mesh` and :mod:`tessera.shard`, which re-exports it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tessera.errors import (
+    AxisReusedError,
+    DimError,
+    ShardDivisibilityError,
+    SpecFormError,
+    TesseraError,
+    UnknownAxisError,
+    did_you_mean,
+)
+from tessera.mesh import Mesh
+
+Axes: TypeAlias = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Which dims of an array are split over which mesh axes.
+
+    Args:
+      partition: The dims to split: numbers (negative ones count from the end) or
+        names. ``row`` and ``col`` are the second-last and the last dim; of a vector,
+        ``row`` is its one dim. Other names come from the array's annotation.
+      mesh_axes: For each of them a mesh axis, a tuple of axes (outer first), or None
+        to leave the dim whole.
+
+    Raises:
+      SpecFormError: [T204] the two differ in length, or an entry is no dim or axis.
+      AxisReusedError: [T202] one mesh axis is to split two dims.
+
+    Example:
+      >>> spec = ShardSpec(partition=("row", "col"), mesh_axes=("tp", "dp"))
+      >>> spec.resolve((1024, 512), Mesh(["tp", "dp"], devices=range(16)))
+      P('tp', 'dp')
+    """
+
+    partition: Sequence[int | str]
+    mesh_axes: Sequence[Axes]
+
+    def __post_init__(self) -> None:
+        dims = _entries(self.partition)
+        axes = tuple(_axes_entry(entry) for entry in _entries(self.mesh_axes))
+        object.__setattr__(self, "partition", dims)
+        object.__setattr__(self, "mesh_axes", axes)
+        if len(dims) != len(axes):
+            raise SpecFormError(
+                "a ShardSpec pairs every dim with mesh axes",
+                got=f"{len(dims)} dims {dims!r}, {len(axes)} mesh axes {axes!r}",
+                fix="give as many mesh axes as dims; None leaves a dim whole",
+            )
+        for dim in dims:
+            if isinstance(dim, bool) or not isinstance(dim, (int, str)):
+                raise SpecFormError(
+                    "a partition entry is a dim number or a dim name",
+                    got=f"{dim!r} in {dims!r}",
+                    fix='write partition=("row", "col") or partition=(0, 1)',
+                )
+        used = [axis for entry in axes for axis in _axis_names(entry)]
+        if reused := [axis for axis in dict.fromkeys(used) if used.count(axis) > 1]:
+            raise AxisReusedError(
+                f"mesh axis {reused[0]!r} is used twice in one ShardSpec",
+                got=f"mesh_axes {axes!r}",
+                fix="an axis splits one dim only: drop one of its uses",
+            )
+
+    @classmethod
+    def replicated(cls) -> "ShardSpec":
+        """The spec that splits nothing: every device holds the whole array."""
+        return cls((), ())
+
+    def resolve(
+        self,
+        shape: Sequence[int],
+        mesh: Mesh,
+        *,
+        dim_names: Sequence[str] | None = None,
+        what: str = "tensor",
+    ) -> PartitionSpec:
+        """This spec for an array of one shape on one mesh, every check made.
+
+        Args:
+          shape: The global shape.
+          mesh: The mesh whose axes the spec names.
+          dim_names: The array's own dim names, one per dim.
+          what: What messages call the array, such as ``parameter 'up'``.
+
+        Returns:
+          A PartitionSpec without trailing None.
+
+        Raises:
+          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+          DimError: [T203] the array has no such dim.
+          SpecFormError: [T204] two entries name the same dim.
+          UnknownAxisError: [T103] the mesh has no such axis.
+        """
+        entries: list[Axes] = [None] * len(shape)
+        taken: dict[int, int | str] = {}
+        problems: list[_Problem] = []
+        for name, axes in zip(self.partition, self.mesh_axes, strict=True):
+            dim = _dim_number(name, len(shape), dim_names)
+            if dim is None:
+                problems.append(_no_such_dim(what, name, shape, dim_names))
+            elif dim in taken:
+                problems.append(_dim_named_twice(what, dim, (taken[dim], name)))
+            else:
+                taken[dim], entries[dim] = name, axes
+                problems += _misfits(what, shape, dim, _axis_names(axes), mesh)
+        _raise_all(problems)
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+    def named(
+        self,
+        shape: Sequence[int],
+        mesh: Mesh,
+        *,
+        dim_names: Sequence[str] | None = None,
+        what: str = "tensor",
+    ) -> NamedSharding:
+        """Like :meth:`resolve`, as a sharding on the devices of the mesh.
+
+        Raises:
+          AbstractMeshError: [T105] this machine lacks some of the devices.
+        """
+        spec = self.resolve(shape, mesh, dim_names=dim_names, what=what)
+        return NamedSharding(mesh.jax, spec)
+
+
+def local_shape(
+    shape: Sequence[int], spec: PartitionSpec, mesh: Mesh
+) -> tuple[int, ...]:
+    """Shape of one device's block of an array that ``spec`` fits.
+
+    Example:
+      >>> mesh = Mesh(["tp", "dp"], devices=range(16))
+      >>> local_shape((8, 6), PartitionSpec("tp"), mesh)
+      (2, 6)
+    """
+    sizes = [mesh.axis_size(_axis_names(entry)) for entry in spec]
+    sizes += [1] * (len(shape) - len(sizes))
+    return tuple(n // size for n, size in zip(shape, sizes, strict=True))
+
+
+# --- what can be wrong with a spec
+
+
+@dataclass(frozen=True)
+class _Problem:
+    kind: type[TesseraError]
+    what: str
+    got: str
+    fix: str
+
+
+def _raise_all(problems: list[_Problem]) -> None:
+    """Raise the first problem, with the others in its message."""
+    if not problems:
+        return
+    first, *others = problems
+    got = [first.got]
+    for other in others:
+        got.append(f"also [{other.kind.code}] {other.what}: {other.got}")
+    fix = "\n".join(dict.fromkeys(problem.fix for problem in problems))
+    raise first.kind(first.what, got="\n".join(got), fix=fix)
+
+
+def _misfits(
+    what: str, shape: Sequence[int], dim: int, axes: tuple[str, ...], mesh: Mesh
+) -> list[_Problem]:
+    """What is wrong with splitting one dim over some axes: nothing, if all is well."""
+    if unknown := [axis for axis in axes if axis not in mesh.axes]:
+        return [
+            _Problem(
+                UnknownAxisError,
+                f"{what} is split over {axis!r}, an axis that the mesh lacks",
+                f"dim {dim}, {mesh.topology}",
+                did_you_mean(axis, mesh.axes),
+            )
+            for axis in unknown
+        ]
+    if shape[dim] % mesh.axis_size(axes) == 0:
+        return []
+    return [_indivisible(what, shape, dim, axes, mesh)]
+
+
+def _indivisible(
+    what: str, shape: Sequence[int], dim: int, axes: tuple[str, ...], mesh: Mesh
+) -> _Problem:
+    factor = mesh.axis_size(axes)
+    product = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
+    low, high = shape[dim] // factor * factor, -(-shape[dim] // factor) * factor
+    near = f"{low} or {high}" if low else f"{high}"
+    return _Problem(
+        ShardDivisibilityError,
+        f"{what} cannot be split evenly over mesh axes {axes!r}",
+        f"shape {tuple(shape)}, dim {dim} = {shape[dim]}, axis size {factor}"
+        + (f" ({product})" if len(axes) > 1 else ""),
+        f"use {near}, or drop {' or '.join(map(repr, axes))} from the spec",
+    )
+
+
+def _no_such_dim(
+    what: str, name: int | str, shape: Sequence[int], dim_names: Sequence[str] | None
+) -> _Problem:
+    rank = len(shape)
+    if isinstance(name, int):
+        numbers = f"use a dim from {-rank} to {rank - 1}" if rank else "drop it"
+        fix = f"{numbers}: the array has {rank} dims"
+    else:
+        known = [*(dim_names or ()), *("row", "col")[: min(rank, 2)]]
+        fix = f"{did_you_mean(name, known)}, or a dim number"
+    return _Problem(
+        DimError, f"{what} has no dim {name!r}", f"shape {tuple(shape)}", fix
+    )
+
+
+def _dim_named_twice(what: str, dim: int, names: tuple[int | str, ...]) -> _Problem:
+    return _Problem(
+        SpecFormError,
+        f"the spec of {what} names dim {dim} twice",
+        f"{names[0]!r} and {names[1]!r} are the same dim",
+        "join their mesh axes into one tuple, or drop one of them",
+    )
+
+
+def _dim_number(
+    name: int | str, rank: int, dim_names: Sequence[str] | None
+) -> int | None:
+    """The dim that an entry means, counted from the front; None where there is none."""
+    if isinstance(name, str):
+        if dim_names is not None and name in dim_names:
+            return list(dim_names).index(name)
+        if rank == 1:
+            return 0 if name == "row" else None
+        name = {"row": -2, "col": -1}.get(name, rank)
+    return name % rank if -rank <= name < rank else None
+
+
+def _entries(entries: Any) -> tuple[Any, ...]:
+    """A sequence of entries as a tuple; one entry by itself is a sequence of one."""
+    return (entries,) if isinstance(entries, (str, int)) else tuple(entries)
+
+
+def _axes_entry(entry: Any) -> Axes:
+    if entry is None or isinstance(entry, str):
+        return entry
+    names = tuple(entry) if isinstance(entry, (tuple, list)) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise SpecFormError(
+            "a mesh_axes entry is an axis name, a tuple of them, or None",
+            got=f"{entry!r}",
+            fix='write mesh_axes=("tp", None) or mesh_axes=(("dp", "tp"),)',
+        )
+    return names[0] if len(names) == 1 else names
+
+
+def _axis_names(entry: Axes) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
