@@ -139,7 +139,7 @@ def _start_backend(platform: str) -> list[jax.Device]:
         why = f": {str(error).splitlines()[0]}" if str(error) else ""
         raise DeviceCountError(
             "JAX cannot start its backend on this machine",
-            got=f"JAX_PLATFORMS is {jax.config.read('jax_platforms')!r}{why}",
+            got=f"JAX_PLATFORMS is {jax.config.values['jax_platforms']!r}{why}",
             fix="leave JAX_PLATFORMS unset, or simulate devices: runtime.platform=cpu",
         ) from error
     found = devices[0].platform
@@ -161,7 +161,7 @@ def _threads(count: int) -> int:
 
 def _cpu_devices_asked_for() -> int:
     """CPU devices that the process's environment or configuration already asks for."""
-    configured: int = jax.config.read("jax_num_cpu_devices")
+    configured: int = jax.config.values["jax_num_cpu_devices"]
     if configured > 0:
         return configured
     flag = r"--xla_force_host_platform_device_count=(\d+)"
