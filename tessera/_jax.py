@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.extend.core as jex
 from jax._src import core, dtypes, source_info_util, traceback_util
+from jax._src.interpreters import partial_eval
 from jax._src.lib import xla_client
 
 Program: TypeAlias = Any  # jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr
@@ -188,6 +189,11 @@ def struct(aval: Any) -> Any:
         weak_type=getattr(aval, "weak_type", False),
         manual_axis_type=getattr(aval, "manual_axis_type", None),
     )
+
+
+def without_dead_code(program: Program) -> Program:
+    """A program less the equations whose results nobody reads, nested ones included."""
+    return partial_eval.dce_jaxpr(_body(program), True)[0]
 
 
 def check(program: Program) -> None:

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts a program's floating-point operations on its jaxpr.
+
+XLA's own ``cost_analysis`` counts the body of a loop once and does not see into custom
+calls, so two programs of equal work can differ there by a factor. The jaxpr has every
+matmul with its sizes and every scan with its length.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from tessera import _jax
+
+# Primitives that only move, convert or name data.
+_FREE_WORDS = """
+    all_gather all_gather_invariant all_gather_reduced all_to_all axis_index
+    bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p
+    create_token debug_callback debug_print device_put dynamic_slice
+    dynamic_update_slice empty empty2 expand_dims gather get io_callback iota
+    layout_constraint mesh_cast name num_programs optimization_barrier pad pbroadcast
+    pcast pmax pmin ppermute program_id psum psum2 psum_invariant psum_scatter
+    pure_callback pvary random_seed random_unwrap random_wrap reduce_precision
+    reduce_scatter reshape reshard rev sharding_constraint slice split squeeze swap
+    transpose unreduced_psum unreduced_reduce_scatter
+"""
+# Primitives that read each element of their first operand once.
+_READS_WORDS = """
+    argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce reduce_and reduce_max
+    reduce_min reduce_or reduce_prod reduce_sum reduce_xor sort top_k
+"""
+_FREE = frozenset(_FREE_WORDS.split())
+_READS = frozenset(_READS_WORDS.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations of one execution, all devices together.
+
+    Attributes:
+      matmul: Of matrix products and convolutions; a multiply and an add are two.
+      other: Of everything else, one per element: of the result for elementwise
+        operations, of the operand for reductions.
+      unknown_loops: Loops whose length is known only at run time; each counts once.
+    """
+
+    matmul: int = 0
+    other: int = 0
+    unknown_loops: int = 0
+
+    @property
+    def total(self) -> int:
+        """Matmuls and everything else."""
+        return self.matmul + self.other
+
+    def __add__(self, more: "Flops") -> "Flops":
+        return Flops(
+            self.matmul + more.matmul,
+            self.other + more.other,
+            self.unknown_loops + more.unknown_loops,
+        )
+
+    def __mul__(self, times: int) -> "Flops":
+        return Flops(self.matmul * times, self.other * times, self.unknown_loops)
+
+    def as_text(self) -> str:
+        """One line.
+
+        Example:
+          >>> Flops(matmul=3_000_000_000, other=5000).as_text()
+          'FLOPs: 3.00 G in matmuls, 5.00 k in the rest'
+        """
+        text = (
+            f"FLOPs: {format_flops(self.matmul)} in matmuls, "
+            f"{format_flops(self.other)} in the rest"
+        )
+        loops = self.unknown_loops
+        return text + (f"; {loops} loops of unknown length count once" if loops else "")
+
+
+def count(program: _jax.Program) -> Flops:
+    """The floating-point operations of one execution of a program.
+
+    Args:
+      program: What ``jax.make_jaxpr(f)(...)`` or ``jax.jit(f).trace(...).jaxpr`` gives.
+
+    Returns:
+      A count for all devices together: a manual region counts once for each device of
+      its axes. A scan counts its length times, a branch as its dearest side, and what
+      nobody reads not at all.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> count(jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 5)))).matmul
+      60
+    """
+    return _count(_jax.without_dead_code(program))
+
+
+def format_flops(number: float) -> str:
+    """A number of operations with a decimal prefix.
+
+    Example:
+      >>> format_flops(2.5e15), format_flops(12)
+      ('2.50 P', '12')
+    """
+    for prefix, size in zip("EPTGMk", (1e18, 1e15, 1e12, 1e9, 1e6, 1e3), strict=True):
+        if number >= size:
+            return f"{number / size:.2f} {prefix}"
+    return f"{number:.0f}"
+
+
+class _HasCosts(Protocol):
+    def cost_analysis(self) -> Any: ...
+
+
+def bytes_accessed(compiled: _HasCosts) -> float | None:
+    """Bytes that one device's program reads and writes, by XLA's own estimate.
+
+    It counts a loop's body once and knows nothing of what stays in caches: compare
+    programs of the same loops with it, and nothing else.
+
+    Returns:
+      Bytes, or None where the platform does not say.
+    """
+    costs = compiled.cost_analysis()
+    return costs.get("bytes accessed") if isinstance(costs, dict) else None
+
+
+def _count(program: _jax.Program) -> Flops:
+    return _sum(_of(equation) for equation in _jax.equations(program))
+
+
+def _of(equation: _jax.Equation) -> Flops:
+    name, params = equation.primitive.name, equation.params
+    if name in _CONTRACTIONS:
+        return Flops(matmul=_CONTRACTIONS[name](equation))
+    if name in _FREE:
+        return Flops()
+    if name in _READS:
+        return Flops(other=_size(equation.invars[0]))
+    if name.startswith("reduce_window"):
+        window = params.get("window_dimensions", ())
+        return Flops(other=_size(equation.outvars[0]) * math.prod(window))
+    if name.startswith("scatter"):
+        return Flops(other=_size(equation.invars[2]))
+    if name == "while":
+        once = _count(params["cond_jaxpr"]) + _count(params["body_jaxpr"])
+        return replace(once, unknown_loops=once.unknown_loops + 1)
+    if name == "cond":
+        return max(map(_count, params["branches"]), key=lambda flops: flops.total)
+    inner = [_count(program) for _, program in _jax.nested(equation)]
+    if inner:
+        return _sum(inner) * _repetitions(name, params)
+    return Flops(other=sum(_size(result) for result in equation.outvars))
+
+
+def _repetitions(name: str, params: dict[str, Any]) -> int:
+    """How often, over all devices, an equation runs the programs in it."""
+    if name == "scan":
+        return params["length"]
+    if name == "shard_map":
+        sizes = dict(params["mesh"].shape)
+        axes = params.get("newly_manual_axes") or params.get("manual_axes") or ()
+        return math.prod(sizes[axis] for axis in axes)
+    if name == "pallas_call":
+        # A grid of run-time size counts as one.
+        grid = params["grid_mapping"].grid
+        return math.prod(steps for steps in grid if isinstance(steps, int))
+    return 1
+
+
+def _dot_general(equation: _jax.Equation) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    depth = math.prod(shape[dim] for dim in contracted)
+    return 2 * depth * _size(equation.outvars[0])
+
+
+def _ragged_dot_general(equation: _jax.Equation) -> int:
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    shape = equation.invars[0].aval.shape
+    depth = math.prod(shape[dim] for dim in contracted)
+    result = _size(equation.outvars[0])
+    if numbers.lhs_ragged_dimensions[0] in contracted:
+        # The groups share the depth, and the result has one product for each of them.
+        result //= equation.invars[2].aval.shape[-1]
+    return 2 * depth * result
+
+
+def _convolution(equation: _jax.Equation) -> int:
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    image = equation.invars[0].aval.shape
+    kernel = equation.invars[1].aval.shape
+    result = equation.outvars[0].aval.shape
+    products = result[numbers.out_spec[0]] * result[numbers.out_spec[1]]
+    products *= kernel[numbers.rhs_spec[1]]
+    for i, stride in enumerate(params["window_strides"]):
+        products *= _window_products(
+            image[numbers.lhs_spec[2 + i]],
+            kernel[numbers.rhs_spec[2 + i]],
+            result[numbers.out_spec[2 + i]],
+            stride,
+            params["padding"][i][0],
+            (params["lhs_dilation"][i], params["rhs_dilation"][i]),
+        )
+    return 2 * products
+
+
+def _window_products(
+    image: int,
+    kernel: int,
+    result: int,
+    stride: int,
+    padding: int,
+    dilation: tuple[int, int],
+) -> int:
+    """Products along one dim, those with padding or with dilation's holes left out."""
+    of_image, of_kernel = dilation
+    place = (
+        np.arange(result)[:, None] * stride + np.arange(kernel) * of_kernel - padding
+    )
+    inside = (place >= 0) & (place <= (image - 1) * of_image) & (place % of_image == 0)
+    return int(inside.sum())
+
+
+_CONTRACTIONS: dict[str, Callable[[_jax.Equation], int]] = {
+    "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot_general,
+    "conv_general_dilated": _convolution,
+}
+
+
+def _sum(parts: Iterable[Flops]) -> Flops:
+    return sum(parts, start=Flops())
+
+
+def _size(atom: _jax.Atom) -> int:
+    return math.prod(getattr(atom.aval, "shape", ()))

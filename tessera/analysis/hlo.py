@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the text of a compiled XLA module into plain objects.
+
+``compiled.as_text()`` is the only description of a compiled program that every JAX,
+on every platform, can give. XLA has no public parser for it in Python, and its syntax
+moves between releases, so this one keeps to what has stayed: one instruction a line,
+``name = shape opcode(operands), attribute=value, ...``.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tessera.analysis.source_lines import Frame
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}  # every other dtype says its width
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)")
+_SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]|, ')
+_COMMENT = re.compile(r"/\*index=\d+\*/")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_CALLS = (
+    "calls",
+    "to_apply",
+    "body",
+    "condition",
+    "true_computation",
+    "false_computation",
+    "branch_computations",
+    "called_computations",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An array's dtype, by XLA's name for it, and its dims on one device."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes; dtypes under a byte are packed.
+
+        Example:
+          >>> Shape("bf16", (8, 64)).nbytes, Shape("s4", (3,)).nbytes
+          (1024, 2)
+        """
+        return -(-_bits(self.dtype) * math.prod(self.dims) // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    result: str
+    operands: tuple[str, ...]
+    tail: str = field(repr=False)
+    is_root: bool = False
+
+    @cached_property
+    def elements(self) -> tuple[tuple[Shape, ...], ...]:
+        """The arrays of the result; one entry per element of its outermost tuple."""
+        if not self.result.startswith("("):
+            return (_shapes(self.result),)
+        return tuple(_shapes(part) for part in _split(self.result[1:-1]))
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The arrays of the result, tuples flattened."""
+        return tuple(shape for element in self.elements for shape in element)
+
+    @cached_property
+    def attributes(self) -> Mapping[str, str]:
+        """What follows the operands, by name, as text."""
+        found: dict[str, str] = {}
+        for part in _split(self.tail):
+            name, _, value = part.partition("=")
+            if name == "device_ids" and "replica_groups" in found:
+                # The one attribute that is printed with a comma outside brackets.
+                found["replica_groups"] += f", {part}"
+            else:
+                found[name] = value
+        return found
+
+    @property
+    def called(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of the computations that this instruction runs, by attribute."""
+        return {
+            name: tuple(part.lstrip("%") for part in _split(value.strip("{}")))
+            for name, value in self.attributes.items()
+            if name in _CALLS
+        }
+
+    @property
+    def op_name(self) -> str:
+        """JAX's name stack of the operation, such as ``jit(step)/mul``, or ``""``."""
+        return self._metadata(r'op_name="([^"]*)"')
+
+    def _metadata(self, pattern: str) -> str:
+        found = re.search(pattern, self.attributes.get("metadata", ""))
+        return found[1] if found else ""
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A function of the module: instructions by name, in program order."""
+
+    name: str
+    instructions: Mapping[str, Instruction]
+
+    @cached_property
+    def root(self) -> Instruction:
+        """The instruction whose result is the computation's."""
+        every = list(self.instructions.values())
+        return next((i for i in every if i.is_root), every[-1])
+
+    @cached_property
+    def _readers(self) -> Mapping[str, tuple[Instruction, ...]]:
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for operand in instruction.operands:
+                found.setdefault(operand.partition("#")[0], []).append(instruction)
+        return {name: tuple(readers) for name, readers in found.items()}
+
+    def readers(self, instruction: Instruction) -> tuple[Instruction, ...]:
+        """The instructions that read this one's result."""
+        return self._readers.get(instruction.name, ())
+
+    def sources(self, instruction: Instruction) -> tuple[Instruction, ...]:
+        """The instructions whose results this one reads."""
+        names = (operand.partition("#")[0] for operand in instruction.operands)
+        return tuple(self.instructions[n] for n in names if n in self.instructions)
+
+    def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
+        """The arrays that an instruction reads, tuples flattened."""
+        return tuple(
+            shape for operand in instruction.operands for shape in self._read(operand)
+        )
+
+    def _read(self, operand: str) -> tuple[Shape, ...]:
+        name, _, index = operand.partition("#")  # newer XLA: '%pair#1'
+        source = self.instructions.get(name)
+        if source is None:
+            return ()
+        return source.elements[int(index)] if index else source.shapes
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program: what one device runs."""
+
+    name: str
+    computations: Mapping[str, Computation]
+    entry: str
+    num_devices: int
+    tables: Mapping[str, Mapping[int, str]] = field(repr=False)
+
+    def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
+        """The Python stack of an instruction, innermost frame first; may be empty."""
+        metadata = instruction._metadata
+        if stack := metadata(r"stack_frame_id=(\d+)"):
+            return tuple(self._stack(int(stack)))
+        if file := metadata(r'source_file="([^"]*)"'):
+            return (Frame(file, int(metadata(r"source_line=(\d+)") or 0)),)
+        return ()
+
+    def _stack(self, frame: int) -> Iterator[Frame]:
+        stack = self.tables["StackFrames"]
+        # A parent comes before its child, so a first frame that names a parent shows
+        # that this XLA prints parents plus one, with one for "none".
+        shift = 1 if _number(stack.get(1, ""), "parent_frame_id") else 0
+        while frame in stack:
+            yield self._location(_number(stack[frame], "file_location_id"))
+            frame = _number(stack[frame], "parent_frame_id") - shift
+
+    def _location(self, number: int) -> Frame:
+        location = self.tables["FileLocations"].get(number, "")
+        return Frame(
+            self._name("FileNames", _number(location, "file_name_id")),
+            _number(location, "line"),
+            self._name("FunctionNames", _number(location, "function_name_id")),
+        )
+
+    def _name(self, table: str, number: int) -> str:
+        return self.tables[table].get(number, "").strip('"')
+
+
+def parse(text: str) -> Module:
+    """Read the text of a compiled module.
+
+    Args:
+      text: What ``compiled.as_text()`` gives, of any platform.
+
+    Raises:
+      ValueError: The text holds no computation, so it is not a compiled module.
+
+    Example:
+      >>> module = parse('''HloModule double
+      ... ENTRY main {
+      ...   x = f32[8,64]{1,0} parameter(0)
+      ...   ROOT y = f32[8,64]{1,0} add(x, x), metadata={op_name="jit(double)/add"}
+      ... }''')
+      >>> root = module.computations[module.entry].root
+      >>> root.opcode, root.operands, str(root.shapes[0]), root.op_name
+      ('add', ('x', 'x'), 'f32[8,64]', 'jit(double)/add')
+    """
+    computations: dict[str, Computation] = {}
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    first, entry, table = "", "", None
+    current: dict[str, Instruction] | None = None
+    for line in text.splitlines():
+        if current is not None:
+            if line.startswith("}"):
+                current = None
+            elif instruction := _instruction(line):
+                current[instruction.name] = instruction
+        elif line.startswith("HloModule"):
+            first = first or line
+        elif line in _TABLES:
+            table = tables[line]
+        elif header := _HEADER.match(line):
+            current = {}
+            computations[header[2]] = Computation(header[2], current)
+            entry = header[2] if header[1] else entry
+        elif table is not None and line[:1].isdigit():
+            number, _, value = line.partition(" ")
+            table[int(number)] = value
+    if not computations:
+        raise ValueError("the text holds no computation: it is not a compiled module")
+    return Module(
+        name=first.removeprefix("HloModule ").partition(",")[0],
+        computations=computations,
+        entry=entry or next(reversed(computations)),
+        num_devices=_count(first, "num_partitions") * _count(first, "replica_count"),
+        tables=tables,
+    )
+
+
+def _instruction(line: str) -> Instruction | None:
+    found = _INSTRUCTION.match(_COMMENT.sub("", line))
+    if not found:
+        return None
+    root, name, result, opcode, rest = found.groups()
+    end = _closing(rest)
+    # An operand may carry its shape: 'f32[8]{0} %x'.
+    operands = tuple(part.split(" ")[-1].lstrip("%") for part in _split(rest[:end]))
+    if opcode == "constant":
+        operands = (rest[:end],)
+    return Instruction(name, opcode, result, operands, rest[end + 3 :], bool(root))
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis closes that was opened just before the text."""
+    depth = 1
+    for token in _TOKEN.finditer(text):
+        depth += {"(": 1, ")": -1}.get(token[0], 0)
+        if not depth:
+            return token.start()
+    return len(text)
+
+
+def _split(text: str) -> list[str]:
+    """Parts between the commas that are outside all brackets and quotes."""
+    parts: list[str] = []
+    start = depth = 0
+    for token in _TOKEN.finditer(text):
+        if token[0] == ", " and not depth:
+            parts.append(text[start : token.start()])
+            start = token.end()
+        elif len(token[0]) == 1:
+            depth += 1 if token[0] in "([{" else -1
+    parts.append(text[start:])
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _shapes(text: str) -> tuple[Shape, ...]:
+    return tuple(
+        # A bounded dynamic dim is printed '<=8'.
+        Shape(
+            dtype, tuple(int(dim.lstrip("<=") or 0) for dim in dims.split(",") if dim)
+        )
+        for dtype, dims in _SHAPE.findall(text)
+    )
+
+
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    width = re.match(r"[a-z]+(\d+)", dtype)  # f32, bf16, s4, f8e4m3fn, c64
+    return int(width[1]) if width else 8
+
+
+def _number(text: str, name: str) -> int:
+    found = re.search(rf"\b{name}=(\d+)", text)
+    return int(found[1]) if found else 0
+
+
+def _count(header: str, name: str) -> int:
+    return _number(header, name) or 1

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The collective ledger: everything a compiled program sends between devices.
+
+    ledger = collectives(step.compile(), mesh)
+    print(ledger.as_text())
+
+Each row is one collective operation of the program that XLA made, with the mesh axes
+it runs over, its size, how often it runs, and the line of user code that caused it.
+Collectives that no declared layout asked for are in it too; only what a hand-written
+kernel sends by itself is invisible.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from tessera.analysis import hlo, replica_groups
+from tessera.analysis.executions import Execution, cause, executions
+from tessera.analysis.hlo import Instruction, Module, Shape
+from tessera.analysis.memory import format_bytes
+from tessera.analysis.source_lines import short, user_line
+from tessera.analysis.tables import aligned
+from tessera.errors import MeshShapeError
+from tessera.mesh import Mesh
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# A permute that XLA has taken apart keeps its pairs in an attribute of the send.
+_SEND_PAIRS = re.compile(
+    r"_xla_send_recv_source_target_pairs=\"?(\{(?:\{[\d,\s]*\},?)*\})"
+)
+
+_K = TypeVar("_K", bound=Hashable)
+
+
+class HasText(Protocol):
+    """A compiled program: anything that can show the text of its XLA module."""
+
+    def as_text(self) -> str | None:
+        """The text of the compiled module."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective operation of a compiled program.
+
+    Attributes:
+      kind: XLA's name, such as ``all-reduce``; asynchronous forms have the same.
+      axes: The mesh axes it runs over, in the mesh's order; ``("?",)`` when its device
+        groups do not lie along any.
+      group_size: Devices that take part together.
+      arrays: What it moves, as shapes on one device: the result of an all-gather, the
+        operands of every other kind. Several where XLA combined collectives into one.
+      calls: How often one execution of the program runs it; None inside a loop whose
+        length is known only at run time.
+      conditional: Whether a branch may skip it, so that ``calls`` is the most.
+      op_name: JAX's name stack of the operation, such as ``jit(step)/dot_general``.
+      source: ``file:line`` of the user's line, or ``""``.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    arrays: tuple[Shape, ...]
+    calls: int | None
+    conditional: bool
+    op_name: str
+    source: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ``arrays``: of one device in one call.
+
+        It is the size of the arrays, not what a ring algorithm sends of them: a ring
+        all-reduce over n devices sends 2 (n - 1) / n times as much, all-gather and
+        reduce-scatter (n - 1) / n times.
+        """
+        return sum(shape.nbytes for shape in self.arrays)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of one device in one execution, over all ``counted_calls``."""
+        return self.nbytes * self.counted_calls
+
+    @property
+    def counted_calls(self) -> int:
+        """Calls as they are summed: a loop of unknown length counts once."""
+        return 1 if self.calls is None else self.calls
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A sum over rows of a ledger: operations, their calls, and bytes per device."""
+
+    operations: int
+    calls: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The collectives of one compiled program, in program order.
+
+    Attributes:
+      rows: One entry per collective operation.
+      mesh_shape: Size of each axis of the mesh it was read against.
+    """
+
+    rows: tuple[Collective, ...]
+    mesh_shape: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of one device in one execution, all collectives together."""
+        return sum(row.total_bytes for row in self.rows)
+
+    def by_axis(self) -> dict[tuple[str, ...], Total]:
+        """Sums per combination of mesh axes."""
+        return _summed(self.rows, lambda row: row.axes)
+
+    def totals(self) -> dict[tuple[tuple[str, ...], str], Total]:
+        """Sums per combination of mesh axes and kind of collective."""
+        return _summed(self.rows, lambda row: (row.axes, row.kind))
+
+    def as_text(self) -> str:
+        """The rows as a table, then the sums per axis and kind."""
+        if not self.rows:
+            return "no collectives"
+        rows = aligned(
+            ["collective", "axes", "arrays", "bytes", "calls", "total", "line", "op"],
+            [_cells(row) for row in self.rows],
+            right=["bytes", "calls", "total"],
+        )
+        sums = aligned(
+            ["axes", "collective", "operations", "calls", "bytes per device"],
+            self._sums(),
+            right=["operations", "calls", "bytes per device"],
+        )
+        return "\n".join([rows, "", sums, *self._footnotes()])
+
+    def _sums(self) -> list[list[str]]:
+        """Per combination of axes its kinds, and their sum where there are several."""
+        lines = []
+        for axes, sum_of_axes in self.by_axis().items():
+            kinds = {k: total for (a, k), total in self.totals().items() if a == axes}
+            if len(kinds) > 1:
+                kinds["together"] = sum_of_axes
+            for kind, total in kinds.items():
+                counts = [str(total.operations), str(total.calls)]
+                lines.append(
+                    ["×".join(axes), kind, *counts, format_bytes(total.nbytes)]
+                )
+        return lines
+
+    def _footnotes(self) -> list[str]:
+        notes = {
+            "≥: in a loop of unknown length, which counts once": any(
+                row.calls is None for row in self.rows
+            ),
+            "≤: in a branch, which counts as taken": any(
+                row.conditional for row in self.rows
+            ),
+            "?: device groups that lie along no axes of the mesh": any(
+                row.axes == replica_groups.UNKNOWN for row in self.rows
+            ),
+        }
+        return [note for note, applies in notes.items() if applies]
+
+    def as_json(self) -> dict[str, Any]:
+        """Rows and sums as plain data for ``json.dumps``; bytes are integers."""
+        return {
+            "mesh": dict(self.mesh_shape),
+            "rows": [
+                {
+                    **dataclasses.asdict(row),
+                    "axes": list(row.axes),
+                    "arrays": [str(shape) for shape in row.arrays],
+                    "nbytes": row.nbytes,
+                    "total_bytes": row.total_bytes,
+                }
+                for row in self.rows
+            ],
+            "totals": [
+                {"axes": list(axes), "kind": kind, **dataclasses.asdict(total)}
+                for (axes, kind), total in self.totals().items()
+            ],
+        }
+
+
+def collectives(compiled: HasText | str, mesh: Mesh) -> Ledger:
+    """Every collective of a compiled program, against the mesh it was compiled for.
+
+    Args:
+      compiled: A compiled program, or the text of its XLA module. It is read as it is:
+        XLA on CPU sends bf16 as f32, so a CPU program's bytes are not a GPU's.
+      mesh: The mesh of the program, in the order of its devices. It may be abstract.
+
+    Returns:
+      One row per collective. Groups of one device move nothing and have no row.
+
+    Raises:
+      MeshShapeError: [T101] the program is for another number of devices than the
+        mesh has.
+
+    Example:
+      >>> text = '''HloModule step, num_partitions=4
+      ... ENTRY main {
+      ...   g = f32[64,16]{1,0} parameter(0)
+      ...   ROOT r = f32[64,16]{1,0} all-reduce(g), replica_groups=[2,2]<=[2,2]T(1,0)
+      ... }'''
+      >>> row = collectives(text, Mesh(["dp", "tp"], devices=range(4))).rows[0]
+      >>> row.kind, row.axes, row.nbytes, row.calls
+      ('all-reduce', ('dp',), 4096, 1)
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    module = hlo.parse(text or "")
+    found = [_row(module, each, mesh) for each in executions(module)]
+    rows = tuple(row for row in found if row is not None)
+    if rows and module.num_devices not in (1, mesh.size):
+        raise MeshShapeError(
+            "the ledger's mesh is not the one that the program was compiled for",
+            got=f"{mesh.topology} = {mesh.size} devices, "
+            f"a program for {module.num_devices}",
+            fix="pass the mesh that the program was lowered on",
+        )
+    return Ledger(rows, mesh.shape)
+
+
+def _row(module: Module, execution: Execution, mesh: Mesh) -> Collective | None:
+    instruction = execution.instruction
+    pairs = _pairs(instruction)
+    kind = "collective-permute" if pairs else instruction.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    if pairs:
+        axes = replica_groups.axes_of_pairs(pairs, mesh.shape)
+        size = math.prod(mesh.shape.get(axis, 1) for axis in axes)
+    else:
+        text = instruction.attributes.get("replica_groups", "{}")
+        groups = replica_groups.parse(text, mesh.size)
+        size = len(groups[0])
+        axes = replica_groups.axes_of_groups(groups, mesh.shape) if size > 1 else ()
+    if not axes:
+        return None
+    origin = cause(module, execution)
+    return Collective(
+        kind=kind,
+        axes=axes,
+        group_size=size,
+        arrays=_moved(execution, kind),
+        calls=execution.calls,
+        conditional=execution.conditional,
+        op_name=origin.op_name,
+        source=user_line(module.frames(origin)),
+    )
+
+
+def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
+    """Who sends to whom, where an instruction says so pair by pair."""
+    if instruction.opcode == "send":
+        found = _SEND_PAIRS.search(
+            instruction.attributes.get("frontend_attributes", "")
+        )
+        return replica_groups.parse_pairs(found[1]) if found else ()
+    if instruction.opcode in ("collective-permute", "collective-permute-start"):
+        return replica_groups.parse_pairs(instruction.attributes["source_target_pairs"])
+    return ()
+
+
+def _moved(execution: Execution, kind: str) -> tuple[Shape, ...]:
+    instruction = execution.instruction
+    if kind == "all-gather":
+        # Its asynchronous form results in the operands and then the results.
+        started = instruction.opcode != kind
+        return instruction.elements[1] if started else instruction.shapes
+    moved = execution.computation.operand_shapes(instruction)
+    arrays = tuple(shape for shape in moved if shape.dtype != "token")
+    if kind == "all-to-all" and len(arrays) > 1:
+        # One array in as many pieces as there are receivers.
+        return (Shape(arrays[0].dtype, (len(arrays), *arrays[0].dims)),)
+    return arrays
+
+
+def _summed(
+    rows: Iterable[Collective], key: Callable[[Collective], _K]
+) -> dict[_K, Total]:
+    groups: dict[_K, list[Collective]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return {
+        name: Total(
+            operations=len(group),
+            calls=sum(row.counted_calls for row in group),
+            nbytes=sum(row.total_bytes for row in group),
+        )
+        for name, group in groups.items()
+    }
+
+
+def _cells(row: Collective) -> list[str]:
+    several = f"{len(row.arrays)} arrays"
+    calls = "≥1" if row.calls is None else str(row.calls)
+    return [
+        row.kind,
+        "×".join(row.axes),
+        str(row.arrays[0]) if len(row.arrays) == 1 else several,
+        format_bytes(row.nbytes),
+        f"≤{calls}" if row.conditional and row.calls is not None else calls,
+        format_bytes(row.total_bytes),
+        short(row.source) or "?",
+        row.op_name,
+    ]

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a compiled program needs of each device's memory, in bytes.
+
+    memory(step.compile()).as_text()
+
+It is XLA's own account of the buffers it has planned, so it holds before anything is
+allocated, and for meshes that this machine does not have.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class _Compiled(Protocol):
+    def memory_analysis(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on each device while a compiled program runs.
+
+    Attributes:
+      arguments: The inputs' shards.
+      outputs: The results' shards, donated ones among them.
+      temporaries: What the program allocates and frees again.
+      aliased: Outputs that take the place of donated inputs; counted in both.
+      code: The compiled program, where the platform keeps it in device memory.
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int
+    code: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes in use at once, at most: all of the above, donated buffers once."""
+        return (
+            self.arguments + self.outputs + self.temporaries - self.aliased + self.code
+        )
+
+    def as_text(self) -> str:
+        """One line per part, largest unit that fits.
+
+        Example:
+          >>> print(Memory(3 << 20, 1 << 20, 5 << 19, 1 << 20, 0).as_text())
+          memory per device
+            arguments   3.00 MiB
+            outputs     1.00 MiB
+            temporaries 2.50 MiB
+            aliased     1.00 MiB
+            code        0 B
+            peak        5.50 MiB
+        """
+        parts = {**self.as_json()}
+        lines = [f"  {name:<11} {format_bytes(size)}" for name, size in parts.items()]
+        return "\n".join(["memory per device", *lines])
+
+    def as_json(self) -> dict[str, int]:
+        """The parts and the peak, in bytes, by name."""
+        return {**asdict(self), "peak": self.peak}
+
+
+def memory(compiled: _Compiled) -> Memory:
+    """What a compiled program needs of each device's memory.
+
+    Args:
+      compiled: What ``jax.jit(f).lower(...).compile()`` gives. The figures are those of
+        the platform it was compiled for: a CPU program's temporaries are not a GPU's.
+
+    Returns:
+      Bytes per device.
+    """
+    stats = compiled.memory_analysis()
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+    )
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes with a binary unit, to three digits or so.
+
+    Example:
+      >>> format_bytes(512), format_bytes(4096), format_bytes(141 << 30)
+      ('512 B', '4.00 KiB', '141 GiB')
+    """
+    size, unit = float(count), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    if not unit:
+        return f"{count:.0f} B"
+    return f"{size:.{2 if size < 10 else 1 if size < 100 else 0}f} {_UNITS[unit]}"

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which mesh axes a collective of a compiled program runs over.
+
+XLA says which devices take part in a collective by their positions in the program's
+device list, which is the mesh read row by row. It has three ways of writing them:
+
+    {{0,1},{2,3}}                        every group
+    [2,4]<=[4,2]T(1,0)                   numbers 0..7 as 4×2, transposed, read as 2×4
+    mesh['axis_0'=4,'axis_1'=2] {'axis_1'}   the devices along some axes of a grid
+
+The axis names of the third are XLA's own, so all three become groups of positions, and
+those are looked up in the mesh that the user declared.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+Groups = tuple[tuple[int, ...], ...]
+
+UNKNOWN = ("?",)
+
+_GROUP = re.compile(r"\{([\d,\s]*)\}")
+_IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}$")
+_AXIS = re.compile(r"'?([^'=,]+)'?=(\d+)")
+_AXIS_REF = re.compile(r"'?([^':,]+)'?(?::\((\d+)\)(\d+))?")
+
+
+def parse(text: str, num_devices: int) -> Groups:
+    """The groups of a ``replica_groups`` attribute, as positions in the device list.
+
+    Args:
+      text: The attribute's value in any of XLA's syntaxes.
+      num_devices: Devices of the program: ``{}`` is one group of all of them.
+
+    Raises:
+      ValueError: The syntax is none of those known.
+
+    Example:
+      >>> parse("{{0,1},{2,3}}", 4)
+      ((0, 1), (2, 3))
+      >>> parse("[2,4]<=[4,2]T(1,0)", 8)
+      ((0, 2, 4, 6), (1, 3, 5, 7))
+      >>> parse("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", 8)
+      ((0, 4), (1, 5), (2, 6), (3, 7))
+    """
+    text = text.strip()
+    if found := _MESH.match(text):
+        return _rows(*_along_axes(*found.groups()))
+    if text.startswith("["):
+        grid = _iota(text)
+        return _rows(grid, grid.shape[-1])
+    if text.startswith("{"):
+        groups = tuple(_ints(group) for group in _GROUP.findall(text))
+        groups = tuple(group for group in groups if group)
+        return groups or (tuple(range(num_devices)),)
+    raise ValueError(f"replica groups in a syntax that is not known: {text!r}")
+
+
+def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
+    """The (source, target) positions of a ``source_target_pairs`` attribute.
+
+    Example:
+      >>> parse_pairs("{{0,1},{1,0}}")
+      ((0, 1), (1, 0))
+    """
+    found = re.findall(r"\{(\d+),\s*(\d+)\}", text)
+    return tuple((int(source), int(target)) for source, target in found)
+
+
+def axes_of_groups(groups: Groups, shape: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh along which groups of devices lie.
+
+    Args:
+      groups: Positions in the mesh, read row by row.
+      shape: Size of each mesh axis, outermost first.
+
+    Returns:
+      Axis names in the mesh's order, those of size one left out; ``("?",)`` when the
+      groups are not the lines, planes, ... of the mesh along any of its axes.
+
+    Example:
+      >>> axes_of_groups(((0, 2), (1, 3)), {"dp": 2, "tp": 2})
+      ('dp',)
+    """
+    wanted = {frozenset(group) for group in groups}
+    size = len(groups[0])
+    axes = [axis for axis, length in shape.items() if length > 1]
+    for count in range(1, len(axes) + 1):
+        for chosen in itertools.combinations(axes, count):
+            if math.prod(shape[axis] for axis in chosen) == size and wanted == {
+                frozenset(line) for line in _lines(shape, chosen)
+            }:
+                return chosen
+    return UNKNOWN
+
+
+def axes_of_pairs(
+    pairs: Iterable[tuple[int, int]], shape: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The axes of a mesh along which a permutation moves data.
+
+    Args:
+      pairs: Positions in the mesh, read row by row: who sends to whom.
+      shape: Size of each mesh axis, outermost first.
+
+    Returns:
+      The axes in which any sender and its receiver differ, in the mesh's order;
+      empty when everyone sends to itself, ``("?",)`` for positions outside the mesh.
+
+    Example:
+      >>> axes_of_pairs([(0, 1), (1, 0), (2, 3), (3, 2)], {"dp": 2, "tp": 2})
+      ('tp',)
+    """
+    flat = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
+    if flat.size and flat.max() >= math.prod(shape.values()):
+        return UNKNOWN
+    places = np.array(np.unravel_index(flat, tuple(shape.values())))
+    moved = (places[..., 0] != places[..., 1]).any(axis=-1)
+    return tuple(axis for axis, moves in zip(shape, moved, strict=True) if moves)
+
+
+def _lines(shape: Mapping[str, int], along: Sequence[str]) -> Groups:
+    """The positions of a mesh in groups that differ along the given axes alone."""
+    sizes = tuple(shape.values())
+    names = list(shape)
+    grid = np.arange(math.prod(sizes)).reshape(sizes)
+    others = [i for i, name in enumerate(names) if name not in along]
+    last = [names.index(name) for name in along]
+    return _rows(
+        grid.transpose(others + last), math.prod(shape[axis] for axis in along)
+    )
+
+
+def _along_axes(
+    axes: str, device_ids: str | None, chosen: str
+) -> tuple[np.ndarray, int]:
+    """The grid of a ``mesh[...]`` group list, chosen axes last, and the group size.
+
+    An axis may be chosen in part: ``'a':(2)4`` is the middle of a = 2 × 4 × rest.
+    """
+    sizes = {name: int(size) for name, size in _AXIS.findall(axes)}
+    grid = np.arange(math.prod(sizes.values()))
+    if device_ids:
+        listed = device_ids.startswith("[")
+        grid = _iota(device_ids) if listed else np.array(_ints(device_ids))
+    refs = [
+        (name, int(before or 1), int(size or sizes[name]))
+        for name, before, size in _AXIS_REF.findall(chosen)
+    ]
+    # Cut every axis at the edges of the parts that are chosen of it.
+    factors: list[int] = []
+    place: dict[tuple[str, int], int] = {}
+    for name, whole in sizes.items():
+        parts = [(b, s) for ref, b, s in refs if ref == name]
+        edges = sorted({1, whole} | {e for b, s in parts for e in (b, b * s)})
+        for low, high in itertools.pairwise(edges):
+            place[name, low] = len(factors)
+            factors.append(high // low)
+    last = [place[name, before] for name, before, size in refs if size > 1]
+    others = [i for i in range(len(factors)) if i not in last]
+    grid = grid.reshape(factors).transpose(others + last)
+    return grid, math.prod(size for _, _, size in refs)
+
+
+def _iota(text: str) -> np.ndarray:
+    """``[2,4]<=[4,2]T(1,0)``: numbers in order as 4×2, transposed, read as 2×4."""
+    found = _IOTA.match(text)
+    if not found:
+        raise ValueError(f"a device list in a syntax that is not known: {text!r}")
+    dims, source, order = (_ints(part or "") for part in found.groups())
+    grid = np.arange(math.prod(dims)).reshape(source or dims)
+    return (grid.transpose(order) if order else grid).reshape(dims if source else (-1,))
+
+
+def _rows(grid: np.ndarray, size: int) -> Groups:
+    return tuple(tuple(map(int, row)) for row in grid.reshape(-1, size))
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which line of the user's code an operation of a compiled program comes from.
+
+XLA keeps the Python stack of every operation. Most of its frames belong to JAX, Flax
+or Tessera; the line that a person wants is the innermost one that does not.
+"""
+
+import functools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tessera import _jax
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a Python stack."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def user_line(frames: Iterable[Frame]) -> str:
+    """``file:line`` of the innermost frame that is the user's, or ``""``.
+
+    Args:
+      frames: A stack, innermost frame first. When every frame is machinery, the
+        innermost is all there is to show.
+
+    Example:
+      >>> inner = Frame("/venv/site-packages/jax/lax.py", 9)
+      >>> user_line([inner, Frame("/me/train.py", 3)])
+      '/me/train.py:3'
+    """
+    frames = list(frames)
+    chosen = next((f for f in frames if not _is_machinery(f.file)), None)
+    return str(chosen or frames[0]) if frames else ""
+
+
+def short(source: str) -> str:
+    """``file:line`` as tables show it: relative to the working folder if inside.
+
+    Example:
+      >>> short("/elsewhere/deep/down/train.py:3")
+      'down/train.py:3'
+    """
+    here = os.getcwd() + os.sep
+    if source.startswith(here):
+        return source.removeprefix(here)
+    return "/".join(source.rsplit("/", 2)[-2:])
+
+
+@functools.cache
+def _is_machinery(file: str) -> bool:
+    return _jax.is_machinery(file)
