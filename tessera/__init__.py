@@ -1,2 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tessera: write a step for one device, declare a mesh, run it on any."""
+"""Tessera: write a step for one device, declare a mesh, run it on any.
+
+import tessera as ts
+from tessera import dist, graph, op
+"""
+
+from tessera import graph as graph
+from tessera import mesh as mesh
+from tessera import ops as op
+from tessera.errors import TesseraError as TesseraError
+from tessera.errors import TesseraWarning as TesseraWarning
+from tessera.graph.function import function as function
+from tessera.graph.function import function as jit
+from tessera.graph.tracing.gradient import grad as grad
+from tessera.mesh import Mesh as Mesh
+from tessera.scope import autocast as autocast
+from tessera.shard import ShardSpec as ShardSpec
+
+__all__ = [
+    "Mesh",
+    "ShardSpec",
+    "TesseraError",
+    "TesseraWarning",
+    "autocast",
+    "function",
+    "grad",
+    "graph",
+    "jit",
+    "mesh",
+    "op",
+]

@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.extend.core as jex
 from jax._src import core, dtypes, source_info_util, traceback_util
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import mlir, partial_eval
 from jax._src.lib import xla_client
+from jax._src.lib.mlir import ir, passmanager
 
 Program: TypeAlias = Any  # jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
@@ -67,7 +68,7 @@ def pretty(program: Program) -> str:
 
 
 def is_program(value: object) -> bool:
-    """Whether an equation's parameter is a nested program, with or without constants."""
+    """Whether an equation's parameter is a nested program."""
     return isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr))
 
 
@@ -109,11 +110,13 @@ def bind(
     params = equation.params if params is None else params
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=stack):
-        with equation.ctx.manager:
-            primitive = equation.primitive
-            result = primitive.bind(*values, **primitive.get_bind_params(params))
-    return list(result) if equation.primitive.multiple_results else [result]
+    primitive = equation.primitive
+    with (
+        source_info_util.user_context(info.traceback, name_stack=stack),
+        equation.ctx.manager,
+    ):
+        result = primitive.bind(*values, **primitive.get_bind_params(params))
+    return list(result) if primitive.multiple_results else [result]
 
 
 def source_context(equation: Equation) -> Any:
@@ -141,10 +144,14 @@ def is_manual_region(equation: Equation) -> bool:
 def bind_manual_region(
     equation: Equation, values: Sequence[Any], body: Callable[..., Sequence[Any]]
 ) -> list[Any]:
-    """Bind a ``shard_map`` equation with another body of the same inputs and outputs."""
+    """Bind a ``shard_map`` equation with another body of the same type."""
     params = equation.params
+
+    def blocks_to_tuple(*blocks: Any) -> tuple[Any, ...]:
+        return tuple(body(*blocks))
+
     mapped = jax.shard_map(
-        lambda *blocks: tuple(body(*blocks)),
+        blocks_to_tuple,
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
@@ -170,7 +177,7 @@ def lift_constants(program: Program) -> tuple[Program, list[Any]]:
 
 
 def sources(program: Program, value: Atom, before: int) -> set[Atom]:
-    """Every variable that ``value`` is computed from in the first ``before`` equations."""
+    """Every variable that ``value`` comes from in the first ``before`` equations."""
     needed = {value} if isinstance(value, jex.Var) else set()
     for equation in reversed(equations(program)[:before]):
         if not needed.isdisjoint(equation.outvars):
@@ -222,6 +229,24 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
 
 
+def underlying(value: Any) -> Any:
+    """What a value stands for where it is only differentiated: itself otherwise."""
+    while isinstance(value, Tracer) and hasattr(value, "primal"):
+        value = value.primal
+    return value
+
+
+def all_gather_invariant(value: Any, axes: tuple[str, ...], dim: int) -> Any:
+    """All-gather whose result is known to be the same on every device of the axes.
+
+    Public ``lax.all_gather`` gives one that may vary, which no replicated output takes.
+    """
+    parallel = jax._src.lax.parallel
+    gather = getattr(parallel, "all_gather_invariant", None)  # until jax>=0.12
+    gather = gather or parallel._all_gather_invariant
+    return gather(value, axes, axis=dim, tiled=True)
+
+
 def backend_started() -> bool:
     """Whether JAX has created its devices, after which their number is fixed."""
     return jax._src.xla_bridge.backends_are_initialized()
@@ -239,6 +264,57 @@ def compile_only_cpu_devices(count: int) -> list[jax.Device]:
 
 
 _compile_only: dict[int, list[jax.Device]] = {}
+
+
+# --- lowered programs: MLIR modules
+
+
+def propagated_module(lowered: Any) -> Any:
+    """A lowered program's module after Shardy has decided the layout of every operation.
+
+    It is a copy in a context of its own: compiling a module whose layouts were
+    propagated before crashes the process.
+    """
+    source = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    with mlir.make_ir_context():
+        module = ir.Module.parse(source)
+        pipeline = "builtin.module(sdy-propagation-pipeline)"
+        passmanager.PassManager.parse(pipeline).run(module.operation)
+    return module
+
+
+def operation_place(operation: Any) -> tuple[str, list[tuple[str, int, str]]]:
+    """Where an MLIR operation comes from: its name stack and its Python stack.
+
+    Returns:
+      JAX's name stack, such as ``jit(step)/mul``, and the (file, line, function) of
+      each Python frame, innermost first.
+    """
+    location = operation.location
+    if isinstance(location, ir.NameLoc) and not _is_function(location):
+        return location.name_str, list(_python_stack(location.child_loc))
+    return "", list(_python_stack(location))
+
+
+def _is_function(location: Any) -> bool:
+    """Whether a named location is a frame's function, and not a name stack."""
+    return isinstance(location.child_loc, ir.FileLineColLoc)
+
+
+def _python_stack(location: Any) -> Iterator[tuple[str, int, str]]:
+    match location:
+        case ir.CallSiteLoc():
+            yield from _python_stack(location.callee)
+            yield from _python_stack(location.caller)
+        case ir.NameLoc() if _is_function(location):
+            line = location.child_loc
+            yield line.filename, line.start_line, location.name_str
+        case ir.NameLoc():
+            yield from _python_stack(location.child_loc)
+        case ir.FileLineColLoc():
+            yield location.filename, location.start_line, ""
+        case ir.FusedLoc():
+            yield from _python_stack(location.locations[0])
 
 
 # --- arrays that are no jax.Array

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import OutsideTraceError, ParameterNameError
 from tessera.mesh import Mesh
@@ -44,7 +44,7 @@ class Scope:
     backward_calls: int = 0
     path: tuple[str, ...] = ()
     layouts: dict[int, tuple[Any, Layout]] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[tuple[tuple[str, ...], str], int] = field(default_factory=dict)
 
     def value_of(self, name: str) -> Any:
         """The traced value of a declared parameter."""
@@ -58,7 +58,7 @@ class Scope:
         for name, known in self.declared.items():
             if known is captured:
                 return self.value_of(name)
-        name = captured.name or self.fresh_name("tensor")
+        name = captured.name or "/".join((*self.path, self.fresh("tensor")))
         if name in self.declared:
             raise ParameterNameError(
                 f"two parameters of this step are called {name!r}",
@@ -68,12 +68,11 @@ class Scope:
         self.declared[name] = captured
         return self.value_of(name)
 
-    def fresh_name(self, stem: str) -> str:
-        """``stem`` under the path of the open stages; numbered from its second use."""
-        full = "/".join((*self.path, stem))
-        count = self.counts.get(full, 0)
-        self.counts[full] = count + 1
-        return f"{full}_{count}" if count else full
+    def fresh(self, stem: str) -> str:
+        """``stem``, numbered from its second use under the open path."""
+        count = self.counts.get((self.path, stem), 0)
+        self.counts[self.path, stem] = count + 1
+        return f"{stem}_{count}" if count else stem
 
 
 _open: ContextVar[Scope | None] = ContextVar("tessera_scope", default=None)
@@ -112,8 +111,18 @@ def named(name: str) -> Iterator[None]:
         scope.path = outer
 
 
+def fresh_component(stem: str) -> str:
+    """A path component for one use of an operation that owns parameters."""
+    scope = _open.get()
+    return stem if scope is None else scope.fresh(stem)
+
+
 def parameter(
-    name: str, shape: tuple[int, ...], *, init: Init | str, layout: ShardSpec | None = None
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    init: Init | str,
+    layout: ShardSpec | None = None,
 ) -> Any:
     """Declare a trainable f32 parameter of the step that is being traced.
 
@@ -134,7 +143,7 @@ def parameter(
     if scope is None:
         raise OutsideTraceError(
             f"parameter {name!r} is declared outside a step",
-            fix="call the operation inside @graph.training_step, @graph.stage or @ts.function",
+            fix="call it inside @graph.training_step, @graph.stage or @ts.function",
         )
     full = "/".join((*scope.path, name))
     if full in scope.declared:
@@ -149,7 +158,7 @@ def parameter(
 
 
 def record_layout(value: Any, mesh: Mesh, spec: PartitionSpec) -> None:
-    """Remember where a traced value lives; it is kept alive so that its id stays its own."""
+    """Remember where a traced value lives; keeping it alive keeps its id its own."""
     scope = _open.get()
     if scope is not None:
         scope.layouts[id(value)] = (value, (mesh, spec))
@@ -160,6 +169,14 @@ def layout_of(value: Any) -> Layout | None:
     scope = _open.get()
     known = scope.layouts.get(id(value)) if scope is not None else None
     return known[1] if known is not None else None
+
+
+def constrain(value: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """A traced array laid out by ``spec``, and remembered to be."""
+    sharding = NamedSharding(mesh.compile_mesh, spec)
+    laid_out = jax.lax.with_sharding_constraint(value, sharding)
+    record_layout(laid_out, mesh, spec)
+    return laid_out
 
 
 AUTOCAST_OFF = "off"

@@ -77,12 +77,14 @@ class Graph:
         """The same graph with more known of its outputs."""
         return replace(self, outputs=tuple(outputs))
 
-    def sharding(self, value: Value, *, compile_only: bool = False) -> NamedSharding | None:
-        """The sharding of an input or output, or None where none is declared."""
+    def sharding(self, value: Value) -> NamedSharding | None:
+        """The sharding of an input or output, or None where none is declared.
+
+        On an abstract mesh it is one to compile for and never to run on.
+        """
         if self.mesh is None or value.spec is None:
             return None
-        mesh = self.mesh.compile_mesh if compile_only else self.mesh.jax
-        return NamedSharding(mesh, value.spec)
+        return NamedSharding(self.mesh.compile_mesh, value.spec)
 
     def as_text(self) -> str:
         """Inputs with their layouts, then the equations with the user's lines."""
@@ -108,7 +110,7 @@ def verify(graph: Graph) -> None:
         ("output", graph.outputs, _jax.outputs(graph.program)),
     ):
         assert len(described) == len(variables), (
-            f"{len(described)} {kind}s are described and the program has {len(variables)}"
+            f"{len(described)} {kind}s described, {len(variables)} in the program"
         )
         for value, variable in zip(described, variables, strict=True):
             assert (value.aval.shape, value.aval.dtype) == (

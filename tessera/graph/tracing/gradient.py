@@ -55,14 +55,20 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
         raise OutsideTraceError(
             "ts.grad needs the computation of the loss, and sees only its value",
             got=f"a loss of type {type(loss).__name__}"
-            + ("" if scope.current() is None else " that does not depend on traced arrays"),
+            + (
+                ""
+                if scope.current() is None
+                else " that does not depend on traced arrays"
+            ),
             fix="call it in a function decorated with @ts.function, where the loss is "
             "computed",
         )
     check_loss(loss)
     paths, tree = jax.tree_util.tree_flatten_with_path(weights)
     leaves = [jnp.asarray(leaf) for _, leaf in paths]
-    names = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
+    names = tuple(
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths
+    )
     for name, leaf in zip(names, leaves, strict=True):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise LossFormError(
@@ -71,7 +77,7 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
                 fix="give ts.grad floating-point weights only",
             )
     gradients = gradient_p.bind(loss, *leaves, names=names, allow_unused=allow_unused)
-    return jax.tree.unflatten(tree, gradients)
+    return jax.tree.unflatten(tree, _in_layout_of(leaves, gradients))
 
 
 def check_loss(loss: Any) -> None:
@@ -102,7 +108,7 @@ def backward(loss: Any) -> dict[str, Any]:
     open_scope = scope.current()
     if open_scope is None or not isinstance(loss, _jax.Tracer):
         raise OutsideTraceError(
-            "graph.backward differentiates by the parameters of a step, and none is traced",
+            "graph.backward differentiates by parameters, and no step is traced",
             fix="call it in a function decorated with @graph.training_step",
         )
     check_loss(loss)
@@ -119,7 +125,18 @@ def backward(loss: Any) -> dict[str, Any]:
     gradients = gradient_p.bind(
         loss, *weights.values(), names=tuple(weights), allow_unused=True, call=call
     )
-    return nest(dict(zip(weights, gradients, strict=True)))
+    laid_out = _in_layout_of(list(weights.values()), gradients)
+    return nest(dict(zip(weights, laid_out, strict=True)))
+
+
+def _in_layout_of(weights: list[Any], gradients: list[Any]) -> list[Any]:
+    """The gradients, each constrained to the declared layout of its weight."""
+    return [
+        gradient
+        if (layout := scope.layout_of(weight)) is None
+        else scope.constrain(gradient, *layout)
+        for weight, gradient in zip(weights, gradients, strict=True)
+    ]
 
 
 def nest(flat: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ts.function`` and ``ts.jit``: a Python function that runs as one compiled program.
+
+Calls go to the program that served the last one, which takes the arguments as they
+are; only when it does not fit are they taken apart, and another program is found or
+compiled. A call inside another traced function is part of that function's program.
+"""
+
+import functools
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tessera import _jax, scope
+from tessera.errors import TesseraWarning
+from tessera.graph.pass_runner import check_names
+from tessera.graph.stages import Compiled, Lowered, Traced
+from tessera.graph.tracing.arguments import (
+    Call,
+    StaleProgram,
+    changed_statics,
+    take_apart,
+)
+from tessera.graph.tracing.tracer import Options, trace
+from tessera.mesh import Mesh, opened_or_none
+
+_RECOMPILES_BEFORE_WARNING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A compiled program and the calls that it fits."""
+
+    call: Call
+    opened: Mesh | None
+    compiled: Compiled
+
+    def parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The arguments as the program takes them; raises ``StaleProgram``."""
+        call = self.call
+        if len(args) != call.positional or tuple(kwargs) != call.keywords:
+            raise StaleProgram
+        if opened_or_none() != self.opened:
+            raise StaleProgram
+        values = (*args, *kwargs.values())
+        return [
+            argument.dynamic_part(value)
+            for argument, value in zip(call.arguments, values, strict=True)
+        ]
+
+
+class Function:
+    """A function that Tessera traces, compiles and runs.
+
+    Arrays among the arguments are traced; Python scalars, strings, callables and other
+    values are static, and another value is another program. ``trace``, ``lower`` and
+    ``compile`` stop at a stage. See ``function`` for the options.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        options: Options,
+        skip_passes: Collection[str] = (),
+    ) -> None:
+        check_names(skip_passes)
+        functools.update_wrapper(self, body)
+        self.body = body
+        self.options = options
+        self.skip_passes = tuple(skip_passes)
+        self._signature = inspect.signature(body)
+        self._programs: dict[Any, _Program] = {}
+        self._recent: _Program | None = None
+        self._changes: Counter[str] = Counter()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on arrays; inside another traced function, become part of it."""
+        if scope.current() is not None:
+            return self.body(*args, **kwargs)
+        recent = self._recent
+        if recent is not None:
+            try:
+                return self._run(recent, recent.parts(args, kwargs))
+            except StaleProgram:
+                pass
+            except (TypeError, ValueError):
+                # JAX refuses arrays of other types or layouts before it runs.
+                if self._key(self._take_apart(args, kwargs)) == self._key(recent.call):
+                    raise
+        return self._run_new(args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """Trace for these arguments; ``jax.ShapeDtypeStruct`` may stand for an array."""
+        return self._trace(self._take_apart(args, kwargs))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace, run the passes and lower for these arguments."""
+        return self.trace(*args, **kwargs).lower()
+
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Trace, lower and compile for these arguments, without running."""
+        return self.lower(*args, **kwargs).compile()
+
+    def num_programs(self) -> int:
+        """How many programs were compiled for calls so far."""
+        return len(self._programs)
+
+    @property
+    def last(self) -> Compiled | None:
+        """The program that served the last call."""
+        return self._recent.compiled if self._recent else None
+
+    def _parameters(self, traced: Traced) -> tuple[Any, ...]:
+        """The arrays of the parameter inputs of a program."""
+        return tuple(held.materialize() for held in traced.origin.parameters.values())
+
+    def _run(self, program: _Program, parts: list[Any]) -> Any:
+        traced = program.compiled.traced
+        return program.compiled(
+            *parts, self._parameters(traced), traced.origin.captured
+        )
+
+    def _run_new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        call = self._take_apart(args, kwargs)
+        if any(isinstance(leaf.value, _jax.Tracer) for leaf in call.leaves):
+            return self._inline(call)
+        key = self._key(call)
+        program = self._programs.get(key)
+        if program is None:
+            self._warn_of_recompiles(call)
+            traced = self._trace(call)
+            if traced.graph.mesh is not None:
+                traced.graph.mesh.jax  # noqa: B018 - raises [T105] on an abstract mesh
+            compiled = traced.lower().compile()
+            program = _Program(traced.call, opened_or_none(), compiled)
+            self._programs[key] = program
+        self._recent = program
+        return self._run(program, program.parts(args, kwargs))
+
+    def _inline(self, call: Call) -> Any:
+        """Become part of a program that JAX, not Tessera, is tracing."""
+        traced = self._trace(call)
+        results = _jax.evaluate(
+            traced.graph.program,
+            *(leaf.value for leaf in call.leaves),
+            *self._parameters(traced),
+            *traced.origin.captured,
+        )
+        return traced.origin.unflatten(results)
+
+    def _trace(self, call: Call) -> Traced:
+        call = call.abstract()
+        return Traced(call, trace(self.body, call, self.options), self.skip_passes)
+
+    def _take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        self._signature.bind(*args, **kwargs)
+        return take_apart(tuple(self._signature.parameters), args, kwargs)
+
+    def _key(self, call: Call) -> Any:
+        return (opened_or_none(), call.key())
+
+    def _warn_of_recompiles(self, call: Call) -> None:
+        if self._recent is None:
+            return
+        names = changed_statics(self._recent.call, call)
+        self._changes.update(names)
+        for name in names:
+            if self._changes[name] == _RECOMPILES_BEFORE_WARNING:
+                warnings.warn(
+                    f"{self.options.name!r} was compiled {self._changes[name] + 1} "
+                    f"times because argument {name!r} keeps changing: a Python value "
+                    "is part of the program. Pass it as an array to compile once",
+                    TesseraWarning,
+                    stacklevel=4,
+                )
+
+
+def function(
+    body: Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Mapping[str, Any] | None = None,
+    out_specs: Any = None,
+    donate: Sequence[str] = (),
+    skip_passes: Collection[str] = (),
+) -> Any:
+    """Compile a function written for one device for the mesh that it is used on.
+
+    Args:
+      body: The function; leave it out to use the options as a decorator.
+      mesh: Mesh to run on. By default the innermost ``with mesh:``, or the mesh that
+        the arguments live on, or the default device.
+      in_specs: Layouts by argument name: a ``ShardSpec`` or ``PartitionSpec``, or a
+        tree of them that is a prefix of the argument. Arguments without one keep the
+        layout that they come with; without that they are replicated.
+      out_specs: Layouts of the result, in the same form. The partitioner decides where
+        none is given.
+      donate: Names of arguments whose memory the results may take over.
+      skip_passes: Names of passes to leave out.
+
+    Returns:
+      A ``Function``: call it, or stop at a stage: ``trace``, ``lower``, ``compile``.
+
+    Raises:
+      UnknownPassError: [T307] there is no such pass.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> @function
+      ... def scaled_sum(x, factor):
+      ...     return jnp.sum(x) * factor
+      >>> print(scaled_sum(jnp.arange(4.0), 2))
+      12.0
+    """
+    if body is None:
+        return functools.partial(
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            donate=donate,
+            skip_passes=skip_passes,
+        )
+    if isinstance(body, Function):
+        body = body.body
+    options = Options(
+        name=getattr(body, "__name__", type(body).__name__),
+        mesh=mesh,
+        in_specs=dict(in_specs or {}),
+        out_specs=out_specs,
+        donate=frozenset(donate),
+    )
+    return Function(body, options, skip_passes)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 3: a ``Graph`` becomes ``jax.jit`` with the declared shardings.
+
+What is compiled is the program that a JAX user would have written by hand: one jit of
+one function, its inputs and outputs laid out by ``NamedSharding``. After compilation
+the layouts that XLA chose are compared with the declared ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tessera import _jax
+from tessera.errors import LayoutMismatchError
+from tessera.graph.ir import Graph, Role, Value
+from tessera.graph.tracing.arguments import Call
+from tessera.graph.tracing.tracer import Trace
+
+
+def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
+    """Lower a graph, after its passes, for the argument structure of a call.
+
+    Args:
+      trace: How the call was traced: its parameters and the tree of its result.
+      graph: Its graph after the passes.
+      call: The call; an argument that is all arrays keeps its tree.
+
+    Returns:
+      The lowered program. It takes one part for each argument of the call, then the
+      tuple of parameters, then the tuple of captured arrays; it gives the function's
+      result, or a list of its arrays where some of its leaves are no arrays.
+    """
+    shardings = [graph.sharding(value) for value in graph.inputs]
+    results = [graph.sharding(value) for value in graph.outputs]
+
+    def step(*parts: Any) -> Any:
+        arrays = _jax.evaluate(graph.program, *jax.tree.leaves(parts))
+        return arrays if trace.out_statics else trace.unflatten(arrays)
+
+    step.__name__ = step.__qualname__ = graph.name
+    donated = [
+        place
+        for place, argument in enumerate(call.arguments)
+        if argument.name in trace.donated
+    ]
+    jitted = jax.jit(
+        step,
+        in_shardings=_parts(call, graph, shardings) if graph.mesh else None,
+        out_shardings=_result(trace, results) if graph.mesh else None,
+        donate_argnums=tuple(donated),
+    )
+    return jitted.lower(
+        *_parts(call, graph, [_jax.struct(v.aval) for v in graph.inputs])
+    )
+
+
+def _parts(call: Call, graph: Graph, entries: Sequence[Any]) -> tuple[Any, ...]:
+    """One entry for each input, in the trees that the lowered program takes."""
+    rest = list(entries)
+    parts = []
+    for argument in call.arguments:
+        taken, rest = rest[: len(argument.leaves)], rest[len(argument.leaves) :]
+        parts.append(argument.rebuilt(taken) if argument.is_whole else tuple(taken))
+    count = sum(value.role is Role.PARAMETER for value in graph.inputs)
+    return (*parts, tuple(rest[:count]), tuple(rest[count:]))
+
+
+def _result(trace: Trace, entries: Sequence[Any]) -> Any:
+    return list(entries) if trace.out_statics else trace.unflatten(entries)
+
+
+def check_layouts(graph: Graph, compiled: jax.stages.Compiled) -> None:
+    """Compare the layouts that were compiled with the declared ones.
+
+    Raises:
+      LayoutMismatchError: [T205] with every input and output that differs.
+    """
+    if graph.mesh is None:
+        return
+    inputs = jax.tree.leaves(compiled.input_shardings[0], is_leaf=_is_none)
+    outputs = jax.tree.leaves(compiled.output_shardings, is_leaf=_is_none)
+    wrong = [
+        f"{value.name}: declared {value.spec}, compiled {found}"
+        for values, shardings in ((graph.inputs, inputs), (graph.outputs, outputs))
+        for value, found in zip(values, shardings, strict=True)
+        if not _agrees(graph, value, found)
+    ]
+    if wrong:
+        raise LayoutMismatchError(
+            f"XLA did not compile {graph.name!r} with the declared layouts",
+            got="\n".join(wrong),
+            fix="lay the arrays out as compiled, or report this with the program",
+        )
+
+
+def _agrees(graph: Graph, value: Value, found: Any) -> bool:
+    declared = graph.sharding(value)
+    # JAX reports None for an input that the program does not use.
+    if declared is None or found is None:
+        return True
+    return declared.is_equivalent_to(found, len(value.aval.shape))
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None

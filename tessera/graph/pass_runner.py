@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 2: the passes, in order, and the one loop that runs them."""
+
+import difflib
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from tessera import _jax
+from tessera.errors import UnknownPassError, did_you_mean
+from tessera.graph.ir import Graph, verify
+from tessera.graph.passes.assign_output_layouts import assign_output_layouts
+from tessera.graph.passes.autocast_matmuls import autocast_matmuls
+from tessera.graph.passes.differentiate_losses import differentiate_losses
+
+_logger = logging.getLogger("tessera.passes")
+
+Pass: TypeAlias = Callable[[Graph], Graph]
+
+# Autocast comes after differentiation so that it sees the backward matmuls too.
+PASSES: Final[tuple[Pass, ...]] = (
+    differentiate_losses,
+    autocast_matmuls,
+    assign_output_layouts,
+)
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did to one graph.
+
+    Attributes:
+      name: The pass; ``trace`` for the graph that the passes were given.
+      graph: The graph after it.
+      seconds: Wall time of the pass.
+      skipped: Whether it was skipped by name.
+    """
+
+    name: str
+    graph: Graph
+    seconds: float = 0.0
+    skipped: bool = False
+
+    def diff(self, before: Graph) -> str:
+        """The lines that the pass changed, as a unified diff; empty if none."""
+        lines = difflib.unified_diff(
+            before.as_text().splitlines(),
+            self.graph.as_text().splitlines(),
+            f"before {self.name}",
+            f"after {self.name}",
+            n=0,
+            lineterm="",
+        )
+        return "\n".join(lines)
+
+
+def run_passes(graph: Graph, *, skip: Collection[str] = ()) -> tuple[PassRecord, ...]:
+    """Run every pass in order, verifying the graph at each seam.
+
+    Args:
+      graph: The traced graph.
+      skip: Names of passes to leave out.
+
+    Returns:
+      The given graph as ``trace``, then one record for each pass.
+
+    Raises:
+      UnknownPassError: [T307] ``skip`` names a pass that does not exist.
+    """
+    check_names(skip)
+    verify(graph)
+    records = [PassRecord("trace", graph)]
+    for apply in PASSES:
+        name = apply.__name__
+        if name in skip:
+            records.append(PassRecord(name, graph, skipped=True))
+            continue
+        start = time.perf_counter()
+        before, graph = graph, apply(graph)
+        record = PassRecord(name, graph, time.perf_counter() - start)
+        try:
+            verify(graph)
+        except Exception as error:
+            error.add_note(f"the graph was well formed before the pass {name!r}")
+            raise
+        records.append(record)
+        if _logger.isEnabledFor(logging.DEBUG):
+            _log(record, before)
+    return tuple(records)
+
+
+def check_names(skip: Collection[str]) -> None:
+    """Raise [T307] for a name that is no pass's."""
+    names = [apply.__name__ for apply in PASSES]
+    for name in skip:
+        if name not in names:
+            raise UnknownPassError(
+                f"there is no pass {name!r} to skip", fix=did_you_mean(name, names)
+            )
+
+
+def _log(record: PassRecord, before: Graph) -> None:
+    counts = [len(_jax.equations(g.program)) for g in (before, record.graph)]
+    _logger.debug(
+        "%s: %d -> %d equations, %.1f ms\n%s",
+        record.name,
+        *counts,
+        record.seconds * 1e3,
+        record.diff(before),
+    )

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do the matmuls inside ``ts.autocast`` in its dtype."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from tessera import _jax
+from tessera.graph import rewriting
+from tessera.graph.ir import Graph
+from tessera.scope import AUTOCAST_OFF, AUTOCAST_SCOPE
+
+_MATMULS = (lax.dot_general_p, lax.conv_general_dilated_p)
+_SCOPE = re.compile(rf"{AUTOCAST_SCOPE}(\w+)")
+
+
+def autocast_matmuls(graph: Graph) -> Graph:
+    """Cast the operands of matmuls written under ``ts.autocast``. Numerics: changed.
+
+    An equation is inside by its name scope, which differentiation keeps, so backward
+    matmuls are cast as their forward ones. Accumulation and result stay in f32.
+
+    Before:  y:f32 = dot_general x:f32 w:f32                  (in autocast_bfloat16)
+    After:   a:bf16 = convert x; b:bf16 = convert w
+             y:f32 = dot_general[preferred_element_type=f32] a b
+
+    Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740.
+    """
+    return graph.with_program(rewriting.rewrite(graph.program, _is_inside, _cast))
+
+
+def _dtype_of(scopes: str) -> str:
+    found = _SCOPE.findall(scopes)
+    return found[-1] if found else AUTOCAST_OFF
+
+
+def _is_inside(equation: _jax.Equation, scopes: str) -> bool:
+    if equation.primitive not in _MATMULS or _dtype_of(scopes) == AUTOCAST_OFF:
+        return False
+    return all(atom.aval.dtype == jnp.float32 for atom in equation.invars)
+
+
+def _cast(equation: _jax.Equation, operands: Sequence[Any], scopes: str) -> list[Any]:
+    narrow = jnp.dtype(_dtype_of(scopes))
+    params = dict(
+        equation.params, preferred_element_type=equation.outvars[0].aval.dtype
+    )
+    with _jax.source_context(equation):
+        cast = [operand.astype(narrow) for operand in operands]
+    return _jax.bind(equation, cast, params)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put the backward computation where ``ts.grad`` marked it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera import _jax
+from tessera.errors import UnconnectedGradientError
+from tessera.graph import rewriting
+from tessera.graph.ir import Graph
+from tessera.graph.tracing.gradient import gradient_p
+
+
+def differentiate_losses(graph: Graph) -> Graph:
+    """Replace each ``gradient`` mark by a backward pass. Numerics: exact.
+
+    The equations between the weights and the loss become one function, run once under
+    ``jax.vjp``; its intermediate values serve the rest of the program too, so the
+    forward computation exists once, as in hand-written ``jax.value_and_grad``.
+
+    Before:  y = sin w; l = sum y; g = gradient l w; out g
+    After:   y = sin w; c = cos w; l = sum y; g = mul 1.0 c; out g
+
+    Raises:
+      UnconnectedGradientError: [T303] a loss does not depend on one of its weights.
+    """
+    return graph.with_program(_differentiated(graph.program))
+
+
+def _is_mark(equation: _jax.Equation, _: str = "") -> bool:
+    return equation.primitive is gradient_p
+
+
+def _differentiated(program: _jax.Program) -> _jax.Program:
+    """The program without marks; one at a time, for a later loss may use a gradient."""
+    while rewriting.contains(program, _is_mark):
+        program = _jax.retrace(_without_next_mark(program), program)
+    return program
+
+
+def _without_next_mark(program: _jax.Program) -> Any:
+    equations = _jax.equations(program)
+    place = next((i for i, e in enumerate(equations) if _is_mark(e)), len(equations))
+    holders = [
+        i
+        for i, equation in enumerate(equations)
+        if any(rewriting.contains(p, _is_mark) for _, p in _jax.nested(equation))
+    ]
+    if holders:
+        return _with_nested_done(program, set(holders))
+    plan = _plan(program, place)
+
+    def run(*values: Any) -> list[Any]:
+        env = rewriting.Environment(program, values)
+        env.run(plan.before)
+        _differentiate(env, plan)
+        env.run(plan.after)
+        return [env.read(atom) for atom in _jax.outputs(program)]
+
+    return run
+
+
+def _with_nested_done(program: _jax.Program, holders: set[int]) -> Any:
+    def interpret(inner: _jax.Program, values: Sequence[Any]) -> list[Any]:
+        return _jax.evaluate(_differentiated(inner), *values)
+
+    def run(*values: Any) -> list[Any]:
+        env = rewriting.Environment(program, values)
+        for i, equation in enumerate(_jax.equations(program)):
+            if i not in holders:
+                env.run([equation])
+                continue
+            operands = [env.read(atom) for atom in equation.invars]
+            results = rewriting.bind_with_nested(equation, operands, interpret)
+            env.write(equation.outvars, results)
+        return [env.read(atom) for atom in _jax.outputs(program)]
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The equations of a program sorted around one mark.
+
+    Attributes:
+      mark: The gradient mark.
+      before: Equations that do not depend on the weights.
+      region: Equations that lead from the weights to the loss.
+      shared: Results of the region that other equations, or the outputs, use.
+      after: All the others.
+    """
+
+    mark: _jax.Equation
+    before: list[_jax.Equation]
+    region: list[_jax.Equation]
+    shared: list[_jax.Atom]
+    after: list[_jax.Equation]
+
+
+def _plan(program: _jax.Program, place: int) -> _Plan:
+    equations = _jax.equations(program)
+    mark = equations[place]
+    weights = set(mark.invars[1:])
+    ancestors = _jax.sources(program, mark.invars[0], before=place)
+    if not mark.params["allow_unused"]:
+        _require_connected(mark, ancestors)
+    before: list[_jax.Equation] = []
+    region: list[_jax.Equation] = []
+    after: list[_jax.Equation] = []
+    dependent = set(weights)
+    for equation in equations[:place]:
+        made = set(equation.outvars)
+        if dependent.isdisjoint(_variables(equation.invars)):
+            before.append(equation)
+            continue
+        dependent |= made
+        leads_to_loss = not ancestors.isdisjoint(made)
+        # A weight computed from another weight is where its own gradient starts.
+        (region if leads_to_loss and weights.isdisjoint(made) else after).append(
+            equation
+        )
+    after += equations[place + 1 :]
+    used = {v for e in after for v in _variables(e.invars)}
+    used |= _variables(_jax.outputs(program))
+    shared = [v for e in region for v in e.outvars if v in used]
+    return _Plan(mark, before, region, shared, after)
+
+
+def _variables(atoms: Sequence[_jax.Atom]) -> set[_jax.Atom]:
+    return {atom for atom in atoms if not isinstance(atom, _jax.Literal)}
+
+
+def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
+    """Run the region once, forward and backward, and write what it gives."""
+    loss_atom, *weight_atoms = plan.mark.invars
+    weights = list(dict.fromkeys(weight_atoms))
+
+    def forward(*values: Any) -> tuple[Any, list[Any]]:
+        local = env.copy()
+        local.write(weights, values)
+        local.run(plan.region)
+        return local.read(loss_atom), [local.read(v) for v in plan.shared]
+
+    primals = [env.read(weight) for weight in weights]
+    loss, pull_back, kept = jax.vjp(forward, *primals, has_aux=True)
+    with _jax.source_context(plan.mark):
+        gradients = dict(zip(weights, pull_back(jnp.ones_like(loss)), strict=True))
+    env.write(plan.shared, kept)
+    env.write(plan.mark.outvars, [gradients[weight] for weight in weight_atoms])
+
+
+def _require_connected(mark: _jax.Equation, ancestors: set[_jax.Atom]) -> None:
+    names = mark.params["names"]
+    loose = [
+        name or "the weight"
+        for name, weight in zip(names, mark.invars[1:], strict=True)
+        if weight not in ancestors
+    ]
+    if not loose:
+        return
+    line = _jax.source_line(mark)
+    raise UnconnectedGradientError(
+        f"the loss does not depend on {', '.join(map(repr, loose))}",
+        got=f"{len(loose)} of {len(names)} weights have no path to the loss"
+        + (f"\nts.grad was called at {line}" if line else ""),
+        fix="compute the loss from them, leave them out, or pass allow_unused=True "
+        "to get zeros",
+    )

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a pass changes a program: run it, doing some equations another way.
+
+JAX's own style: a program is interpreted equation by equation under a new trace, and
+what comes out is the new program. Source lines and name scopes are carried over, and
+nested programs (of ``scan``, ``cond``, ``jit``, ``shard_map``) are rewritten in place.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+from tessera import _jax
+
+Where: TypeAlias = Callable[[_jax.Equation, str], bool]
+Rule: TypeAlias = Callable[[_jax.Equation, Sequence[Any], str], Sequence[Any]]
+Interpreter: TypeAlias = Callable[[_jax.Program, Sequence[Any]], Sequence[Any]]
+
+
+class Environment:
+    """The values of a program's variables while it is interpreted."""
+
+    def __init__(self, program: _jax.Program, values: Sequence[Any]) -> None:
+        self._values: dict[Any, Any] = {}
+        self.write(_jax.constant_inputs(program), _jax.constants(program))
+        self.write(_jax.inputs(program), values)
+
+    def read(self, atom: _jax.Atom) -> Any:
+        """The value of a variable or literal."""
+        return atom.val if isinstance(atom, _jax.Literal) else self._values[atom]
+
+    def write(self, atoms: Iterable[_jax.Atom], values: Iterable[Any]) -> None:
+        """Give variables their values."""
+        self._values.update(zip(atoms, values, strict=True))
+
+    def run(self, equations: Iterable[_jax.Equation]) -> None:
+        """Apply equations as they are."""
+        for equation in equations:
+            values = [self.read(atom) for atom in equation.invars]
+            self.write(equation.outvars, _jax.bind(equation, values))
+
+    def copy(self) -> "Environment":
+        """An environment of its own with the same values."""
+        other = object.__new__(Environment)
+        other._values = dict(self._values)
+        return other
+
+
+def contains(program: _jax.Program, where: Where, scopes: str = "") -> bool:
+    """Whether some equation is one that ``where`` means, nested programs included."""
+    for equation in _jax.equations(program):
+        path = f"{scopes}/{_jax.name_scopes(equation)}"
+        if where(equation, path):
+            return True
+        if any(contains(inner, where, path) for _, inner in _jax.nested(equation)):
+            return True
+    return False
+
+
+def bind_with_nested(
+    equation: _jax.Equation, values: Sequence[Any], interpret: Interpreter
+) -> list[Any]:
+    """Apply an equation whose nested programs are run by ``interpret``."""
+    if _jax.is_manual_region(equation):
+        body = equation.params["jaxpr"]
+
+        def run_body(*blocks: Any) -> Sequence[Any]:
+            return interpret(body, blocks)
+
+        return _jax.bind_manual_region(equation, values, run_body)
+
+    def again(inner: _jax.Program) -> _jax.Program:
+        def run_inner(*arguments: Any) -> Sequence[Any]:
+            return interpret(inner, arguments)
+
+        return _jax.retrace(run_inner, inner)
+
+    return _jax.bind(equation, values, _jax.replace_nested(equation, again))
+
+
+def rewrite(program: _jax.Program, where: Where, rule: Rule) -> _jax.Program:
+    """Replace the equations that ``where`` means by what ``rule`` computes.
+
+    Args:
+      program: A program, left as it is.
+      where: Takes an equation and the path of name scopes that it is in.
+      rule: Takes such an equation, its input values and the path; returns its outputs.
+    """
+    if not contains(program, where):
+        return program
+
+    def interpret(
+        program: _jax.Program, values: Sequence[Any], scopes: str
+    ) -> list[Any]:
+        env = Environment(program, values)
+        for equation in _jax.equations(program):
+            path = f"{scopes}/{_jax.name_scopes(equation)}"
+            inner = [part for _, part in _jax.nested(equation)]
+            operands = [env.read(atom) for atom in equation.invars]
+            if where(equation, path):
+                results = rule(equation, operands, path)
+            elif any(contains(part, where, path) for part in inner):
+                results = bind_with_nested(
+                    equation, operands, lambda p, v, path=path: interpret(p, v, path)
+                )
+            else:
+                results = _jax.bind(equation, operands)
+            env.write(equation.outvars, results)
+        return [env.read(atom) for atom in _jax.outputs(program)]
+
+    def run(*values: Any) -> list[Any]:
+        return interpret(program, values, "")
+
+    return _jax.retrace(run, program)

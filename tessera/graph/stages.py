@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of one step as objects that print, in the manner of ``jax.stages``.
+
+``f.trace(x)`` gives ``Traced``, its ``.lower()`` gives ``Lowered``, whose
+``.compile()`` gives ``Compiled``. Each has ``as_text()``.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from tessera.analysis.ledger import Ledger, collectives
+from tessera.analysis.memory import Memory, memory
+from tessera.graph.ir import Graph
+from tessera.graph.lowering.jit import check_layouts, lower
+from tessera.graph.pass_runner import PassRecord, run_passes
+from tessera.graph.tracing.arguments import Call
+from tessera.graph.tracing.tracer import Trace
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step that was traced for certain arguments.
+
+    Attributes:
+      call: The arguments, taken apart.
+      origin: The graph as traced, its parameters and the tree of its result.
+      skip_passes: Passes to leave out, by name.
+    """
+
+    call: Call
+    origin: Trace
+    skip_passes: Collection[str] = ()
+
+    @cached_property
+    def passes(self) -> tuple[PassRecord, ...]:
+        """The graph as traced, then after each pass, with times."""
+        return run_passes(self.origin.graph, skip=self.skip_passes)
+
+    @property
+    def graph(self) -> Graph:
+        """The graph after every pass."""
+        return self.passes[-1].graph
+
+    def as_text(self) -> str:
+        """The graph as traced: inputs with layouts, equations with source lines."""
+        return self.origin.graph.as_text()
+
+    def lower(self) -> "Lowered":
+        """Run the passes and lower the result to ``jax.jit``."""
+        return Lowered(self, lower(self.origin, self.graph, self.call))
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A step as StableHLO with the declared shardings, before XLA partitions it."""
+
+    traced: Traced
+    jax: jax.stages.Lowered
+
+    def as_text(self) -> str:
+        """The StableHLO module."""
+        return self.jax.as_text()
+
+    def compile(self) -> "Compiled":
+        """Compile it, and check the layouts that XLA chose.
+
+        Raises:
+          LayoutMismatchError: [T205] a compiled layout is not the declared one.
+        """
+        compiled = self.jax.compile()
+        check_layouts(self.traced.graph, compiled)
+        return Compiled(self.traced, compiled)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A step as the program that each device runs."""
+
+    traced: Traced
+    jax: jax.stages.Compiled
+
+    def as_text(self) -> str:
+        """The optimized HLO module of one device."""
+        return self.jax.as_text() or ""
+
+    @cached_property
+    def collectives(self) -> Ledger:
+        """Every collective: kind, mesh axes, bytes per device, calls, source line."""
+        return collectives(self.jax, self.traced.graph.mesh)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes per device: arguments, outputs, temporaries, peak."""
+        return memory(self.jax)
+
+    def __call__(self, *parts: Any) -> Any:
+        """Run it on the parts that ``lower`` describes; gives the function's result.
+
+        Raises:
+          AbstractMeshError: [T105] its mesh has devices that this machine lacks.
+        """
+        result = self.jax(*parts)
+        origin = self.traced.origin
+        return origin.unflatten(result) if origin.out_statics else result

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of one call, taken apart: what is traced, what is held static.
+
+Arrays are traced. Python scalars, strings, callables and whatever else sits in the
+arguments is static, by value: another value is another program. An argument that is
+all arrays is handed to the compiled program whole, so JAX's own fast path flattens it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tessera import _jax
+from tessera.errors import ArgumentError, MeshConflictError
+from tessera.mesh import Mesh
+from tessera.shard import DistTensor
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, DistTensor, jax.ShapeDtypeStruct)
+
+
+class StaleProgram(Exception):
+    """A call does not fit the program that served the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """A value that a program is specialized to; ``1``, ``1.0`` and ``True`` differ."""
+
+    kind: type
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array among the arguments."""
+
+    name: str
+    value: Any
+
+    @property
+    def layout(self) -> tuple[Mesh, PartitionSpec] | None:
+        """The mesh and spec that the array itself carries, if it carries any."""
+        if isinstance(self.value, DistTensor):
+            mesh = self.value.mesh
+            return None if mesh is None else (mesh, self.value.spec)
+        if isinstance(self.value, _jax.Tracer):
+            return None
+        sharding = getattr(self.value, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return None
+        return mesh_of(sharding), sharding.spec
+
+    @property
+    def aval(self) -> Any:
+        """Global shape, dtype and whether the dtype is weak."""
+        if isinstance(self.value, (DistTensor, jax.ShapeDtypeStruct)):
+            return self.value
+        return jax.typeof(self.value)
+
+    def abstract(self) -> "Leaf":
+        """The same leaf without its numbers, which a program must not keep alive."""
+        if not isinstance(self.value, (jax.Array, np.ndarray)):
+            return self
+        weak = getattr(self.aval, "weak_type", False)
+        layout = None if self.layout is None else self.value.sharding
+        shape, dtype = self.aval.shape, self.aval.dtype
+        struct = jax.ShapeDtypeStruct(shape, dtype, sharding=layout, weak_type=weak)
+        return Leaf(self.name, struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a call: its tree, its arrays, its static leaves by position."""
+
+    name: str
+    tree: Any
+    leaves: tuple[Leaf, ...]
+    statics: tuple[tuple[int, Static], ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the compiled program can take the argument as it is."""
+        return not self.statics and not any(
+            isinstance(leaf.value, (DistTensor, np.generic)) for leaf in self.leaves
+        )
+
+    def dynamic_part(self, value: Any) -> Any:
+        """What the compiled program takes for this argument.
+
+        Raises:
+          StaleProgram: The value has another structure or other static leaves.
+        """
+        if self.is_whole:
+            return value
+        flat, tree = jax.tree.flatten(value)
+        if tree != self.tree:
+            raise StaleProgram
+        for place, static in self.statics:
+            found = flat[place]
+            if found is static.value:
+                continue
+            if type(found) is not static.kind or found != static.value:
+                raise StaleProgram
+        fixed = {place for place, _ in self.statics}
+        return tuple(
+            leaf.materialize() if isinstance(leaf, DistTensor) else leaf
+            for place, leaf in enumerate(flat)
+            if place not in fixed
+        )
+
+    def rebuilt(self, arrays: Sequence[Any]) -> Any:
+        """The argument with other arrays, such as tracers, in place of its own."""
+        rest = iter(arrays)
+        fixed = {place: static.value for place, static in self.statics}
+        total = len(arrays) + len(fixed)
+        return jax.tree.unflatten(
+            self.tree,
+            [fixed[i] if i in fixed else next(rest) for i in range(total)],
+        )
+
+    def key(self) -> tuple[Any, ...]:
+        """What a program is specialized to in this argument."""
+        return (
+            self.tree,
+            self.statics,
+            tuple((_type_key(leaf.aval), leaf.layout) for leaf in self.leaves),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a function, taken apart."""
+
+    positional: int
+    keywords: tuple[str, ...]
+    arguments: tuple[Argument, ...]
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Every array of the call, in order."""
+        return tuple(leaf for argument in self.arguments for leaf in argument.leaves)
+
+    def key(self) -> tuple[Any, ...]:
+        """What a program of this call is specialized to."""
+        parts = tuple(argument.key() for argument in self.arguments)
+        return (self.positional, self.keywords, parts)
+
+    def abstract(self) -> "Call":
+        """The same call without the numbers of its arrays."""
+        return replace(
+            self,
+            arguments=tuple(
+                replace(
+                    argument, leaves=tuple(leaf.abstract() for leaf in argument.leaves)
+                )
+                for argument in self.arguments
+            ),
+        )
+
+    def rebuilt(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with other arrays in place."""
+        rest, values = list(arrays), list[Any]()
+        for argument in self.arguments:
+            values.append(argument.rebuilt(rest[: len(argument.leaves)]))
+            del rest[: len(argument.leaves)]
+        named = zip(self.keywords, values[self.positional :], strict=True)
+        return tuple(values[: self.positional]), dict(named)
+
+
+def take_apart(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Call:
+    """Split the arguments of one call into arrays and static values.
+
+    Args:
+      names: The function's parameter names, for messages and for the graph.
+      args: Positional arguments.
+      kwargs: Keyword arguments.
+
+    Raises:
+      ArgumentError: [T301] a leaf is neither an array nor hashable.
+    """
+    labels = [names[i] if i < len(names) else f"args[{i}]" for i in range(len(args))]
+    arguments = [
+        _argument(name, value)
+        for name, value in zip(
+            [*labels, *kwargs], [*args, *kwargs.values()], strict=True
+        )
+    ]
+    return Call(len(args), tuple(kwargs), tuple(arguments))
+
+
+def _argument(name: str, value: Any) -> Argument:
+    paths, tree = jax.tree_util.tree_flatten_with_path(value)
+    leaves: list[Leaf] = []
+    statics: list[tuple[int, Static]] = []
+    for place, (path, leaf) in enumerate(paths):
+        inner = jax.tree_util.keystr(path, simple=True, separator="/")
+        full = f"{name}/{inner}" if inner else name
+        if isinstance(leaf, _ARRAYS):
+            leaves.append(Leaf(full, leaf))
+        else:
+            statics.append((place, _static(full, leaf)))
+    return Argument(name, tree, tuple(leaves), tuple(statics))
+
+
+def _static(name: str, leaf: Any) -> Static:
+    try:
+        hash(leaf)
+    except TypeError:
+        raise ArgumentError(
+            f"argument {name!r} can be neither traced nor held static",
+            got=f"{type(leaf).__name__}, which is no array and has no hash",
+            fix="pass an array, or a value that hashes: a number, a string, a tuple, "
+            "a frozen dataclass, a function",
+        ) from None
+    return Static(type(leaf), leaf)
+
+
+def _type_key(value: Any) -> tuple[Any, ...]:
+    weak = getattr(value, "weak_type", False)
+    return (tuple(value.shape), value.dtype, weak)
+
+
+def changed_statics(before: Call, after: Call) -> list[str]:
+    """Names of the static leaves whose values differ; empty if anything else does.
+
+    Example:
+      >>> first = take_apart(["x", "rate"], (np.ones(2), 0.1), {})
+      >>> second = take_apart(["x", "rate"], (np.ones(2), 0.2), {})
+      >>> changed_statics(first, second)
+      ['rate']
+    """
+    names: list[str] = []
+    if (before.positional, before.keywords) != (after.positional, after.keywords):
+        return []
+    for old, new in zip(before.arguments, after.arguments, strict=True):
+        if old.tree != new.tree or old.key()[2] != new.key()[2]:
+            return []
+        paths = _paths(old)
+        for (place, was), (_, now) in zip(old.statics, new.statics, strict=True):
+            if was != now:
+                names.append(paths[place])
+    return names
+
+
+def _paths(argument: Argument) -> list[str]:
+    total = len(argument.leaves) + len(argument.statics)
+    tree = jax.tree.unflatten(argument.tree, range(total))
+    return [
+        "/".join(
+            filter(
+                None,
+                (argument.name, jax.tree_util.keystr(path, simple=True, separator="/")),
+            )
+        )
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+
+
+def mesh_of(sharding: NamedSharding) -> Mesh:
+    """The Tessera mesh of an array's sharding."""
+    grid = sharding.mesh
+    devices = getattr(grid, "_flat_devices_tuple", None) or tuple(grid.devices.flat)
+    ids = [device.id for device in devices]
+    return Mesh(grid.axis_names, devices=ids, shape=tuple(grid.shape.values()))
+
+
+def common_mesh(leaves: Sequence[Leaf], given: Mesh | None) -> Mesh | None:
+    """The mesh that a call runs on: the given one, else the one its arrays live on.
+
+    Raises:
+      MeshConflictError: [T308] arrays live on different meshes.
+    """
+    found: dict[Mesh, list[str]] = {} if given is None else {given: ["the step"]}
+    for leaf in leaves:
+        if leaf.layout is not None:
+            found.setdefault(leaf.layout[0], []).append(leaf.name)
+    if len(found) > 1:
+        raise MeshConflictError(
+            "the inputs of one step live on different meshes",
+            got="\n".join(
+                f"{mesh.topology} of devices {mesh.device_ids}: {', '.join(names)}"
+                for mesh, names in found.items()
+            ),
+            fix="put them on one mesh: jax.device_put(x, spec.named(x.shape, mesh))",
+        )
+    return next(iter(found), None)

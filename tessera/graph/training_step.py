@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``graph.stage`` and ``graph.training_step``: functions that own parameters.
+
+Operations such as ``op.transformer_block`` declare parameters while the function is
+traced; a step holds their arrays and hands them to the compiled program beside the
+arguments.
+"""
+
+import functools
+import logging
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+
+from tessera import scope
+from tessera.errors import ParameterTreeError
+from tessera.graph.function import Function
+from tessera.graph.stages import Traced
+from tessera.graph.tracing.gradient import nest
+from tessera.graph.tracing.tracer import Options
+from tessera.mesh import Mesh
+from tessera.shard import DistTensor
+
+_logger = logging.getLogger("tessera.graph")
+
+
+class Step(Function):
+    """A function with parameters of its own; see ``training_step`` and ``stage``.
+
+    Parameters are known once the step was traced: by a call, by ``trace`` or by
+    ``init`` with example arguments.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        options: Options,
+        skip_passes: Collection[str] = (),
+    ) -> None:
+        super().__init__(body, options, skip_passes)
+        self._declared: dict[str, DistTensor] = {}
+        self._held: dict[str, jax.Array] = {}
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters: nested dict by name, of arrays, lazy before ``init``.
+
+        Assign a tree of the same names and shapes, such as the one an optimizer
+        returned, to use it in the next call.
+
+        Raises:
+          ParameterTreeError: [T306] an assigned tree does not fit; every difference is
+            listed and nothing is changed.
+        """
+        return nest(
+            {name: self._held.get(name, held) for name, held in self._declared.items()}
+        )
+
+    @params.setter
+    def params(self, tree: Mapping[str, Any]) -> None:
+        flat = _flat(tree)
+        problems = [
+            *(f"{name}: missing" for name in self._declared if name not in flat),
+            *(
+                f"{name}: not a parameter"
+                for name in flat
+                if name not in self._declared
+            ),
+            *(
+                f"{name}: {value.dtype}{list(value.shape)}, declared "
+                f"{self._declared[name].dtype}{list(self._declared[name].shape)}"
+                for name, value in flat.items()
+                if name in self._declared
+                and (value.shape, value.dtype)
+                != (self._declared[name].shape, self._declared[name].dtype)
+            ),
+        ]
+        if problems:
+            raise ParameterTreeError(
+                f"these are not the parameters of step {self.options.name!r}",
+                got="\n".join(problems),
+                fix="assign a tree like step.params",
+            )
+        self._held = {name: flat[name] for name in self._declared}
+
+    def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Create the parameters, each shard on its own device.
+
+        A parameter's numbers depend on the key and its name alone, so they are the same
+        on every mesh.
+
+        Args:
+          key: A PRNG key.
+          *args: Example arguments, needed only before the step was first traced;
+            ``jax.ShapeDtypeStruct`` will do.
+          **kwargs: The same by name.
+
+        Returns:
+          ``step.params``.
+
+        Raises:
+          ParameterTreeError: [T306] the step was not traced and no example is given.
+        """
+        if args or kwargs:
+            self.trace(*args, **kwargs)
+        if not self._programs and not self._declared and not (args or kwargs):
+            raise ParameterTreeError(
+                f"the parameters of step {self.options.name!r} are not known yet",
+                fix="give init an example: step.init(key, batch)",
+            )
+        for name, held in self._declared.items():
+            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            self._held[name] = held.materialize(own)
+        return self.params
+
+    def _trace(self, call: Any) -> Traced:
+        traced = super()._trace(call)
+        for name, declared in traced.origin.parameters.items():
+            known = self._declared.setdefault(name, declared)
+            if (known.shape, known.dtype) != (declared.shape, declared.dtype):
+                raise ParameterTreeError(
+                    f"parameter {name!r} has another shape than in earlier calls",
+                    got=f"{declared.dtype}{list(declared.shape)}, before "
+                    f"{known.dtype}{list(known.shape)}",
+                    fix="call the step with arrays of the feature sizes it was first "
+                    "called with",
+                )
+        return traced
+
+    def _parameters(self, traced: Traced) -> tuple[Any, ...]:
+        names = tuple(traced.origin.parameters)
+        if any(name not in self._held for name in names):
+            self._create_missing(names)
+        return tuple(self._held[name] for name in names)
+
+    def _create_missing(self, names: tuple[str, ...]) -> None:
+        missing = [name for name in names if name not in self._held]
+        _logger.info(
+            "step %s creates %d parameters from their names; step.init(key) chooses",
+            self.options.name,
+            len(missing),
+        )
+        for name in missing:
+            self._held[name] = self._declared[name].materialize()
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def stage(name: str) -> Callable[[Callable[..., Any]], Step]:
+    """Name a part of a model; its parameters and operations are found under the name.
+
+    Args:
+      name: Path component of the stage's parameters, such as ``encoder``.
+
+    Returns:
+      A decorator. The stage is called inside a step, or by itself like a step.
+
+    Example:
+      >>> from tessera import op
+      >>> @stage("encoder")
+      ... def encoder(x):
+      ...     return op.transformer_block(x, depth=2, num_heads=2)
+      >>> traced = encoder.trace(jax.ShapeDtypeStruct((1, 4, 8), "float32"))
+      >>> sorted(encoder.params["encoder"])
+      ['block']
+    """
+
+    def decorate(body: Callable[..., Any]) -> Step:
+        @functools.wraps(body)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            with scope.named(name):
+                return body(*args, **kwargs)
+
+        return Step(named, Options(name=name))
+
+    return decorate
+
+
+def training_step(
+    module: str | Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Mapping[str, Any] | None = None,
+    out_specs: Any = None,
+    skip_passes: Collection[str] = (),
+) -> Any:
+    """Compile a training step written for one device for the mesh that it runs on.
+
+    The step's arguments are batches: arrays without a layout of their own are split
+    along their leading dim over the mesh's data axes, ``dp`` and ``fsdp``.
+    ``graph.backward`` in its body differentiates by all its parameters.
+
+    Args:
+      module: What the step is called in traces and compiled modules.
+      mesh: Mesh to run on. By default the innermost ``with mesh:``, or the mesh of the
+        arguments and of the captured tensors.
+      in_specs: Layouts by argument name, as for ``ts.function``.
+      out_specs: Layouts of the result, as for ``ts.function``.
+      skip_passes: Names of passes to leave out.
+
+    Returns:
+      A decorator that gives a ``Step``.
+
+    Raises:
+      ShardDivisibilityError: [T201] (at the call) the data axes do not divide a batch.
+    """
+    if callable(module):
+        return training_step()(module)
+
+    def decorate(body: Callable[..., Any]) -> Step:
+        options = Options(
+            name=module or getattr(body, "__name__", "step"),
+            mesh=mesh,
+            in_specs=dict(in_specs or {}),
+            out_specs=out_specs,
+            split_batch=True,
+        )
+        return Step(body, options, skip_passes)
+
+    return decorate

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``op.transformer_block``: a stack of transformer blocks that owns its parameters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera import scope
+from tessera.errors import OperandError
+from tessera.shard import ShardSpec
+
+_EPSILON = 1e-6
+_HEAD_SIZE = 64
+
+# What each dim of a parameter means, after the stacked layers, and the mesh axis that
+# holds it: columns of the first matmul and rows of the second over tp, so that each
+# half of a block ends in one all-reduce (Shoeybi et al., arXiv 1909.08053).
+_AXIS_OF = {"embed": "fsdp", "heads": "tp", "mlp": "tp"}
+_DIMS = {
+    "attention_norm": ("embed",),
+    "query": ("embed", "heads", None),
+    "key": ("embed", "heads", None),
+    "value": ("embed", "heads", None),
+    "attention_out": ("heads", None, "embed"),
+    "mlp_norm": ("embed",),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+}
+
+
+def transformer_block(
+    x: Any,
+    *,
+    depth: int = 1,
+    num_heads: int | None = None,
+    mlp_ratio: int = 4,
+    causal: bool = False,
+) -> jax.Array:
+    """Apply ``depth`` pre-norm transformer blocks with parameters of their own.
+
+    Each block adds multi-head attention and then a GELU MLP to its input, both behind
+    an RMSNorm. The parameters are declared in the step being traced, stacked over
+    depth; the blocks are scanned, so compile time does not grow with depth. On a mesh
+    with a ``tp`` axis heads and MLP columns are split over it, with an ``fsdp`` axis
+    every parameter's embedding dim is.
+
+    Args:
+      x: ``[B, S, D]`` floating-point activations.
+      depth: Number of blocks.
+      num_heads: Heads of ``D / num_heads`` dims; by default heads of 64 dims, or one.
+      mlp_ratio: Hidden size of the MLP in multiples of ``D``.
+      causal: Whether a position sees only itself and the positions before it.
+
+    Returns:
+      ``[B, S, D]`` in the dtype of ``x``.
+
+    Raises:
+      OutsideTraceError: [T302] no step is being traced.
+      OperandError: [T401] ``x`` has another rank, or the heads do not divide ``D``.
+      ShardDivisibilityError: [T201] the mesh does not divide a parameter.
+
+    Source: Vaswani et al., arXiv 1706.03762; pre-norm after Xiong et al., 2002.04745.
+    """
+    x = jnp.asarray(x)
+    heads = _checked_heads(x, num_heads)
+    params = _declare(depth, x.shape[-1], heads, mlp_ratio)
+    layer = {name: p.astype(x.dtype) for name, p in params.items()}
+
+    def block(h_BSD: jax.Array, layer: Mapping[str, jax.Array]) -> tuple[Any, None]:
+        h_BSD = h_BSD + _attention(_norm(h_BSD, layer["attention_norm"]), layer, causal)
+        return h_BSD + _mlp(_norm(h_BSD, layer["mlp_norm"]), layer), None
+
+    return jax.lax.scan(block, x, layer)[0]
+
+
+def _checked_heads(x: jax.Array, num_heads: int | None) -> int:
+    if x.ndim != 3 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise OperandError(
+            "transformer_block takes activations of shape [batch, sequence, features]",
+            got=f"shape {x.shape}, dtype {x.dtype.name}",
+            fix="embed token ids first, and add a batch dim to single sequences",
+        )
+    size = x.shape[-1]
+    heads = num_heads or max(1, size // _HEAD_SIZE)
+    if size % heads:
+        legal = [n for n in range(1, size + 1) if size % n == 0]
+        near = sorted(sorted(legal, key=lambda n: abs(n - heads))[:2])
+        raise OperandError(
+            "the heads of transformer_block do not divide its features",
+            got=f"{size} features, {heads} heads, remainder {size % heads}",
+            fix=f"use num_heads={' or '.join(map(str, near))}",
+        )
+    return heads
+
+
+def _declare(depth: int, size: int, heads: int, ratio: int) -> dict[str, Any]:
+    sizes = {
+        "attention_norm": (size,),
+        "query": (size, heads, size // heads),
+        "key": (size, heads, size // heads),
+        "value": (size, heads, size // heads),
+        "attention_out": (heads, size // heads, size),
+        "mlp_norm": (size,),
+        "up": (size, ratio * size),
+        "down": (ratio * size, size),
+    }
+    here = scope.current()
+    axes = here.mesh.axes if here is not None and here.mesh is not None else ()
+    with scope.named(scope.fresh_component("block")):
+        return {
+            name: scope.parameter(
+                name,
+                (depth, *shape),
+                init="ones" if name.endswith("norm") else _fan_in(name),
+                layout=_layout(_DIMS[name], axes),
+            )
+            for name, shape in sizes.items()
+        }
+
+
+def _layout(dims: tuple[str | None, ...], axes: tuple[str, ...]) -> ShardSpec | None:
+    found = {
+        place + 1: _AXIS_OF[dim]
+        for place, dim in enumerate(dims)
+        if dim is not None and _AXIS_OF[dim] in axes
+    }
+    return ShardSpec(tuple(found), tuple(found.values())) if found else None
+
+
+def _fan_in(name: str) -> jax.nn.initializers.Initializer:
+    """Normal of variance 1 / fan-in; dim 0 counts layers, and layers share no input."""
+    in_axis, out_axis = ((1, 2), 3) if name == "attention_out" else (1, -1)
+    return jax.nn.initializers.variance_scaling(
+        1.0, "fan_in", "normal", in_axis=in_axis, out_axis=out_axis, batch_axis=0
+    )
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """RMSNorm in f32 (Zhang and Sennrich, arXiv 1910.07467)."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + _EPSILON)).astype(x.dtype) * scale
+
+
+def _attention(x_BSD: jax.Array, layer: Mapping[str, Any], causal: bool) -> jax.Array:
+    q_BSNH, k_BSNH, v_BSNH = (
+        jnp.einsum("bsd,dnh->bsnh", x_BSD, layer[name])
+        for name in ("query", "key", "value")
+    )
+    mixed_BSNH = jax.nn.dot_product_attention(q_BSNH, k_BSNH, v_BSNH, is_causal=causal)
+    return jnp.einsum("bsnh,nhd->bsd", mixed_BSNH, layer["attention_out"])
+
+
+def _mlp(x_BSD: jax.Array, layer: Mapping[str, Any]) -> jax.Array:
+    return jax.nn.gelu(x_BSD @ layer["up"]) @ layer["down"]
