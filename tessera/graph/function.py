@@ -93,7 +93,7 @@ class Function:
         return self._run_new(args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
-        """Trace for these arguments; ``jax.ShapeDtypeStruct`` may stand for an array."""
+        """Trace for these arguments, or ``jax.ShapeDtypeStruct`` s."""
         return self._trace(self._take_apart(args, kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:

@@ -44,7 +44,7 @@ class Value:
     donated: bool = False
 
     def describe(self) -> str:
-        """``batch/tokens: int32[8,16] over P('dp',)``, with the role when it has one."""
+        """``batch/tokens: int32[8,16] over P('dp',)`` (role)."""
         shape = ",".join(map(str, self.aval.shape))
         where = "undeclared" if self.spec is None else str(self.spec)
         role = "" if self.role is Role.ARGUMENT else f" ({self.role.value})"

@@ -19,6 +19,7 @@ from tessera.graph.lowering.jit import check_layouts, lower
 from tessera.graph.pass_runner import PassRecord, run_passes
 from tessera.graph.tracing.arguments import Call
 from tessera.graph.tracing.tracer import Trace
+from tessera.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class Compiled:
     @cached_property
     def collectives(self) -> Ledger:
         """Every collective: kind, mesh axes, bytes per device, calls, source line."""
-        return collectives(self.jax, self.traced.graph.mesh)
+        mesh = self.traced.graph.mesh or Mesh(("device",), devices=(0,))
+        return collectives(self.jax, mesh)
 
     @cached_property
     def memory(self) -> Memory:

@@ -32,9 +32,13 @@ def assign_output_layouts(graph: Graph) -> Graph:
             sharding, NamedSharding
         ):
             known[equation.outvars[0]] = sharding.spec
-    return graph.with_outputs([
-        value
-        if value.spec is not None or isinstance(atom, _jax.Literal)
-        else replace(value, spec=known.get(atom))
-        for atom, value in zip(_jax.outputs(graph.program), graph.outputs, strict=True)
-    ])
+    return graph.with_outputs(
+        [
+            value
+            if value.spec is not None or isinstance(atom, _jax.Literal)
+            else replace(value, spec=known.get(atom))
+            for atom, value in zip(
+                _jax.outputs(graph.program), graph.outputs, strict=True
+            )
+        ]
+    )

@@ -66,7 +66,7 @@ class Leaf:
         if not isinstance(self.value, (jax.Array, np.ndarray)):
             return self
         weak = getattr(self.aval, "weak_type", False)
-        layout = None if self.layout is None else self.value.sharding
+        layout = getattr(self.value, "sharding", None) if self.layout else None
         shape, dtype = self.aval.shape, self.aval.dtype
         struct = jax.ShapeDtypeStruct(shape, dtype, sharding=layout, weak_type=weak)
         return Leaf(self.name, struct)
