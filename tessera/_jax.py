@@ -291,14 +291,12 @@ def operation_place(operation: Any) -> tuple[str, list[tuple[str, int, str]]]:
       each Python frame, innermost first.
     """
     location = operation.location
-    if isinstance(location, ir.NameLoc) and not _is_function(location):
-        return location.name_str, list(_python_stack(location.child_loc))
+    match location:
+        case ir.NameLoc(child_loc=ir.FileLineColLoc()):  # a frame's function
+            return "", list(_python_stack(location))
+        case ir.NameLoc(child_loc=inner):
+            return location.name_str, list(_python_stack(inner))
     return "", list(_python_stack(location))
-
-
-def _is_function(location: Any) -> bool:
-    """Whether a named location is a frame's function, and not a name stack."""
-    return isinstance(location.child_loc, ir.FileLineColLoc)
 
 
 def _python_stack(location: Any) -> Iterator[tuple[str, int, str]]:
@@ -306,8 +304,7 @@ def _python_stack(location: Any) -> Iterator[tuple[str, int, str]]:
         case ir.CallSiteLoc():
             yield from _python_stack(location.callee)
             yield from _python_stack(location.caller)
-        case ir.NameLoc() if _is_function(location):
-            line = location.child_loc
+        case ir.NameLoc(child_loc=ir.FileLineColLoc() as line):
             yield line.filename, line.start_line, location.name_str
         case ir.NameLoc():
             yield from _python_stack(location.child_loc)
