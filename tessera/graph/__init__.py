@@ -7,6 +7,7 @@
 4. ``function`` and ``training_step``: the compiled program is run, and found again.
 """
 
+from tessera.graph.explain import trace as trace
 from tessera.graph.tracing.gradient import backward as backward
 from tessera.graph.training_step import stage as stage
 from tessera.graph.training_step import training_step as training_step

@@ -16,7 +16,7 @@ from tessera.analysis.ledger import Ledger, collectives
 from tessera.analysis.memory import Memory, memory
 from tessera.graph.ir import Graph
 from tessera.graph.lowering.jit import check_layouts, lower
-from tessera.graph.pass_runner import PassRecord, run_passes
+from tessera.graph.pass_runner import PassRecord, check_names, run_passes
 from tessera.graph.tracing.arguments import Call
 from tessera.graph.tracing.tracer import Trace
 from tessera.mesh import Mesh
@@ -49,6 +49,17 @@ class Traced:
     def as_text(self) -> str:
         """The graph as traced: inputs with layouts, equations with source lines."""
         return self.origin.graph.as_text()
+
+    def diff(self, name: str) -> str:
+        """The lines of the graph that one pass changed, as a unified diff.
+
+        Raises:
+          UnknownPassError: [T307] there is no such pass.
+        """
+        check_names([name])
+        places = [record.name for record in self.passes]
+        place = places.index(name)
+        return self.passes[place].diff(self.passes[place - 1].graph)
 
     def lower(self) -> "Lowered":
         """Run the passes and lower the result to ``jax.jit``."""
