@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A setting: its type, default and limits, declared once, where its class is.
+
+Below ``config.py`` and ``optimizers.py``, whose dataclasses are made of settings. What
+a setting means stands in the ``Attributes:`` section of its class, from where
+``--help`` and ``docs/configuration.md`` take it.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from inspect import getdoc
+from typing import Any, get_type_hints
+
+from tessera.errors import SettingValueError, TesseraError
+
+
+def setting(
+    default: Any,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    choices: Sequence[str] | None = None,
+    error: type[TesseraError] = SettingValueError,
+) -> Any:
+    """A dataclass field with limits, outside which ``problems_of`` finds ``error``.
+
+    Example:
+      >>> @dataclass(frozen=True)
+      ... class Oven:
+      ...     celsius: int = setting(180, least=0, most=300)
+      >>> [str(e.fix) for e in problems_of(Oven(celsius=999), "oven")]
+      ['use a number from 0 to 300']
+    """
+    limits = {
+        "least": least,
+        "most": most,
+        "above": above,
+        "below": below,
+        "choices": choices,
+        "error": error,
+    }
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    return field(default=default, metadata=given)
+
+
+def problems_of(config: Any, group: str) -> list[TesseraError]:
+    """Every setting of a dataclass that is outside its limits, as its own error.
+
+    Args:
+      config: An instance of a dataclass whose fields are made by ``setting``.
+      group: How the group is called on the command line: ``training``.
+    """
+    found: list[TesseraError] = []
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if value is not None and one.metadata and not _within(value, one.metadata):
+            found.append(
+                one.metadata["error"](
+                    f"{group}.{one.name} does not take this value",
+                    got=f"{group}.{one.name}={value}",
+                    fix=_legal(value, one.metadata),
+                )
+            )
+    return found
+
+
+def joined(errors: Sequence[TesseraError]) -> TesseraError:
+    """All mistakes of a configuration as one error; a single one stays as it is."""
+    first, *others = errors
+    if not others:
+        return first
+    got: list[str] = []
+    fix: list[str] = []
+    for number, error in enumerate(errors, 1):
+        lines = "; ".join(error.got.splitlines())
+        got.append(f"{number}. [{error.code}] {error.what}" + (lines and f": {lines}"))
+        fix.extend(f"{number}. {line}" for line in error.fix.splitlines())
+    return type(first)(
+        f"{len(errors)} things in the configuration cannot be used",
+        got="\n".join(got),
+        fix="\n".join(fix),
+    )
+
+
+@dataclass(frozen=True)
+class Description:
+    """One setting, as ``--help`` and the documentation show it.
+
+    Attributes:
+      name: Its name within its group; ``synthetic.noise`` for one of a nested class.
+      type: ``int``, ``float or null``, …
+      default: As YAML, or ``""`` where every configuration file has to give it.
+      meaning: What it does.
+    """
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def describe(cls: type) -> Iterator[Description]:
+    """Every setting of a configuration class, nested classes included, in order."""
+    hints, meanings = get_type_hints(cls), _meanings(cls)
+    for one in fields(cls):
+        hint = hints[one.name]
+        if is_dataclass(hint) and isinstance(hint, type):
+            for inner in describe(hint):
+                name = f"{one.name}.{inner.name}"
+                yield Description(name, inner.type, inner.default, inner.meaning)
+            continue
+        default = one.default
+        if one.default_factory is not MISSING:
+            default = one.default_factory()
+        shown = "" if default is MISSING else as_yaml(default)
+        choices = one.metadata.get("choices")
+        kind = " or ".join(choices) if choices else _type_name(hint)
+        yield Description(one.name, kind, shown, meanings[one.name])
+
+
+def as_yaml(value: Any) -> str:
+    """A value as one would write it on the command line.
+
+    Example:
+      >>> as_yaml(None), as_yaml(True), as_yaml([[4, 1], ["fsdp", "tp"]]), as_yaml("")
+      ('null', 'true', '[[4,1],[fsdp,tp]]', "''")
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(as_yaml(item) for item in value)}]"
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[\w.${}-]+", value) else repr(value)
+    return str(value)
+
+
+def _within(value: Any, limits: Any) -> bool:
+    """Whether a value keeps to its limits. Written so that NaN and infinity do not."""
+    if "choices" in limits:
+        return value in limits["choices"]
+    if isinstance(value, (bool, str)) or not isinstance(value, (int, float)):
+        return True
+    return (
+        abs(value) < float("inf")
+        and value >= limits.get("least", value)
+        and value <= limits.get("most", value)
+        and value > limits.get("above", float("-inf"))
+        and value < limits.get("below", float("inf"))
+    )
+
+
+def _legal(value: Any, limits: Any) -> str:
+    """What to write instead of a value."""
+    if choices := limits.get("choices"):
+        close = get_close_matches(str(value), choices, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        return f"{hint}use {', '.join(choices[:-1])} or {choices[-1]}"
+    if "least" in limits and "most" in limits:
+        return f"use a number from {limits['least']} to {limits['most']}"
+    words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
+    given = [f"{words[name]} {limits[name]}" for name in words if name in limits]
+    return f"use a number {' and '.join(given)}" if given else "use a finite number"
+
+
+def _type_name(hint: Any) -> str:
+    """A type as users of YAML call it."""
+    names = {"str": "text", "bool": "true or false", "NoneType": "null"}
+    options = getattr(hint, "__args__", ()) if not isinstance(hint, type) else ()
+    if type(None) in options:
+        return " or ".join(_type_name(option) for option in options)
+    name = getattr(hint, "__name__", str(hint))
+    return names.get(name, name.lower())
+
+
+def _meanings(cls: type) -> dict[str, str]:
+    """The entries of the ``Attributes:`` section of a class and of its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        text = getdoc(base) or ""
+        _, _, section = text.partition("Attributes:\n")
+        section = re.split(r"\n\n(?=\S)", section)[0]
+        for entry in re.split(r"\n?^  (?=\w+:)", section, flags=re.MULTILINE)[1:]:
+            name, _, meaning = entry.partition(":")
+            found[name] = " ".join(meaning.split())
+    return found
