@@ -143,7 +143,7 @@ class Mesh:
         In a region that is manual over some of the axes it is a traced i32 scalar:
         the position along those axes, counted row by row.
         """
-        manual = _manual_axes()
+        manual = manual_axes()
         mine = tuple(axis for axis in self.axes if axis in manual)
         return jax.lax.axis_index(mine) if mine else jax.process_index()
 
@@ -315,7 +315,7 @@ def current() -> Mesh:
 def current_or_none() -> Mesh | None:
     """Like :func:`current`, with None where no mesh is open."""
     mesh = opened_or_none()
-    manual = _manual_axes()
+    manual = manual_axes()
     if not manual:
         return mesh
     if mesh is not None and mesh.shape == dict(manual):
@@ -332,8 +332,8 @@ def opened_or_none() -> Mesh | None:
     return meshes[-1] if meshes else None
 
 
-def _manual_axes() -> Mapping[str, int]:
-    """Axes that the code being traced is manual over, with sizes, outermost first."""
+def manual_axes() -> Mapping[str, int]:
+    """Axes that the code being traced is manual over, with sizes; empty outside."""
     region = jax.sharding.get_abstract_mesh()
     manual = set(region.manual_axes)
     return {axis: region.shape[axis] for axis in region.axis_names if axis in manual}

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one device does to its block in each collective, inside a manual region.
+
+JAX checks (``check_vma``) which values may differ from device to device: a result that
+every device has alike must come from a primitive that says so.
+"""
+
+from typing import Literal, TypeAlias
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from tessera import _jax
+from tessera.errors import ShardDivisibilityError
+
+Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
+
+
+def reduce(block: Array, axes: tuple[str, ...], op: Reduction) -> Array:
+    """The blocks of all devices combined; a sum over several axes is hierarchical."""
+    match op:
+        case "sum":
+            return _hierarchical_sum(block, axes)
+        case "mean":
+            total = _hierarchical_sum(block, axes)
+            return total / jnp.asarray(lax.axis_size(axes), total.dtype)
+        case "max":
+            return lax.pmax(block, axes)
+        case "min":
+            return lax.pmin(block, axes)
+
+
+def _hierarchical_sum(block: Array, axes: tuple[str, ...]) -> Array:
+    *outer, inner = axes
+    if not outer:
+        return lax.psum(block, inner)
+    flat = block.reshape(-1)
+    padding = -flat.size % lax.axis_size(inner)
+    part = lax.psum_scatter(jnp.pad(flat, (0, padding)), inner, tiled=True)
+    part = _hierarchical_sum(part, tuple(outer))
+    whole = _jax.all_gather_invariant(part, (inner,), 0)
+    return whole[: flat.size].reshape(block.shape)
+
+
+def reduce_scatter(
+    block: Array, axes: tuple[str, ...], dim: int, op: Reduction
+) -> Array:
+    """This device's part, along ``dim``, of the combined blocks."""
+    _check_divides(block, axes, dim)
+    part = lax.psum_scatter(block, axes, scatter_dimension=dim, tiled=True)
+    if op == "sum":
+        return part
+    return part / jnp.asarray(lax.axis_size(axes), part.dtype)
+
+
+def all_gather(block: Array, axes: tuple[str, ...], dim: int) -> Array:
+    """The blocks of all devices joined along ``dim``."""
+    return _jax.all_gather_invariant(block, axes, dim)
+
+
+def all_to_all(block: Array, axes: tuple[str, ...], split: int, concat: int) -> Array:
+    """Part ``rank`` of every block, joined along ``concat``."""
+    _check_divides(block, axes, split)
+    return lax.all_to_all(block, axes, split, concat, tiled=True)
+
+
+def broadcast(block: Array, axes: tuple[str, ...], root: int) -> Array:
+    """The root's block."""
+    return lax.psum(_only_of(block, axes, root), axes).astype(block.dtype)
+
+
+def scatter(block: Array, axes: tuple[str, ...], root: int, dim: int) -> Array:
+    """This device's part of the root's block."""
+    _check_divides(block, axes, dim)
+    own = _only_of(block, axes, root)
+    part = lax.psum_scatter(own, axes, scatter_dimension=dim, tiled=True)
+    return part.astype(block.dtype)
+
+
+def _only_of(block: Array, axes: tuple[str, ...], root: int) -> Array:
+    """The block on its root and a neutral element elsewhere, so that a sum moves it."""
+    if block.dtype == jnp.bool_:
+        block = block.astype(jnp.int8)
+    # A sum with +0.0 would turn the root's -0.0 into +0.0.
+    neutral = jnp.asarray(-0.0 if jnp.issubdtype(block.dtype, jnp.inexact) else 0)
+    is_root = lax.axis_index(axes) == root
+    return jnp.where(is_root, block, neutral.astype(block.dtype))
+
+
+def gather(block: Array, axes: tuple[str, ...], root: int, dim: int) -> Array:
+    """The blocks of all devices on the root, zeros elsewhere."""
+    whole = lax.all_gather(block, axes, axis=dim, tiled=True)
+    return jnp.where(lax.axis_index(axes) == root, whole, jnp.zeros_like(whole))
+
+
+def send(
+    block: Array, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]
+) -> Array:
+    """What arrived, zeros where nothing did."""
+    return lax.ppermute(block, axes, pairs)
+
+
+def recv(
+    block: Array, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]
+) -> Array:
+    """What arrived, and the own block where nothing did."""
+    arrived = lax.ppermute(block, axes, pairs)
+    receivers = jnp.asarray([destination for _, destination in pairs])
+    return jnp.where(jnp.isin(lax.axis_index(axes), receivers), arrived, block)
+
+
+def _check_divides(block: Array, axes: tuple[str, ...], dim: int) -> None:
+    count, size = lax.axis_size(axes), block.shape[dim]
+    if size % count:
+        low, high = size // count * count, -(-size // count) * count
+        near = f"{low} or {high}" if low else f"{high}"
+        raise ShardDivisibilityError(
+            f"a block cannot be divided evenly over mesh axes {axes!r}",
+            got=f"block of shape {block.shape}, dim {dim} = {size}, axis size {count}",
+            fix=f"make dim {dim} of the block {near}, or use another dim",
+        )

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives: what devices tell each other along a mesh axis.
+
+Every one of them has one meaning, per device. Inside a manual region (``op.kernel``)
+the operand is this device's block. On a global array outside, the operand is taken
+apart by its own layout, each device does the same to its block, and the results are
+put together again: what the devices then hold alike is replicated, what differs is
+split. So ``all_reduce(x, "dp")`` of an array whose dim 0 is split over ``dp`` adds the
+blocks up, and of an array that is replicated over ``dp`` adds its copies up.
+
+In the shapes below n is the number of devices along the axis. An axis may be a tuple
+of axes, outer first; ranks then count along all of them, the last fastest. An operand
+may be a tree of arrays: each leaf is an operand by itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import multihost_utils
+
+from tessera.errors import CollectiveError
+from tessera.mesh import manual_axes
+from tessera.ops import blocks
+from tessera.ops.blocks import Reduction
+from tessera.ops.operands import Axis, Operand, each
+
+Ranks: TypeAlias = int | Sequence[int]
+
+
+def all_reduce(x: Any, axis: Axis, op: Reduction = "sum") -> Any:
+    """Combine the blocks of all devices along an axis, element by element.
+
+    Per device ``[...]`` to ``[...]``, the same on every device. A global array loses
+    the axis from its layout: a dim that the axis split is n times shorter.
+
+    Over a tuple of axes a sum is hierarchical: reduce-scatter along the inner axis,
+    all-reduce across the outer ones, all-gather along the inner one. So the slow
+    outer links carry 1/n of the array; it is padded where n does not divide it.
+
+    Args:
+      x: Array of any dtype; booleans have no sum, integers no mean.
+      axis: Mesh axis, or a tuple of axes, outer first.
+      op: ``sum``, ``mean``, ``max`` or ``min``.
+
+    Raises:
+      UnknownAxisError: [T103] the mesh has no such axis.
+      CollectiveError: [T206] the dtype has no such reduction, or the layout of a
+        traced array is not known.
+
+    Example:
+      >>> from tessera.mesh import Mesh
+      >>> from tessera.shard import ShardSpec, tensor
+      >>> with Mesh(["dp"], devices=range(4)):
+      ...     x = tensor((8,), ShardSpec(("row",), ("dp",)), init="ones")
+      ...     all_reduce(x, "dp")
+      Array([4., 4.], dtype=float32)
+    """
+
+    def one(operand: Operand) -> Array:
+        _check_reduction(operand, op)
+        return operand.run(blocks.reduce, op, lands=None)
+
+    return each(one, x, axis)
+
+
+def reduce_scatter(
+    x: Any, axis: Axis, dim: int | None = None, op: Reduction = "sum"
+) -> Any:
+    """Combine the blocks along an axis and leave each device one part of the result.
+
+    Per device ``[..., D, ...]`` to ``[..., D/n, ...]``, part r on the device of rank
+    r. A global array has the axis moved to ``dim``.
+
+    Args:
+      x: Array; booleans have no sum, integers no mean.
+      axis: Mesh axis, or a tuple of axes, outer first.
+      dim: The dim to divide. By default the last one in a manual region; of a global
+        array the one that the axis splits already, or else the last.
+      op: ``sum`` or ``mean``.
+
+    Raises:
+      ShardDivisibilityError: [T201] the dim of the block is not a multiple of n.
+      UnknownAxisError: [T103] the mesh has no such axis.
+      DimError: [T203] the array has no such dim.
+      CollectiveError: [T206] the reduction is not ``sum`` or ``mean``.
+    """
+
+    def one(operand: Operand) -> Array:
+        if op not in ("sum", "mean"):
+            raise CollectiveError(
+                "reduce_scatter cannot compute this reduction",
+                got=f"op {op!r}",
+                fix="use 'sum' or 'mean', or all_reduce and take a part",
+            )
+        _check_reduction(operand, op)
+        fallback = operand.split_dim
+        along = operand.dim(dim, default=-1 if fallback is None else fallback)
+        return operand.run(blocks.reduce_scatter, along, op, lands=along)
+
+    return each(one, x, axis)
+
+
+def all_gather(x: Any, axis: Axis, dim: int | None = None) -> Any:
+    """Give every device the blocks of all devices along an axis, joined.
+
+    Per device ``[..., D, ...]`` to ``[..., D*n, ...]``, the same on every device. A
+    global array loses the axis from its layout; joined along the dim that the axis
+    splits (as its innermost axis) it keeps its values.
+
+    Args:
+      x: Array of any dtype.
+      axis: Mesh axis, or a tuple of axes, outer first.
+      dim: The dim to join along. By default the last one in a manual region; of a
+        global array the one that the axis splits.
+
+    Raises:
+      UnknownAxisError: [T103] the mesh has no such axis.
+      DimError: [T203] the array has no such dim.
+      CollectiveError: [T206] the axis splits no dim of the global array, and ``dim``
+        is not given.
+    """
+
+    def one(operand: Operand) -> Array:
+        along = operand.dim(dim, default=-1 if operand.is_block else operand.split_dim)
+        return operand.run(blocks.all_gather, along, lands=None)
+
+    return each(one, x, axis)
+
+
+def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
+    """Send part j of every block to device j, which joins what it gets.
+
+    Per device ``[..., S, ..., C, ...]`` to ``[..., S/n, ..., C*n, ...]``. A global
+    array that the axis splits along ``concat_dim`` keeps its values and is split along
+    ``split_dim`` instead.
+
+    Args:
+      x: Array of any dtype.
+      axis: Mesh axis, or a tuple of axes, outer first.
+      split_dim: The dim that every block is divided along.
+      concat_dim: The dim that the parts are joined along, in the order of ranks.
+
+    Raises:
+      ShardDivisibilityError: [T201] ``split_dim`` of the block is not a multiple of n.
+      UnknownAxisError: [T103] the mesh has no such axis.
+      DimError: [T203] the array has no such dim.
+    """
+
+    def one(operand: Operand) -> Array:
+        split, concat = operand.dim(split_dim), operand.dim(concat_dim)
+        return operand.run(blocks.all_to_all, split, concat, lands=split)
+
+    return each(one, x, axis)
+
+
+def broadcast(x: Any, axis: Axis, root: int = 0) -> Any:
+    """Give every device along an axis the block of one of them.
+
+    Per device ``[...]`` to ``[...]``, the same on every device. A global array loses
+    the axis from its layout: a dim that the axis split is n times shorter.
+
+    Args:
+      x: Array of any dtype.
+      axis: Mesh axis, or a tuple of axes, outer first.
+      root: Rank of the device whose block it is.
+
+    Raises:
+      UnknownAxisError: [T103] the mesh has no such axis.
+      CollectiveError: [T206] the axis has no such rank.
+    """
+
+    def one(operand: Operand) -> Array:
+        return operand.run(blocks.broadcast, operand.rank(root), lands=None)
+
+    return each(one, x, axis)
+
+
+def scatter(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Any:
+    """Divide the block of one device among all devices along an axis.
+
+    Per device ``[..., D, ...]`` to ``[..., D/n, ...]``: the device of rank r gets part
+    r of the root's block. A global array has the axis moved to ``dim``.
+
+    Args:
+      x: Array of any dtype; only the root's block is read.
+      axis: Mesh axis, or a tuple of axes, outer first.
+      root: Rank of the device whose block is divided.
+      dim: The dim to divide.
+
+    Raises:
+      ShardDivisibilityError: [T201] the dim of the block is not a multiple of n.
+      UnknownAxisError: [T103] the mesh has no such axis.
+      DimError: [T203] the array has no such dim.
+      CollectiveError: [T206] the axis has no such rank.
+    """
+
+    def one(operand: Operand) -> Array:
+        along = operand.dim(dim)
+        return operand.run(blocks.scatter, operand.rank(root), along, lands=along)
+
+    return each(one, x, axis)
+
+
+def gather(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Any:
+    """Give one device along an axis the blocks of all, joined; the others get zeros.
+
+    Per device ``[..., D, ...]`` to ``[..., D*n, ...]``. A global array has the axis
+    moved to ``dim``: its blocks along that dim are the root's, whole, and zeros.
+
+    Args:
+      x: Array of any dtype.
+      axis: Mesh axis, or a tuple of axes, outer first.
+      root: Rank of the device that gets the blocks.
+      dim: The dim to join along.
+
+    Raises:
+      UnknownAxisError: [T103] the mesh has no such axis.
+      DimError: [T203] the array has no such dim.
+      CollectiveError: [T206] the axis has no such rank.
+    """
+
+    def one(operand: Operand) -> Array:
+        along = operand.dim(dim)
+        return operand.run(blocks.gather, operand.rank(root), along, lands=along)
+
+    return each(one, x, axis)
+
+
+def send(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
+    """Carry blocks from some devices to others: what arrived, zeros elsewhere.
+
+    Per device ``[...]`` to ``[...]``. Every device runs the same program, so one call
+    is both ends of the transfer. A global array keeps its layout; one that the axis
+    does not split comes out split by it along the leading dim, a block per device.
+
+    Args:
+      x: Array of any dtype.
+      axis: Mesh axis, or a tuple of axes, outer first.
+      source: Rank that sends, or several.
+      destination: Rank that receives, or as many; each rank receives at most once.
+
+    Raises:
+      UnknownAxisError: [T103] the mesh has no such axis.
+      CollectiveError: [T206] ranks that do not exist or do not pair up.
+    """
+
+    def one(operand: Operand) -> Array:
+        return operand.run(
+            blocks.send, _pairs(operand, source, destination), lands="kept"
+        )
+
+    return each(one, x, axis)
+
+
+def recv(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
+    """Like :func:`send`, but devices that receive nothing keep their own block.
+
+    Per device ``[...]`` to ``[...]``. A global array keeps its layout; one that the
+    axis does not split comes out split by it along the leading dim.
+
+    Args:
+      x: Array of any dtype.
+      axis: Mesh axis, or a tuple of axes, outer first.
+      source: Rank that sends, or several.
+      destination: Rank that receives, or as many; each rank receives at most once.
+
+    Raises:
+      UnknownAxisError: [T103] the mesh has no such axis.
+      CollectiveError: [T206] ranks that do not exist or do not pair up.
+    """
+
+    def one(operand: Operand) -> Array:
+        return operand.run(
+            blocks.recv, _pairs(operand, source, destination), lands="kept"
+        )
+
+    return each(one, x, axis)
+
+
+def barrier(x: Any = None, axis: Axis | None = None) -> Any:
+    """Wait for the other devices.
+
+    In a manual region the result is ``x``, not to be had before every device along
+    the axis has come here. Outside, the calling Python thread waits until ``x`` is
+    computed and, when there are several processes, until all of them have come here.
+
+    Args:
+      x: The array or tree held back; a manual region needs one.
+      axis: Mesh axes of a manual region; None is all of them. Not taken outside.
+
+    Returns:
+      ``x``, unchanged.
+
+    Raises:
+      UnknownAxisError: [T103] the mesh has no such axis.
+      CollectiveError: [T206] nothing to hold back in a region, or an axis outside.
+    """
+    manual = manual_axes()
+    if manual and x is None:
+        raise CollectiveError(
+            "a barrier inside a manual region needs a value to hold back",
+            fix="write x = barrier(x), and go on with that x",
+        )
+    if manual:
+        return each(_hold_back, x, tuple(manual) if axis is None else axis)
+    if axis is not None:
+        raise CollectiveError(
+            "a barrier outside a manual region waits for every process",
+            got=f"axis {axis!r}",
+            fix="leave axis out",
+        )
+    jax.block_until_ready(x)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("tessera.barrier")
+    return x
+
+
+def _hold_back(operand: Operand) -> Array:
+    # A sum of constants would be folded away before it makes anyone wait.
+    token = lax.psum(lax.axis_index(operand.axes), operand.axes)
+    held, _ = lax.optimization_barrier((operand.value, token))
+    return held
+
+
+# --- checks
+
+
+def _check_reduction(operand: Operand, op: str) -> None:
+    dtype = operand.value.dtype
+    if op not in ("sum", "mean", "max", "min"):
+        raise CollectiveError(
+            "there is no such reduction",
+            got=f"op {op!r}",
+            fix="use 'sum', 'mean', 'max' or 'min'",
+        )
+    if op in ("sum", "mean") and dtype == jnp.bool_:
+        raise CollectiveError(
+            f"booleans have no {op}",
+            got=f"{dtype.name}{list(operand.value.shape)}",
+            fix="use op='max' for any, op='min' for all, or cast to i32 to count",
+        )
+    if op == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
+        raise CollectiveError(
+            "integers have no mean of their own dtype",
+            got=f"{dtype.name}{list(operand.value.shape)}",
+            fix="use op='sum', or cast to f32 first",
+        )
+
+
+def _pairs(
+    operand: Operand, source: Ranks, destination: Ranks
+) -> tuple[tuple[int, int], ...]:
+    sources = [source] if isinstance(source, int) else list(source)
+    destinations = [destination] if isinstance(destination, int) else list(destination)
+    paired = len(sources) == len(destinations)
+    once = all(len(set(r)) == len(r) for r in (sources, destinations))
+    if not paired or not once:
+        raise CollectiveError(
+            "sources and destinations do not pair up",
+            got=f"sources {sources}, destinations {destinations}",
+            fix="give one destination per source, each rank at most once on each side",
+        )
+    return tuple(
+        (operand.rank(a), operand.rank(b))
+        for a, b in zip(sources, destinations, strict=True)
+    )

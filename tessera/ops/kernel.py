@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``op.kernel``: a function that every device runs on its own blocks.
+
+The body is a manual region: it sees one device's block of every argument, and what
+devices tell each other it says with collectives. How arguments are split and results
+are put together follows from the arguments' own layouts and from what the body does.
+
+    @op.kernel
+    def gram(x):  # x: this device's rows
+        return dist.all_reduce(x.T @ x, axis="dp")
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh as JaxMesh
+
+from tessera import _jax, scope
+from tessera.errors import (
+    ArgumentError,
+    KernelError,
+    MeshConflictError,
+    NoMeshError,
+    did_you_mean,
+)
+from tessera.mesh import Mesh, manual_axes, opened_or_none
+from tessera.ops.layouts import is_unplaced, layout_of, region_mesh
+from tessera.shard import DistTensor, ShardSpec, capturing
+
+
+@overload
+def kernel(function: Callable[..., Any], /) -> "Kernel": ...
+@overload
+def kernel(
+    *, layouts: Mapping[str, ShardSpec] | None = None
+) -> Callable[[Callable[..., Any]], "Kernel"]: ...
+def kernel(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    layouts: Mapping[str, ShardSpec] | None = None,
+) -> Any:
+    """Run a function on every device of the mesh, each on its own blocks.
+
+    Shapes: the body sees per-device blocks, split as each argument's own layout says;
+    arrays without one come whole. A result that may differ along mesh axes is split
+    over them along its leading dim (a scalar becomes a vector, one entry a device);
+    one that is the same on every device is replicated. What is no array (numbers,
+    strings, functions) is a constant of the program.
+
+    The mesh is that of the arguments, or else of the innermost ``with mesh:``. A kernel
+    called in another kernel simply runs on the blocks there.
+
+    Args:
+      function: The body.
+      layouts: Layouts by argument name, for what has none of its own or none that can
+        be seen: a value traced by ``jax.jit`` or ``jax.vmap`` hides how it is split.
+
+    Returns:
+      A callable with the signature of the body, that takes and gives global arrays.
+
+    Raises:
+      MeshConflictError: [T308] the arguments live on different meshes.
+      NoMeshError: [T106] no argument is on a mesh, and none is open.
+      KernelError: [T208] an argument whose layout cannot be seen, or a result that is
+        no array.
+      ArgumentError: [T301] a constant that is not hashable.
+
+    Example:
+      >>> from tessera.ops.collectives import all_reduce
+      >>> from tessera.shard import tensor
+      >>> @kernel
+      ... def total(x):
+      ...     return all_reduce(x.sum(), axis="dp")
+      >>> with Mesh(["dp"], devices=range(4)):
+      ...     x = tensor((8, 2), ShardSpec(("row",), ("dp",)), init="ones")
+      >>> total(x)
+      Array(16., dtype=float32)
+    """
+    if function is None:
+        return functools.partial(Kernel, layouts=layouts)
+    return Kernel(function, layouts=layouts)
+
+
+class Kernel:
+    """A function that runs per device. Made by :func:`kernel`."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        layouts: Mapping[str, ShardSpec] | None = None,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._signature = inspect.signature(function)
+        self._layouts = dict(layouts or {})
+        self._compiled: dict[object, Callable[..., Any]] = {}
+        for name in self._layouts:
+            if name not in self._signature.parameters:
+                raise KernelError(
+                    f"a layout is given for {name!r}, which is no argument",
+                    got=f"{getattr(function, '__name__', 'kernel')}{self._signature}",
+                    fix=did_you_mean(name, self._signature.parameters),
+                )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the body on every device; arguments and results are global arrays."""
+        if manual_axes():
+            return self._function(*args, **kwargs)
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        paths, tree = jax.tree.flatten_with_path(bound.arguments, is_leaf=_is_tensor)
+        leaves = [_Leaf(path, value) for path, value in paths]
+        arrays = [leaf for leaf in leaves if leaf.is_array]
+        self._check_visible(arrays)
+        mesh = _one_mesh(arrays)
+        specs = tuple(self._spec_of(leaf, mesh) for leaf in arrays)
+        values = [jnp.asarray(leaf.value) for leaf in arrays]
+
+        def body(*blocks: jax.Array) -> Any:
+            given = iter(blocks)
+            filled = [next(given) if leaf.is_array else leaf.value for leaf in leaves]
+            arguments = jax.tree.unflatten(tree, filled)
+            call = inspect.BoundArguments(self._signature, arguments)
+            with capturing(_refuse_closure):
+                return self._function(*call.args, **call.kwargs)
+
+        if any(isinstance(_jax.underlying(v), jax.core.Tracer) for v in values):
+            return _run_traced(body, mesh, specs, values)
+        constants = tuple(leaf.constant for leaf in leaves if not leaf.is_array)
+        key = (tree, constants, mesh, specs, *map(jax.typeof, values))
+        if key not in self._compiled:
+            self._compiled[key] = _compiled(body, mesh, specs, values)
+        return self._compiled[key](*values)
+
+    def _spec_of(self, leaf: "_Leaf", mesh: Mesh) -> PartitionSpec:
+        what = f"argument {leaf.name!r}"
+        if leaf.parameter in self._layouts:
+            declared = self._layouts[leaf.parameter]
+            return declared.resolve(jnp.shape(leaf.value), mesh, what=what)
+        layout = layout_of(leaf.value)
+        return PartitionSpec() if layout is None else layout[1]
+
+    def _check_visible(self, arrays: list["_Leaf"]) -> None:
+        for leaf in arrays:
+            if leaf.parameter in self._layouts or not is_unplaced(leaf.value):
+                continue
+            raise KernelError(
+                f"a kernel cannot see how argument {leaf.name!r} is split",
+                got=f"{jax.typeof(leaf.value)}, traced by a transformation that hides "
+                "layouts",
+                fix=f"say it: @op.kernel(layouts={{{leaf.parameter!r}: "
+                "dist.ShardSpec(...)}), or dist.ShardSpec.replicated()\n"
+                "or compile with ts.jit, which keeps the layouts of its arguments",
+            )
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One leaf of a call's arguments, and the way to it."""
+
+    path: tuple[Any, ...]
+    value: Any
+
+    @property
+    def parameter(self) -> str:
+        """The parameter of the function that it belongs to."""
+        return self.path[0].key
+
+    @property
+    def name(self) -> str:
+        """The leaf as it is written in Python: ``params['w']``."""
+        return self.parameter + jax.tree_util.keystr(self.path[1:])
+
+    @property
+    def is_array(self) -> bool:
+        """Whether devices get blocks of it; everything else is a constant."""
+        return isinstance(self.value, (jax.Array, np.ndarray, np.generic, DistTensor))
+
+    @property
+    def constant(self) -> tuple[object, ...]:
+        """The value as part of a key: 1, 1.0 and True are three constants."""
+        try:
+            hash(self.value)
+        except TypeError:
+            raise ArgumentError(
+                f"argument {self.name!r} can be neither split nor held constant",
+                got=f"{type(self.value).__name__}, which has no hash",
+                fix="pass an array, or a hashable constant",
+            ) from None
+        return (type(self.value), self.value)
+
+
+def _one_mesh(arrays: list[_Leaf]) -> Mesh:
+    """The mesh of the arguments, or else the open one."""
+    homes: dict[Mesh, list[str]] = {}
+    for leaf in arrays:
+        if (layout := layout_of(leaf.value)) is not None:
+            homes.setdefault(layout[0], []).append(leaf.name)
+    if len(homes) > 1:
+        raise MeshConflictError(
+            "the arguments of a kernel live on different meshes",
+            got="\n".join(f"{', '.join(names)}: {m}" for m, names in homes.items()),
+            fix="put them on one mesh, with jax.device_put or mesh=",
+        )
+    mesh = next(iter(homes), None) or opened_or_none()
+    if mesh is None:
+        names = ", ".join(leaf.name for leaf in arrays)
+        raise NoMeshError(
+            "a kernel needs a mesh, and no argument is on one",
+            got=f"arguments {names}" if names else "no array arguments",
+            fix="call it inside 'with mesh:', or pass arrays that have a layout",
+        )
+    return mesh
+
+
+def _run_traced(
+    body: Callable[..., Any],
+    mesh: Mesh,
+    specs: tuple[PartitionSpec, ...],
+    values: Sequence[Any],
+) -> Any:
+    """The results inside someone's trace, each with its layout recorded."""
+    region = region_mesh(mesh)
+    tree, results = _discovered(body, mesh, region, specs, values)
+    leaves = _mapped(body, region, specs, results)(*values)
+    for leaf, spec in zip(leaves, results, strict=True):
+        scope.record_layout(leaf, mesh, spec)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _compiled(
+    body: Callable[..., Any],
+    mesh: Mesh,
+    specs: tuple[PartitionSpec, ...],
+    values: Sequence[Any],
+) -> Callable[..., Any]:
+    """A function of global arrays, compiled when it is first called."""
+    tree, results = _discovered(body, mesh, mesh.jax, specs, values)
+    shardings = tuple(NamedSharding(mesh.jax, spec) for spec in specs)
+    compiled = jax.jit(_mapped(body, mesh.jax, specs, results))
+
+    def run(*arrays: Any) -> Any:
+        placed = [jax.device_put(a, s) for a, s in zip(arrays, shardings, strict=True)]
+        return jax.tree.unflatten(tree, compiled(*placed))
+
+    return run
+
+
+def _discovered(
+    body: Callable[..., Any],
+    mesh: Mesh,
+    region: JaxMesh | AbstractMesh,
+    specs: tuple[PartitionSpec, ...],
+    values: Sequence[Any],
+) -> tuple[Any, tuple[PartitionSpec, ...]]:
+    """The tree of the body's results and their layouts, from one abstract trace.
+
+    JAX wants the layouts of results before it traces a region, and which axes they
+    vary over is known only after: so a first trace has no results and notes them.
+    """
+    found: list[Any] = []
+
+    def noting(*blocks: jax.Array) -> tuple[()]:
+        leaves, tree = jax.tree.flatten(body(*blocks))
+        varying = [_jax.varying_axes(_as_array(leaf)) for leaf in leaves]
+        found.append((tree, tuple(_over(mesh, axes) for axes in varying)))
+        return ()
+
+    jax.eval_shape(
+        jax.shard_map(noting, mesh=region, in_specs=specs, out_specs=()), *values
+    )
+    return found[-1]
+
+
+def _mapped(
+    body: Callable[..., Any],
+    region: JaxMesh | AbstractMesh,
+    specs: tuple[PartitionSpec, ...],
+    results: tuple[PartitionSpec, ...],
+) -> Callable[..., tuple[Any, ...]]:
+    def on_blocks(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+        leaves = [_as_array(leaf) for leaf in jax.tree.leaves(body(*blocks))]
+        # A scalar that varies has no dim to be split along: it becomes one entry.
+        return tuple(
+            leaf.reshape(1) if leaf.ndim == 0 and spec else leaf
+            for leaf, spec in zip(leaves, results, strict=True)
+        )
+
+    return jax.shard_map(on_blocks, mesh=region, in_specs=specs, out_specs=results)
+
+
+def _over(mesh: Mesh, axes: frozenset[str]) -> PartitionSpec:
+    """Split along the leading dim over some axes, in the order of the mesh."""
+    named = tuple(axis for axis in mesh.axes if axis in axes)
+    if not named:
+        return PartitionSpec()
+    return PartitionSpec(named if len(named) > 1 else named[0])
+
+
+def _as_array(leaf: Any) -> jax.Array:
+    try:
+        return jnp.asarray(leaf)
+    except TypeError:
+        raise KernelError(
+            "a kernel gives something that is no array",
+            got=f"{leaf!r}, of type {type(leaf).__name__}",
+            fix="return arrays or numbers, or trees of them",
+        ) from None
+
+
+def _refuse_closure(tensor: DistTensor) -> NoReturn:
+    raise KernelError(
+        f"a kernel closes over {tensor.described}, so it has no block of it",
+        got=f"{tensor!r}",
+        fix="pass it as an argument: every device gets its block",
+    )
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, DistTensor)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an operand lives: the mesh and the spec that it brings along.
+
+What acts per device - kernels and collectives - takes each operand as its own layout
+splits it. A traced value has the layout that the tracing scope recorded for it.
+"""
+
+import functools
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh as JaxMesh
+
+from tessera import _jax, scope
+from tessera.mesh import Mesh, opened_or_none
+from tessera.shard import DistTensor
+
+Layout: TypeAlias = tuple[Mesh, PartitionSpec]
+
+
+def layout_of(value: Any) -> Layout | None:
+    """Mesh and spec of a tensor, an array or a traced value; None where it has none.
+
+    Arrays on one device and NumPy arrays have none: every device gets them whole.
+    """
+    if isinstance(value, DistTensor):
+        return None if value.mesh is None else (value.mesh, value.spec)
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        sharding = value.sharding
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, JaxMesh):
+            return mesh_of(sharding.mesh), sharding.spec
+        return None
+    if (recorded := scope.layout_of(value)) is not None:
+        return recorded
+    inner = _jax.underlying(value)
+    return None if inner is value else layout_of(inner)
+
+
+def is_unplaced(value: Any) -> bool:
+    """Whether a value is traced, so that it may be split in a way nobody can see."""
+    inner = _jax.underlying(value)
+    return isinstance(inner, jax.core.Tracer) and layout_of(value) is None
+
+
+def mesh_of(mesh: JaxMesh) -> Mesh:
+    """The Tessera mesh of a JAX mesh: the one that is open, if that is it."""
+    opened = opened_or_none()
+    if opened is not None and not opened.is_abstract and opened.jax == mesh:
+        return opened
+    return _converted(mesh)
+
+
+@functools.lru_cache(maxsize=64)
+def _converted(mesh: JaxMesh) -> Mesh:
+    return Mesh(
+        mesh.axis_names,
+        devices=[device.id for device in mesh.devices.flat],
+        shape=mesh.devices.shape,
+    )
+
+
+def region_mesh(mesh: Mesh) -> JaxMesh | AbstractMesh:
+    """What to map over while tracing: a mesh of the devices, where they exist."""
+    return mesh.abstract if mesh.is_abstract else mesh.jax
