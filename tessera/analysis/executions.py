@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tessera.analysis.hlo import Computation, Instruction, Module
-from tessera.analysis.trip_counts import trip_count
+from tessera.analysis.trip_counts import Path, trip_count
 
 _RUNS_ITS_CALLEES = ("call", "fusion", "async-start", "call-start", "custom-call")
 
@@ -26,7 +26,7 @@ class Execution:
       conditional: Whether a branch may skip it, so that ``calls`` is the most.
     """
 
-    path: tuple[tuple[Computation, Instruction], ...]
+    path: Path
     calls: int | None
     conditional: bool
 
@@ -94,7 +94,7 @@ def _reached(module: Module, execution: Execution) -> Execution:
     if instruction.opcode == "conditional":
         return dataclasses.replace(execution, conditional=True)
     if instruction.opcode == "while":
-        trips = trip_count(module, execution.computation, instruction)
+        trips = trip_count(module, execution.path)
         outer = execution.calls
         calls = None if trips is None or outer is None else trips * outer
         return dataclasses.replace(execution, calls=calls)

@@ -27,43 +27,55 @@ class _Counter:
 
 
 _Value: TypeAlias = int | _Counter | None
+Path: TypeAlias = tuple[tuple[Computation, Instruction], ...]
 
 
-def trip_count(
-    module: Module, computation: Computation, loop: Instruction
-) -> int | None:
+def trip_count(module: Module, path: Path) -> int | None:
     """How often a loop's body runs each time the loop is reached.
 
     Args:
       module: The compiled program.
-      computation: Where the loop stands.
-      loop: Its ``while`` instruction.
+      path: The (computation, instruction) pairs that lead from the entry to the loop,
+        whose ``while`` instruction is the last.
 
     Returns:
       The count, or None when it depends on values that are known only at run time.
     """
+    loop = path[-1][1]
     if noted := _NOTED.search(loop.attributes.get("backend_config", "")):
         return int(noted[1])
-    condition = module.computations[loop.called["condition"][0]]
+    compared = _comparison(module, module.computations[loop.called["condition"][0]])
     body = module.computations[loop.called["body"][0]]
-    compared = _comparison(module, condition)
-    if compared is None:
+    if compared is None or body.root.opcode != "tuple":
         return None
-    counter, limit, direction = compared
-    state = computation.instructions[loop.operands[0]]
-    if state.opcode != "tuple" or body.root.opcode != "tuple":
-        return None
-    start = _value(module, computation, state.operands[counter], {})
-    after = _value(module, body, body.root.operands[counter], {})
-    if not isinstance(start, int) or not isinstance(after, _Counter):
-        return None
-    if after.element != counter or not after.offset:
+    element, limit, direction = compared
+    start = _start(module, path, element)
+    after = _value(module, body, body.root.operands[element], {})
+    if start is None or not isinstance(after, _Counter) or after.element != element:
         return None
     return _steps(start, after.offset, limit, direction)
 
 
+def _start(module: Module, path: Path, element: int) -> int | None:
+    """The constant that an element of a loop's state begins with."""
+    scope, loop = path[-1]
+    name = loop.operands[0]
+    # XLA on CPU moves small loops into functions that take the state as it is.
+    for outer, call in reversed(path[:-1]):
+        if scope.instructions[name].opcode != "parameter" or call.opcode != "call":
+            break
+        scope, name = outer, call.operands[int(scope.instructions[name].operands[0])]
+    state = scope.instructions[name]
+    if state.opcode != "tuple":
+        return None
+    start = _value(module, scope, state.operands[element], {})
+    return start if isinstance(start, int) else None
+
+
 def _steps(start: int, step: int, limit: int, direction: str) -> int | None:
     """Length of ``start, start + step, ...`` while it compares with the limit."""
+    if not step:
+        return None
     if direction == "NE":
         count, rest = divmod(limit - start, step)
         return count if not rest and count >= 0 else None
