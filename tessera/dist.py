@@ -4,10 +4,11 @@
 A facade: every name is defined elsewhere, and nothing in the package imports it.
 """
 
+from tessera.analysis.layouts import Inspection as Inspection
+from tessera.analysis.layouts import inspect as inspect
 from tessera.mesh import Mesh as Mesh
 from tessera.ops.collectives import all_gather as all_gather
 from tessera.ops.collectives import all_reduce as all_reduce
-from tessera.ops.collectives import all_reduce as allreduce
 from tessera.ops.collectives import all_to_all as all_to_all
 from tessera.ops.collectives import barrier as barrier
 from tessera.ops.collectives import broadcast as broadcast
@@ -19,3 +20,5 @@ from tessera.ops.collectives import send as send
 from tessera.shard import DistTensor as DistTensor
 from tessera.shard import ShardSpec as ShardSpec
 from tessera.shard import tensor as tensor
+
+allreduce = all_reduce

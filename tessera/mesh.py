@@ -120,6 +120,12 @@ class Mesh:
             sizes = inferred(axes, sizes, total)
         return cls(axes, devices=range(math.prod(sizes)), shape=sizes)
 
+    @classmethod
+    def of(cls, mesh: JaxMesh) -> "Mesh":
+        """The Tessera mesh of a JAX mesh: same axes, same devices, Auto axes."""
+        ids = [device.id for device in mesh.devices.flat]
+        return cls(mesh.axis_names, devices=ids, shape=mesh.devices.shape)
+
     @property
     def shape(self) -> dict[str, int]:
         """Size of each axis, by name, outermost first."""
@@ -223,6 +229,16 @@ class Mesh:
         """
         shape = self.shape
         return math.prod(shape[name] for name in self.axis_tuple(axis))
+
+    def coordinates(self, position: int) -> dict[str, int]:
+        """Where the device at a place in :attr:`device_ids` stands along each axis.
+
+        Example:
+          >>> Mesh(["tp", "dp"], devices=range(8), shape=(4, 2)).coordinates(5)
+          {'tp': 2, 'dp': 1}
+        """
+        places = np.unravel_index(position, self._sizes)
+        return dict(zip(self.axes, map(int, places), strict=True))
 
     def __enter__(self) -> Self:
         _opened.set((*_opened.get(), self))

@@ -127,6 +127,11 @@ class DistTensor:
         return "tensor" if self.name is None else f"tensor {self.name!r}"
 
     @property
+    def is_materialized(self) -> bool:
+        """Whether the array exists already."""
+        return self._array is not None
+
+    @property
     def ndim(self) -> int:
         """Number of dims."""
         return len(self.shape)

@@ -4,7 +4,7 @@
 Between :mod:`tessera.mesh` and :mod:`tessera.shard`, which re-exports it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -104,7 +104,7 @@ class ShardSpec:
           SpecFormError: [T204] two entries name the same dim.
           UnknownAxisError: [T103] the mesh has no such axis.
         """
-        entries: list[Axes] = [None] * len(shape)
+        entries: list[tuple[str, ...]] = [()] * len(shape)
         taken: dict[int, int | str] = {}
         problems: list[_Problem] = []
         for name, axes in zip(self.partition, self.mesh_axes, strict=True):
@@ -114,12 +114,10 @@ class ShardSpec:
             elif dim in taken:
                 problems.append(_dim_named_twice(what, dim, (taken[dim], name)))
             else:
-                taken[dim], entries[dim] = name, axes
-                problems += _misfits(what, shape, dim, _axis_names(axes), mesh)
+                taken[dim], entries[dim] = name, _axis_names(axes)
+                problems += _misfits(what, shape, dim, entries[dim], mesh)
         _raise_all(problems)
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
+        return spec_of_axes(entries)
 
     def named(
         self,
@@ -148,9 +146,33 @@ def local_shape(
       >>> local_shape((8, 6), PartitionSpec("tp"), mesh)
       (2, 6)
     """
-    sizes = [mesh.axis_size(_axis_names(entry)) for entry in spec]
-    sizes += [1] * (len(shape) - len(sizes))
-    return tuple(n // size for n, size in zip(shape, sizes, strict=True))
+    return tuple(
+        size // mesh.axis_size(axes)
+        for size, axes in zip(shape, axes_of_dims(spec, len(shape)), strict=True)
+    )
+
+
+def axes_of_dims(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of every dim, as tuples.
+
+    Example:
+      >>> axes_of_dims(PartitionSpec(("dp", "tp"), None), 3)
+      (('dp', 'tp'), (), ())
+    """
+    return tuple(_axis_names(entry) for entry in (*spec, *(None,) * (rank - len(spec))))
+
+
+def spec_of_axes(axes: Iterable[tuple[str, ...]]) -> PartitionSpec:
+    """The other way round, without trailing None.
+
+    Example:
+      >>> spec_of_axes([("dp", "tp"), ("pp",), ()])
+      P(('dp', 'tp'), 'pp')
+    """
+    entries = [names[0] if len(names) == 1 else names or None for names in axes]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 # --- what can be wrong with a spec

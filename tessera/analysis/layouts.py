@@ -6,9 +6,7 @@ of devices that do not exist can be looked at like any other.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,17 +14,23 @@ import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera import _jax, scope
+from tessera import scope
+from tessera.analysis import html
 from tessera.analysis.memory import format_bytes
-from tessera.analysis.placement_html import as_html
 from tessera.analysis.tables import aligned
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, local_shape
 from tessera.spec import axes_of_dims
 
 MAX_DEVICES_LISTED = 16
-
 Block = tuple[tuple[int, int], ...]
+
+_REPLICATED = PartitionSpec()
+
+_COLUMNS = (
+    *("array", "global", "spec", "per device", "bytes", "bytes per device"),
+    "replicated over",
+)
 
 
 @dataclass(frozen=True)
@@ -35,104 +39,122 @@ class LeafLayout:
 
     Attributes:
       path: Way to it in the tree, such as ``['decoder']['up']``; empty for the root.
-      kind: ``lazy tensor``, ``tensor``, ``array``, ``traced`` or ``numpy``.
-      dtype: Its name.
+      kind: What it is: ``lazy tensor 'E'``, ``array``, ``NumPy array``, …
+      dtype: NumPy dtype.
       shape: Global shape.
-      local_shape: Shape of one device's block.
-      nbytes: Bytes of the global array.
-      local_nbytes: Bytes of one device's block.
-      mesh: The mesh it is on; None for one device, or for none that is known.
-      spec: Its layout over the mesh; None where there is no mesh.
+      mesh: The mesh it is on; None for one device, or where none is known.
+      spec: Its layout over the mesh; replicated where there is none.
+      placed: Device ids and what each holds, for devices that form no mesh.
     """
 
     path: str
     kind: str
-    dtype: str
+    dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    nbytes: int
-    local_nbytes: int
-    mesh: Mesh | None
-    spec: PartitionSpec | None
+    mesh: Mesh | None = None
+    spec: PartitionSpec = _REPLICATED
+    placed: tuple[tuple[int, Block], ...] = ()
 
     @property
-    def axes(self) -> tuple[tuple[str, ...], ...]:
-        """The mesh axes of every dim."""
-        spec = PartitionSpec() if self.spec is None else self.spec
-        return axes_of_dims(spec, len(self.shape))
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of one device's block."""
+        if self.mesh is not None:
+            return local_shape(self.shape, self.spec, self.mesh)
+        if self.placed:
+            return tuple(stop - start for start, stop in self.placed[0][1])
+        return self.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global array."""
+        return _nbytes(self.shape, self.dtype)
+
+    @property
+    def local_nbytes(self) -> int:
+        """Bytes of one device's block."""
+        return _nbytes(self.local_shape, self.dtype)
 
     @property
     def replicated_over(self) -> tuple[str, ...]:
         """The mesh axes along which devices hold copies."""
         if self.mesh is None:
             return ()
-        used = {axis for axes in self.axes for axis in axes}
-        return tuple(axis for axis in self.mesh.axes if axis not in used)
+        split = {axis for axes in self._axes for axis in axes}
+        return tuple(axis for axis in self.mesh.axes if axis not in split)
 
     @property
     def copies(self) -> int:
         """How many devices hold each element."""
-        if self.mesh is None:
-            return 1
-        return self.mesh.axis_size(self.replicated_over)
+        if self.mesh is not None:
+            return self.mesh.axis_size(self.replicated_over)
+        return max(1, len(self.placed) // max(1, len({b for _, b in self.placed})))
 
     @property
     def num_devices(self) -> int:
-        """How many devices hold a block."""
-        return 1 if self.mesh is None else self.mesh.size
+        """How many devices hold a block; 0 where none is known."""
+        return len(self.placed) if self.mesh is None else self.mesh.size
 
-    def block_of(self, position: int) -> Block:
-        """The (start, stop) of every dim that the device at a mesh position holds."""
+    def device_at(self, position: int) -> int:
+        """The id of the device at a position."""
         if self.mesh is None:
-            return tuple((0, size) for size in self.shape)
-        shape = self.mesh.shape
-        places = np.unravel_index(position, tuple(shape.values()))
-        place = dict(zip(shape, map(int, places), strict=True))
+            return self.placed[position][0]
+        return self.mesh.device_ids[position]
+
+    def block_at(self, position: int) -> Block:
+        """The (start, stop) of every dim that the device at a position holds."""
+        if self.mesh is None:
+            return self.placed[position][1]
+        place = self.mesh.coordinates(position)
+        sizes = self.mesh.shape
         bounds = []
-        for axes, size in zip(self.axes, self.local_shape, strict=True):
+        for axes, size in zip(self._axes, self.local_shape, strict=True):
             index = 0
             for axis in axes:
-                index = index * shape[axis] + place[axis]
+                index = index * sizes[axis] + place[axis]
             bounds.append((index * size, (index + 1) * size))
         return tuple(bounds)
+
+    @property
+    def _axes(self) -> tuple[tuple[str, ...], ...]:
+        return axes_of_dims(self.spec, len(self.shape))
 
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """What :func:`inspect` found; prints as text, and as HTML in a notebook.
+    """What :func:`inspect` found; prints as text, and renders in a notebook.
 
     Attributes:
       leaves: One entry per array, in the order of the tree.
-      is_tree: Whether the inspected object holds arrays rather than being one.
     """
 
     leaves: tuple[LeafLayout, ...]
-    is_tree: bool
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """Bytes of all global arrays."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
-    @cached_property
+    @property
     def local_nbytes(self) -> int:
         """Bytes of all blocks of one device."""
         return sum(leaf.local_nbytes for leaf in self.leaves)
 
-    @cached_property
+    @property
     def replicated_nbytes(self) -> int:
-        """Those bytes of one device that every other device of the mesh holds too."""
+        """Those bytes of one device that every device of a larger mesh holds too."""
         return sum(
             leaf.local_nbytes
             for leaf in self.leaves
-            if leaf.mesh is not None and leaf.copies == leaf.mesh.size > 1
+            if leaf.copies == leaf.num_devices > 1
         )
 
     def as_text(self) -> str:
         """The inspection as aligned plain text."""
-        return (
-            self._tree_text() if self.is_tree else "\n".join(_array_lines(*self.leaves))
-        )
+        if self._single is not None:
+            devices = ["", aligned(*_devices(self._single))]
+            return "\n".join(_facts(self._single) + devices * self._is_placed)
+        table = aligned(_COLUMNS, map(_cells, self.leaves), right=_COLUMNS[4:6])
+        return "\n".join([table, "", *self._totals()])
 
     def __str__(self) -> str:
         return self.as_text()
@@ -141,61 +163,162 @@ class Inspection:
         return self.as_text()
 
     def _repr_html_(self) -> str:
-        return as_html(self)
-
-    def _tree_text(self) -> str:
-        header, right = [*_COLUMNS], ["bytes", "per device"]
-        lines = [aligned(header, map(cells, self.leaves), right=right)]
-        lines.append("")
-        lines.append(self.summary)
-        lines += [_mesh_line(mesh) for mesh in self.meshes]
-        return "\n".join(lines)
+        if self._single is None:
+            return html.table(_COLUMNS, map(_cells, self.leaves)) + html.lines(
+                self._totals()
+            )
+        devices = _picture(self._single) + html.table(*_devices(self._single))
+        return html.lines(_facts(self._single)) + devices * self._is_placed
 
     @property
-    def summary(self) -> str:
-        """Totals, in one line."""
-        count = f"{len(self.leaves)} array{'s' if len(self.leaves) != 1 else ''}"
-        return (
-            f"{count}: {format_bytes(self.nbytes)} global, "
+    def _single(self) -> LeafLayout | None:
+        """The one array, if an array and no tree was inspected."""
+        alone = len(self.leaves) == 1 and not self.leaves[0].path
+        return self.leaves[0] if alone else None
+
+    @property
+    def _is_placed(self) -> bool:
+        return self._single is not None and self._single.num_devices > 0
+
+    def _totals(self) -> list[str]:
+        count = len(self.leaves)
+        meshes = dict.fromkeys(leaf.mesh for leaf in self.leaves if leaf.mesh)
+        return [
+            f"{count} array{'' if count == 1 else 's'}: "
+            f"{format_bytes(self.nbytes)} global, "
             f"{format_bytes(self.local_nbytes)} per device, of which "
-            f"{format_bytes(self.replicated_nbytes)} whole on every device"
-        )
-
-    @property
-    def meshes(self) -> tuple[Mesh, ...]:
-        """The meshes of the arrays, each once."""
-        found = (leaf.mesh for leaf in self.leaves if leaf.mesh is not None)
-        return tuple(dict.fromkeys(found))
+            f"{format_bytes(self.replicated_nbytes)} whole on every device",
+            *(f"on {mesh!r}" for mesh in meshes),
+        ]
 
 
 def inspect(tree: Any) -> Inspection:
-    """Show how an array is split: shapes, bytes, and which device holds which slice.
+    """Show how arrays are split: shapes, bytes, and which device holds which slice.
 
     Args:
-      tree: A lazy tensor, a JAX array, a traced or abstract array, a NumPy array, or
-        any tree of them.
+      tree: A lazy tensor; a JAX, NumPy, traced or abstract array; or any tree of them.
 
     Returns:
       An object that prints as text and renders in a notebook.
 
     Example:
       >>> from tessera.shard import ShardSpec, tensor
-      >>> mesh = Mesh(["tp", "dp"], devices=range(4))
+      >>> mesh = Mesh(["tp", "dp"], devices=[[0, 1], [2, 3]])
       >>> rows = ShardSpec(partition=("row",), mesh_axes=("tp",))
-      >>> table = tensor((10_000_000, 4096), rows, mesh, dtype="bf16", name="E")
-      >>> print(inspect(table))
-      lazy tensor 'E', bfloat16[10000000,4096]
-        layout      P('tp') on tp × dp mesh, 2 × 2
-        per device  bfloat16[5000000,4096]
-        bytes       76.3 GiB global, 38.1 GiB per device
-        replicated  over dp: 2 copies
-      <BLANKLINE>
-      device  tp  dp  slice
-      0       0   0   [0:5000000, 0:4096]
-      1       0   1   [0:5000000, 0:4096]
-      2       1   0   [5000000:10000000, 0:4096]
-      3       1   1   [5000000:10000000, 0:4096]
+      >>> table = inspect(tensor((10_000_000, 4096), rows, mesh, dtype="bf16"))
+      >>> table.leaves[0].local_shape, table.leaves[0].replicated_over
+      ((5000000, 4096), ('dp',))
+      >>> table.leaves[0].block_at(3)
+      ((5000000, 10000000), (0, 4096))
     """
-    paths, structure = jax.tree.flatten_with_path(tree, is_leaf=_is_tensor)
-    leaves = tuple(_leaf(jax.tree_util.keystr(path), leaf) for path, leaf in paths)
-    return Inspection(leaves, is_tree=not jax.tree_util.treedef_is_leaf(structure))
+    found = jax.tree.leaves_with_path(tree, is_leaf=_is_tensor)
+    return Inspection(tuple(_leaf(jax.tree_util.keystr(p), leaf) for p, leaf in found))
+
+
+def _leaf(path: str, value: Any) -> LeafLayout:
+    if isinstance(value, DistTensor):
+        kind = value.described if value.is_materialized else f"lazy {value.described}"
+        return LeafLayout(path, kind, value.dtype, value.shape, value.mesh, value.spec)
+    if isinstance(value, jax.core.Tracer):
+        mesh, spec = scope.layout_of(value) or (None, _REPLICATED)
+        kind = "traced array" if mesh else "traced array of unknown layout"
+        return LeafLayout(path, kind, value.dtype, value.shape, mesh, spec)
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        kind = "array" if isinstance(value, jax.Array) else "abstract array"
+        return _sharded(
+            LeafLayout(path, kind, value.dtype, value.shape), value.sharding
+        )
+    array = np.asarray(value)
+    return LeafLayout(path, "NumPy array", array.dtype, array.shape)
+
+
+def _sharded(leaf: LeafLayout, sharding: jax.sharding.Sharding | None) -> LeafLayout:
+    if sharding is None:
+        return leaf
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, JaxMesh):
+        return replace(leaf, mesh=Mesh.of(sharding.mesh), spec=sharding.spec)
+    placed = []
+    for device, slices in sharding.devices_indices_map(leaf.shape).items():
+        bounds = [s.indices(n)[:2] for s, n in zip(slices, leaf.shape, strict=True)]
+        placed.append((device.id, tuple(bounds)))
+    return replace(leaf, placed=tuple(placed))
+
+
+def _facts(leaf: LeafLayout) -> list[str]:
+    """What is said of a single array, in lines."""
+    facts = [f"{leaf.kind}: {leaf.dtype.name}{list(leaf.shape)}"]
+    if leaf.mesh is not None:
+        facts.append(f"  layout      {leaf.spec} on {leaf.mesh!r}")
+    facts += [
+        f"  per device  {leaf.dtype.name}{list(leaf.local_shape)}",
+        f"  bytes       {format_bytes(leaf.nbytes)} global, "
+        f"{format_bytes(leaf.local_nbytes)} per device",
+    ]
+    if leaf.copies > 1:
+        over = f" over {', '.join(leaf.replicated_over)}" if leaf.mesh else ""
+        facts.append(f"  replicated {over}: {leaf.copies} copies of every element")
+    return facts
+
+
+def _cells(leaf: LeafLayout) -> list[str]:
+    """One array as a row of the table of a tree."""
+    return [
+        f"{leaf.path}: {leaf.kind}" if leaf.path else leaf.kind,
+        f"{leaf.dtype.name}{list(leaf.shape)}",
+        str(leaf.spec) if leaf.mesh is not None else "-",
+        str(list(leaf.local_shape)),
+        format_bytes(leaf.nbytes),
+        format_bytes(leaf.local_nbytes),
+        ", ".join(leaf.replicated_over) or "-",
+    ]
+
+
+def _devices(leaf: LeafLayout) -> tuple[list[str], list[list[str]]]:
+    """Which device holds which slice: header and rows, the middle of many left out."""
+    axes = list(leaf.mesh.axes) if leaf.mesh is not None else []
+    header = ["device", *axes, "slice"]
+    count = leaf.num_devices
+    shown = list(range(count))
+    if count > MAX_DEVICES_LISTED:
+        half = MAX_DEVICES_LISTED // 2
+        shown = [*range(half), *range(count - half, count)]
+    rows = [_device_row(leaf, position) for position in shown]
+    if hidden := count - len(shown):
+        rows.insert(
+            len(shown) // 2, ["…", *("…" for _ in axes), f"{hidden} more devices"]
+        )
+    return header, rows
+
+
+def _device_row(leaf: LeafLayout, position: int) -> list[str]:
+    place = leaf.mesh.coordinates(position).values() if leaf.mesh is not None else ()
+    return [
+        str(leaf.device_at(position)),
+        *map(str, place),
+        _slice(leaf.block_at(position)),
+    ]
+
+
+def _picture(leaf: LeafLayout) -> str:
+    """Blocks as colored cells, dim 0 downwards, each with the devices that hold it."""
+    holders: dict[Block, list[int]] = {}
+    for position in range(leaf.num_devices):
+        held = holders.setdefault(leaf.block_at(position), [])
+        held.append(leaf.device_at(position))
+    downwards = sorted({block[:1] for block in holders})
+    across = sorted({block[1:] for block in holders})
+    return html.grid(
+        [[holders.get((*top, *rest), []) for rest in across] for top in downwards]
+    )
+
+
+def _slice(block: Block) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in block) + "]"
+
+
+def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, DistTensor)

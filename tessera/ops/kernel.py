@@ -123,10 +123,12 @@ class Kernel:
         mesh = _one_mesh(arrays)
         specs = tuple(self._spec_of(leaf, mesh) for leaf in arrays)
         values = [jnp.asarray(leaf.value) for leaf in arrays]
+        # The compiled body outlives the call: it must not hold on to its arrays.
+        template = [_BLOCK if leaf.is_array else leaf.value for leaf in leaves]
 
         def body(*blocks: jax.Array) -> Any:
             given = iter(blocks)
-            filled = [next(given) if leaf.is_array else leaf.value for leaf in leaves]
+            filled = [next(given) if item is _BLOCK else item for item in template]
             arguments = jax.tree.unflatten(tree, filled)
             call = inspect.BoundArguments(self._signature, arguments)
             with capturing(_refuse_closure):
@@ -160,6 +162,9 @@ class Kernel:
                 "dist.ShardSpec(...)}), or dist.ShardSpec.replicated()\n"
                 "or compile with ts.jit, which keeps the layouts of its arguments",
             )
+
+
+_BLOCK = object()
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,7 @@ def mesh_of(mesh: JaxMesh) -> Mesh:
     return _converted(mesh)
 
 
-@functools.lru_cache(maxsize=64)
-def _converted(mesh: JaxMesh) -> Mesh:
-    return Mesh(
-        mesh.axis_names,
-        devices=[device.id for device in mesh.devices.flat],
-        shape=mesh.devices.shape,
-    )
+_converted = functools.lru_cache(maxsize=64)(Mesh.of)
 
 
 def region_mesh(mesh: Mesh) -> JaxMesh | AbstractMesh:

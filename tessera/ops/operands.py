@@ -27,6 +27,7 @@ from tessera.errors import (
 from tessera.mesh import manual_axes, opened_or_none
 from tessera.ops.layouts import Layout, is_unplaced, layout_of, region_mesh
 from tessera.shard import DistTensor
+from tessera.spec import axes_of_dims, spec_of_axes
 
 Axis: TypeAlias = str | Sequence[str]
 Lands: TypeAlias = int | Literal["kept"] | None
@@ -58,7 +59,7 @@ class Operand:
         """The dim of a global array that the axes split; None where there is none."""
         if self.layout is None:
             return None
-        for dim, names in enumerate(_names(self.layout[1], self.value.ndim)):
+        for dim, names in enumerate(axes_of_dims(self.layout[1], self.value.ndim)):
             if set(self.axes) <= set(names):
                 return dim
         return None
@@ -117,7 +118,7 @@ class Operand:
         if self.layout is None:
             return on_block(self.value, self.axes, *settings)
         mesh, spec = self.layout
-        result = PartitionSpec(*self._landed(lands))
+        result = self._landed(lands)
         if isinstance(self.value, jax.core.Tracer):
             region = region_mesh(mesh)
             mapped = _mapped(on_block, self.axes, settings, region, spec, result)
@@ -131,29 +132,23 @@ class Operand:
     def _spec(self) -> PartitionSpec | None:
         return None if self.layout is None else self.layout[1]
 
-    def _landed(self, lands: Lands) -> list[tuple[str, ...] | str | None]:
-        """Axes of every dim of the result."""
+    def _landed(self, lands: Lands) -> PartitionSpec:
+        """Layout of the result."""
         assert self._spec is not None, "a block has no layout of its own"
-        before = _names(self._spec, self.value.ndim)
-        after = [tuple(n for n in names if n not in self.axes) for names in before]
-        if lands == "kept":
-            missing = set(self.axes).difference(*before)
-            if missing and not before:
-                raise CollectiveError(
-                    "the result of a scalar would differ from device to device",
-                    got=f"shape (), layout {self._spec}",
-                    fix="reshape the scalar to (1,) first",
-                )
-            after = before
-            lands, added = 0, tuple(axis for axis in self.axes if axis in missing)
-        else:
-            added = self.axes
-        if lands is not None and after:
-            after[lands] = (*after[lands], *added)
-        entries = [names[0] if len(names) == 1 else names or None for names in after]
-        while entries and entries[-1] is None:
-            entries.pop()
-        return entries
+        before = axes_of_dims(self._spec, self.value.ndim)
+        if lands != "kept":
+            after = [tuple(a for a in axes if a not in self.axes) for axes in before]
+            if lands is not None:
+                after[lands] += self.axes
+            return spec_of_axes(after)
+        missing = tuple(a for a in self.axes if not any(a in axes for axes in before))
+        if missing and not before:
+            raise CollectiveError(
+                "the result of a scalar would differ from device to device",
+                got=f"shape (), layout {self._spec}",
+                fix="reshape the scalar to (1,) first",
+            )
+        return spec_of_axes((before[0] + missing, *before[1:]) if before else ())
 
 
 def each(one: Callable[[Operand], Array], x: Any, axis: Axis) -> Any:
@@ -241,15 +236,6 @@ def _mapped(
 @functools.lru_cache(maxsize=256)
 def _compiled(*key: Any) -> Callable[[Array], Array]:
     return jax.jit(_mapped(*key))
-
-
-def _names(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
-    """The axes of every dim, as tuples."""
-    entries = [*spec, *(None,) * (rank - len(spec))]
-    return [
-        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        for entry in entries
-    ]
 
 
 def _is_tensor(value: object) -> bool:
