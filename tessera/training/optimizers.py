@@ -90,6 +90,7 @@ class SgdConfig(OptimizerConfig):
     """
 
     name: str = setting("sgd")
+    learning_rate: float = setting(0.1, above=0)
     momentum: float = setting(0.9, least=0, below=1)
     nesterov: bool = setting(False)
 

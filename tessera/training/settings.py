@@ -119,7 +119,7 @@ def describe(cls: type) -> Iterator[Description]:
         shown = "" if default is MISSING else as_yaml(default)
         choices = one.metadata.get("choices")
         kind = " or ".join(choices) if choices else _type_name(hint)
-        yield Description(one.name, kind, shown, meanings[one.name])
+        yield Description(one.name, kind, shown, meanings.get(one.name, ""))
 
 
 def as_yaml(value: Any) -> str:
@@ -170,7 +170,12 @@ def _legal(value: Any, limits: Any) -> str:
 
 def _type_name(hint: Any) -> str:
     """A type as users of YAML call it."""
-    names = {"str": "text", "bool": "true or false", "NoneType": "null"}
+    names = {
+        "str": "text",
+        "bool": "true or false",
+        "NoneType": "null",
+        "tuple": "list",
+    }
     options = getattr(hint, "__args__", ()) if not isinstance(hint, type) else ()
     if type(None) in options:
         return " or ".join(_type_name(option) for option in options)

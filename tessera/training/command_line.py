@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a command line to ``Settings`` with Hydra, or to one coded error.
+
+``run_training.py model=tiny training.steps=100`` reads ``configs/config.yaml``, the
+file that each group chooses, then the overrides.
+"""
+
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, open_dict
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from tessera.errors import (
+    OutputPathError,
+    SettingValueError,
+    TesseraError,
+    UnknownModelError,
+    UnknownOptimizerError,
+    UnknownSettingError,
+    did_you_mean,
+)
+from tessera.training.config import Settings, check
+from tessera.training.optimizers import OPTIMIZERS
+from tessera.training.overrides import (
+    GROUPS,
+    RUN_DIR,
+    apply,
+    is_choice,
+    parse,
+    refused,
+    unknown_key,
+)
+from tessera.training.schema import Schema, as_text, settings_of, typed
+from tessera.training.settings import joined
+from tessera.training.usage import usage
+
+# The error for a file that a group does not have; T502 for the others.
+_UNKNOWN: Final = {"model": UnknownModelError, "optimizer": UnknownOptimizerError}
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A command line, understood.
+
+    Attributes:
+      settings: Checked values.
+      text: The same as YAML, resolved: what ``config.yaml`` keeps of the run.
+      output_dir: Where the run writes; nothing is created yet.
+    """
+
+    settings: Settings
+    text: str
+    output_dir: Path
+
+
+def run_from_command_line(
+    run: Callable[[Composed], None],
+    config_dir: Path,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Call ``run`` with what the command line asks for.
+
+    Args:
+      run: The program. A ``TesseraError`` out of it is shown without its traceback.
+      config_dir: The folder of ``config.yaml`` and of the groups.
+      arguments: None takes the process's own.
+
+    Returns:
+      The process's exit code: 2 for a mistake of the user, else 0.
+    """
+    try:
+        flags, overrides = _read_flags(sys.argv[1:] if arguments is None else arguments)
+        composed = compose(overrides, config_dir)
+        if flags.help:
+            sys.stdout.write(usage(composed.settings, _files(config_dir)))
+        elif flags.cfg:
+            sys.stdout.write(composed.text)
+        else:
+            run(composed)
+    except TesseraError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
+    """The settings that overrides such as ``model=tiny`` and ``training.steps=5`` give.
+
+    All mistakes that can be seen together come in one error, which has the code of the
+    first of them.
+
+    Raises:
+      UnknownSettingError: [T501] a key does not exist.
+      SettingValueError: [T502] a setting does not take a value, or an override is of a
+        kind that is refused.
+      TesseraError: Any code of ``tessera.training.config.check``, T403 or T505 for a
+        file that a group does not have, T405 for a model's sizes.
+    """
+    parsed: list[Override] = []
+    errors: list[TesseraError] = []
+    for text in overrides:
+        try:
+            parsed.append(parse(text))
+        except TesseraError as error:
+            errors.append(error)
+    choices = [override for override in parsed if is_choice(override)]
+    errors += _unknown_files(choices, _files(config_dir))
+    if errors:
+        raise joined(errors)
+    config = _compose_files(choices, config_dir)
+    for override in parsed:
+        if not is_choice(override):
+            errors += apply(override, config)
+    if unsafe := list(refused(config)):
+        # Nothing is resolved before this, and with it nothing at all.
+        raise joined(errors + unsafe)
+    try:
+        settings, output_dir = _values(config)
+    except TesseraError as error:
+        raise joined([*errors, error]) from error
+    if errors := [*errors, *check(settings), *_check_output(output_dir)]:
+        raise joined(errors)
+    with open_dict(config):
+        del config["hydra"]
+    return Composed(settings, as_text(config), Path(output_dir))
+
+
+def _values(config: DictConfig) -> tuple[Settings, str]:
+    """The settings and the output folder, with every reference resolved."""
+    try:
+        return settings_of(config), str(config.hydra.run.dir)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise SettingValueError(
+            "a setting has no value",
+            got=str(error).splitlines()[0],
+            fix="give it one, or refer to a setting that has one: ${group.setting}",
+        ) from error
+
+
+def _check_output(folder: str) -> list[TesseraError]:
+    if folder and "\0" not in folder:
+        return []
+    return [
+        OutputPathError(
+            "the run has no folder to write to",
+            got=f"{RUN_DIR}={folder!r}",
+            fix=f"write {RUN_DIR}=<folder>, or leave it out",
+        )
+    ]
+
+
+def _compose_files(choices: Sequence[Override], config_dir: Path) -> DictConfig:
+    """``config.yaml`` and the chosen files, merged onto the types of all settings."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=typed(Schema))
+    for name, (cls, _) in OPTIMIZERS.items():
+        store.store(group="optimizer", name=f"{name}_schema", node=typed(cls))
+    folder = str(config_dir.resolve())
+    try:
+        with hydra.initialize_config_dir(folder, version_base="1.3"):
+            return hydra.compose(
+                "config",
+                [str(choice.input_line) for choice in choices],
+                return_hydra_config=True,
+            )
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        if isinstance(error.__cause__, ConfigKeyError):
+            place = str(error).splitlines()[0]
+            raise unknown_key(error.__cause__, place) from error
+        raise SettingValueError(
+            f"the files of {config_dir} do not make a configuration",
+            got="\n".join(str(error).splitlines()[:4]),
+            fix="correct the file that is named above",
+        ) from error
+
+
+def _files(config_dir: Path) -> dict[str, list[str]]:
+    """The names that each group can choose from."""
+    return {
+        group: sorted(file.stem for file in (config_dir / group).glob("*.yaml"))
+        for group in GROUPS
+    }
+
+
+def _unknown_files(
+    choices: Sequence[Override], files: Mapping[str, Sequence[str]]
+) -> Iterator[TesseraError]:
+    for choice in choices:
+        group, name = choice.key_or_group, str(choice.value())
+        if name not in files[group]:
+            yield _UNKNOWN.get(group, SettingValueError)(
+                f"there is no {group} {name!r}",
+                got=str(choice.input_line),
+                fix=did_you_mean(name, files[group]),
+            )
+
+
+def _read_flags(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """The flags that are taken, and the overrides among which they stood."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, usage=SUPPRESS)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    flags, rest = parser.parse_known_args(arguments)
+    for flag in (argument for argument in rest if argument.startswith("-")):
+        several = flag in ("--multirun", "-m")
+        raise UnknownSettingError(
+            "several runs cannot share one process" if several else "unknown flag",
+            got=flag,
+            fix="start a run for each value, from a loop of the shell"
+            if several
+            else "use --help or --cfg job, or write settings as group.setting=value",
+        )
+    return flags, rest

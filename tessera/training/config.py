@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that a run can be told, as values, checked before anything compiles.
+
+``command_line.py`` composes them with Hydra from the files of ``configs/`` and the
+command line. The trainer sees only ``Settings``, in which no OmegaConf is left.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Final, TypeAlias
+
+from tessera.errors import (
+    BatchSizeError,
+    MeshShapeError,
+    OutputPathError,
+    TesseraError,
+    UnknownAxisError,
+    did_you_mean,
+)
+from tessera.mesh import Mesh
+from tessera.models.config import Gemma3Config
+from tessera.models.rules import RULES, Placement
+from tessera.training import optimizers
+from tessera.training.data import config as data_config
+from tessera.training.data.config import DataConfig
+from tessera.training.optimizers import OptimizerConfig
+from tessera.training.settings import as_yaml, problems_of, setting
+
+# Sizes, then names: ((4, 2), ("fsdp", "tp")).
+MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...]]
+
+MESH_AXES: Final = tuple(
+    dict.fromkeys(axis for axes in RULES.values() for axis in axes)
+)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long, on how much at a time, and what to show of it.
+
+    Attributes:
+      steps: Optimizer steps of the run; the learning rate's schedule spans them.
+      seed: Of the initial parameters and of the order of the data.
+      sequence_length: Tokens in a sequence.
+      micro_batch_size: Sequences of one microbatch for each data-parallel group of
+        devices: a group is the devices that see the same data, so it is one device
+        where tp is 1, and the whole microbatch has this times dp times fsdp.
+      gradient_accumulation_steps: Microbatches whose gradients make one optimizer step.
+      sync_gradients_every: Microbatches between two exchanges of gradients among the
+        data-parallel groups; divides gradient_accumulation_steps. More means less
+        communication and one more copy of the gradients on each device.
+      mixed_precision: What matmuls compute in. Parameters, optimizer state, norms,
+        softmax and the loss stay f32.
+      clip_norm: Scale the gradients down to this global norm; null never does.
+      log_every: Steps between two log lines.
+      validate_every: Steps between two validations; 0 validates after the last only.
+      validation_batches: Batches in each validation.
+      sample_prompt: What the sample at the end of the run continues.
+      sample_length: Tokens of that sample; 0 makes none.
+      profile_communication: Measure the collectives of a step, by mesh axis.
+      dry_run: Compile, print memory per device and the collectives, and stop; also for
+        a mesh that this machine does not have.
+    """
+
+    steps: int = setting(300, least=1)
+    seed: int = setting(0, least=0, most=2**32 - 1)
+    sequence_length: int = setting(128, least=2)
+    micro_batch_size: int = setting(8, least=1)
+    gradient_accumulation_steps: int = setting(1, least=1)
+    sync_gradients_every: int = setting(1, least=1)
+    mixed_precision: str = setting("f32", choices=("f32", "bf16", "fp16"))
+    clip_norm: float | None = setting(1.0, above=0)
+    log_every: int = setting(10, least=1)
+    validate_every: int = setting(100, least=0)
+    validation_batches: int = setting(8, least=1)
+    sample_prompt: str = setting("def ")
+    sample_length: int = setting(200, least=0)
+    profile_communication: bool = setting(False)
+    dry_run: bool = setting(False)
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """The machine.
+
+    Attributes:
+      platform: What to run on; auto takes what JAX prefers. On cpu, the devices that
+        the mesh asks for are simulated.
+      max_steps_in_flight: Steps that may be queued before the loop waits for the first
+        of them; more hides more of Python's time and holds more memory.
+    """
+
+    platform: str = setting("auto", choices=("auto", "cpu", "gpu", "tpu"))
+    max_steps_in_flight: int = setting(8, least=1, most=64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The model, and the mesh that it is spread over.
+
+    Attributes:
+      name: What the model is called; the files of ``configs/model`` set it.
+      mesh_shape: Sizes and names of the mesh's axes: any of dp, fsdp and tp, in any
+        order, outermost first. One size may be -1: as many as there are devices.
+      sequence_parallel: Split norms and residuals along the sequence over tp.
+      config: The model's sizes; on the command line they stand beside the others.
+    """
+
+    name: str
+    mesh_shape: MeshShape = ((1, 1), ("fsdp", "tp"))
+    sequence_parallel: bool = False
+    config: Gemma3Config
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the mesh takes at least: a size of -1 counts as 1."""
+        return prod(size for size in self.mesh_shape[0] if size != -1)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run: everything that the command line and the configuration files decide.
+
+    Attributes:
+      name: Names the folder of the run's output.
+      model: See ``ModelSettings``.
+      training: See ``TrainingConfig``.
+      data: See ``DataConfig``.
+      optimizer: See ``OptimizerConfig`` and its subclasses.
+      runtime: See ``RuntimeConfig``.
+    """
+
+    name: str
+    model: ModelSettings
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=optimizers.AdamWConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def rows_per_microbatch(self, mesh: Mesh) -> int:
+        """Sequences of one microbatch over the whole mesh."""
+        return self.training.micro_batch_size * Placement(mesh).size("batch")
+
+    def rows_per_step(self, mesh: Mesh) -> int:
+        """Sequences that one optimizer step learns from."""
+        accumulated = self.training.gradient_accumulation_steps
+        return self.rows_per_microbatch(mesh) * accumulated
+
+
+def check(settings: Settings) -> list[TesseraError]:
+    """Every mistake that can be seen in the settings alone; starts no backend.
+
+    T101, T102, T103 and T402 for the mesh, T502 and T505 for values, T503 for batches,
+    T504 for the run's name.
+    """
+    mesh, mesh_errors = _read_mesh(settings.model)
+    return [
+        *_check_name(settings.name),
+        *mesh_errors,
+        *problems_of(settings.training, "training"),
+        *_check_accumulation(settings.training),
+        *_check_sequences(settings, mesh),
+        *_check_data(settings.data),
+        *optimizers.check(settings.optimizer),
+        *problems_of(settings.runtime, "runtime"),
+    ]
+
+
+def _check_name(name: str) -> list[TesseraError]:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        return []
+    return [
+        OutputPathError(
+            "the run's name cannot name a folder",
+            got=f"name={name!r}",
+            fix="use letters, digits, '.', '_' and '-', beginning with a letter or "
+            "digit, at most 100",
+        )
+    ]
+
+
+def _read_mesh(model: ModelSettings) -> tuple[Mesh | None, list[TesseraError]]:
+    """The mesh, with -1 as 1, or what is wrong with it for this model."""
+    try:
+        if [type(part) for part in model.mesh_shape] != [tuple, tuple]:
+            raise MeshShapeError(
+                "a mesh shape is a pair of sizes and axis names",
+                got=f"model.mesh_shape={as_yaml(model.mesh_shape)}",
+                fix="write model.mesh_shape=[[4,2],[fsdp,tp]]",
+            )
+        sizes = [size for size in model.mesh_shape[0] if isinstance(size, int)]
+        least = prod(size for size in sizes if size > 0)
+        mesh = Mesh.from_shape(model.mesh_shape, num_devices=least)
+        if unknown := [axis for axis in mesh.axes if axis not in MESH_AXES]:
+            raise UnknownAxisError(
+                f"the model has no use for mesh axes {', '.join(map(repr, unknown))}",
+                got=f"model.mesh_shape={as_yaml(model.mesh_shape)}",
+                fix="\n".join(did_you_mean(axis, MESH_AXES) for axis in unknown),
+            )
+        Placement.of(model.config, mesh)
+    except TesseraError as error:
+        return None, [error]
+    return mesh, []
+
+
+def _check_accumulation(training: TrainingConfig) -> list[TesseraError]:
+    total, every = training.gradient_accumulation_steps, training.sync_gradients_every
+    if min(total, every) < 1 or total % every == 0:
+        return []
+    divisors = [number for number in range(1, total + 1) if total % number == 0]
+    return [
+        BatchSizeError(
+            "training.sync_gradients_every does not divide "
+            "training.gradient_accumulation_steps",
+            got=f"{total} / {every} leaves {total % every}",
+            fix=f"use training.sync_gradients_every={_nearest(divisors, every)}",
+        )
+    ]
+
+
+def _check_sequences(settings: Settings, mesh: Mesh | None) -> list[TesseraError]:
+    tp = mesh.shape.get("tp", 1) if mesh else 1
+    length = settings.training.sequence_length
+    if not settings.model.sequence_parallel or length % tp == 0:
+        return []
+    legal = range(tp, length + tp + 1, tp)
+    return [
+        BatchSizeError(
+            "sequences cannot be split evenly over mesh axis 'tp', which "
+            "model.sequence_parallel asks for",
+            got=f"training.sequence_length={length}: {length} / {tp} leaves "
+            f"{length % tp}",
+            fix=f"use training.sequence_length={_nearest(legal, length)}, or "
+            "model.sequence_parallel=false",
+        )
+    ]
+
+
+def _check_data(data: DataConfig) -> list[TesseraError]:
+    try:
+        data_config.check(data)
+    except TesseraError as error:
+        return [error]
+    return []
+
+
+def _nearest(legal: Sequence[int], wanted: int) -> str:
+    """The legal numbers on both sides of one that is not."""
+    below = [number for number in legal if number < wanted][-1:]
+    above = [number for number in legal if number > wanted][:1]
+    return " or ".join(map(str, below + above))

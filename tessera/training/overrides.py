@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One override of the command line at a time: what it may be, and what it changes.
+
+Below ``command_line.py``. The grammar is Hydra's; what Hydra would do and Tessera does
+not want is refused here: adding and deleting keys, sweeps, objects to instantiate,
+resolvers that read the environment or other files into the saved configuration.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from tessera.errors import (
+    SettingValueError,
+    TesseraError,
+    UnknownSettingError,
+    did_you_mean,
+)
+from tessera.training.settings import describe
+
+GROUPS: Final = ("model", "training", "data", "optimizer", "runtime")
+RUN_DIR: Final = "hydra.run.dir"
+
+
+def parse(text: str) -> Override:
+    """One ``key=value`` of the command line.
+
+    Raises:
+      SettingValueError: [T502] it is none, or of a kind that is refused.
+      UnknownSettingError: [T501] it is about Hydra itself, ``hydra.run.dir`` excepted.
+    """
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise SettingValueError(
+            "an argument is not an override",
+            got=f"{text}: {_first_line(error)}",
+            fix="write group.setting=value; put quotes around text with special "
+            "characters, and others around those for the shell: "
+            "\"group.setting='a b'\"",
+        ) from error
+    key = override.key_or_group
+    if override.is_delete():
+        what, fix = "a setting cannot be deleted", "give it a value instead"
+    elif override.is_sweep_override():
+        what = "one run has one value of each setting"
+        fix = (
+            f"start a run for each value, or quote text that has a comma: \"{key}='…'\""
+        )
+    elif any(_is_reserved(part) for part in re.split(r"[./]", key)):
+        what = "a configuration holds values, and nothing to instantiate"
+        fix = "leave it out"
+    elif re.split(r"[./]", key)[0] == "hydra" and key != RUN_DIR:
+        raise UnknownSettingError(
+            f"of Hydra's own settings only {RUN_DIR} is taken",
+            got=text,
+            fix="leave it out",
+        )
+    else:
+        return override
+    raise SettingValueError(what, got=text, fix=fix)
+
+
+def is_choice(override: Override) -> bool:
+    """Whether an override chooses a file of a group, as ``model=tiny`` does."""
+    return (
+        override.key_or_group in GROUPS
+        and override.package is None
+        and isinstance(override.value(), str)
+    )
+
+
+def apply(override: Override, config: DictConfig) -> Iterator[TesseraError]:
+    """Change one setting of a composed configuration, or say why that cannot be."""
+    key, text = override.get_key_element().lstrip("+"), override.input_line or ""
+    if (unknown := _unknown(key, config, text)) is not None:
+        yield unknown
+        return
+    if override.is_add() or override.is_force_add():
+        yield SettingValueError(
+            "settings cannot be added, and this one is there already",
+            got=text,
+            fix=f"leave out the +: {text.lstrip('+')}",
+        )
+        return
+    try:
+        OmegaConf.update(config, key, override.value(), merge=True)
+    except ConfigKeyError as error:
+        yield unknown_key(error, text)
+    except OmegaConfBaseException as error:
+        group, _, name = key.rpartition(".")
+        cls = OmegaConf.get_type(OmegaConf.select(config, group)) if group else None
+        kinds = {one.name: one.type for one in describe(cls)} if cls else {}
+        takes = f"give a value of type {kinds[name]}" if name in kinds else ""
+        yield SettingValueError(
+            f"{key} does not take this value",
+            got=f"{text}: {_first_line(error)}",
+            fix=takes or f"set one setting at a time: {key}.<setting>=<value>",
+        )
+
+
+def unknown_key(error: ConfigKeyError, where: str) -> TesseraError:
+    """T501 from OmegaConf's error for a key that a typed node does not have."""
+    known = [str(key) for key in error.parent_node or ()]
+    return UnknownSettingError(
+        f"there is no setting {error.full_key!r}",
+        got=where,
+        fix=did_you_mean(str(error.key), known),
+    )
+
+
+def refused(config: DictConfig) -> Iterator[TesseraError]:
+    """What no configuration may hold, wherever it came from."""
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    run_dir = values.pop("hydra")["run"]["dir"]
+    for path, value in [*_walk(values), (RUN_DIR, run_dir)]:
+        if any(_is_reserved(part) for part in path.split(".")):
+            yield SettingValueError(
+                "a configuration holds values, and nothing to instantiate",
+                got=f"{path}={value}",
+                fix="leave it out",
+            )
+        elif isinstance(value, str) and "${" in _without_plain_references(value):
+            yield SettingValueError(
+                f"{path} reads something outside the configuration",
+                got=f"{path}={value}",
+                fix="give the value itself (a shell puts in its variables: "
+                f'"{path}=$HOME/x"); ${{group.setting}} and ${{now:…}} are taken',
+            )
+
+
+def _without_plain_references(value: str) -> str:
+    """Text without the harmless interpolations: other settings, and the date."""
+    return re.sub(r"\$\{(now:[^${}]*|[A-Za-z_][A-Za-z0-9_.]*)\}", "", value)
+
+
+def _is_reserved(key: str) -> bool:
+    """Whether a key would mean code to Hydra, as ``_target_`` does."""
+    return re.fullmatch(r"_\w+_", key) is not None
+
+
+def _unknown(key: str, config: DictConfig, text: str) -> TesseraError | None:
+    """T501 when a configuration has no such key, with the nearest that it has."""
+    node: Any = config
+    for part in key.split("."):
+        known = list(node) if isinstance(node, DictConfig) else []
+        if part not in known:
+            break
+        node = node[part]
+    else:
+        return None
+    known = [name for name in known if name != "hydra"]
+    last = key.rsplit(".", 1)[-1]
+    elsewhere = [
+        found for found, _ in _walk(_plain(config)) if found.endswith(f".{last}")
+    ]
+    return UnknownSettingError(
+        f"there is no setting {key!r}",
+        got=text,
+        fix=f"did you mean {elsewhere[0]!r}?"
+        if elsewhere
+        else did_you_mean(part, known),
+    )
+
+
+def _plain(config: DictConfig) -> Any:
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    values.pop("hydra", None)
+    return values
+
+
+def _walk(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested dicts and lists, with its dotted path."""
+    if isinstance(values, dict):
+        children = values.items()
+    elif isinstance(values, list):
+        children = enumerate(values)
+    else:
+        yield path, values
+        return
+    for key, value in children:
+        yield from _walk(value, f"{path}.{key}" if path else str(key))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between OmegaConf and the classes of ``config.py``: types go in, values come out."""
+
+from dataclasses import field, make_dataclass
+from typing import Any, Final, TypeVar, cast, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from tessera.models.config import Gemma3Config
+from tessera.training.config import (
+    ModelSettings,
+    RuntimeConfig,
+    Settings,
+    TrainingConfig,
+)
+from tessera.training.data.config import DataConfig
+from tessera.training.optimizers import OptimizerConfig
+
+T = TypeVar("T")
+
+# A model's sizes stand beside its name and mesh on the command line.
+ModelSchema: Final = make_dataclass(
+    "ModelSchema",
+    [
+        ("name", str),
+        ("mesh_shape", list[Any]),
+        ("sequence_parallel", bool, ModelSettings.sequence_parallel),
+        *(
+            (name, hint, field(default=Gemma3Config.__dataclass_fields__[name].default))
+            for name, hint in get_type_hints(Gemma3Config).items()
+        ),
+    ],
+    kw_only=True,
+)
+
+Schema: Final = make_dataclass(
+    "Schema",
+    [
+        ("name", str),
+        ("model", ModelSchema),
+        ("training", TrainingConfig),
+        ("data", DataConfig),
+        ("optimizer", OptimizerConfig),
+        ("runtime", RuntimeConfig),
+    ],
+)
+
+
+def typed(cls: type) -> DictConfig:
+    """A dataclass as a configuration that takes only its fields, of their types.
+
+    OmegaConf makes the fields of a frozen dataclass read-only, which would keep Hydra
+    from setting them.
+    """
+    node = cast(DictConfig, OmegaConf.structured(cls))
+    for key, hint in get_type_hints(cls).items():
+        if hasattr(hint, "__dataclass_fields__"):
+            node[key] = typed(hint)
+    OmegaConf.set_readonly(node, None)
+    return node
+
+
+def settings_of(config: DictConfig) -> Settings:
+    """A composed configuration as frozen values, with every interpolation resolved.
+
+    Raises:
+      ModelShapeError: [T405] the sizes of the model contradict each other.
+    """
+    model = cast(
+        dict[str, Any],
+        OmegaConf.to_container(config.model, resolve=True, throw_on_missing=True),
+    )
+    return Settings(
+        name=config.name,
+        model=ModelSettings(
+            name=model.pop("name"),
+            mesh_shape=_frozen(model.pop("mesh_shape")),
+            sequence_parallel=model.pop("sequence_parallel"),
+            config=Gemma3Config(**model),
+        ),
+        training=_value(TrainingConfig, config.training),
+        data=_value(DataConfig, config.data),
+        optimizer=_value(OptimizerConfig, config.optimizer),
+        runtime=_value(RuntimeConfig, config.runtime),
+    )
+
+
+def as_text(config: DictConfig) -> str:
+    """A configuration as YAML with every interpolation resolved, lists on one line."""
+    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML that OmegaConf reads back as it was, which takes 1e3 for a number."""
+
+    def inline(self, data: list[Any]) -> yaml.Node:
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+    def quoted(self, data: str) -> yaml.Node:
+        style = "'" if data[:1] in set("0123456789.+-") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+
+_Dumper.add_representer(list, _Dumper.inline)
+_Dumper.add_representer(str, _Dumper.quoted)
+
+
+def _value(cls: type[T], node: DictConfig) -> T:
+    value = OmegaConf.to_object(node)
+    assert isinstance(value, cls), f"{type(value)} is not {cls}"
+    return value
+
+
+def _frozen(value: Any) -> Any:
+    """Nested lists as nested tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
