@@ -242,9 +242,10 @@ def all_gather_invariant(value: Any, axes: tuple[str, ...], dim: int) -> Any:
     Public ``lax.all_gather`` gives one that may vary, which no replicated output takes.
     """
     parallel = jax._src.lax.parallel
-    gather = getattr(parallel, "all_gather_invariant", None)  # until jax>=0.12
-    gather = gather or parallel._all_gather_invariant
-    return gather(value, axes, axis=dim, tiled=True)
+    name = "all_gather_invariant"
+    if not hasattr(parallel, name):  # as newer ones name it
+        name = "_all_gather_invariant"
+    return getattr(parallel, name)(value, axes, axis=dim, tiled=True)
 
 
 def backend_started() -> bool:

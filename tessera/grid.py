@@ -95,7 +95,7 @@ def read_devices(devices: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]
     """
     if devices is None:
         return (), None
-    if not _is_sequence(devices):
+    if not is_sequence(devices):
         raise DeviceIdError(
             "devices is not a sequence of device ids",
             got=f"{devices!r}",
@@ -118,13 +118,14 @@ def read_devices(devices: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]
     return ids, shape if len(shape) > 1 else None
 
 
-def _is_sequence(item: object) -> bool:
+def is_sequence(item: object) -> bool:
+    """Whether something is a list, a tuple, a range or an array of items."""
     return isinstance(item, (Sequence, np.ndarray)) and not isinstance(item, str)
 
 
 def _nesting(devices: Any) -> tuple[int, ...]:
-    if not _is_sequence(devices) or not len(devices):
-        return (0,) if _is_sequence(devices) else ()
+    if not is_sequence(devices) or not len(devices):
+        return (0,) if is_sequence(devices) else ()
     inner = {_nesting(item) for item in devices}
     if len(inner) > 1:
         raise MeshShapeError(
@@ -138,7 +139,7 @@ def _nesting(devices: Any) -> tuple[int, ...]:
 
 def _leaves(devices: Any) -> Iterator[object]:
     for item in devices:
-        yield from _leaves(item) if _is_sequence(item) else (item,)
+        yield from _leaves(item) if is_sequence(item) else (item,)
 
 
 def _device_id(leaf: object) -> int:

@@ -37,6 +37,7 @@ from tessera.grid import (
     checked_shape,
     fold,
     inferred,
+    is_sequence,
     listed,
     read_devices,
 )
@@ -105,16 +106,15 @@ class Mesh:
           >>> Mesh.from_shape([[-1, 2], ["fsdp", "tp"]], num_devices=8).shape
           {'fsdp': 4, 'tp': 2}
         """
-        if len(mesh_shape) != 2 or any(
-            isinstance(part, (str, int)) for part in mesh_shape
-        ):
+        parts = list(mesh_shape) if is_sequence(mesh_shape) else []
+        if len(parts) != 2 or not all(map(is_sequence, parts)):
             raise MeshShapeError(
                 "a mesh shape is a pair of sizes and axis names",
                 got=f"{mesh_shape!r}",
                 fix='write [[4, 2], ["fsdp", "tp"]]',
             )
-        axes = checked_axes(mesh_shape[1])
-        sizes = checked_shape(mesh_shape[0], axes)
+        axes = checked_axes(parts[1])
+        sizes = checked_shape(parts[0], axes)
         if -1 in sizes:
             total = jax.device_count() if num_devices is None else num_devices
             sizes = inferred(axes, sizes, total)

@@ -9,6 +9,9 @@ os.environ.setdefault("PJRT_NPROC", "32")
 
 import hypothesis
 import jax
+import pytest
+
+from tessera.mesh import Mesh
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
@@ -19,3 +22,27 @@ hypothesis.settings.register_profile(
     "tessera", deadline=None, derandomize=True, max_examples=40, print_blob=True
 )
 hypothesis.settings.load_profile("tessera")
+
+
+@pytest.fixture
+def dp_mesh() -> Mesh:
+    """All eight devices along one axis."""
+    return Mesh(["dp"], devices=range(8))
+
+
+@pytest.fixture
+def grid_mesh() -> Mesh:
+    """Two by four devices: ``dp`` outside, ``tp`` inside."""
+    return Mesh(["dp", "tp"], devices=range(8), shape=(2, 4))
+
+
+@pytest.fixture
+def cube_mesh() -> Mesh:
+    """Two by two by two devices."""
+    return Mesh(["dp", "pp", "tp"], devices=range(8))
+
+
+@pytest.fixture
+def large_mesh() -> Mesh:
+    """Seventy-two devices that this machine does not have."""
+    return Mesh(["tp", "pp", "dp"], devices=range(72))
