@@ -101,8 +101,11 @@ class Function:
         return self.trace(*args, **kwargs).lower()
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
-        """Trace, lower and compile for these arguments, without running."""
-        return self.lower(*args, **kwargs).compile()
+        """Trace, lower and compile for these arguments; a call finds the program.
+
+        Arrays and ``jax.ShapeDtypeStruct`` of the same types and layouts share one.
+        """
+        return self._program(self._take_apart(args, kwargs)).compiled
 
     def num_programs(self) -> int:
         """How many programs were compiled for calls so far."""
@@ -127,18 +130,22 @@ class Function:
         call = self._take_apart(args, kwargs)
         if any(isinstance(leaf.value, _jax.Tracer) for leaf in call.leaves):
             return self._inline(call)
-        key = self._key(call)
-        program = self._programs.get(key)
-        if program is None:
-            self._warn_of_recompiles(call)
-            traced = self._trace(call)
-            if traced.graph.mesh is not None:
-                traced.graph.mesh.jax  # noqa: B018 - raises [T105] on an abstract mesh
-            compiled = traced.lower().compile()
-            program = _Program(traced.call, opened_or_none(), compiled)
-            self._programs[key] = program
+        program = self._program(call)
+        mesh = program.compiled.traced.graph.mesh
+        if mesh is not None:
+            mesh.jax  # noqa: B018 - raises [T105] on an abstract mesh
         self._recent = program
         return self._run(program, program.parts(args, kwargs))
+
+    def _program(self, call: Call) -> _Program:
+        """The program of a call, compiled unless an earlier call was alike."""
+        key = self._key(call)
+        if key not in self._programs:
+            self._warn_of_recompiles(call)
+            traced = self._trace(call)
+            compiled = traced.lower().compile()
+            self._programs[key] = _Program(traced.call, opened_or_none(), compiled)
+        return self._programs[key]
 
     def _inline(self, call: Call) -> Any:
         """Become part of a program that JAX, not Tessera, is tracing."""
@@ -174,7 +181,7 @@ class Function:
                     f"times because argument {name!r} keeps changing: a Python value "
                     "is part of the program. Pass it as an array to compile once",
                     TesseraWarning,
-                    stacklevel=4,
+                    stacklevel=5,
                 )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax
@@ -68,6 +69,13 @@ class Graph:
     mesh: Mesh | None
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+
+    @property
+    def platform(self) -> str:
+        """What it is compiled for: ``cpu``, ``gpu`` or ``tpu``."""
+        if self.mesh is None:
+            return jax.default_backend()
+        return self.mesh.compile_mesh.devices.flat[0].platform
 
     def with_program(self, program: _jax.Program) -> "Graph":
         """The same graph with other equations between the same inputs and outputs."""

@@ -78,8 +78,8 @@ def check_layouts(graph: Graph, compiled: jax.stages.Compiled) -> None:
     """
     if graph.mesh is None:
         return
-    inputs = jax.tree.leaves(compiled.input_shardings[0], is_leaf=_is_none)
-    outputs = jax.tree.leaves(compiled.output_shardings, is_leaf=_is_none)
+    inputs = compiled.in_tree.flatten_up_to(compiled.input_shardings)
+    outputs = compiled.out_tree.flatten_up_to(compiled.output_shardings)
     wrong = [
         f"{value.name}: declared {value.spec}, compiled {found}"
         for values, shardings in ((graph.inputs, inputs), (graph.outputs, outputs))
@@ -100,7 +100,3 @@ def _agrees(graph: Graph, value: Value, found: Any) -> bool:
     if declared is None or found is None:
         return True
     return declared.is_equivalent_to(found, len(value.aval.shape))
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None

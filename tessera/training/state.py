@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run carries from step to step, and how it lies on the mesh."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tessera.mesh import Mesh
+from tessera.models.model import Model
+from tessera.training.loss_scale import LossScale
+
+Tree: TypeAlias = Any
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "optimizer", "loss_scale"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a step reads and replaces.
+
+    Attributes:
+      step: Steps done so far, int32 scalar (its shape or spec in the trees of those).
+      params: The model's parameters, f32.
+      optimizer: The state of the Optax transformation.
+      loss_scale: The dynamic loss scale of fp16, or None.
+    """
+
+    step: Any
+    params: Tree
+    optimizer: Tree
+    loss_scale: LossScale | None = None
+
+
+def init_state(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    mesh: Mesh,
+    *,
+    loss_scale: LossScale | None = None,
+) -> TrainState:
+    """A fresh state, every shard of it created on its own device.
+
+    Args:
+      model: Whose parameters.
+      optimizer: Whose state.
+      key: The same key gives the same numbers on every mesh.
+      mesh: Where it lies.
+      loss_scale: The loss scale to begin with, for fp16.
+
+    Raises:
+      AbstractMeshError: [T105] this machine lacks some of the mesh's devices.
+    """
+    specs = state_specs(model, optimizer, mesh, loss_scale=loss_scale)
+    params = model.init(key, mesh)
+    placed = jax.tree.map(partial(NamedSharding, mesh.jax), specs)
+    return TrainState(
+        step=jax.device_put(jnp.int32(0), placed.step),
+        params=params,
+        optimizer=jax.jit(optimizer.init, out_shardings=placed.optimizer)(params),
+        loss_scale=jax.device_put(loss_scale, placed.loss_scale),
+    )
+
+
+def abstract_state(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    *,
+    loss_scale: LossScale | None = None,
+) -> TrainState:
+    """Shapes and dtypes of a state; nothing is allocated."""
+    params = model.abstract()
+    return TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32),
+        params=params,
+        optimizer=jax.eval_shape(optimizer.init, params),
+        loss_scale=jax.eval_shape(lambda: loss_scale),
+    )
+
+
+def state_specs(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    loss_scale: LossScale | None = None,
+) -> TrainState:
+    """The layout of every leaf of a state.
+
+    A leaf of the optimizer that has the path and the shape of a parameter, such as
+    Adam's moments, is laid out like it; counters and factored moments are replicated.
+    """
+    shapes = abstract_state(model, optimizer, loss_scale=loss_scale)
+    layouts = model.layouts(mesh)
+    known = {
+        path: (leaf.shape, spec)
+        for (path, leaf), spec in zip(
+            jax.tree_util.tree_leaves_with_path(shapes.params),
+            jax.tree.leaves(layouts, is_leaf=_is_spec),
+            strict=True,
+        )
+    }
+
+    def like_parameter(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        for start in range(len(path)):
+            shape, spec = known.get(path[start:], (None, None))
+            if spec is not None and shape == leaf.shape:
+                return spec
+        return PartitionSpec()
+
+    return TrainState(
+        step=PartitionSpec(),
+        params=layouts,
+        optimizer=jax.tree_util.tree_map_with_path(like_parameter, shapes.optimizer),
+        loss_scale=jax.tree.map(_replicated, shapes.loss_scale),
+    )
+
+
+def _replicated(_: Any) -> PartitionSpec:
+    return PartitionSpec()
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)

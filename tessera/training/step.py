@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's step: a Tessera function like any user's.
+
+One optimizer step over ``accumulation`` microbatches. Gradients are summed over tokens
+and divided by their number at the end, so an accumulated step is the step of the full
+batch, however many tokens of each microbatch count.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from tessera.graph.function import Function, function
+from tessera.graph.tracing.gradient import grad
+from tessera.mesh import Mesh
+from tessera.models.model import Model
+from tessera.models.rules import Placement
+from tessera.ops.losses import cross_entropy
+from tessera.scope import autocast, constrain
+from tessera.training.optimizers import Schedule
+from tessera.training.state import TrainState, state_specs
+
+Tree: TypeAlias = Any
+Batch: TypeAlias = Mapping[str, Int[Array, "..."]]
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a step is made of.
+
+    Attributes:
+      model: The model to train.
+      optimizer: Its Optax transformation.
+      learning_rate: The schedule inside it, for the metrics.
+      mesh: Where it runs.
+      accumulation: Microbatches in one step.
+      sync_every: Microbatches between two reductions of the gradients over the data
+        axes; divides ``accumulation``. Above 1 each device keeps whole gradients of its
+        own in between.
+      dtype: Dtype of matmuls: ``f32``, ``bf16`` or ``f16``.
+    """
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    learning_rate: Schedule
+    mesh: Mesh
+    accumulation: int = 1
+    sync_every: int = 1
+    dtype: str = "f32"
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch, outer first."""
+        return Placement(self.mesh).axes("batch")
+
+
+def make_train_step(recipe: Recipe, state: TrainState) -> Function:
+    """Compile-ready function ``(state, batch) -> (state, metrics)``.
+
+    The state is donated. ``batch`` holds int32 arrays ``tokens``, ``targets``,
+    ``segment_ids`` and ``positions``, global ``[accumulation, B, S]``, per device
+    ``[accumulation, B / (dp · fsdp), S]``. Metrics are f32 scalars: ``loss`` in nats
+    per token, ``grad_norm`` before clipping, ``learning_rate``, ``tokens``; with a loss
+    scale also ``loss_scale`` and ``overflow``.
+
+    Args:
+      recipe: What the step is made of.
+      state: A state or its shapes, for the layouts.
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Tree]:
+        scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
+        loss, gradients = _summed_gradients(recipe, state.params, batch, scale)
+        tokens = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
+        # A batch of padding alone has no gradient, and none is invented for it.
+        share = 1.0 / (jnp.maximum(tokens, 1.0) * scale)
+        gradients = jax.tree.map(share.__mul__, gradients)
+        metrics = {
+            "loss": loss * share,
+            "grad_norm": optax.global_norm(gradients),
+            "learning_rate": recipe.learning_rate(state.step),
+            "tokens": tokens,
+        }
+        new = _updated(recipe, state, gradients)
+        if state.loss_scale is None:
+            return new, metrics
+        return _unless_overflow(state, new, metrics)
+
+    train_step.__name__ = "train_step"
+    specs = state_specs(
+        recipe.model, recipe.optimizer, recipe.mesh, loss_scale=state.loss_scale
+    )
+    return function(
+        train_step,
+        mesh=recipe.mesh,
+        in_specs={"state": specs, "batch": batch_spec(recipe)},
+        out_specs=(specs, PartitionSpec()),
+        donate=("state",),
+    )
+
+
+def make_eval_step(recipe: Recipe) -> Function:
+    """Compile-ready function ``(params, batch) -> (summed loss, tokens)``.
+
+    ``batch`` is that of one microbatch: ``[B, S]`` arrays. The loss is in nats.
+    """
+
+    def eval_step(
+        params: Tree, batch: Batch
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        place = recipe.model.place(recipe.mesh)
+        tokens = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
+        return _loss(recipe, params, batch, place), tokens
+
+    return function(
+        eval_step,
+        mesh=recipe.mesh,
+        in_specs={
+            "params": recipe.model.layouts(recipe.mesh),
+            "batch": PartitionSpec(recipe.data_axes or None),
+        },
+        out_specs=PartitionSpec(),
+    )
+
+
+def batch_spec(recipe: Recipe) -> PartitionSpec:
+    """Layout of a step's batch: whole over microbatches, split over the data axes."""
+    return PartitionSpec(None, recipe.data_axes or None)
+
+
+def _loss(
+    recipe: Recipe, params: Tree, batch: Batch, place: Placement
+) -> Float[Array, ""]:
+    """Summed cross-entropy of one microbatch, in nats."""
+    with autocast(recipe.dtype, enabled=recipe.dtype != "f32"):
+        logits = recipe.model.module(params)(
+            batch["tokens"],
+            positions=batch["positions"],
+            segment_ids=batch["segment_ids"],
+            place=place,
+        )
+    return cross_entropy(
+        logits, batch["targets"], ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def _summed_gradients(
+    recipe: Recipe, params: Tree, batch: Batch, scale: Any
+) -> tuple[Float[Array, ""], Tree]:
+    """Summed loss and gradients over all microbatches, both times ``scale``."""
+    if recipe.sync_every > 1 and recipe.mesh.axis_size(recipe.data_axes) > 1:
+        return _summed_in_groups(recipe, params, batch, scale)
+    place = recipe.model.place(recipe.mesh)
+
+    def one(micro: Batch) -> tuple[Float[Array, ""], Tree]:
+        loss = _loss(recipe, params, micro, place) * scale
+        return loss, grad(loss, params)
+
+    return _accumulated(one, params, batch)
+
+
+def _summed_in_groups(
+    recipe: Recipe, params: Tree, batch: Batch, scale: Any
+) -> tuple[Float[Array, ""], Tree]:
+    """The same with one reduction over the data axes for ``sync_every`` microbatches.
+
+    Weights are copied along a leading dim, one copy for each data-parallel device, so
+    that the gradient of a copy is that device's own, not reduced, and can be summed
+    over microbatches where it is.
+    """
+    copies = recipe.mesh.axis_size(recipe.data_axes)
+    place = recipe.model.place(recipe.mesh)
+    local = Placement(place.mesh, place.whole | {"batch", "embed"})
+
+    def summed_loss(own: Tree, micro: Batch) -> Float[Array, ""]:
+        return _loss(recipe, own, micro, local)
+
+    losses = jax.vmap(summed_loss, spmd_axis_name=recipe.data_axes)
+
+    def group(micros: Batch) -> tuple[Float[Array, ""], Tree]:
+        own = _copied(recipe, params, copies)
+
+        def one(micro: Batch) -> tuple[Float[Array, ""], Tree]:
+            loss = losses(own, micro).sum() * scale
+            return loss, grad(loss, own)
+
+        loss, gradients = _accumulated(one, own, _reshaped(micros, 1, copies))
+        return loss, jax.tree.map(_sum_of_copies, gradients)
+
+    groups = recipe.accumulation // recipe.sync_every
+    return _accumulated(group, params, _reshaped(batch, 0, groups))
+
+
+def _accumulated(
+    one: Callable[[Batch], tuple[Float[Array, ""], Tree]], weights: Tree, batch: Batch
+) -> tuple[Float[Array, ""], Tree]:
+    """The sum of ``one`` over the leading dim of the batch, in a scan."""
+    if next(iter(batch.values())).shape[0] == 1:
+        return one({name: array[0] for name, array in batch.items()})
+
+    def add(carry: Tree, micro: Batch) -> tuple[Tree, None]:
+        return jax.tree.map(jnp.add, carry, one(micro)), None
+
+    zeros = (jnp.float32(0.0), jax.tree.map(jnp.zeros_like, weights))
+    return jax.lax.scan(add, zeros, dict(batch))[0]
+
+
+def _copied(recipe: Recipe, params: Tree, copies: int) -> Tree:
+    """One copy of every weight for each data-parallel device, on that device."""
+    axes = recipe.data_axes
+
+    def copy(weight: Array, spec: PartitionSpec) -> Array:
+        inner = [None if entry in axes else entry for entry in spec]
+        copied = jnp.broadcast_to(weight[None], (copies, *weight.shape))
+        return constrain(copied, recipe.mesh, PartitionSpec(axes, *inner))
+
+    return jax.tree.map(copy, params, recipe.model.layouts(recipe.mesh))
+
+
+def _reshaped(batch: Batch, dim: int, parts: int) -> Batch:
+    """The batch with one dim folded into ``parts`` rows."""
+    return {
+        name: array.reshape(*array.shape[:dim], parts, -1, *array.shape[dim + 1 :])
+        for name, array in batch.items()
+    }
+
+
+def _sum_of_copies(gradient: Array) -> Array:
+    return gradient.sum(axis=0)
+
+
+def _updated(recipe: Recipe, state: TrainState, gradients: Tree) -> TrainState:
+    updates, optimizer = recipe.optimizer.update(
+        gradients, state.optimizer, state.params
+    )
+    params = optax.apply_updates(state.params, updates)
+    return replace(state, step=state.step + 1, params=params, optimizer=optimizer)
+
+
+def _unless_overflow(
+    old: TrainState, new: TrainState, metrics: Tree
+) -> tuple[TrainState, Tree]:
+    """The new state, or with overflowed gradients the old one, and the next scale."""
+    assert old.loss_scale is not None
+    finite = jnp.isfinite(metrics["grad_norm"])
+
+    def kept(after: Array, before: Array) -> Array:
+        return jnp.where(finite, after, before)
+
+    scale = old.loss_scale.updated(finite)
+    metrics = {
+        **metrics,
+        "loss_scale": old.loss_scale.scale,
+        "overflow": 1.0 - finite.astype(jnp.float32),
+    }
+    return replace(jax.tree.map(kept, new, old), loss_scale=scale), metrics
