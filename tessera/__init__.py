@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tessera: write a step for one device, declare a mesh, run it on any.
 
-import tessera as ts
-from tessera import dist, graph, op
+    import tessera as ts
+    from tessera import dist, graph, op
 """
 
+from tessera import dist as dist
 from tessera import graph as graph
 from tessera import mesh as mesh
 from tessera import ops as op
@@ -15,14 +16,20 @@ from tessera.graph.function import function as jit
 from tessera.graph.tracing.gradient import grad as grad
 from tessera.mesh import Mesh as Mesh
 from tessera.scope import autocast as autocast
+from tessera.shard import DistTensor as DistTensor
 from tessera.shard import ShardSpec as ShardSpec
 
+distributed = dist
+
 __all__ = [
+    "DistTensor",
     "Mesh",
     "ShardSpec",
     "TesseraError",
     "TesseraWarning",
     "autocast",
+    "dist",
+    "distributed",
     "function",
     "grad",
     "graph",

@@ -6,6 +6,7 @@ A facade: every name is defined elsewhere, and nothing in the package imports it
 
 from tessera.analysis.layouts import Inspection as Inspection
 from tessera.analysis.layouts import inspect as inspect
+from tessera.graph.profile import profile as profile
 from tessera.mesh import Mesh as Mesh
 from tessera.ops.collectives import all_gather as all_gather
 from tessera.ops.collectives import all_reduce as all_reduce

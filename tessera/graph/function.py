@@ -9,7 +9,8 @@ compiled. A call inside another traced function is part of that function's progr
 import functools
 import inspect
 import warnings
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ from tessera.graph.tracing.tracer import Options, trace
 from tessera.mesh import Mesh, opened_or_none
 
 _RECOMPILES_BEFORE_WARNING = 3
+
+# The function that ran last, for ``dist.profile()``; it is not kept alive for that.
+_ran: deque["weakref.ref[Function]"] = deque(maxlen=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class Function:
         self._signature = inspect.signature(body)
         self._programs: dict[Any, _Program] = {}
         self._recent: _Program | None = None
+        self._weak = weakref.ref(self)
         self._changes: Counter[str] = Counter()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +127,7 @@ class Function:
 
     def _run(self, program: _Program, parts: list[Any]) -> Any:
         traced = program.compiled.traced
+        _ran.append(self._weak)
         return program.compiled(
             *parts, self._parameters(traced), traced.origin.captured
         )
@@ -183,6 +189,12 @@ class Function:
                     TesseraWarning,
                     stacklevel=5,
                 )
+
+
+def last_run() -> Compiled | None:
+    """The program that began to run last; None before the first call of any."""
+    function = _ran[-1]() if _ran else None
+    return None if function is None else function.last
 
 
 def function(

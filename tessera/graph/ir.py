@@ -73,9 +73,18 @@ class Graph:
     @property
     def platform(self) -> str:
         """What it is compiled for: ``cpu``, ``gpu`` or ``tpu``."""
+        return self._device.platform
+
+    @property
+    def device_kind(self) -> str:
+        """The model of the devices, such as ``NVIDIA H200``."""
+        return self._device.device_kind
+
+    @property
+    def _device(self) -> jax.Device:
         if self.mesh is None:
-            return jax.default_backend()
-        return self.mesh.compile_mesh.devices.flat[0].platform
+            return jax.devices()[0]
+        return self.mesh.compile_mesh.devices.flat[0]
 
     def with_program(self, program: _jax.Program) -> "Graph":
         """The same graph with other equations between the same inputs and outputs."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations on arrays, as ``from tessera import op``."""
 
+from tessera.ops.kernel import kernel as kernel
 from tessera.ops.losses import cross_entropy as cross_entropy
 from tessera.ops.matmul import matmul as matmul
 from tessera.ops.transformer_block import transformer_block as transformer_block
