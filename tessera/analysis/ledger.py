@@ -57,9 +57,10 @@ class Collective:
 
     Attributes:
       kind: XLA's name, such as ``all-reduce``; asynchronous forms have the same.
-      axes: The mesh axes it runs over, in the mesh's order; ``("?",)`` when its device
-        groups do not lie along any.
-      group_size: Devices that take part together.
+      axes: The mesh axes it runs over, in the mesh's order; ``("?",)`` for devices that
+        the mesh does not have.
+      group_size: Devices that take part together. Fewer than the axes hold means a part
+        of them: XLA may split an axis of four in two halves.
       arrays: What it moves, as shapes on one device: the result of an all-gather, the
         operands of every other kind. Several where XLA combined collectives into one.
       calls: How often one execution of the program runs it; None inside a loop whose
@@ -139,7 +140,7 @@ class Ledger:
             return "no collectives"
         rows = aligned(
             ["collective", "axes", "arrays", "bytes", "calls", "total", "line", "op"],
-            [_cells(row) for row in self.rows],
+            [_cells(row, self.mesh_shape) for row in self.rows],
             right=["bytes", "calls", "total"],
         )
         sums = aligned(
@@ -170,9 +171,6 @@ class Ledger:
             ),
             "≤: in a branch, which counts as taken": any(
                 row.conditional for row in self.rows
-            ),
-            "?: device groups that lie along no axes of the mesh": any(
-                row.axes == replica_groups.UNKNOWN for row in self.rows
             ),
         }
         return [note for note, applies in notes.items() if applies]
@@ -243,27 +241,27 @@ def _row(module: Module, execution: Execution, mesh: Mesh) -> Collective | None:
     kind = "collective-permute" if pairs else instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
-    if pairs:
-        axes = replica_groups.axes_of_pairs(pairs, mesh.shape)
-        size = math.prod(mesh.shape.get(axis, 1) for axis in axes)
-    else:
-        text = instruction.attributes.get("replica_groups", "{}")
-        groups = replica_groups.parse(text, mesh.size)
-        size = len(groups[0])
-        axes = replica_groups.axes_of_groups(groups, mesh.shape) if size > 1 else ()
+    text = instruction.attributes.get("replica_groups", "{}")
+    groups = pairs or replica_groups.parse(text, mesh.size)
+    axes = replica_groups.axes_of(groups, mesh.shape)
     if not axes:
         return None
     origin = cause(module, execution)
     return Collective(
         kind=kind,
         axes=axes,
-        group_size=size,
+        group_size=_held(axes, mesh.shape) if pairs else len(groups[0]),
         arrays=_moved(execution, kind),
         calls=execution.calls,
         conditional=execution.conditional,
         op_name=origin.op_name,
         source=user_line(module.frames(origin)),
     )
+
+
+def _held(axes: tuple[str, ...], shape: Mapping[str, int]) -> int:
+    """Number of devices along some axes."""
+    return math.prod(shape.get(axis, 1) for axis in axes)
 
 
 def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
@@ -308,16 +306,18 @@ def _summed(
     }
 
 
-def _cells(row: Collective) -> list[str]:
-    several = f"{len(row.arrays)} arrays"
+def _cells(row: Collective, shape: Mapping[str, int]) -> list[str]:
+    axes, whole = "×".join(row.axes), _held(row.axes, shape)
+    arrays = [str(array) for array in row.arrays]
     calls = "≥1" if row.calls is None else str(row.calls)
     return [
         row.kind,
-        "×".join(row.axes),
-        str(row.arrays[0]) if len(row.arrays) == 1 else several,
+        axes if row.group_size == whole else f"{axes} ({row.group_size} of {whole})",
+        arrays[0] if len(arrays) == 1 else f"{len(arrays)} arrays",
         format_bytes(row.nbytes),
         f"≤{calls}" if row.conditional and row.calls is not None else calls,
         format_bytes(row.total_bytes),
         short(row.source) or "?",
-        row.op_name,
+        # The end says most; a combined collective has the names of all its parts.
+        row.op_name if len(row.op_name) <= 60 else f"…{row.op_name[-59:]}",
     ]

@@ -72,68 +72,32 @@ def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(source), int(target)) for source, target in found)
 
 
-def axes_of_groups(groups: Groups, shape: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh along which groups of devices lie.
+def axes_of(
+    groups: Iterable[Sequence[int]], shape: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The axes of a mesh along which data moves within groups of devices.
 
     Args:
-      groups: Positions in the mesh, read row by row.
+      groups: Positions in the mesh, read row by row. Pairs of sender and receiver are
+        groups too.
       shape: Size of each mesh axis, outermost first.
 
     Returns:
-      Axis names in the mesh's order, those of size one left out; ``("?",)`` when the
-      groups are not the lines, planes, ... of the mesh along any of its axes.
+      The axes in which members of any group differ, in the mesh's order; empty when
+      every group is one device, ``("?",)`` for positions outside the mesh. Groups
+      smaller than the product of these axes are parts of them.
 
     Example:
-      >>> axes_of_groups(((0, 2), (1, 3)), {"dp": 2, "tp": 2})
+      >>> axes_of(((0, 2), (1, 3)), {"dp": 2, "tp": 2})
       ('dp',)
     """
-    wanted = {frozenset(group) for group in groups}
-    size = len(groups[0])
-    axes = [axis for axis, length in shape.items() if length > 1]
-    for count in range(1, len(axes) + 1):
-        for chosen in itertools.combinations(axes, count):
-            if math.prod(shape[axis] for axis in chosen) == size and wanted == {
-                frozenset(line) for line in _lines(shape, chosen)
-            }:
-                return chosen
-    return UNKNOWN
-
-
-def axes_of_pairs(
-    pairs: Iterable[tuple[int, int]], shape: Mapping[str, int]
-) -> tuple[str, ...]:
-    """The axes of a mesh along which a permutation moves data.
-
-    Args:
-      pairs: Positions in the mesh, read row by row: who sends to whom.
-      shape: Size of each mesh axis, outermost first.
-
-    Returns:
-      The axes in which any sender and its receiver differ, in the mesh's order;
-      empty when everyone sends to itself, ``("?",)`` for positions outside the mesh.
-
-    Example:
-      >>> axes_of_pairs([(0, 1), (1, 0), (2, 3), (3, 2)], {"dp": 2, "tp": 2})
-      ('tp',)
-    """
-    flat = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
+    pairs = [(group[0], member) for group in groups for member in group]
+    flat = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     if flat.size and flat.max() >= math.prod(shape.values()):
         return UNKNOWN
     places = np.array(np.unravel_index(flat, tuple(shape.values())))
-    moved = (places[..., 0] != places[..., 1]).any(axis=-1)
-    return tuple(axis for axis, moves in zip(shape, moved, strict=True) if moves)
-
-
-def _lines(shape: Mapping[str, int], along: Sequence[str]) -> Groups:
-    """The positions of a mesh in groups that differ along the given axes alone."""
-    sizes = tuple(shape.values())
-    names = list(shape)
-    grid = np.arange(math.prod(sizes)).reshape(sizes)
-    others = [i for i, name in enumerate(names) if name not in along]
-    last = [names.index(name) for name in along]
-    return _rows(
-        grid.transpose(others + last), math.prod(shape[axis] for axis in along)
-    )
+    moves = (places[..., 0] != places[..., 1]).any(axis=-1)
+    return tuple(axis for axis, does in zip(shape, moves, strict=True) if does)
 
 
 def _along_axes(

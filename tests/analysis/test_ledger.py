@@ -286,15 +286,26 @@ def test_groups_of_one_device_send_nothing(mesh):
     assert ledger.rows == ()
 
 
-def test_groups_along_no_axes_are_unknown(mesh):
+def test_a_part_of_an_axis_is_named_with_its_size(mesh):
     ledger = read(
         mesh,
         "  x = f32[4] parameter(0)",
-        "  ROOT r = f32[4] all-reduce(x), replica_groups={{0,5},{1,4},{2,7},{3,6}}",
+        "  ROOT r = f32[4] all-reduce(x), replica_groups=mesh['tp'=8] {'tp':(4)2}",
     )
-    assert ledger.rows[0].axes == ("?",)
-    assert ledger.rows[0].group_size == 2
-    assert "?: device groups that lie along no axes of the mesh" in ledger.as_text()
+    assert (ledger.rows[0].axes, ledger.rows[0].group_size) == (("tp",), 2)
+    assert "all-reduce  tp (2 of 4)  f32[4]" in ledger.as_text()
+
+
+def test_a_long_name_is_shown_from_its_end(mesh):
+    name = "jit(f)/" + "/".join(f"layer_{i}" for i in range(20))
+    ledger = read(
+        mesh,
+        "  x = f32[4] parameter(0)",
+        "  ROOT r = f32[4] all-reduce(x), replica_groups={}, "
+        f'metadata={{op_name="{name}" source_file="m.py" source_line=1}}',
+    )
+    assert ledger.rows[0].op_name == name
+    assert ledger.as_text().splitlines()[1].endswith(f"m.py:1  …{name[-59:]}")
 
 
 def test_the_mesh_of_another_program_is_refused(mesh):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from tessera.analysis import replica_groups
-from tessera.analysis.replica_groups import axes_of_groups, axes_of_pairs
+from tessera.analysis.replica_groups import axes_of
 
 
 @pytest.mark.parametrize(
@@ -78,17 +78,16 @@ def test_groups_written_in_any_syntax_find_their_axes(case):
     for text in texts:
         groups = replica_groups.parse(text, total)
         assert groups == tuple(map(tuple, grid.tolist()))
-        if expected:
-            assert axes_of_groups(groups, shape) == expected
+        assert axes_of(groups, shape) == expected
 
 
-def test_groups_along_no_axes_are_unknown():
-    assert axes_of_groups(((0, 3), (1, 2)), {"dp": 2, "tp": 2}) == ("?",)
-    assert axes_of_groups(((0, 1), (2, 3)), {"dp": 4}) == ("?",)
+def test_parts_of_an_axis_lie_along_it():
+    assert axes_of(((0, 1), (2, 3), (4, 5), (6, 7)), {"dp": 2, "tp": 4}) == ("tp",)
+    assert axes_of(((0, 5), (1, 4), (2, 7), (3, 6)), {"dp": 2, "tp": 4}) == ("dp", "tp")
 
 
 def test_axes_come_in_the_meshs_order_whatever_the_groups_order():
-    assert axes_of_groups(((0, 2, 1, 3),), {"dp": 2, "tp": 2}) == ("dp", "tp")
+    assert axes_of(((0, 2, 1, 3),), {"dp": 2, "tp": 2}) == ("dp", "tp")
 
 
 @pytest.mark.parametrize(
@@ -104,4 +103,4 @@ def test_axes_come_in_the_meshs_order_whatever_the_groups_order():
 )
 def test_a_permutation_runs_over_the_axes_in_which_it_moves(pairs, axes):
     pairs = replica_groups.parse_pairs(pairs)
-    assert axes_of_pairs(pairs, {"dp": 2, "tp": 2}) == axes
+    assert axes_of(pairs, {"dp": 2, "tp": 2}) == axes
