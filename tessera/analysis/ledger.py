@@ -239,7 +239,7 @@ def _row(module: Module, execution: Execution, mesh: Mesh) -> Collective | None:
     instruction = execution.instruction
     pairs = _pairs(instruction)
     kind = "collective-permute" if pairs else instruction.opcode.removesuffix("-start")
-    if kind not in KINDS:
+    if kind not in KINDS or (kind == "collective-permute" and not pairs):
         return None
     text = instruction.attributes.get("replica_groups", "{}")
     groups = pairs or replica_groups.parse(text, mesh.size)
@@ -308,11 +308,13 @@ def _summed(
 
 def _cells(row: Collective, shape: Mapping[str, int]) -> list[str]:
     axes, whole = "×".join(row.axes), _held(row.axes, shape)
+    if row.axes != replica_groups.UNKNOWN and row.group_size < whole:
+        axes = f"{axes} ({row.group_size} of {whole})"
     arrays = [str(array) for array in row.arrays]
     calls = "≥1" if row.calls is None else str(row.calls)
     return [
         row.kind,
-        axes if row.group_size == whole else f"{axes} ({row.group_size} of {whole})",
+        axes,
         arrays[0] if len(arrays) == 1 else f"{len(arrays)} arrays",
         format_bytes(row.nbytes),
         f"≤{calls}" if row.conditional and row.calls is not None else calls,

@@ -281,7 +281,8 @@ def test_groups_of_one_device_send_nothing(mesh):
         mesh,
         "  x = f32[4] parameter(0)",
         "  r = f32[4] all-reduce(x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}",
-        "  ROOT p = f32[4] collective-permute(x), source_target_pairs={{0,0},{1,1}}",
+        "  p = f32[4] collective-permute(x), source_target_pairs={{0,0},{1,1}}",
+        "  ROOT q = f32[4] collective-permute(x), source_target_pairs={}",
     )
     assert ledger.rows == ()
 
@@ -294,6 +295,17 @@ def test_a_part_of_an_axis_is_named_with_its_size(mesh):
     )
     assert (ledger.rows[0].axes, ledger.rows[0].group_size) == (("tp",), 2)
     assert "all-reduce  tp (2 of 4)  f32[4]" in ledger.as_text()
+
+
+def test_devices_that_the_mesh_lacks_are_on_no_axis(mesh):
+    text = """HloModule m
+ENTRY e {
+  x = f32[4] parameter(0)
+  ROOT r = f32[4] all-reduce(x), replica_groups=[2,8]<=[16]
+}"""
+    ledger = collectives(text, mesh)
+    assert (ledger.rows[0].axes, ledger.rows[0].group_size) == (("?",), 8)
+    assert "all-reduce  ?     f32[4]" in ledger.as_text()
 
 
 def test_a_long_name_is_shown_from_its_end(mesh):
