@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's folder: made, written, and never mixed with an earlier run's."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from tessera.errors import OutputPathError
+from tessera.training.outputs import cannot_write, open_run_folder
+
+
+def test_the_folder_has_its_files_from_the_beginning(tmp_path):
+    folder = open_run_folder(tmp_path / "a" / "b", "name: tiny\n")
+    assert folder.config.read_text() == "name: tiny\n"
+    names = {path.name for path in folder.path.iterdir()}
+    assert names == {"train.log", "metrics.jsonl", "tensorboard", "config.yaml"}
+    assert folder.kept == ()
+
+
+def test_an_earlier_run_is_kept_under_other_names(tmp_path):
+    for number in range(3):
+        folder = open_run_folder(tmp_path, f"run: {number}\n")
+        folder.metrics.write_text(f"{number}\n")
+    assert [path.name for path in folder.kept] == [
+        "train.2.log",
+        "metrics.2.jsonl",
+        "tensorboard.2",
+        "config.2.yaml",
+    ]
+    assert folder.metrics.read_text() == "2\n"
+    assert (tmp_path / "metrics.1.jsonl").read_text() == "0\n"
+    assert (tmp_path / "metrics.2.jsonl").read_text() == "1\n"
+    assert (tmp_path / "config.2.yaml").read_text() == "run: 1\n"
+
+
+def test_files_of_one_earlier_run_get_one_number(tmp_path):
+    (tmp_path / "metrics.1.jsonl").write_text("old\n")
+    (tmp_path / "train.log").write_text("log\n")
+    folder = open_run_folder(tmp_path, "")
+    assert [path.name for path in folder.kept] == ["train.2.log"]
+    assert (tmp_path / "metrics.1.jsonl").read_text() == "old\n"
+
+
+def test_nothing_is_written_through_a_link_that_lies_there(tmp_path):
+    victim = tmp_path / "victim"
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").symlink_to(victim)
+    (run / "config.yaml").symlink_to(victim)
+    folder = open_run_folder(run, "name: tiny\n")
+    assert not victim.exists()
+    assert not folder.config.is_symlink()
+    assert (run / "config.1.yaml").is_symlink()
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputPathError) as caught:
+        open_run_folder(tmp_path / "file" / "run", "")
+    assert str(caught.value) == (
+        "[T504] the run cannot write its output\n"
+        f"  got: {tmp_path}/file/run: Not a directory\n"
+        "  fix: make room or give leave to write there, or take another folder: "
+        "hydra.run.dir=<folder>\n"
+        "  docs: docs/errors/T504.md"
+    )
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a" * 300])
+def test_a_path_that_no_system_takes_is_refused(tmp_path, name):
+    with pytest.raises(OutputPathError, match="cannot write its output"):
+        open_run_folder(tmp_path / name, "")
+
+
+def test_a_full_disk_is_said(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OutputPathError) as caught:
+        open_run_folder(tmp_path, "")
+    assert caught.value.got == f"{tmp_path}: No space left on device"
+
+
+def test_an_error_without_a_file_names_the_path_that_was_tried():
+    error = cannot_write(Path("x"), OSError(errno.EIO, "Input/output error"))
+    assert error.got == "x: Input/output error"
