@@ -273,7 +273,8 @@ def test_a_spec_is_refused_or_runs_as_declared(case, dtype, sizes):
             ShardSpec(*spec).named(shape, mesh)
         return
     declared = ShardSpec(*spec).named(shape, mesh)
-    whole = np.arange(math.prod(shape)).reshape(shape).astype(as_dtype(dtype))
+    # Sums of numbers below eight are exact in bf16, whatever their order.
+    whole = (np.arange(math.prod(shape)) % 8).reshape(shape).astype(as_dtype(dtype))
     split = jax.device_put(whole, declared)
     compiled = compiled_with(declared, shape, as_dtype(dtype))
     assert compiled.input_shardings[0][0].is_equivalent_to(declared, len(shape))
@@ -285,7 +286,6 @@ def test_a_spec_is_refused_or_runs_as_declared(case, dtype, sizes):
     assert local_shape(shape, declared.spec, mesh) == blocks
     assert {shard.data.shape for shard in split.addressable_shards} == {blocks}
     doubled, summed = compiled(split)
-    # Sums of small integers are exact in every dtype and every order.
     np.testing.assert_array_equal(np.asarray(doubled), whole * 2)
     np.testing.assert_array_equal(
         np.asarray(summed), whole.sum(axis=0, dtype=whole.dtype) if shape else whole
