@@ -271,7 +271,7 @@ _compile_only: dict[int, list[jax.Device]] = {}
 
 
 def propagated_module(lowered: Any) -> Any:
-    """A lowered program's module after Shardy has decided the layout of every operation.
+    """A lowered program's module after Shardy has decided every layout in it.
 
     It is a copy in a context of its own: compiling a module whose layouts were
     propagated before crashes the process.
