@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target needs Python 3.11 or newer and make, and does its own set-up.
+#   make train ARGS='training.steps=50'     make test ARGS=tests/test_mesh.py
+#   make test PYTHON=python3.12 VENV=.venv-3.12
+
+VENV ?= .venv
+ARGS ?=
+
+# The first of these that is new enough, unless PYTHON says which.
+PYTHON := $(or $(PYTHON),$(shell for python in python3 python3.13 python3.12 python3.11; do \
+  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+  && { echo $$python; break; }; done),python3)
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+CONSTRAINTS := constraints/$(if $(filter 3.11,$(VERSION)),py311,py312).txt
+
+BIN = $(VENV)/bin
+# The second name pins the tools that build packages, from pip 25.3 on.
+PINNED = PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \
+  $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
+
+MADE := $(VENV)/.made-$(VERSION)
+TRAIN_READY := $(VENV)/.train-ready-$(VERSION)
+DEV_READY := $(VENV)/.dev-ready-$(VERSION)
+DOCS_READY := $(VENV)/.docs-ready-$(VERSION)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help train test lint format docs constraints clean
+
+help: ## Say what there is to make
+	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
+
+train: $(TRAIN_READY) ## Train the default model: run_training.py $(ARGS)
+	$(BIN)/python run_training.py $(ARGS)
+
+test: $(DEV_READY) ## Run the tests: pytest $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEV_READY) ## Check style, types and the direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+format: $(DEV_READY) ## Format, and mend what ruff can mend
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+docs: $(DOCS_READY) ## Build the documentation in docs/_build; a warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
+
+$(MADE): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Tessera needs Python 3.11 or newer, and '$(PYTHON)' is $(or $(VERSION),not there)." >&2; \
+	  echo "Say where one is: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@test ! -e $(VENV) -o -e $(VENV)/pyvenv.cfg || { \
+	  echo "$(VENV) is not a virtual environment: choose another VENV" >&2; exit 1; }
+	@echo "Setting up $(VENV): Python $(VERSION), versions of $(CONSTRAINTS)" >&2
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(TRAIN_READY): $(MADE)
+	@$(PINNED) -e .
+	@touch $@
+
+# Compiled here: a warning of the compiler in the first import would fail a test.
+$(DEV_READY): $(MADE)
+	@$(PINNED) -e '.[dev]'
+	@-$(BIN)/python -m compileall -qq -j0 $(VENV)/lib
+	@touch $@ $(TRAIN_READY)
+
+$(DOCS_READY): $(DEV_READY)
+	@$(PINNED) -e '.[docs]'
+	@touch $@
+
+constraints: VENV := .venv-constraints
+constraints: ## Resolve all dependencies anew for PYTHON, and pin them
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip --quiet install --upgrade \
+	  -e '.[dev,docs]' hatchling setuptools wheel
+	{ sed '/^[^#]/,$$d' $(CONSTRAINTS); \
+	  $(BIN)/python -m pip freeze --all --exclude pip --exclude-editable; } > $(VENV)/pins.txt
+	mv $(VENV)/pins.txt $(CONSTRAINTS)
+	rm -rf $(VENV)
+
+clean: ## Remove environments, caches and built documentation; keep outputs/
+	rm -rf .venv .venv-* docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache .pyrefly_cache
+	find tessera tests -name __pycache__ -prune -exec rm -rf {} +
