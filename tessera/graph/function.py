@@ -78,7 +78,7 @@ class Function:
         self._signature = inspect.signature(body)
         self._programs: dict[Any, _Program] = {}
         self._recent: _Program | None = None
-        self._weak = weakref.ref(self)
+        self._weak: weakref.ref[Function] = weakref.ref(self)
         self._changes: Counter[str] = Counter()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -77,11 +77,11 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Tree]:
-        scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
+        scale = None if state.loss_scale is None else state.loss_scale.scale
         loss, gradients = _summed_gradients(recipe, state.params, batch, scale)
         tokens = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
         # A batch of padding alone has no gradient, and none is invented for it.
-        share = 1.0 / (jnp.maximum(tokens, 1.0) * scale)
+        share = 1.0 / _scaled(jnp.maximum(tokens, 1.0), scale)
         gradients = jax.tree.map(share.__mul__, gradients)
         metrics = {
             "loss": loss * share,
@@ -153,22 +153,22 @@ def _loss(
 
 
 def _summed_gradients(
-    recipe: Recipe, params: Tree, batch: Batch, scale: Any
+    recipe: Recipe, params: Tree, batch: Batch, scale: Float[Array, ""] | None
 ) -> tuple[Float[Array, ""], Tree]:
-    """Summed loss and gradients over all microbatches, both times ``scale``."""
+    """Summed loss and gradients over all microbatches, both times any ``scale``."""
     if recipe.sync_every > 1 and recipe.mesh.axis_size(recipe.data_axes) > 1:
         return _summed_in_groups(recipe, params, batch, scale)
     place = recipe.model.place(recipe.mesh)
 
     def one(micro: Batch) -> tuple[Float[Array, ""], Tree]:
-        loss = _loss(recipe, params, micro, place) * scale
+        loss = _scaled(_loss(recipe, params, micro, place), scale)
         return loss, grad(loss, params)
 
     return _accumulated(one, params, batch)
 
 
 def _summed_in_groups(
-    recipe: Recipe, params: Tree, batch: Batch, scale: Any
+    recipe: Recipe, params: Tree, batch: Batch, scale: Float[Array, ""] | None
 ) -> tuple[Float[Array, ""], Tree]:
     """The same with one reduction over the data axes for ``sync_every`` microbatches.
 
@@ -189,7 +189,7 @@ def _summed_in_groups(
         own = _copied(recipe, params, copies)
 
         def one(micro: Batch) -> tuple[Float[Array, ""], Tree]:
-            loss = losses(own, micro).sum() * scale
+            loss = _scaled(losses(own, micro).sum(), scale)
             return loss, grad(loss, own)
 
         loss, gradients = _accumulated(one, own, _reshaped(micros, 1, copies))
@@ -197,6 +197,12 @@ def _summed_in_groups(
 
     groups = recipe.accumulation // recipe.sync_every
     return _accumulated(group, params, _reshaped(batch, 0, groups))
+
+
+def _scaled(
+    value: Float[Array, ""], scale: Float[Array, ""] | None
+) -> Float[Array, ""]:
+    return value if scale is None else value * scale
 
 
 def _accumulated(

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every benchmark shares: its arguments, its table, its JSON."""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """``--json PATH`` writes the figures, ``--quick`` takes under a minute."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="write the same figures here")
+    parser.add_argument("--quick", action="store_true", help="under a minute")
+    return parser.parse_args()
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and date, which every figure needs beside it."""
+    packages = ("jax", "jaxlib", "flax", "optax", "tessera")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def alternate(
+    runs: Sequence[Callable[[], object]], rounds: int
+) -> list[list[float]]:
+    """Seconds of each run, taken in turns so that a slow minute slows all of them.
+
+    The order is reversed in every other round: the second of a pair finds a cache
+    that the first one filled.
+    """
+    seconds: list[list[float]] = [[] for _ in runs]
+    for index in range(rounds):
+        order = range(len(runs)) if index % 2 == 0 else reversed(range(len(runs)))
+        for place in order:
+            start = time.perf_counter()
+            jax.block_until_ready(runs[place]())
+            seconds[place].append(time.perf_counter() - start)
+    return seconds
+
+
+def spread(seconds: Sequence[float]) -> str:
+    """Median with the middle half of the sample, in milliseconds."""
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return f"{middle * 1e3:.2f} [{low * 1e3:.2f}, {high * 1e3:.2f}]"
+
+
+def show(title: str, rows: Sequence[dict[str, Any]], path: Path | None) -> None:
+    """Print the rows as a table and write them, with the environment, as JSON."""
+    columns = list(rows[0])
+    cells = [columns, *([str(row[name]) for name in columns] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    print(title)
+    for row in cells:
+        line = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(line).rstrip())
+    known = environment()
+    print(", ".join(f"{name} {value}" for name, value in known.items()))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figures = {"title": title, "environment": known, "rows": list(rows)}
+        path.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
