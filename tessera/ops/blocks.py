@@ -32,8 +32,8 @@ def reduce(block: Array, axes: tuple[str, ...], op: Reduction) -> Array:
 
 def _hierarchical_sum(block: Array, axes: tuple[str, ...]) -> Array:
     *outer, inner = axes
-    if not outer:
-        return lax.psum(block, inner)
+    if not outer or not block.size:
+        return lax.psum(block, axes)
     flat = block.reshape(-1)
     padding = -flat.size % lax.axis_size(inner)
     part = lax.psum_scatter(jnp.pad(flat, (0, padding)), inner, tiled=True)
@@ -78,13 +78,10 @@ def scatter(block: Array, axes: tuple[str, ...], root: int, dim: int) -> Array:
 
 
 def _only_of(block: Array, axes: tuple[str, ...], root: int) -> Array:
-    """The block on its root and a neutral element elsewhere, so that a sum moves it."""
+    """The block on its root and zeros elsewhere, so that a sum moves it."""
     if block.dtype == jnp.bool_:
         block = block.astype(jnp.int8)
-    # A sum with +0.0 would turn the root's -0.0 into +0.0.
-    neutral = jnp.asarray(-0.0 if jnp.issubdtype(block.dtype, jnp.inexact) else 0)
-    is_root = lax.axis_index(axes) == root
-    return jnp.where(is_root, block, neutral.astype(block.dtype))
+    return jnp.where(lax.axis_index(axes) == root, block, jnp.zeros_like(block))
 
 
 def gather(block: Array, axes: tuple[str, ...], root: int, dim: int) -> Array:

@@ -159,6 +159,8 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
 def broadcast(x: Any, axis: Axis, root: int = 0) -> Any:
     """Give every device along an axis the block of one of them.
 
+    It is a sum of that block and zeros, so -0.0 may arrive as 0.0.
+
     Per device ``[...]`` to ``[...]``, the same on every device. A global array loses
     the axis from its layout: a dim that the axis split is n times shorter.
 
@@ -319,10 +321,10 @@ def barrier(x: Any = None, axis: Axis | None = None) -> Any:
 
 
 def _hold_back(operand: Operand) -> Array:
-    # A sum of constants would be folded away before it makes anyone wait.
+    # XLA drops what no result needs, an optimization barrier included. It cannot know
+    # that a sum of ranks is never negative.
     token = lax.psum(lax.axis_index(operand.axes), operand.axes)
-    held, _ = lax.optimization_barrier((operand.value, token))
-    return held
+    return jnp.where(token >= 0, operand.value, jnp.zeros_like(operand.value))
 
 
 # --- checks
