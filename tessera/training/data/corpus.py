@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of the data, from its settings to batches.
+
+DataConfig -> documents (train, validation) -> ids -> TokenStream -> rows -> batches
+"""
+
+import hashlib
+import platform
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from typing import NamedTuple
+
+from tessera.errors import EmptyDataError, SettingValueError, VocabularyError
+from tessera.training.data.batches import Share, train_batches, validation_batches
+from tessera.training.data.config import DataConfig, check
+from tessera.training.data.documents import Document, list_files, list_stdlib, split
+from tessera.training.data.packing import Batch, PackedRows, TokenStream, join
+from tessera.training.data.synthetic import SyntheticTokenizer, make_documents
+from tessera.training.data.tokenization import Ids, Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Split:
+    """One side of the corpus: its rows, and what they were made from."""
+
+    rows: PackedRows
+    num_bytes: int
+
+    def __str__(self) -> str:
+        stream, length = self.rows.stream, self.rows.sequence_length
+        size = f"{self.num_bytes:,} bytes, " if self.num_bytes else ""
+        return (
+            f"{stream.starts.size:,} documents, {size}{stream.tokens.size:,} tokens, "
+            f"{len(self.rows):,} rows of {length:,}"
+        )
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokenized text in memory, ready to be drawn from. Made by ``load``.
+
+    Batches are dicts of int32 arrays [rows, sequence_length]: ``tokens``; ``targets``,
+    the next token, or -100 where there is none; ``segment_ids``, which count the
+    documents of a row from 1 and are 0 in padding; ``positions``, from 0 in each
+    segment. ``docs/data.md`` defines them exactly.
+    """
+
+    title: str
+    tokenizer: Tokenizer
+    train_split: Split
+    validation_split: Split
+    seed: int
+    prefetch: int
+
+    def train(
+        self,
+        batch_size: int,
+        process_index: int = 0,
+        process_count: int = 1,
+        start_step: int = 0,
+    ) -> Generator[Batch, None, None]:
+        """Shuffled batches without end, made ahead in a thread.
+
+        The order depends on the corpus, its seed and ``batch_size`` alone: any number
+        of processes reads the same global batches, each its own part of them, and
+        ``start_step=k`` goes on where k batches were taken.
+
+        Args:
+          batch_size: Rows of the global batch.
+          process_index: This process.
+          process_count: How many processes share each batch; divides ``batch_size``.
+          start_step: The first global batch to give.
+
+        Returns:
+          Batches of ``batch_size / process_count`` rows. ``close()`` ends the thread.
+
+        Raises:
+          EmptyDataError: [T602] there are fewer rows than ``batch_size``.
+          BatchSizeError: [T503] ``process_count`` does not divide ``batch_size``.
+        """
+        share = Share(batch_size, process_index, process_count)
+        rows = self.train_split.rows
+        if len(rows) < batch_size:
+            raise _too_small(rows, batch_size)
+        return train_batches(
+            rows, share, seed=self.seed, start_step=start_step, prefetch=self.prefetch
+        )
+
+    def validation(
+        self, batch_size: int, process_index: int = 0, process_count: int = 1
+    ) -> Generator[Batch, None, None]:
+        """Every validation row once, in an order that no seed changes.
+
+        The order is shuffled: the first batches are a fair sample of all files.
+
+        Args:
+          batch_size: Rows of the global batch.
+          process_index: This process.
+          process_count: How many processes share each batch; divides ``batch_size``.
+
+        Returns:
+          Batches of ``batch_size / process_count`` rows; the last is filled up with
+          rows whose targets are all -100. As many on every process; none where
+          ``validation_fraction`` is 0.
+
+        Raises:
+          BatchSizeError: [T503] ``process_count`` does not divide ``batch_size``.
+        """
+        share = Share(batch_size, process_index, process_count)
+        return validation_batches(
+            self.validation_split.rows, share, prefetch=self.prefetch
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change when any batch would."""
+        digest = hashlib.blake2b(digest_size=8)
+        for side in (self.train_split, self.validation_split):
+            stream = side.rows.stream
+            digest.update(stream.tokens.data)
+            digest.update(stream.starts.data)
+            digest.update(f"{stream.tokens.dtype} {stream.is_separated}".encode())
+        length = self.train_split.rows.sequence_length
+        digest.update(f"{length} {self.seed}".encode())
+        return digest.hexdigest()
+
+    def describe(self) -> str:
+        """A few lines for the log: the source, the tokenizer, the two splits."""
+        separator = self.tokenizer.separator
+        between = "no separator" if separator is None else f"separator {separator}"
+        return "\n".join(
+            (
+                f"data        {self.title}",
+                f"tokenizer   {self.tokenizer.kind}, {self.tokenizer.vocab_size:,} ids,"
+                f" {between}",
+                f"train       {self.train_split}",
+                f"validation  {self.validation_split}",
+                f"fingerprint {self.fingerprint}",
+            )
+        )
+
+
+def load(
+    config: DataConfig, *, sequence_length: int, seed: int, vocab_size: int
+) -> Corpus:
+    """Read, tokenize and pack the data that ``config`` names.
+
+    Args:
+      config: The settings.
+      sequence_length: Positions in a row.
+      seed: Decides the order of training, and the tokens of ``synthetic``.
+      vocab_size: The model's.
+
+    Raises:
+      DataNotFoundError: [T601] a path does not exist or cannot be read.
+      EmptyDataError: [T602] there is no text, or a file is not text.
+      VocabularyError: [T603] the tokenizer has more ids than the model.
+      TokenRangeError: [T604] a token id is outside the model's vocabulary.
+      TokenizerError: [T605] the tokenizer does not exist or cannot be read.
+      SettingValueError: [T502] a setting is out of range or would be ignored.
+
+    Example:
+      >>> corpus = load(DataConfig(), sequence_length=64, seed=0, vocab_size=257)
+      >>> batch = next(corpus.train(8))
+      >>> {array.shape for array in batch.values()}, sorted(batch)
+      ({(8, 64)}, ['positions', 'segment_ids', 'targets', 'tokens'])
+    """
+    check(config)
+    if sequence_length < 1:
+        raise SettingValueError(
+            "the sequence length is out of range",
+            got=f"{sequence_length}",
+            fix="use a value of at least 1",
+        )
+    make = _make_synthetic if config.name == "synthetic" else _read_text
+    title, tokenizer, train, validation = make(config, seed, vocab_size)
+    _check_text(title, train, validation, config.validation_fraction)
+    return Corpus(
+        title=title,
+        tokenizer=tokenizer,
+        train_split=Split(
+            PackedRows(train.stream, sequence_length, keep_tail=False), train.num_bytes
+        ),
+        validation_split=Split(
+            PackedRows(validation.stream, sequence_length, keep_tail=True),
+            validation.num_bytes,
+        ),
+        seed=seed,
+        prefetch=config.prefetch,
+    )
+
+
+class _Side(NamedTuple):
+    stream: TokenStream
+    num_bytes: int
+
+
+_Source = tuple[str, Tokenizer, _Side, _Side]
+
+
+def _read_text(config: DataConfig, seed: int, vocab_size: int) -> _Source:
+    del seed  # text is what it is
+    tokenizer = load_tokenizer(config.tokenizer)
+    _check_vocabulary(tokenizer, vocab_size)
+    if config.name == "stdlib":
+        title = f"standard library of Python {platform.python_version()}"
+        documents = list_stdlib()
+    else:
+        title, documents = f"text at {config.path!r}", list_files(config.path)
+    train, validation = split(documents, config.validation_fraction)
+    return (
+        title,
+        tokenizer,
+        _tokenize(train, tokenizer, vocab_size),
+        _tokenize(validation, tokenizer, vocab_size),
+    )
+
+
+def _tokenize(
+    documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int
+) -> _Side:
+    sizes: list[int] = []
+
+    def encode() -> Iterator[tuple[str, Ids]]:
+        for document in documents:
+            content = document.read()
+            sizes.append(len(content))
+            try:
+                yield document.name, tokenizer.encode(content)
+            except UnicodeDecodeError as error:
+                raise _not_text(document, content, error) from error
+
+    stream = join(encode(), separator=tokenizer.separator, vocab_size=vocab_size)
+    return _Side(stream, sum(sizes))
+
+
+def _make_synthetic(config: DataConfig, seed: int, vocab_size: int) -> _Source:
+    tokenizer = SyntheticTokenizer(config.synthetic.vocab_size or vocab_size)
+    _check_vocabulary(tokenizer, vocab_size)
+    documents = make_documents(config.synthetic, tokenizer.vocab_size, seed)
+    cut = len(documents) - ceil(len(documents) * config.validation_fraction)
+    train, validation = (
+        _Side(join(part, separator=tokenizer.separator, vocab_size=vocab_size), 0)
+        for part in (documents[:cut], documents[cut:])
+    )
+    return "synthetic patterns", tokenizer, train, validation
+
+
+def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    if tokenizer.vocab_size > vocab_size:
+        raise VocabularyError(
+            "the tokenizer's vocabulary is larger than the model's",
+            got=f"{tokenizer.kind} tokenizer: {tokenizer.vocab_size} ids, "
+            f"model: {vocab_size}",
+            fix=f"give the model a vocabulary of at least {tokenizer.vocab_size}, or "
+            "use a tokenizer with fewer ids",
+        )
+
+
+def _check_text(title: str, train: _Side, validation: _Side, fraction: float) -> None:
+    if not train.stream.tokens.size and not validation.stream.tokens.size:
+        raise EmptyDataError(
+            f"there is no text in the data: {title}",
+            got="every document is empty",
+            fix="give data.path files that hold text",
+        )
+    if fraction and not validation.stream.tokens.size:
+        raise EmptyDataError(
+            f"no text is left for validation: {title}",
+            got=f"data.validation_fraction={fraction} of "
+            f"{train.stream.tokens.size:,} tokens",
+            fix="raise data.validation_fraction, or use 0 to do without validation",
+        )
+
+
+def _not_text(
+    document: Document, content: bytes, error: UnicodeDecodeError
+) -> EmptyDataError:
+    return EmptyDataError(
+        f"the data file {document.name!r} is not UTF-8 text",
+        got=f"{document.path}: byte 0x{content[error.start]:02x} at "
+        f"offset {document.begin + error.start}",
+        fix="convert the file to UTF-8, leave it out, or use data.tokenizer=bytes, "
+        "which takes any file",
+    )
+
+
+def _too_small(rows: PackedRows, batch_size: int) -> EmptyDataError:
+    tokens, length = rows.stream.tokens.size, rows.sequence_length
+    ways = [f"a batch of at most {len(rows)} rows"] if len(rows) else []
+    if longest := max(tokens - 1, 0) // batch_size:
+        ways.append(f"a sequence length of at most {longest}")
+    return EmptyDataError(
+        "the training data is smaller than one batch",
+        got=f"{tokens:,} tokens / sequence length {length:,} = {len(rows):,} rows, "
+        f"and a batch takes {batch_size:,}",
+        fix="use " + ", or ".join([*ways, "more text"]),
+    )

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents to rows: one stream of tokens, cut every ``sequence_length``.
+
+    documents   [h e y] [y o]                      S = 4, separator |
+    stream      | h e y | y o
+    row 0       tokens | h e y    targets h e y |    segments 1 1 1 1
+    row 1       tokens | y o _    targets y o _ _    segments 1 1 1 0
+
+Row r reads ``stream[r*S : (r+1)*S + 1]``, so that every token of the stream but the
+first is the target of exactly one position. The target of a document's last token is
+the separator that follows: it is how a model learns where a document ends.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tessera.errors import TokenRangeError
+from tessera.training.data.tokenization import Ids
+
+NO_TARGET = -100
+
+Batch = dict[str, npt.NDArray[np.int32]]
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """Documents one after the other.
+
+    Attributes:
+      tokens: uint16 where the vocabulary allows it, else int32; [tokens].
+      starts: Where each document begins, with its separator; int64, [documents].
+      is_separated: Whether a separator stands before each document.
+    """
+
+    tokens: npt.NDArray[np.uint16 | np.int32]
+    starts: npt.NDArray[np.int64]
+    is_separated: bool
+
+
+def join(
+    documents: Iterable[tuple[str, Ids]], *, separator: int | None, vocab_size: int
+) -> TokenStream:
+    """Join documents into one stream; those without tokens are left out.
+
+    Args:
+      documents: Pairs of a name and ids, int32 [tokens].
+      separator: The id to put before each document, if any.
+      vocab_size: The model's; every id must be in [0, vocab_size).
+
+    Raises:
+      TokenRangeError: [T604] an id is negative or too large; names its document.
+
+    Example:
+      >>> words = [("a", np.array([1, 2], np.int32)), ("b", np.array([3], np.int32))]
+      >>> stream = join(words, separator=0, vocab_size=4)
+      >>> stream.tokens.tolist(), stream.starts.tolist()
+      ([0, 1, 2, 0, 3], [0, 3])
+    """
+    dtype = np.uint16 if vocab_size <= 2**16 else np.int32
+    before = np.array([] if separator is None else [separator], dtype)
+    pieces, lengths = [before[:0]], [0]
+    for name, ids in documents:
+        if not ids.size:
+            continue
+        _check_range(name, ids, vocab_size)
+        pieces += [before, ids.astype(dtype)]
+        lengths.append(before.size + ids.size)
+    starts = np.cumsum(np.array(lengths, np.int64))[:-1]
+    return TokenStream(np.concatenate(pieces), starts, separator is not None)
+
+
+def _check_range(name: str, ids: Ids, vocab_size: int) -> None:
+    if ids.min() >= 0 and ids.max() < vocab_size:
+        return
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    raise TokenRangeError(
+        f"document {name!r} holds token ids outside the model's vocabulary",
+        got=f"id {ids[wrong[0]]} at token {wrong[0]}, {wrong.size} such in all; "
+        f"legal ids are 0 to {vocab_size - 1}",
+        fix="use the tokenizer that belongs to the model, or give the model a larger "
+        "vocabulary",
+    )
+
+
+class PackedRows:
+    """The rows of a stream, made when asked for.
+
+    Args:
+      stream: The tokens.
+      sequence_length: S, the number of positions in a row.
+      keep_tail: Whether the last row, when it is not full, is kept and padded.
+    """
+
+    def __init__(
+        self, stream: TokenStream, sequence_length: int, *, keep_tail: bool
+    ) -> None:
+        self.stream = stream
+        self.sequence_length = sequence_length
+        num_targets = max(stream.tokens.size - 1, 0)
+        self._length = num_targets // sequence_length
+        if keep_tail and num_targets % sequence_length:
+            self._length += 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Batch:
+        """One row: ``tokens``, ``targets``, ``segment_ids``, ``positions``, int32 [S].
+
+        Segments count from 1 in each row, positions from 0 in each segment. Where the
+        stream has ended, targets are -100 and the rest is 0.
+        """
+        length, begin = self.sequence_length, index * self.sequence_length
+        starts = self.stream.starts
+        window = self.stream.tokens[begin : begin + length + 1].astype(np.int32)
+        inner = slice(*np.searchsorted(starts, (begin + 1, begin + length + 1)))
+        cuts = starts[inner] - begin
+        targets = window[1:].copy()
+        if not self.stream.is_separated:
+            # The next token belongs to another text and follows from nothing here.
+            targets[cuts - 1] = NO_TARGET
+        offsets = np.arange(targets.size, dtype=np.int32)
+        begins = np.zeros_like(offsets)
+        begins[cuts[cuts < targets.size]] = 1
+        filled = {
+            "tokens": window[:-1],
+            "targets": targets,
+            "segment_ids": np.cumsum(begins, dtype=np.int32) + np.int32(1),
+            "positions": offsets - np.maximum.accumulate(begins * offsets),
+        }
+        blank = self.padding()
+        for name, values in filled.items():
+            blank[name][: values.size] = values
+        return blank
+
+    def padding(self) -> Batch:
+        """A row of nothing: all targets -100, the rest 0."""
+        names = ("tokens", "segment_ids", "positions")
+        row = {name: np.zeros(self.sequence_length, np.int32) for name in names}
+        row["targets"] = np.full(self.sequence_length, NO_TARGET, np.int32)
+        return row

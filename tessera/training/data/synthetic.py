@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens made from a seed: no files, any vocabulary, and something to learn.
+
+A document is a few of 64 fixed patterns of 32 tokens, one after the other, each drawn
+at random; then a share ``noise`` of the tokens is replaced by random ones. Within a
+pattern the next token is certain, so a model that has learnt the patterns loses about
+
+    log(64) / 32 + noise * log(vocab_size) + H(noise)    nats a token
+
+where H is the entropy of a coin; one that has learnt nothing loses log(vocab_size).
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from tessera.errors import TokenizerError
+from tessera.training.data.config import SyntheticConfig
+from tessera.training.data.tokenization import Ids
+
+NUM_PATTERNS = 64
+PATTERN_LENGTH = 32
+MOST_PATTERNS_A_DOCUMENT = 16
+
+
+class SyntheticTokenizer:
+    """Ids written as decimal numbers; 0 separates documents.
+
+    Example:
+      >>> SyntheticTokenizer(100).encode("7 42")
+      array([ 7, 42], dtype=int32)
+      >>> SyntheticTokenizer(100).decode([0, 7, 42])
+      '7 42'
+    """
+
+    kind = "synthetic"
+    separator: int | None = 0
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str | bytes) -> Ids:
+        """The numbers in ``text``, which blanks separate."""
+        content = text if isinstance(text, str) else text.decode()
+        try:
+            return np.array([int(word) for word in content.split()], np.int32)
+        except ValueError as error:
+            raise TokenizerError(
+                "the text of synthetic data is written in numbers",
+                got=repr(content),
+                fix="give ids separated by blanks: '7 42'",
+            ) from error
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The ids as numbers, without separators."""
+        return " ".join(str(i) for i in ids if i != 0)
+
+
+def make_documents(
+    config: SyntheticConfig, vocab_size: int, seed: int
+) -> list[tuple[str, Ids]]:
+    """Documents of ``config.tokens`` tokens in all, the same for the same arguments.
+
+    Returns:
+      Pairs of a name and ids, int32 [tokens], each id in [1, vocab_size).
+
+    Example:
+      >>> (name, ids), *_ = make_documents(SyntheticConfig(tokens=99), 50, seed=0)
+      >>> name, ids.dtype, bool((ids > 0).all() and (ids < 50).all())
+      ('synthetic/0', dtype('int32'), True)
+    """
+    draw = _Randomness(seed)
+    shape = NUM_PATTERNS, PATTERN_LENGTH
+    patterns = draw.integers("patterns", shape[0] * shape[1], vocab_size - 1) + 1
+    num_pieces = -(-config.tokens // PATTERN_LENGTH)
+    pieces = draw.integers("pieces", num_pieces, NUM_PATTERNS)
+    ids = patterns.reshape(shape)[pieces].reshape(-1)
+    # Compared in 2**32 parts, so that noise 0 changes nothing and 1 everything.
+    noisy = draw.integers("where", ids.size, 2**32) < config.noise * 2**32
+    ids[noisy] = draw.integers("noise", ids.size, vocab_size - 1)[noisy] + 1
+    lengths = draw.integers("lengths", num_pieces, MOST_PATTERNS_A_DOCUMENT) + 1
+    ends = np.cumsum(lengths) * PATTERN_LENGTH
+    tokens = ids[: config.tokens].astype(np.int32)
+    documents = np.split(tokens, ends[ends < config.tokens])
+    return [(f"synthetic/{i}", document) for i, document in enumerate(documents)]
+
+
+class _Randomness:
+    """SplitMix64, counted: numpy may change its own streams between releases.
+
+    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators",
+    OOPSLA 2014.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def integers(self, use: str, count: int, below: int) -> npt.NDArray[np.int64]:
+        """``count`` integers in [0, below), their own stream for each ``use``."""
+        digest = hashlib.blake2b(f"{use}/{self._seed}".encode(), digest_size=8).digest()
+        z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z += np.uint64(int.from_bytes(digest, "big"))
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+        return (z % np.uint64(below)).astype(np.int64)
