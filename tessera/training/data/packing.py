@@ -4,7 +4,7 @@
     documents   [h e y] [y o]                      S = 4, separator |
     stream      | h e y | y o
     row 0       tokens | h e y    targets h e y |    segments 1 1 1 1
-    row 1       tokens | y o _    targets y o _ _    segments 1 1 1 0
+    row 1       tokens | y _ _    targets y o _ _    segments 1 1 0 0
 
 Row r reads ``stream[r*S : (r+1)*S + 1]``, so that every token of the stream but the
 first is the target of exactly one position. The target of a document's last token is

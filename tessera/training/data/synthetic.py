@@ -53,7 +53,7 @@ class SyntheticTokenizer:
                 fix="give ids separated by blanks: '7 42'",
             ) from error
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int] | Ids) -> str:
         """The ids as numbers, without separators."""
         return " ".join(str(i) for i in ids if i != 0)
 

@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int] | Ids) -> str:
         """The text of ``ids``; those that stand for no text are left out."""
         ...
 
@@ -72,7 +72,7 @@ class ByteTokenizer:
         content = text.encode() if isinstance(text, str) else text
         return np.frombuffer(content, np.uint8).astype(np.int32)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int] | Ids) -> str:
         """UTF-8 text; a broken character becomes U+FFFD."""
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
@@ -109,7 +109,7 @@ class JsonTokenizer:
         encoding = self._tokenizer.encode(content, add_special_tokens=False)
         return np.array(encoding.ids, np.int32)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int] | Ids) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
@@ -136,7 +136,7 @@ class SentencePieceTokenizer:
         content = text if isinstance(text, str) else text.decode()
         return np.array(self._processor.encode(content), np.int32)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int] | Ids) -> str:
         """Text without control tokens."""
         return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
