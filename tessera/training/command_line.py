@@ -174,9 +174,10 @@ def _compose_files(choices: Sequence[Override], config_dir: Path) -> DictConfig:
                 return_hydra_config=True,
             )
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        if isinstance(error.__cause__, ConfigKeyError):
-            place = str(error).splitlines()[0]
-            raise unknown_key(error.__cause__, place) from error
+        cause = error.__cause__ or error.__context__
+        if isinstance(cause, ConfigKeyError):
+            place = str(error).splitlines()[0].partition(":")[0]
+            raise unknown_key(cause, place) from error
         raise SettingValueError(
             f"the files of {config_dir} do not make a configuration",
             got="\n".join(str(error).splitlines()[:4]),

@@ -126,7 +126,7 @@ def refused(config: DictConfig) -> Iterator[TesseraError]:
                 got=f"{path}={value}",
                 fix="leave it out",
             )
-        elif isinstance(value, str) and "${" in _without_plain_references(value):
+        elif "${" in _without_plain_references(str(value)):
             yield SettingValueError(
                 f"{path} reads something outside the configuration",
                 got=f"{path}={value}",
@@ -176,15 +176,11 @@ def _plain(config: DictConfig) -> Any:
 
 
 def _walk(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested dicts and lists, with its dotted path."""
-    if isinstance(values, dict):
-        children = values.items()
-    elif isinstance(values, list):
-        children = enumerate(values)
-    else:
+    """Every value of nested dicts, with its dotted path."""
+    if not isinstance(values, dict):
         yield path, values
         return
-    for key, value in children:
+    for key, value in values.items():
         yield from _walk(value, f"{path}.{key}" if path else str(key))
 
 

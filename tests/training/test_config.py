@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the settings may be, alone and together."""
+
+from dataclasses import replace
+
+import pytest
+
+from tessera import errors
+from tessera.mesh import Mesh
+from tessera.models.registry import config_of
+from tessera.training.config import (
+    ModelSettings,
+    RuntimeConfig,
+    Settings,
+    TrainingConfig,
+    check,
+)
+from tessera.training.data.config import DataConfig
+from tessera.training.optimizers import SgdConfig
+
+TINY = ModelSettings(name="tiny", config=config_of("tiny"))
+
+
+def settings(*, mesh_shape=((1, 1), ("fsdp", "tp")), name="tiny", **training):
+    model = replace(TINY, mesh_shape=mesh_shape)
+    return Settings(name=name, model=model, training=TrainingConfig(**training))
+
+
+def test_the_defaults_are_legal():
+    assert check(settings()) == []
+
+
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [
+        ((4, 1), ("fsdp", "tp")),
+        ((1, 4), ("fsdp", "tp")),
+        ((2, 2), ("tp", "dp")),
+        ((2, 2, 2), ("dp", "fsdp", "tp")),
+        ((8,), ("dp",)),
+        ((-1, 2), ("fsdp", "tp")),
+        ((72, 4), ("dp", "tp")),
+    ],
+)
+def test_any_subset_and_order_of_axes_is_legal_also_where_devices_lack(mesh_shape):
+    assert check(settings(mesh_shape=mesh_shape)) == []
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "expected"),
+    [
+        (((4, 2), ("fsdp", "tp")), 8),
+        (((-1, 2), ("fsdp", "tp")), 2),
+        (((-1,), ("dp",)), 1),
+    ],
+)
+def test_a_size_to_infer_counts_as_one_device(mesh_shape, expected):
+    assert replace(TINY, mesh_shape=mesh_shape).num_devices == expected
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "code", "what"),
+    [
+        ((4, 1), "T101", "a mesh shape is a pair of sizes and axis names"),
+        (((4, 1),), "T101", "a mesh shape is a pair of sizes and axis names"),
+        ((None, ("fsdp",)), "T101", "a mesh shape is a pair of sizes and axis names"),
+        (((4, 1), ("fsdp",)), "T101", "a mesh has one size per axis"),
+        (
+            (("a", 1), ("fsdp", "tp")),
+            "T101",
+            "axis sizes are positive whole numbers, and at most one is -1",
+        ),
+        (((2, 2), ("tp", "tp")), "T102", "a mesh names one axis twice"),
+        (((2, 2), ("fdsp", "tp")), "T103", "the model has no use for mesh axes 'fdsp'"),
+        (
+            ((3,), ("tp",)),
+            "T402",
+            "4 attention heads cannot be divided over mesh axis 'tp'",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(mesh_shape, code, what):
+    (error,) = check(settings(mesh_shape=mesh_shape))
+    assert (error.code, error.what) == (code, what)
+
+
+def test_an_axis_that_the_model_does_not_know_gets_a_hint():
+    (error,) = check(settings(mesh_shape=((2, 2), ("fdsp", "tp"))))
+    assert str(error) == (
+        "[T103] the model has no use for mesh axes 'fdsp'\n"
+        "  got: model.mesh_shape=[[2,2],[fdsp,tp]]\n"
+        "  fix: did you mean 'fsdp'? Known: 'dp', 'fsdp', 'tp'\n"
+        "  docs: docs/errors/T103.md"
+    )
+
+
+@pytest.mark.parametrize(
+    ("total", "every", "fix"),
+    [(4, 3, "2 or 4"), (6, 5, "3 or 6"), (2, 9, "2"), (7, 3, "1 or 7")],
+)
+def test_gradients_are_exchanged_a_whole_number_of_times(total, every, fix):
+    (error,) = check(
+        settings(gradient_accumulation_steps=total, sync_gradients_every=every)
+    )
+    assert str(error) == (
+        "[T503] training.sync_gradients_every does not divide "
+        "training.gradient_accumulation_steps\n"
+        f"  got: {total} / {every} leaves {total % every}\n"
+        f"  fix: use training.sync_gradients_every={fix}\n"
+        "  docs: docs/errors/T503.md"
+    )
+
+
+def test_sequence_parallelism_needs_sequences_that_tp_divides():
+    given = settings(mesh_shape=((4,), ("tp",)), sequence_length=33)
+    assert check(given) == []
+    model = replace(given.model, sequence_parallel=True)
+    (error,) = check(replace(given, model=model))
+    assert str(error) == (
+        "[T503] sequences cannot be split evenly over mesh axis 'tp', which "
+        "model.sequence_parallel asks for\n"
+        "  got: training.sequence_length=33: 33 / 4 leaves 1\n"
+        "  fix: use training.sequence_length=32 or 36, or "
+        "model.sequence_parallel=false\n"
+        "  docs: docs/errors/T503.md"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "a/b", "/etc", "-x", "a\0b", "a b", "a" * 101, "é"]
+)
+def test_a_name_cannot_leave_the_output_folder(name):
+    (error,) = check(settings(name=name))
+    assert str(error) == (
+        "[T504] the run's name cannot name a folder\n"
+        f"  got: name={name!r}\n"
+        "  fix: use letters, digits, '.', '_' and '-', beginning with a letter or "
+        "digit, at most 100\n"
+        "  docs: docs/errors/T504.md"
+    )
+
+
+@pytest.mark.parametrize("name", ["tiny", "gemma3_1b", "a.b-c_d", "7"])
+def test_plain_names_are_taken(name):
+    assert check(settings(name=name)) == []
+
+
+@pytest.mark.parametrize(
+    ("training", "got", "fix"),
+    [
+        ({"steps": 0}, "training.steps=0", "use a number at least 1"),
+        (
+            {"mixed_precision": "bf6"},
+            "training.mixed_precision=bf6",
+            "did you mean 'bf16'? use f32, bf16 or fp16",
+        ),
+        ({"clip_norm": 0.0}, "training.clip_norm=0.0", "use a number above 0"),
+        ({"seed": -1}, "training.seed=-1", "use a number from 0 to 4294967295"),
+        (
+            {"micro_batch_size": 0},
+            "training.micro_batch_size=0",
+            "use a number at least 1",
+        ),
+    ],
+)
+def test_values_out_of_range_name_the_legal_ones(training, got, fix):
+    (error,) = check(settings(**training))
+    assert (type(error), error.got, error.fix) == (errors.SettingValueError, got, fix)
+
+
+def test_not_clipping_is_legal():
+    assert check(settings(clip_norm=None)) == []
+
+
+def test_every_group_is_checked():
+    given = Settings(
+        name="..",
+        model=replace(TINY, mesh_shape=((2, 2), ("x", "tp"))),
+        training=TrainingConfig(steps=0),
+        data=DataConfig(name="text"),
+        optimizer=SgdConfig(schedule="none"),
+        runtime=RuntimeConfig(platform="abacus"),
+    )
+    assert [error.code for error in check(given)] == [
+        "T504",
+        "T103",
+        "T502",
+        "T502",
+        "T505",
+        "T502",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "groups"),
+    [({"fsdp": 4, "tp": 2}, 4), ({"dp": 2, "fsdp": 2, "tp": 2}, 4), ({"tp": 8}, 1)],
+)
+def test_a_microbatch_is_counted_for_each_data_parallel_group(axes, groups):
+    mesh = Mesh(tuple(axes), shape=tuple(axes.values()))
+    given = settings(micro_batch_size=3, gradient_accumulation_steps=5)
+    assert given.rows_per_microbatch(mesh) == 3 * groups
+    assert given.rows_per_step(mesh) == 15 * groups
