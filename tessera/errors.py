@@ -270,6 +270,12 @@ class UnknownOptimizerError(TesseraError, ValueError):
     code = "T505"
 
 
+class LossScaleError(TesseraError, ValueError):
+    """fp16 gradients overflow however small the loss is scaled."""
+
+    code = "T506"
+
+
 # --- T6xx: data
 
 

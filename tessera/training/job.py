@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from tessera.graph.function import Function
+from tessera.graph.stages import Compiled
 from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.training.config import Settings
@@ -70,6 +71,11 @@ class Job:
         return make_train_step(self.recipe, self.abstract_state)
 
     @cached_property
+    def compiled(self) -> Compiled:
+        """The compiled step, which the first call of ``step`` finds."""
+        return self.step.compile(self.abstract_state, self.abstract_batch)
+
+    @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and layouts of the state; nothing is allocated."""
         shapes = abstract_state(
@@ -88,6 +94,15 @@ class Job:
         steps = training.gradient_accumulation_steps
         shape = jax.ShapeDtypeStruct((steps, rows, training.sequence_length), jnp.int32)
         return {name: self._struct(shape, batch_spec(self.recipe)) for name in _BATCH}
+
+    def check(self) -> None:
+        """Raise what does not fit before anything is compiled or written.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          ShardDivisibilityError: [T201] a parameter cannot be split over its axes.
+        """
+        self.model.layouts(self.mesh)
 
     def load_data(self) -> Corpus:
         """Read and pack the data.

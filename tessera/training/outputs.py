@@ -11,7 +11,9 @@ from typing import Final
 
 from tessera.errors import OutputPathError
 
-_NAMES: Final = ("train.log", "metrics.jsonl", "tensorboard", "config.yaml")
+_NAMES: Final = (
+    *("train.log", "metrics.jsonl", "tensorboard", "profile", "config.yaml"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """The folder of TensorBoard's event files."""
         return self.path / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        """The folder of ``training.profile_communication``."""
+        return self.path / "profile"
 
     @property
     def config(self) -> Path:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a model: configuration -> mesh -> model -> compiled step -> loop.
+
+    python run_training.py model=tiny model.mesh_shape=[[4,1],[fsdp,tp]]
+
+``--help`` lists every setting; docs/configuration.md explains them.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+
+from tessera.graph.profile import profile
+from tessera.mesh import Mesh
+from tessera.runtime.devices import prepare_devices
+from tessera.training.command_line import Composed, run_from_command_line
+from tessera.training.config import Settings
+from tessera.training.console import Console, log
+from tessera.training.job import Job
+from tessera.training.loop import Trainer
+from tessera.training.metrics import MetricWriter
+from tessera.training.outputs import open_run_folder
+from tessera.training.profiling import Window, write_profile
+from tessera.training.summary import dry_run_text, run_rows
+
+
+def main(composed: Composed) -> None:
+    """One run, from its composed configuration."""
+    settings = composed.settings
+    told = "" if settings.training.dry_run else prepare(settings)
+    job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))
+    job.check()
+    if settings.training.dry_run:
+        with Console(None) as console:
+            console.show_run_table(run_rows(job))
+            log.info("%s", dry_run_text(job))
+        return
+    # Nothing is written before everything that can be wrong was looked at.
+    corpus = job.load_data()
+    rank, count = jax.process_index(), jax.process_count()
+    folder = open_run_folder(composed.output_dir, composed.text) if rank == 0 else None
+    log_file = folder.log if folder else None
+    with (
+        MetricWriter(folder) as writer,
+        Console(log_file, rank=rank, num_processes=count) as console,
+    ):
+        console.show_configuration(composed.text)
+        log.info("%s", told)
+        log.info("%s", corpus.describe())
+        log.info("compiling the step")
+        console.show_run_table(run_rows(job))
+        window = None
+        if settings.training.profile_communication and folder is not None:
+            report = profile(job.step, job.abstract_state, job.abstract_batch)
+            write_profile(folder.profile, report)
+            log.info("%s", report.as_text())
+            window = Window(folder.profile, settings.training.steps)
+        Trainer(job, corpus, console, writer, window).run()
+        log.info("the run is in %s", composed.output_dir)
+
+
+def prepare(settings: Settings) -> str:
+    """Find the devices that the mesh asks for, or simulate them; what the log says."""
+    sizes, axes = settings.model.mesh_shape
+    return prepare_devices(
+        settings.model.num_devices,
+        settings.runtime.platform,
+        axes=dict(zip(axes, sizes, strict=True)),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_from_command_line(main, Path(__file__).parent / "configs"))

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: batches in, steps out, numbers read a few steps behind.
+
+The loop never waits for the step that it has just started. It reads the metrics of the
+oldest step in flight, which bounds how far it runs ahead and paces the log.
+"""
+
+import time
+from collections import deque
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tessera.analysis.flops import count
+from tessera.analysis.peaks import mfu, peak_flops
+from tessera.errors import LossScaleError
+from tessera.models.sampling import generate
+from tessera.training.console import Console, Progress
+from tessera.training.data import Corpus
+from tessera.training.job import Job
+from tessera.training.loss_scale import SMALLEST
+from tessera.training.metrics import MetricWriter
+from tessera.training.profiling import Window
+from tessera.training.state import TrainState, init_state
+from tessera.training.step import batch_spec, make_eval_step
+
+Numbers: TypeAlias = dict[str, float]
+
+
+@dataclass
+class _Flight:
+    """A step that was started and whose metrics were not read yet."""
+
+    step: int
+    metrics: dict[str, Any]
+
+
+class Trainer:
+    """One run from its first array to its last line.
+
+    Args:
+      job: What to run.
+      corpus: Its data.
+      console: Where a person watches.
+      writer: Where the numbers go.
+      window: Steps to profile, or None.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        corpus: Corpus,
+        console: Console,
+        writer: MetricWriter,
+        window: Window | None = None,
+    ) -> None:
+        self.job, self.corpus = job, corpus
+        self._console, self._writer, self._window = console, writer, window
+        self._evaluate = make_eval_step(job.recipe)
+        self._flights: deque[_Flight] = deque()
+        self._read_at = 0.0
+
+    def run(self) -> TrainState:
+        """Train for all steps, validate, and show a sample.
+
+        Raises:
+          LossScaleError: [T506] fp16 overflows at the smallest loss scale.
+        """
+        job, training = self.job, self.job.settings.training
+        key = jax.random.key(training.seed)
+        state = init_state(
+            job.model, job.recipe.optimizer, key, job.mesh, loss_scale=job.loss_scale
+        )
+        flops = count(job.compiled.traced.graph.program).total
+        self._read_at = time.perf_counter()
+        with (
+            closing(self._batches()) as batches,
+            self._console.progress(training.steps) as progress,
+        ):
+            for step, batch in enumerate(islice(batches, training.steps), 1):
+                if self._window is not None:
+                    self._window.before(step, partial(self._drain, progress, flops))
+                state, metrics = job.step(state, batch)
+                self._flights.append(_Flight(step, metrics))
+                if len(self._flights) >= job.settings.runtime.max_steps_in_flight:
+                    self._read_oldest(progress, flops)
+                if self._validates_after(step):
+                    self._drain(progress, flops)
+                    self._validate(step, state)
+            self._drain(progress, flops)
+            if self._window is not None:
+                self._window.close()
+        self._sample(state)
+        return state
+
+    def _batches(self) -> Generator[Any, None, None]:
+        """One step's batch after the other, on its devices."""
+        training = self.job.settings.training
+        spec = batch_spec(self.job.recipe)
+        rows = self.job.settings.rows_per_step(self.job.mesh)
+        steps = training.gradient_accumulation_steps
+        with closing(
+            self.corpus.train(rows, jax.process_index(), jax.process_count())
+        ) as batches:
+            for batch in batches:
+                folded = {
+                    name: array.reshape(steps, -1, array.shape[-1])
+                    for name, array in batch.items()
+                }
+                yield self._placed(folded, spec)
+
+    def _placed(self, batch: dict[str, np.ndarray], spec: PartitionSpec) -> Any:
+        """This process's part of a batch, as global arrays."""
+        sharding = NamedSharding(self.job.mesh.jax, spec)
+        return {
+            name: jax.make_array_from_process_local_data(sharding, array)
+            for name, array in batch.items()
+        }
+
+    def _drain(self, progress: Progress, flops: int) -> None:
+        while self._flights:
+            self._read_oldest(progress, flops)
+
+    def _read_oldest(self, progress: Progress, flops: int) -> None:
+        flight = self._flights.popleft()
+        numbers = {name: float(value) for name, value in flight.metrics.items()}
+        now = time.perf_counter()
+        seconds, self._read_at = now - self._read_at, now
+        _check_scale(flight.step, numbers)
+        training, mesh = self.job.settings.training, self.job.mesh
+        numbers["tokens_per_second"] = numbers.pop("tokens") / seconds
+        numbers["step_seconds"] = seconds
+        kind = mesh.jax.devices.flat[0].device_kind
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(
+            training.mixed_precision, "float32"
+        )
+        share = mfu(flops, seconds, mesh.size, peak_flops(kind, dtype))
+        if share is not None:
+            numbers["mfu"] = share
+        if (memory := self._peak_memory()) is not None:
+            numbers["peak_memory_bytes"] = memory
+        self._writer.write(flight.step, numbers)
+        progress.advance(flight.step)
+        if flight.step % training.log_every == 0 or flight.step in (1, training.steps):
+            shown = ("grad_norm", "learning_rate", "step_seconds", "mfu", "loss_scale")
+            progress.update(
+                flight.step,
+                loss=numbers["loss"],
+                tokens_per_second=numbers["tokens_per_second"],
+                others={name: numbers[name] for name in shown if name in numbers},
+            )
+
+    def _peak_memory(self) -> int | None:
+        """Most bytes that the fullest of this process's devices held, if it counts."""
+        stats = [d.memory_stats() for d in self.job.mesh.jax.local_devices]
+        peaks = [each["peak_bytes_in_use"] for each in stats if each]
+        return max(peaks) if peaks else None
+
+    def _validates_after(self, step: int) -> bool:
+        training = self.job.settings.training
+        if step == training.steps:
+            return True
+        return bool(training.validate_every) and step % training.validate_every == 0
+
+    def _validate(self, step: int, state: TrainState) -> None:
+        rows = self.job.settings.rows_per_microbatch(self.job.mesh)
+        limit = self.job.settings.training.validation_batches
+        spec = PartitionSpec(self.job.recipe.data_axes or None)
+        total, tokens = 0.0, 0.0
+        with closing(
+            self.corpus.validation(rows, jax.process_index(), jax.process_count())
+        ) as batches:
+            for batch in islice(batches, limit):
+                loss, counted = self._evaluate(state.params, self._placed(batch, spec))
+                total, tokens = total + float(loss), tokens + float(counted)
+        if tokens:
+            self._writer.write(step, {"val_loss": total / tokens})
+            self._console.show_validation(step, total / tokens)
+        # Validation is not part of any step's time.
+        self._read_at = time.perf_counter()
+
+    def _sample(self, state: TrainState) -> None:
+        training, tokenizer = self.job.settings.training, self.corpus.tokenizer
+        prompt = tokenizer.encode(training.sample_prompt)
+        if not training.sample_length or not len(prompt):
+            return
+        key = jax.random.fold_in(jax.random.key(training.seed), training.steps)
+        ids = generate(
+            self.job.model,
+            state.params,
+            jnp.asarray(prompt, jnp.int32)[None],
+            training.sample_length,
+            key,
+            temperature=0.8,
+        )
+        added = np.asarray(ids)[0, len(prompt) :]
+        self._console.show_sample(training.sample_prompt, tokenizer.decode(added))
+
+
+def _check_scale(step: int, numbers: Numbers) -> None:
+    """Stop where no loss scale is small enough: every step would be skipped."""
+    if numbers.get("overflow") and numbers["loss_scale"] <= SMALLEST:
+        raise LossScaleError(
+            f"fp16 gradients overflow at step {step} with the smallest loss scale",
+            got=f"loss scale {numbers['loss_scale']:g}, loss {numbers['loss']:g}",
+            fix="use training.mixed_precision=bf16, or a lower optimizer.learning_rate",
+        )

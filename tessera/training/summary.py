@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run is, in a table, before its first step; all of a dry run's output."""
+
+import jax
+
+from tessera.analysis.memory import format_bytes
+from tessera.training.job import Job
+
+
+def run_rows(job: Job) -> list[tuple[str, str]]:
+    """Mesh, parameters, batch and memory per device; compiles, allocates nothing."""
+    settings, mesh = job.settings, job.mesh
+    memory, ledger = job.compiled.memory, job.compiled.collectives
+    rows = settings.rows_per_step(mesh)
+    state = sum(_nbytes(leaf) for leaf in jax.tree.leaves(job.abstract_state))
+    local = sum(_local_nbytes(leaf) for leaf in jax.tree.leaves(job.abstract_state))
+    sent = [
+        f"{'×'.join(axes)}: {total.calls} calls, {format_bytes(total.nbytes)}"
+        for axes, total in ledger.by_axis().items()
+    ]
+    return [
+        ("mesh", f"{mesh.topology}{', abstract' if mesh.is_abstract else ''}"),
+        ("model", settings.model.name),
+        ("parameters", f"{settings.model.config.num_params:,}"),
+        *(("layout", note) for note in job.model.layout_notes(mesh)),
+        ("state", f"{format_bytes(state)}, {format_bytes(local)} per device"),
+        (
+            "batch",
+            f"{rows:,} sequences of {settings.training.sequence_length:,} tokens "
+            f"in {settings.training.gradient_accumulation_steps} microbatches",
+        ),
+        (
+            "memory per device",
+            f"{format_bytes(memory.peak)}: state and batch "
+            f"{format_bytes(memory.arguments)}, temporaries "
+            f"{format_bytes(memory.temporaries)}",
+        ),
+        ("sent per step", "; ".join(sent) or "nothing: one device"),
+    ]
+
+
+def dry_run_text(job: Job) -> str:
+    """Memory per device and every collective of the compiled step."""
+    compiled = job.compiled
+    return f"{compiled.memory.as_text()}\n\n{compiled.collectives.as_text()}"
+
+
+def _nbytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return leaf.size * leaf.dtype.itemsize
+
+
+def _local_nbytes(leaf: jax.ShapeDtypeStruct) -> int:
+    assert leaf.sharding is not None
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype).size * leaf.dtype.itemsize
