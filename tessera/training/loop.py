@@ -189,9 +189,9 @@ class Trainer:
 
     def _sample(self, state: TrainState) -> None:
         training, tokenizer = self.job.settings.training, self.corpus.tokenizer
-        prompt = tokenizer.encode(training.sample_prompt)
-        if not training.sample_length or not len(prompt):
+        if not training.sample_length:
             return
+        prompt, shown = self._prompt()
         key = jax.random.fold_in(jax.random.key(training.seed), training.steps)
         ids = generate(
             self.job.model,
@@ -202,7 +202,18 @@ class Trainer:
             temperature=0.8,
         )
         added = np.asarray(ids)[0, len(prompt) :]
-        self._console.show_sample(training.sample_prompt, tokenizer.decode(added))
+        self._console.show_sample(shown, tokenizer.decode(added))
+
+    def _prompt(self) -> tuple[np.ndarray, str]:
+        """What the sample continues: the separator alone where the data is no text."""
+        text, tokenizer = (
+            self.job.settings.training.sample_prompt,
+            self.corpus.tokenizer,
+        )
+        begin = [] if tokenizer.separator is None else [tokenizer.separator]
+        if tokenizer.kind == "synthetic" or not text:
+            return np.array(begin or [0], np.int32), ""
+        return np.concatenate([np.array(begin, np.int32), tokenizer.encode(text)]), text
 
 
 def _check_scale(step: int, numbers: Numbers) -> None:

@@ -7,6 +7,7 @@ batch, however many tokens of each microbatch count.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -140,7 +141,7 @@ def _loss(
     recipe: Recipe, params: Tree, batch: Batch, place: Placement
 ) -> Float[Array, ""]:
     """Summed cross-entropy of one microbatch, in nats."""
-    with autocast(recipe.dtype, enabled=recipe.dtype != "f32"):
+    with autocast(recipe.dtype) if recipe.dtype != "f32" else nullcontext():
         logits = recipe.model.module(params)(
             batch["tokens"],
             positions=batch["positions"],
