@@ -210,7 +210,7 @@ class Trainer:
             self.job.settings.training.sample_prompt,
             self.corpus.tokenizer,
         )
-        begin = [] if tokenizer.separator is None else [tokenizer.separator]
+        begin = list[int]() if tokenizer.separator is None else [tokenizer.separator]
         if tokenizer.kind == "synthetic" or not text:
             return np.array(begin or [0], np.int32), ""
         return np.concatenate([np.array(begin, np.int32), tokenizer.encode(text)]), text
