@@ -70,10 +70,11 @@ def prepare_devices(
     """Make sure that a mesh of ``num_needed`` devices can run, and start the backend.
 
     Args:
-      num_needed: Devices that the mesh takes.
+      num_needed: Devices that the mesh takes; at least, where a size is -1.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; ``"auto"`` takes what JAX prefers,
         which follows ``JAX_PLATFORMS``.
-      axes: The mesh's axes and sizes, for the meshes that an error proposes.
+      axes: The mesh's axes and sizes, of which one may be -1: then the mesh takes as
+        many devices as there are. An error proposes others like it.
 
     Returns:
       What the log says of it: ``"simulating 4 CPU devices: …"`` or
@@ -94,25 +95,26 @@ def prepare_devices(
     elif not _jax.backend_started():
         simulate_devices(num_needed)
     devices = _start_backend(platform)
-    found = devices[0].platform
+    found, there = devices[0].platform, len(devices)
     if found == "cpu":
         simulate_devices(num_needed)
-        if num_needed == 1:
-            return "one CPU device"
-        of = f" of {len(devices)}" if len(devices) > num_needed else ""
-        return (
-            f"simulating {num_needed}{of} CPU devices: what they compute is right, "
-            "how fast is not"
-        )
-    if len(devices) < num_needed:
+    elif there < num_needed:
         raise DeviceCountError(
             f"the mesh takes {num_needed} {found.upper()} devices",
-            got=f"{len(devices)} on this machine ({devices[0].device_kind})",
-            fix=_smaller_meshes(axes or {"fsdp": num_needed}, len(devices))
+            got=f"{there} on this machine ({devices[0].device_kind})",
+            fix=_smaller_meshes(axes or {"fsdp": num_needed}, there)
             + f"\nor simulate {num_needed} CPU devices: runtime.platform=cpu",
         )
-    of = f" of {len(devices)}" if len(devices) > num_needed else ""
-    return f"{num_needed}{of} {found.upper()} devices ({devices[0].device_kind})"
+    takes_all = axes is not None and -1 in axes.values()
+    used = there // num_needed * num_needed if takes_all else num_needed
+    counted = f"{used} of {there}" if used < there else f"{used}"
+    if found != "cpu":
+        return f"{counted} {found.upper()} devices ({devices[0].device_kind})"
+    if used == 1:
+        return "one CPU device"
+    return (
+        f"simulating {counted} CPU devices: what they compute is right, how fast is not"
+    )
 
 
 def _choose_cpu(count: int) -> None:
@@ -177,7 +179,7 @@ def _environment_int(name: str) -> int:
 
 def _smaller_meshes(axes: Mapping[str, int], count: int) -> str:
     """Up to three meshes of ``count`` devices, as like ``axes`` as can be."""
-    wanted = list(axes.values())
+    wanted = [max(size, 1) for size in axes.values()]
     shrink = log2(prod(wanted) / count) / len(wanted)
 
     def unlikeness(sizes: tuple[int, ...]) -> float:

@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from time import monotonic
 from traceback import format_exception
@@ -64,6 +65,9 @@ class Console:
         width: int | None = None,
     ) -> None:
         stream = sys.stdout if stream is None else stream
+        if isinstance(stream, TextIOWrapper):
+            # A sample may hold any character, and the locale of a job may be ASCII.
+            stream.reconfigure(errors="backslashreplace")
         self._rich = RichConsole(
             file=stream, force_terminal=terminal, width=width, highlight=False
         )
@@ -174,7 +178,7 @@ class Console:
           done: Those done before, by the run that this one continues.
         """
         if not self._on_terminal:
-            yield Progress(self, num_steps, done, None)
+            yield Progress(num_steps, done, None)
             return
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
@@ -183,7 +187,7 @@ class Console:
         )
         with RichProgress(*columns, console=self._rich, expand=True) as bar:
             bar.add_task("", total=num_steps, completed=done, said="")
-            yield Progress(self, num_steps, done, bar)
+            yield Progress(num_steps, done, bar)
 
     def _show(self, plain: str, rich: RenderableType) -> None:
         """Show something on a terminal in one form, and log it in another."""
@@ -196,10 +200,8 @@ class Console:
 class Progress:
     """How far a run is; ``Console.progress`` makes it."""
 
-    def __init__(
-        self, console: Console, num_steps: int, done: int, bar: RichProgress | None
-    ) -> None:
-        self._console, self._num_steps, self._bar = console, num_steps, bar
+    def __init__(self, num_steps: int, done: int, bar: RichProgress | None) -> None:
+        self._num_steps, self._bar = num_steps, bar
         self._first: tuple[int, float] = done, monotonic()
         self._is_warm = False
 

@@ -124,6 +124,12 @@ def test_the_log_says_how_many_of_the_devices_are_used():
     )
 
 
+def test_a_size_to_infer_takes_every_device_that_fits():
+    said = "CPU devices: what they compute is right, how fast is not"
+    assert prepare_devices(2, axes={"fsdp": -1, "tp": 2}) == f"simulating 8 {said}"
+    assert prepare_devices(3, axes={"fsdp": -1, "tp": 3}) == f"simulating 6 of 8 {said}"
+
+
 def test_a_platform_that_is_not_there_is_named():
     with pytest.raises(errors.DeviceCountError) as caught:
         prepare_devices(1, "gpu")
@@ -161,6 +167,16 @@ def test_too_few_accelerators_propose_the_nearest_meshes():
         "or [[1,4],[fsdp,tp]]\n"
         "  fix: or simulate 16 CPU devices: runtime.platform=cpu\n"
         "  docs: docs/errors/T702.md"
+    )
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_too_few_accelerators_for_a_size_to_infer():
+    with pytest.raises(errors.DeviceCountError) as caught:
+        prepare_devices(8, axes={"fsdp": -1, "tp": 8})
+    assert caught.value.fix.splitlines()[0] == (
+        "use model.mesh_shape=[[1,4],[fsdp,tp]] or [[2,2],[fsdp,tp]] "
+        "or [[4,1],[fsdp,tp]]"
     )
 
 

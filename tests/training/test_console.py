@@ -201,6 +201,15 @@ def test_closing_leaves_logging_as_it_was():
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
 
 
+def test_a_stream_that_knows_ascii_only_shows_codes():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    with Console(None, stream=stream, terminal=False) as console:
+        console.show_run_table([("mesh", "fsdp × tp mesh, 4 × 1")])
+    stream.flush()
+    assert rb"mesh  fsdp \xd7 tp mesh, 4 \xd7 1" in raw.getvalue()
+
+
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch, clock):
     monkeypatch.setenv("TERM", "dumb")
     seen, _ = run(train(clock, steps=1), terminal=True)
