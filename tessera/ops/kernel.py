@@ -154,17 +154,25 @@ class Kernel:
         for leaf in arrays:
             if leaf.parameter in self._layouts or not is_unplaced(leaf.value):
                 continue
+            why, also = _HIDDEN if scope.current() is None else _COMPUTED
             raise KernelError(
                 f"a kernel cannot see how argument {leaf.name!r} is split",
-                got=f"{jax.typeof(leaf.value)}, traced by a transformation that hides "
-                "layouts",
+                got=f"{jax.typeof(leaf.value)}, {why}",
                 fix=f"say it: @op.kernel(layouts={{{leaf.parameter!r}: "
-                "dist.ShardSpec(...)}), or dist.ShardSpec.replicated()\n"
-                "or compile with ts.jit, which keeps the layouts of its arguments",
+                f"dist.ShardSpec(...)}}), or dist.ShardSpec.replicated()\n{also}",
             )
 
 
 _BLOCK = object()
+
+_HIDDEN = (
+    "traced by a transformation that hides layouts",
+    "or compile with ts.jit, which keeps the layouts of its arguments",
+)
+_COMPUTED = (
+    "computed in a step that leaves its layout to the compiler",
+    "or pass an argument of the step, a dist.tensor, or the result of a kernel",
+)
 
 
 @dataclass(frozen=True)

@@ -334,6 +334,16 @@ def test_a_traced_argument_that_hides_its_layout_is_refused(dp_mesh):
     message_of(KernelError, jax.vmap(dp_step), x)
 
 
+def test_a_value_computed_in_a_step_has_no_layout_of_its_own(dp_mesh):
+    def step(x):
+        with scope.opened(scope.Scope(mesh=dp_mesh)):
+            scope.record_layout(x, dp_mesh, P("dp"))
+            return dp_step(x * 2)
+
+    message = message_of(KernelError, jax.eval_shape, step, jnp.ones((16, 4)))
+    assert "got: float32[16,4], computed in a step that leaves its layout" in message
+
+
 def test_a_declared_layout_that_does_not_fit(dp_mesh):
     body = kernel(layouts={"x": dist.ShardSpec(("row",), ("dp",))})(lambda x: x)
     with dp_mesh:
