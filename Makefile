@@ -40,8 +40,8 @@ test: $(DEV_READY) ## Run the tests: pytest $(ARGS)
 lint: $(DEV_READY) ## Check style, types and the direction of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyrefly check
-	$(BIN)/lint-imports
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+	$(BIN)/lint-imports --no-logo
 
 format: $(DEV_READY) ## Format, and mend what ruff can mend
 	$(BIN)/ruff format
