@@ -20,7 +20,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax
-from tessera.errors import NoMeshError, TensorFormError, did_you_mean
+from tessera.errors import (
+    NoMeshError,
+    SpecFormError,
+    TensorFormError,
+    did_you_mean,
+)
 from tessera.mesh import Mesh, opened_or_none
 from tessera.spec import ShardSpec as ShardSpec
 from tessera.spec import local_shape as local_shape
@@ -87,7 +92,9 @@ def capturing(callback: Callable[["DistTensor"], jax.Array]) -> Iterator[None]:
 class DistTensor:
     """An array that is declared now and created when it is first used.
 
-    It stands wherever JAX takes an array. Made by :func:`tensor`.
+    It stands wherever JAX takes an array. Two tensors are equal when they are the same
+    one, so that they can be keys; values are compared by those of ``W[:]``. Made by
+    :func:`tensor`.
 
     Attributes:
       shape: Global shape.
@@ -258,6 +265,7 @@ def tensor(
     Raises:
       TensorFormError: [T207] shape, dtype or init is not one.
       NoMeshError: [T106] a layout without a mesh.
+      SpecFormError: [T204] the layout is no ShardSpec, or names a dim twice.
       ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
       DimError: [T203] the layout names a dim that the shape does not have.
       UnknownAxisError: [T103] the layout names an axis that the mesh does not have.
@@ -270,6 +278,12 @@ def tensor(
       ((2500000, 4096), 20480000000)
     """
     what = "tensor" if name is None else f"tensor {name!r}"
+    if layout is not None and not isinstance(layout, ShardSpec):
+        raise SpecFormError(
+            f"the layout of {what} is no ShardSpec",
+            got=f"{layout!r}",
+            fix='write layout=ShardSpec(partition=("row",), mesh_axes=("dp",))',
+        )
     mesh = mesh if mesh is not None else opened_or_none()
     if mesh is None and layout is not None and any(layout.mesh_axes):
         raise NoMeshError(
@@ -284,7 +298,7 @@ def tensor(
 
 
 def _fan_in_normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    fan_in = shape[-2] if len(shape) > 1 else 1
+    fan_in = max(1, shape[-2]) if len(shape) > 1 else 1
     return jax.random.normal(key, shape, dtype) * jnp.asarray(fan_in**-0.5, dtype)
 
 

@@ -572,6 +572,11 @@ def test_a_layout_is_checked_when_it_is_declared(grid_mesh):
     refusal(DimError, (8,), ShardSpec((1,), ("tp",)), grid_mesh)
 
 
+def test_a_layout_is_a_shard_spec(grid_mesh):
+    message = refusal(SpecFormError, (8,), P("dp"), grid_mesh)
+    assert message.startswith("[T204] the layout of tensor is no ShardSpec")
+
+
 @pytest.mark.parametrize("shape", [(2, -1), (2.5,), (True,), ("a",)])
 def test_a_shape_is_made_of_sizes(shape):
     assert "is not a whole number from 0 up" in refusal(TensorFormError, shape)

@@ -184,7 +184,12 @@ def _operand(value: Any, axes: tuple[str, ...]) -> Operand:
     if layout is None and is_unplaced(value):
         raise CollectiveError(
             "a collective cannot see how this traced array is split",
-            got=f"{jax.typeof(value)}, traced by a transformation that hides layouts",
+            got=f"{jax.typeof(value)}, "
+            + (
+                "traced by a transformation that hides layouts"
+                if scope.current() is None
+                else "computed in a step that leaves its layout to the compiler"
+            ),
             fix="call it inside @op.kernel, where every device has its own block",
         )
     if layout is None:
