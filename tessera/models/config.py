@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of a Gemma 3 text model, checked when they are written down.
+
+A configuration is a plain frozen value: it hashes, compares and counts parameters
+without an array being made. The published sizes are in ``registry.py``.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from tessera.errors import ModelShapeError
+
+
+def nearest(legal: Iterable[int], wanted: int) -> str:
+    """The legal numbers on both sides of one that is not, for a message.
+
+    Example:
+      >>> nearest([1, 2, 4], 3)
+      '2 or 4'
+    """
+    numbers = list(legal)
+    below = [n for n in numbers if n < wanted][-1:]
+    above = [n for n in numbers if n > wanted][:1]
+    return " or ".join(map(str, below + above))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config:
+    """Sizes and constants of one Gemma 3 text model.
+
+    Attributes:
+      vocab_size: Rows of the embedding table, which is also the output head.
+      d_model: Width of the residual stream.
+      num_layers: Number of blocks.
+      num_heads: Query heads.
+      num_kv_heads: Key and value heads; each serves num_heads / num_kv_heads queries.
+      head_dim: Width of one head; even, because rope rotates halves.
+      mlp_dim: Hidden width of the gated MLP.
+      window: Tokens that a local layer sees, its own included.
+      query_pre_attn_scalar: Queries are scaled by this to the power -1/2.
+      global_every: Layer i sees the whole sequence iff (i + 1) % global_every == 0.
+      rope_base_local: Base of the rotary frequencies of local layers.
+      rope_base_global: Base of the rotary frequencies of global layers.
+      rope_scale_global: Global layers divide positions by this.
+      norm_epsilon: Added to the mean square in every RMSNorm.
+      scan_unroll: Layers in one step of the scan over layers.
+
+    Raises:
+      ModelShapeError: [T405] sizes that contradict each other, all of them at once.
+
+    Example:
+      >>> from tessera.models.registry import config_of
+      >>> f"{config_of('gemma3_270m').num_params:,}"
+      '268,098,176'
+
+    Source: Gemma 3 Technical Report, arXiv 2503.19786.
+    """
+
+    vocab_size: int
+    d_model: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    window: int
+    query_pre_attn_scalar: float
+    global_every: int = 6
+    rope_base_local: float = 10_000.0
+    rope_base_global: float = 1_000_000.0
+    rope_scale_global: float = 1.0
+    norm_epsilon: float = 1e-6
+    scan_unroll: int = 1
+
+    def __post_init__(self) -> None:
+        problems = self._problems()
+        if problems:
+            raise ModelShapeError(
+                "these sizes do not make a model",
+                got="\n".join(got for got, _ in problems),
+                fix="\n".join(fix for _, fix in problems),
+            )
+
+    def _problems(self) -> list[tuple[str, str]]:
+        """What is wrong and what to write instead, for everything that is wrong."""
+        found = [
+            (
+                f"{field.name} = {value!r} is not a positive number",
+                f"use {field.name} 1 or more",
+            )
+            for field in fields(self)
+            if not 0 < (value := getattr(self, field.name)) < math.inf
+        ]
+        if found:
+            return found
+        if self.num_heads % self.num_kv_heads:
+            legal = (n for n in range(1, self.num_heads + 1) if not self.num_heads % n)
+            found.append(
+                (
+                    f"num_heads = {self.num_heads}, num_kv_heads = {self.num_kv_heads},"
+                    f" remainder {self.num_heads % self.num_kv_heads}",
+                    f"use num_kv_heads {nearest(legal, self.num_kv_heads)}",
+                )
+            )
+        if self.head_dim % 2:
+            found.append(
+                (
+                    f"head_dim = {self.head_dim} is odd, and rope rotates halves",
+                    f"use head_dim {self.head_dim - 1 or 2} or {self.head_dim + 1}",
+                )
+            )
+        return found
+
+    @property
+    def num_params(self) -> int:
+        """Number of trained scalars; the tied head counts once."""
+        d, heads = self.d_model, self.num_heads + self.num_kv_heads
+        block = 2 * d * self.head_dim * heads + 3 * d * self.mlp_dim
+        return self.vocab_size * d + self.num_layers * block + self.num_norm_params
+
+    @property
+    def num_norm_params(self) -> int:
+        """How many of them are scales of norms."""
+        block = 4 * self.d_model + 2 * self.head_dim
+        return self.num_layers * block + self.d_model
+
+    def is_global(self, layer: int) -> bool:
+        """Whether a layer (counted from 0) sees the whole sequence."""
+        return (layer + 1) % self.global_every == 0

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Gemma 3 text model: one block, scanned over layers.
+
+The block's parameters are stacked along a leading ``layers`` dim and a ``lax.scan``
+goes over them, so the program that XLA compiles is as long for 34 layers as for six.
+Local and global layers share the block: they differ in the mask's window and in the
+rotary frequencies, which follow from a flag that is scanned with the parameters.
+
+Source: Gemma 3 Technical Report, arXiv 2503.19786.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from tessera.models.config import Gemma3Config
+from tessera.models.layers import MLP, Attention, RMSNorm, parameter
+from tessera.models.rules import NO_MESH, Placement
+
+RESIDUAL = ("batch", "sequence", None)
+GATHERED = ("batch", None, None)
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each between two norms, each added to the residual."""
+
+    def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs) -> None:
+        shape, names = (config.num_layers, config.d_model), ("layers", "norm")
+        self.pre_attention_norm = RMSNorm(shape, names, config.norm_epsilon)
+        self.attention = Attention(config, rngs=rngs)
+        self.post_attention_norm = RMSNorm(shape, names, config.norm_epsilon)
+        self.pre_mlp_norm = RMSNorm(shape, names, config.norm_epsilon)
+        self.mlp = MLP(config, rngs=rngs)
+        self.post_mlp_norm = RMSNorm(shape, names, config.norm_epsilon)
+
+    def __call__(
+        self,
+        x_BSD: Float[Array, "batch seq d_model"],
+        angles_BSK: Float[Array, "#batch seq half_head_dim"],
+        mask_BST: Bool[Array, "#batch seq seq"],
+        place: Placement,
+    ) -> Float[Array, "batch seq d_model"]:
+        """The residual after one layer."""
+        with jax.named_scope("attention"):
+            inner = place.constrain(self.pre_attention_norm(x_BSD), *GATHERED)
+            inner = self.attention(inner, angles_BSK, mask_BST, place)
+            inner = place.constrain(inner, *RESIDUAL)
+            x_BSD = x_BSD + self.post_attention_norm(inner)
+        with jax.named_scope("mlp"):
+            inner = place.constrain(self.pre_mlp_norm(x_BSD), *GATHERED)
+            inner = place.constrain(self.mlp(inner, place), *RESIDUAL)
+            x_BSD = x_BSD + self.post_mlp_norm(inner)
+        return place.constrain(x_BSD, *RESIDUAL)
+
+
+class Gemma3(nnx.Module):
+    """A decoder that predicts each next token.
+
+    Args:
+      config: Sizes.
+      rngs: Its ``params`` stream gives the initial values.
+    """
+
+    def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        # Unit-variance inputs after the scaling by sqrt(d_model), unit-variance logits.
+        init = jax.nn.initializers.normal(config.d_model**-0.5)
+        shape = (config.vocab_size, config.d_model)
+        table = init(rngs.params(), shape, jnp.float32)
+        self.embedding = parameter(table, "vocab", "embed")
+        self.decoder = Block(config, rngs=rngs)
+        self.final_norm = RMSNorm((config.d_model,), ("norm",), config.norm_epsilon)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        place: Placement = NO_MESH,
+    ) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token after each one, float32; see ``Model.apply``."""
+        hidden = self.hidden(
+            tokens, positions=positions, segment_ids=segment_ids, place=place
+        )
+        return self.logits(hidden, place=place)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        place: Placement = NO_MESH,
+    ) -> Float[Array, "batch seq d_model"]:
+        """The normalized residual after the last block."""
+        with jax.named_scope("embedding"):
+            # A token outside the table gives NaN instead of some other token's row.
+            x_BSD = jnp.take(self.embedding[...], tokens, axis=0, mode="fill")
+            x_BSD = place.constrain(x_BSD * self.config.d_model**0.5, *RESIDUAL)
+        if positions is None:
+            positions = _positions(tokens.shape[1], segment_ids)
+        distance_ST, allowed_BST = _causal(tokens.shape[1], segment_ids)
+
+        graphdef, layers = nnx.split(self.decoder)
+        is_global = (
+            jnp.arange(1, self.config.num_layers + 1) % self.config.global_every == 0
+        )
+
+        def body(
+            x_BSD: Array, layer: tuple[nnx.State[str, Any], Array]
+        ) -> tuple[Array, None]:
+            state, sees_all = layer
+            block = nnx.merge(graphdef, state)
+            mask_BST = allowed_BST & (sees_all | (distance_ST < self.config.window))
+            angles_BSK = self._angles(positions, sees_all)
+            return block(x_BSD, angles_BSK, mask_BST, place), None
+
+        with jax.named_scope("decoder"):
+            x_BSD, _ = jax.lax.scan(
+                body, x_BSD, (layers, is_global), unroll=self.config.scan_unroll
+            )
+        return place.constrain(self.final_norm(x_BSD), *GATHERED)
+
+    def logits(
+        self,
+        hidden: Float[Array, "batch seq d_model"],
+        *,
+        place: Placement = NO_MESH,
+    ) -> Float[Array, "batch seq vocab"]:
+        """Scores of every token, float32, by the embedding table."""
+        with jax.named_scope("logits"):
+            scores = jnp.einsum(
+                "bsd,vd->bsv",
+                hidden,
+                self.embedding[...],
+                preferred_element_type=jnp.float32,
+            )
+            return place.constrain(scores, "batch", None, "vocab")
+
+    def _angles(
+        self, positions: Int[Array, "#batch seq"], sees_all: Bool[Array, ""]
+    ) -> Float[Array, "#batch seq half_head_dim"]:
+        """Rotary angles of one layer, in radians."""
+        config = self.config
+        exponent = (
+            jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+        )
+        local = config.rope_base_local**-exponent
+        wide = config.rope_base_global**-exponent / config.rope_scale_global
+        return positions[..., None].astype(jnp.float32) * jnp.where(
+            sees_all, wide, local
+        )
+
+
+def _positions(
+    length: int, segment_ids: Int[Array, "batch seq"] | None
+) -> Int[Array, "#batch seq"]:
+    """0, 1, 2, ... from the start of each segment."""
+    index = jnp.arange(length, dtype=jnp.int32)[None]
+    if segment_ids is None:
+        return index
+    begins = segment_ids[:, 1:] != segment_ids[:, :-1]
+    begins = jnp.pad(begins, ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+def _causal(
+    length: int, segment_ids: Int[Array, "batch seq"] | None
+) -> tuple[Int[Array, "seq seq"], Bool[Array, "#batch seq seq"]]:
+    """How far back each key lies, and which keys a global layer may read."""
+    index = jnp.arange(length, dtype=jnp.int32)
+    distance = index[:, None] - index[None]
+    allowed = (distance >= 0)[None]
+    if segment_ids is not None:
+        allowed = allowed & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    return distance, allowed

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a decoder block, each holding the parameters of all layers at once.
+
+A parameter of a block is made with a leading ``layers`` dim. The scan over layers hands
+each block its own slice, so a part's ``__call__`` sees one layer and no leading dim.
+
+Shape suffixes: B batch, S query position, T key position, D d_model, F mlp, H query
+heads, G key/value heads, R query heads of one key/value head, X = R · S, K head_dim.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from tessera.models.config import Gemma3Config
+from tessera.models.rules import Placement
+from tessera.shard import ShardSpec
+
+
+def parameter(value: Array, *names: str) -> nnx.Param[Array]:
+    """A parameter that knows the logical name of each of its dims."""
+    spec = ShardSpec(partition=tuple(range(len(names))), mesh_axes=names)
+    return nnx.Param(value, shard_spec=spec)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last dim, scaled by 1 + w; float32 inside.
+
+    Args:
+      shape: Of the scale; the last dim is the normalized one.
+      names: Logical names of its dims.
+      epsilon: Added to the mean square.
+
+    Source: arXiv 1910.07467.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], names: tuple[str, ...], epsilon: float
+    ) -> None:
+        self.scale = parameter(jnp.zeros(shape, jnp.float32), *names)
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*dims last"]) -> Float[Array, "*dims last"]:
+        """``x`` normalized, in its own dtype."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        unit = wide * jax.lax.rsqrt(mean_square + self.epsilon)
+        return (unit * (1.0 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
+
+
+class Projection(nnx.Module):
+    """A matmul that takes the dims named ``inputs`` to the dims named ``outputs``.
+
+    Args:
+      num_layers: Size of the leading dim.
+      inputs: Logical name and size of each contracted dim.
+      outputs: Logical name and size of each dim that takes their place.
+      rngs: Source of the values: truncated normal, variance 1 / fan-in.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        *,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.num_inputs = len(inputs)
+        last = self.num_inputs + len(outputs) + 1
+        init = jax.nn.initializers.variance_scaling(
+            1.0,
+            "fan_in",
+            "truncated_normal",
+            in_axis=tuple(range(1, self.num_inputs + 1)),
+            out_axis=tuple(range(self.num_inputs + 1, last)),
+            batch_axis=0,
+        )
+        shape = (num_layers, *inputs.values(), *outputs.values())
+        value = init(rngs.params(), shape, jnp.float32)
+        self.kernel = parameter(value, "layers", *inputs, *outputs)
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """``x`` with its trailing dims replaced by the outputs."""
+        return jnp.tensordot(x, self.kernel[...], axes=self.num_inputs)
+
+
+def rotate(
+    x_BSHK: Float[Array, "batch seq heads head_dim"],
+    angles_BSK: Float[Array, "#batch seq half_head_dim"],
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Turn each pair (k, k + head_dim / 2) by its angle in radians; float32 inside.
+
+    Source: arXiv 2104.09864.
+    """
+    cos, sin = jnp.cos(angles_BSK)[:, :, None], jnp.sin(angles_BSK)[:, :, None]
+    first, second = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).astype(x_BSHK.dtype)
+
+
+def attend(
+    q_BSHK: Float[Array, "batch seq heads head_dim"],
+    k_BTGK: Float[Array, "batch seq kv_heads head_dim"],
+    v_BTGK: Float[Array, "batch seq kv_heads head_dim"],
+    mask_BST: Bool[Array, "#batch seq seq"],
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Grouped-query attention over the positions that the mask allows.
+
+    Query head h reads key/value head h // (heads / kv_heads). Scores and softmax are
+    float32. Every position must be allowed at least one.
+
+    Source: arXiv 2305.13245.
+    """
+    B, S, H, K = q_BSHK.shape
+    G, R = k_BTGK.shape[2], H // k_BTGK.shape[2]
+    # Queries of one group side by side: every matmul, those of the gradient too, then
+    # contracts one dim, which XLA runs several times faster on CPU than two.
+    q_BGXK = jnp.moveaxis(q_BSHK, 1, 2).reshape(B, G, R * S, K)
+    k_BGTK, v_BGTK = jnp.moveaxis(k_BTGK, 1, 2), jnp.moveaxis(v_BTGK, 1, 2)
+    scores = jnp.einsum(
+        "bgxk,bgtk->bgxt", q_BGXK, k_BGTK, preferred_element_type=jnp.float32
+    )
+    bias_BST = jnp.where(mask_BST, 0.0, jnp.finfo(jnp.float32).min)
+    scores = scores + jnp.tile(bias_BST, (1, R, 1))[:, None]
+    # The softmax divides last: its gradient keeps one array of the scores' size, not two.
+    highest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - highest)
+    read_BGXK = jnp.einsum(
+        "bgxt,bgtk->bgxk",
+        weights.astype(v_BGTK.dtype),
+        v_BGTK,
+        preferred_element_type=jnp.float32,
+    )
+    out_BGXK = read_BGXK / jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.moveaxis(out_BGXK.reshape(B, H, S, K), 1, 2).astype(q_BSHK.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention with normalized queries and keys."""
+
+    def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs) -> None:
+        layers, self.config = config.num_layers, config
+        embed = {"embed": config.d_model}
+        heads = {"heads": config.num_heads, "head_dim": config.head_dim}
+        kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        self.query = Projection(layers, embed, heads, rngs=rngs)
+        self.key = Projection(layers, embed, kv_heads, rngs=rngs)
+        self.value = Projection(layers, embed, kv_heads, rngs=rngs)
+        self.output = Projection(layers, heads, embed, rngs=rngs)
+        scale = ((layers, config.head_dim), ("layers", "head_dim"), config.norm_epsilon)
+        self.query_norm = RMSNorm(*scale)
+        self.key_norm = RMSNorm(*scale)
+
+    def __call__(
+        self,
+        x_BSD: Float[Array, "batch seq d_model"],
+        angles_BSK: Float[Array, "#batch seq half_head_dim"],
+        mask_BST: Bool[Array, "#batch seq seq"],
+        place: Placement,
+    ) -> Float[Array, "batch seq d_model"]:
+        """What each position reads from the positions that the mask allows."""
+        heads, kv_heads = (("batch", None, n, None) for n in ("heads", "kv_heads"))
+        q_BSHK = place.constrain(self.query(x_BSD), *heads)
+        q_BSHK = rotate(self.query_norm(q_BSHK), angles_BSK)
+        q_BSHK = q_BSHK * self.config.query_pre_attn_scalar**-0.5
+        k_BTGK = place.constrain(self.key(x_BSD), *kv_heads)
+        k_BTGK = rotate(self.key_norm(k_BTGK), angles_BSK)
+        v_BTGK = place.constrain(self.value(x_BSD), *kv_heads)
+        copies = place.size("heads") // self.config.num_kv_heads
+        if copies > 1:
+            # Fewer key/value heads than tp: each device takes the one its queries read.
+            k_BTGK = place.constrain(jnp.repeat(k_BTGK, copies, axis=2), *heads)
+            v_BTGK = place.constrain(jnp.repeat(v_BTGK, copies, axis=2), *heads)
+        out_BSHK = attend(q_BSHK, k_BTGK, v_BTGK, mask_BST)
+        return self.output(place.constrain(out_BSHK, *heads))
+
+
+class MLP(nnx.Module):
+    """The gated MLP of GeGLU, with gelu's tanh approximation.
+
+    Source: arXiv 2002.05202.
+    """
+
+    def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs) -> None:
+        layers = config.num_layers
+        embed, mlp = {"embed": config.d_model}, {"mlp": config.mlp_dim}
+        self.gate = Projection(layers, embed, mlp, rngs=rngs)
+        self.up = Projection(layers, embed, mlp, rngs=rngs)
+        self.down = Projection(layers, mlp, embed, rngs=rngs)
+
+    def __call__(
+        self, x_BSD: Float[Array, "batch seq d_model"], place: Placement
+    ) -> Float[Array, "batch seq d_model"]:
+        """Each position by itself, through ``gelu(gate) * up``."""
+        gate_BSF = jax.nn.gelu(self.gate(x_BSD), approximate=True)
+        hidden_BSF = gate_BSF * self.up(x_BSD)
+        return self.down(place.constrain(hidden_BSF, "batch", None, "mlp"))

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model as a tree of parameters and a function of it: what a training step uses.
+
+``Gemma3`` is an nnx module and owns its arrays. ``Model`` owns none: it knows the
+names, shapes and layouts of the parameters, makes them, and applies the module to any
+tree of that form. The tree is nested plain dicts, with leaves such as
+``params["decoder"]["mlp"]["up"]["kernel"]``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeAlias
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from tessera.errors import ParameterTreeError, ShardDivisibilityError
+from tessera.mesh import Mesh
+from tessera.models.config import Gemma3Config
+from tessera.models.gemma3 import Gemma3
+from tessera.models.rules import Placement
+
+# Nested dicts; the leaves are arrays, shapes, specs or layouts.
+Tree: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Gemma 3 text model without its arrays.
+
+    Attributes:
+      config: Sizes.
+      sequence_parallel: Split norms and residuals along the sequence over ``tp``. The
+        results are the same, and a residual takes 1 / tp of the memory: each all-reduce
+        becomes a reduce-scatter, which XLA on CPU writes as all-reduce and slice, and
+        an all-gather (arXiv 2205.05198).
+
+    Example:
+      >>> from tessera.models.registry import config_of
+      >>> model = Model(config_of("gemma3_270m"))
+      >>> model.abstract()["decoder"]["mlp"]["up"]["kernel"].shape
+      (18, 640, 2048)
+    """
+
+    config: Gemma3Config
+    sequence_parallel: bool = False
+
+    @cached_property
+    def _parts(self) -> tuple[nnx.GraphDef[Gemma3], nnx.State[str, Any]]:
+        """The module's static part, and its parameters as shapes."""
+        return nnx.split(nnx.eval_shape(lambda: self._new(jax.random.key(0))))
+
+    def _new(self, key: jax.Array) -> Gemma3:
+        return Gemma3(self.config, rngs=nnx.Rngs(params=key))
+
+    def abstract(self) -> Tree:
+        """Shape and dtype of every parameter; allocates nothing."""
+        return nnx.to_pure_dict(self._parts[1])
+
+    def specs(self) -> Tree:
+        """The ShardSpec of every parameter, in logical names."""
+        return _map_params(self._parts[1], lambda path, param: param.shard_spec)
+
+    def place(self, mesh: Mesh | None) -> Placement:
+        """Which mesh axes split which logical dims.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+        """
+        return Placement.of(self.config, mesh, sequence_parallel=self.sequence_parallel)
+
+    def layouts(self, mesh: Mesh) -> Tree:
+        """The PartitionSpec of every parameter on a mesh.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+        """
+        place = self.place(mesh)
+        failed: list[ShardDivisibilityError] = []
+
+        def layout(path: str, param: nnx.Variable[Any]) -> PartitionSpec | None:
+            names = param.shard_spec.mesh_axes
+            try:
+                return place.resolve(names, param.shape, f"parameter {path!r}")
+            except ShardDivisibilityError as error:
+                failed.append(error)
+                return None
+
+        tree = _map_params(self._parts[1], layout)
+        if failed:
+            raise _joined(failed)
+        return tree
+
+    def layout_notes(self, mesh: Mesh) -> list[str]:
+        """What a reader of the layouts would not expect, one sentence each.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+        """
+        place, config = self.place(mesh), self.config
+        notes: list[str] = []
+        tp = place.size("heads")
+        if "kv_heads" in place.whole:
+            notes.append(
+                f"num_kv_heads {config.num_kv_heads} < tp {tp}: the key and value "
+                "projections are whole on every device of 'tp', and each device "
+                f"attends with the one head that its {config.num_heads // tp} query "
+                "head(s) read"
+            )
+        if place.size("embed") > 1:
+            notes.append(
+                f"norm scales ({config.num_norm_params:,} of {config.num_params:,} "
+                "parameters) are whole on every device"
+            )
+        if self.sequence_parallel and tp == 1:
+            notes.append("sequence_parallel changes nothing: 'tp' has one device")
+        return notes
+
+    def init(self, key: jax.Array, mesh: Mesh | None = None) -> Tree:
+        """Fresh float32 parameters, each shard created on its own device.
+
+        Args:
+          key: The same key gives the same values on every mesh, but for the rounding
+            of the last bit.
+          mesh: Where they lie; None is the default device.
+
+        Raises:
+          AbstractMeshError: [T105] this machine lacks some of the devices.
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+        """
+        shardings = None
+        if mesh is not None:
+            shardings = jax.tree.map(
+                partial(NamedSharding, mesh.jax), self.layouts(mesh)
+            )
+
+        def make(key: jax.Array) -> Tree:
+            return nnx.to_pure_dict(nnx.split(self._new(key))[1])
+
+        return jax.jit(make, out_shardings=shardings)(key)
+
+    def module(self, params: Tree) -> Gemma3:
+        """The nnx module with these parameters.
+
+        Raises:
+          ParameterTreeError: [T306] names or shapes are not those of this model.
+        """
+        graphdef, expected = self._parts
+        _check_params(params, nnx.to_pure_dict(expected))
+        return nnx.merge(graphdef, nnx.State(params))
+
+    def apply(
+        self,
+        params: Tree,
+        tokens: Int[Array, "batch seq"],
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        mesh: Mesh | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token after each one.
+
+        Args:
+          params: As from ``init``.
+          tokens: int32, global ``[B, S]``; per device ``[B / (dp · fsdp), S]``. A
+            token outside the vocabulary turns its row into NaN.
+          positions: int32; by default 0, 1, 2, ... from the start of each segment.
+          segment_ids: int32; a token sees only tokens of its own segment, which is a
+            run of equal ids. None is one segment a row.
+          mesh: What the step runs on; None leaves every layout to XLA.
+
+        Returns:
+          float32, global ``[B, S, V]``; per device ``[B / (dp · fsdp), S, V / tp]``.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          ParameterTreeError: [T306] names or shapes are not those of this model.
+          ShardDivisibilityError: [T201] batch, or with sequence_parallel the
+            sequence, is not a multiple of its axes' size.
+        """
+        return self.module(params)(
+            tokens,
+            positions=positions,
+            segment_ids=segment_ids,
+            place=self.place(mesh),
+        )
+
+
+def _map_params(
+    state: Any, function: Callable[[str, nnx.Variable[Any]], Any], prefix: str = ""
+) -> Tree:
+    """A nested dict of ``function(path, parameter)``."""
+    return {
+        name: function(prefix + name, node)
+        if isinstance(node, nnx.Variable)
+        else _map_params(node, function, f"{prefix}{name}/")
+        for name, node in state.items()
+    }
+
+
+def _joined(errors: list[ShardDivisibilityError]) -> ShardDivisibilityError:
+    """One error for all parameters that cannot be split."""
+    first, *others = errors
+    got = [first.got, *(f"also {error.what}: {error.got}" for error in others)]
+    fix = "\n".join(dict.fromkeys(error.fix for error in errors))
+    return ShardDivisibilityError(first.what, got="\n".join(got), fix=fix)
+
+
+def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
+        for path, leaf in leaves
+    }
+
+
+def _check_params(params: Tree, expected: Tree) -> None:
+    given, wanted = _shapes(params), _shapes(expected)
+    if given == wanted:
+        return
+    problems = [
+        f"{path!r}: {given.get(path, 'missing')}, expected "
+        f"{wanted.get(path, 'no such parameter')}"
+        for path in sorted(given.keys() | wanted.keys())
+        if given.get(path) != wanted.get(path)
+    ]
+    raise ParameterTreeError(
+        "these are not the parameters of this model",
+        got="\n".join(problems),
+        fix="make them with model.init(key), or compare with model.abstract()",
+    )

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the logical dims of a model lie on a mesh: one table for every model.
+
+Parameters and activations name their dims by what they are (``heads``, ``mlp``,
+``vocab``); the table gives the mesh axes that may split each. An axis that the mesh
+lacks is skipped, so one model serves every subset of ``dp``, ``fsdp`` and ``tp``.
+
+Together the rows are Megatron's layout (arXiv 1909.08053) inside fully sharded data
+parallelism (arXiv 1910.02054): the first matmul of a block half is split by columns
+over ``tp`` and the second by rows, so each half ends in one all-reduce.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tessera.errors import HeadCountError, LogicalAxisError, did_you_mean
+from tessera.mesh import Mesh
+from tessera.models.config import Gemma3Config, nearest
+from tessera.shard import ShardSpec
+
+RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "batch": ("dp", "fsdp"),
+        # Under sequence parallelism: of the residuals, between the tp regions.
+        "sequence": ("tp",),
+        "vocab": ("tp",),
+        "embed": ("fsdp",),
+        "heads": ("tp",),
+        "kv_heads": ("tp",),
+        "mlp": ("tp",),
+        "head_dim": (),
+        "layers": (),
+        # A few thousandths of a model at most: gathering would cost more than it saves.
+        "norm": (),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A mesh, and which logical dims stay whole on it.
+
+    Attributes:
+      mesh: Where the model runs; None leaves every layout to XLA.
+      whole: Logical dims that are not split although a rule would.
+
+    Example:
+      >>> from tessera.mesh import Mesh
+      >>> Placement(Mesh(("fsdp", "tp"), shape=(2, 4))).axes("batch")
+      ('fsdp',)
+    """
+
+    mesh: Mesh | None = None
+    whole: frozenset[str] = frozenset({"sequence"})
+
+    @classmethod
+    def of(
+        cls,
+        config: Gemma3Config,
+        mesh: Mesh | None,
+        *,
+        sequence_parallel: bool = False,
+    ) -> "Placement":
+        """Where a model of these sizes lies on a mesh.
+
+        Fewer key/value heads than ``tp``: each device keeps them all.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+        """
+        place = cls(mesh, frozenset() if sequence_parallel else frozenset({"sequence"}))
+        tp = place.size("heads")
+        _check_heads(config, tp)
+        if config.num_kv_heads % tp:
+            place = cls(mesh, place.whole | {"kv_heads"})
+        return place
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """The mesh axes that split a logical dim, outer first.
+
+        Raises:
+          LogicalAxisError: [T404] the name is not in the rule table.
+        """
+        if name not in RULES:
+            raise LogicalAxisError(
+                f"there is no rule for a dim called {name!r}",
+                fix=did_you_mean(name, RULES),
+            )
+        if self.mesh is None or name in self.whole:
+            return ()
+        return tuple(axis for axis in RULES[name] if axis in self.mesh.axes)
+
+    def size(self, name: str) -> int:
+        """Into how many blocks a logical dim is split."""
+        return 1 if self.mesh is None else self.mesh.axis_size(self.axes(name))
+
+    def resolve(
+        self, names: tuple[str | None, ...], shape: tuple[int, ...], what: str
+    ) -> PartitionSpec:
+        """The layout of an array whose dims have these logical names.
+
+        Args:
+          names: One for each dim; None keeps the dim whole.
+          shape: Global shape.
+          what: How an error calls the array.
+
+        Raises:
+          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+          LogicalAxisError: [T404] a name is not in the rule table.
+        """
+        entries = tuple(self.axes(name) or None if name else None for name in names)
+        if self.mesh is None:
+            return PartitionSpec()
+        spec = ShardSpec(partition=tuple(range(len(names))), mesh_axes=entries)
+        return spec.resolve(shape, self.mesh, what=what)
+
+    def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """Hold an activation to the layout of its logical dims; nothing without a mesh.
+
+        Raises:
+          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+          LogicalAxisError: [T404] a name is not in the rule table.
+        """
+        if self.mesh is None or self.mesh.size == 1:
+            return x
+        what = f"activation [{', '.join(name or '-' for name in names)}]"
+        spec = self.resolve(names, x.shape, what)
+        sharding = NamedSharding(self.mesh.compile_mesh, spec)
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+
+NO_MESH: Final = Placement()
+
+
+def _shares(kv_heads: int, tp: int) -> bool:
+    """Whether key/value heads can be divided over tp, or copied along it."""
+    return kv_heads % tp == 0 or tp % kv_heads == 0
+
+
+def _check_heads(config: Gemma3Config, tp: int) -> None:
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % tp == 0 and _shares(kv_heads, tp):
+        return
+    sizes = f"num_heads = {heads}, num_kv_heads = {kv_heads}, axis size {tp}"
+    legal = [n for n in range(1, heads + 1) if heads % n == 0 and _shares(kv_heads, n)]
+    fix = f"use tp {nearest(legal, tp)}"
+    if heads % tp:
+        if _shares(kv_heads, tp):
+            step = math.lcm(tp, kv_heads)
+            counts = range(step, heads + 2 * step, step)
+            fix += f", or num_heads {nearest(counts, heads)}"
+        raise HeadCountError(
+            f"{heads} attention heads cannot be divided over mesh axis 'tp'",
+            got=f"{sizes}, remainder {heads % tp}",
+            fix=fix,
+        )
+    counts = [n for n in range(1, heads + 1) if heads % n == 0 and _shares(n, tp)]
+    raise HeadCountError(
+        f"{kv_heads} key/value heads can be neither divided over mesh axis 'tp' "
+        "nor copied along it",
+        got=f"{sizes}: neither of {kv_heads} and {tp} divides the other",
+        fix=f"use tp {nearest(legal, tp)}, or num_kv_heads {nearest(counts, kv_heads)}",
+    )
