@@ -9,14 +9,16 @@ Tessera is written once. A jaxpr with its constants is ``ClosedJaxpr`` in 0.10 a
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.extend.core as jex
-from jax._src import core, dtypes, source_info_util, traceback_util
-from jax._src.interpreters import mlir, partial_eval
+from jax._src import config, core, dtypes, source_info_util, traceback_util
+from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir, passmanager
+from jax._src.named_sharding import UNSPECIFIED
+from jax.extend.core.primitives import jit_p
 
 Program: TypeAlias = Any  # jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
@@ -126,6 +128,13 @@ def source_context(equation: Equation) -> Any:
     return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
+def line_context(equation: Equation) -> Any:
+    """A context in which new equations carry this one's source line, not its scopes."""
+    return source_info_util.user_context(
+        equation.source_info.traceback, name_stack=source_info_util.current_name_stack()
+    )
+
+
 def evaluate(program: Program, *values: Any) -> list[Any]:
     """Run a program on values, or trace it where they are tracers."""
     return core.eval_jaxpr(_body(program), constants(program), *values)
@@ -162,6 +171,24 @@ def bind_manual_region(
         return list(mapped(*values))
 
 
+def is_jit(equation: Equation) -> bool:
+    """Whether an equation is a call of a function that was jitted by itself."""
+    return equation.primitive is jit_p
+
+
+def jit_params(equation: Equation, inner: Program) -> dict[str, Any]:
+    """Parameters of a ``jit`` equation for an inner program with more inputs."""
+    params = equation.params
+    more = len(inputs(inner)) - len(params["in_shardings"])
+    return dict(
+        params,
+        jaxpr=inner,
+        in_shardings=params["in_shardings"] + (UNSPECIFIED,) * more,
+        in_layouts=params["in_layouts"] + (None,) * more,
+        donated_invars=params["donated_invars"] + (False,) * more,
+    )
+
+
 def lift_constants(program: Program) -> tuple[Program, list[Any]]:
     """A program whose constants are inputs after the others, and those constants."""
     held = constants(program)
@@ -188,14 +215,26 @@ def sources(program: Program, value: Atom, before: int) -> set[Atom]:
 def struct(aval: Any) -> Any:
     """What ``jax.make_jaxpr`` takes for an abstract value.
 
-    The weak type is kept, and in a manual region the axes the value varies over.
+    The weak type is kept, and in a manual region the axes the value varies over: JAX
+    takes those together with the region's mesh only, which the sharding names.
     """
+    kind = getattr(aval, "manual_axis_type", None)
+    varies = kind is not None and bool(kind.varying)
     return jax.ShapeDtypeStruct(
         aval.shape,
         aval.dtype,
+        sharding=aval.sharding if varies else None,
         weak_type=getattr(aval, "weak_type", False),
-        manual_axis_type=getattr(aval, "manual_axis_type", None),
+        manual_axis_type=kind,
     )
+
+
+def zeros(aval: Any) -> jax.Array:
+    """Zeros of an abstract value, varying over the manual axes that it varies over."""
+    blank = jax.numpy.zeros(aval.shape, aval.dtype)
+    kind = getattr(aval, "manual_axis_type", None)
+    axes = tuple(kind.varying) if kind is not None else ()
+    return jax.lax.pcast(blank, axes, to="varying") if axes else blank
 
 
 def without_dead_code(program: Program) -> Program:
@@ -219,7 +258,30 @@ def source_line(equation: Equation) -> str:
     return f"{frame.file_name}:{frame.start_line}" if frame else ""
 
 
+def refuse_transforms(primitive: Primitive, refuse: Callable[[str], NoReturn]) -> None:
+    """Let a primitive that no JAX transformation knows say so in its own words.
+
+    Args:
+      primitive: The primitive.
+      refuse: Takes the name of the transformation, and raises.
+    """
+
+    def batch(*_: Any, **__: Any) -> NoReturn:
+        refuse("jax.vmap")
+
+    def differentiate(*_: Any, **__: Any) -> NoReturn:
+        refuse("jax.grad")
+
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = differentiate
+
+
 # --- what JAX knows of the place that is being traced
+
+
+def trace_settings() -> Any:
+    """Every setting of JAX that a trace depends on, such as the matmul precision."""
+    return config.trace_context()
 
 
 def varying_axes(value: Any) -> frozenset[str]:

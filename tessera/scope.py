@@ -9,7 +9,7 @@ inputs that the first trace found. Nothing is allocated by either.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera.errors import OutsideTraceError, ParameterNameError
+from tessera.errors import OutsideTraceError, ParameterNameError, TensorFormError
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, ShardSpec, as_dtype, capturing, tensor
 
@@ -34,12 +34,14 @@ class Scope:
       mesh: The mesh that the step runs on, if one is known.
       values: Traced inputs of the parameters that an earlier trace declared.
       declared: Every parameter of the step by name, in the order of declaration.
+      inner: Functions called inside that declare a mesh or layouts, and their meshes.
       unreached: For each ``graph.backward`` in order, parameters its loss ignores.
     """
 
     mesh: Mesh | None = None
     values: dict[str, Any] = field(default_factory=dict)
     declared: dict[str, DistTensor] = field(default_factory=dict)
+    inner: list[tuple[str, Mesh | None]] = field(default_factory=list)
     unreached: dict[int, frozenset[str]] = field(default_factory=dict)
     backward_calls: int = 0
     path: tuple[str, ...] = ()
@@ -59,14 +61,26 @@ class Scope:
             if known is captured:
                 return self.value_of(name)
         name = captured.name or "/".join((*self.path, self.fresh("tensor")))
-        if name in self.declared:
-            raise ParameterNameError(
-                f"two parameters of this step are called {name!r}",
-                got=f"shapes {self.declared[name].shape} and {captured.shape}",
-                fix="give the dist.tensor another name=",
-            )
+        self.check_free(name, captured.shape, fix="give the dist.tensor another name=")
         self.declared[name] = captured
         return self.value_of(name)
+
+    def check_free(self, name: str, shape: tuple[int, ...], *, fix: str) -> None:
+        """Raise [T305] where the tree of parameters has no place for a name."""
+        for known, held in self.declared.items():
+            if known == name:
+                raise ParameterNameError(
+                    f"two parameters of this step are called {name!r}",
+                    got=f"shapes {held.shape} and {shape}",
+                    fix=fix,
+                )
+            if known.startswith(f"{name}/") or name.startswith(f"{known}/"):
+                raise ParameterNameError(
+                    f"{name!r} cannot be a parameter beside {known!r}: the tree of "
+                    "parameters would hold a tree and an array in one place",
+                    got=f"shapes {shape} and {held.shape}",
+                    fix=fix,
+                )
 
     def fresh(self, stem: str) -> str:
         """``stem``, numbered from its second use under the open path."""
@@ -146,11 +160,7 @@ def parameter(
             fix="call it inside @graph.training_step, @graph.stage or @ts.function",
         )
     full = "/".join((*scope.path, name))
-    if full in scope.declared:
-        raise ParameterNameError(
-            f"two parameters of this step are called {full!r}",
-            fix="put each use in a @graph.stage of its own",
-        )
+    scope.check_free(full, shape, fix="put each use in a @graph.stage of its own")
     scope.declared[full] = tensor(
         shape, layout, scope.mesh, dtype="f32", init=init, name=full
     )
@@ -181,6 +191,9 @@ def constrain(value: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
 
 AUTOCAST_OFF = "off"
 AUTOCAST_SCOPE = "autocast_"
+AUTOCAST_DTYPES = ("bfloat16", "float16")
+
+_autocast: ContextVar[str | None] = ContextVar("tessera_autocast", default=None)
 
 
 @contextmanager
@@ -190,14 +203,41 @@ def autocast(dtype: Any, *, enabled: bool = True) -> Iterator[None]:
     Their operands are cast to ``dtype`` and accumulated in f32, in the forward and in
     the backward pass; everything else (softmax, norms, reductions, losses, parameters)
     stays as it is. The casting is done by the pass ``autocast_matmuls``, so it reaches
-    Flax and ``jnp`` code as well. The innermost ``autocast`` decides.
+    Flax and ``jnp`` code as well. The innermost ``autocast`` decides; one around the
+    call of a ``ts.function`` reaches inside. Plain JAX takes no notice of it.
 
     Args:
-      dtype: ``bf16`` or ``f16``, by name or as a dtype.
+      dtype: ``bf16`` or ``f16``, by name or as a dtype; ``f32`` casts nothing.
       enabled: False switches an enclosing autocast off.
+
+    Raises:
+      TensorFormError: [T207] the dtype does not exist, or is none of these.
 
     Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740.
     """
-    name = as_dtype(dtype).name if enabled else AUTOCAST_OFF
-    with jax.named_scope(AUTOCAST_SCOPE + name):
-        yield
+    name = as_dtype(dtype).name
+    if name not in (*AUTOCAST_DTYPES, "float32"):
+        raise TensorFormError(
+            f"matmuls cannot be autocast to {name}", fix="use bf16, f16 or f32"
+        )
+    narrows = enabled and name in AUTOCAST_DTYPES
+    token = _autocast.set(name if narrows else AUTOCAST_OFF)
+    try:
+        with carried_autocast():
+            yield
+    finally:
+        _autocast.reset(token)
+
+
+def current_autocast() -> str | None:
+    """The dtype of the innermost ``autocast`` that is open, ``off``, or None."""
+    return _autocast.get()
+
+
+def carried_autocast() -> AbstractContextManager[Any]:
+    """The scope that marks operations as inside the autocast that is open here.
+
+    A trace begins without the scopes around it, and opens this one anew.
+    """
+    name = _autocast.get()
+    return nullcontext() if name is None else jax.named_scope(AUTOCAST_SCOPE + name)

@@ -13,10 +13,12 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from tessera import _jax, scope
-from tessera.errors import TesseraWarning
+from tessera.errors import SpecFormError, TesseraWarning, did_you_mean
+from tessera.graph.lowering.jit import jitted
 from tessera.graph.pass_runner import check_names
 from tessera.graph.stages import Compiled, Lowered, Traced
 from tessera.graph.tracing.arguments import (
@@ -25,7 +27,9 @@ from tessera.graph.tracing.arguments import (
     changed_statics,
     take_apart,
 )
-from tessera.graph.tracing.tracer import Options, trace
+from tessera.graph.tracing.declarations import Options
+from tessera.graph.tracing.inlining import inline
+from tessera.graph.tracing.tracer import trace
 from tessera.mesh import Mesh, opened_or_none
 
 _RECOMPILES_BEFORE_WARNING = 3
@@ -39,21 +43,26 @@ class _Program:
     """A compiled program and the calls that it fits."""
 
     call: Call
-    opened: Mesh | None
+    surroundings: Any
     compiled: Compiled
 
     def parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments as the program takes them; raises ``StaleProgram``."""
         call = self.call
-        if len(args) != call.positional or tuple(kwargs) != call.keywords:
+        if len(args) != call.positional or kwargs.keys() != set(call.keywords):
             raise StaleProgram
-        if opened_or_none() != self.opened:
+        if _surroundings() != self.surroundings:
             raise StaleProgram
-        values = (*args, *kwargs.values())
+        values = (*args, *(kwargs[name] for name in call.keywords))
         return [
             argument.dynamic_part(value)
             for argument, value in zip(call.arguments, values, strict=True)
         ]
+
+
+def _surroundings() -> Any:
+    """What a program depends on beside its function and arguments."""
+    return (opened_or_none(), scope.current_autocast(), _jax.trace_settings())
 
 
 class Function:
@@ -76,7 +85,9 @@ class Function:
         self.options = options
         self.skip_passes = tuple(skip_passes)
         self._signature = inspect.signature(body)
+        self._check_argument_names()
         self._programs: dict[Any, _Program] = {}
+        self._inlined: dict[Any, tuple[Traced, Callable[..., Any]]] = {}
         self._recent: _Program | None = None
         self._weak: weakref.ref[Function] = weakref.ref(self)
         self._changes: Counter[str] = Counter()
@@ -84,7 +95,7 @@ class Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on arrays; inside another traced function, become part of it."""
         if scope.current() is not None:
-            return self.body(*args, **kwargs)
+            return self._inside(args, kwargs)
         recent = self._recent
         if recent is not None:
             try:
@@ -129,40 +140,50 @@ class Function:
         traced = program.compiled.traced
         _ran.append(self._weak)
         return program.compiled(
-            *parts, self._parameters(traced), traced.origin.captured
+            *parts, self._parameters(traced), program.compiled.captured
         )
 
     def _run_new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         call = self._take_apart(args, kwargs)
         if any(isinstance(leaf.value, _jax.Tracer) for leaf in call.leaves):
             return self._inline(call)
-        program = self._program(call)
-        mesh = program.compiled.traced.graph.mesh
-        if mesh is not None:
-            mesh.jax  # noqa: B018 - raises [T105] on an abstract mesh
+        program = self._program(call, to_run=True)
         self._recent = program
         return self._run(program, program.parts(args, kwargs))
 
-    def _program(self, call: Call) -> _Program:
+    def _program(self, call: Call, *, to_run: bool = False) -> _Program:
         """The program of a call, compiled unless an earlier call was alike."""
         key = self._key(call)
         if key not in self._programs:
             self._warn_of_recompiles(call)
             traced = self._trace(call)
+            if to_run:
+                traced.require_devices()
             compiled = traced.lower().compile()
-            self._programs[key] = _Program(traced.call, opened_or_none(), compiled)
+            self._programs[key] = _Program(traced.call, _surroundings(), compiled)
         return self._programs[key]
+
+    def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Become part of the function that Tessera is tracing, layouts and all."""
+        if self.options.mesh is None and not self.options.declares_layouts:
+            return self.body(*args, **kwargs)
+        return inline(self.body, self._take_apart(args, kwargs), self.options)
 
     def _inline(self, call: Call) -> Any:
         """Become part of a program that JAX, not Tessera, is tracing."""
-        traced = self._trace(call)
-        results = _jax.evaluate(
-            traced.graph.program,
-            *(leaf.value for leaf in call.leaves),
-            *self._parameters(traced),
-            *traced.origin.captured,
-        )
-        return traced.origin.unflatten(results)
+        key = self._key(call)
+        if key not in self._inlined:
+            traced = self._trace(call)
+            held = jitted(traced.origin, traced.graph, traced.call)
+            if any(isinstance(array, _jax.Tracer) for array in traced.graph.captured):
+                return self._run_jitted(traced, held, call)  # good for this trace only
+            self._inlined[key] = traced, held
+        return self._run_jitted(*self._inlined[key], call)
+
+    def _run_jitted(self, traced: Traced, held: Callable[..., Any], call: Call) -> Any:
+        parts = [argument.own_part() for argument in call.arguments]
+        result = held(*parts, self._parameters(traced), traced.graph.captured)
+        return traced.result(result)
 
     def _trace(self, call: Call) -> Traced:
         call = call.abstract()
@@ -173,7 +194,24 @@ class Function:
         return take_apart(tuple(self._signature.parameters), args, kwargs)
 
     def _key(self, call: Call) -> Any:
-        return (opened_or_none(), call.key())
+        return (_surroundings(), call.key())
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """A function in a class is a method of its instances."""
+        return self if instance is None else MethodType(self, instance)
+
+    def _check_argument_names(self) -> None:
+        """Raise [T204] for options that name an argument that there is not."""
+        parameters = self._signature.parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return
+        for name in (*self.options.in_specs, *self.options.donate):
+            if name not in parameters:
+                raise SpecFormError(
+                    f"{self.options.name!r} has no argument {name!r} to lay out or "
+                    "donate",
+                    fix=did_you_mean(name, parameters),
+                )
 
     def _warn_of_recompiles(self, call: Call) -> None:
         if self._recent is None:
@@ -225,6 +263,7 @@ def function(
 
     Raises:
       UnknownPassError: [T307] there is no such pass.
+      SpecFormError: [T204] a layout is declared for an argument that does not exist.
 
     Example:
       >>> import jax.numpy as jnp

@@ -15,7 +15,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax
+from tessera.graph.captures import lift_captures
 from tessera.mesh import Mesh
+from tessera.ops.layouts import layout_of
 
 
 class Role(Enum):
@@ -62,6 +64,7 @@ class Graph:
       mesh: The mesh it runs on; None is the default device.
       inputs: One entry for each input of the program, in order.
       outputs: One entry for each output of the program, in order.
+      captured: The closed-over arrays, one for each captured input; these come last.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Graph:
     mesh: Mesh | None
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    captured: tuple[Any, ...] = ()
 
     @property
     def platform(self) -> str:
@@ -87,8 +91,21 @@ class Graph:
         return self.mesh.compile_mesh.devices.flat[0]
 
     def with_program(self, program: _jax.Program) -> "Graph":
-        """The same graph with other equations between the same inputs and outputs."""
-        return replace(self, program=program)
+        """The same graph with other equations; arrays that they hold become inputs.
+
+        A pass meets such arrays where a user's derivative rule closes over them.
+        """
+        program, found = lift_captures(program)
+        more = [
+            captured_input(index, array, self.mesh)
+            for index, array in enumerate(found, len(self.captured))
+        ]
+        return replace(
+            self,
+            program=program,
+            inputs=(*self.inputs, *more),
+            captured=(*self.captured, *found),
+        )
 
     def with_outputs(self, outputs: Sequence[Value]) -> "Graph":
         """The same graph with more known of its outputs."""
@@ -112,6 +129,13 @@ class Graph:
         lines += [f"  {value.describe()}" for value in self.outputs]
         lines += ["equations:", _jax.pretty(self.program)]
         return "\n".join(lines)
+
+
+def captured_input(index: int, array: Any, mesh: Mesh | None) -> Value:
+    """The input that stands for a closed-over array, laid out as the array is."""
+    layout = layout_of(array)
+    spec = layout[1] if layout else (None if mesh is None else PartitionSpec())
+    return Value(f"captured_{index}", jax.typeof(array), spec, Role.CAPTURED)
 
 
 def verify(graph: Graph) -> None:

@@ -14,7 +14,7 @@ import jax
 
 from tessera.analysis.ledger import Ledger, collectives
 from tessera.analysis.memory import Memory, memory
-from tessera.graph.ir import Graph
+from tessera.graph.ir import Graph, Role
 from tessera.graph.lowering.jit import check_layouts, lower
 from tessera.graph.pass_runner import PassRecord, check_names, run_passes
 from tessera.graph.tracing.arguments import Call
@@ -60,6 +60,15 @@ class Traced:
         places = [record.name for record in self.passes]
         place = places.index(name)
         return self.passes[place].diff(self.passes[place - 1].graph)
+
+    def require_devices(self) -> None:
+        """Raise [T105] where the step's mesh has devices that this machine lacks."""
+        if self.origin.graph.mesh is not None:
+            self.origin.graph.mesh.jax  # noqa: B018 - raises
+
+    def result(self, returned: Any) -> Any:
+        """The function's result from what the lowered program returns."""
+        return self.origin.unflatten(returned) if self.origin.out_statics else returned
 
     def lower(self) -> "Lowered":
         """Run the passes and lower the result to ``jax.jit``."""
@@ -110,12 +119,24 @@ class Compiled:
         """Bytes per device: arguments, outputs, temporaries, peak."""
         return memory(self.jax)
 
+    @cached_property
+    def captured(self) -> tuple[Any, ...]:
+        """The closed-over arrays, where the program takes them."""
+        graph = self.traced.graph
+        inputs = [value for value in graph.inputs if value.role is Role.CAPTURED]
+        return tuple(
+            array
+            if (place := graph.sharding(value)) is None
+            # Once, not at every call.
+            else jax.device_put(array, place)
+            for value, array in zip(inputs, graph.captured, strict=True)
+        )
+
     def __call__(self, *parts: Any) -> Any:
         """Run it on the parts that ``lower`` describes; gives the function's result.
 
         Raises:
           AbstractMeshError: [T105] its mesh has devices that this machine lacks.
         """
-        result = self.jax(*parts)
-        origin = self.traced.origin
-        return origin.unflatten(result) if origin.out_statics else result
+        self.traced.require_devices()
+        return self.traced.result(self.jax(*parts))

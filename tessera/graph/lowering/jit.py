@@ -18,8 +18,8 @@ from tessera.graph.tracing.arguments import Call
 from tessera.graph.tracing.tracer import Trace
 
 
-def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
-    """Lower a graph, after its passes, for the argument structure of a call.
+def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
+    """A graph, after its passes, as ``jax.jit`` for a call's argument structure.
 
     Args:
       trace: How the call was traced: its parameters and the tree of its result.
@@ -27,7 +27,7 @@ def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
       call: The call; an argument that is all arrays keeps its tree.
 
     Returns:
-      The lowered program. It takes one part for each argument of the call, then the
+      A jitted function. It takes one part for each argument of the call, then the
       tuple of parameters, then the tuple of captured arrays; it gives the function's
       result, or a list of its arrays where some of its leaves are no arrays.
     """
@@ -44,15 +44,18 @@ def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
         for place, argument in enumerate(call.arguments)
         if argument.name in trace.donated
     ]
-    jitted = jax.jit(
+    return jax.jit(
         step,
         in_shardings=_parts(call, graph, shardings) if graph.mesh else None,
         out_shardings=_result(trace, results) if graph.mesh else None,
         donate_argnums=tuple(donated),
     )
-    return jitted.lower(
-        *_parts(call, graph, [_jax.struct(v.aval) for v in graph.inputs])
-    )
+
+
+def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
+    """``jitted``, lowered for the types of the graph's inputs."""
+    structs = [_jax.struct(value.aval) for value in graph.inputs]
+    return jitted(trace, graph, call).lower(*_parts(call, graph, structs))
 
 
 def _parts(call: Call, graph: Graph, entries: Sequence[Any]) -> tuple[Any, ...]:

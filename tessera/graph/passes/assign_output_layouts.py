@@ -3,10 +3,11 @@
 
 from dataclasses import replace
 
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from tessera import _jax
 from tessera.graph.ir import Graph
+from tessera.mesh import Mesh
 
 
 def assign_output_layouts(graph: Graph) -> Graph:
@@ -27,11 +28,8 @@ def assign_output_layouts(graph: Graph) -> Graph:
         )
     }
     for equation in _jax.equations(graph.program):
-        sharding = equation.params.get("sharding")
-        if equation.primitive.name == "sharding_constraint" and isinstance(
-            sharding, NamedSharding
-        ):
-            known[equation.outvars[0]] = sharding.spec
+        if (spec := _constraint(equation, graph.mesh)) is not None:
+            known[equation.outvars[0]] = spec
     return graph.with_outputs(
         [
             value
@@ -42,3 +40,18 @@ def assign_output_layouts(graph: Graph) -> Graph:
             )
         ]
     )
+
+
+def _constraint(equation: _jax.Equation, mesh: Mesh) -> PartitionSpec | None:
+    """The layout that an equation constrains a value to, where this mesh can say it."""
+    sharding = equation.params.get("sharding")
+    if equation.primitive.name != "sharding_constraint":
+        return None
+    if not isinstance(sharding, NamedSharding) or PartitionSpec.UNCONSTRAINED in tuple(
+        sharding.spec
+    ):
+        return None
+    on_this = dict(sharding.mesh.shape) == mesh.shape and (
+        sharding.mesh == mesh.compile_mesh or isinstance(sharding.mesh, AbstractMesh)
+    )
+    return sharding.spec if on_this else None

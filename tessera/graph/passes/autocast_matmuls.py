@@ -11,10 +11,12 @@ from jax import lax
 from tessera import _jax
 from tessera.graph import rewriting
 from tessera.graph.ir import Graph
-from tessera.scope import AUTOCAST_OFF, AUTOCAST_SCOPE
+from tessera.scope import AUTOCAST_DTYPES, AUTOCAST_OFF, AUTOCAST_SCOPE
 
 _MATMULS = (lax.dot_general_p, lax.conv_general_dilated_p)
-_SCOPE = re.compile(rf"{AUTOCAST_SCOPE}(\w+)")
+_SCOPE = re.compile(
+    rf"\b{AUTOCAST_SCOPE}({'|'.join((AUTOCAST_OFF, *AUTOCAST_DTYPES))})\b"
+)
 
 
 def autocast_matmuls(graph: Graph) -> Graph:

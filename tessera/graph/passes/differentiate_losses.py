@@ -88,6 +88,8 @@ class _Plan:
 
     Attributes:
       mark: The gradient mark.
+      given: Weights that the loss depends on and the region is given.
+      inner: Weights that the region itself computes from other weights.
       before: Equations that do not depend on the weights.
       region: Equations that lead from the weights to the loss.
       shared: Results of the region that other equations, or the outputs, use.
@@ -95,6 +97,8 @@ class _Plan:
     """
 
     mark: _jax.Equation
+    given: list[_jax.Atom]
+    inner: list[_jax.Atom]
     before: list[_jax.Equation]
     region: list[_jax.Equation]
     shared: list[_jax.Atom]
@@ -104,67 +108,105 @@ class _Plan:
 def _plan(program: _jax.Program, place: int) -> _Plan:
     equations = _jax.equations(program)
     mark = equations[place]
-    weights = set(mark.invars[1:])
     ancestors = _jax.sources(program, mark.invars[0], before=place)
     if not mark.params["allow_unused"]:
         _require_connected(mark, ancestors)
+    weights = [v for v in _variables(mark.invars[1:]) if v in ancestors]
     before: list[_jax.Equation] = []
     region: list[_jax.Equation] = []
     after: list[_jax.Equation] = []
     dependent = set(weights)
     for equation in equations[:place]:
-        made = set(equation.outvars)
         if dependent.isdisjoint(_variables(equation.invars)):
             before.append(equation)
             continue
-        dependent |= made
-        leads_to_loss = not ancestors.isdisjoint(made)
-        # A weight computed from another weight is where its own gradient starts.
-        (region if leads_to_loss and weights.isdisjoint(made) else after).append(
-            equation
-        )
+        dependent.update(equation.outvars)
+        leads_to_loss = not ancestors.isdisjoint(equation.outvars)
+        (region if leads_to_loss else after).append(equation)
     after += equations[place + 1 :]
-    used = {v for e in after for v in _variables(e.invars)}
-    used |= _variables(_jax.outputs(program))
-    shared = [v for e in region for v in e.outvars if v in used]
-    return _Plan(mark, before, region, shared, after)
+    made = dict.fromkeys(v for equation in region for v in equation.outvars)
+    used = {v for equation in after for v in _variables(equation.invars)}
+    used.update(_variables(_jax.outputs(program)))
+    return _Plan(
+        mark=mark,
+        given=[weight for weight in weights if weight not in made],
+        inner=[weight for weight in weights if weight in made],
+        before=before,
+        region=region,
+        shared=[v for v in made if v in used],
+        after=after,
+    )
 
 
-def _variables(atoms: Sequence[_jax.Atom]) -> set[_jax.Atom]:
-    return {atom for atom in atoms if not isinstance(atom, _jax.Literal)}
+def _variables(atoms: Sequence[_jax.Atom]) -> list[_jax.Atom]:
+    """The variables among some atoms, each once."""
+    return list(dict.fromkeys(a for a in atoms if not isinstance(a, _jax.Literal)))
 
 
 def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
     """Run the region once, forward and backward, and write what it gives."""
     loss_atom, *weight_atoms = plan.mark.invars
-    weights = list(dict.fromkeys(weight_atoms))
 
-    def forward(*values: Any) -> tuple[Any, list[Any]]:
+    def forward(values: list[Any], offsets: list[Any]) -> tuple[Any, list[Any]]:
         local = env.copy()
-        local.write(weights, values)
-        local.run(plan.region)
+        local.write(plan.given, values)
+        taps = dict(zip(plan.inner, offsets, strict=True))
+        for equation in plan.region:
+            local.run([equation])
+            for weight in taps.keys() & set(equation.outvars):
+                local.write([weight], [_tap(local.read(weight), taps[weight])])
         return local.read(loss_atom), [local.read(v) for v in plan.shared]
 
-    primals = [env.read(weight) for weight in weights]
-    loss, pull_back, kept = jax.vjp(forward, *primals, has_aux=True)
-    with _jax.source_context(plan.mark):
-        gradients = dict(zip(weights, pull_back(jnp.ones_like(loss)), strict=True))
+    loss, pull_back, kept = jax.vjp(
+        forward,
+        [env.read(weight) for weight in plan.given],
+        [_jax.zeros(weight.aval) for weight in plan.inner],
+        has_aux=True,
+    )
+    with _jax.line_context(plan.mark):
+        by_given, by_inner = pull_back(jnp.ones_like(loss))
+    gradients = dict(
+        zip((*plan.given, *plan.inner), (*by_given, *by_inner), strict=True)
+    )
     env.write(plan.shared, kept)
-    env.write(plan.mark.outvars, [gradients[weight] for weight in weight_atoms])
+    env.write(
+        plan.mark.outvars,
+        [
+            gradients[atom]
+            if not isinstance(atom, _jax.Literal) and atom in gradients
+            else _jax.zeros(atom.aval)
+            for atom in weight_atoms
+        ],
+    )
+
+
+@jax.custom_jvp
+def _tap(value: Any, offset: Any) -> Any:
+    """``value + offset`` for an offset of zero: a place to differentiate by.
+
+    The forward program has no trace of it.
+    """
+    del offset
+    return value
+
+
+@_tap.defjvp
+def _tap_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return primals[0], tangents[0] + tangents[1]
 
 
 def _require_connected(mark: _jax.Equation, ancestors: set[_jax.Atom]) -> None:
     names = mark.params["names"]
     loose = [
-        name or "the weight"
+        repr(name) if name else "the weight"
         for name, weight in zip(names, mark.invars[1:], strict=True)
-        if weight not in ancestors
+        if isinstance(weight, _jax.Literal) or weight not in ancestors
     ]
     if not loose:
         return
     line = _jax.source_line(mark)
     raise UnconnectedGradientError(
-        f"the loss does not depend on {', '.join(map(repr, loose))}",
+        f"the loss does not depend on {', '.join(loose)}",
         got=f"{len(loose)} of {len(names)} weights have no path to the loss"
         + (f"\nts.grad was called at {line}" if line else ""),
         fix="compute the loss from them, leave them out, or pass allow_unused=True "

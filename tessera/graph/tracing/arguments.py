@@ -6,18 +6,30 @@ arguments is static, by value: another value is another program. An argument tha
 all arrays is handed to the compiled program whole, so JAX's own fast path flattens it.
 """
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
+from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax
 from tessera.errors import ArgumentError, MeshConflictError
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor
+from tessera.spec import axes_of_dims, spec_of_axes
+
+# The axis of the mesh of an array that its owner put on one device.
+_ONE_DEVICE = "device"
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, DistTensor, jax.ShapeDtypeStruct)
 
@@ -43,16 +55,27 @@ class Leaf:
 
     @property
     def layout(self) -> tuple[Mesh, PartitionSpec] | None:
-        """The mesh and spec that the array itself carries, if it carries any."""
+        """The mesh and spec that the array itself carries, if it carries any.
+
+        An array that was put on one device by its owner lives on a mesh of that device.
+        """
         if isinstance(self.value, DistTensor):
             mesh = self.value.mesh
             return None if mesh is None else (mesh, self.value.spec)
-        if isinstance(self.value, _jax.Tracer):
+        if self.is_traced:
             return None
         sharding = getattr(self.value, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            return None
-        return mesh_of(sharding), sharding.spec
+        if isinstance(sharding, NamedSharding):
+            axes = axes_of_dims(sharding.spec, len(self.value.shape))
+            return _mesh_of(sharding.mesh), spec_of_axes(axes)
+        if isinstance(sharding, SingleDeviceSharding) and self._is_committed:
+            (device,) = sharding.device_set
+            return Mesh((_ONE_DEVICE,), devices=(device.id,)), PartitionSpec()
+        return None
+
+    @property
+    def _is_committed(self) -> bool:
+        return getattr(self.value, "committed", True)
 
     @property
     def aval(self) -> Any:
@@ -61,18 +84,37 @@ class Leaf:
             return self.value
         return jax.typeof(self.value)
 
+    @property
+    def is_weak(self) -> bool:
+        """Whether the dtype gives way to others, as that of a Python number does."""
+        return _is_weak(self.aval)
+
+    def key(self) -> tuple[Any, ...]:
+        """What a program is specialized to in this array."""
+        shape, dtype = tuple(self.aval.shape), self.aval.dtype
+        varies = _jax.varying_axes(self.value) if self.is_traced else frozenset()
+        return (shape, dtype, self.is_weak, self.layout, varies)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether JAX is tracing it, so that its numbers are not known."""
+        return isinstance(self.value, _jax.Tracer)
+
     def abstract(self) -> "Leaf":
         """The same leaf without its numbers, which a program must not keep alive."""
         if not isinstance(self.value, (jax.Array, np.ndarray)):
             return self
-        weak = getattr(self.aval, "weak_type", False)
+        if self.is_traced:
+            return Leaf(self.name, _jax.struct(self.aval))
         layout = getattr(self.value, "sharding", None) if self.layout else None
         shape, dtype = self.aval.shape, self.aval.dtype
-        struct = jax.ShapeDtypeStruct(shape, dtype, sharding=layout, weak_type=weak)
+        struct = jax.ShapeDtypeStruct(
+            shape, dtype, sharding=layout, weak_type=self.is_weak
+        )
         return Leaf(self.name, struct)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Argument:
     """One argument of a call: its tree, its arrays, its static leaves by position."""
 
@@ -81,12 +123,16 @@ class Argument:
     leaves: tuple[Leaf, ...]
     statics: tuple[tuple[int, Static], ...]
 
-    @property
+    @functools.cached_property
     def is_whole(self) -> bool:
         """Whether the compiled program can take the argument as it is."""
         return not self.statics and not any(
             isinstance(leaf.value, (DistTensor, np.generic)) for leaf in self.leaves
         )
+
+    @functools.cached_property
+    def _weak(self) -> tuple[bool, ...]:
+        return tuple(leaf.is_weak for leaf in self.leaves)
 
     def dynamic_part(self, value: Any) -> Any:
         """What the compiled program takes for this argument.
@@ -94,8 +140,6 @@ class Argument:
         Raises:
           StaleProgram: The value has another structure or other static leaves.
         """
-        if self.is_whole:
-            return value
         flat, tree = jax.tree.flatten(value)
         if tree != self.tree:
             raise StaleProgram
@@ -106,11 +150,27 @@ class Argument:
             if type(found) is not static.kind or found != static.value:
                 raise StaleProgram
         fixed = {place for place, _ in self.statics}
+        arrays = [leaf for place, leaf in enumerate(flat) if place not in fixed]
+        for found, weak in zip(arrays, self._weak, strict=True):
+            # JAX would take a Python number for an array, and weak dtypes for strong.
+            if not hasattr(found, "dtype") or _is_weak(found) != weak:
+                raise StaleProgram
+        if self.is_whole:
+            return value
         return tuple(
             leaf.materialize() if isinstance(leaf, DistTensor) else leaf
-            for place, leaf in enumerate(flat)
-            if place not in fixed
+            for leaf in arrays
         )
+
+    def own_part(self) -> Any:
+        """What the compiled program takes for the argument that this is of."""
+        values = [
+            leaf.value.materialize()
+            if isinstance(leaf.value, DistTensor)
+            else leaf.value
+            for leaf in self.leaves
+        ]
+        return self.rebuilt(values) if self.is_whole else tuple(values)
 
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
         """The argument with other arrays, such as tracers, in place of its own."""
@@ -127,7 +187,7 @@ class Argument:
         return (
             self.tree,
             self.statics,
-            tuple((_type_key(leaf.aval), leaf.layout) for leaf in self.leaves),
+            tuple(leaf.key() for leaf in self.leaves),
         )
 
 
@@ -148,6 +208,16 @@ class Call:
         """What a program of this call is specialized to."""
         parts = tuple(argument.key() for argument in self.arguments)
         return (self.positional, self.keywords, parts)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments, as they were given."""
+        return self.rebuilt([leaf.value for leaf in self.leaves])[0]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments, as they were given."""
+        return self.rebuilt([leaf.value for leaf in self.leaves])[1]
 
     def abstract(self) -> "Call":
         """The same call without the numbers of its arrays."""
@@ -185,13 +255,13 @@ def take_apart(
       ArgumentError: [T301] a leaf is neither an array nor hashable.
     """
     labels = [names[i] if i < len(names) else f"args[{i}]" for i in range(len(args))]
+    keywords = tuple(sorted(kwargs))  # their order at the call is no difference
+    values = [*args, *(kwargs[name] for name in keywords)]
     arguments = [
         _argument(name, value)
-        for name, value in zip(
-            [*labels, *kwargs], [*args, *kwargs.values()], strict=True
-        )
+        for name, value in zip([*labels, *keywords], values, strict=True)
     ]
-    return Call(len(args), tuple(kwargs), tuple(arguments))
+    return Call(len(args), keywords, tuple(arguments))
 
 
 def _argument(name: str, value: Any) -> Argument:
@@ -221,9 +291,8 @@ def _static(name: str, leaf: Any) -> Static:
     return Static(type(leaf), leaf)
 
 
-def _type_key(value: Any) -> tuple[Any, ...]:
-    weak = getattr(value, "weak_type", False)
-    return (tuple(value.shape), value.dtype, weak)
+def _is_weak(value: Any) -> bool:
+    return getattr(value, "weak_type", False)
 
 
 def changed_statics(before: Call, after: Call) -> list[str]:
@@ -262,24 +331,40 @@ def _paths(argument: Argument) -> list[str]:
     ]
 
 
-def mesh_of(sharding: NamedSharding) -> Mesh:
-    """The Tessera mesh of an array's sharding."""
-    grid = sharding.mesh
-    devices = getattr(grid, "_flat_devices_tuple", None) or tuple(grid.devices.flat)
-    ids = [device.id for device in devices]
-    return Mesh(grid.axis_names, devices=ids, shape=tuple(grid.shape.values()))
+@functools.lru_cache(maxsize=64)
+def _mesh_of(mesh: JaxMesh | AbstractMesh) -> Mesh:
+    """The Tessera mesh of an array's mesh; where that has no devices, of the first."""
+    if isinstance(mesh, JaxMesh):
+        return Mesh.of(mesh)
+    sizes = tuple(mesh.shape.values())
+    return Mesh(mesh.axis_names, devices=range(math.prod(sizes)), shape=sizes)
 
 
-def common_mesh(leaves: Sequence[Leaf], given: Mesh | None) -> Mesh | None:
-    """The mesh that a call runs on: the given one, else the one its arrays live on.
+def common_mesh(
+    leaves: Sequence[Leaf], declared: Sequence[tuple[str, Mesh | None]]
+) -> Mesh | None:
+    """The mesh that a call runs on: a declared one, else the one its arrays live on.
+
+    Args:
+      leaves: The arrays.
+      declared: Meshes that functions declare, with what messages call them.
 
     Raises:
-      MeshConflictError: [T308] arrays live on different meshes.
+      MeshConflictError: [T308] there is more than one.
     """
-    found: dict[Mesh, list[str]] = {} if given is None else {given: ["the step"]}
+    found: dict[Mesh, list[str]] = {}
+    for name, mesh in declared:
+        if mesh is not None:
+            found.setdefault(mesh, []).append(name)
     for leaf in leaves:
         if leaf.layout is not None:
             found.setdefault(leaf.layout[0], []).append(leaf.name)
+    places = {mesh.device_ids for mesh in found if mesh.axes != (_ONE_DEVICE,)}
+    found = {
+        mesh: names
+        for mesh, names in found.items()
+        if mesh.axes != (_ONE_DEVICE,) or mesh.device_ids not in places
+    }
     if len(found) > 1:
         raise MeshConflictError(
             "the inputs of one step live on different meshes",

@@ -7,16 +7,33 @@ equation, ``gradient loss weight…``, with one result for each weight. The pass
 stay ordinary arrays and Flax, Optax and ``jnp`` work in between.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from tessera import _jax, scope
-from tessera.errors import LossFormError, OutsideTraceError
+from tessera.errors import (
+    LossFormError,
+    OutsideTraceError,
+    UnconnectedGradientError,
+)
 
 gradient_p = _jax.Primitive("gradient")
 gradient_p.multiple_results = True
+
+
+def _refuse(transform: str) -> NoReturn:
+    raise OutsideTraceError(
+        f"{transform} cannot look inside ts.grad and graph.backward",
+        got=f"a gradient taken in the function that {transform} is applied to",
+        fix="differentiate that function with jax.grad, or take its gradient by "
+        f"ts.grad outside {transform}\n"
+        f"{transform} of a whole ts.function works",
+    )
+
+
+_jax.refuse_transforms(gradient_p, _refuse)
 
 
 @gradient_p.def_abstract_eval
@@ -103,6 +120,7 @@ def backward(loss: Any) -> dict[str, Any]:
 
     Raises:
       OutsideTraceError: [T302] no step is being traced.
+      UnconnectedGradientError: [T303] the loss reaches no trainable parameter.
       LossFormError: [T304] the loss is not a floating-point scalar.
     """
     open_scope = scope.current()
@@ -121,7 +139,12 @@ def backward(loss: Any) -> dict[str, Any]:
         if declared.trainable and name not in skipped
     }
     if not weights:
-        return {}
+        raise UnconnectedGradientError(
+            "graph.backward has no parameter to differentiate by",
+            got=f"{len(open_scope.declared)} parameters, none of them trainable",
+            fix="compute the loss with an operation that owns parameters or with a "
+            "trainable dist.tensor, or use ts.grad(loss, weights)",
+        )
     gradients = gradient_p.bind(
         loss, *weights.values(), names=tuple(weights), allow_unused=True, call=call
     )

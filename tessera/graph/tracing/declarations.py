@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is declared of a function beside its code, and what it says of each value.
+
+Declared layouts, the arrays' own and the rule for batches come together here: each
+input and output of a graph gets its name and its layout, every check made.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tessera.errors import LayoutMismatchError, SpecFormError
+from tessera.graph.ir import Role, Value
+from tessera.graph.tracing.arguments import Call, Leaf
+from tessera.mesh import Mesh
+from tessera.shard import DistTensor, ShardSpec
+from tessera.spec import axes_of_dims
+
+DATA_AXES = ("dp", "fsdp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is declared of a function beside its code.
+
+    Attributes:
+      name: What the graph and the compiled module are called.
+      mesh: The mesh to run on; None takes the one that the arguments live on.
+      in_specs: Layouts by argument name: a spec, or a tree of specs that is a prefix of
+        the argument.
+      out_specs: Layouts of the result: a spec or a prefix tree; None leaves them to
+        the partitioner.
+      donate: Arguments whose memory the outputs may take over.
+      split_batch: Whether arguments without a layout are split along their leading dim
+        over the mesh's data axes.
+    """
+
+    name: str
+    mesh: Mesh | None = None
+    in_specs: Mapping[str, Any] = field(default_factory=dict)
+    out_specs: Any = None
+    donate: frozenset[str] = frozenset()
+    split_batch: bool = False
+
+    @property
+    def declares_layouts(self) -> bool:
+        """Whether arguments or results have layouts of their own."""
+        return bool(self.in_specs) or self.out_specs is not None
+
+
+def argument_values(
+    call: Call, options: Options, mesh: Mesh | None
+) -> tuple[Value, ...]:
+    """The arrays of a call, each with the layout declared for it, or its own.
+
+    Raises:
+      ShardDivisibilityError: [T201] a declared layout does not divide an array.
+      SpecFormError: [T204] a tree of layouts does not fit its argument.
+      LayoutMismatchError: [T205] arrays are laid out otherwise than declared.
+    """
+    declared = declared_layouts(call, options, mesh)
+    values: list[Value] = []
+    for argument in call.arguments:
+        for leaf in argument.leaves:
+            layout = declared[len(values)]
+            if layout is None:
+                layout = _undeclared(leaf, options, mesh)
+            donated = argument.name in options.donate
+            values.append(Value(leaf.name, leaf.aval, layout, donated=donated))
+    return tuple(values)
+
+
+def _undeclared(leaf: Leaf, options: Options, mesh: Mesh | None) -> Any:
+    if leaf.layout is not None:
+        return leaf.layout[1]
+    if mesh is None:
+        return None
+    return _batch_spec(leaf, mesh) if options.split_batch else PartitionSpec()
+
+
+def declared_layouts(
+    call: Call, options: Options, mesh: Mesh | None
+) -> list[PartitionSpec | None]:
+    """The layout that ``in_specs`` declares for each array of a call, or None."""
+    layouts: list[PartitionSpec | None] = []
+    wrong: list[str] = []
+    for argument in call.arguments:
+        specs = _specs(
+            f"in_specs[{argument.name!r}]",
+            options.in_specs.get(argument.name),
+            argument.rebuilt(list(argument.leaves)),
+            dict(argument.statics),
+            is_leaf=_is_argument_leaf,
+        )
+        for leaf, spec in zip(argument.leaves, specs, strict=True):
+            layout, own = _resolve(spec, leaf.name, leaf.aval, mesh), leaf.layout
+            layouts.append(layout)
+            if mesh is None or layout is None or own is None:
+                continue
+            if not _alike(layout, own[1], mesh):
+                wrong.append(f"{leaf.name}: declared {layout}, given {own[1]}")
+    if wrong:
+        raise LayoutMismatchError(
+            f"{options.name!r} is given arrays that are not laid out as declared",
+            got="\n".join(wrong),
+            fix="move them first: jax.device_put(x, spec.named(x.shape, mesh))\n"
+            "or leave them out of in_specs, and they keep their own layout",
+        )
+    return layouts
+
+
+def _batch_spec(leaf: Leaf, mesh: Mesh) -> PartitionSpec | None:
+    axes = tuple(axis for axis in DATA_AXES if axis in mesh.axes)
+    if not axes or not leaf.aval.shape:
+        return PartitionSpec()
+    return _resolve(ShardSpec((0,), (axes,)), leaf.name, leaf.aval, mesh)
+
+
+def _alike(a: PartitionSpec, b: PartitionSpec, mesh: Mesh) -> bool:
+    """Whether two layouts put the same parts on the same devices."""
+
+    def split(spec: PartitionSpec) -> list[tuple[str, ...]]:
+        dims = axes_of_dims(spec, max(len(a), len(b)))
+        return [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in dims]
+
+    return split(a) == split(b)
+
+
+def parameter_value(name: str, held: DistTensor, mesh: Mesh | None) -> Value:
+    """The input that stands for a parameter."""
+    aval = jax.ShapeDtypeStruct(held.shape, held.dtype)
+    spec = None if mesh is None else held.spec
+    return Value(name, aval, spec, Role.PARAMETER)
+
+
+def output_values(
+    options: Options,
+    tree: Any,
+    statics: Mapping[int, Any],
+    avals: Sequence[Any],
+    mesh: Mesh | None,
+) -> tuple[Value, ...]:
+    """The arrays of a result, with their names and declared layouts.
+
+    Raises:
+      SpecFormError: [T204] the tree of layouts does not fit the result.
+      ShardDivisibilityError: [T201] a declared layout does not divide an array.
+    """
+    places = jax.tree.unflatten(tree, range(tree.num_leaves))
+    specs = _specs("out_specs", options.out_specs, places, statics)
+    names = [
+        _path_name("result", path)
+        for path, place in jax.tree_util.tree_flatten_with_path(places)[0]
+        if place not in statics
+    ]
+    return tuple(
+        Value(name, aval, _resolve(spec, name, aval, mesh))
+        for name, aval, spec in zip(names, avals, specs, strict=True)
+    )
+
+
+def _resolve(
+    spec: Any, name: str, aval: Any, mesh: Mesh | None
+) -> PartitionSpec | None:
+    if spec is None or mesh is None:
+        return None
+    if isinstance(spec, PartitionSpec):
+        spec = ShardSpec(tuple(range(len(spec))), tuple(spec))
+    return spec.resolve(tuple(aval.shape), mesh, what=repr(name))
+
+
+def _specs(
+    what: str,
+    prefix: Any,
+    tree: Any,
+    statics: Mapping[int, Any],
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> list[Any]:
+    """One spec, or None, for each array of a tree, from a prefix tree of specs."""
+
+    def spread_below(spec: Any, below: Any) -> list[_Spec]:
+        return [_Spec(spec)] * len(jax.tree.leaves(below, is_leaf=is_leaf))
+
+    try:
+        spread = jax.tree.map(spread_below, prefix, tree, is_leaf=_is_spec)
+    except ValueError:
+        specs = jax.tree.structure(prefix, is_leaf=_is_spec)
+        arrays = jax.tree.structure(tree, is_leaf=is_leaf)
+        raise SpecFormError(
+            f"{what} is not a spec, nor a tree of specs that fits the arrays",
+            got=f"specs {specs}, arrays {arrays}",
+            fix="give one spec for all of them, or a tree with a spec or None for "
+            "each branch",
+        ) from None
+    flat = [leaf.spec for leaf in jax.tree.leaves(spread)]
+    return [spec for place, spec in enumerate(flat) if place not in statics]
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """A box, so that a missing spec is a leaf of its tree like any other."""
+
+    spec: Any
+
+
+def _is_argument_leaf(node: Any) -> bool:
+    return isinstance(node, Leaf)
+
+
+def _is_spec(node: Any) -> bool:
+    return node is None or isinstance(node, (ShardSpec, PartitionSpec))
+
+
+def _path_name(root: str, path: Any) -> str:
+    inner = jax.tree_util.keystr(path, simple=True, separator="/")
+    return f"{root}/{inner}" if inner else root
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf of a result is an array, or becomes one."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in "OSUMm"  # objects, strings, dates
+    kinds = (bool, int, float, complex, jax.Array)
+    return isinstance(leaf, kinds) or hasattr(type(leaf), "__jax_array__")

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A function that is called while another is traced becomes part of that program.
+
+Its declared layouts hold there: arguments and results are constrained to them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from tessera import scope
+from tessera.graph.tracing.arguments import Call
+from tessera.graph.tracing.declarations import (
+    Options,
+    declared_layouts,
+    is_number,
+    output_values,
+)
+from tessera.mesh import Mesh
+
+
+def inline(function: Callable[..., Any], call: Call, options: Options) -> Any:
+    """Call a function whose options declare a mesh or layouts, inside a trace.
+
+    Raises:
+      ShardDivisibilityError: [T201] a declared layout does not divide an array.
+      LayoutMismatchError: [T205] arrays are laid out otherwise than declared.
+      MeshConflictError: [T308] (when the trace ends) its mesh is not the program's.
+      NoMeshError: [T106] (when the trace ends) it has layouts, and nobody a mesh.
+    """
+    here = scope.current()
+    assert here is not None, "inline is for calls inside a trace"
+    here.inner.append((options.name, options.mesh))
+    mesh = options.mesh or here.mesh
+    if mesh is None:  # if this trace finds one, the next trace has it
+        return function(*call.args, **call.kwargs)
+    arrays = [leaf.value for leaf in call.leaves]
+    laid_out = _constrained(arrays, declared_layouts(call, options, mesh), mesh)
+    args, kwargs = call.rebuilt(laid_out)
+    leaves, tree = jax.tree.flatten(function(*args, **kwargs))
+    places = [i for i, leaf in enumerate(leaves) if is_number(leaf)]
+    statics = {i: leaf for i, leaf in enumerate(leaves) if i not in places}
+    results = [leaves[i] for i in places]
+    avals = [jax.typeof(result) for result in results]
+    values = output_values(options, tree, statics, avals, mesh)
+    laid_out = _constrained(results, [value.spec for value in values], mesh)
+    for place, result in zip(places, laid_out, strict=True):
+        leaves[place] = result
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _constrained(
+    arrays: Sequence[Any], specs: Sequence[PartitionSpec | None], mesh: Mesh
+) -> list[Any]:
+    return [
+        array if spec is None else scope.constrain(array, mesh, spec)
+        for array, spec in zip(arrays, specs, strict=True)
+    ]
