@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from functools import cached_property
 from types import TracebackType
 from typing import Any, NoReturn, Self
+from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
@@ -43,6 +44,9 @@ from tessera.grid import (
 )
 
 _logger = logging.getLogger("tessera.mesh")
+# Where ids stand for positions (see _find_devices), a mesh cannot be told from its JAX
+# mesh: the way back from an array to the mesh that it was declared on.
+_by_jax: WeakValueDictionary[JaxMesh, "Mesh"] = WeakValueDictionary()
 _opened: ContextVar[tuple["Mesh", ...]] = ContextVar("tessera_meshes", default=())
 
 
@@ -123,6 +127,8 @@ class Mesh:
     @classmethod
     def of(cls, mesh: JaxMesh) -> "Mesh":
         """The Tessera mesh of a JAX mesh: same axes, same devices, Auto axes."""
+        if (known := _by_jax.get(mesh)) is not None:
+            return known
         ids = [device.id for device in mesh.devices.flat]
         return cls(mesh.axis_names, devices=ids, shape=mesh.devices.shape)
 
@@ -183,7 +189,9 @@ class Mesh:
                 jax.device_count(),
                 listed(idle),
             )
-        return self._grid_of(devices)
+        made = self._grid_of(devices)
+        _by_jax[made] = self
+        return made
 
     @cached_property
     def abstract(self) -> AbstractMesh:

@@ -5,7 +5,6 @@ What acts per device - kernels and collectives - takes each operand as its own l
 splits it. A traced value has the layout that the tracing scope recorded for it.
 """
 
-import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -13,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
-from tessera.mesh import Mesh, opened_or_none
+from tessera.mesh import Mesh
 from tessera.shard import DistTensor
 
 Layout: TypeAlias = tuple[Mesh, PartitionSpec]
@@ -29,7 +28,7 @@ def layout_of(value: Any) -> Layout | None:
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         sharding = value.sharding
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, JaxMesh):
-            return mesh_of(sharding.mesh), sharding.spec
+            return Mesh.of(sharding.mesh), sharding.spec
         return None
     if (recorded := scope.layout_of(value)) is not None:
         return recorded
@@ -41,17 +40,6 @@ def is_unplaced(value: Any) -> bool:
     """Whether a value is traced, so that it may be split in a way nobody can see."""
     inner = _jax.underlying(value)
     return isinstance(inner, jax.core.Tracer) and layout_of(value) is None
-
-
-def mesh_of(mesh: JaxMesh) -> Mesh:
-    """The Tessera mesh of a JAX mesh: the one that is open, if that is it."""
-    opened = opened_or_none()
-    if opened is not None and not opened.is_abstract and opened.jax == mesh:
-        return opened
-    return _converted(mesh)
-
-
-_converted = functools.lru_cache(maxsize=64)(Mesh.of)
 
 
 def region_mesh(mesh: Mesh) -> JaxMesh | AbstractMesh:
