@@ -124,7 +124,7 @@ def attend(
     )
     bias_BST = jnp.where(mask_BST, 0.0, jnp.finfo(jnp.float32).min)
     scores = scores + jnp.tile(bias_BST, (1, R, 1))[:, None]
-    # The softmax divides last: its gradient keeps one array of the scores' size, not two.
+    # Dividing last, the gradient keeps one array as large as the scores, not two.
     highest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - highest)
     read_BGXK = jnp.einsum(
