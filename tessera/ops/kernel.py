@@ -31,7 +31,7 @@ from tessera.errors import (
     did_you_mean,
 )
 from tessera.mesh import Mesh, manual_axes, opened_or_none
-from tessera.ops.layouts import is_unplaced, layout_of, region_mesh
+from tessera.ops.layouts import as_array, is_unplaced, layout_of, placed, region_mesh
 from tessera.shard import DistTensor, ShardSpec, capturing
 
 
@@ -122,7 +122,7 @@ class Kernel:
         self._check_visible(arrays)
         mesh = _one_mesh(arrays)
         specs = tuple(self._spec_of(leaf, mesh) for leaf in arrays)
-        values = [jnp.asarray(leaf.value) for leaf in arrays]
+        values = [as_array(leaf.value) for leaf in arrays]
         # The compiled body outlives the call: it must not hold on to its arrays.
         template = [_BLOCK if leaf.is_array else leaf.value for leaf in leaves]
 
@@ -261,8 +261,8 @@ def _compiled(
     compiled = jax.jit(_mapped(body, mesh.jax, specs, results))
 
     def run(*arrays: Any) -> Any:
-        placed = [jax.device_put(a, s) for a, s in zip(arrays, shardings, strict=True)]
-        return jax.tree.unflatten(tree, compiled(*placed))
+        blocks = [placed(a, s) for a, s in zip(arrays, shardings, strict=True)]
+        return jax.tree.unflatten(tree, compiled(*blocks))
 
     return run
 

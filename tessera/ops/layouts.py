@@ -8,6 +8,7 @@ splits it. A traced value has the layout that the tracing scope recorded for it.
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
@@ -45,3 +46,15 @@ def is_unplaced(value: Any) -> bool:
 def region_mesh(mesh: Mesh) -> JaxMesh | AbstractMesh:
     """What to map over while tracing: a mesh of the devices, where they exist."""
     return mesh.abstract if mesh.is_abstract else mesh.jax
+
+
+def placed(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """A value laid out by a sharding; as it is, where it lies so already."""
+    if not isinstance(value, jax.core.Tracer) and value.sharding == sharding:
+        return value
+    return jax.device_put(value, sharding)
+
+
+def as_array(value: Any) -> jax.Array:
+    """``jnp.asarray``, without its cost where there is nothing to convert."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera import scope
+from tessera import _jax, scope
 from tessera.errors import (
     CollectiveError,
     DimError,
@@ -25,7 +24,14 @@ from tessera.errors import (
     did_you_mean,
 )
 from tessera.mesh import manual_axes, opened_or_none
-from tessera.ops.layouts import Layout, is_unplaced, layout_of, region_mesh
+from tessera.ops.layouts import (
+    Layout,
+    as_array,
+    is_unplaced,
+    layout_of,
+    placed,
+    region_mesh,
+)
 from tessera.shard import DistTensor
 from tessera.spec import axes_of_dims, spec_of_axes
 
@@ -119,14 +125,14 @@ class Operand:
             return on_block(self.value, self.axes, *settings)
         mesh, spec = self.layout
         result = self._landed(lands)
-        if isinstance(self.value, jax.core.Tracer):
+        if isinstance(_jax.underlying(self.value), jax.core.Tracer):
             region = region_mesh(mesh)
             mapped = _mapped(on_block, self.axes, settings, region, spec, result)
             value = mapped(self.value)
             scope.record_layout(value, mesh, result)
             return value
         compiled = _compiled(on_block, self.axes, settings, mesh.jax, spec, result)
-        return compiled(jax.device_put(self.value, NamedSharding(mesh.jax, spec)))
+        return compiled(placed(self.value, NamedSharding(mesh.jax, spec)))
 
     @property
     def _spec(self) -> PartitionSpec | None:
@@ -179,7 +185,7 @@ def _operand(value: Any, axes: tuple[str, ...]) -> Operand:
     if manual:
         _check_manual(axes, manual)
         sizes = tuple(manual[axis] for axis in axes)
-        return Operand(jnp.asarray(value), axes, sizes, None)
+        return Operand(as_array(value), axes, sizes, None)
     layout = layout_of(value)
     if layout is None and is_unplaced(value):
         raise CollectiveError(
@@ -203,7 +209,7 @@ def _operand(value: Any, axes: tuple[str, ...]) -> Operand:
         layout = (mesh, PartitionSpec())
     mesh = layout[0]
     sizes = tuple(mesh.axis_size(axis) for axis in mesh.axis_tuple(axes))
-    return Operand(jnp.asarray(value), axes, sizes, layout)
+    return Operand(as_array(value), axes, sizes, layout)
 
 
 def _check_manual(axes: tuple[str, ...], manual: Any) -> None:
