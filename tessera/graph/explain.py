@@ -13,7 +13,7 @@ from tessera.analysis.propagation import OpLayout, op_layouts
 from tessera.analysis.propagation import as_text as layouts_as_text
 from tessera.graph.function import Function
 from tessera.graph.stages import Compiled, Lowered, Traced
-from tessera.graph.tracing.tracer import Options
+from tessera.graph.tracing.declarations import Options
 from tessera.graph.training_step import Step
 
 

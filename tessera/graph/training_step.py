@@ -17,9 +17,10 @@ import jax
 from tessera import scope
 from tessera.errors import ParameterTreeError
 from tessera.graph.function import Function
+from tessera.graph.ir import Role
 from tessera.graph.stages import Traced
+from tessera.graph.tracing.declarations import Options
 from tessera.graph.tracing.gradient import nest
-from tessera.graph.tracing.tracer import Options
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor
 
@@ -40,42 +41,34 @@ class Step(Function):
         skip_passes: Collection[str] = (),
     ) -> None:
         super().__init__(body, options, skip_passes)
-        self._declared: dict[str, DistTensor] = {}
-        self._held: dict[str, jax.Array] = {}
+        self._declared: dict[str, DistTensor] | None = None
+        self._held: dict[str, Any] = {}
+        self._placed_for: Traced | None = None
 
     @property
     def params(self) -> dict[str, Any]:
         """The parameters: nested dict by name, of arrays, lazy before ``init``.
 
         Assign a tree of the same names and shapes, such as the one an optimizer
-        returned, to use it in the next call.
+        returned, to use it in the next call; arrays that lie elsewhere are moved to
+        the declared layout then.
 
         Raises:
-          ParameterTreeError: [T306] an assigned tree does not fit; every difference is
-            listed and nothing is changed.
+          ParameterTreeError: [T306] the step was not traced yet, or an assigned tree
+            does not fit: every difference is listed and nothing is changed.
         """
-        return nest(
-            {name: self._held.get(name, held) for name, held in self._declared.items()}
-        )
+        known = self._known()
+        return nest({name: self._held.get(name, held) for name, held in known.items()})
 
     @params.setter
     def params(self, tree: Mapping[str, Any]) -> None:
-        flat = _flat(tree)
-        problems = [
-            *(f"{name}: missing" for name in self._declared if name not in flat),
-            *(
-                f"{name}: not a parameter"
-                for name in flat
-                if name not in self._declared
-            ),
-            *(
-                f"{name}: {value.dtype}{list(value.shape)}, declared "
-                f"{self._declared[name].dtype}{list(self._declared[name].shape)}"
-                for name, value in flat.items()
-                if name in self._declared
-                and (value.shape, value.dtype)
-                != (self._declared[name].shape, self._declared[name].dtype)
-            ),
+        known, flat = self._known(), _flat(tree)
+        problems = [f"{name}: missing" for name in known if name not in flat]
+        problems += [f"{name}: not a parameter" for name in flat if name not in known]
+        problems += [
+            f"{name}: {_form(value)}, declared {_form(known[name])}"
+            for name, value in flat.items()
+            if name in known and _form(value) != _form(known[name])
         ]
         if problems:
             raise ParameterTreeError(
@@ -83,7 +76,8 @@ class Step(Function):
                 got="\n".join(problems),
                 fix="assign a tree like step.params",
             )
-        self._held = {name: flat[name] for name in self._declared}
+        self._held = {name: flat[name] for name in known}
+        self._placed_for = None
 
     def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Create the parameters, each shard on its own device.
@@ -105,45 +99,69 @@ class Step(Function):
         """
         if args or kwargs:
             self.trace(*args, **kwargs)
-        if not self._programs and not self._declared and not (args or kwargs):
+        for name, held in self._known().items():
+            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            self._held[name] = held.materialize(own)
+        self._placed_for = None
+        return self.params
+
+    def _known(self) -> dict[str, DistTensor]:
+        if self._declared is None:
             raise ParameterTreeError(
                 f"the parameters of step {self.options.name!r} are not known yet",
                 fix="give init an example: step.init(key, batch)",
             )
-        for name, held in self._declared.items():
-            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-            self._held[name] = held.materialize(own)
-        return self.params
+        return self._declared
 
     def _trace(self, call: Any) -> Traced:
         traced = super()._trace(call)
+        known = dict(self._declared or {})
         for name, declared in traced.origin.parameters.items():
-            known = self._declared.setdefault(name, declared)
-            if (known.shape, known.dtype) != (declared.shape, declared.dtype):
+            if _form(known.setdefault(name, declared)) != _form(declared):
                 raise ParameterTreeError(
                     f"parameter {name!r} has another shape than in earlier calls",
-                    got=f"{declared.dtype}{list(declared.shape)}, before "
-                    f"{known.dtype}{list(known.shape)}",
+                    got=f"{_form(declared)}, before {_form(known[name])}",
                     fix="call the step with arrays of the feature sizes it was first "
                     "called with",
                 )
+            known[name] = declared  # on the mesh of this call
+        self._declared = known
         return traced
 
     def _parameters(self, traced: Traced) -> tuple[Any, ...]:
-        names = tuple(traced.origin.parameters)
-        if any(name not in self._held for name in names):
-            self._create_missing(names)
-        return tuple(self._held[name] for name in names)
+        if traced is not self._placed_for:
+            # What is created or moved inside someone's trace is an array all the same.
+            with jax.ensure_compile_time_eval():
+                self._place(traced)
+            self._placed_for = traced
+        return tuple(self._held[name] for name in traced.origin.parameters)
 
-    def _create_missing(self, names: tuple[str, ...]) -> None:
-        missing = [name for name in names if name not in self._held]
-        _logger.info(
-            "step %s creates %d parameters from their names; step.init(key) chooses",
-            self.options.name,
-            len(missing),
-        )
-        for name in missing:
-            self._held[name] = self._declared[name].materialize()
+    def _place(self, traced: Traced) -> None:
+        """Create the parameters that nobody did, and lay all out as a program does."""
+        graph, parameters = traced.origin.graph, traced.origin.parameters
+        missing = [name for name in parameters if name not in self._held]
+        if missing:
+            _logger.info(
+                "step %s creates %d parameters from their names; "
+                "step.init(key) chooses",
+                self.options.name,
+                len(missing),
+            )
+        values = [value for value in graph.inputs if value.role is Role.PARAMETER]
+        for (name, declared), value in zip(parameters.items(), values, strict=True):
+            held = self._held.get(name, declared)
+            array = held.materialize() if isinstance(held, DistTensor) else held
+            place = graph.sharding(value)
+            if place is not None and getattr(array, "sharding", None) != place:
+                array = jax.device_put(array, place)
+            self._held[name] = array
+
+
+def _form(value: Any) -> str:
+    """Dtype and shape in words; of what is no array, its type."""
+    if not hasattr(value, "dtype"):
+        return type(value).__name__
+    return f"{value.dtype}{list(value.shape)}"
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,11 @@ def cross_entropy(
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     _check(logits, labels, reduction)
     scores = logits.astype(jnp.float32)
-    log_total = jax.nn.logsumexp(scores, axis=-1)
+    # Relative to the largest, so that rounding is that of the loss, not of the logits.
+    scores -= jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    log_total = jnp.log(jnp.exp(scores).sum(axis=-1))
+    # Bytes cannot count a large vocabulary, nor unsigned numbers hold -100.
+    labels = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
     vocabulary = jax.lax.broadcasted_iota(labels.dtype, scores.shape, scores.ndim - 1)
     chosen = jnp.where(vocabulary == labels[..., None], scores, 0.0).sum(-1)
     counts = labels != ignore_index

@@ -58,13 +58,16 @@ def transformer_block(
 
     Raises:
       OutsideTraceError: [T302] no step is being traced.
-      OperandError: [T401] ``x`` has another rank, or the heads do not divide ``D``.
+      OperandError: [T401] ``x`` has another rank, a size is not positive, or the
+        heads do not divide ``D``.
       ShardDivisibilityError: [T201] the mesh does not divide a parameter.
 
     Source: Vaswani et al., arXiv 1706.03762; pre-norm after Xiong et al., 2002.04745.
     """
     x = jnp.asarray(x)
     heads = _checked_heads(x, num_heads)
+    for name, size in (("depth", depth), ("mlp_ratio", mlp_ratio)):
+        _check_positive(name, size)
     params = _declare(depth, x.shape[-1], heads, mlp_ratio)
     layer = {name: p.astype(x.dtype) for name, p in params.items()}
 
@@ -83,7 +86,8 @@ def _checked_heads(x: jax.Array, num_heads: int | None) -> int:
             fix="embed token ids first, and add a batch dim to single sequences",
         )
     size = x.shape[-1]
-    heads = num_heads or max(1, size // _HEAD_SIZE)
+    heads = max(1, size // _HEAD_SIZE) if num_heads is None else num_heads
+    _check_positive("num_heads", heads)
     if size % heads:
         legal = [n for n in range(1, size + 1) if size % n == 0]
         near = sorted(sorted(legal, key=lambda n: abs(n - heads))[:2])
@@ -93,6 +97,15 @@ def _checked_heads(x: jax.Array, num_heads: int | None) -> int:
             fix=f"use num_heads={' or '.join(map(str, near))}",
         )
     return heads
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise OperandError(
+            f"{name} of transformer_block is not positive",
+            got=f"{name}={value}",
+            fix=f"use {name}=1 or more",
+        )
 
 
 def _declare(depth: int, size: int, heads: int, ratio: int) -> dict[str, Any]:

@@ -6,6 +6,8 @@ captures and the parameters that its operations declare become inputs beside the
 arguments, each with its name and layout; nothing is baked in as a constant.
 """
 
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -145,9 +147,23 @@ def _run(
         }
         return [jnp.asarray(leaf) for leaf in leaves if is_number(leaf)]
 
+    _describe(flat, function, [value.name for value in values])
     with scope.opened(here):
         trial.program = jax.make_jaxpr(flat)(*(_jax.struct(v.aval) for v in values))
     return trial
+
+
+def _describe(flat: Any, function: Callable[..., Any], names: list[str]) -> None:
+    """Let JAX's errors speak of the user's function and arguments."""
+    parameters: dict[str, inspect.Parameter] = {}
+    for name in names:
+        legal = re.sub(r"\W", "_", name)
+        while legal in parameters:
+            legal += "_"
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        parameters[legal] = inspect.Parameter(legal, kind)
+    flat.__wrapped__ = function
+    flat.__signature__ = inspect.Signature(list(parameters.values()))
 
 
 def _graph(
@@ -245,7 +261,8 @@ def _refuse_loss(mark: _jax.Equation) -> NoReturn:
     line = _jax.source_line(mark)
     raise UnconnectedGradientError(
         "the loss depends on no trainable parameter of the step",
-        got=f"parameters {', '.join(map(repr, names))}"
+        got=f"none of {len(names)}: {', '.join(map(repr, names[:3]))}"
+        + (", …" if len(names) > 3 else "")
         + (f"\ngraph.backward was called at {line}" if line else ""),
         fix="compute the loss from them, at the level where graph.backward is called",
     )
