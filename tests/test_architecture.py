@@ -22,6 +22,11 @@ from tessera.graph.pass_runner import PASSES
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tessera"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+MODULES = [
+    path
+    for path in SOURCES
+    if path.name != "__init__.py" or path.parent == PACKAGE  # the others are maps
+]
 PROGRAMS = [
     *SOURCES,
     ROOT / "run_training.py",
@@ -122,6 +127,25 @@ def test_the_public_names_are_these():
     ]
     for name in tessera.__all__:
         assert hasattr(tessera, name)
+
+
+def test_the_architecture_page_has_every_module_and_no_other():
+    page = (ROOT / "docs/architecture.md").read_text()
+    tree = page.split("## The modules")[1].split("```")[1]
+    assert sorted(paths_of_tree(tree)) == [name_of(path) for path in MODULES]
+
+
+def paths_of_tree(tree: str) -> Iterator[str]:
+    """The files of an indented tree; folders end in a slash."""
+    folders: list[tuple[int, str]] = []
+    for line in filter(str.strip, tree.splitlines()):
+        indent, name = len(line) - len(line.lstrip()), line.split()[0]
+        folders = [(depth, folder) for depth, folder in folders if depth < indent]
+        path = "".join(folder for _, folder in folders) + name
+        if name.endswith("/"):
+            folders.append((indent, name))
+        else:
+            yield path
 
 
 # --- what imports what
