@@ -14,6 +14,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import tessera
 from tessera import errors
@@ -216,6 +218,23 @@ def test_every_library_that_is_imported_is_declared():
                     continue
                 owners = {owner.lower() for owner in distributions.get(top, [top])}
                 assert owners & declared, f"{name_of(path)}:{node.lineno} {module}"
+
+
+@pytest.mark.parametrize("python", ["py311", "py312"])
+def test_a_set_of_versions_pins_every_library_that_is_declared(python):
+    lines = (ROOT / f"constraints/{python}.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for line in (
+        *project["dependencies"],
+        *(line for extra in ("tokenizers", "dev", "docs") for line in extras[extra]),
+    ):
+        requirement = Requirement(line)
+        if requirement.name != "tessera":
+            version = versions[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version), line
 
 
 PROBE = """
