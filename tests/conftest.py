@@ -2,6 +2,7 @@
 """Eight simulated CPU devices for every test, set once, before any backend starts."""
 
 import os
+from collections.abc import Iterator
 
 # XLA sizes its thread pool from this. With one thread a device, a queued step holds a
 # thread that another step's collective waits for, and both wait for ever.
@@ -46,3 +47,15 @@ def cube_mesh() -> Mesh:
 def large_mesh() -> Mesh:
     """Seventy-two devices that this machine does not have."""
     return Mesh(["tp", "pp", "dp"], devices=range(72))
+
+
+@pytest.fixture(scope="module")
+def quick_compile() -> Iterator[None]:
+    """Half the time to compile, by leaving out LLVM's optimizations.
+
+    What JAX traces, what XLA partitions and the collectives are the same.
+    """
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -24,6 +24,7 @@ from tessera.models.model import Model
 from tessera.models.rules import Placement
 from tessera.ops.losses import cross_entropy
 from tessera.scope import autocast, constrain
+from tessera.training.clipping import global_norm
 from tessera.training.optimizers import Schedule
 from tessera.training.state import TrainState, state_specs
 
@@ -86,7 +87,7 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
         gradients = jax.tree.map(share.__mul__, gradients)
         metrics = {
             "loss": loss * share,
-            "grad_norm": optax.global_norm(gradients),
+            "grad_norm": global_norm(gradients),
             "learning_rate": recipe.learning_rate(state.step),
             "tokens": tokens,
         }
