@@ -66,7 +66,8 @@ def init_state(
         step=jax.device_put(jnp.int32(0), placed.step),
         params=params,
         optimizer=jax.jit(optimizer.init, out_shardings=placed.optimizer)(params),
-        loss_scale=jax.device_put(loss_scale, placed.loss_scale),
+        # A step donates the state; what was given is the caller's.
+        loss_scale=jax.device_put(loss_scale, placed.loss_scale, may_alias=False),
     )
 
 
