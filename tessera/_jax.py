@@ -291,6 +291,20 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
 
 
+def weak_types(values: Sequence[Any]) -> list[bool | None]:
+    """Whether each value's dtype is weak; None for what is no array.
+
+    Every call of a compiled step asks this of every array: the usual case is quick.
+    """
+    try:
+        return [value.aval.weak_type for value in values]
+    except AttributeError:
+        return [
+            getattr(value, "weak_type", False) if hasattr(value, "dtype") else None
+            for value in values
+        ]
+
+
 def underlying(value: Any) -> Any:
     """What a value stands for where it is only differentiated: itself otherwise."""
     while isinstance(value, Tracer) and hasattr(value, "primal"):

@@ -172,12 +172,17 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
     env.write(
         plan.mark.outvars,
         [
-            gradients[atom]
+            _strong(gradients[atom])
             if not isinstance(atom, _jax.Literal) and atom in gradients
             else _jax.zeros(atom.aval)
             for atom in weight_atoms
         ],
     )
+
+
+def _strong(gradient: jax.Array) -> jax.Array:
+    """A gradient whose dtype does not give way, as the mark promised."""
+    return jax.lax.convert_element_type(gradient, gradient.dtype)
 
 
 @jax.custom_jvp

@@ -131,8 +131,8 @@ class Argument:
         )
 
     @functools.cached_property
-    def _weak(self) -> tuple[bool, ...]:
-        return tuple(leaf.is_weak for leaf in self.leaves)
+    def _weak(self) -> list[bool]:
+        return [leaf.is_weak for leaf in self.leaves]
 
     def dynamic_part(self, value: Any) -> Any:
         """What the compiled program takes for this argument.
@@ -151,10 +151,9 @@ class Argument:
                 raise StaleProgram
         fixed = {place for place, _ in self.statics}
         arrays = [leaf for place, leaf in enumerate(flat) if place not in fixed]
-        for found, weak in zip(arrays, self._weak, strict=True):
-            # JAX would take a Python number for an array, and weak dtypes for strong.
-            if not hasattr(found, "dtype") or _is_weak(found) != weak:
-                raise StaleProgram
+        # JAX would take a Python number for an array, and weak dtypes for strong ones.
+        if _jax.weak_types(arrays) != self._weak:
+            raise StaleProgram
         if self.is_whole:
             return value
         return tuple(

@@ -18,6 +18,8 @@ from tessera.errors import (
     OutsideTraceError,
     UnconnectedGradientError,
 )
+from tessera.mesh import manual_axes
+from tessera.ops.layouts import layout_of
 
 gradient_p = _jax.Primitive("gradient")
 gradient_p.multiple_results = True
@@ -154,9 +156,11 @@ def backward(loss: Any) -> dict[str, Any]:
 
 def _in_layout_of(weights: list[Any], gradients: list[Any]) -> list[Any]:
     """The gradients, each constrained to the declared layout of its weight."""
+    if manual_axes():  # blocks of this device: nothing is laid out here
+        return gradients
     return [
         gradient
-        if (layout := scope.layout_of(weight)) is None
+        if (layout := layout_of(weight)) is None
         else scope.constrain(gradient, *layout)
         for weight, gradient in zip(weights, gradients, strict=True)
     ]

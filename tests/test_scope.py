@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trace is in: its parameters by name, its layouts, its autocast."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import tessera as ts
+from tessera import _jax, scope
+from tessera.errors import OutsideTraceError, ParameterNameError, TensorFormError
+from tessera.scope import Scope, opened
+from tessera.shard import ShardSpec, tensor
+
+
+def scopes_of(function, *args):
+    """The name scopes of a function's equations."""
+    program = jax.make_jaxpr(function)(*args)
+    return [_jax.name_scopes(equation) for equation in _jax.equations(program)]
+
+
+# --- which scope is open
+
+
+def test_no_scope_is_open_outside_a_trace():
+    assert scope.current() is None
+
+
+def test_the_innermost_scope_is_current():
+    outer, inner = Scope(), Scope()
+    with opened(outer):
+        with opened(inner):
+            assert scope.current() is inner
+        assert scope.current() is outer
+    assert scope.current() is None
+
+
+def test_a_scope_closes_when_its_body_raises():
+    with pytest.raises(RuntimeError), opened(Scope()):
+        raise RuntimeError
+    assert scope.current() is None
+
+
+def test_two_threads_have_scopes_of_their_own():
+    barrier = threading.Barrier(2, timeout=10)
+    seen = {}
+
+    def run(name):
+        mine = Scope()
+        with opened(mine):
+            barrier.wait()
+            seen[name] = scope.current() is mine
+            barrier.wait()
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {"a": True, "b": True}
+
+
+# --- parameters by name
+
+
+def test_a_parameter_is_declared_under_the_open_path():
+    with opened(Scope()) as here, scope.named("encoder"), scope.named("block"):
+        scope.parameter("up", (2, 3), init="normal")
+    assert list(here.declared) == ["encoder/block/up"]
+    declared = here.declared["encoder/block/up"]
+    assert (declared.shape, declared.dtype, declared.trainable) == (
+        (2, 3),
+        jnp.float32,
+        True,
+    )
+
+
+def test_a_parameter_without_an_input_yet_is_zeros():
+    with opened(Scope()):
+        value = scope.parameter("up", (2, 3), init="ones")
+    assert value.shape == (2, 3)
+    assert not value.any()
+
+
+def test_a_parameter_with_an_input_is_that_input():
+    given = jnp.ones((2, 3))
+    with opened(Scope(values={"up": given})):
+        assert scope.parameter("up", (2, 3), init="zeros") is given
+
+
+def test_a_parameter_takes_the_mesh_of_the_step(dp_mesh):
+    with opened(Scope(mesh=dp_mesh)) as here:
+        scope.parameter("up", (8, 3), init="ones", layout=ShardSpec((0,), ("dp",)))
+    assert here.declared["up"].mesh is dp_mesh
+    assert here.declared["up"].spec == P("dp")
+
+
+def test_a_parameter_needs_a_step():
+    with pytest.raises(OutsideTraceError) as caught:
+        scope.parameter("up", (2,), init="zeros")
+    assert str(caught.value) == (
+        "[T302] parameter 'up' is declared outside a step\n"
+        "  fix: call it inside @graph.training_step, @graph.stage or @ts.function\n"
+        "  docs: docs/errors/T302.md"
+    )
+
+
+def test_two_parameters_of_one_name_are_refused():
+    with opened(Scope()):
+        scope.parameter("up", (2,), init="zeros")
+        with pytest.raises(ParameterNameError) as caught:
+            scope.parameter("up", (3,), init="zeros")
+    assert str(caught.value) == (
+        "[T305] two parameters of this step are called 'up'\n"
+        "  got: shapes (2,) and (3,)\n"
+        "  fix: put each use in a @graph.stage of its own\n"
+        "  docs: docs/errors/T305.md"
+    )
+
+
+@pytest.mark.parametrize(("first", "second"), [("a", "a/b"), ("a/b", "a")])
+def test_an_array_and_a_tree_cannot_share_a_place(first, second):
+    with opened(Scope()):
+        scope.parameter(first, (2,), init="zeros")
+        with pytest.raises(ParameterNameError) as caught:
+            scope.parameter(second, (3,), init="zeros")
+    assert str(caught.value).startswith(
+        f"[T305] {second!r} cannot be a parameter beside {first!r}: the tree of "
+        "parameters would hold a tree and an array in one place\n"
+        "  got: shapes (3,) and (2,)\n"
+    )
+
+
+def test_names_that_merely_begin_alike_are_two_places():
+    with opened(Scope()) as here:
+        scope.parameter("layer", (2,), init="zeros")
+        scope.parameter("layer_norm", (2,), init="zeros")
+    assert list(here.declared) == ["layer", "layer_norm"]
+
+
+def test_uses_of_an_operation_are_numbered_under_each_path():
+    with opened(Scope()):
+        assert scope.fresh_component("block") == "block"
+        assert scope.fresh_component("block") == "block_1"
+        with scope.named("decoder"):
+            assert scope.fresh_component("block") == "block"
+    assert scope.fresh_component("block") == "block"
+
+
+def test_a_path_ends_with_its_block_even_when_that_raises():
+    with opened(Scope()) as here:
+        with pytest.raises(RuntimeError), scope.named("encoder"):
+            raise RuntimeError
+        assert here.path == ()
+
+
+def test_names_reach_the_operations_inside():
+    def named(x):
+        with scope.named("encoder"):
+            return jnp.sin(x)
+
+    assert scopes_of(named, 1.0) == ["encoder"]
+
+
+# --- captured tensors
+
+
+def test_a_tensor_that_is_used_becomes_a_parameter_once():
+    table = tensor((2,), name="table")
+    with opened(Scope()) as here:
+        jnp.sin(table)
+        _ = table + 1.0
+    assert here.declared == {"table": table}
+    assert "lazy" in repr(table)
+
+
+def test_unnamed_tensors_are_numbered_under_the_open_path():
+    with opened(Scope()) as here:
+        jnp.sin(tensor((2,)))
+        with scope.named("encoder"):
+            jnp.sin(tensor((2,)))
+            jnp.sin(tensor((2,)))
+    assert list(here.declared) == ["tensor", "encoder/tensor", "encoder/tensor_1"]
+
+
+def test_two_tensors_of_one_name_are_refused():
+    first, second = tensor((2,), name="table"), tensor((3,), name="table")
+    with opened(Scope()):
+        jnp.sin(first)
+        with pytest.raises(ParameterNameError, match="give the dist.tensor another"):
+            jnp.sin(second)
+
+
+def test_a_tensor_is_itself_again_after_the_trace():
+    table = tensor((2,), init="ones", name="table")
+    with opened(Scope()):
+        assert not jnp.asarray(table).any()
+    assert jnp.asarray(table).all()
+
+
+# --- layouts of traced values
+
+
+def test_a_value_has_the_layout_that_was_recorded_for_it(dp_mesh):
+    with opened(Scope(mesh=dp_mesh)):
+        value, other = jnp.ones(8), jnp.ones(8)
+        scope.record_layout(value, dp_mesh, P("dp"))
+        assert scope.layout_of(value) == (dp_mesh, P("dp"))
+        assert scope.layout_of(other) is None
+    assert scope.layout_of(value) is None
+
+
+def test_a_constrained_value_has_that_layout(dp_mesh):
+    with opened(Scope(mesh=dp_mesh)):
+        value = scope.constrain(jnp.ones(8), dp_mesh, P("dp"))
+        assert scope.layout_of(value) == (dp_mesh, P("dp"))
+    assert value.sharding.spec == P("dp")
+
+
+# --- autocast
+
+
+def test_the_innermost_autocast_is_current():
+    assert scope.current_autocast() is None
+    with ts.autocast("bf16"):
+        with ts.autocast("f16"):
+            assert scope.current_autocast() == "float16"
+        with ts.autocast("bf16", enabled=False):
+            assert scope.current_autocast() == "off"
+        assert scope.current_autocast() == "bfloat16"
+    assert scope.current_autocast() is None
+
+
+def test_an_autocast_ends_when_its_block_raises():
+    with pytest.raises(RuntimeError), ts.autocast("bf16"):
+        raise RuntimeError
+    assert scope.current_autocast() is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "enabled", "mark"),
+    [
+        ("bf16", True, "autocast_bfloat16"),
+        (jnp.float16, True, "autocast_float16"),
+        ("f32", True, "autocast_off"),
+        ("bf16", False, "autocast_off"),
+    ],
+)
+def test_operations_inside_an_autocast_are_marked(dtype, enabled, mark):
+    def marked(x):
+        with ts.autocast(dtype, enabled=enabled):
+            return jnp.sin(x)
+
+    assert scopes_of(marked, 1.0) == [mark]
+
+
+def test_autocast_takes_floating_point_dtypes_that_matmuls_are_done_in():
+    with pytest.raises(TensorFormError) as caught, ts.autocast("i32"):
+        pass
+    assert str(caught.value) == (
+        "[T207] matmuls cannot be autocast to int32\n"
+        "  fix: use bf16, f16 or f32\n"
+        "  docs: docs/errors/T207.md"
+    )
+
+
+def test_autocast_says_which_dtype_was_meant():
+    with (
+        pytest.raises(TensorFormError, match="did you mean 'bf16'"),
+        ts.autocast("b16"),
+    ):
+        pass
