@@ -189,7 +189,7 @@ def test_two_tensors_of_one_name_are_refused():
     first, second = tensor((2,), name="table"), tensor((3,), name="table")
     with opened(Scope()):
         jnp.sin(first)
-        with pytest.raises(ParameterNameError, match="give the dist.tensor another"):
+        with pytest.raises(ParameterNameError, match="tensor another name"):
             jnp.sin(second)
 
 

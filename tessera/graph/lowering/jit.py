@@ -84,7 +84,7 @@ def check_layouts(graph: Graph, compiled: jax.stages.Compiled) -> None:
     inputs = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     outputs = compiled.out_tree.flatten_up_to(compiled.output_shardings)
     wrong = [
-        f"{value.name}: declared {value.spec}, compiled {found}"
+        f"{value.name}: declared {value.spec}, compiled {getattr(found, 'spec', found)}"
         for values, shardings in ((graph.inputs, inputs), (graph.outputs, outputs))
         for value, found in zip(values, shardings, strict=True)
         if not _agrees(graph, value, found)

@@ -134,6 +134,10 @@ class Argument:
     def _weak(self) -> list[bool]:
         return [leaf.is_weak for leaf in self.leaves]
 
+    @functools.cached_property
+    def _placed(self) -> list[int]:
+        return [place for place, leaf in enumerate(self.leaves) if leaf.layout]
+
     def dynamic_part(self, value: Any) -> Any:
         """What the compiled program takes for this argument.
 
@@ -153,6 +157,9 @@ class Argument:
         arrays = [leaf for place, leaf in enumerate(flat) if place not in fixed]
         # JAX would take a Python number for an array, and weak dtypes for strong ones.
         if _jax.weak_types(arrays) != self._weak:
+            raise StaleProgram
+        # It would also take what lies nowhere yet for what lives on the mesh.
+        if not all(_is_placed(arrays[place]) for place in self._placed):
             raise StaleProgram
         if self.is_whole:
             return value
@@ -288,6 +295,10 @@ def _static(name: str, leaf: Any) -> Static:
             "a frozen dataclass, a function",
         ) from None
     return Static(type(leaf), leaf)
+
+
+def _is_placed(value: Any) -> bool:
+    return isinstance(value, DistTensor) or getattr(value, "committed", False)
 
 
 def _is_weak(value: Any) -> bool:

@@ -351,9 +351,9 @@ def test_past_a_stopped_gradient():
 # --- in a manual region, every type checked
 
 
-def in_region(body, mesh, out_specs=P()):
+def in_region(body, mesh, *out_specs):
     return jax.shard_map(
-        body, mesh=mesh.jax, in_specs=(P(), P("dp")), out_specs=out_specs
+        body, mesh=mesh.jax, in_specs=(P(), P("dp")), out_specs=out_specs or P()
     )
 
 
@@ -380,7 +380,7 @@ def test_inside_a_manual_region_by_what_differs_from_device_to_device(dp_mesh):
             found = ts.grad(loss, {"w": w, "x": x, "hidden": hidden})
             return found["w"], found["x"], found["hidden"]
 
-        return in_region(body, dp_mesh, (P(), P("dp"), P("dp")))(w, x)
+        return in_region(body, dp_mesh, P(), P("dp"), P("dp"))(w, x)
 
     def reference(w, x):
         by_w, by_x = jax.grad(loss_of, argnums=(0, 1))(w, x)

@@ -10,7 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import _jax, graph, scope
-from tessera.errors import LossFormError, OutsideTraceError, UnconnectedGradientError
+from tessera.errors import (
+    LossFormError,
+    OutsideTraceError,
+    TesseraError,
+    UnconnectedGradientError,
+)
 from tessera.graph.tracing.gradient import nest
 from tessera.shard import ShardSpec, tensor
 
@@ -18,7 +23,7 @@ X = jnp.linspace(-1.0, 1.0, 8, dtype=jnp.float32)
 
 
 def message_of(function, *args):
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(TesseraError) as caught:
         function(*args)
     return str(caught.value)
 

@@ -167,11 +167,13 @@ def test_two_meshes_in_one_step_are_refused(kind, dp_mesh, grid_mesh):
     if kind == "tensor":
         other = tensor((8,), ShardSpec((0,), ("tp",)), grid_mesh)
     x = on(dp_mesh, "dp")
+
+    def function(x, y=other):
+        return x + y
+
+    arguments = (x, other) if kind == "argument" else (x,)
     with pytest.raises(MeshConflictError, match=r"\[T308\] the inputs of one step"):
-        if kind == "argument":
-            traced(lambda x, y: x + y, x, other)
-        else:
-            traced(lambda x: x + other, x)
+        traced(function, *arguments)
 
 
 # --- what the body may do
