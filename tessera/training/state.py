@@ -62,13 +62,15 @@ def init_state(
     specs = state_specs(model, optimizer, mesh, loss_scale=loss_scale)
     params = model.init(key, mesh)
     placed = jax.tree.map(partial(NamedSharding, mesh.jax), specs)
-    return TrainState(
-        step=jax.device_put(jnp.int32(0), placed.step),
-        params=params,
-        optimizer=jax.jit(optimizer.init, out_shardings=placed.optimizer)(params),
-        # A step donates the state; what was given is the caller's.
-        loss_scale=jax.device_put(loss_scale, placed.loss_scale, may_alias=False),
-    )
+
+    def others(params: Tree, loss_scale: LossScale | None) -> tuple[Any, Tree, Any]:
+        # Copied: a step donates its state, and what was given is the caller's.
+        scale = jax.tree.map(jnp.copy, loss_scale)
+        return jnp.int32(0), optimizer.init(params), scale
+
+    layouts = (placed.step, placed.optimizer, placed.loss_scale)
+    step, moments, scale = jax.jit(others, out_shardings=layouts)(params, loss_scale)
+    return TrainState(step, params, moments, scale)
 
 
 def abstract_state(

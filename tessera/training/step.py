@@ -79,17 +79,20 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Tree]:
-        scale = None if state.loss_scale is None else state.loss_scale.scale
-        loss, gradients = _summed_gradients(recipe, state.params, batch, scale)
-        tokens = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
+        counted = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
         # A batch of padding alone has no gradient, and none is invented for it.
-        share = 1.0 / _scaled(jnp.maximum(tokens, 1.0), scale)
+        tokens = jnp.maximum(counted, 1.0)
+        # It is the mean loss that is scaled: the gradients of a sum would overflow with
+        # the size of the batch.
+        scale = None if state.loss_scale is None else state.loss_scale.scale / tokens
+        loss, gradients = _summed_gradients(recipe, state.params, batch, scale)
+        share = 1.0 / _scaled(tokens, scale)
         gradients = jax.tree.map(share.__mul__, gradients)
         metrics = {
             "loss": loss * share,
             "grad_norm": global_norm(gradients),
             "learning_rate": recipe.learning_rate(state.step),
-            "tokens": tokens,
+            "tokens": counted,
         }
         new = _updated(recipe, state, gradients)
         if state.loss_scale is None:

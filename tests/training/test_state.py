@@ -196,11 +196,12 @@ def test_the_same_key_gives_the_same_parameters_on_every_mesh(state):
     assert alone.loss_scale is None
 
 
-def test_a_state_owns_its_buffers():
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_state_owns_its_buffers(count):
     """A step donates them, and the loss scale that was given must outlive that."""
     scale = LossScale.initial()
-    one = Mesh(("fsdp",), devices=(0,))
-    state = init_state(MODEL, ADAMW, jax.random.key(0), one, loss_scale=scale)
+    mesh = Mesh(("fsdp",), devices=range(count))
+    state = init_state(MODEL, ADAMW, jax.random.key(0), mesh, loss_scale=scale)
     for leaf in jax.tree.leaves(state):
         leaf.delete()
     assert float(scale.scale) == 32768.0

@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's step: its gradients, its numbers, its precision, its communication."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tessera import _jax
+from tessera.mesh import Mesh
+from tessera.models import Gemma3Config, Model
+from tessera.training.loss_scale import LossScale
+from tessera.training.optimizers import (
+    AdafactorConfig,
+    AdamWConfig,
+    make_optimizer,
+    make_schedule,
+)
+from tessera.training.state import TrainState, abstract_state, init_state, state_specs
+from tessera.training.step import (
+    Recipe,
+    batch_spec,
+    make_eval_step,
+    make_train_step,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CONFIG = Gemma3Config(
+    vocab_size=64,
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=64,
+    window=8,
+    query_pre_attn_scalar=8,
+    global_every=2,
+)
+ADAMW, RATE = make_optimizer(AdamWConfig(), steps=10, clip_norm=1.0)
+ONE = Mesh(("fsdp", "tp"), devices=(0,), shape=(1, 1))
+CUBE = Mesh(("dp", "fsdp", "tp"), devices=range(8), shape=(2, 2, 2))
+MICROBATCHES, ROWS, LENGTH = 4, 8, 16
+
+
+def make_batch(ignored: tuple[float, ...] = (0.0, 0.3, 0.6, 0.95)) -> dict[str, Any]:
+    """Microbatches of which different shares of the targets do not count."""
+    draw = np.random.default_rng(0)
+    shape = (len(ignored), ROWS, LENGTH)
+    tokens = draw.integers(0, 64, (*shape[:2], LENGTH + 1), np.int32)
+    hidden = draw.random(shape) < np.array(ignored)[:, None, None]
+    return {
+        "tokens": tokens[..., :-1],
+        "targets": np.where(hidden, np.int32(-100), tokens[..., 1:]),
+        "segment_ids": np.ones(shape, np.int32),
+        "positions": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), shape),
+    }
+
+
+BATCH = make_batch()
+COUNTED = int((BATCH["targets"] != -100).sum())
+
+
+def recipe_of(mesh: Mesh, *, sequence_parallel: bool = False, **options: Any) -> Recipe:
+    return Recipe(
+        model=Model(CONFIG, sequence_parallel=sequence_parallel),
+        # A trace without decay holds the gradients of the last step.
+        optimizer=optax.chain(optax.trace(decay=0.0), ADAMW),
+        learning_rate=RATE,
+        mesh=mesh,
+        **{"accumulation": MICROBATCHES, **options},
+    )
+
+
+@cache
+def first_state(*, scaled: bool = False) -> TrainState:
+    """A fresh state in the memory of the host, to be copied to any mesh."""
+    recipe, scale = recipe_of(ONE), LossScale.initial() if scaled else None
+    key = jax.random.key(0)
+    state = init_state(recipe.model, recipe.optimizer, key, ONE, loss_scale=scale)
+    return jax.tree.map(np.array, state)
+
+
+def placed(recipe: Recipe, state: TrainState) -> TrainState:
+    specs = state_specs(
+        recipe.model, recipe.optimizer, recipe.mesh, loss_scale=state.loss_scale
+    )
+    shardings = jax.tree.map(lambda s: NamedSharding(recipe.mesh.jax, s), specs)
+    return jax.device_put(jax.tree.map(np.array, state), shardings)
+
+
+def put(recipe: Recipe, batch: Any) -> Any:
+    return jax.device_put(batch, NamedSharding(recipe.mesh.jax, batch_spec(recipe)))
+
+
+@dataclasses.dataclass
+class Ran:
+    """A compiled step and what its first call gave."""
+
+    recipe: Recipe
+    step: Any
+    given: TrainState
+    state: TrainState
+    metrics: dict[str, jax.Array]
+
+    @property
+    def gradients(self) -> Any:
+        return self.state.optimizer[0].trace
+
+    def again(self, state: TrainState, batch: Any = None) -> Any:
+        """Another call of the program, from a copy of some state."""
+        batch = BATCH if batch is None else batch
+        return self.step(placed(self.recipe, state), put(self.recipe, batch))
+
+
+@cache
+def run(mesh: Mesh, **options: Any) -> Ran:
+    recipe = recipe_of(mesh, **options)
+    given = placed(recipe, first_state(scaled=recipe.dtype == "f16"))
+    step = make_train_step(recipe, given)
+    state, metrics = step(given, put(recipe, BATCH))
+    return Ran(recipe, step, given, state, metrics)
+
+
+@cache
+def plain_loss_and_gradients() -> tuple[float, Any]:
+    """Mean loss per counted token of the whole batch at once, and its gradients."""
+    whole = {name: array.reshape(-1, LENGTH) for name, array in BATCH.items()}
+
+    def mean_loss(params: Any) -> jax.Array:
+        logits = Model(CONFIG).apply(
+            params,
+            whole["tokens"],
+            positions=whole["positions"],
+            segment_ids=whole["segment_ids"],
+        )
+        counts = whole["targets"] != -100
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, jnp.where(counts, whole["targets"], 0)
+        )
+        return jnp.where(counts, losses, 0.0).sum() / COUNTED
+
+    loss, gradients = jax.jit(jax.value_and_grad(mean_loss))(first_state().params)
+    return float(loss), jax.tree.map(np.asarray, gradients)
+
+
+def distances(got: Any, want: Any) -> dict[str, float]:
+    """How far each leaf is from another tree's, as a share of its norm."""
+    found = {}
+    wanted = jax.tree_util.tree_leaves_with_path(want)
+    for (path, there), here in zip(wanted, jax.tree.leaves(got), strict=True):
+        size = np.linalg.norm(there)
+        assert size > 0
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        found[name] = float(np.linalg.norm(np.asarray(here) - there) / size)
+    return found
+
+
+# --- gradients
+
+
+# The second is also split along the sequence, which changes nothing that is tested.
+SELDOM = [{"sync_every": 2}, {"sync_every": 4, "sequence_parallel": True}]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [(ONE, {}), (CUBE, {}), (CUBE, SELDOM[0]), (CUBE, SELDOM[1])],
+    ids=["one_device", "cube", "sync_2", "sync_4"],
+)
+def test_an_accumulated_step_has_the_gradients_of_the_full_batch(mesh, options):
+    loss, gradients = plain_loss_and_gradients()
+    ran = run(mesh, **options)
+    apart = distances(ran.gradients, gradients)
+    assert max(apart.values()) <= 2e-6, apart
+    np.testing.assert_allclose(ran.metrics["loss"], loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", SELDOM)
+def test_syncing_less_often_gives_the_same_gradients(options):
+    often, seldom = run(CUBE), run(CUBE, **options)
+    apart = distances(seldom.gradients, jax.tree.map(np.asarray, often.gradients))
+    assert max(apart.values()) <= 1e-6, apart
+    np.testing.assert_allclose(
+        seldom.metrics["grad_norm"], often.metrics["grad_norm"], rtol=1e-6
+    )
+
+
+def test_the_metrics_are_those_of_the_full_batch():
+    loss, gradients = plain_loss_and_gradients()
+    metrics = run(ONE).metrics
+    assert metrics.keys() == {"loss", "grad_norm", "learning_rate", "tokens"}
+    assert {(m.shape, m.dtype.name) for m in metrics.values()} == {((), "float32")}
+    norm = math.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(gradients)))
+    assert norm > 1.0, "before clipping to 1"
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)
+    assert float(metrics["tokens"]) == COUNTED
+    assert metrics["learning_rate"] == make_schedule(AdamWConfig(), 10)(0)
+
+
+def test_parameters_become_what_optax_makes_of_the_gradients():
+    ran, before = run(ONE), first_state()
+    kept = jax.tree.map(jnp.asarray, plain_loss_and_gradients()[1])
+    updates, _ = jax.jit(ADAMW.update)(kept, ADAMW.init(before.params), before.params)
+    expected = optax.apply_updates(before.params, updates)
+    for got, want in zip(
+        jax.tree.leaves(ran.state.params), jax.tree.leaves(expected), strict=True
+    ):
+        # Adam's first step is a sign, which an almost empty gradient may turn.
+        np.testing.assert_allclose(got, want, atol=1e-7, rtol=1e-5)
+    assert int(ran.state.step) == 1
+
+
+def test_a_batch_of_padding_alone_teaches_nothing():
+    empty = {**BATCH, "targets": np.full_like(BATCH["targets"], -100)}
+    state, metrics = run(ONE).again(first_state(), empty)
+    assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0.0
+    assert float(metrics["tokens"]) == 0.0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    scale = "scale"  # norms do not decay, so nothing at all may move them
+    before = first_state().params["final_norm"][scale]
+    np.testing.assert_array_equal(state.params["final_norm"][scale], before)
+
+
+# --- what is sent
+
+
+def gradient_reductions(ran: Ran) -> tuple[int, int]:
+    """Calls and bytes of the all-reduces of arrays over dp or fsdp."""
+    calls, sent = 0, 0
+    for row in ran.step.last.collectives.rows:
+        # XLA may send a loss or a count in the same call.
+        arrays = sum(shape.nbytes for shape in row.arrays if shape.dims)
+        over_data = set(row.axes) <= {"dp", "fsdp"}
+        if row.kind == "all-reduce" and over_data and arrays > 64:
+            calls, sent = calls + row.calls, sent + row.calls * arrays
+    return calls, sent
+
+
+def local_bytes(mesh: Mesh) -> int:
+    """Bytes of the parameters on one device where fsdp splits none of them."""
+    model, total = Model(CONFIG), 0
+    layouts = jax.tree.leaves(model.layouts(mesh), is_leaf=lambda x: isinstance(x, P))
+    for leaf, spec in zip(jax.tree.leaves(model.abstract()), layouts, strict=True):
+        parts = 2 if "tp" in jax.tree.leaves(tuple(spec)) else 1
+        total += 4 * leaf.size // parts
+    return total
+
+
+@pytest.mark.parametrize("options", SELDOM)
+def test_gradients_are_sent_once_in_so_many_microbatches(options):
+    calls, sent = gradient_reductions(run(CUBE, **options))
+    assert calls == MICROBATCHES // options["sync_every"]
+    assert sent == calls * local_bytes(CUBE)
+
+
+def test_by_default_gradients_are_sent_with_every_microbatch():
+    calls, sent = gradient_reductions(run(CUBE))
+    assert calls >= MICROBATCHES
+    # Over dp the shard of fsdp is enough, and over fsdp all of it.
+    assert sent > MICROBATCHES * local_bytes(CUBE)
+
+
+def test_syncing_means_nothing_without_data_parallel_devices():
+    def program(every: int) -> str:
+        recipe = recipe_of(Mesh(("tp",), devices=range(4)), sync_every=every)
+        state = abstract_state(recipe.model, recipe.optimizer)
+        return make_train_step(recipe, state).trace(state, BATCH).as_text()
+
+    assert program(2) == program(1)
+
+
+# --- memory
+
+
+def test_the_given_state_is_donated():
+    ran = run(CUBE)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(ran.given))
+    memory = ran.step.last.memory
+    state = sum(
+        leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(ran.state)
+    )
+    assert memory.aliased == state
+
+
+def test_the_new_state_lies_where_the_old_one_lay():
+    ran = run(CUBE)
+    specs = state_specs(ran.recipe.model, ran.recipe.optimizer, CUBE)
+    for leaf, spec in zip(
+        jax.tree.leaves(ran.state),
+        jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),
+        strict=True,
+    ):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(CUBE.jax, spec), leaf.ndim)
+        assert leaf.dtype in (jnp.float32, jnp.int32)
+
+
+def test_gradients_are_laid_out_like_their_parameters():
+    ran = run(CUBE)
+    for gradient, param in zip(
+        jax.tree.leaves(ran.gradients), jax.tree.leaves(ran.state.params), strict=True
+    ):
+        assert gradient.sharding == param.sharding
+
+
+def test_factored_moments_train_on_a_mesh():
+    config = AdafactorConfig(least_dim_to_factor=16)
+    optimizer, rate = make_optimizer(config, steps=10)
+    recipe = dataclasses.replace(
+        recipe_of(CUBE, accumulation=1), optimizer=optimizer, learning_rate=rate
+    )
+    state = init_state(recipe.model, optimizer, jax.random.key(0), CUBE)
+    step = make_train_step(recipe, state)
+    batch = put(recipe, {name: array[:1] for name, array in BATCH.items()})
+    losses = []
+    for _ in range(8):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.1
+    assert step.num_programs() == 1
+
+
+# --- precision
+
+
+def equations(program: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
+    """Every equation of a program, nested ones too, and who made each variable."""
+    makers: dict[Any, Any] = {}
+    for equation in _jax.equations(program):
+        yield equation, makers
+        for _, inner in _jax.nested(equation):
+            yield from equations(inner)
+        makers.update(dict.fromkeys(equation.outvars, equation))
+
+
+def traced(dtype: str) -> Any:
+    recipe = recipe_of(CUBE, dtype=dtype)
+    scale = LossScale.initial() if dtype == "f16" else None
+    state = abstract_state(recipe.model, recipe.optimizer, loss_scale=scale)
+    return make_train_step(recipe, state).trace(state, BATCH).graph.program
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bf16", (8, 7)), ("f16", (5, 10))])
+def test_every_matmul_of_forward_and_backward_is_narrow(dtype, bits):
+    matmuls = [
+        (equation, makers)
+        for equation, makers in equations(traced(dtype))
+        if equation.primitive is jax.lax.dot_general_p
+    ]
+    wide = [e for e, _ in equations(traced("f32")) if "dot_general" in str(e.primitive)]
+    # Four of the attention's projections, its two products, three of the MLP and the
+    # logits; each has one forward and two backward.
+    assert len(matmuls) == len(wide) == 3 * 10
+    for equation, makers in matmuls:
+        for operand in equation.invars:
+            maker = makers[operand]
+            assert maker.primitive is jax.lax.reduce_precision_p, equation
+            params = maker.params
+            assert (params["exponent_bits"], params["mantissa_bits"]) == bits
+        assert equation.params["preferred_element_type"] == jnp.float32
+
+
+def test_everything_but_matmuls_stays_f32():
+    rounded = [
+        equation
+        for equation, _ in equations(traced("bf16"))
+        if equation.primitive is jax.lax.reduce_precision_p
+    ]
+    assert len(rounded) == 2 * 30
+    dtypes = {
+        variable.aval.dtype
+        for equation, _ in equations(traced("bf16"))
+        for variable in equation.outvars
+    }
+    assert not dtypes & {jnp.dtype("bfloat16"), jnp.dtype("float16")}
+
+
+def test_in_f32_nothing_is_rounded():
+    primitives = {equation.primitive for equation, _ in equations(traced("f32"))}
+    assert jax.lax.reduce_precision_p not in primitives
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 7), ("f16", 10)])
+def test_narrow_matmuls_give_about_the_same_step(dtype, bits):
+    error = 10 * 2.0 ** -(bits + 1)
+    ran, (loss, gradients) = run(ONE, dtype=dtype), plain_loss_and_gradients()
+    assert abs(float(ran.metrics["loss"]) / loss - 1) < error / 10
+    assert float(ran.metrics["loss"]) != loss
+    apart = distances(ran.gradients, gradients)
+    assert max(apart.values()) < error, apart
+    assert min(apart.values()) > 1e-5, "it is the matmuls that round"
+    leaves = jax.tree.leaves((ran.state.params, ran.state.optimizer))
+    assert {leaf.dtype.name for leaf in leaves} == {"float32", "int32"}
+
+
+# --- fp16
+
+
+def with_scale(scale: float, streak: int) -> TrainState:
+    held = LossScale(np.float32(scale), np.int32(streak))
+    return dataclasses.replace(first_state(scaled=True), loss_scale=held)
+
+
+def test_a_step_says_the_loss_scale_that_it_used():
+    metrics = run(ONE, dtype="f16").metrics
+    assert float(metrics["loss_scale"]) == 32768.0
+    assert float(metrics["overflow"]) == 0.0
+
+
+def test_the_loss_scale_grows_after_two_hundred_steps_without_overflow():
+    state, _ = run(ONE, dtype="f16").again(with_scale(1024, 199))
+    assert (float(state.loss_scale.scale), int(state.loss_scale.streak)) == (2048, 0)
+
+
+def test_an_overflowed_step_changes_nothing_but_the_loss_scale():
+    # Gradients of the logits are up to the scale itself: too large for an f16.
+    before = with_scale(2.0**24, 7)
+    state, metrics = run(ONE, dtype="f16").again(before)
+    assert float(metrics["overflow"]) == 1.0
+    assert float(metrics["loss_scale"]) == 2.0**24
+    assert not np.isfinite(metrics["grad_norm"])
+    np.testing.assert_allclose(
+        metrics["loss"], run(ONE, dtype="f16").metrics["loss"], rtol=1e-3
+    )
+    assert (float(state.loss_scale.scale), int(state.loss_scale.streak)) == (2.0**23, 0)
+    old = dataclasses.replace(before, loss_scale=None)
+    new = dataclasses.replace(state, loss_scale=None)
+    for left, right in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+# --- validation
+
+
+def test_validation_gives_summed_loss_and_counted_tokens():
+    recipe = recipe_of(CUBE)
+    evaluate = make_eval_step(recipe)
+    place = NamedSharding(CUBE.jax, P(("dp", "fsdp")))
+    params = placed(recipe, first_state()).params
+    total, counted = 0.0, 0.0
+    for index in range(MICROBATCHES):
+        micro = {name: array[index] for name, array in BATCH.items()}
+        loss, tokens = evaluate(params, jax.device_put(micro, place))
+        total, counted = total + float(loss), counted + float(tokens)
+    assert counted == COUNTED
+    np.testing.assert_allclose(
+        total / counted, plain_loss_and_gradients()[0], rtol=1e-6
+    )
+    assert evaluate.num_programs() == 1
