@@ -26,7 +26,7 @@ DOCS_READY := $(VENV)/.docs-ready-$(VERSION)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test lint format docs constraints clean
+.PHONY: help train test lint format docs bench constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
@@ -49,6 +49,10 @@ format: $(DEV_READY) ## Format, and mend what ruff can mend
 
 docs: $(DOCS_READY) ## Build the documentation in docs/_build; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
+
+bench: $(TRAIN_READY) ## Run every benchmark, one after another; ARGS=--quick for a minute each
+	@set -e; for benchmark in $$(grep -l __main__ benchmarks/*.py); do \
+	  echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
 
 $(MADE): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
