@@ -105,18 +105,25 @@ class Job:
         self.model.layouts(self.mesh)
 
     def load_data(self) -> Corpus:
-        """Read and pack the data.
+        """Read and pack the data, and see that it makes batches.
 
         Raises:
           TesseraError: T601 to T605, as ``data.load`` says.
+          EmptyDataError: [T602] there are fewer rows than one step takes.
+          BatchSizeError: [T503] a batch cannot be divided over the processes.
         """
         training = self.settings.training
-        return load(
+        corpus = load(
             self.settings.data,
             sequence_length=training.sequence_length,
             seed=training.seed,
             vocab_size=self.settings.model.config.vocab_size,
         )
+        process = jax.process_index(), jax.process_count()
+        # The loop would be told as well, but after the step was compiled.
+        corpus.train(self.settings.rows_per_step(self.mesh), *process).close()
+        corpus.validation(self.settings.rows_per_microbatch(self.mesh), *process)
+        return corpus
 
     def _struct(self, shape: Any, spec: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self.mesh.compile_mesh, spec)

@@ -8,7 +8,7 @@ oldest step in flight, which bounds how far it runs ahead and paces the log.
 import time
 from collections import deque
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -84,6 +84,7 @@ class Trainer:
         with (
             closing(self._batches()) as batches,
             self._console.progress(training.steps) as progress,
+            nullcontext() if self._window is None else closing(self._window),
         ):
             for step, batch in enumerate(islice(batches, training.steps), 1):
                 if self._window is not None:
@@ -96,8 +97,6 @@ class Trainer:
                     self._drain(progress, flops)
                     self._validate(step, state)
             self._drain(progress, flops)
-            if self._window is not None:
-                self._window.close()
         self._sample(state)
         return state
 

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What settings stand for, and what is refused before anything compiles."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tessera.errors import (
+    BatchSizeError,
+    DataNotFoundError,
+    EmptyDataError,
+    HeadCountError,
+    ShardDivisibilityError,
+    VocabularyError,
+)
+from tessera.mesh import Mesh
+from tessera.models import Gemma3Config
+from tessera.training.config import ModelSettings, Settings, TrainingConfig
+from tessera.training.data.config import DataConfig, SyntheticConfig
+from tessera.training.job import Job
+
+CONFIG = Gemma3Config(
+    vocab_size=64,
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=64,
+    window=8,
+    query_pre_attn_scalar=8,
+    global_every=2,
+)
+SYNTHETIC = DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=2000))
+
+
+def job_of(
+    *axes: tuple[str, int],
+    data: DataConfig = SYNTHETIC,
+    sizes: dict[str, Any] | None = None,
+    **training: Any,
+) -> Job:
+    """A job on a mesh such as ``("fsdp", 2), ("tp", 2)``."""
+    names, shape = zip(*axes or [("fsdp", 1)], strict=True)
+    training = {"sequence_length": 16, "micro_batch_size": 4, **training}
+    settings = Settings(
+        name="small",
+        model=ModelSettings(
+            name="small",
+            mesh_shape=(shape, names),
+            config=dataclasses.replace(CONFIG, **(sizes or {})),
+        ),
+        training=TrainingConfig(**training),
+        data=data,
+    )
+    return Job(settings, Mesh.from_shape(settings.model.mesh_shape))
+
+
+# --- what settings stand for
+
+
+def test_a_microbatch_has_its_rows_for_each_data_parallel_group():
+    job = job_of(("dp", 2), ("fsdp", 2), ("tp", 2), gradient_accumulation_steps=3)
+    assert job.abstract_batch.keys() == {
+        "tokens",
+        "targets",
+        "segment_ids",
+        "positions",
+    }
+    tokens = job.abstract_batch["tokens"]
+    assert (tokens.shape, tokens.dtype) == ((3, 4 * 2 * 2, 16), "int32")
+    assert tokens.sharding.spec == P(None, ("dp", "fsdp"))
+    assert tokens.sharding.shard_shape(tokens.shape) == (3, 4, 16)
+
+
+def test_the_recipe_is_what_the_settings_say():
+    recipe = job_of(
+        ("dp", 2),
+        gradient_accumulation_steps=4,
+        sync_gradients_every=2,
+        mixed_precision="fp16",
+    ).recipe
+    assert (recipe.accumulation, recipe.sync_every, recipe.dtype) == (4, 2, "f16")
+    assert recipe.data_axes == ("dp",)
+
+
+@pytest.mark.parametrize(
+    ("precision", "scale"), [("f32", None), ("bf16", None), ("fp16", 32768.0)]
+)
+def test_only_fp16_scales_its_loss(precision, scale):
+    job = job_of(mixed_precision=precision)
+    held = job.loss_scale
+    assert (None if held is None else float(held.scale)) == scale
+    assert (job.abstract_state.loss_scale is None) == (scale is None)
+
+
+def test_sequence_parallelism_reaches_the_model():
+    job = job_of(("tp", 2))
+    model = dataclasses.replace(job.settings.model, sequence_parallel=True)
+    settings = dataclasses.replace(job.settings, model=model)
+    assert Job(settings, job.mesh).model.sequence_parallel
+    assert not job.model.sequence_parallel
+
+
+def test_a_job_on_a_mesh_that_is_not_here_has_shapes_and_layouts():
+    job = job_of(("fsdp", 32), ("tp", 2))
+    before = len(jax.live_arrays())
+    job.check()
+    table = job.abstract_state.params["embedding"]
+    assert table.sharding.spec == P("tp", "fsdp")
+    assert table.sharding.shard_shape(table.shape) == (32, 1)
+    assert job.abstract_batch["tokens"].shape == (1, 128, 16)
+    assert len(jax.live_arrays()) == before
+
+
+def test_the_clip_norm_and_the_steps_reach_the_optimizer():
+    rate = job_of(steps=50).recipe.learning_rate
+    assert float(rate(49)) == pytest.approx(1e-4)
+    assert float(rate(19)) == pytest.approx(1e-3)
+
+
+# --- what is refused
+
+
+def test_heads_that_cannot_be_divided_are_refused():
+    with pytest.raises(HeadCountError) as caught:
+        job_of(("fsdp", 2), ("tp", 3)).check()
+    assert caught.value.code == "T402"
+
+
+def test_every_parameter_that_cannot_be_split_is_named():
+    with pytest.raises(ShardDivisibilityError) as caught:
+        job_of(("fsdp", 1), ("tp", 2), sizes={"vocab_size": 63, "mlp_dim": 65}).check()
+    assert caught.value.code == "T201"
+    for name in ("embedding", "mlp/gate", "mlp/up", "mlp/down"):
+        assert name in str(caught.value)
+
+
+def test_data_that_is_not_there_is_refused(tmp_path):
+    missing = DataConfig(name="text", path=str(tmp_path / "nothing"))
+    with pytest.raises(DataNotFoundError) as caught:
+        job_of(data=missing, sizes={"vocab_size": 264}).load_data()
+    assert caught.value.code == "T601"
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    text = DataConfig(name="text", path=str(tmp_path))
+    with pytest.raises(VocabularyError) as caught:
+        job_of(data=text).load_data()
+    assert caught.value.code == "T603"
+
+
+def test_data_of_less_than_one_step_is_refused_before_the_step_is_compiled():
+    few = DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=400))
+    assert job_of(("fsdp", 2), data=few).load_data()
+    job = job_of(("fsdp", 2), data=few, gradient_accumulation_steps=4)
+    with pytest.raises(EmptyDataError) as caught:
+        job.load_data()
+    assert caught.value.what == "the training data is smaller than one batch"
+    assert caught.value.got.endswith("= 22 rows, and a batch takes 32")
+
+
+def test_a_microbatch_that_processes_cannot_share_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 8)
+    job = job_of(micro_batch_size=4, gradient_accumulation_steps=2)
+    with pytest.raises(BatchSizeError) as caught:
+        job.load_data()
+    assert caught.value.got == "4 rows / 8 processes"

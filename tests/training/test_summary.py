@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a run, and the whole answer of a dry run."""
+
+import jax
+import pytest
+
+from tessera.analysis.memory import format_bytes
+from tessera.mesh import Mesh
+from tessera.models import Gemma3Config
+from tessera.training.config import ModelSettings, Settings, TrainingConfig
+from tessera.training.job import Job
+from tessera.training.summary import dry_run_text, run_rows
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CONFIG = Gemma3Config(
+    vocab_size=64,
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=64,
+    window=8,
+    query_pre_attn_scalar=8,
+    global_every=2,
+)
+
+
+def job_of(sizes: tuple[int, ...], axes: tuple[str, ...]) -> Job:
+    settings = Settings(
+        name="small",
+        model=ModelSettings(name="small", mesh_shape=(sizes, axes), config=CONFIG),
+        training=TrainingConfig(
+            sequence_length=16, micro_batch_size=2, gradient_accumulation_steps=3
+        ),
+    )
+    return Job(settings, Mesh.from_shape(settings.model.mesh_shape))
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    """On more devices than there are."""
+    return job_of((4, 4), ("fsdp", "tp"))
+
+
+def test_the_table_says_mesh_model_state_batch_memory_and_what_is_sent(job):
+    before = len(jax.live_arrays())
+    rows = run_rows(job)
+    memory, sent = job.compiled.memory, job.compiled.collectives.by_axis()
+    assert rows == [
+        ("mesh", "fsdp × tp mesh, 4 × 4, abstract"),
+        ("model", "small"),
+        ("parameters", "20,800"),
+        *(("layout", note) for note in job.model.layout_notes(job.mesh)),
+        ("state", rows[5][1]),
+        ("batch", "24 sequences of 16 tokens in 3 microbatches"),
+        (
+            "memory per device",
+            f"{format_bytes(memory.peak)}: state and batch "
+            f"{format_bytes(memory.arguments)}, temporaries "
+            f"{format_bytes(memory.temporaries)}",
+        ),
+        (
+            "sent per step",
+            "; ".join(
+                f"{'×'.join(axes)}: {total.calls} calls, {format_bytes(total.nbytes)}"
+                for axes, total in sent.items()
+            ),
+        ),
+    ]
+    assert ("tp",) in sent
+    assert ("fsdp",) in sent
+    assert len(jax.live_arrays()) == before
+
+
+def test_the_state_is_counted_whole_and_per_device(job):
+    # Parameters and AdamW's two moments in f32, and three counters.
+    whole = 3 * 4 * job.settings.model.config.num_params + 3 * 4
+    state = dict(run_rows(job))["state"]
+    total, local = state.removesuffix(" per device").split(", ")
+    assert total == format_bytes(whole)
+    # What the compiled program takes on each device: its state and its batch.
+    batch = 4 * (3 * 2 * 16) * 4
+    assert local == format_bytes(job.compiled.memory.arguments - batch)
+
+
+def test_a_dry_run_shows_memory_and_every_collective(job):
+    text = dry_run_text(job)
+    compiled = job.compiled
+    assert text == f"{compiled.memory.as_text()}\n\n{compiled.collectives.as_text()}"
+    assert text.startswith("memory per device\n  arguments ")
+    assert "all-reduce" in text
+
+
+def test_one_device_sends_nothing():
+    rows = dict(run_rows(job_of((1, 1), ("fsdp", "tp"))))
+    assert rows["mesh"] == "fsdp × tp mesh, 1 × 1"
+    assert rows["sent per step"] == "nothing: one device"
