@@ -149,7 +149,10 @@ def _fan_in(name: str) -> jax.nn.initializers.Initializer:
 
     One object for each name: what fills arrays is compiled once for all its uses.
     """
-    in_axis, out_axis = ((1, 2), 3) if name == "attention_out" else (1, -1)
+    inputs = 2 if name == "attention_out" else 1  # heads and their dims
+    in_axis = tuple(range(1, 1 + inputs))
+    # All the others, or the initializer counts heads among the inputs.
+    out_axis = tuple(range(1 + inputs, 1 + len(_DIMS[name])))
     return jax.nn.initializers.variance_scaling(
         1.0, "fan_in", "normal", in_axis=in_axis, out_axis=out_axis, batch_axis=0
     )
@@ -167,7 +170,11 @@ def _attention(x_BSD: jax.Array, layer: Mapping[str, Any], causal: bool) -> jax.
         jnp.einsum("bsd,dnh->bsnh", x_BSD, layer[name])
         for name in ("query", "key", "value")
     )
-    mixed_BSNH = jax.nn.dot_product_attention(q_BSNH, k_BSNH, v_BSNH, is_causal=causal)
+    # Its f32 scores of narrow operands are a promotion, which may be switched off.
+    with jax.numpy_dtype_promotion("standard"):
+        mixed_BSNH = jax.nn.dot_product_attention(
+            q_BSNH, k_BSNH, v_BSNH, is_causal=causal
+        )
     return jnp.einsum("bsnh,nhd->bsd", mixed_BSNH, layer["attention_out"])
 
 
