@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sections 7.2 to 7.4 of the performance guide run as written."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tessera import dist, op
+from tessera.errors import AbstractMeshError
+from tessera.mesh import Mesh
+
+SEED = Path(__file__).parents[2] / "../shared/seeds/3-performance-ch7.md"
+pytestmark = pytest.mark.skipif(not SEED.exists(), reason="the seeds are not here")
+
+
+def run(number, namespace):
+    """Execute the blocks of a section, unchanged."""
+    heading = r"^(?:### )?{} .*?$(.*?)(?=^(?:### )?7\.\d+ |\Z)"
+    (text,) = re.findall(
+        heading.format(re.escape(number)), SEED.read_text(), re.DOTALL | re.MULTILINE
+    )
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert blocks, number
+    for block in blocks:
+        exec(compile(block, f"{SEED.name} {number}", "exec"), namespace)
+
+
+@pytest.fixture
+def names():
+    """What the reader has after section 7.2."""
+    namespace = {}
+    run("7.2", namespace)
+    return namespace
+
+
+def test_7_2_prints_the_topology(names, capsys):
+    run("7.2", {})
+    assert capsys.readouterr().out == "tp × dp mesh, 4 × 4\n"
+    assert names["mesh"].shape == {"tp": 4, "dp": 4}
+
+
+def test_7_2_declares_a_mesh_of_more_devices_than_there_are(names):
+    assert names["mesh"].is_abstract
+    with pytest.raises(AbstractMeshError, match="T105"):
+        names["mesh"].jax  # noqa: B018 - raises
+
+
+def test_7_3_splits_rows_over_tp_and_columns_over_dp(names):
+    run("7.3", names)
+    weight = names["W"]
+    assert weight.spec == P("tp", "dp")
+    assert weight.local_shape == (256, 256)
+    assert weight.dtype == jnp.bfloat16
+    assert "lazy" in repr(weight)
+    assert "256" in str(dist.inspect(weight))
+
+
+def numbers(*shape):
+    count = int(np.prod(shape))
+    return np.linspace(-1.0, 1.0, count, dtype=np.float32).reshape(shape)
+
+
+W_LOCAL, X_LOCAL = numbers(6, 8), numbers(8, 4)
+
+
+@pytest.fixture
+def mesh():
+    """The mesh of 7.2, on the devices that there are."""
+    return Mesh(axes=["tp", "dp"], devices=range(8))
+
+
+def placed(array, mesh, *spec):
+    return jax.device_put(array, NamedSharding(mesh.jax, P(*spec)))
+
+
+def test_7_4_combines_the_products_of_devices(names, mesh):
+    """Inside a kernel, where the operands are each device's blocks."""
+
+    @op.kernel
+    def product(w, x):
+        namespace = dict(names, W_local=w, X_local=x)
+        run("7.4", namespace)
+        return namespace["Y_global"]
+
+    found = product(placed(W_LOCAL, mesh, None, "dp"), placed(X_LOCAL, mesh, "dp"))
+    np.testing.assert_allclose(found, W_LOCAL @ X_LOCAL, rtol=1e-5, atol=1e-6)
+
+
+def test_7_4_combines_the_blocks_of_a_global_array(names, mesh):
+    """Outside one, where the product has a layout and each block is a device's own."""
+    names["W_local"] = placed(W_LOCAL, mesh)
+    names["X_local"] = placed(X_LOCAL, mesh, None, "dp")
+    run("7.4", names)
+    product = W_LOCAL @ X_LOCAL
+    np.testing.assert_allclose(names["Y_local"], product, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        names["Y_global"], product[:, :2] + product[:, 2:], rtol=1e-5, atol=1e-6
+    )
