@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop: numbers read behind, bounded run-ahead, validation, a sample."""
+
+import dataclasses
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tessera.errors import LossScaleError
+from tessera.mesh import Mesh
+from tessera.models import Gemma3Config
+from tessera.training.config import (
+    ModelSettings,
+    RuntimeConfig,
+    Settings,
+    TrainingConfig,
+)
+from tessera.training.console import Console
+from tessera.training.data.config import DataConfig, SyntheticConfig
+from tessera.training.job import Job
+from tessera.training.loop import Trainer
+from tessera.training.metrics import MetricWriter
+from tessera.training.optimizers import AdamWConfig, SgdConfig
+from tessera.training.outputs import open_run_folder
+from tessera.training.state import TrainState
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CONFIG = Gemma3Config(
+    vocab_size=264,
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=64,
+    window=8,
+    query_pre_attn_scalar=8,
+    global_every=2,
+)
+STEPS = 12
+SYNTHETIC = DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=4000))
+NO_VALIDATION = dataclasses.replace(SYNTHETIC, validation_fraction=0.0)
+
+
+def settings_of(**changed: Any) -> Settings:
+    """A short run on synthetic data, on one device."""
+    training = TrainingConfig(
+        steps=STEPS,
+        sequence_length=16,
+        micro_batch_size=4,
+        log_every=5,
+        validate_every=5,
+        validation_batches=2,
+        sample_length=6,
+    )
+    fields: dict[str, Any] = {
+        "name": "small",
+        "model": ModelSettings(
+            name="small", mesh_shape=((1,), ("fsdp",)), config=CONFIG
+        ),
+        "training": training,
+        "data": SYNTHETIC,
+        "optimizer": AdamWConfig(warmup_steps=2, learning_rate=0.01),
+    }
+    return Settings(**{**fields, **changed})
+
+
+def job_of(settings: Settings) -> Job:
+    return Job(settings, Mesh.from_shape(settings.model.mesh_shape))
+
+
+def with_program_of(ran: "Ran", settings: Settings) -> Job:
+    """A job that runs the compiled step of another, which differs in no array."""
+    job = job_of(settings)
+    vars(job).update(step=ran.job.step, compiled=ran.job.compiled)
+    return job
+
+
+@dataclasses.dataclass
+class Ran:
+    """What a run left."""
+
+    job: Job
+    state: TrainState
+    seen: str
+    lines: list[dict[str, Any]]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "loss" in line]
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "val_loss" in line]
+
+
+def run(job: Job, path: Path) -> Ran:
+    corpus, folder, seen = job.load_data(), open_run_folder(path, ""), io.StringIO()
+    with (
+        MetricWriter(folder) as writer,
+        Console(folder.log, stream=seen, terminal=False) as console,
+    ):
+        state = Trainer(job, corpus, console, writer).run()
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    return Ran(job, state, seen.getvalue(), lines)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Ran:
+    return run(job_of(settings_of()), tmp_path_factory.mktemp("run"))
+
+
+# --- numbers
+
+
+def test_every_step_has_a_line_in_order(ran):
+    assert [line["step"] for line in ran.steps] == list(range(1, STEPS + 1))
+    assert all(
+        line.keys()
+        == {
+            "step",
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "tokens_per_second",
+            "step_seconds",
+        }
+        for line in ran.steps
+    )
+
+
+def test_numbers_are_written_in_full_precision(ran):
+    rates = [line["learning_rate"] for line in ran.steps]
+    schedule = ran.job.recipe.learning_rate
+    expected = [float(schedule(step)) for step in range(STEPS)]
+    np.testing.assert_allclose(rates, expected, rtol=1e-6)
+    for line in ran.steps:
+        assert line["loss"] == float(np.float32(line["loss"]))
+    assert any(len(str(line["loss"])) > 12 for line in ran.steps)
+
+
+def test_tokens_a_second_are_the_counted_tokens_of_the_step(ran):
+    for line in ran.steps:
+        tokens = line["tokens_per_second"] * line["step_seconds"]
+        assert math.isclose(tokens, round(tokens), rel_tol=1e-9)
+        assert 0 < round(tokens) <= 4 * 16
+
+
+def test_a_machine_whose_peak_is_unknown_has_no_mfu(ran):
+    assert not any("mfu" in line for line in ran.lines)
+    assert "mfu" not in ran.seen
+
+
+def test_it_learns(ran):
+    losses = [line["loss"] for line in ran.steps]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_progress_is_shown_for_the_first_the_last_and_every_fifth_step(ran):
+    shown = [line for line in ran.seen.splitlines() if "tokens/s" in line]
+    assert [line.split()[2] for line in shown] == ["1/12", "5/12", "10/12", "12/12"]
+    last = ran.steps[-1]
+    assert f"loss {last['loss']:.4f}" in shown[-1]
+    assert f"grad_norm {last['grad_norm']:.4g}" in shown[-1]
+
+
+def test_one_program_serves_the_whole_run(ran):
+    assert ran.job.step.num_programs() == 1
+    assert ran.job.step.last is ran.job.compiled
+    assert int(ran.state.step) == STEPS
+
+
+# --- validation
+
+
+def test_validation_follows_its_interval_and_the_last_step(ran):
+    assert [line["step"] for line in ran.validations] == [5, 10, 12]
+    assert all(line.keys() == {"step", "val_loss"} for line in ran.validations)
+    for line in ran.validations:
+        said = f"validation after step {line['step']}: loss {line['val_loss']:.4f}"
+        assert said in ran.seen
+
+
+def test_the_validation_loss_is_the_mean_over_its_first_batches(ran):
+    corpus, total, tokens = ran.job.load_data(), 0.0, 0
+    batches = corpus.validation(4)
+    for batch, _ in zip(batches, range(2), strict=False):
+        logits = ran.job.model.apply(
+            ran.state.params,
+            batch["tokens"],
+            positions=batch["positions"],
+            segment_ids=batch["segment_ids"],
+        )
+        scores = jax.nn.log_softmax(np.asarray(logits))
+        rows, columns = np.nonzero(batch["targets"] != -100)
+        total -= float(scores[rows, columns, batch["targets"][rows, columns]].sum())
+        tokens += rows.size
+    batches.close()
+    np.testing.assert_allclose(ran.validations[-1]["val_loss"], total / tokens, 1e-5)
+
+
+# --- the sample
+
+
+def test_a_sample_ends_the_run(ran):
+    *_, head, sample = ran.seen.splitlines()
+    assert head.endswith("sample")
+    # Synthetic tokens are numbers; zeros, which separate documents, are not shown.
+    words = [int(word) for word in sample.split()]
+    assert len(words) <= 6
+    assert all(0 < word < 264 for word in words)
+
+
+def test_text_is_continued_from_the_prompt(ran, tmp_path):
+    (tmp_path / "a.txt").write_text("some text of which there is enough. " * 40)
+    settings = settings_of(
+        data=DataConfig(name="text", path=str(tmp_path / "a.txt")),
+        training=dataclasses.replace(
+            ran.job.settings.training, steps=1, sample_prompt="of w", sample_length=3
+        ),
+    )
+    seen = run(with_program_of(ran, settings), tmp_path / "run").seen
+    assert "sample\n  of w" in seen
+
+
+# --- the same and not the same
+
+
+def numbers(ran: Ran) -> list[dict[str, Any]]:
+    """Every line without what a clock said."""
+    clock = {"tokens_per_second", "step_seconds"}
+    return [{k: v for k, v in line.items() if k not in clock} for line in ran.lines]
+
+
+def test_the_same_seed_gives_bit_identical_numbers(ran, tmp_path):
+    again = run(job_of(settings_of()), tmp_path)
+    assert numbers(again) == numbers(ran)
+    for left, right in zip(
+        jax.tree.leaves(again.state), jax.tree.leaves(ran.state), strict=True
+    ):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_another_seed_gives_other_numbers(ran, tmp_path):
+    training = dataclasses.replace(settings_of().training, seed=1)
+    # The seed is in the arrays and not in the program.
+    other = run(with_program_of(ran, settings_of(training=training)), tmp_path)
+    assert ran.job.step.num_programs() == 1
+    assert other.steps[0]["loss"] != ran.steps[0]["loss"]
+    assert other.validations[-1] != ran.validations[-1]
+
+
+# --- running ahead
+
+
+class Counting:
+    """A step that knows how many of its calls were not read yet."""
+
+    def __init__(self, step: Any) -> None:
+        self.step, self.started, self.read = step, 0, 0
+        self.most = 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.started += 1
+        self.most = max(self.most, self.started - self.read)
+        return self.step(*args)
+
+
+class CountingWriter(MetricWriter):
+    """Counts the steps whose numbers have come."""
+
+    def __init__(self, counting: Counting) -> None:
+        super().__init__(None)
+        self._counting = counting
+        self.behind: list[int] = []
+
+    def write(self, step: int, values: Any) -> None:
+        if "loss" in values:
+            self.behind.append(self._counting.started - step)
+            self._counting.read += 1
+
+
+@pytest.mark.parametrize("most", [2, 8])
+def test_no_more_steps_are_in_flight_than_allowed(most, ran):
+    training = dataclasses.replace(ran.job.settings.training, sample_length=0)
+    settings = settings_of(
+        training=training,
+        data=NO_VALIDATION,
+        runtime=RuntimeConfig(max_steps_in_flight=most),
+    )
+    job, counting = with_program_of(ran, settings), Counting(ran.job.step)
+    vars(job)["step"] = counting
+    writer = CountingWriter(counting)
+    with Console(None, stream=io.StringIO(), terminal=False) as console:
+        Trainer(job, job.load_data(), console, writer).run()
+    assert counting.started == counting.read == STEPS
+    assert counting.most == min(most, 5), "validation after every fifth step drains"
+    # The oldest is read when as many as allowed are in flight, and not before.
+    assert max(writer.behind) == min(most, 5) - 1
+
+
+def test_three_hundred_steps_on_eight_simulated_devices_pass(tmp_path):
+    one_layer = dataclasses.replace(CONFIG, num_layers=1)
+    settings = settings_of(
+        model=ModelSettings(
+            name="small", mesh_shape=((4, 2), ("fsdp", "tp")), config=one_layer
+        ),
+        data=NO_VALIDATION,
+        training=TrainingConfig(
+            steps=300,
+            sequence_length=8,
+            micro_batch_size=1,
+            validate_every=0,
+            validation_batches=1,
+            sample_length=0,
+        ),
+        runtime=RuntimeConfig(max_steps_in_flight=64),
+    )
+    ran = run(job_of(settings), tmp_path)
+    assert len(ran.steps) == 300
+    assert ran.job.step.num_programs() == 1
+    assert ran.steps[-1]["loss"] < ran.steps[0]["loss"]
+
+
+# --- the edges
+
+
+def test_a_run_without_validation_data_has_no_validation_loss(ran, tmp_path):
+    training = dataclasses.replace(ran.job.settings.training, sample_length=0)
+    settings = settings_of(data=NO_VALIDATION, training=training)
+    without = run(with_program_of(ran, settings), tmp_path)
+    assert without.validations == []
+    assert len(without.steps) == STEPS
+    assert "validation" not in without.seen
+    assert "sample" not in without.seen
+
+
+def test_fp16_that_overflows_at_the_smallest_scale_ends_the_run(tmp_path):
+    """The first step makes the parameters infinite; each later one halves the scale."""
+    settings = settings_of(
+        training=dataclasses.replace(
+            settings_of().training,
+            mixed_precision="fp16",
+            steps=30,
+            validate_every=0,
+            clip_norm=None,
+        ),
+        optimizer=SgdConfig(
+            learning_rate=1e38, schedule="constant", warmup_steps=0, momentum=0.0
+        ),
+        runtime=RuntimeConfig(max_steps_in_flight=1),
+    )
+    with pytest.raises(LossScaleError) as caught:
+        run(job_of(settings), tmp_path)
+    assert str(caught.value) == (
+        "[T506] fp16 gradients overflow at step 17 with the smallest loss scale\n"
+        "  got: loss scale 1, loss nan\n"
+        "  fix: use training.mixed_precision=bf16, or a lower "
+        "optimizer.learning_rate\n"
+        "  docs: docs/errors/T506.md"
+    )
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    scales = [json.loads(line)["loss_scale"] for line in lines]
+    assert scales == [2.0**15, *(2.0**power for power in range(15, 0, -1))]
+    overflows = [json.loads(line)["overflow"] for line in lines]
+    assert overflows == [0.0] + [1.0] * 15
