@@ -28,7 +28,7 @@ from tessera.training.summary import dry_run_text, run_rows
 def main(composed: Composed) -> None:
     """One run, from its composed configuration."""
     settings = composed.settings
-    told = "" if settings.training.dry_run else prepare(settings)
+    told = prepare(settings)
     job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))
     job.check()
     if settings.training.dry_run:
@@ -64,7 +64,8 @@ def prepare(settings: Settings) -> str:
     """Find the devices that the mesh asks for, or simulate them; what the log says."""
     sizes, axes = settings.model.mesh_shape
     return prepare_devices(
-        settings.model.num_devices,
+        # A dry run compiles for devices that need not exist, on a platform that must.
+        1 if settings.training.dry_run else settings.model.num_devices,
         settings.runtime.platform,
         axes=dict(zip(axes, sizes, strict=True)),
     )

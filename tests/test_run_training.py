@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``run_training.py`` as a person starts it: what it shows, writes and refuses."""
+
+import gzip
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import pytest
+import yaml
+
+from tessera.training.command_line import run_from_command_line
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "run_training.py"
+
+# A run of seconds: the default model and data, and little of both.
+SHORT = (
+    "training.steps=4",
+    "training.sequence_length=32",
+    "training.micro_batch_size=2",
+    "training.log_every=2",
+    "training.validation_batches=1",
+    "training.sample_length=5",
+)
+
+
+def start(folder: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    """A process of its own, in a folder of its own."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+    }
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=folder,
+        env={**kept, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> str:
+    """What a run that succeeds shows."""
+    process = start(folder, *arguments, **environment)
+    try:
+        seen, errors = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    return seen
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# --- a run
+
+
+def test_a_run_shows_and_keeps_everything(tmp_path):
+    folder = tmp_path / "run"
+    seen = run(tmp_path, *SHORT, f"hydra.run.dir={folder}")
+
+    # Not a terminal: plain lines, each with the time, and no color.
+    assert "\x1b" not in seen
+    for said in (
+        "configuration\n  name: tiny\n  model:\n    name: tiny\n",
+        "one CPU device",
+        "standard library of Python",
+        "compiling the step",
+        "  mesh               fsdp × tp mesh, 1 × 1\n",
+        "  parameters         1,511,936\n",
+        "  batch              2 sequences of 32 tokens in 1 microbatches\n",
+        "step 1/4  loss ",
+        "step 2/4  loss ",
+        "step 4/4  loss ",
+        "validation after step 4: loss ",
+        "sample\n  def ",
+        f"the run is in {folder}",
+    ):
+        assert said in seen, said
+    assert re.search(r"^\d\d:\d\d:\d\d step 1/4  loss \d\.\d{4}  ", seen, re.M)
+
+    assert {path.name for path in folder.iterdir()} == {
+        "train.log",
+        "metrics.jsonl",
+        "tensorboard",
+        "config.yaml",
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    shown = [line for line in seen.splitlines() if re.match(r"\d\d:\d\d:\d\d ", line)]
+    logged = (folder / "train.log").read_text()
+    assert all(line[9:] in logged for line in shown)
+
+    *steps, validation = metrics(folder)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for line in steps:
+        assert line.keys() == {
+            "step",
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "tokens_per_second",
+            "step_seconds",
+        }
+    # A model that has learnt nothing: ln(264) + 1/2, or so.
+    assert abs(steps[0]["loss"] - math.log(264)) < 1
+    assert validation.keys() == {"step", "val_loss"}
+    assert validation["step"] == 4
+    assert f"validation after step 4: loss {validation['val_loss']:.4f}" in seen
+
+    (events,) = (folder / "tensorboard").iterdir()
+    assert "tfevents" in events.name
+    assert b"grad_norm" in events.read_bytes()
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["training"]["steps"] == 4
+    assert config["model"]["mesh_shape"] == [[1, 1], ["fsdp", "tp"]]
+
+
+def test_a_mesh_on_cpu_is_simulated_and_its_communication_profiled(tmp_path):
+    folder = tmp_path / "run"
+    seen = run(
+        tmp_path,
+        *SHORT,
+        "data=synthetic",
+        "training.profile_communication=true",
+        'model.mesh_shape=[[2,2],["fsdp","tp"]]',
+        f"hydra.run.dir={folder}",
+    )
+    assert (
+        "simulating 4 CPU devices: what they compute is right, how fast is not" in seen
+    )
+    assert "mesh               fsdp × tp mesh, 2 × 2\n" in seen
+    assert len(metrics(folder)) == 5
+
+    profile = folder / "profile"
+    figures = json.loads((profile / "collectives.json").read_text())
+    assert figures["collectives"]["mesh"] == {"fsdp": 2, "tp": 2}
+    axes = {tuple(total["axes"]) for total in figures["collectives"]["totals"]}
+    assert {("fsdp",), ("tp",)} <= axes
+    text = (profile / "collectives.txt").read_text()
+    assert "all-reduce" in text
+    assert text.splitlines()[0] in seen
+    (trace,) = profile.rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))
+    assert events["traceEvents"]
+
+
+def test_axes_come_in_any_order_and_one_size_is_inferred(tmp_path):
+    folder = tmp_path / "run"
+    seen = run(
+        tmp_path,
+        *SHORT,
+        "data=synthetic",
+        "training.sample_length=0",
+        'model.mesh_shape=[[2,-1],["tp","fsdp"]]',
+        f"hydra.run.dir={folder}",
+        JAX_NUM_CPU_DEVICES="8",
+    )
+    assert "simulating 8 CPU devices" in seen
+    assert "mesh               tp × fsdp mesh, 2 × 4\n" in seen
+    assert "batch              8 sequences of 32 tokens" in seen
+    assert len(metrics(folder)) == 5
+
+
+# --- a dry run
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh"),
+    [
+        ('[[8,2],["fsdp","tp"]]', "fsdp × tp mesh, 8 × 2, abstract"),
+        ('[[4,18],["tp","dp"]]', "tp × dp mesh, 4 × 18, abstract"),
+    ],
+    ids=["16_devices", "72_devices"],
+)
+def test_a_billion_parameters_on_a_cluster_are_planned_on_a_laptop(
+    shape, mesh, tmp_path
+):
+    process = start(
+        tmp_path,
+        "model=gemma3_1b",
+        "training.dry_run=true",
+        f"model.mesh_shape={shape}",
+    )
+    # What has not answered in two minutes has failed.
+    limit = threading.Timer(120, process.kill)
+    limit.start()
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        seen, errors = process.stdout.read(), process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    limit.cancel()
+    assert process.returncode == 0, errors
+
+    assert f"mesh               {mesh}\n" in seen
+    assert "parameters         999,885,952\n" in seen
+    assert re.search(r"memory per device\n  arguments +[\d.]+ [MG]iB\n", seen)
+    assert re.search(r"^all-reduce +tp +f32\[8,128,1152\] +4\.50 MiB +26 ", seen, re.M)
+    assert "step 1/" not in seen
+    assert list(tmp_path.iterdir()) == []
+    # The parameters alone are 4 GB; macOS counts in bytes and Linux in KiB.
+    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    assert peak < 1.5e9
+
+
+# --- mistakes
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("run_training", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MISTAKES = {
+    "unknown_axis": (
+        ["model.mesh_shape=[[4,2],[fspd,tp]]"],
+        "[T103] the model has no use for mesh axes 'fspd'\n"
+        "  got: model.mesh_shape=[[4,2],[fspd,tp]]\n"
+        "  fix: did you mean 'fsdp'? Known: 'dp', 'fsdp', 'tp'\n"
+        "  docs: docs/errors/T103.md\n",
+    ),
+    "heads": (
+        ["model.mesh_shape=[[1,3],[fsdp,tp]]"],
+        "[T402] 4 attention heads cannot be divided over mesh axis 'tp'\n"
+        "  got: num_heads = 4, num_kv_heads = 2, axis size 3, remainder 1\n"
+        "  fix: use tp 2 or 4\n"
+        "  docs: docs/errors/T402.md\n",
+    ),
+    "misspelt": (
+        ["training.step=5"],
+        "[T501] there is no setting 'training.step'\n"
+        "  got: training.step=5\n"
+        "  fix: did you mean 'steps'? Known: 'steps', 'seed', ",
+    ),
+    "missing_data": (
+        ["data=text", "data.path=nowhere"],
+        "[T601] there is no data at 'nowhere'\n",
+    ),
+    "vocabulary": (
+        ["model.vocab_size=200"],
+        "[T603] the tokenizer's vocabulary is larger than the model's\n"
+        "  got: bytes tokenizer: 257 ids, model: 200\n"
+        "  fix: give the model a vocabulary of at least 257, or use a tokenizer with "
+        "fewer ids\n"
+        "  docs: docs/errors/T603.md\n",
+    ),
+    "too_little_data": (
+        ["data=synthetic", "data.synthetic.tokens=500"],
+        "[T602] the training data is smaller than one batch\n",
+    ),
+    "parameters": (
+        ["model.mesh_shape=[[1,4],[fsdp,tp]]", "model.mlp_dim=510"],
+        "[T201] parameter 'decoder/mlp/down/kernel' cannot be split evenly over mesh "
+        "axes ('tp',)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_before_anything_is_compiled_or_written(
+    name, program, tmp_path, monkeypatch, capsys
+):
+    arguments, message = MISTAKES[name]
+    monkeypatch.chdir(tmp_path)
+    compiled = []
+
+    def listen(event: str, seconds: float, **kwargs: str) -> None:
+        del seconds, kwargs
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        code = run_from_command_line(program.main, ROOT / "configs", arguments)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    seen = capsys.readouterr()
+    assert code == 2
+    assert seen.err.startswith(message)
+    assert "Traceback" not in seen.err
+    assert seen.out == ""
+    assert list(tmp_path.iterdir()) == []
+    assert not [event for event in compiled if "backend_compile" in event]
+
+
+def test_a_mistake_ends_the_process_with_code_two(tmp_path):
+    process = start(tmp_path, "training.step=5")
+    try:
+        seen, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 2
+    assert seen == ""
+    assert errors.startswith(MISTAKES["misspelt"][1])
+    assert errors.endswith("\n  docs: docs/errors/T501.md\n")
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_platform_that_is_not_there_is_refused_even_for_a_dry_run(
+    program, tmp_path, monkeypatch, capsys
+):
+    if jax.default_backend() != "cpu":
+        pytest.skip("this machine has an accelerator")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["training.dry_run=true", "runtime.platform=tpu"]
+    assert run_from_command_line(program.main, ROOT / "configs", arguments) == 2
+    assert capsys.readouterr().err.startswith("[T702] there is no TPU that JAX can use")
