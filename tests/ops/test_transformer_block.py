@@ -93,9 +93,9 @@ def test_a_causal_block_does_not_look_ahead():
     step = filled(
         graph.training_step(lambda x: transformer_block(x, num_heads=2, causal=True)), X
     )
-    changed = X.at[:, 2:].add(1.0)
-    np.testing.assert_allclose(step(X)[:, :2], step(changed)[:, :2], rtol=1e-6)
-    assert not jnp.allclose(step(X)[:, 2:], step(changed)[:, 2:])
+    before, after = np.asarray(step(X)), np.asarray(step(X.at[:, 2:].add(1.0)))
+    np.testing.assert_allclose(before[:, :2], after[:, :2], rtol=1e-6)
+    assert not np.allclose(before[:, 2:], after[:, 2:])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -114,11 +114,11 @@ def test_heads_have_64_dims_by_default():
 
 
 @pytest.mark.parametrize(
-    ("name", "fan_in"), [("query", 64), ("attention_out", 64), ("down", 256)]
+    ("name", "fan_in"), [("query", 32), ("attention_out", 32), ("down", 128)]
 )
 def test_parameters_begin_at_the_scale_of_their_fan_in(name, fan_in):
     step = graph.training_step(lambda x: transformer_block(x, num_heads=4))
-    step.trace(jax.ShapeDtypeStruct((1, 2, 64), jnp.float32))
+    step.trace(jax.ShapeDtypeStruct((1, 2, 32), jnp.float32))
     values = step.params["block"][name].materialize(jax.random.key(1))
     np.testing.assert_allclose(values.std(), fan_in**-0.5, rtol=0.05)
 
@@ -138,15 +138,13 @@ MESHES = [
     ((4, 2), ("fsdp", "tp"), P("fsdp")),
     ((2, 2, 2), ("tp", "fsdp", "dp"), P(("dp", "fsdp"))),
 ]
+BATCH = jnp.concatenate([X, X + 0.5])
 
 
 @pytest.fixture(scope="module")
 def on_one_device():
     step = filled(block_step(depth=2, num_heads=4), BATCH)
     return jax.device_get(step(BATCH))
-
-
-BATCH = jnp.concatenate([X, X + 0.5])
 
 
 @pytest.mark.parametrize(("sizes", "axes", "batch"), MESHES, ids=str)
