@@ -129,7 +129,9 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
         "tokens": tokens[..., :-1],
         "targets": tokens[..., 1:],
         "segment_ids": np.ones((1, ROWS, LENGTH), np.int32),
-        "positions": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (1, ROWS, LENGTH)),
+        "positions": np.broadcast_to(
+            np.arange(LENGTH, dtype=np.int32), (1, ROWS, LENGTH)
+        ),
     }
     batch = jax.device_put(batch, NamedSharding(recipe.mesh.jax, batch_spec(recipe)))
     fresh = partial(

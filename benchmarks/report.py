@@ -37,9 +37,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def alternate(
-    runs: Sequence[Callable[[], object]], rounds: int
-) -> list[list[float]]:
+def alternate(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
     """Seconds of each run, taken in turns so that a slow minute slows all of them.
 
     The order is reversed in every other round: the second of a pair finds a cache

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tessera: write a step for one device, declare a mesh, run it on any.
 
-    import tessera as ts
-    from tessera import dist, graph, op
+``import tessera as ts``, then ``from tessera import dist, graph, op``.
 """
 
 from tessera import dist as dist
