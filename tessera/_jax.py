@@ -6,8 +6,11 @@ Tessera is written once. A jaxpr with its constants is ``ClosedJaxpr`` in 0.10 a
 ``Jaxpr`` in 0.12: outside this module it is only ever ``Program``.
 """
 
+import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -82,6 +85,16 @@ def nested(equation: Equation) -> Iterator[tuple[str, Any]]:
                 yield name, item
 
 
+def inner_programs(equation: Equation) -> list[Program]:
+    """The programs in an equation that passes see.
+
+    A Pallas kernel is none of them: it is written for memory, not for values.
+    """
+    if equation.primitive.name == "pallas_call":
+        return []
+    return [inner for _, inner in nested(equation)]
+
+
 def replace_nested(
     equation: Equation, rewrite: Callable[[Program], Program]
 ) -> dict[str, Any]:
@@ -97,12 +110,13 @@ def replace_nested(
             return rewrite(value)
         return _body(rewrite(jex.ClosedJaxpr(value, ())))
 
-    return {
-        name: type(value)(one(item) for item in value)
-        if type(value) in (tuple, list)
-        else one(value)
-        for name, value in equation.params.items()
-    }
+    def each(value: Any) -> Any:
+        if not isinstance(value, (tuple, list)) or not any(map(is_program, value)):
+            return one(value)
+        items = [one(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+    return {name: each(value) for name, value in equation.params.items()}
 
 
 def bind(
@@ -203,13 +217,40 @@ def lift_constants(program: Program) -> tuple[Program, list[Any]]:
     return jax.make_jaxpr(lifted)(*known, *held), held
 
 
+@functools.cache
+def _trace_context() -> Any:
+    return jax.make_user_context(None)
+
+
+_traces = itertools.count()
+
+
+def prepare_traces() -> None:
+    """Add what ``isolated_trace`` needs to JAX's settings, before they are compared."""
+    _trace_context()
+
+
+def isolated_trace() -> AbstractContextManager[Any]:
+    """A context in which JAX reuses no trace of a nested function from outside it.
+
+    A jitted function that uses a ``dist.tensor`` or declares a parameter means other
+    values in every trace, and JAX would remember those of the first.
+    """
+    return _trace_context()(next(_traces))
+
+
 def sources(program: Program, value: Atom, before: int) -> set[Atom]:
     """Every variable that ``value`` comes from in the first ``before`` equations."""
     needed = {value} if isinstance(value, jex.Var) else set()
     for equation in reversed(equations(program)[:before]):
-        if not needed.isdisjoint(equation.outvars):
+        if not needed.isdisjoint((*equation.outvars, *references(equation))):
             needed.update(v for v in equation.invars if isinstance(v, jex.Var))
     return needed
+
+
+def references(equation: Equation) -> list[Atom]:
+    """The mutable arrays among an equation's inputs, which it may change."""
+    return [v for v in equation.invars if hasattr(v.aval, "inner_aval")]
 
 
 def struct(aval: Any) -> Any:

@@ -51,7 +51,7 @@ def contains(program: _jax.Program, where: Where, scopes: str = "") -> bool:
         path = f"{scopes}/{_jax.name_scopes(equation)}"
         if where(equation, path):
             return True
-        if any(contains(inner, where, path) for _, inner in _jax.nested(equation)):
+        if any(contains(p, where, path) for p in _jax.inner_programs(equation)):
             return True
     return False
 
@@ -94,7 +94,7 @@ def rewrite(program: _jax.Program, where: Where, rule: Rule) -> _jax.Program:
         env = Environment(program, values)
         for equation in _jax.equations(program):
             path = f"{scopes}/{_jax.name_scopes(equation)}"
-            inner = [part for _, part in _jax.nested(equation)]
+            inner = _jax.inner_programs(equation)
             operands = [env.read(atom) for atom in equation.invars]
             if where(equation, path):
                 results = rule(equation, operands, path)

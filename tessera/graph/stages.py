@@ -8,18 +8,20 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 from tessera.analysis.ledger import Ledger, collectives
 from tessera.analysis.memory import Memory, memory
+from tessera.errors import OutsideTraceError
 from tessera.graph.ir import Graph, Role
 from tessera.graph.lowering.jit import check_layouts, lower
 from tessera.graph.pass_runner import PassRecord, check_names, run_passes
 from tessera.graph.tracing.arguments import Call
 from tessera.graph.tracing.tracer import Trace
 from tessera.mesh import Mesh
+from tessera.shard import DistTensor, capturing
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Traced:
     @cached_property
     def passes(self) -> tuple[PassRecord, ...]:
         """The graph as traced, then after each pass, with times."""
-        return run_passes(self.origin.graph, skip=self.skip_passes)
+        with capturing(_refuse_tensor):
+            return run_passes(self.origin.graph, skip=self.skip_passes)
 
     @property
     def graph(self) -> Graph:
@@ -73,6 +76,14 @@ class Traced:
     def lower(self) -> "Lowered":
         """Run the passes and lower the result to ``jax.jit``."""
         return Lowered(self, lower(self.origin, self.graph, self.call))
+
+
+def _refuse_tensor(tensor: DistTensor) -> NoReturn:
+    raise OutsideTraceError(
+        f"{tensor.described} is used in a derivative rule that closes over it",
+        got=repr(tensor),
+        fix="pass it to the function that has the rule, as an argument",
+    )
 
 
 @dataclass(frozen=True)

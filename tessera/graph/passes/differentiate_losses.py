@@ -48,7 +48,7 @@ def _without_next_mark(program: _jax.Program) -> Any:
     holders = [
         i
         for i, equation in enumerate(equations)
-        if any(rewriting.contains(p, _is_mark) for _, p in _jax.nested(equation))
+        if any(rewriting.contains(p, _is_mark) for p in _jax.inner_programs(equation))
     ]
     if holders:
         return _with_nested_done(program, set(holders))
@@ -112,17 +112,13 @@ def _plan(program: _jax.Program, place: int) -> _Plan:
     if not mark.params["allow_unused"]:
         _require_connected(mark, ancestors)
     weights = [v for v in _variables(mark.invars[1:]) if v in ancestors]
-    before: list[_jax.Equation] = []
-    region: list[_jax.Equation] = []
-    after: list[_jax.Equation] = []
-    dependent = set(weights)
-    for equation in equations[:place]:
-        if dependent.isdisjoint(_variables(equation.invars)):
-            before.append(equation)
-            continue
-        dependent.update(equation.outvars)
-        leads_to_loss = not ancestors.isdisjoint(equation.outvars)
-        (region if leads_to_loss else after).append(equation)
+    moved: set[_jax.Atom] = set()
+    while True:
+        before, region, after = _sorted(equations[:place], weights, ancestors, moved)
+        references = {v for equation in region for v in _jax.references(equation)}
+        if references <= moved:
+            break
+        moved |= references  # what the region changes, it has to create as well
     after += equations[place + 1 :]
     made = dict.fromkeys(v for equation in region for v in equation.outvars)
     used = {v for equation in after for v in _variables(equation.invars)}
@@ -136,6 +132,27 @@ def _plan(program: _jax.Program, place: int) -> _Plan:
         shared=[v for v in made if v in used],
         after=after,
     )
+
+
+def _sorted(
+    equations: Sequence[_jax.Equation],
+    weights: Sequence[_jax.Atom],
+    ancestors: set[_jax.Atom],
+    moved: set[_jax.Atom],
+) -> tuple[list[_jax.Equation], ...]:
+    """Equations before, in and after the region, which has all that touch ``moved``."""
+    before, region, after = list[Any](), list[Any](), list[Any]()
+    dependent = {*weights, *moved}
+    for equation in equations:
+        if dependent.isdisjoint((*_variables(equation.invars), *equation.outvars)):
+            before.append(equation)
+            continue
+        dependent.update(equation.outvars, _jax.references(equation))
+        leads_to_loss = not ancestors.isdisjoint(
+            (*equation.outvars, *_jax.references(equation))
+        )
+        (region if leads_to_loss else after).append(equation)
+    return before, region, after
 
 
 def _variables(atoms: Sequence[_jax.Atom]) -> list[_jax.Atom]:

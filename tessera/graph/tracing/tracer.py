@@ -148,7 +148,7 @@ def _run(
         return [jnp.asarray(leaf) for leaf in leaves if is_number(leaf)]
 
     _describe(flat, function, [value.name for value in values])
-    with scope.opened(here):
+    with scope.opened(here), _jax.isolated_trace():
         trial.program = jax.make_jaxpr(flat)(*(_jax.struct(v.aval) for v in values))
     return trial
 
@@ -225,7 +225,7 @@ def _meshes_of_regions(program: _jax.Program) -> set[JaxMesh]:
         for mesh in (equation.params.get("mesh"), getattr(sharding, "mesh", None)):
             if isinstance(mesh, JaxMesh):
                 meshes.add(mesh)
-        for _, inner in _jax.nested(equation):
+        for inner in _jax.inner_programs(equation):
             meshes |= _meshes_of_regions(inner)
     return meshes
 
@@ -249,7 +249,7 @@ def _unreached(program: _jax.Program) -> dict[int, frozenset[str]]:
                 )
                 if not sources.intersection(weights):
                     _refuse_loss(equation)
-            for _, inner in _jax.nested(equation):
+            for inner in _jax.inner_programs(equation):
                 visit(inner)
 
     visit(program)

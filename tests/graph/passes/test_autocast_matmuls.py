@@ -152,6 +152,49 @@ def test_nested_matmuls_are_cast_forward_and_backward(accelerator, nest, where):
     assert set(found) == {narrow()}
 
 
+def test_functions_with_rules_of_their_own_are_cast(accelerator):
+    by_vjp = jax.custom_vjp(jnp.matmul)
+    by_vjp.defvjp(
+        lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g)
+    )
+    by_jvp = jax.custom_jvp(jnp.matmul)
+    by_jvp.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
+
+    def function(x, w):
+        with ts.autocast("bf16"):
+            return by_vjp(x, w) + by_jvp(x, w)
+
+    def slope(x, w):
+        return ts.grad(jnp.sum(function(x, w)), w)
+
+    assert matmuls_of(function, X, W) == [narrow(), narrow()]
+    assert set(matmuls_of(slope, X, W)) == {narrow()}
+
+
+def test_a_solver_that_takes_functions_is_cast_inside(accelerator):
+    def function(x, w):
+        with ts.autocast("bf16"):
+            return jax.scipy.sparse.linalg.cg(lambda v: w @ v, x[0], maxiter=2)[0]
+
+    assert set(matmuls_of(function, X, jnp.eye(4))) >= {narrow()}
+
+
+def test_a_pallas_kernel_is_left_as_it_is_written():
+    pallas = pytest.importorskip("jax.experimental.pallas")
+
+    def kernel(x_ref, w_ref, out_ref):
+        out_ref[...] = x_ref[...] @ w_ref[...]
+
+    @ts.function
+    def function(x, w):
+        with ts.autocast("bf16"):
+            return pallas.pallas_call(
+                kernel, jax.ShapeDtypeStruct((8, 4), jnp.float32), interpret=True
+            )(x, w)
+
+    np.testing.assert_allclose(function(X, W), X @ W, rtol=1e-5, atol=1e-6)
+
+
 def test_an_autocast_around_a_call_reaches_inside(accelerator):
     function = ts.function(lambda x, w: x @ w)
     with ts.autocast("bf16"):

@@ -348,6 +348,60 @@ def test_past_a_stopped_gradient():
     assert_same(lambda w, x: ts.grad(loss(w, x), w), jax.grad(loss), W, X)
 
 
+def test_through_a_mutable_array():
+    def loss(w):
+        cell = jax.new_ref(jnp.float32(1))
+        cell[...] += jnp.sum(w**2)
+        return cell[...] * 2
+
+    found = ts.function(lambda w: ts.grad(loss(w), w))(W)
+    np.testing.assert_allclose(found, jax.grad(loss)(W), rtol=1e-6)
+
+
+def test_past_a_mutable_array_in_the_order_of_the_program():
+    @ts.function
+    def step(w):
+        cell = jax.new_ref(jnp.float32(1))
+        cell[...] = jnp.sum(w**2)
+        read = cell[...] + 1.0
+        slope = ts.grad(jnp.sum(w**3), w)
+        cell[...] = read * 2
+        return cell[...], read, slope
+
+    total = jnp.sum(W**2)
+    cell, read, slope = step(W)
+    np.testing.assert_allclose([cell, read], [2 * total + 2, total + 1], rtol=1e-6)
+    np.testing.assert_allclose(slope, 3 * W**2, rtol=1e-6)
+
+
+def test_through_prints_of_values():
+    @ts.function
+    def step(w):
+        loss = jnp.sum(w**2)
+        jax.debug.callback(lambda value: seen.append(float(value)), loss)
+        return ts.grad(loss, w)
+
+    seen = []
+    np.testing.assert_allclose(step(W), 2 * W, rtol=1e-6)
+    jax.effects_barrier()
+    assert seen == [pytest.approx(float(jnp.sum(W**2)))]
+
+
+def test_backward_inside_a_scan_adds_up_microbatches():
+    table = tensor((2, 3), init="ones", name="table")
+
+    @graph.training_step
+    def step(xs):
+        def body(total, x):
+            found = graph.backward(loss_of(jnp.asarray(table), x))
+            return jax.tree.map(jnp.add, total, found), None
+
+        return lax.scan(body, {"table": jnp.zeros((2, 3))}, xs)[0]
+
+    expected = jax.grad(loss_of)(jnp.ones((2, 3)), X)
+    np.testing.assert_allclose(step(X.reshape(4, 2, 2))["table"], expected, rtol=1e-5)
+
+
 # --- in a manual region, every type checked
 
 

@@ -12,7 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import _jax, scope
-from tessera.errors import MeshConflictError, UnconnectedGradientError
+from tessera.errors import (
+    MeshConflictError,
+    OutsideTraceError,
+    UnconnectedGradientError,
+)
 from tessera.graph.ir import Role
 from tessera.graph.tracing.arguments import take_apart
 from tessera.graph.tracing.declarations import Options
@@ -79,6 +83,52 @@ def test_arrays_without_a_layout_are_replicated_on_a_mesh_and_undeclared_off_it(
 def test_weak_types_are_kept():
     found = traced(lambda x: x * 2, jnp.asarray(1.0))
     assert _jax.inputs(found.graph.program)[0].aval.weak_type
+
+
+TABLE = tensor((8,), init="ones", name="table")
+
+
+@jax.jit
+def times_table(x):
+    return x * TABLE
+
+
+@pytest.mark.parametrize("used_before", ["never", "eagerly", "in another trace"])
+def test_a_tensor_that_a_jitted_function_uses_is_a_parameter(used_before):
+    times_table.clear_cache()
+    if used_before == "eagerly":
+        times_table(X)
+    elif used_before == "in another trace":
+        traced(lambda x: times_table(x), X)
+    found = traced(lambda x: times_table(x) + 1.0, X)
+    assert described(found)[1] == "table: float32[8] over undeclared (parameter)"
+    np.testing.assert_array_equal(ts.function(lambda x: times_table(x))(X), X)
+    np.testing.assert_array_equal(times_table(X), X)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_parameters_may_be_declared_in_a_nested_function(wrap):
+    @wrap
+    def layer(x):
+        return x * scope.parameter("w", (8,), init="ones")
+
+    step = ts.function(lambda x: ts.grad(jnp.sum(layer(x)), x))
+    np.testing.assert_array_equal(step(X), jnp.ones(8))
+
+
+def test_a_tensor_in_a_derivative_rule_is_refused():
+    table = tensor((8,), init="ones", name="table")
+    rule = jax.custom_vjp(lambda x: x * 2.0)
+    rule.defvjp(lambda x: (x * 2.0, None), lambda _, g: (g * table,))
+    step = ts.function(lambda x: ts.grad(jnp.sum(rule(x)), x))
+    with pytest.raises(OutsideTraceError) as caught:
+        step(X)
+    assert str(caught.value) == (
+        "[T302] tensor 'table' is used in a derivative rule that closes over it\n"
+        "  got: DistTensor('table', float32[8], P(), lazy)\n"
+        "  fix: pass it to the function that has the rule, as an argument\n"
+        "  docs: docs/errors/T302.md"
+    )
 
 
 # --- the result
