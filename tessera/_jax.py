@@ -6,7 +6,6 @@ Tessera is written once. A jaxpr with its constants is ``ClosedJaxpr`` in 0.10 a
 ``Jaxpr`` in 0.12: outside this module it is only ever ``Program``.
 """
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -217,17 +216,10 @@ def lift_constants(program: Program) -> tuple[Program, list[Any]]:
     return jax.make_jaxpr(lifted)(*known, *held), held
 
 
-@functools.cache
-def _trace_context() -> Any:
-    return jax.make_user_context(None)
-
-
+# Made at import and not when it is first used: JAX compiles anew whatever it compiled
+# before such a context was added.
+_trace_context = jax.make_user_context(None)
 _traces = itertools.count()
-
-
-def prepare_traces() -> None:
-    """Add what ``isolated_trace`` needs to JAX's settings, before they are compared."""
-    _trace_context()
 
 
 def isolated_trace() -> AbstractContextManager[Any]:
@@ -236,7 +228,7 @@ def isolated_trace() -> AbstractContextManager[Any]:
     A jitted function that uses a ``dist.tensor`` or declares a parameter means other
     values in every trace, and JAX would remember those of the first.
     """
-    return _trace_context()(next(_traces))
+    return _trace_context(next(_traces))
 
 
 def sources(program: Program, value: Atom, before: int) -> set[Atom]:

@@ -80,7 +80,6 @@ class Function:
         skip_passes: Collection[str] = (),
     ) -> None:
         check_names(skip_passes)
-        _jax.prepare_traces()
         functools.update_wrapper(self, body)
         self.body = body
         self.options = options
