@@ -58,7 +58,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
     finally:
         process.kill()
     assert process.returncode == 0, errors
-    assert "Traceback" not in errors
+    assert not re.search("Traceback|Warning", errors)
     return seen
 
 
