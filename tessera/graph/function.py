@@ -33,6 +33,7 @@ from tessera.graph.tracing.tracer import trace
 from tessera.mesh import Mesh, opened_or_none
 
 _RECOMPILES_BEFORE_WARNING = 3
+_PLAIN = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 # The function that ran last, for ``dist.profile()``; it is not kept alive for that.
 _ran: deque["weakref.ref[Function]"] = deque(maxlen=1)
@@ -85,6 +86,11 @@ class Function:
         self.options = options
         self.skip_passes = tuple(skip_passes)
         self._signature = inspect.signature(body)
+        self._positional = tuple(
+            name
+            for name, parameter in self._signature.parameters.items()
+            if parameter.kind in (_PLAIN, parameter.POSITIONAL_ONLY)
+        )
         self._check_argument_names()
         self._programs: dict[Any, _Program] = {}
         self._inlined: dict[Any, tuple[Traced, Callable[..., Any]]] = {}
@@ -191,7 +197,7 @@ class Function:
 
     def _take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         self._signature.bind(*args, **kwargs)
-        return take_apart(tuple(self._signature.parameters), args, kwargs)
+        return take_apart(self._positional, args, kwargs)
 
     def _key(self, call: Call) -> Any:
         return (_surroundings(), call.key())
@@ -202,15 +208,16 @@ class Function:
 
     def _check_argument_names(self) -> None:
         """Raise [T204] for options that name an argument that there is not."""
-        parameters = self._signature.parameters
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        kinds = {n: p.kind for n, p in self._signature.parameters.items()}
+        if inspect.Parameter.VAR_KEYWORD in kinds.values():
             return
+        known = [n for n in kinds if kinds[n] is not inspect.Parameter.VAR_POSITIONAL]
         for name in (*self.options.in_specs, *self.options.donate):
-            if name not in parameters:
+            if name not in known:
                 raise SpecFormError(
                     f"{self.options.name!r} has no argument {name!r} to lay out or "
                     "donate",
-                    fix=did_you_mean(name, parameters),
+                    fix=did_you_mean(name, known),
                 )
 
     def _warn_of_recompiles(self, call: Call) -> None:

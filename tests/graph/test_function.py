@@ -279,6 +279,38 @@ def test_a_tensor_without_a_mesh_is_replicated_on_the_steps(dp_mesh):
     assert [v.spec for v in step.last.traced.graph.inputs] == [P(), P()]
 
 
+# --- with other libraries
+
+
+def test_flax_and_optax_work_inside():
+    nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
+    definition, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    descent = optax.sgd(0.1, momentum=0.9)
+
+    def loss_of(state, x):
+        return jnp.mean(nnx.merge(definition, state)(x) ** 2)
+
+    @ts.function(donate=["state", "moments"])
+    def step(state, moments, x):
+        loss = loss_of(state, x)
+        updates, moments = descent.update(ts.grad(loss, state), moments, state)
+        return optax.apply_updates(state, updates), moments, loss
+
+    @jax.jit
+    def plain(state, moments, x):
+        loss, slope = jax.value_and_grad(loss_of)(state, x)
+        updates, moments = descent.update(slope, moments, state)
+        return optax.apply_updates(state, updates), moments, loss
+
+    x = X.reshape(4, 2)
+    ours = theirs = (state, descent.init(state), None)
+    ours = jax.tree.map(jnp.copy, ours)
+    for _ in range(3):
+        ours, theirs = step(*ours[:2], x), plain(*theirs[:2], x)
+        np.testing.assert_allclose(ours[2], theirs[2], rtol=1e-6)
+    assert step.num_programs() == 1
+
+
 # --- under JAX's own transformations
 
 

@@ -70,15 +70,12 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
       >>> print(slope(jnp.array([1.0, 2.0])))
       [2. 4.]
     """
-    if scope.current() is None or not isinstance(loss, _jax.Tracer):
+    traced = isinstance(loss, _jax.Tracer)
+    if scope.current() is None or not traced:
+        kind = "a loss that JAX traces by itself" if traced else _untraced(loss)
         raise OutsideTraceError(
-            "ts.grad needs the computation of the loss, and sees only its value",
-            got=f"a loss of type {type(loss).__name__}"
-            + (
-                ""
-                if scope.current() is None
-                else " that does not depend on traced arrays"
-            ),
+            "ts.grad needs the computation of the loss, which nobody recorded",
+            got=kind,
             fix="call it in a function decorated with @ts.function, where the loss is "
             "computed",
         )
@@ -97,6 +94,11 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
             )
     gradients = gradient_p.bind(loss, *leaves, names=names, allow_unused=allow_unused)
     return jax.tree.unflatten(tree, _in_layout_of(leaves, gradients))
+
+
+def _untraced(loss: Any) -> str:
+    inside = " that does not depend on traced arrays" if scope.current() else ""
+    return f"a loss of type {type(loss).__name__}{inside}"
 
 
 def check_loss(loss: Any) -> None:

@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -219,6 +221,52 @@ def test_one_weight_given_twice():
 
 def test_a_loss_by_itself():
     assert ts.function(lambda x: ts.grad(y := jnp.sum(x), y))(X) == 1.0
+
+
+# A program is a list of steps: an operation, and which two earlier values it takes.
+OPERATIONS = [
+    lambda a, b: a * b,
+    lambda a, b: a + 2.0 * b,
+    lambda a, b: jnp.sin(a),
+    lambda a, b: jnp.tanh(a) * b,
+    lambda a, b: lax.cond(a[0] > 0, lambda: a * b, lambda: b),
+    lambda a, b: lax.scan(lambda c, _: (jnp.cos(c) * b, None), a, None, length=2)[0],
+    lambda a, b: lax.stop_gradient(a) * b,
+]
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, len(OPERATIONS) - 1), st.integers(0, 9), st.integers(0, 9)
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(STEPS, st.sets(st.integers(0, 7), min_size=1, max_size=3))
+def test_any_values_of_any_program(steps, chosen):
+    def run(x, y, offsets):
+        values = [x + offsets[0], y + offsets[1]]
+        for operation, a, b in steps:
+            taken = values[a % len(values)], values[b % len(values)]
+            values.append(OPERATIONS[operation](*taken) + offsets[len(values)])
+        return jnp.sum(values[-1]), values
+
+    start = jnp.array([0.3, -0.7]), jnp.array([0.5, 0.2])
+    zeros = [jnp.zeros(2)] * (2 + len(steps))
+    wanted = sorted({place % len(zeros) for place in chosen})
+
+    def step(x, y):
+        loss, values = run(x, y, [0.0] * len(zeros))
+        weights = {place: values[place] for place in wanted}
+        # The values are used on, so that the order of equations matters.
+        return ts.grad(loss, weights, allow_unused=True), values[-1] * 2.0
+
+    program = ts.function(step).trace(*start).graph.program
+    *found, last = _jax.evaluate(program, *start)
+    expected = jax.grad(lambda offsets: run(*start, offsets)[0])(zeros)
+    for place, slope in zip(wanted, found, strict=True):
+        np.testing.assert_allclose(slope, expected[place], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(last, run(*start, zeros)[1][-1] * 2.0, rtol=1e-5)
 
 
 # --- where the gradient may be taken

@@ -139,6 +139,11 @@ def test_a_layout_for_no_argument_is_refused_when_it_is_declared():
         ts.function(same, donate=["y"])
 
 
+def test_a_layout_for_free_positional_arguments_is_refused():
+    with pytest.raises(SpecFormError, match="no argument 'rest' to lay out"):
+        ts.function(lambda x, *rest: x, in_specs={"rest": P("dp")})
+
+
 def test_a_layout_may_be_declared_for_an_argument_that_is_left_out(grid_mesh):
     def optional(x, mask=None):
         return x if mask is None else x * mask
