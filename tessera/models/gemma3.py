@@ -99,7 +99,10 @@ class Gemma3(nnx.Module):
         """The normalized residual after the last block."""
         with jax.named_scope("embedding"):
             # A token outside the table gives NaN instead of some other token's row.
-            x_BSD = jnp.take(self.embedding[...], tokens, axis=0, mode="fill")
+            # Rows are looked up whole: split over fsdp, as the batch is, they have
+            # to change places with it, which XLA does by replicating all of them.
+            table = place.constrain(self.embedding[...], "vocab", None)
+            x_BSD = jnp.take(table, tokens, axis=0, mode="fill")
             x_BSD = place.constrain(x_BSD * self.config.d_model**0.5, *RESIDUAL)
         if positions is None:
             positions = _positions(tokens.shape[1], segment_ids)
