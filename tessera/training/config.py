@@ -75,7 +75,7 @@ class TrainingConfig:
     log_every: int = setting(10, least=1)
     validate_every: int = setting(100, least=0)
     validation_batches: int = setting(8, least=1)
-    sample_prompt: str = setting("def ")
+    sample_prompt: str = setting("def __init__(self")
     sample_length: int = setting(200, least=0)
     profile_communication: bool = setting(False)
     dry_run: bool = setting(False)

@@ -45,7 +45,7 @@ class OptimizerConfig:
     """
 
     name: str = setting("adamw")
-    learning_rate: float = setting(1e-3, above=0)
+    learning_rate: float = setting(3e-3, above=0)
     warmup_steps: int = setting(20, least=0)
     schedule: str = setting("cosine", choices=SCHEDULES, error=UnknownOptimizerError)
     final_fraction: float = setting(0.1, least=0, most=1)
