@@ -338,6 +338,18 @@ def test_under_vmap_it_sees_one_example():
     np.testing.assert_allclose(jax.vmap(step)(rows), 3 * rows**2, rtol=1e-6)
 
 
+def test_a_call_on_numbers_may_come_before_a_call_on_tracers():
+    step = ts.function(cube_slope)
+    step(X)
+    for transformed in (jax.jit(step), jax.jit(jax.vmap(lambda x: step(x[None])[0]))):
+        np.testing.assert_allclose(transformed(X), 3 * X**2, rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(lambda x: jnp.sum(step(x)))(X), 6 * X, rtol=1e-6
+    )
+    np.testing.assert_allclose(step(X), 3 * X**2, rtol=1e-6)
+    assert step.num_programs() == 1
+
+
 def test_under_scan_and_remat():
     step = ts.function(lambda x, power: x**power)
 

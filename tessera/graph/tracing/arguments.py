@@ -92,7 +92,8 @@ class Leaf:
     def key(self) -> tuple[Any, ...]:
         """What a program is specialized to in this array."""
         shape, dtype = tuple(self.aval.shape), self.aval.dtype
-        varies = _jax.varying_axes(self.value) if self.is_traced else frozenset()
+        # No compiled program serves a value that JAX is tracing.
+        varies = _jax.varying_axes(self.value) if self.is_traced else None
         return (shape, dtype, self.is_weak, self.layout, varies)
 
     @property

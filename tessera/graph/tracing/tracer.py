@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
-from tessera.errors import NoMeshError, UnconnectedGradientError
+from tessera.errors import NoMeshError, ParameterNameError, UnconnectedGradientError
 from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.tracing.arguments import Call, Leaf, common_mesh
 from tessera.graph.tracing.declarations import (
@@ -30,6 +30,9 @@ from tessera.graph.tracing.declarations import (
 from tessera.graph.tracing.gradient import gradient_p
 from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.shard import DistTensor
+
+# Two are usual: one that finds the parameters and one that has them.
+_MOST_TRIALS = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,7 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
     Raises:
       ShardDivisibilityError: [T201] a declared layout does not divide an array.
       SpecFormError: [T204] a layout is declared for an argument that does not exist.
+      ParameterNameError: [T305] the function declares other parameters every time.
       MeshConflictError: [T308] the inputs live on different meshes.
     """
     _jax.hide_machinery()
@@ -79,14 +83,15 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
     opened = None if manual_axes() else opened_or_none()
     owners: list[tuple[str, Mesh | None]] = [("the step", options.mesh or opened)]
     known: dict[str, DistTensor] = {}
+    before = known
     unreached: dict[int, frozenset[str]] = {}
-    while True:
+    for _ in range(_MOST_TRIALS):
         leaves = (*call.leaves, *map(Leaf, known, known.values()))
         mesh = common_mesh(leaves, owners)
         arguments = argument_values(call, options, mesh)
         parameters = [parameter_value(name, known[name], mesh) for name in known]
         trial = _run(function, call, (*arguments, *parameters), mesh, unreached)
-        found = trial.scope.declared
+        before, found = known, trial.scope.declared
         if _inputs_of(found) != _inputs_of(known):
             known = found  # the next trace has inputs for them
             continue
@@ -107,6 +112,15 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
                 out_statics=trial.out_statics,
             )
         unreached |= missed  # the next trace leaves these gradients out
+    raise ParameterNameError(
+        f"the parameters of {options.name!r} are others every time that it is traced",
+        got=f"{_listed(known)}, before {_listed(before)}",
+        fix="name them after what they are: a step is traced more than once",
+    )
+
+
+def _listed(parameters: Mapping[str, DistTensor]) -> str:
+    return ", ".join(map(repr, parameters)) or "none"
 
 
 @dataclass

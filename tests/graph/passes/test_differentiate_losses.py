@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -242,6 +242,7 @@ STEPS = st.lists(
 )
 
 
+@settings(max_examples=15)
 @given(STEPS, st.sets(st.integers(0, 7), min_size=1, max_size=3))
 def test_any_values_of_any_program(steps, chosen):
     def run(x, y, offsets):

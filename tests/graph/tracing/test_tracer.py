@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call of a function becomes a graph: inputs, parameters, captured arrays, mesh."""
 
+import itertools
 import traceback
 
 import jax
@@ -15,6 +16,7 @@ from tessera import _jax, scope
 from tessera.errors import (
     MeshConflictError,
     OutsideTraceError,
+    ParameterNameError,
     UnconnectedGradientError,
 )
 from tessera.graph.ir import Role
@@ -114,6 +116,22 @@ def test_parameters_may_be_declared_in_a_nested_function(wrap):
 
     step = ts.function(lambda x: ts.grad(jnp.sum(layer(x)), x))
     np.testing.assert_array_equal(step(X), jnp.ones(8))
+
+
+def test_parameters_that_differ_from_trace_to_trace_are_refused():
+    count = itertools.count()
+
+    def function(x):
+        return x * scope.parameter(f"w{next(count)}", (8,), init="ones")
+
+    with pytest.raises(ParameterNameError) as caught:
+        traced(function, X)
+    assert str(caught.value) == (
+        "[T305] the parameters of 'f' are others every time that it is traced\n"
+        "  got: 'w8', before 'w7'\n"
+        "  fix: name them after what they are: a step is traced more than once\n"
+        "  docs: docs/errors/T305.md"
+    )
 
 
 def test_a_tensor_in_a_derivative_rule_is_refused():
