@@ -198,7 +198,7 @@ class Trainer:
             jnp.asarray(prompt, jnp.int32)[None],
             training.sample_length,
             key,
-            temperature=0.5,
+            temperature=0.8,
         )
         added = np.asarray(ids)[0, len(prompt) :]
         self._console.show_sample(shown, tokenizer.decode(added))
