@@ -263,7 +263,8 @@ def function(
       out_specs: Layouts of the result, in the same form. The partitioner decides where
         none is given.
       donate: Names of arguments whose memory the results may take over.
-      skip_passes: Names of passes to leave out.
+      skip_passes: Names of passes to leave out. Inside another traced function this
+        one is part of that program, whose own ``donate`` and ``skip_passes`` hold.
 
     Returns:
       A ``Function``: call it, or stop at a stage: ``trace``, ``lower``, ``compile``.

@@ -117,6 +117,7 @@ def test_closing_twice_is_no_mistake(folder):
     writer = MetricWriter(folder)
     writer.close()
     writer.close()
+    assert folder.metrics.read_text() == ""
 
 
 def test_a_folder_that_is_gone_is_said(folder):
