@@ -47,7 +47,9 @@ CONFIG = Gemma3Config(
     query_pre_attn_scalar=8,
     global_every=2,
 )
-ADAMW, RATE = make_optimizer(AdamWConfig(), steps=10, clip_norm=1.0)
+# With a usual epsilon Adam's first step is a sign, which rounding turns where a gradient
+# is almost nothing; with this one a step is as smooth as the gradient.
+ADAMW, RATE = make_optimizer(AdamWConfig(epsilon=1e-3), steps=10, clip_norm=1.0)
 ONE = Mesh(("fsdp", "tp"), devices=(0,), shape=(1, 1))
 CUBE = Mesh(("dp", "fsdp", "tp"), devices=range(8), shape=(2, 2, 2))
 MICROBATCHES, ROWS, LENGTH = 4, 8, 16
@@ -217,8 +219,7 @@ def test_parameters_become_what_optax_makes_of_the_gradients():
     for got, want in zip(
         jax.tree.leaves(ran.state.params), jax.tree.leaves(expected), strict=True
     ):
-        # Adam's first step is a sign, which an almost empty gradient may turn.
-        np.testing.assert_allclose(got, want, atol=1e-7, rtol=1e-5)
+        np.testing.assert_allclose(got, want, atol=1e-7, rtol=1e-6)
     assert int(ran.state.step) == 1
 
 
