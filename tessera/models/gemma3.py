@@ -97,17 +97,38 @@ class Gemma3(nnx.Module):
         place: Placement = NO_MESH,
     ) -> Float[Array, "batch seq d_model"]:
         """The normalized residual after the last block."""
+        x_BSD = self.embed(tokens, place=place)
+        if positions is None:
+            positions = default_positions(tokens.shape[1], segment_ids)
+        x_BSD = self.decode(
+            x_BSD, positions=positions, segment_ids=segment_ids, place=place
+        )
+        return place.constrain(self.final_norm(x_BSD), *GATHERED)
+
+    def embed(
+        self, tokens: Int[Array, "batch seq"], *, place: Placement = NO_MESH
+    ) -> Float[Array, "batch seq d_model"]:
+        """The residual before the first block.
+
+        A token outside the table gives NaN instead of some other token's row.
+        """
         with jax.named_scope("embedding"):
-            # A token outside the table gives NaN instead of some other token's row.
             # Rows are looked up whole: split over fsdp, as the batch is, they have
             # to change places with it, which XLA does by replicating all of them.
             table = place.constrain(self.embedding[...], "vocab", None)
             x_BSD = jnp.take(table, tokens, axis=0, mode="fill")
-            x_BSD = place.constrain(x_BSD * self.config.d_model**0.5, *RESIDUAL)
-        if positions is None:
-            positions = _positions(tokens.shape[1], segment_ids)
-        distance_ST, allowed_BST = _causal(tokens.shape[1], segment_ids)
+            return place.constrain(x_BSD * self.config.d_model**0.5, *RESIDUAL)
 
+    def decode(
+        self,
+        x_BSD: Float[Array, "batch seq d_model"],
+        *,
+        positions: Int[Array, "#batch seq"],
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        place: Placement = NO_MESH,
+    ) -> Float[Array, "batch seq d_model"]:
+        """The residual after the blocks."""
+        distance_ST, allowed_BST = _causal(x_BSD.shape[1], segment_ids)
         graphdef, layers = nnx.split(self.decoder)
         is_global = (
             jnp.arange(1, self.config.num_layers + 1) % self.config.global_every == 0
@@ -123,10 +144,9 @@ class Gemma3(nnx.Module):
             return block(x_BSD, angles_BSK, mask_BST, place), None
 
         with jax.named_scope("decoder"):
-            x_BSD, _ = jax.lax.scan(
+            return jax.lax.scan(
                 body, x_BSD, (layers, is_global), unroll=self.config.scan_unroll
-            )
-        return place.constrain(self.final_norm(x_BSD), *GATHERED)
+            )[0]
 
     def logits(
         self,
@@ -159,7 +179,7 @@ class Gemma3(nnx.Module):
         )
 
 
-def _positions(
+def default_positions(
     length: int, segment_ids: Int[Array, "batch seq"] | None
 ) -> Int[Array, "#batch seq"]:
     """0, 1, 2, ... from the start of each segment."""
