@@ -182,9 +182,14 @@ def layout_of(value: Any) -> Layout | None:
 
 
 def constrain(value: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """A traced array laid out by ``spec``, and remembered to be."""
-    sharding = NamedSharding(mesh.compile_mesh, spec)
-    laid_out = jax.lax.with_sharding_constraint(value, sharding)
+    """A traced array laid out by ``spec``, and remembered to be.
+
+    Inside a region that is manual over some axes, such as a pipeline's stages, ``spec``
+    speaks of the others.
+    """
+    region = jax.sharding.get_abstract_mesh()
+    home = region if region.manual_axes else mesh.compile_mesh
+    laid_out = jax.lax.with_sharding_constraint(value, NamedSharding(home, spec))
     record_layout(laid_out, mesh, spec)
     return laid_out
 

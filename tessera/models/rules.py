@@ -17,8 +17,9 @@ from types import MappingProxyType
 from typing import Final
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from tessera import scope
 from tessera.errors import HeadCountError, LogicalAxisError, did_you_mean
 from tessera.mesh import Mesh
 from tessera.models.config import Gemma3Config, nearest
@@ -131,8 +132,7 @@ class Placement:
             return x
         what = f"activation [{', '.join(name or '-' for name in names)}]"
         spec = self.resolve(names, x.shape, what)
-        sharding = NamedSharding(self.mesh.compile_mesh, spec)
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return scope.constrain(x, self.mesh, spec)
 
 
 NO_MESH: Final = Placement()
