@@ -9,8 +9,9 @@ where the documentation is:
       fix: use 10240 or 10244, or drop 'tp' from the spec
       docs: docs/errors/T201.md
 
-Codes: T1xx meshes, T2xx shards and layouts, T3xx tracing, T4xx operations and models,
-T5xx configuration, T6xx data, T7xx the machine. ``assert`` is for Tessera's own bugs.
+Codes: T1xx meshes, T2xx shards and layouts, T3xx tracing and pipelines, T4xx operations
+and models, T5xx configuration, T6xx data, T7xx the machine. ``assert`` is for Tessera's
+own bugs.
 """
 
 from collections.abc import Iterable
@@ -153,7 +154,7 @@ class KernelError(TesseraError, ValueError):
     code = "T208"
 
 
-# --- T3xx: tracing
+# --- T3xx: tracing and pipelines
 
 
 class ArgumentError(TesseraError, TypeError):
@@ -202,6 +203,24 @@ class MeshConflictError(TesseraError, ValueError):
     """The inputs of one step live on different meshes."""
 
     code = "T308"
+
+
+class ScheduleError(TesseraError, ValueError):
+    """A pipeline schedule is a table that cannot be executed."""
+
+    code = "T309"
+
+
+class UnknownScheduleError(TesseraError, ValueError):
+    """A pipeline schedule is named that does not exist."""
+
+    code = "T310"
+
+
+class PipelineSizeError(TesseraError, ValueError):
+    """Stages, microbatches, chunks and layers of a pipeline do not fit each other."""
+
+    code = "T311"
 
 
 # --- T4xx: operations and models
