@@ -8,6 +8,9 @@ from tessera.analysis.layouts import Inspection as Inspection
 from tessera.analysis.layouts import inspect as inspect
 from tessera.graph.profile import profile as profile
 from tessera.mesh import Mesh as Mesh
+from tessera.ops.averaging import average_gradients as average_gradients
+from tessera.ops.averaging import compressed_mean as compressed_mean
+from tessera.ops.averaging import per_device as per_device
 from tessera.ops.collectives import all_gather as all_gather
 from tessera.ops.collectives import all_reduce as all_reduce
 from tessera.ops.collectives import all_to_all as all_to_all

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Averaging gradients over mesh axes, as Optax transformations.
+
+They act inside a manual region, on gradients that each device computed from its own
+data and that nobody has reduced yet:
+
+    optimizer = dist.average_gradients(optax.adamw(1e-3), axis="dp")
+
+    @op.kernel
+    def step(params, state, x, y):
+        own = dist.per_device(params, axis="dp")
+        gradients = jax.grad(loss)(own, x, y)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tessera import _jax
+from tessera.errors import CollectiveError, NoMeshError, did_you_mean
+from tessera.mesh import manual_axes, opened_or_none
+from tessera.ops import compression as compressed
+from tessera.ops.compression import COMPRESSIONS, Compression
+from tessera.ops.operands import Axis, Operand, each
+
+if TYPE_CHECKING:
+    import optax
+
+Tree: TypeAlias = Any
+
+
+class ErrorFeedback(NamedTuple):
+    """What ``top_k`` has not sent yet.
+
+    Attributes:
+      residual: For each parameter f32 ``[n, ...]``, split along the leading dim over
+        the axes: per device ``[1, ...]``.
+    """
+
+    residual: Tree
+
+
+def average_gradients(
+    optimizer: "optax.GradientTransformation",
+    axis: Axis = "dp",
+    *,
+    compression: Compression = "none",
+    ratio: float = 0.01,
+) -> "optax.GradientTransformation":
+    """An optimizer that first averages the gradients over a mesh axis.
+
+    It is ``optax.chain(compressed_mean(compression, axis), optimizer)``, so every
+    device takes the same step from the same parameters.
+
+    Args:
+      optimizer: Any Optax transformation.
+      axis: Mesh axis, or a tuple of axes, outer first.
+      compression: What is sent; see :func:`compressed_mean`.
+      ratio: Of ``top_k``.
+
+    Raises:
+      CollectiveError: [T206] as :func:`compressed_mean` says.
+    """
+    import optax  # not by `import tessera`, which does not need it
+
+    return optax.chain(compressed_mean(compression, axis, ratio=ratio), optimizer)
+
+
+def compressed_mean(
+    compression: Compression, axis: Axis = "dp", *, ratio: float = 0.01
+) -> "optax.GradientTransformation":
+    """Replace gradients by their mean over a mesh axis, sending less than they are.
+
+    ``update`` belongs inside a manual region. Per device ``[...]`` to ``[...]``, alike
+    on every device. Bytes that a device sends and receives for each f32 value, on n
+    devices, and what the result misses:
+
+    - ``none``: 8 (n-1)/n, as an all-reduce does; exact.
+    - ``bf16``: 4 (n-1)/n; two roundings to 8 significant bits.
+    - ``int8``: 2 (n-1)/n and half a percent; two roundings to 1/127 of the largest
+      of up to 1024 neighbors.
+    - ``top_k``: 8 (n-1) ratio, which is less than ``none`` where ratio < 1/n; what is
+      not sent is kept and added to the next gradients.
+
+    ``compression.mean`` states the bounds.
+
+    Args:
+      compression: ``none``, ``bf16``, ``int8`` or ``top_k``.
+      axis: Mesh axis, or a tuple of axes, outer first.
+      ratio: The share of each gradient's values that ``top_k`` sends, above 0 and at
+        most 1; at least one value is sent.
+
+    Returns:
+      A transformation. Only ``top_k`` has a state, of what each device keeps back:
+      ``init`` inside the region makes a device's own; outside of one, on an open mesh,
+      an array that is split over the axis.
+
+    Raises:
+      CollectiveError: [T206] there is no such compression, or ``ratio`` is out of
+        range; in ``update``, gradients outside a manual region, or that are no floats,
+        or reduced over the axis already, or that have another shape than the state.
+      NoMeshError: [T106] a ``top_k`` state is made where there is no mesh.
+      UnknownAxisError: [T103] the mesh has no such axis.
+
+    Example:
+      >>> transform = compressed_mean("int8", axis="dp")
+      >>> transform.init({"w": jnp.ones(3)})
+      EmptyState()
+    """
+    import optax  # not by `import tessera`, which does not need it
+
+    _check(compression, ratio)
+    if compression == "top_k":
+        return optax.GradientTransformation(*_error_feedback(axis, ratio))
+
+    def init(params: Tree) -> Any:
+        del params
+        return optax.EmptyState()
+
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        del params
+
+        def one(operand: Operand) -> Array:
+            _check_unreduced(operand)
+            return compressed.mean(operand.value, operand.axes, compression)
+
+        return each(one, updates, axis), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def per_device(x: Any, axis: Axis) -> Any:
+    """Each device's own copy of values that all devices along an axis have alike.
+
+    Per device ``[...]`` to the same; nothing moves. What is differentiated by the copy
+    is that device's alone. Differentiated by the values themselves, JAX adds up the
+    gradients of all devices, because a change of the one value changes every loss.
+
+    Args:
+      x: Array or tree, in a manual region.
+      axis: Mesh axis, or a tuple of axes.
+
+    Raises:
+      CollectiveError: [T206] this is no manual region, or it is not manual over the
+        axis.
+      UnknownAxisError: [T103] the mesh has no such axis.
+    """
+
+    def one(operand: Operand) -> Array:
+        _check_region(operand)
+        alike = tuple(set(operand.axes) - _jax.varying_axes(operand.value))
+        return lax.pcast(operand.value, alike, to="varying") if alike else operand.value
+
+    return each(one, x, axis)
+
+
+def _error_feedback(axis: Axis, ratio: float) -> tuple[Any, Any]:
+    """``init`` and ``update`` of ``top_k``."""
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+
+    def init(params: Tree) -> ErrorFeedback:
+        if manual_axes():
+            return ErrorFeedback(per_device(_nothing_kept(params, 1), axes))
+        mesh = opened_or_none()
+        if mesh is None:
+            raise NoMeshError(
+                "what each device keeps back needs a mesh to be split over",
+                got=f"axis {axis!r}",
+                fix="call init under 'with mesh:', or inside the kernel",
+            )
+        split = NamedSharding(mesh.compile_mesh, PartitionSpec(axes))
+        zeros = _nothing_kept(params, mesh.axis_size(axes))
+        return ErrorFeedback(jax.device_put(zeros, split))
+
+    def update(
+        updates: Tree, state: ErrorFeedback, params: Tree = None
+    ) -> tuple[Tree, ErrorFeedback]:
+        del params
+        kept = iter(jax.tree.leaves(state.residual))
+        residuals: list[Array] = []
+
+        def one(operand: Operand) -> Array:
+            _check_unreduced(operand)
+            own = _own(next(kept), operand.value)
+            averaged, rest = compressed.top_k_mean(
+                operand.value, own, operand.axes, ratio
+            )
+            residuals.append(rest[None])
+            return averaged
+
+        averaged = each(one, updates, axes)
+        return averaged, ErrorFeedback(
+            jax.tree.unflatten(jax.tree.structure(state.residual), residuals)
+        )
+
+    return init, update
+
+
+def _nothing_kept(params: Tree, lead: int) -> Tree:
+    def zeros(param: Any) -> Array:
+        return jnp.zeros((lead, *param.shape), jnp.float32)
+
+    return jax.tree.map(zeros, params)
+
+
+def _own(residual: Array, gradient: Array) -> Array:
+    """This device's residual, of the gradient's shape."""
+    if residual.shape != (1, *gradient.shape):
+        raise CollectiveError(
+            "what this device keeps back has not the shape of its gradient",
+            got=f"residual {residual.shape}, gradient {gradient.shape}, where "
+            f"{(1, *gradient.shape)} was expected",
+            fix="make the state by init inside the kernel, where parameters have the "
+            "shapes of blocks, and let the kernel return it",
+        )
+    return residual[0]
+
+
+def _check(compression: str, ratio: float) -> None:
+    if compression not in COMPRESSIONS:
+        raise CollectiveError(
+            f"there is no compression {compression!r}",
+            got=f"compression {compression!r}",
+            fix=did_you_mean(compression, COMPRESSIONS),
+        )
+    if not 0 < ratio <= 1:
+        raise CollectiveError(
+            "top_k sends a share of the values",
+            got=f"ratio {ratio}",
+            fix="use a ratio above 0 and at most 1, such as 0.01",
+        )
+
+
+def _check_region(operand: Operand) -> None:
+    if not operand.is_block:
+        raise CollectiveError(
+            "a global array is the same array for every device along an axis",
+            got=f"{operand.value.dtype.name}{list(operand.value.shape)}, outside a "
+            "manual region",
+            fix="call it inside @op.kernel, where every device has its own",
+        )
+
+
+def _check_unreduced(operand: Operand) -> None:
+    _check_region(operand)
+    value, axes = operand.value, set(operand.axes)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise CollectiveError(
+            "only gradients of floating dtypes are averaged",
+            got=f"{value.dtype.name}{list(value.shape)}",
+            fix="differentiate by the floating leaves of the parameters alone",
+        )
+    # With check_vma=False JAX does not keep track, and nothing can be said.
+    tracked = axes <= _jax.varying_axes(lax.axis_index(operand.axes))
+    if tracked and not axes <= _jax.varying_axes(value):
+        alike = sorted(axes - _jax.varying_axes(value))
+        raise CollectiveError(
+            f"these gradients are summed over {', '.join(map(repr, alike))} already",
+            got=f"{value.dtype.name}{list(value.shape)}, the same on every device",
+            fix="differentiate by each device's own parameters: "
+            f"own = dist.per_device(params, axis={_shown(operand.axes)})",
+        )
+
+
+def _shown(axes: tuple[str, ...]) -> str:
+    return repr(axes[0]) if len(axes) == 1 else repr(axes)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Means over mesh axes that send less than the blocks they average, and how exact.
+
+All run inside a manual region, on one device's block, and give every device the same
+bits. ``averaging.py`` makes Optax transformations of them.
+
+``bf16`` and ``int8`` do what an all-reduce does, in two exchanges: device j gets the
+j-th part of every block (all-to-all), adds the parts up in f32, and sends the mean to
+all (all-gather). What is sent is narrow both times, what is added never is, so nothing
+overflows and the error does not grow with the number of devices.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Final, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from tessera import _jax
+from tessera.ops import blocks
+
+Compression: TypeAlias = Literal["none", "bf16", "int8", "top_k"]
+
+COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
+# So many int8 values share a scale: its four bytes add less than half a percent.
+CHUNK: Final = 1024
+LARGEST: Final = 127.0
+
+# What is sent, as arrays of as many rows as the values have.
+Sent: TypeAlias = tuple[Array, ...]
+
+
+def mean(block: Array, axes: tuple[str, ...], compression: Compression) -> Array:
+    """The mean of all devices' blocks, sent as ``none``, ``bf16`` or ``int8``.
+
+    Per device ``[...]`` of a float dtype to the same, alike on every device. With x
+    the block's values on one device, in exact arithmetic from there on:
+
+    - ``none`` is ``dist.all_reduce(op="mean")``, bit for bit.
+    - ``bf16`` rounds x, then the mean, to 8 significant bits: it errs by at most
+      2⁻⁸ (mean of abs(x) + abs(mean)) for each value.
+    - ``int8`` rounds each to the nearest of 255 multiples of a scale, which is the
+      largest magnitude among up to 1024 neighbors, divided by 127: it errs by at most
+      (mean over devices of that magnitude + that of the mean) / 254. What is less than
+      half a scale is sent as zero.
+
+    An infinity or a NaN stays one in ``bf16``; in ``int8`` it leaves no finite value
+    among those that share its scale.
+    """
+    match compression:
+        case "bf16":
+            return _in_two_exchanges(block, axes, _to_bf16, _from_bf16)
+        case "int8":
+            return _in_two_exchanges(block, axes, _to_int8, _from_int8)
+        case _:
+            return blocks.reduce(block, axes, "mean")
+
+
+def top_k_mean(
+    block: Array, residual: Array, axes: tuple[str, ...], ratio: float
+) -> tuple[Array, Array]:
+    """The mean of what is largest on each device, and what each keeps for next time.
+
+    Every device adds its residual to its block, sends the ``ceil(ratio * size)``
+    values of largest magnitude with their places, and keeps the others: so
+    ``sent + new residual == block + residual`` exactly, and nothing is ever lost.
+    (arXiv 1809.07599, algorithm 1 of Stich et al.; without the momentum correction of
+    arXiv 1712.01887.)
+
+    Args:
+      block: Per device ``[...]``, of a float dtype.
+      residual: What earlier calls kept, f32, of the block's shape.
+      axes: Mesh axes to average over.
+      ratio: Share of the values that each device sends.
+
+    Returns:
+      The mean, alike on every device, and the new residual, the device's own.
+    """
+    if not block.size:
+        return blocks.reduce(block, axes, "mean"), residual
+    count = lax.axis_size(axes)
+    total = (block.astype(jnp.float32) + residual).reshape(-1)
+    places = lax.top_k(jnp.abs(total), math.ceil(ratio * total.size))[1]
+    values = total[places]
+    kept = total.at[places].set(0.0, unique_indices=True)
+
+    def add(sums: Array, sent: tuple[Array, Array]) -> tuple[Array, None]:
+        return sums.at[sent[0]].add(sent[1], unique_indices=True), None
+
+    # One device's values after the other's, each place once: several additions to one
+    # place at a time would have an order of their own on each accelerator.
+    sent = tuple(
+        _jax.all_gather_invariant(part[None], axes, 0) for part in (places, values)
+    )
+    sums = lax.scan(add, jnp.zeros(total.shape, total.dtype), sent)[0]
+    averaged = (sums / count).astype(block.dtype).reshape(block.shape)
+    return averaged, kept.reshape(block.shape)
+
+
+def _in_two_exchanges(
+    block: Array,
+    axes: tuple[str, ...],
+    encode: Callable[[Array], Sent],
+    decode: Callable[[Sent], Array],
+) -> Array:
+    """The mean of the blocks, of which each device computes one part."""
+    if not block.size:
+        return blocks.reduce(block, axes, "mean")
+    count = lax.axis_size(axes)
+    # As many rows for every device, as short as it takes: little is padding.
+    per_device = -(-block.size // (count * CHUNK))
+    width = -(-block.size // (count * per_device))
+    flat = block.astype(jnp.float32).reshape(-1)
+    padded = jnp.pad(flat, (0, count * per_device * width - flat.size))
+
+    def exchange(rows: Array) -> Array:
+        return lax.all_to_all(rows, axes, 0, 0, tiled=True)
+
+    def share(rows: Array) -> Array:
+        return _jax.all_gather_invariant(rows, axes, 0)
+
+    parts = decode(_each(exchange, encode(padded.reshape(-1, width))))
+    own = parts.reshape(count, per_device, width).sum(axis=0) / count
+    whole = decode(_each(share, encode(own)))
+    return whole.reshape(-1)[: block.size].reshape(block.shape).astype(block.dtype)
+
+
+def _each(send: Callable[[Array], Array], parts: Sent) -> Sent:
+    return jax.tree.map(send, parts)
+
+
+def _to_bf16(rows: Array) -> Sent:
+    # As integers: XLA sends bf16 as f32 where a backend cannot compute with it.
+    return (lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16),)
+
+
+def _from_bf16(sent: Sent) -> Array:
+    return lax.bitcast_convert_type(sent[0], jnp.bfloat16).astype(jnp.float32)
+
+
+def _to_int8(rows: Array) -> Sent:
+    scale = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / LARGEST
+    # A row of zeros is zeros by any scale.
+    steps = rows / jnp.where(scale == 0.0, 1.0, scale)
+    # A quotient may be a rounding error above the largest.
+    steps = jnp.clip(jnp.round(steps), -LARGEST, LARGEST)
+    return steps.astype(jnp.int8), scale
+
+
+def _from_int8(sent: Sent) -> Array:
+    steps, scale = sent
+    return steps.astype(jnp.float32) * scale
