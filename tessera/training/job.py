@@ -13,6 +13,7 @@ from tessera.graph.function import Function
 from tessera.graph.stages import Compiled
 from tessera.mesh import Mesh
 from tessera.models.model import Model
+from tessera.models.rules import Placement
 from tessera.training.config import Settings
 from tessera.training.data import Corpus, load
 from tessera.training.loss_scale import LossScale
@@ -47,7 +48,10 @@ class Job:
         """What the step is made of."""
         training = self.settings.training
         optimizer, learning_rate = make_optimizer(
-            self.settings.optimizer, steps=training.steps, clip_norm=training.clip_norm
+            self.settings.optimizer,
+            steps=training.steps,
+            clip_norm=training.clip_norm,
+            world_size=Placement(self.mesh).size("batch"),
         )
         return Recipe(
             model=self.model,

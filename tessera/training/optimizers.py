@@ -30,6 +30,7 @@ Tree: TypeAlias = Any
 Schedule: TypeAlias = Callable[[ArrayLike], Float[Array, ""]]
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
+SCALINGS: Final = ("none", "linear", "sqrt")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class OptimizerConfig:
     Attributes:
       name: Which optimizer; the files of ``configs/optimizer`` set it.
       learning_rate: The highest learning rate, reached at the end of the warm-up.
+      scale_learning_rate: Multiply it by the number of data-parallel groups (linear)
+        or by the root of that (sqrt), whose batches together make the step's.
       warmup_steps: Steps over which the learning rate rises in a line from zero.
       schedule: How it falls from there to the last step of the run.
       final_fraction: The learning rate at the last step, as a fraction of the highest.
@@ -46,6 +49,7 @@ class OptimizerConfig:
 
     name: str = setting("adamw")
     learning_rate: float = setting(3e-3, above=0)
+    scale_learning_rate: str = setting("none", choices=SCALINGS)
     warmup_steps: int = setting(20, least=0)
     schedule: str = setting("cosine", choices=SCHEDULES, error=UnknownOptimizerError)
     final_fraction: float = setting(0.1, least=0, most=1)
@@ -187,7 +191,11 @@ OPTIMIZERS: Final[Mapping[str, tuple[type[OptimizerConfig], Callable[..., Any]]]
 
 
 def make_optimizer(
-    config: OptimizerConfig, *, steps: int, clip_norm: float | None = None
+    config: OptimizerConfig,
+    *,
+    steps: int,
+    clip_norm: float | None = None,
+    world_size: int = 1,
 ) -> tuple[optax.GradientTransformation, Schedule]:
     """The optimizer that a configuration describes, and its learning rate over time.
 
@@ -199,6 +207,7 @@ def make_optimizer(
       steps: Optimizer steps of the whole run, which the schedule spans.
       clip_norm: Gradients with a larger global norm are scaled down to it; None leaves
         them as they are.
+      world_size: Data-parallel groups, by whose number the rate may be scaled.
 
     Returns:
       The transformation, and the schedule: step (from 0) to learning rate, float32.
@@ -214,7 +223,7 @@ def make_optimizer(
     """
     if problems := check(config):
         raise joined(problems)
-    rate = make_schedule(config, steps)
+    rate = make_schedule(config, steps, world_size)
     transform = _with_promotion(OPTIMIZERS[config.name][1](config, rate))
     if clip_norm is not None:
         transform = optax.chain(clip_by_global_norm(clip_norm), transform)
@@ -264,12 +273,33 @@ def check(config: OptimizerConfig) -> list[TesseraError]:
     return found + problems_of(config, "optimizer")
 
 
-def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
+def scaled_learning_rate(learning_rate: float, world_size: int, rule: str) -> float:
+    """The learning rate for as many times the batch, by a rule of thumb.
+
+    ``linear`` (Goyal et al., arXiv 1706.02677) keeps the distance that SGD goes in one
+    pass over the data; it wants a warm-up and fails where batches are very large.
+    ``sqrt`` (Krizhevsky, arXiv 1404.5997) keeps the variance of a step, and is the
+    rule for Adam and its like (Malladi et al., arXiv 2205.10287).
+
+    Args:
+      learning_rate: What is right for the batch of one group.
+      world_size: How many data-parallel groups there are.
+      rule: ``none``, ``linear`` or ``sqrt``.
+
+    Example:
+      >>> [scaled_learning_rate(0.1, 16, rule) for rule in SCALINGS]
+      [0.1, 1.6, 0.4]
+    """
+    factors = {"none": 1.0, "linear": float(world_size), "sqrt": world_size**0.5}
+    return learning_rate * factors[rule]
+
+
+def make_schedule(config: OptimizerConfig, steps: int, world_size: int = 1) -> Schedule:
     """The learning rate of each step, counted from 0: float32, a scalar.
 
-    It rises in a line to its highest value at step ``warmup_steps - 1`` and reaches
-    ``final_fraction`` of that at step ``steps - 1``. A run that is shorter than the
-    warm-up ends while it rises.
+    It rises in a line to its highest value, that of ``scaled_learning_rate``, at step
+    ``warmup_steps - 1`` and reaches ``final_fraction`` of that at step ``steps - 1``. A
+    run that is shorter than the warm-up ends while it rises.
 
     Example:
       >>> rate = make_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=4), 10)
@@ -277,6 +307,9 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
       [0.25, 1.0, 0.55, 0.1]
     """
     falling = max(steps - config.warmup_steps, 1)
+    highest = scaled_learning_rate(
+        config.learning_rate, world_size, config.scale_learning_rate
+    )
 
     def learning_rate(step: ArrayLike) -> Float[Array, ""]:
         done = jnp.asarray(step).astype(jnp.float32) + 1.0
@@ -288,7 +321,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
             "constant": jnp.ones_like(progress),
         }[config.schedule]
         fallen = config.final_fraction + (1.0 - config.final_fraction) * left
-        return config.learning_rate * rising * fallen
+        return highest * rising * fallen
 
     return learning_rate
 

@@ -161,8 +161,9 @@ def test_a_misspelt_key_gets_a_hint():
     assert message("optimizer.beta3=0.9") == (
         "[T501] there is no setting 'optimizer.beta3'\n"
         "  got: optimizer.beta3=0.9\n"
-        "  fix: did you mean 'beta2'? Known: 'name', 'learning_rate', 'warmup_steps', "
-        "'schedule', 'final_fraction', 'beta1', 'beta2', 'epsilon', 'weight_decay'\n"
+        "  fix: did you mean 'beta2'? Known: 'name', 'learning_rate', "
+        "'scale_learning_rate', 'warmup_steps', 'schedule', 'final_fraction', 'beta1', "
+        "'beta2', 'epsilon', 'weight_decay'\n"
         "  docs: docs/errors/T501.md"
     )
 

@@ -21,6 +21,7 @@ from tessera.models import Gemma3Config
 from tessera.training.config import ModelSettings, Settings, TrainingConfig
 from tessera.training.data.config import DataConfig, SyntheticConfig
 from tessera.training.job import Job
+from tessera.training.optimizers import AdamWConfig
 
 CONFIG = Gemma3Config(
     vocab_size=64,
@@ -120,6 +121,14 @@ def test_the_clip_norm_and_the_steps_reach_the_optimizer():
     rate = job_of(steps=50).recipe.learning_rate
     assert float(rate(49)) == pytest.approx(3e-4)
     assert float(rate(19)) == pytest.approx(3e-3)
+
+
+def test_the_learning_rate_is_scaled_by_the_groups_that_split_the_batch():
+    job = job_of(("dp", 2), ("fsdp", 2), ("tp", 2))
+    optimizer = AdamWConfig(scale_learning_rate="sqrt")
+    scaled = dataclasses.replace(job.settings, optimizer=optimizer)
+    rate = Job(scaled, job.mesh).recipe.learning_rate
+    assert float(rate(19)) == pytest.approx(2 * 3e-3)
 
 
 # --- what is refused

@@ -158,6 +158,26 @@ def test_a_run_shorter_than_its_warm_up_ends_while_the_rate_rises():
     )
 
 
+@pytest.mark.parametrize(
+    ("rule", "highest"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * 8**0.5)]
+)
+def test_the_rate_is_scaled_by_the_number_of_groups_after_a_warm_up(rule, highest):
+    config = SgdConfig(scale_learning_rate=rule, warmup_steps=4, schedule="constant")
+    rate = make_schedule(config, 10, world_size=8)
+    expected = [highest * share for share in (0.25, 0.5, 0.75, 1.0, 1.0)]
+    np.testing.assert_allclose([rate(step) for step in range(5)], expected, rtol=1e-6)
+
+
+def test_a_scaled_rate_is_what_the_optimizer_uses():
+    config = SgdConfig(
+        scale_learning_rate="linear", warmup_steps=0, schedule="constant", momentum=0.0
+    )
+    optimizer, _ = make_optimizer(config, steps=10, world_size=8)
+    gradient = jnp.ones(3)
+    updates, _ = optimizer.update(gradient, optimizer.init(gradient), gradient)
+    np.testing.assert_allclose(updates, -0.8 * np.ones(3), rtol=1e-6)
+
+
 def test_the_schedule_traces_and_is_float32():
     rate = make_schedule(OptimizerConfig(), 10)
     assert jax.jit(rate)(jnp.int32(3)).dtype == jnp.float32
