@@ -295,6 +295,12 @@ class LossScaleError(TesseraError, ValueError):
     code = "T506"
 
 
+class SettingConflictError(TesseraError, ValueError):
+    """Two settings ask for things that exclude each other."""
+
+    code = "T507"
+
+
 # --- T6xx: data
 
 

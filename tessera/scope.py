@@ -46,6 +46,7 @@ class Scope:
     backward_calls: int = 0
     path: tuple[str, ...] = ()
     layouts: dict[int, tuple[Any, Layout]] = field(default_factory=dict)
+    gradient_layouts: dict[int, tuple[Any, Layout]] = field(default_factory=dict)
     counts: dict[tuple[tuple[str, ...], str], int] = field(default_factory=dict)
 
     def value_of(self, name: str) -> Any:
@@ -178,6 +179,20 @@ def layout_of(value: Any) -> Layout | None:
     """The declared layout of a traced value: of an input, a parameter, a constraint."""
     scope = _open.get()
     known = scope.layouts.get(id(value)) if scope is not None else None
+    return known[1] if known is not None else None
+
+
+def record_gradient_layout(value: Any, mesh: Mesh, spec: PartitionSpec) -> None:
+    """Let the gradient by a traced value lie otherwise than the value itself."""
+    scope = _open.get()
+    if scope is not None:
+        scope.gradient_layouts[id(value)] = (value, (mesh, spec))
+
+
+def gradient_layout_of(value: Any) -> Layout | None:
+    """The layout declared for the gradient by a traced value, if one is."""
+    scope = _open.get()
+    known = scope.gradient_layouts.get(id(value)) if scope is not None else None
     return known[1] if known is not None else None
 
 

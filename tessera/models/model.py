@@ -120,7 +120,9 @@ class Model:
             notes.append("sequence_parallel changes nothing: 'tp' has one device")
         return notes
 
-    def init(self, key: jax.Array, mesh: Mesh | None = None) -> Tree:
+    def init(
+        self, key: jax.Array, mesh: Mesh | None = None, *, layouts: Tree | None = None
+    ) -> Tree:
         """Fresh float32 parameters, each shard created on its own device.
 
         Args:
@@ -135,9 +137,8 @@ class Model:
         """
         shardings = None
         if mesh is not None:
-            shardings = jax.tree.map(
-                partial(NamedSharding, mesh.jax), self.layouts(mesh)
-            )
+            layouts = self.layouts(mesh) if layouts is None else layouts
+            shardings = jax.tree.map(partial(NamedSharding, mesh.jax), layouts)
 
         def make(key: jax.Array) -> Tree:
             return nnx.to_pure_dict(nnx.split(self._new(key))[1])
@@ -158,6 +159,7 @@ class Model:
         self,
         params: Tree,
         tokens: Int[Array, "batch seq"],
+          layouts: PartitionSpecs other than ``layouts(mesh)``.
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segment_ids: Int[Array, "batch seq"] | None = None,

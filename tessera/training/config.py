@@ -15,6 +15,7 @@ from tessera.errors import (
     BatchSizeError,
     MeshShapeError,
     OutputPathError,
+    SettingConflictError,
     TesseraError,
     UnknownAxisError,
     did_you_mean,
@@ -53,6 +54,9 @@ class TrainingConfig:
         communication and one more copy of the gradients on each device.
       mixed_precision: What matmuls compute in. Parameters, optimizer state, norms,
         softmax and the loss stay f32.
+      zero_stage: What is split over dp instead of copied along it; 0 nothing, 1 the
+        optimizer state, 2 also the gradients, 3 also the parameters. What fsdp splits
+        is split at every stage.
       clip_norm: Scale the gradients down to this global norm; null never does.
       log_every: Steps between two log lines.
       validate_every: Steps between two validations; 0 validates after the last only.
@@ -71,6 +75,7 @@ class TrainingConfig:
     gradient_accumulation_steps: int = setting(1, least=1)
     sync_gradients_every: int = setting(1, least=1)
     mixed_precision: str = setting("f32", choices=("f32", "bf16", "fp16"))
+    zero_stage: int = setting(0, least=0, most=3)
     clip_norm: float | None = setting(1.0, above=0)
     log_every: int = setting(10, least=1)
     validate_every: int = setting(100, least=0)
@@ -153,7 +158,7 @@ def check(settings: Settings) -> list[TesseraError]:
     """Every mistake that can be seen in the settings alone; starts no backend.
 
     T101, T102, T103 and T402 for the mesh, T502 and T505 for values, T503 for batches,
-    T504 for the run's name.
+    T504 for the run's name, T507 for settings that exclude each other.
     """
     mesh, mesh_errors = _read_mesh(settings.model)
     return [
@@ -161,6 +166,7 @@ def check(settings: Settings) -> list[TesseraError]:
         *mesh_errors,
         *problems_of(settings.training, "training"),
         *_check_accumulation(settings.training),
+        *_check_zero(settings.training),
         *_check_sequences(settings, mesh),
         *_check_data(settings.data),
         *optimizers.check(settings.optimizer),
@@ -216,6 +222,20 @@ def _check_accumulation(training: TrainingConfig) -> list[TesseraError]:
             "training.gradient_accumulation_steps",
             got=f"{total} / {every} leaves {total % every}",
             fix=f"use training.sync_gradients_every={_nearest(divisors, every)}",
+        )
+    ]
+
+
+def _check_zero(training: TrainingConfig) -> list[TesseraError]:
+    if training.zero_stage < 2 or training.sync_gradients_every <= 1:
+        return []
+    return [
+        SettingConflictError(
+            "gradients cannot be split over dp and be exchanged seldom as well",
+            got=f"training.zero_stage={training.zero_stage} splits them, "
+            f"training.sync_gradients_every={training.sync_gradients_every} keeps "
+            "whole ones on each device in between",
+            fix="use training.sync_gradients_every=1, or training.zero_stage=1",
         )
     ]
 

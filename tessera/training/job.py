@@ -61,6 +61,7 @@ class Job:
             accumulation=training.gradient_accumulation_steps,
             sync_every=training.sync_gradients_every,
             dtype=_DTYPES[training.mixed_precision],
+            zero_stage=training.zero_stage,
         )
 
     @cached_property
@@ -86,7 +87,11 @@ class Job:
             self.model, self.recipe.optimizer, loss_scale=self.loss_scale
         )
         specs = state_specs(
-            self.model, self.recipe.optimizer, self.mesh, loss_scale=self.loss_scale
+            self.model,
+            self.recipe.optimizer,
+            self.mesh,
+            loss_scale=self.loss_scale,
+            zero_stage=self.recipe.zero_stage,
         )
         return jax.tree.map(self._struct, shapes, specs)
 
@@ -98,6 +103,10 @@ class Job:
         steps = training.gradient_accumulation_steps
         shape = jax.ShapeDtypeStruct((steps, rows, training.sequence_length), jnp.int32)
         return {name: self._struct(shape, batch_spec(self.recipe)) for name in _BATCH}
+
+    def layout_notes(self) -> list[str]:
+        """What a reader of the settings would not expect, one sentence each."""
+        return [*self.model.layout_notes(self.mesh), *self.recipe.zero.notes()]
 
     def check(self) -> None:
         """Raise what does not fit before anything is compiled or written.

@@ -77,7 +77,12 @@ class Trainer:
         job, training = self.job, self.job.settings.training
         key = jax.random.key(training.seed)
         state = init_state(
-            job.model, job.recipe.optimizer, key, job.mesh, loss_scale=job.loss_scale
+            job.model,
+            job.recipe.optimizer,
+            key,
+            job.mesh,
+            loss_scale=job.loss_scale,
+            zero_stage=job.recipe.zero_stage,
         )
         flops = count(job.compiled.traced.graph.program).total
         self._read_at = time.perf_counter()

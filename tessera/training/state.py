@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.training.loss_scale import LossScale
+from tessera.training.zero import Zero
 
 Tree: TypeAlias = Any
 
@@ -46,6 +47,7 @@ def init_state(
     mesh: Mesh,
     *,
     loss_scale: LossScale | None = None,
+    zero_stage: int = 0,
 ) -> TrainState:
     """A fresh state, every shard of it created on its own device.
 
@@ -55,12 +57,15 @@ def init_state(
       key: The same key gives the same numbers on every mesh.
       mesh: Where it lies.
       loss_scale: The loss scale to begin with, for fp16.
+      zero_stage: What is split over ``dp``; see ``Zero``.
 
     Raises:
       AbstractMeshError: [T105] this machine lacks some of the mesh's devices.
     """
-    specs = state_specs(model, optimizer, mesh, loss_scale=loss_scale)
-    params = model.init(key, mesh)
+    specs = state_specs(
+        model, optimizer, mesh, loss_scale=loss_scale, zero_stage=zero_stage
+    )
+    params = model.init(key, mesh, layouts=specs.params)
     placed = jax.tree.map(partial(NamedSharding, mesh.jax), specs)
 
     def others(params: Tree, loss_scale: LossScale | None) -> tuple[Any, Tree, Any]:
@@ -95,19 +100,21 @@ def state_specs(
     mesh: Mesh,
     *,
     loss_scale: LossScale | None = None,
+    zero_stage: int = 0,
 ) -> TrainState:
     """The layout of every leaf of a state.
 
     A leaf of the optimizer that has the path and the shape of a parameter, such as
-    Adam's moments, is laid out like it; counters and factored moments are replicated.
+    Adam's moments, is laid out like it, or with a ``zero_stage`` split further over
+    ``dp``; counters and factored moments are replicated, or split over ``dp`` alone.
     """
     shapes = abstract_state(model, optimizer, loss_scale=loss_scale)
-    layouts = model.layouts(mesh)
+    zero = Zero(model, mesh, zero_stage)
     known = {
         path: (leaf.shape, spec)
         for (path, leaf), spec in zip(
             jax.tree_util.tree_leaves_with_path(shapes.params),
-            jax.tree.leaves(layouts, is_leaf=_is_spec),
+            jax.tree.leaves(zero.optimizer_state, is_leaf=_is_spec),
             strict=True,
         )
     }
@@ -117,11 +124,11 @@ def state_specs(
             shape, spec = known.get(path[start:], (None, None))
             if spec is not None and shape == leaf.shape:
                 return spec
-        return PartitionSpec()
+        return zero.split(PartitionSpec(), leaf.shape)
 
     return TrainState(
         step=PartitionSpec(),
-        params=layouts,
+        params=zero.params,
         optimizer=jax.tree_util.tree_map_with_path(like_parameter, shapes.optimizer),
         loss_scale=jax.tree.map(_replicated, shapes.loss_scale),
     )

@@ -9,6 +9,7 @@ batch, however many tokens of each microbatch count.
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
@@ -27,6 +28,7 @@ from tessera.scope import autocast, constrain
 from tessera.training.clipping import global_norm
 from tessera.training.optimizers import Schedule
 from tessera.training.state import TrainState, state_specs
+from tessera.training.zero import Zero
 
 Tree: TypeAlias = Any
 Batch: TypeAlias = Mapping[str, Int[Array, "..."]]
@@ -48,6 +50,7 @@ class Recipe:
         axes; divides ``accumulation``. Above 1 each device keeps whole gradients of its
         own in between.
       dtype: Dtype of matmuls: ``f32``, ``bf16`` or ``f16``.
+      zero_stage: What is split over ``dp``, as ``zero`` says.
     """
 
     model: Model
@@ -57,6 +60,12 @@ class Recipe:
     accumulation: int = 1
     sync_every: int = 1
     dtype: str = "f32"
+    zero_stage: int = 0
+
+    @cached_property
+    def zero(self) -> Zero:
+        """The layouts of parameters, gradients and optimizer state."""
+        return Zero(self.model, self.mesh, self.zero_stage)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -88,6 +97,7 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
         loss, gradients = _summed_gradients(recipe, state.params, batch, scale)
         share = 1.0 / _scaled(tokens, scale)
         gradients = jax.tree.map(share.__mul__, gradients)
+        gradients = recipe.zero.hold_shares(gradients)
         metrics = {
             "loss": loss * share,
             "grad_norm": global_norm(gradients),
@@ -101,7 +111,11 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
 
     train_step.__name__ = "train_step"
     specs = state_specs(
-        recipe.model, recipe.optimizer, recipe.mesh, loss_scale=state.loss_scale
+        recipe.model,
+        recipe.optimizer,
+        recipe.mesh,
+        loss_scale=state.loss_scale,
+        zero_stage=recipe.zero_stage,
     )
     return function(
         train_step,
@@ -129,7 +143,7 @@ def make_eval_step(recipe: Recipe) -> Function:
         eval_step,
         mesh=recipe.mesh,
         in_specs={
-            "params": recipe.model.layouts(recipe.mesh),
+            "params": recipe.zero.params,
             "batch": PartitionSpec(recipe.data_axes or None),
         },
         out_specs=PartitionSpec(),
@@ -164,12 +178,13 @@ def _summed_gradients(
     if recipe.sync_every > 1 and recipe.mesh.axis_size(recipe.data_axes) > 1:
         return _summed_in_groups(recipe, params, batch, scale)
     place = recipe.model.place(recipe.mesh)
+    recipe.zero.declare_gradients(params)
 
     def one(micro: Batch) -> tuple[Float[Array, ""], Tree]:
         loss = _scaled(_loss(recipe, params, micro, place), scale)
         return loss, grad(loss, params)
 
-    return _accumulated(one, params, batch)
+    return _accumulated(one, recipe.zero.hold_gradients(_zeros(params)), batch)
 
 
 def _summed_in_groups(
@@ -197,11 +212,12 @@ def _summed_in_groups(
             loss = _scaled(losses(own, micro).sum(), scale)
             return loss, grad(loss, own)
 
-        loss, gradients = _accumulated(one, own, _reshaped(micros, 1, copies))
+        parts = _reshaped(micros, 1, copies)
+        loss, gradients = _accumulated(one, _zeros(own), parts)
         return loss, jax.tree.map(_sum_of_copies, gradients)
 
     groups = recipe.accumulation // recipe.sync_every
-    return _accumulated(group, params, _reshaped(batch, 0, groups))
+    return _accumulated(group, _zeros(params), _reshaped(batch, 0, groups))
 
 
 def _scaled(
@@ -211,17 +227,20 @@ def _scaled(
 
 
 def _accumulated(
-    one: Callable[[Batch], tuple[Float[Array, ""], Tree]], weights: Tree, batch: Batch
+    one: Callable[[Batch], tuple[Float[Array, ""], Tree]], zeros: Tree, batch: Batch
 ) -> tuple[Float[Array, ""], Tree]:
-    """The sum of ``one`` over the leading dim of the batch, in a scan."""
+    """The sum of ``one`` over the leading dim of the batch, in a scan from zeros."""
     if next(iter(batch.values())).shape[0] == 1:
         return one({name: array[0] for name, array in batch.items()})
 
     def add(carry: Tree, micro: Batch) -> tuple[Tree, None]:
         return jax.tree.map(jnp.add, carry, one(micro)), None
 
-    zeros = (jnp.float32(0.0), jax.tree.map(jnp.zeros_like, weights))
-    return jax.lax.scan(add, zeros, dict(batch))[0]
+    return jax.lax.scan(add, (jnp.float32(0.0), zeros), dict(batch))[0]
+
+
+def _zeros(weights: Tree) -> Tree:
+    return jax.tree.map(jnp.zeros_like, weights)
 
 
 def _copied(recipe: Recipe, params: Tree, copies: int) -> Tree:
@@ -249,10 +268,9 @@ def _sum_of_copies(gradient: Array) -> Array:
 
 
 def _updated(recipe: Recipe, state: TrainState, gradients: Tree) -> TrainState:
-    updates, optimizer = recipe.optimizer.update(
-        gradients, state.optimizer, state.params
-    )
-    params = optax.apply_updates(state.params, updates)
+    shares = recipe.zero.hold_shares(state.params)
+    updates, optimizer = recipe.optimizer.update(gradients, state.optimizer, shares)
+    params = optax.apply_updates(shares, recipe.zero.hold_shares(updates))
     return replace(state, step=state.step + 1, params=params, optimizer=optimizer)
 
 

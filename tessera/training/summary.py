@@ -22,7 +22,7 @@ def run_rows(job: Job) -> list[tuple[str, str]]:
         ("mesh", f"{mesh.topology}{', abstract' if mesh.is_abstract else ''}"),
         ("model", settings.model.name),
         ("parameters", f"{settings.model.config.num_params:,}"),
-        *(("layout", note) for note in job.model.layout_notes(mesh)),
+        *(("layout", note) for note in job.layout_notes()),
         ("state", f"{format_bytes(state)}, {format_bytes(local)} per device"),
         (
             "batch",

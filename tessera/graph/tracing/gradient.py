@@ -54,7 +54,8 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
       allow_unused: Give zeros for weights that the loss does not depend on.
 
     Returns:
-      A tree like ``weights``: same shapes, dtypes and, for inputs of the step, layouts.
+      A tree like ``weights``: same shapes, dtypes and, for inputs of the step, layouts
+      (under ZeRO from stage 2 on, the layouts of its gradients).
 
     Raises:
       OutsideTraceError: [T302] the loss is not being traced by Tessera.
@@ -157,12 +158,12 @@ def backward(loss: Any) -> dict[str, Any]:
 
 
 def _in_layout_of(weights: list[Any], gradients: list[Any]) -> list[Any]:
-    """The gradients, each constrained to the declared layout of its weight."""
+    """The gradients, each constrained to the layout declared for it or its weight."""
     if manual_axes():  # blocks of this device: nothing is laid out here
         return gradients
     return [
         gradient
-        if (layout := layout_of(weight)) is None
+        if (layout := scope.gradient_layout_of(weight) or layout_of(weight)) is None
         else scope.constrain(gradient, *layout)
         for weight, gradient in zip(weights, gradients, strict=True)
     ]

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every stage of ZeRO trains like one device, and each device holds what it promises.
+
+What the stages are compared with knows nothing of Tessera: ``jax.grad`` of the plain
+model and Optax on one device. Parameters are compared after five steps of AdamW, whose
+epsilon is large enough for a step to be a smooth function of the gradient.
+"""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+
+from tessera.mesh import Mesh
+from tessera.models import Gemma3Config, Model
+from tessera.training.optimizers import AdamWConfig, make_optimizer
+from tessera.training.state import init_state
+from tessera.training.step import Recipe, batch_spec, make_train_step
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+STEPS, MICROBATCHES, ROWS, LENGTH = 5, 2, 8, 16
+CONFIG = Gemma3Config(
+    vocab_size=64,
+    d_model=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=64,
+    window=8,
+    query_pre_attn_scalar=8,
+    global_every=3,
+)
+MODEL, KEY = Model(CONFIG), jax.random.key(0)
+ADAMW, RATE = make_optimizer(
+    AdamWConfig(epsilon=1e-3, warmup_steps=1), steps=20, clip_norm=1.0
+)
+MESHES = {
+    "dp": Mesh(["dp"], devices=range(8)),
+    "dp_tp": Mesh(["dp", "tp"], devices=range(8), shape=(4, 2)),
+    "dp_fsdp_tp": Mesh(["dp", "fsdp", "tp"], devices=range(8), shape=(2, 2, 2)),
+}
+CASES = [("dp", 1), ("dp", 2), ("dp", 3), ("dp_tp", 1), ("dp_tp", 2), ("dp_tp", 3)]
+CASES += [("dp_fsdp_tp", 2)]
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    """Random tokens in two microbatches; a quarter of the targets do not count."""
+    draw = np.random.default_rng(0)
+    shape = (MICROBATCHES, ROWS, LENGTH)
+    found = []
+    for _ in range(STEPS):
+        tokens = draw.integers(0, 64, (*shape[:2], LENGTH + 1), np.int32)
+        hidden = draw.random(shape) < 0.25
+        found.append(
+            {
+                "tokens": tokens[..., :-1],
+                "targets": np.where(hidden, np.int32(-100), tokens[..., 1:]),
+                "segment_ids": np.ones(shape, np.int32),
+                "positions": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), shape),
+            }
+        )
+    return found
+
+
+@cache
+def expected() -> tuple[list[float], Any]:
+    """Losses and final parameters of the plain model on one device."""
+
+    def mean_loss(params: Any, batch: Any) -> jax.Array:
+        whole = {name: array.reshape(-1, LENGTH) for name, array in batch.items()}
+        logits = MODEL.apply(params, whole["tokens"], positions=whole["positions"])
+        counts = whole["targets"] != -100
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, jnp.where(counts, whole["targets"], 0)
+        )
+        return jnp.where(counts, losses, 0.0).sum() / counts.sum(dtype=jnp.float32)
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(mean_loss)(params, batch)
+        updates, state = ADAMW.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = MODEL.init(KEY)
+    state, losses = ADAMW.init(params), []
+    for batch in batches():
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    return losses, jax.tree.map(np.asarray, params)
+
+
+@dataclasses.dataclass
+class Run:
+    """Losses of all steps, the state after the last, and the program."""
+
+    recipe: Recipe
+    losses: list[float]
+    state: Any
+    compiled: Any
+
+
+@cache
+def train(name: str, stage: int) -> Run:
+    mesh = MESHES[name]
+    recipe = Recipe(
+        model=MODEL,
+        optimizer=ADAMW,
+        learning_rate=RATE,
+        mesh=mesh,
+        accumulation=MICROBATCHES,
+        zero_stage=stage,
+    )
+    state = init_state(MODEL, ADAMW, KEY, mesh, zero_stage=stage)
+    step = make_train_step(recipe, state)
+    place, losses = NamedSharding(mesh.jax, batch_spec(recipe)), []
+    for batch in batches():
+        state, metrics = step(state, jax.device_put(batch, place))
+        losses.append(float(metrics["loss"]))
+    assert step.num_programs() == 1
+    return Run(recipe, losses, state, step.last)
+
+
+def named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
+
+
+@pytest.mark.parametrize(("name", "stage"), CASES)
+def test_losses_and_parameters_are_those_of_one_device(name, stage):
+    run, (losses, params) = train(name, stage), expected()
+    np.testing.assert_allclose(run.losses, losses, rtol=2e-5)
+    assert np.ptp(losses) > 0.1, "the losses have to move to be worth comparing"
+    first, got = named(MODEL.init(KEY)), named(run.state.params)
+    for path, want in named(params).items():
+        assert np.linalg.norm(first[path] - want) > 0, path
+        apart = np.linalg.norm(got[path] - want)
+        assert apart <= 2e-5 * np.linalg.norm(want), path
