@@ -4,4 +4,5 @@
 from tessera.ops.kernel import kernel as kernel
 from tessera.ops.losses import cross_entropy as cross_entropy
 from tessera.ops.matmul import matmul as matmul
+from tessera.ops.moe.operation import moe as moe
 from tessera.ops.transformer_block import transformer_block as transformer_block

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every choice is computed, however many tokens choose the same expert.
+
+An assignment is one choice of one token; token t's are t·K … t·K + K − 1. Assignments
+are sorted by expert, and since each device holds a run of experts, by device as well.
+
+Shapes are static and popularity is not, so an exchange between devices goes in rounds
+of a fixed number of rows. The first round takes what a fairly balanced router sends;
+the rounds that would carry the worst case, all tokens to one device, are skipped at
+run time unless some device of the group still has rows. Buffers therefore have the
+size of one round, in the backward pass too, where a later round is computed anew.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from tessera.ops.moe.exchange import all_to_all, num_devices
+from tessera.ops.moe.experts import Weights, grouped
+from tessera.ops.moe.routing import Routes, RoutingOptions
+
+
+def dropless(
+    x_TD: Array,
+    routes: Routes,
+    weights: Weights,
+    options: RoutingOptions,
+    axes: tuple[str, ...],
+) -> Array:
+    """What each token's experts say together, weighted: ``[T, D]`` to ``[T, D]``.
+
+    Args:
+      x_TD: This device's tokens.
+      routes: Theirs, ``[T, K]`` and ``[T, E]``.
+      weights: Of this device's experts.
+      options: For the size of a round.
+      axes: The axes that the experts are split over.
+    """
+    if not axes:
+        return _alone(x_TD, routes, weights)
+    devices, local = num_devices(axes), weights.gate.shape[0]
+    rows, rounds = round_sizes(x_TD.shape[0], devices, local, options)
+    order_A = jnp.argsort(routes.experts.reshape(-1), stable=True)
+    device_A = routes.experts.reshape(-1) // local
+    count_P = jnp.bincount(device_A, length=devices)
+    plan = _Plan(
+        expert_A=routes.experts.reshape(-1),
+        order_A=order_A,
+        place_A=_inverse(order_A),
+        device_A=device_A,
+        count_P=count_P,
+        start_P=jnp.cumsum(count_P) - count_P,
+    )
+
+    def one(number: Array) -> Array:
+        return _round(x_TD, routes.weights, weights, plan, rows, number, axes)
+
+    out_TD = one(jnp.int32(0))
+    if rounds == 1:
+        return out_TD.astype(x_TD.dtype)
+    # Devices of a group must agree on whether to go on.
+    most = lax.pmax(count_P.max(), axes)
+
+    @jax.checkpoint
+    def further(out_TD: Array, number: Array) -> tuple[Array, None]:
+        needed = most > number * rows
+        return lax.cond(needed, lambda: out_TD + one(number), lambda: out_TD), None
+
+    numbers = jnp.arange(1, rounds, dtype=jnp.int32)
+    return lax.scan(further, out_TD, numbers)[0].astype(x_TD.dtype)
+
+
+def round_sizes(
+    tokens: int, devices: int, local: int, options: RoutingOptions
+) -> tuple[int, int]:
+    """Rows that a device sends to each other in a round, and the most rounds there are.
+
+    A token's choices differ, so at most min(K, local) of them go to one device.
+
+    Args:
+      tokens: Of one device.
+      devices: Along the experts' axes.
+      local: Experts of one device.
+      options: For ``top_k`` and ``buffer_factor``.
+
+    Example:
+      >>> round_sizes(64, 8, 1, RoutingOptions(top_k=2))
+      (32, 2)
+    """
+    most = tokens * min(options.top_k, local)
+    even = tokens * options.top_k / devices
+    rows = min(most, math.ceil(options.buffer_factor * even))
+    return rows, -(-most // rows)
+
+
+class _Plan(NamedTuple):
+    """Where the assignments of this device go.
+
+    Attributes:
+      expert_A: The expert of each.
+      order_A: All assignments, sorted by expert.
+      place_A: The place of each in that order.
+      device_A: The device of its expert.
+      count_P: How many go to each device.
+      start_P: The place of the first of them.
+    """
+
+    expert_A: Array
+    order_A: Array
+    place_A: Array
+    device_A: Array
+    count_P: Array
+    start_P: Array
+
+
+def _round(
+    x_TD: Array,
+    weight_TK: Array,
+    weights: Weights,
+    plan: _Plan,
+    rows: int,
+    number: Array,
+    axes: tuple[str, ...],
+) -> Array:
+    """What the assignments of one round add to each token, f32 ``[T, D]``."""
+    nothing, choices = plan.expert_A.size, weight_TK.shape[1]
+    devices, local = plan.count_P.size, weights.gate.shape[0]
+    first = number * rows
+    nth_C = first + jnp.arange(rows, dtype=jnp.int32)
+    place_PC = plan.start_P[:, None] + nth_C
+    assignment_PC = jnp.where(
+        nth_C < plan.count_P[:, None],
+        plan.order_A.at[place_PC].get(mode="clip"),
+        nothing,
+    )
+    expert_PC = plan.expert_A.at[assignment_PC].get(
+        mode="fill", fill_value=devices * local
+    )
+    # Past the last: the index that means nobody, for this device's tokens and experts.
+    own_PC = jnp.minimum(
+        expert_PC - local * jnp.arange(devices, dtype=jnp.int32)[:, None], local
+    )
+    sent_PCD = x_TD.at[assignment_PC // choices].get(mode="fill", fill_value=0)
+    with jax.named_scope("dispatch"):
+        own_PC = all_to_all(own_PC, axes)
+        got_PCD = all_to_all(sent_PCD, axes)
+    said_RD = _by_expert(
+        got_PCD.reshape(-1, x_TD.shape[1]), own_PC.reshape(-1), weights
+    )
+    with jax.named_scope("combine"):
+        back_PCD = all_to_all(said_RD.reshape(got_PCD.shape), axes, returning=True)
+    nth_A = plan.place_A - plan.start_P[plan.device_A] - first
+    slot_A = jnp.where(
+        (nth_A >= 0) & (nth_A < rows), plan.device_A * rows + nth_A, devices * rows
+    )
+    said_AD = (
+        back_PCD.reshape(-1, x_TD.shape[1]).at[slot_A].get(mode="fill", fill_value=0)
+    )
+    return _weighted(said_AD, weight_TK)
+
+
+def _alone(x_TD: Array, routes: Routes, weights: Weights) -> Array:
+    """The same with all experts here."""
+    choices = routes.experts.shape[1]
+    rows_AD = jnp.repeat(x_TD, choices, axis=0)
+    said_AD = _by_expert(rows_AD, routes.experts.reshape(-1), weights)
+    return _weighted(said_AD, routes.weights).astype(x_TD.dtype)
+
+
+def _by_expert(rows_RD: Array, expert_R: Array, weights: Weights) -> Array:
+    """Each row through its own expert; rows of expert E, who is nobody, are free."""
+    local = weights.gate.shape[0]
+    order_R = jnp.argsort(expert_R, stable=True)
+    sizes_E = jnp.bincount(expert_R, length=local + 1)[:local].astype(jnp.int32)
+    said_RD = grouped(_permuted(rows_RD, order_R), sizes_E, weights)
+    return _permuted(said_RD, _inverse(order_R))
+
+
+def _weighted(said_AD: Array, weight_TK: Array) -> Array:
+    """The weighted sum over each token's choices, in f32."""
+    said_TKD = said_AD.reshape(*weight_TK.shape, -1).astype(jnp.float32)
+    return (weight_TK[..., None] * said_TKD).sum(axis=1)
+
+
+def _permuted(rows_RD: Array, order_R: Array) -> Array:
+    return rows_RD.at[order_R].get(unique_indices=True, mode="promise_in_bounds")
+
+
+def _inverse(order: Array) -> Array:
+    """The place of each element in a permutation."""
+    places = jnp.arange(order.size, dtype=order.dtype)
+    return jnp.zeros_like(order).at[order].set(places, unique_indices=True)

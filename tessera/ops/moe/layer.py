@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of experts on explicit weights: the core that ``op.moe`` and models share.
+
+On a mesh it is one manual region over every axis. Tokens are split over the axes of
+the batch, the experts' own among them: outside this layer those split data, as ``dp``
+does. In it each device routes its own tokens and sends them to the experts' devices.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import AbstractMesh
+from jax.sharding import Mesh as JaxMesh
+from jax.sharding import PartitionSpec as P
+
+from tessera.mesh import manual_axes
+from tessera.ops.moe.dropless import dropless
+from tessera.ops.moe.exchange import sum_of_results
+from tessera.ops.moe.experts import Weights
+from tessera.ops.moe.limited import limited
+from tessera.ops.moe.routing import (
+    RouterStatistics,
+    RoutingOptions,
+    route,
+    statistics,
+)
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """Which mesh axes split what; each tuple is outer first, and empty splits nothing.
+
+    Attributes:
+      mesh: Where the layer runs; None leaves all of it to XLA.
+      batch: Of the tokens; those of ``experts`` must be among them.
+      sequence: Of the tokens as well.
+      experts: Two axes make every exchange in two hops.
+      hidden: Of the experts' hidden dim.
+      embed: Of the weights' model dim, gathered for the layer.
+    """
+
+    mesh: JaxMesh | AbstractMesh | None = None
+    batch: Axes = ()
+    sequence: Axes = ()
+    experts: Axes = ()
+    hidden: Axes = ()
+    embed: Axes = ()
+
+    def inside(self, manual: Axes) -> "ExpertLayout":
+        """What is left of it in a region that is manual over some axes already."""
+        kept = {
+            field.name: tuple(a for a in getattr(self, field.name) if a not in manual)
+            for field in fields(self)
+            if field.name != "mesh"
+        }
+        return replace(self, **kept)
+
+    @property
+    def tokens(self) -> P:
+        """The layout of ``[B, S, D]`` activations."""
+        return P(self.batch or None, self.sequence or None)
+
+    @property
+    def weights(self) -> Weights:
+        """The layout of each weight, as a PartitionSpec."""
+        experts, embed, hidden = (
+            axes or None for axes in (self.experts, self.embed, self.hidden)
+        )
+        columns = P(experts, embed, hidden)
+        return Weights(P(), columns, columns, P(experts, hidden, embed))
+
+
+def expert_layer(
+    x_BSD: Array,
+    weights: Weights,
+    options: RoutingOptions,
+    layout: ExpertLayout,
+) -> tuple[Array, RouterStatistics]:
+    """Send each token through the experts that its router chooses.
+
+    It may stand in a region that is manual over some axes of the mesh, such as a
+    pipeline's, and takes the others. In one that is manual over all of them it runs on
+    this device's blocks of everything.
+
+    Args:
+      x_BSD: Global ``[B, S, D]``; per device B and S divided by their axes.
+      weights: Global ``[D, E]``, ``[E, D, F]`` twice and ``[E, F, D]``, of ``x``'s
+        dtype; the router's of any.
+      options: How tokens find experts.
+      layout: How all of these lie on the mesh. The axes must divide the dims.
+
+    Returns:
+      ``[B, S, D]`` in the dtype and the layout of ``x``, and the statistics of all
+      tokens of all devices, replicated.
+    """
+    if layout.mesh is None:
+        return _on_device(x_BSD, weights, options, ExpertLayout(), lax.psum)
+    manual = tuple(manual_axes())
+    free = tuple(axis for axis in layout.mesh.axis_names if axis not in manual)
+    if not free:
+        return _on_device(x_BSD, weights, options, layout, lax.psum)
+    layout = layout.inside(manual)
+    region = jax.shard_map(
+        partial(_on_device, options=options, layout=layout, add_up=sum_of_results),
+        mesh=jax.sharding.get_abstract_mesh() if manual else layout.mesh,
+        axis_names=set(free),
+        in_specs=(layout.tokens, layout.weights),
+        out_specs=(layout.tokens, P()),
+        check_vma=False,
+    )
+    return region(x_BSD, weights)
+
+
+def _on_device(
+    x_BSD: Array,
+    weights: Weights,
+    options: RoutingOptions,
+    layout: ExpertLayout,
+    add_up: Callable[[Array, Axes], Array],
+) -> tuple[Array, RouterStatistics]:
+    """One device's part: its tokens, its experts."""
+    weights = _gathered(weights, layout.embed)
+    routes = route(x_BSD, weights.router, options)
+    if options.capacity_factor is None:
+        x_TD, flat = jax.tree.map(_without_sequences, (x_BSD, routes))
+        out = dropless(x_TD, flat, weights, options, layout.experts)
+        out, dropped = out.reshape(x_BSD.shape), jnp.float32(0.0)
+    else:
+        out, dropped = limited(x_BSD, routes, weights, options, layout.experts)
+    if layout.hidden:
+        # Last, where it is [B, S, D] and not one row for each choice.
+        out = add_up(out, layout.hidden)
+    return out, statistics(routes, dropped, (*layout.batch, *layout.sequence))
+
+
+def _without_sequences(array: Array) -> Array:
+    return array.reshape(-1, array.shape[-1])
+
+
+def _gathered(weights: Weights, axes: Axes) -> Weights:
+    """Whole weights of this device's experts; their gradients are scattered again."""
+    if not axes:
+        return weights
+    return weights._replace(
+        gate=lax.all_gather(weights.gate, axes, axis=1, tiled=True),
+        up=lax.all_gather(weights.up, axes, axis=1, tiled=True),
+        down=lax.all_gather(weights.down, axes, axis=2, tiled=True),
+    )

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``op.moe``: a layer of experts that owns its parameters."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera import scope
+from tessera.errors import OperandError, UnknownAxisError, did_you_mean
+from tessera.mesh import Mesh
+from tessera.ops.layouts import region_mesh
+from tessera.ops.moe.experts import Weights
+from tessera.ops.moe.layer import ExpertLayout, expert_layer
+from tessera.ops.moe.routing import RouterStatistics, RoutingOptions
+from tessera.shard import ShardSpec
+
+_DATA_AXES = ("dp", "fsdp")
+
+
+def moe(
+    x: Any,
+    *,
+    experts: int,
+    top_k: int = 2,
+    hidden: int | None = None,
+    capacity_factor: float | None = None,
+    axis: str | tuple[str, ...] = "ep",
+    renormalize: bool = True,
+    buffer_factor: float = 2.0,
+) -> tuple[jax.Array, RouterStatistics]:
+    """Send each token through the ``top_k`` experts that a router chooses for it.
+
+    The experts are GeGLU MLPs; their parameters and the router's are declared in the
+    step being traced. Add the result to the residual, and the losses of the statistics,
+    weighted, to the step's loss: without them a router learns to use few experts.
+
+        out, router = op.moe(x, experts=8, top_k=2)
+        loss = task_loss + 0.01 * router.load_balancing_loss + 0.001 * router.z_loss
+
+    On a mesh with the axis, each device along it holds ``experts / n`` of the experts,
+    and tokens travel to them and back by all-to-all. The batch is split over ``dp``,
+    ``fsdp`` and the axis, experts' hidden dims over ``tp``, their other dims over
+    ``fsdp``, as far as the mesh has these.
+
+    Args:
+      x: ``[B, S, D]`` floating-point activations.
+      experts: Number of experts, a multiple of the axis' size.
+      top_k: Experts of a token.
+      hidden: Hidden size of an expert; by default ``4 · D``.
+      capacity_factor: None is dropless: every choice is computed. A number limits what
+        an expert takes of one sequence to ``capacity_factor · top_k · S / experts``
+        tokens; what it does not take passes through the residual alone.
+      axis: Mesh axis of the experts. A tuple, outer first, makes the all-to-all in two
+        hops, inside and then across. A mesh without ``ep`` holds all experts on every
+        device.
+      renormalize: Whether the weights of a token's experts add up to 1.
+      buffer_factor: Size of the dropless exchange's buffers; see ``RoutingOptions``.
+
+    Returns:
+      ``[B, S, D]`` in the dtype of ``x``, and the router's statistics.
+
+    Raises:
+      OutsideTraceError: [T302] no step is being traced.
+      OperandError: [T401] ``x`` has another rank, or a size is out of range.
+      UnknownAxisError: [T103] the mesh has no such axis.
+      ShardDivisibilityError: [T201] the mesh does not divide the experts, another dim
+        of a parameter, or the batch.
+
+    Source: Shazeer et al., arXiv 1701.06538; dropless after MegaBlocks, 2211.15841.
+    """
+    x = jnp.asarray(x)
+    _check(x, experts, top_k)
+    size = x.shape[-1]
+    hidden = 4 * size if hidden is None else hidden
+    for name, number in (
+        ("hidden", hidden),
+        ("buffer_factor", buffer_factor),
+        ("capacity_factor", 1.0 if capacity_factor is None else capacity_factor),
+    ):
+        _check_positive(name, number)
+    here = scope.current()
+    mesh = here.mesh if here is not None else None
+    layout = _layout(mesh, (axis,) if isinstance(axis, str) else axis)
+    if mesh is not None:
+        spec = ShardSpec((0,), (layout.batch or None,))
+        spec.resolve(x.shape, mesh, what="the batch of op.moe")
+    declared = _declare(size, experts, hidden, layout)
+    weights = Weights(declared.router, *(w.astype(x.dtype) for w in declared[1:]))
+    options = RoutingOptions(
+        top_k=top_k,
+        renormalize=renormalize,
+        capacity_factor=capacity_factor,
+        buffer_factor=buffer_factor,
+    )
+    return expert_layer(x, weights, options, layout)
+
+
+def _check(x: jax.Array, experts: int, top_k: int) -> None:
+    if x.ndim != 3 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise OperandError(
+            "moe takes activations of shape [batch, sequence, features]",
+            got=f"shape {x.shape}, dtype {x.dtype.name}",
+            fix="embed token ids first, and add a batch dim to single sequences",
+        )
+    _check_positive("experts", experts)
+    if not 1 <= top_k <= experts:
+        raise OperandError(
+            "a token of moe cannot have that many experts",
+            got=f"top_k={top_k}, experts={experts}",
+            fix=f"use a top_k from 1 to {experts}",
+        )
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise OperandError(
+            f"{name} of moe is not positive",
+            got=f"{name}={value}",
+            fix=f"use {name}=1 or more",
+        )
+
+
+def _layout(mesh: Mesh | None, axes: tuple[str, ...]) -> ExpertLayout:
+    """What the axes of the step's mesh split."""
+    if mesh is None:
+        return ExpertLayout()
+    if axes == ("ep",) and "ep" not in mesh.axes:
+        axes = ()
+    for axis in axes:
+        if axis not in mesh.axes:
+            raise UnknownAxisError(
+                f"moe cannot split its experts over mesh axis {axis!r}",
+                got=f"axis={axes}, {mesh.topology}",
+                fix=did_you_mean(axis, mesh.axes),
+            )
+
+    others = tuple(axis for axis in mesh.axes if axis not in axes)
+    return ExpertLayout(
+        mesh=region_mesh(mesh),
+        batch=(*(axis for axis in _DATA_AXES if axis in others), *axes),
+        experts=axes,
+        hidden=("tp",) if "tp" in others else (),
+        embed=("fsdp",) if "fsdp" in others else (),
+    )
+
+
+def _declare(size: int, experts: int, hidden: int, layout: ExpertLayout) -> Weights:
+    wide, narrow = (experts, size, hidden), (experts, hidden, size)
+    shapes = Weights((size, experts), wide, wide, narrow)
+    with scope.named(scope.fresh_component("moe")):
+        return Weights(
+            *(
+                scope.parameter(
+                    name,
+                    shape,
+                    init=_router_init if name == "router" else _expert_init,
+                    layout=ShardSpec(tuple(range(len(spec))), tuple(spec)),
+                )
+                for name, shape, spec in zip(
+                    Weights._fields, shapes, layout.weights, strict=True
+                )
+            )
+        )
+
+
+# Normal of variance 1 / fan-in. Objects of the module: what fills arrays is compiled
+# once for all uses.
+_router_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+_expert_init = jax.nn.initializers.variance_scaling(
+    1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0
+)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which experts each token goes to, and what keeps the choice healthy.
+
+A router scores every expert for every token; a token goes to the ``top_k`` that score
+highest, each weighted by its probability. Nothing in that keeps the router from
+sending all tokens to few experts, or its scores from growing: two losses do, and the
+other statistics show whether they succeed.
+
+Shape suffixes of this package: B batch, S sequence, T tokens (B · S of this device), D
+features, E experts, K choices of a token, A assignments (T · K), P devices along the
+experts' axes, C rows of a buffer, F hidden.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tessera import scope
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingOptions:
+    """How tokens find experts.
+
+    Attributes:
+      top_k: Experts of a token.
+      renormalize: Whether the weights of a token's experts add up to 1, or are their
+        probabilities among all experts as in Switch, where top_k is 1.
+      capacity_factor: None computes every choice. A number limits what an expert takes
+        of one sequence of S tokens to ``capacity_factor · top_k · S / experts`` tokens,
+        rounded up: first choices first, earlier tokens first.
+      buffer_factor: Of a dropless exchange over devices: rows that a device sends to
+        another in one round, in multiples of what is sent if all experts are equally
+        popular. What does not fit goes in further rounds; nothing is lost.
+    """
+
+    top_k: int
+    renormalize: bool = True
+    capacity_factor: float | None = None
+    buffer_factor: float = 2.0
+
+    def capacity(self, length: int, experts: int) -> int:
+        """Tokens that one expert takes of one sequence, at least one.
+
+        Example:
+          >>> RoutingOptions(top_k=2, capacity_factor=1.25).capacity(64, 8)
+          20
+        """
+        assert self.capacity_factor is not None
+        even = self.capacity_factor * self.top_k * length / experts
+        return min(length, max(1, -int(-even // 1)))
+
+
+class Routes(NamedTuple):
+    """What a router decided.
+
+    Attributes:
+      experts: int32 ``[..., K]``, the best expert first; equal scores in their order.
+      weights: f32 ``[..., K]``.
+      logits: f32 ``[..., E]``.
+      probabilities: f32 ``[..., E]``.
+    """
+
+    experts: Array
+    weights: Array
+    logits: Array
+    probabilities: Array
+
+
+def route(x: Array, router_DE: Array, options: RoutingOptions) -> Routes:
+    """Score the experts for every token and choose; all of it in f32.
+
+    Args:
+      x: ``[..., D]``.
+      router_DE: ``[D, E]``.
+      options: How many to choose, and how to weight them.
+    """
+    with jax.named_scope("router"), scope.autocast("f32"):
+        wide = x.astype(jnp.float32)
+        logits = jnp.matmul(wide, router_DE.astype(jnp.float32))
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        weights, experts = jax.lax.top_k(probabilities, options.top_k)
+        if options.renormalize:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+    return Routes(experts, weights, logits, probabilities)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "load_balancing_loss",
+        "z_loss",
+        "entropy",
+        "dropped_fraction",
+        "tokens_per_expert",
+    ],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class RouterStatistics:
+    """What a router did with all tokens of all devices.
+
+    Attributes:
+      load_balancing_loss: f32 scalar: E · Σ f · P over experts, of the share f of
+        choices and the mean probability P. 1 where all experts are equally popular.
+        Differentiable through P (Switch, arXiv 2101.03961, equation 4).
+      z_loss: f32 scalar, the mean square of ``logsumexp(logits)`` (ST-MoE, arXiv
+        2202.08906, equation 5). Differentiable.
+      entropy: f32 scalar, mean entropy of a token's probabilities, in nats.
+      dropped_fraction: f32 scalar, the share of choices that found no place; 0 without
+        a capacity.
+      tokens_per_expert: f32 ``[E]``, how often each was chosen, dropped or not.
+    """
+
+    load_balancing_loss: Array
+    z_loss: Array
+    entropy: Array
+    dropped_fraction: Array
+    tokens_per_expert: Array
+
+
+def statistics(
+    routes: Routes, dropped: Array, axes: tuple[str, ...]
+) -> RouterStatistics:
+    """Summarize the routes of all devices along the axes that split the tokens.
+
+    Args:
+      routes: Of this device's tokens.
+      dropped: How many of their choices found no place, f32 scalar.
+      axes: Mesh axes of the manual region that this is in; empty outside of one.
+    """
+    num_experts = routes.logits.shape[-1]
+    chosen = jax.nn.one_hot(routes.experts.reshape(-1), num_experts, dtype=jnp.float32)
+    z = jax.nn.logsumexp(routes.logits, axis=-1)
+    logs = jax.nn.log_softmax(routes.logits, axis=-1)
+    sums = (
+        chosen.sum(axis=0),
+        routes.probabilities.reshape(-1, num_experts).sum(axis=0),
+        jnp.square(z).sum()[None],
+        -(routes.probabilities * logs).sum()[None],
+        dropped[None],
+    )
+    # Means of all tokens, not means of the devices' losses: the loss of a batch must
+    # not depend on how many devices it is split over. One small all-reduce for all.
+    total = jnp.concatenate(sums)
+    if axes:
+        total = jax.lax.psum(total, axes)
+    counts, probability, rest = jnp.split(total, [num_experts, 2 * num_experts])
+    tokens = z.size * jax.lax.psum(1, axes) if axes else z.size
+    choices = tokens * routes.experts.shape[-1]
+    shares = jax.lax.stop_gradient(counts / choices)
+    return RouterStatistics(
+        load_balancing_loss=num_experts * jnp.vdot(shares, probability / tokens),
+        z_loss=rest[0] / tokens,
+        entropy=rest[1] / tokens,
+        dropped_fraction=rest[2] / choices,
+        tokens_per_expert=counts,
+    )
