@@ -129,6 +129,7 @@ class Model:
           key: The same key gives the same values on every mesh, but for the rounding
             of the last bit.
           mesh: Where they lie; None is the default device.
+          layouts: PartitionSpecs other than ``layouts(mesh)``.
 
         Raises:
           AbstractMeshError: [T105] this machine lacks some of the devices.
@@ -159,7 +160,6 @@ class Model:
         self,
         params: Tree,
         tokens: Int[Array, "batch seq"],
-          layouts: PartitionSpecs other than ``layouts(mesh)``.
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
