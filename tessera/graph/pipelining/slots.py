@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from tessera.graph.pipelining.table import Schedule
+    from tessera.graph.pipelining.table import Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Slots:
 def allocate(schedule: "Schedule") -> Slots:
     """The rings of a legal schedule, as small as they can be."""
     stages, last = schedule.stages, schedule.virtual_stages - 1
-    when = {kind: _ticks_of(schedule, kind) for kind in ("F", "B", "W")}
+    kinds: tuple[Kind, ...] = ("F", "B", "W")
+    when = {kind: _ticks_of(schedule, kind) for kind in kinds}
     stage = np.broadcast_to(np.arange(last + 1), when["B"].shape)
 
     arrives = np.roll(when["F"], 1, axis=1) + 1
@@ -98,12 +99,13 @@ def allocate(schedule: "Schedule") -> Slots:
     )
 
 
-def _ticks_of(schedule: "Schedule", kind: str) -> np.ndarray:
-    """int64 [microbatches, virtual stages]: the tick of each op of a kind."""
+def _ticks_of(schedule: "Schedule", kind: "Kind") -> np.ndarray:
+    """int64 [microbatches, virtual stages]: the tick of each op of a kind, or -1."""
     ticks = np.full((schedule.microbatches, schedule.virtual_stages), -1)
-    for tick, device, op in schedule.placed():
-        if op.kind == kind:
-            ticks[op.microbatch, op.chunk * schedule.stages + device] = tick
+    microbatch, chunk = np.moveaxis(schedule.table(kind), -1, 0)
+    tick, device = np.nonzero(microbatch >= 0)
+    stage = chunk[tick, device] * schedule.stages + device
+    ticks[microbatch[tick, device], stage] = tick
     return ticks
 
 

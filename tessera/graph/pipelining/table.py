@@ -126,6 +126,7 @@ class Schedule:
         Args:
           forward: Time that a whole device's layers take for an F, in any unit.
           backward: The same for a B; when not given, 2, or 1 where W is split from it.
+            A backward that runs the forward anew costs 1 more.
           weight: The same for a W.
 
         Returns:
@@ -155,7 +156,7 @@ class Schedule:
         return float(1.0 - costs.sum() / (self.stages * costs.max(axis=1).sum()))
 
     def expected_idle_fraction(self) -> float | None:
-        """The idle share that the literature gives for the schedule of this name.
+        """The idle share of the formula for the schedule of this name.
 
         With S stages, M microbatches and v chunks:
 
@@ -163,11 +164,12 @@ class Schedule:
           arXiv 2104.04473): (S-1) / (M+S-1);
         - interleaved (Narayanan et al. 2021): (S-1) / (v M+S-1);
         - zero_bubble, which is ZB-H1 of Qi et al. 2023 (arXiv 2401.10241): a bubble of
-          (S-1)(F+B-W), which for F = B = W is (S-1) / (3 M+S-1).
+          (S-1)(F+B-W), which for F = B = W is (S-1) / (3 M+S-1), from M = S on;
+        - zero_bubble_fused, of no paper: a bubble of (S-1)(F+B), which for F = B = W is
+          2 (S-1) / (3 M+2 (S-1)).
 
         Returns:
-          The fraction, or None where no formula is known. That of zero_bubble is
-          reached from M = S on.
+          The fraction at the default costs, or None where no formula is known.
         """
         bubble = self.stages - 1
         match self.name:
@@ -177,6 +179,8 @@ class Schedule:
                 return bubble / (self.chunks * self.microbatches + bubble)
             case "zero_bubble":
                 return bubble / (3 * self.microbatches + bubble)
+            case "zero_bubble_fused":
+                return 2 * bubble / (3 * self.microbatches + 2 * bubble)
             case _:
                 return None
 
