@@ -21,7 +21,10 @@ from tessera.errors import ParameterTreeError, ShardDivisibilityError
 from tessera.mesh import Mesh
 from tessera.models.config import Gemma3Config
 from tessera.models.gemma3 import Gemma3
+from tessera.models.remat import NONE
 from tessera.models.rules import Placement
+from tessera.models.stages import StageSplit
+from tessera.shard import ShardSpec
 
 # Nested dicts; the leaves are arrays, shapes, specs or layouts.
 Tree: TypeAlias = dict[str, Any]
@@ -37,6 +40,10 @@ class Model:
         results are the same, and a residual takes 1 / tp of the memory: each all-reduce
         becomes a reduce-scatter, which XLA on CPU writes as all-reduce and slice, and
         an all-gather (arXiv 2205.05198).
+      remat: What each layer recomputes in the backward pass instead of keeping it; see
+        ``remat.policies_of``.
+      split: Into which pipeline stages the layers are cut; the parameters under
+        ``decoder`` are then stored by stage, see ``StageSplit``.
 
     Example:
       >>> from tessera.models.registry import config_of
@@ -47,6 +54,8 @@ class Model:
 
     config: Gemma3Config
     sequence_parallel: bool = False
+    remat: Any = NONE
+    split: StageSplit | None = None
 
     @cached_property
     def _parts(self) -> tuple[nnx.GraphDef[Gemma3], nnx.State[str, Any]]:
@@ -54,15 +63,42 @@ class Model:
         return nnx.split(nnx.eval_shape(lambda: self._new(jax.random.key(0))))
 
     def _new(self, key: jax.Array) -> Gemma3:
-        return Gemma3(self.config, rngs=nnx.Rngs(params=key))
+        rngs = nnx.Rngs(params=key)
+        return Gemma3(self.config, rngs=rngs, remat=self.remat)
 
     def abstract(self) -> Tree:
-        """Shape and dtype of every parameter; allocates nothing."""
-        return nnx.to_pure_dict(self._parts[1])
+        """Shape and dtype of every parameter as it is stored; allocates nothing."""
+        return jax.eval_shape(self.stored, nnx.to_pure_dict(self._parts[1]))
 
     def specs(self) -> Tree:
         """The ShardSpec of every parameter, in logical names."""
-        return _map_params(self._parts[1], lambda path, param: param.shard_spec)
+
+        def spec(path: str, param: nnx.Variable[Any]) -> ShardSpec:
+            names, _ = self._stored_dims(path, param)
+            return ShardSpec(tuple(range(len(names))), names)
+
+        return _map_params(self._parts[1], spec)
+
+    def _stored_dims(
+        self, path: str, param: nnx.Variable[Any]
+    ) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
+        """Logical names and sizes of the dims in which a parameter is stored."""
+        names = param.shard_spec.mesh_axes
+        if self.split is None or not path.startswith("decoder/"):
+            return names, param.shape
+        return (None, "stages", *names), self.split.shape(param.shape)
+
+    def stored(self, params: Tree) -> Tree:
+        """A tree of parameters without stages, in the form of ``init``."""
+        if self.split is None:
+            return params
+        return {**params, "decoder": self.split.stack(params["decoder"])}
+
+    def plain(self, params: Tree) -> Tree:
+        """A tree of parameters in the form of ``init``, without stages."""
+        if self.split is None:
+            return params
+        return {**params, "decoder": self.split.unstack(params["decoder"])}
 
     def place(self, mesh: Mesh | None) -> Placement:
         """Which mesh axes split which logical dims.
@@ -83,9 +119,9 @@ class Model:
         failed: list[ShardDivisibilityError] = []
 
         def layout(path: str, param: nnx.Variable[Any]) -> PartitionSpec | None:
-            names = param.shard_spec.mesh_axes
+            names, shape = self._stored_dims(path, param)
             try:
-                return place.resolve(names, param.shape, f"parameter {path!r}")
+                return place.resolve(names, shape, f"parameter {path!r}")
             except ShardDivisibilityError as error:
                 failed.append(error)
                 return None
@@ -142,7 +178,7 @@ class Model:
             shardings = jax.tree.map(partial(NamedSharding, mesh.jax), layouts)
 
         def make(key: jax.Array) -> Tree:
-            return nnx.to_pure_dict(nnx.split(self._new(key))[1])
+            return self.stored(nnx.to_pure_dict(nnx.split(self._new(key))[1]))
 
         return jax.jit(make, out_shardings=shardings)(key)
 
@@ -152,9 +188,17 @@ class Model:
         Raises:
           ParameterTreeError: [T306] names or shapes are not those of this model.
         """
-        graphdef, expected = self._parts
-        _check_params(params, nnx.to_pure_dict(expected))
-        return nnx.merge(graphdef, nnx.State(params))
+        _check_params(params, self.abstract())
+        return nnx.merge(self._parts[0], nnx.State(self.plain(params)))
+
+    def stage(self, params: Tree) -> Gemma3:
+        """The nnx module that holds the layers of one virtual stage.
+
+        Args:
+          params: The tree of ``init``, with one virtual stage's ``[depth, ...]`` of
+            each array under ``decoder``.
+        """
+        return nnx.merge(self._parts[0], nnx.State(params))
 
     def apply(
         self,

@@ -27,16 +27,24 @@ from tessera.shard import ShardSpec
 
 RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "batch": ("dp", "fsdp"),
+        # Outside of the experts, their axes split data as dp does.
+        "batch": ("dp", "fsdp", "ep_outer", "ep"),
         # Under sequence parallelism: of the residuals, between the tp regions.
         "sequence": ("tp",),
         "vocab": ("tp",),
         "embed": ("fsdp",),
+        # The width of the embedding table, which the first and the last stage of a
+        # pipeline read: stored in parts by all, put together once in a step.
+        "table": ("fsdp", "pp"),
         "heads": ("tp",),
         "kv_heads": ("tp",),
         "mlp": ("tp",),
+        # With both, tokens travel in two hops: inside ep, then across ep_outer.
+        "experts": ("ep_outer", "ep"),
+        "router": (),
         "head_dim": (),
         "layers": (),
+        "stages": ("pp",),
         # A few thousandths of a model at most: gathering would cost more than it saves.
         "norm": (),
     }
@@ -50,6 +58,7 @@ class Placement:
     Attributes:
       mesh: Where the model runs; None leaves every layout to XLA.
       whole: Logical dims that are not split although a rule would.
+      taken: Mesh axes that split nothing, because a ``jax.vmap`` runs over them.
 
     Example:
       >>> from tessera.mesh import Mesh
@@ -59,6 +68,7 @@ class Placement:
 
     mesh: Mesh | None = None
     whole: frozenset[str] = frozenset({"sequence"})
+    taken: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -95,7 +105,8 @@ class Placement:
             )
         if self.mesh is None or name in self.whole:
             return ()
-        return tuple(axis for axis in RULES[name] if axis in self.mesh.axes)
+        free = [axis for axis in self.mesh.axes if axis not in self.taken]
+        return tuple(axis for axis in RULES[name] if axis in free)
 
     def size(self, name: str) -> int:
         """Into how many blocks a logical dim is split."""

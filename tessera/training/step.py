@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from tessera.graph.function import Function, function
+from tessera.graph.pipelining.table import Schedule
 from tessera.graph.tracing.gradient import grad
 from tessera.mesh import Mesh
 from tessera.models.model import Model
@@ -26,7 +27,9 @@ from tessera.models.rules import Placement
 from tessera.ops.losses import cross_entropy
 from tessera.scope import autocast, constrain
 from tessera.training.clipping import global_norm
-from tessera.training.optimizers import Schedule
+from tessera.training.compression import AXIS, CompressedExchange
+from tessera.training.optimizers import Schedule as LearningRate
+from tessera.training.pipelined import PipelinedModel
 from tessera.training.state import TrainState, state_specs
 from tessera.training.zero import Zero
 
@@ -51,21 +54,42 @@ class Recipe:
         own in between.
       dtype: Dtype of matmuls: ``f32``, ``bf16`` or ``f16``.
       zero_stage: What is split over ``dp``, as ``zero`` says.
+      compression: What is sent of the gradients over ``dp``; ``exchange`` does it.
+      compression_ratio: The share of them that ``top_k`` sends.
+      schedule: The order of a pipeline over ``pp``, whose microbatches are those of the
+        step; None where the mesh has no such axis.
     """
 
     model: Model
     optimizer: optax.GradientTransformation
-    learning_rate: Schedule
+    learning_rate: LearningRate
     mesh: Mesh
     accumulation: int = 1
     sync_every: int = 1
     dtype: str = "f32"
     zero_stage: int = 0
+    compression: str = "none"
+    compression_ratio: float = 0.01
+    schedule: Schedule | None = None
+
+    @cached_property
+    def pipeline(self) -> PipelinedModel | None:
+        """The model in stages, where there is a pipeline."""
+        if self.schedule is None:
+            return None
+        return PipelinedModel(self.model, self.mesh, self.schedule, self.dtype)
 
     @cached_property
     def zero(self) -> Zero:
         """The layouts of parameters, gradients and optimizer state."""
         return Zero(self.model, self.mesh, self.zero_stage)
+
+    @cached_property
+    def exchange(self) -> CompressedExchange:
+        """How gradients cross ``dp`` where they are compressed."""
+        return CompressedExchange(
+            self.model, self.mesh, self.compression, self.compression_ratio
+        )
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -94,9 +118,8 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
         # It is the mean loss that is scaled: the gradients of a sum would overflow with
         # the size of the batch.
         scale = None if state.loss_scale is None else state.loss_scale.scale / tokens
-        loss, gradients = _summed_gradients(recipe, state.params, batch, scale)
         share = 1.0 / _scaled(tokens, scale)
-        gradients = jax.tree.map(share.__mul__, gradients)
+        loss, gradients, residual = _mean_gradients(recipe, state, batch, scale, share)
         gradients = recipe.zero.hold_shares(gradients)
         metrics = {
             "loss": loss * share,
@@ -104,7 +127,7 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
             "learning_rate": recipe.learning_rate(state.step),
             "tokens": counted,
         }
-        new = _updated(recipe, state, gradients)
+        new = replace(_updated(recipe, state, gradients), residual=residual)
         if state.loss_scale is None:
             return new, metrics
         return _unless_overflow(state, new, metrics)
@@ -117,6 +140,7 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
         loss_scale=state.loss_scale,
         zero_stage=recipe.zero_stage,
     )
+    specs = replace(specs, residual=recipe.exchange.residual_specs)
     return function(
         train_step,
         mesh=recipe.mesh,
@@ -135,8 +159,10 @@ def make_eval_step(recipe: Recipe) -> Function:
     def eval_step(
         params: Tree, batch: Batch
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        place = recipe.model.place(recipe.mesh)
         tokens = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
+        if recipe.pipeline is not None:
+            return recipe.pipeline.loss(params, batch), tokens
+        place = recipe.model.place(recipe.mesh)
         return _loss(recipe, params, batch, place), tokens
 
     return function(
@@ -171,10 +197,30 @@ def _loss(
     )
 
 
+def _mean_gradients(
+    recipe: Recipe,
+    state: TrainState,
+    batch: Batch,
+    scale: Float[Array, ""] | None,
+    share: Float[Array, ""],
+) -> tuple[Float[Array, ""], Tree, Tree]:
+    """Summed loss times ``scale``; mean gradients; and what devices keep of them."""
+    if not recipe.exchange.is_active:
+        loss, gradients = _summed_gradients(recipe, state.params, batch, scale)
+        return loss, jax.tree.map(share.__mul__, gradients), state.residual
+    loss, own = _gradients_of_copies(recipe, (AXIS,), state.params, batch, scale)
+    own = jax.tree.map(share.__mul__, own)
+    return loss, *recipe.exchange.summed(own, state.residual)
+
+
 def _summed_gradients(
     recipe: Recipe, params: Tree, batch: Batch, scale: Float[Array, ""] | None
 ) -> tuple[Float[Array, ""], Tree]:
     """Summed loss and gradients over all microbatches, both times any ``scale``."""
+    if recipe.pipeline is not None:
+        seed = _scaled(jnp.float32(1.0), scale)
+        loss, gradients = recipe.pipeline.gradients(params, batch, seed)
+        return _scaled(loss, scale), gradients
     if recipe.sync_every > 1 and recipe.mesh.axis_size(recipe.data_axes) > 1:
         return _summed_in_groups(recipe, params, batch, scale)
     place = recipe.model.place(recipe.mesh)
@@ -190,34 +236,44 @@ def _summed_gradients(
 def _summed_in_groups(
     recipe: Recipe, params: Tree, batch: Batch, scale: Float[Array, ""] | None
 ) -> tuple[Float[Array, ""], Tree]:
-    """The same with one reduction over the data axes for ``sync_every`` microbatches.
+    """The same, reduced over the data axes once for ``sync_every`` microbatches."""
 
-    Weights are copied along a leading dim, one copy for each data-parallel device, so
+    def group(micros: Batch) -> tuple[Float[Array, ""], Tree]:
+        axes = recipe.data_axes
+        loss, own = _gradients_of_copies(recipe, axes, params, micros, scale)
+        return loss, jax.tree.map(_sum_of_copies, own)
+
+    groups = recipe.accumulation // recipe.sync_every
+    return _accumulated(group, _zeros(params), _reshaped(batch, 0, groups))
+
+
+def _gradients_of_copies(
+    recipe: Recipe,
+    axes: tuple[str, ...],
+    params: Tree,
+    batch: Batch,
+    scale: Float[Array, ""] | None,
+) -> tuple[Float[Array, ""], Tree]:
+    """The same with the gradients not reduced over some of the data axes.
+
+    Weights are copied along a leading dim, one copy for each device along the axes, so
     that the gradient of a copy is that device's own, not reduced, and can be summed
     over microbatches where it is.
     """
-    copies = recipe.mesh.axis_size(recipe.data_axes)
-    place = recipe.model.place(recipe.mesh)
-    local = Placement(place.mesh, place.whole | {"batch", "embed"})
+    copies = recipe.mesh.axis_size(axes)
+    local = replace(recipe.model.place(recipe.mesh), taken=frozenset(axes))
 
     def summed_loss(own: Tree, micro: Batch) -> Float[Array, ""]:
         return _loss(recipe, own, micro, local)
 
-    losses = jax.vmap(summed_loss, spmd_axis_name=recipe.data_axes)
+    losses = jax.vmap(summed_loss, spmd_axis_name=axes)
+    own = _copied(recipe, params, axes)
 
-    def group(micros: Batch) -> tuple[Float[Array, ""], Tree]:
-        own = _copied(recipe, params, copies)
+    def one(micro: Batch) -> tuple[Float[Array, ""], Tree]:
+        loss = _scaled(losses(own, micro).sum(), scale)
+        return loss, grad(loss, own)
 
-        def one(micro: Batch) -> tuple[Float[Array, ""], Tree]:
-            loss = _scaled(losses(own, micro).sum(), scale)
-            return loss, grad(loss, own)
-
-        parts = _reshaped(micros, 1, copies)
-        loss, gradients = _accumulated(one, _zeros(own), parts)
-        return loss, jax.tree.map(_sum_of_copies, gradients)
-
-    groups = recipe.accumulation // recipe.sync_every
-    return _accumulated(group, _zeros(params), _reshaped(batch, 0, groups))
+    return _accumulated(one, _zeros(own), _reshaped(batch, 1, copies))
 
 
 def _scaled(
@@ -243,9 +299,9 @@ def _zeros(weights: Tree) -> Tree:
     return jax.tree.map(jnp.zeros_like, weights)
 
 
-def _copied(recipe: Recipe, params: Tree, copies: int) -> Tree:
-    """One copy of every weight for each data-parallel device, on that device."""
-    axes = recipe.data_axes
+def _copied(recipe: Recipe, params: Tree, axes: tuple[str, ...]) -> Tree:
+    """One copy of every weight for each device along some axes, on that device."""
+    copies = recipe.mesh.axis_size(axes)
 
     def copy(weight: Array, spec: PartitionSpec) -> Array:
         inner = [None if entry in axes else entry for entry in spec]

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one device of a pipeline does in one tick of the loop.
+
+It files what arrived, then does the forward, the backward and the weight gradient that
+its row of the table names, each behind a ``lax.cond``, and passes results on. All of it
+is inside a region that is manual over the pipeline's axis.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from tessera.graph.pipelining.table import Schedule
+from tessera.graph.pipelining.weight_gradients import split_backward
+
+Tree: TypeAlias = Any
+Row: TypeAlias = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """All the stages of a pipeline as one function of which of them to run.
+
+    Attributes:
+      run: ``(weights, shared, wire, micro, index) -> (wire, loss, statistics)``.
+        ``weights`` are one virtual stage's own, ``shared`` those that several stages
+        read; ``micro`` is one microbatch, ``index`` the virtual stage, an int32 scalar.
+        The first stage takes its input from ``micro`` and ignores the wire. ``loss`` is
+        the stage's part of the microbatch's f32 loss, mostly 0 but at the last;
+        ``statistics`` is a tree of f32 arrays, summed over microbatches and stages.
+      wire: Shapes and dtypes of what a stage hands to the next, all floating-point.
+      constrain_wire: Lays out a wire over the mesh's other axes.
+      constrain_weights: The same for a tree like one virtual stage's weights.
+    """
+
+    run: Callable[..., tuple[Tree, Array, Tree]]
+    wire: Tree
+    constrain_wire: Callable[[Tree], Tree] = lambda wire: wire
+    constrain_weights: Callable[[Tree], Tree] = lambda weights: weights
+
+
+def _dataclass_tree(*fields: str) -> Callable[[type], type]:
+    return partial(
+        jax.tree_util.register_dataclass, data_fields=list(fields), meta_fields=[]
+    )
+
+
+@_dataclass_tree("loss", "statistics", "weights", "shared", "micros", "outputs")
+@dataclass(frozen=True)
+class Gradients:
+    """What a pipelined step gives, each a sum over microbatches.
+
+    Attributes:
+      loss: f32 scalar.
+      statistics: As the stages return them.
+      weights: Like the weights, and split over the pipeline's axis as they are.
+      shared: Like the shared weights.
+      micros: Of the microbatches' floating-point arrays, a dict by leaf number.
+      outputs: What the last stage hands on, ``[M, ...]``; None where not asked for.
+    """
+
+    loss: Any
+    statistics: Tree
+    weights: Tree
+    shared: Tree
+    micros: Tree
+    outputs: Tree
+
+
+@_dataclass_tree("activation", "cotangent", "inputs", "cotangents", "residuals", "sums")
+@dataclass(frozen=True)
+class Carry:
+    """What a device holds between two ticks.
+
+    Attributes:
+      activation: The wire that arrived from the stage before.
+      cotangent: The cotangent that arrived from the stage after.
+      inputs: Ring of stage inputs that wait for their forward or their backward.
+      cotangents: Ring of cotangents that wait for their backward.
+      residuals: Ring of what weight gradients need from their backward.
+      sums: The gradients so far.
+    """
+
+    activation: Tree
+    cotangent: Tree
+    inputs: Tree
+    cotangents: Tree
+    residuals: Tree
+    sums: Gradients
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device in its region; arrays are what it holds of them.
+
+    Attributes:
+      schedule: The table.
+      stages: What runs.
+      axis: The pipeline's mesh axis.
+      weights: Its own virtual stages', ``[chunks, ...]``.
+      shared: What all stages read.
+      micros: All microbatches, ``[M, ...]``.
+      seed: f32 scalar, the cotangent of each microbatch's loss.
+      micro_gradients: Whether the gradients of the microbatches are wanted.
+      keep_outputs: Whether the last stage's outputs are.
+    """
+
+    schedule: Schedule
+    stages: Stages
+    axis: str
+    weights: Tree
+    shared: Tree
+    micros: Tree
+    seed: Array
+    micro_gradients: bool = False
+    keep_outputs: bool = False
+
+    @cached_property
+    def place(self) -> Array:
+        """Its index along the axis, int32."""
+        return jax.lax.axis_index(self.axis)
+
+    def begin(self) -> Carry:
+        """Empty rings and sums of zero."""
+        slots, wire = self.schedule.slots, self._empty_wire()
+        micros = self.schedule.microbatches
+        _, _, statistics = jax.eval_shape(
+            self.stages.run, self._chunk(0), self.shared, wire, self._micro(0), 0
+        )
+        floats = _floats(self.micros) if self.micro_gradients else {}
+        sums = Gradients(
+            loss=jnp.float32(0.0),
+            statistics=_zeros(statistics),
+            weights=_zeros(self.weights),
+            shared=_zeros(self.shared),
+            micros=_zeros(floats),
+            outputs=_ring(wire, micros) if self.keep_outputs else None,
+        )
+        residuals: Tree = ()
+        if self.schedule.splits_backward:
+            kept = jax.eval_shape(lambda: self._input_gradients(self._zero_task())[1])
+            residuals = _ring(kept, slots.weight_slots)
+        return Carry(
+            activation=wire,
+            cotangent=wire,
+            inputs=_ring(wire, slots.stash_slots),
+            cotangents=_ring(wire, slots.cotangent_slots),
+            residuals=residuals,
+            sums=sums,
+        )
+
+    def file_arrivals(self, carry: Carry, row: Row) -> Carry:
+        """Keep what the last tick sent here, where the table has a slot for it."""
+        inputs = _kept(carry.inputs, carry.activation, row["receive_forward"])
+        cotangents = _kept(carry.cotangents, carry.cotangent, row["receive_backward"])
+        return replace(carry, inputs=inputs, cotangents=cotangents)
+
+    def forward(self, carry: Carry, row: Row) -> Tree:
+        """What this tick's forward hands on; the last stage's runs in its backward."""
+        stage = self._index(row["forward_chunk"])
+
+        def work() -> Tree:
+            wire = _read(carry.inputs, row["forward_slot"])
+            micro = self._micro(row["forward_micro"])
+            weights = self._chunk(row["forward_chunk"])
+            wire, _, _ = self.stages.run(weights, self.shared, wire, micro, stage)
+            return self.stages.constrain_wire(wire)
+
+        wanted = (row["forward_micro"] >= 0) & (stage < self._last)
+        return jax.lax.cond(wanted, work, self._empty_wire)
+
+    def backward(self, carry: Carry, row: Row) -> tuple[Carry, Tree]:
+        """The sums with this tick's backward, and the cotangent that it hands on."""
+        stage = self._index(row["backward_chunk"])
+
+        def work(sums: Gradients, residuals: Tree) -> tuple[Gradients, Tree, Tree]:
+            cotangent = jax.tree.map(
+                lambda held: jnp.where(stage < self._last, held, 0),
+                _read(carry.cotangents, row["cotangent_slot"]),
+            )
+            wire = _read(carry.inputs, row["backward_slot"])
+            task = (row["backward_chunk"], row["backward_micro"], wire, cotangent)
+            if self.schedule.splits_backward:
+                sums, kept, back = self._input_half(task, sums)
+                residuals = _kept(residuals, kept, row["keep_slot"])
+            else:
+                sums, back = self._whole(task, sums)
+            return sums, residuals, self.stages.constrain_wire(back)
+
+        def rest(sums: Gradients, residuals: Tree) -> tuple[Gradients, Tree, Tree]:
+            return sums, residuals, self._empty_wire()
+
+        wanted = row["backward_micro"] >= 0
+        sums, residuals, back = jax.lax.cond(
+            wanted, work, rest, carry.sums, carry.residuals
+        )
+        return replace(carry, sums=sums, residuals=residuals), back
+
+    def passed_on(self, carry: Carry, activation: Tree, cotangent: Tree) -> Carry:
+        """The carry with what the neighbors sent; every device takes part."""
+        back = [(after, before) for before, after in self._ring]
+        return replace(
+            carry,
+            activation=jax.lax.ppermute(activation, self.axis, self._ring),
+            cotangent=jax.lax.ppermute(cotangent, self.axis, back),
+        )
+
+    def forward_only(self) -> tuple[Tree, Array, Tree]:
+        """Outputs of the last stage, loss and statistics, over all microbatches.
+
+        What arrives is used at once, so nothing is kept: step ``i`` of device ``s`` is
+        in tick ``i + s``, through groups of as many microbatches as there are stages.
+        """
+        size, chunks = self.schedule.stages, self.schedule.chunks
+        count = jax.tree.leaves(self.micros)[0].shape[0]
+        groups, empty = -(-count // size) if chunks > 1 else 1, self._empty_wire()
+        steps = groups * size * chunks if chunks > 1 else count
+
+        def tick(carry: Tree, number: Array) -> tuple[Tree, None]:
+            arrived, outputs, sums = carry
+            step = number - self.place
+            group, chunk = step // (size * chunks), (step // size) % chunks
+            micro, stage = group * size + step % size, self._index(chunk)
+            if chunks == 1:
+                micro = step
+
+            @jax.checkpoint
+            def work(arrived: Tree) -> tuple[Tree, Array, Tree]:
+                weights, micros = self._chunk(chunk), self._micro(micro)
+                return self.stages.run(weights, self.shared, arrived, micros, stage)
+
+            def rest(arrived: Tree) -> tuple[Tree, Array, Tree]:
+                return empty, *_zeros(jax.eval_shape(work, arrived)[1:])
+
+            wanted = (step >= 0) & (step < steps) & (micro < count)
+            out, *more = jax.lax.cond(wanted, work, rest, arrived)
+            is_last = wanted & (stage == self._last)
+            outputs = _kept(outputs, out, jnp.where(is_last, micro, -1))
+            arrived = jax.lax.ppermute(out, self.axis, self._ring)
+            return (arrived, outputs, _added(sums, more)), None
+
+        task = (self._chunk(0), self.shared, empty, self._micro(0), 0)
+        sums = list(_zeros(jax.eval_shape(self.stages.run, *task)[1:]))
+        outputs = _ring(empty, count)
+        begin, ticks = (empty, outputs, sums), jnp.arange(steps + size - 1)
+        _, outputs, sums = jax.lax.scan(tick, begin, ticks)[0]
+        return jax.lax.psum((outputs, *sums), self.axis)
+
+    @property
+    def _ring(self) -> list[tuple[int, int]]:
+        """Each device, and the one that has the next virtual stage."""
+        size = self.schedule.stages
+        return [(place, (place + 1) % size) for place in range(size)]
+
+    def _whole(self, task: Any, sums: Gradients) -> tuple[Gradients, Tree]:
+        """All gradients of one stage, which runs anew."""
+        chunk, number, wire, cotangent = task
+        micro = self._micro(number)
+
+        def run(weights: Tree, shared: Tree, wire: Tree, floats: Tree) -> Any:
+            wire, loss, statistics = self.stages.run(
+                weights, shared, wire, _merged(micro, floats), self._index(chunk)
+            )
+            return (wire, loss), statistics
+
+        floats = _floats(micro) if self.micro_gradients else {}
+        (out, loss), pull_back, statistics = jax.vjp(
+            run, self._chunk(chunk), self.shared, wire, floats, has_aux=True
+        )
+        weights, shared, back, floats = pull_back((cotangent, self.seed))
+        sums = self._with_outputs(sums, chunk, number, out, loss, statistics)
+        sums = self._with_weights(sums, chunk, weights, shared)
+        return self._with_micros(sums, number, floats), back
+
+    def _with_outputs(
+        self,
+        sums: Gradients,
+        chunk: Array,
+        number: Array,
+        out: Tree,
+        loss: Array,
+        statistics: Tree,
+    ) -> Gradients:
+        outputs = sums.outputs
+        if self.keep_outputs:
+            last = self._index(chunk) == self._last
+            outputs = _kept(outputs, out, jnp.where(last, number, -1))
+        return replace(
+            sums,
+            loss=sums.loss + loss,
+            statistics=_added(sums.statistics, statistics),
+            outputs=outputs,
+        )
+
+    def _with_weights(
+        self, sums: Gradients, chunk: Array, weights: Tree, shared: Tree
+    ) -> Gradients:
+        weights = self.stages.constrain_weights(weights)
+        return replace(
+            sums,
+            weights=jax.tree.map(
+                partial(_plus_row, index=chunk), sums.weights, weights
+            ),
+            shared=_added(sums.shared, shared),
+        )
+
+    def _with_micros(self, sums: Gradients, number: Array, floats: Tree) -> Gradients:
+        add = partial(_plus_row, index=number)
+        return replace(sums, micros=jax.tree.map(add, sums.micros, floats))
+
+    @property
+    def _last(self) -> int:
+        return self.schedule.virtual_stages - 1
+
+    def _index(self, chunk: Array) -> Array:
+        return chunk * self.schedule.stages + self.place
+
+    def _chunk(self, chunk: Array | int) -> Tree:
+        return jax.tree.map(lambda held: _row(held, chunk), self.weights)
+
+    def _micro(self, number: Array | int) -> Tree:
+        return jax.tree.map(lambda held: _row(held, number), self.micros)
+
+    def _empty_wire(self) -> Tree:
+        return self.stages.constrain_wire(_zeros(self.stages.wire))
+
+
+def _zeros(like: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+
+
+def _ring(like: Tree, slots: int) -> Tree:
+    return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), like)
+
+
+def _added(left: Tree, right: Tree) -> Tree:
+    return jax.tree.map(jnp.add, left, right)
+
+
+def _row(held: Array, index: Array | int) -> Array:
+    """One row of an array; of the only one without a slice."""
+    if held.shape[0] == 1:
+        return held[0]
+    # Not held[index]: XLA cannot partition a gather inside a region that is manual
+    # over some axes only.
+    return jax.lax.dynamic_index_in_dim(held, index, 0, keepdims=False)
+
+
+def _plus_row(held: Array, more: Array, *, index: Array) -> Array:
+    if held.shape[0] == 1:
+        return held + more[None]
+    return jax.lax.dynamic_update_index_in_dim(held, _row(held, index) + more, index, 0)
+
+
+def _read(ring: Tree, slot: Array) -> Tree:
+    """What is in a slot; where there is none, something that nobody looks at."""
+    return jax.tree.map(lambda held: _row(held, jnp.maximum(slot, 0)), ring)
+
+
+def _kept(ring: Tree, value: Tree, slot: Array) -> Tree:
+    """The ring with a value in a slot; as it was, where there is none."""
+
+    def write(held: Array, new: Array) -> Array:
+        if held.shape[0] == 0:
+            return held
+        place = jnp.maximum(slot, 0)
+        row = jnp.where(slot >= 0, new, _row(held, place))
+        return jax.lax.dynamic_update_index_in_dim(held, row, place, 0)
+
+    return jax.tree.map(write, ring, value)
+
+
+def _floats(micro: Tree) -> dict[int, Array]:
+    """The floating-point leaves of a microbatch, by number."""
+    leaves = enumerate(jax.tree.leaves(micro))
+    return {i: x for i, x in leaves if jnp.issubdtype(x.dtype, jnp.floating)}
+
+
+def _merged(micro: Tree, floats: dict[int, Array]) -> Tree:
+    leaves, tree = jax.tree.flatten(micro)
+    return tree.unflatten([floats.get(i, leaf) for i, leaf in enumerate(leaves)])

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One loop that runs any legal schedule, forward and backward, as one SPMD program.
+
+A ``jax.shard_map`` that is manual over the pipeline's mesh axis and leaves the others
+to the compiler; in it one ``lax.scan`` over the ticks of the table. In a tick a device
+does what its cell says, each behind a ``lax.cond``, then passes an activation on and a
+cotangent back: two ``ppermute`` s, outside of the conditionals, where every device
+takes part. The program is as long for 64 microbatches as for 8.
+
+A stage's input is kept from its arrival to its backward, in a ring of as many slots as
+the table needs; the backward runs the stage anew. So memory follows from the schedule:
+``1f1b`` holds as many inputs as there are stages, ``gpipe`` one for each microbatch.
+
+Sources: GPipe, arXiv 1811.06965; 1F1B, arXiv 1806.03377; interleaved stages, arXiv
+2104.04473; zero bubble, arXiv 2401.10241.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from tessera.graph.pipelining.device import Carry, Device, Gradients, Row, Stages
+from tessera.graph.pipelining.table import Schedule
+from tessera.mesh import Mesh
+from tessera.ops.layouts import region_mesh
+
+Tree: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages on a mesh, in the order of a schedule.
+
+    Attributes:
+      schedule: For as many stages as the axis has devices.
+      stages: What runs.
+      mesh: The mesh; axes other than the pipeline's are left to the compiler.
+      axis: The pipeline's axis.
+    """
+
+    schedule: Schedule
+    stages: Stages
+    mesh: Mesh
+    axis: str
+
+    def gradients(
+        self,
+        weights: Tree,
+        shared: Tree,
+        micros: Tree,
+        seed: Array,
+        *,
+        micro_gradients: bool = False,
+        keep_outputs: bool = False,
+    ) -> Gradients:
+        """Loss and gradients, summed over all microbatches.
+
+        Args:
+          weights: Each array global ``[chunks, S, ...]``, per device ``[chunks, 1,
+            ...]``: virtual stage ``k`` is at ``[k // S, k % S]``.
+          shared: Weights that every device of the axis has whole.
+          micros: Each array ``[M, ...]``, whole over the axis.
+          seed: f32 scalar, the cotangent of every microbatch's loss.
+          micro_gradients: Whether the gradients of ``micros`` are wanted too.
+          keep_outputs: Whether the last stage's outputs are.
+        """
+
+        def run(weights: Tree, shared: Tree, micros: Tree, seed: Array) -> Gradients:
+            device = Device(
+                self.schedule,
+                self.stages,
+                self.axis,
+                jax.tree.map(_own_stage, weights),
+                shared,
+                micros,
+                seed,
+                micro_gradients=micro_gradients,
+                keep_outputs=keep_outputs,
+            )
+            return _summed(_ticked(device), self.axis)
+
+        layouts: Any = Gradients(*[PartitionSpec()] * 6)
+        layouts = replace(layouts, weights=PartitionSpec(None, self.axis))
+        return self._in_region(run, layouts)(weights, shared, micros, seed)
+
+    def outputs(
+        self, weights: Tree, shared: Tree, micros: Tree
+    ) -> tuple[Tree, Array, Tree]:
+        """What the stages give, forward only, by ticks as in ``gpipe``.
+
+        Arguments are those of ``gradients``. JAX can differentiate it, and then keeps
+        every stage's input and runs the stages anew.
+
+        Returns:
+          The last stage's outputs, ``[M, ...]``, and the loss and statistics, summed
+          over microbatches.
+        """
+
+        def run(weights: Tree, shared: Tree, micros: Tree, seed: Array) -> Any:
+            weights = jax.tree.map(_own_stage, weights)
+            return Device(
+                self.schedule, self.stages, self.axis, weights, shared, micros, seed
+            ).forward_only()
+
+        call = self._in_region(run, PartitionSpec())
+        return call(weights, shared, micros, jnp.float32(0.0))
+
+    def _in_region(self, run: Callable[..., Any], results: Any) -> Callable[..., Any]:
+        assert self.schedule.stages == self.mesh.shape[self.axis], "a device for each"
+        whole = PartitionSpec()
+        return jax.shard_map(
+            run,
+            mesh=region_mesh(self.mesh),
+            in_specs=(PartitionSpec(None, self.axis), whole, whole, whole),
+            out_specs=results,
+            axis_names={self.axis},
+            # What a device holds follows from its branches, and JAX follows none.
+            check_vma=False,
+        )
+
+
+def _own_stage(array: Array) -> Array:
+    return array[:, 0]
+
+
+def _ticked(device: Device) -> Gradients:
+    """The sums of one device after all ticks."""
+
+    def tick(carry: Carry, row: Row) -> tuple[Carry, None]:
+        carry = device.file_arrivals(carry, row)
+        activation = device.forward(carry, row)
+        carry, cotangent = device.backward(carry, row)
+        if device.schedule.splits_backward:
+            carry = device.weigh(carry, row)
+        return device.passed_on(carry, activation, cotangent), None
+
+    return jax.lax.scan(tick, device.begin(), _rows(device))[0].sums
+
+
+def _rows(device: Device) -> Row:
+    """The table's columns of one device, int32 ``[ticks]`` each."""
+    schedule, slots = device.schedule, device.schedule.slots
+    columns = {
+        "receive_forward": slots.receive_forward,
+        "receive_backward": slots.receive_backward,
+        "forward_slot": slots.forward_slot,
+        "backward_slot": slots.backward_slot,
+        "cotangent_slot": slots.cotangent_slot,
+        "keep_slot": slots.keep_slot,
+        "weight_slot": slots.weight_slot,
+    }
+    for name, kind in (("forward", "F"), ("backward", "B"), ("weight", "W")):
+        table = schedule.table(kind)
+        columns[f"{name}_micro"], columns[f"{name}_chunk"] = (
+            table[..., 0],
+            table[..., 1],
+        )
+    return {
+        name: jax.lax.dynamic_index_in_dim(
+            jnp.asarray(column), device.place, 1, keepdims=False
+        )
+        for name, column in columns.items()
+    }
+
+
+def _summed(sums: Gradients, axis: str) -> Gradients:
+    """Over the stages, what every stage adds to; the weights stay where they are."""
+    weights = jax.tree.map(lambda array: array[:, None], sums.weights)
+    others = (sums.loss, sums.statistics, sums.shared, sums.micros, sums.outputs)
+    loss, statistics, shared, micros, outputs = jax.lax.psum(others, axis)
+    return Gradients(loss, statistics, weights, shared, micros, outputs)

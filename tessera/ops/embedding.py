@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a table by their number, wherever the step that looks them up runs.
+
+Outside of manual regions this is ``jnp.take``. Inside a region that is manual over some
+axes, such as a pipeline's stages, XLA cannot partition a gather over the others: it
+ends the process. There the look-up is written out per device, over all axes.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+
+def look_up(
+    table: Float[Array, "rows width"],
+    numbers: Int[Array, "*dims"],
+    *,
+    rows: tuple[str, ...] = (),
+    split: PartitionSpec = PartitionSpec(),  # noqa: B008 - a constant
+) -> Float[Array, "*dims width"]:
+    """``table[numbers]``; NaN where the table has no such row.
+
+    Args:
+      table: Floating point, global ``[R, D]``, per device ``[R / rows, D]``.
+      numbers: Integers of any shape, from 0.
+      rows: Mesh axes that split the table's rows, for regions.
+      split: Layout of the numbers over the axes that a region leaves to the compiler.
+
+    Returns:
+      ``[*dims, D]``, laid out as the numbers, whole over ``rows``.
+    """
+    region = jax.sharding.get_abstract_mesh()
+    manual = set(region.manual_axes)
+    free = [axis for axis in region.axis_names if axis not in manual]
+    if not manual or all(region.shape[axis] == 1 for axis in free):
+        return jnp.take(table, numbers, axis=0, mode="fill")
+
+    def own_rows(block: Array, numbers: Array) -> Array:
+        first = jax.lax.axis_index(rows) * block.shape[0] if rows else 0
+        place = numbers - first
+        is_here = (place >= 0) & (place < block.shape[0])
+        found = jnp.take(block, jnp.where(is_here, place, 0), axis=0, mode="clip")
+        found = jnp.where(is_here[..., None], found, 0)
+        return jax.lax.psum(found, rows) if rows else found
+
+    found = jax.shard_map(
+        own_rows,
+        mesh=region,
+        in_specs=(PartitionSpec(rows or None), split),
+        out_specs=split,
+        axis_names=set(free),
+        check_vma=False,
+    )(table, numbers)
+    exists = (numbers >= 0) & (numbers < table.shape[0])
+    return jnp.where(exists[..., None], found, jnp.nan)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of a step whose model is cut into pipeline stages.
+
+The microbatches of the step are those of the pipeline. The first stage looks up the
+embeddings, the last has the logits and the loss; both read the embedding table, which
+is stored in parts over ``pp`` and put together once in a step.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from tessera.graph.pipelining.device import Stages
+from tessera.graph.pipelining.loop import Pipeline
+from tessera.graph.pipelining.table import Schedule
+from tessera.mesh import Mesh
+from tessera.models.gemma3 import RESIDUAL, Gemma3
+from tessera.models.model import Model
+from tessera.models.stages import StageSplit
+from tessera.ops.losses import cross_entropy
+from tessera.scope import autocast, constrain
+from tessera.training.data.packing import NO_TARGET
+
+Tree: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class PipelinedModel:
+    """A model that is cut into stages, and the order in which they run.
+
+    Attributes:
+      model: The model; it has a ``split``.
+      mesh: A mesh with an axis ``pp``.
+      schedule: The table, for as many microbatches as a step has.
+      dtype: Dtype of matmuls.
+    """
+
+    model: Model
+    mesh: Mesh
+    schedule: Schedule
+    dtype: str = "f32"
+
+    def gradients(
+        self, params: Tree, batch: Tree, seed: Float[Array, ""]
+    ) -> tuple[Float[Array, ""], Tree]:
+        """Summed loss in nats, and the gradients of ``seed`` times it.
+
+        Args:
+          params: As from ``model.init``.
+          batch: Arrays ``[M, B, S]``, whole over ``pp``.
+          seed: Scale of the gradients.
+        """
+        weights, shared = _apart(params)
+        found = self._pipeline(batch).gradients(weights, shared, batch, seed)
+        return found.loss, {**found.shared, "decoder": found.weights}
+
+    def loss(self, params: Tree, batch: Tree) -> Float[Array, ""]:
+        """Summed loss in nats of one microbatch ``[B, S]``, without gradients."""
+        batch = jax.tree.map(partial(jnp.expand_dims, axis=0), batch)
+        return self._pipeline(batch).outputs(*_apart(params), batch)[1]
+
+    def _pipeline(self, batch: Tree) -> Pipeline:
+        return Pipeline(self.schedule, self._stages(batch), self.mesh, "pp")
+
+    def _stages(self, batch: Tree) -> Stages:
+        place, layouts = self.model.place(self.mesh), self.model.layouts(self.mesh)
+        width = self.model.config.d_model
+
+        def constrain_weights(weights: Tree) -> Tree:
+            return jax.tree.map(self._as_stored, weights, layouts["decoder"])
+
+        return Stages(
+            run=self._run,
+            wire=jax.ShapeDtypeStruct((*batch["tokens"].shape[1:], width), jnp.float32),
+            constrain_wire=lambda wire: place.constrain(wire, *RESIDUAL),
+            constrain_weights=constrain_weights,
+        )
+
+    def _as_stored(self, gradient: Array, layout: PartitionSpec) -> Array:
+        """A virtual stage's gradient, laid out like its parameter."""
+        return constrain(gradient, self.mesh, PartitionSpec(*layout[2:]))
+
+    def _run(
+        self, weights: Tree, shared: Tree, wire: Array, micro: Tree, index: Array
+    ) -> tuple[Array, Array, Tree]:
+        """One virtual stage on one microbatch."""
+        place, split = self.model.place(self.mesh), self._split
+        module = self.model.stage({**shared, "decoder": weights})
+        numbers = split.numbers.reshape(-1, split.depth)
+        with autocast(self.dtype) if self.dtype != "f32" else nullcontext():
+            x_BSD = jax.lax.cond(
+                index == 0,
+                lambda: module.embed(micro["tokens"], place=place),
+                lambda: wire,
+            )
+            x_BSD, _ = module.decode(
+                x_BSD,
+                positions=micro["positions"],
+                segment_ids=micro["segment_ids"],
+                numbers=jax.lax.dynamic_index_in_dim(
+                    jnp.asarray(numbers), index, 0, keepdims=False
+                ),
+                has_fillers=not split.is_even,
+                place=place,
+            )
+            is_last = index == self.schedule.virtual_stages - 1
+            loss = jax.lax.cond(
+                is_last,
+                lambda: self._loss(module, x_BSD, micro["targets"]),
+                lambda: jnp.float32(0.0),
+            )
+        return x_BSD, loss, {}
+
+    def _loss(self, module: Gemma3, x_BSD: Array, targets: Array) -> Float[Array, ""]:
+        place = self.model.place(self.mesh)
+        logits = module.logits(module.normalized(x_BSD, place=place), place=place)
+        return cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="sum")
+
+    @property
+    def _split(self) -> StageSplit:
+        assert self.model.split is not None, "the model of a pipeline has stages"
+        return self.model.split
+
+
+def _apart(params: Tree) -> tuple[Tree, Tree]:
+    """The stages' own parameters, and those that several read."""
+    shared = {name: part for name, part in params.items() if name != "decoder"}
+    return params["decoder"], shared
