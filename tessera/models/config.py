@@ -25,6 +25,20 @@ def nearest(legal: Iterable[int], wanted: int) -> str:
     return " or ".join(map(str, below + above))
 
 
+_MAY_BE_ZERO = ("num_experts", "router_balance_weight", "router_z_weight")
+
+
+def _out_of_range(name: str, value: float | None) -> tuple[str, str] | None:
+    """What is wrong with one number, and what to write instead."""
+    if value is None or 0 < value < math.inf:
+        return None
+    if value == 0 and name in _MAY_BE_ZERO:
+        return None
+    least = "0" if name in _MAY_BE_ZERO else "1"
+    kind = "number from 0 up" if name in _MAY_BE_ZERO else "positive number"
+    return f"{name} = {value!r} is not a {kind}", f"use {name} {least} or more"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config:
     """Sizes and constants of one Gemma 3 text model.
@@ -36,7 +50,7 @@ class Gemma3Config:
       num_heads: Query heads.
       num_kv_heads: Key and value heads; each serves num_heads / num_kv_heads queries.
       head_dim: Width of one head; even, because rope rotates halves.
-      mlp_dim: Hidden width of the gated MLP.
+      mlp_dim: Hidden width of the gated MLP, or of each expert.
       window: Tokens that a local layer sees, its own included.
       query_pre_attn_scalar: Queries are scaled by this to the power -1/2.
       global_every: Layer i sees the whole sequence iff (i + 1) % global_every == 0.
@@ -45,6 +59,15 @@ class Gemma3Config:
       rope_scale_global: Global layers divide positions by this.
       norm_epsilon: Added to the mean square in every RMSNorm.
       scan_unroll: Layers in one step of the scan over layers.
+      num_experts: Gated MLPs in the place of each layer's one; 0 keeps the one. What
+        follows is of routers and has a meaning only with experts.
+      experts_per_token: Experts that each token goes through.
+      capacity_factor: None is dropless: every expert computes every token that chooses
+        it. A number limits what an expert takes of a sequence, in multiples of its
+        even share.
+      router_balance_weight: Weight in the training loss of each layer's load-balancing
+        loss.
+      router_z_weight: The same of each layer's router z-loss.
 
     Raises:
       ModelShapeError: [T405] sizes that contradict each other, all of them at once.
@@ -72,6 +95,11 @@ class Gemma3Config:
     rope_scale_global: float = 1.0
     norm_epsilon: float = 1e-6
     scan_unroll: int = 1
+    num_experts: int = 0
+    experts_per_token: int = 2
+    capacity_factor: float | None = None
+    router_balance_weight: float = 0.01
+    router_z_weight: float = 0.001
 
     def __post_init__(self) -> None:
         problems = self._problems()
@@ -85,12 +113,9 @@ class Gemma3Config:
     def _problems(self) -> list[tuple[str, str]]:
         """What is wrong and what to write instead, for everything that is wrong."""
         found = [
-            (
-                f"{field.name} = {value!r} is not a positive number",
-                f"use {field.name} 1 or more",
-            )
+            problem
             for field in fields(self)
-            if not 0 < (value := getattr(self, field.name)) < math.inf
+            if (problem := _out_of_range(field.name, getattr(self, field.name)))
         ]
         if found:
             return found
@@ -110,13 +135,24 @@ class Gemma3Config:
                     f"use head_dim {self.head_dim - 1 or 2} or {self.head_dim + 1}",
                 )
             )
+        if 0 < self.num_experts < self.experts_per_token:
+            found.append(
+                (
+                    f"experts_per_token = {self.experts_per_token}, "
+                    f"num_experts = {self.num_experts}",
+                    f"use experts_per_token {self.num_experts} or less",
+                )
+            )
         return found
 
     @property
     def num_params(self) -> int:
         """Number of trained scalars; the tied head counts once."""
         d, heads = self.d_model, self.num_heads + self.num_kv_heads
-        block = 2 * d * self.head_dim * heads + 3 * d * self.mlp_dim
+        mlp = 3 * d * self.mlp_dim
+        if self.num_experts:
+            mlp = self.num_experts * (mlp + d)
+        block = 2 * d * self.head_dim * heads + mlp
         return self.vocab_size * d + self.num_layers * block + self.num_norm_params
 
     @property

@@ -26,6 +26,19 @@ CONFIGS: Final[Mapping[str, Gemma3Config]] = MappingProxyType(
             window=64,
             query_pre_attn_scalar=32,
         ),
+        # The same with eight experts in the place of each MLP, a token in two of them.
+        "moe_tiny": Gemma3Config(
+            vocab_size=264,
+            d_model=128,
+            num_layers=6,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            mlp_dim=128,
+            window=64,
+            query_pre_attn_scalar=32,
+            num_experts=8,
+        ),
         "gemma3_270m": Gemma3Config(
             vocab_size=262_144,
             d_model=640,

@@ -33,9 +33,6 @@ RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "sequence": ("tp",),
         "vocab": ("tp",),
         "embed": ("fsdp",),
-        # The width of the embedding table, which the first and the last stage of a
-        # pipeline read: stored in parts by all, put together once in a step.
-        "table": ("fsdp", "pp"),
         "heads": ("tp",),
         "kv_heads": ("tp",),
         "mlp": ("tp",),
@@ -44,7 +41,6 @@ RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "router": (),
         "head_dim": (),
         "layers": (),
-        "stages": ("pp",),
         # A few thousandths of a model at most: gathering would cost more than it saves.
         "norm": (),
     }
@@ -58,7 +54,6 @@ class Placement:
     Attributes:
       mesh: Where the model runs; None leaves every layout to XLA.
       whole: Logical dims that are not split although a rule would.
-      taken: Mesh axes that split nothing, because a ``jax.vmap`` runs over them.
 
     Example:
       >>> from tessera.mesh import Mesh
@@ -68,7 +63,6 @@ class Placement:
 
     mesh: Mesh | None = None
     whole: frozenset[str] = frozenset({"sequence"})
-    taken: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -105,8 +99,7 @@ class Placement:
             )
         if self.mesh is None or name in self.whole:
             return ()
-        free = [axis for axis in self.mesh.axes if axis not in self.taken]
-        return tuple(axis for axis in RULES[name] if axis in free)
+        return tuple(axis for axis in RULES[name] if axis in self.mesh.axes)
 
     def size(self, name: str) -> int:
         """Into how many blocks a logical dim is split."""

@@ -91,7 +91,7 @@ def _generate(
 
     def step(i: Array, tokens: Array) -> Array:
         # What lies beyond i is not yet written, and no earlier position reads it.
-        hidden = module.hidden(tokens)
+        hidden, _ = module.hidden(tokens)
         last = jax.lax.dynamic_slice_in_dim(hidden, i - 1, 1, axis=1)
         logits = module.logits(last)[:, 0]
         if top_k is not None:
