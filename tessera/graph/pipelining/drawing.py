@@ -46,7 +46,7 @@ def as_svg(schedule: "Schedule") -> str:
     starts = LEFT + np.concatenate([[0.0], np.cumsum(lasts)])
     width, height = starts[-1] + 10, TOP + ROW * schedule.stages + 30
     prices = {"F": 1.0, "B": 1.0 if schedule.splits_backward else 2.0, "W": 1.0}
-    boxes = [_text(8, 20, schedule.summary(), "title")]
+    boxes = [_text(8, 20, schedule.summary(), 'font-weight="bold"')]
     for device in range(schedule.stages):
         boxes.append(_text(8, TOP + ROW * device + 16, f"device {device}"))
     for tick, row in enumerate(schedule.cells):
@@ -63,18 +63,13 @@ def as_svg(schedule: "Schedule") -> str:
             f'fill="{COLORS[kind]}"/>' + _text(left + 17, height - 10, MEANINGS[kind])
         )
         left += 90
-    style = (
-        "text{font:11px sans-serif}.title{font-weight:bold}.op{text-anchor:middle}"
-        "rect{stroke:#fff}"
-    )
     width = max(width, 420.0)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" '
         f'height="{height:g}" viewBox="0 0 {width:g} {height:g}">'
         f"<title>{escape(schedule.summary())}</title>"
-        f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>'
-        + "".join(boxes)
-        + "</svg>"
+        '<rect width="100%" height="100%" fill="#fff"/>'
+        '<g font-family="sans-serif" font-size="11">' + "".join(boxes) + "</g></svg>"
     )
 
 
@@ -88,11 +83,11 @@ def _box(op: "Op", left: float, top: float, wide: float, label: str) -> str:
     opacity = 1.0 - 0.45 * min(op.chunk, 3) / 3
     return (
         f'<rect x="{left:g}" y="{top:g}" width="{wide:g}" height="{ROW - 2:g}" '
-        f'fill="{COLORS[op.kind]}" fill-opacity="{opacity:g}"/>'
-        + _text(left + wide / 2, top + 15, label, "op")
+        f'fill="{COLORS[op.kind]}" fill-opacity="{opacity:g}" stroke="#fff"/>'
+        + _text(left + wide / 2, top + 15, label, 'text-anchor="middle"')
     )
 
 
 def _text(x: float, y: float, text: str, style: str = "") -> str:
-    css = f' class="{style}"' if style else ""
-    return f'<text x="{x:g}" y="{y:g}"{css}>{escape(text)}</text>'
+    # Attributes, as a style sheet would hold for the whole page that shows the picture.
+    return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>'
