@@ -19,7 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 from tessera.models.config import Gemma3Config
 from tessera.models.experts import Experts
 from tessera.models.layers import MLP, Attention, RMSNorm, parameter
+from tessera.models.remat import NONE, policies_of, policies_of_stage, scan_layers
 from tessera.models.rules import NO_MESH, Placement
+from tessera.ops.embedding import look_up
 
 RESIDUAL = ("batch", "sequence", None)
 GATHERED = ("batch", None, None)
@@ -77,15 +79,19 @@ class Gemma3(nnx.Module):
     Args:
       config: Sizes.
       rngs: Its ``params`` stream gives the initial values.
+      remat: What each layer recomputes; see ``remat.policies_of``.
     """
 
-    def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: Gemma3Config, *, rngs: nnx.Rngs, remat: Any = NONE
+    ) -> None:
         self.config = config
+        self.remat = nnx.static(policies_of(remat, config))
         # Unit-variance inputs after the scaling by sqrt(d_model), unit-variance logits.
         init = jax.nn.initializers.normal(config.d_model**-0.5)
         shape = (config.vocab_size, config.d_model)
         table = init(rngs.params(), shape, jnp.float32)
-        self.embedding = parameter(table, "vocab", "embed")
+        self.embedding = parameter(table, "vocab", "table")
         self.decoder = Block(config, rngs=rngs)
         self.final_norm = RMSNorm((config.d_model,), ("norm",), config.norm_epsilon)
 
@@ -118,7 +124,7 @@ class Gemma3(nnx.Module):
         x_BSD, statistics = self.decode(
             x_BSD, positions=positions, segment_ids=segment_ids, place=place
         )
-        return place.constrain(self.final_norm(x_BSD), *GATHERED), statistics
+        return self.normalized(x_BSD, place=place), statistics
 
     def embed(
         self, tokens: Int[Array, "batch seq"], *, place: Placement = NO_MESH
@@ -131,7 +137,9 @@ class Gemma3(nnx.Module):
             # Rows are looked up whole: split over fsdp, as the batch is, they have
             # to change places with it, which XLA does by replicating all of them.
             table = place.constrain(self.embedding[...], "vocab", None)
-            x_BSD = jnp.take(table, tokens, axis=0, mode="fill")
+            rows, split = place.axes("vocab"), GATHERED[:2]
+            split = place.resolve(split, tokens.shape, "tokens")
+            x_BSD = look_up(table, tokens, rows=rows, split=split)
             return place.constrain(x_BSD * self.config.d_model**0.5, *RESIDUAL)
 
     def decode(
@@ -140,28 +148,62 @@ class Gemma3(nnx.Module):
         *,
         positions: Int[Array, "#batch seq"],
         segment_ids: Int[Array, "batch seq"] | None = None,
+        numbers: Int[Array, " layers"] | None = None,
+        has_fillers: bool = False,
         place: Placement = NO_MESH,
     ) -> tuple[Float[Array, "batch seq d_model"], Statistics]:
-        """The residual after the blocks, and the statistics of each layer's router."""
+        """The residual after the blocks that the decoder holds.
+
+        Args:
+          x_BSD: The residual before them.
+          positions: See ``Model.apply``.
+          segment_ids: See ``Model.apply``.
+          numbers: Which layers of the model they are, counted from 0; by default all.
+          has_fillers: Whether numbers past the last layer are among them: such a block
+            does nothing.
+          place: Where it runs.
+
+        Returns:
+          The residual, and the statistics of each layer's router, stacked; all zero
+          where a block does nothing.
+        """
         distance_ST, allowed_BST = _causal(x_BSD.shape[1], segment_ids)
         graphdef, layers = nnx.split(self.decoder)
-        is_global = (
-            jnp.arange(1, self.config.num_layers + 1) % self.config.global_every == 0
-        )
+        if numbers is None:
+            numbers = jnp.arange(self.config.num_layers)
+        is_global = (numbers + 1) % self.config.global_every == 0
 
-        def body(
-            x_BSD: Array, layer: tuple[nnx.State[str, Any], Array]
-        ) -> tuple[Array, Statistics]:
-            state, sees_all = layer
+        def apply(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
+            state, sees_all, _ = layer
             block = nnx.merge(graphdef, state)
             mask_BST = allowed_BST & (sees_all | (distance_ST < self.config.window))
             angles_BSK = self._angles(positions, sees_all)
             return block(x_BSD, angles_BSK, mask_BST, place)
 
+        def skip(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
+            _, statistics = jax.eval_shape(apply, x_BSD, layer)
+            return x_BSD, jax.tree.map(_zeros, statistics)
+
+        def body(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
+            if not has_fillers:
+                return apply(x_BSD, layer)
+            is_there = layer[2] < self.config.num_layers
+            return jax.lax.cond(is_there, apply, skip, x_BSD, layer)
+
         with jax.named_scope("decoder"):
-            return jax.lax.scan(
-                body, x_BSD, (layers, is_global), unroll=self.config.scan_unroll
+            return scan_layers(
+                body,
+                x_BSD,
+                (layers, is_global, numbers),
+                policies_of_stage(self.remat, len(numbers)),
+                unroll=self.config.scan_unroll,
             )
+
+    def normalized(
+        self, x_BSD: Float[Array, "batch seq d_model"], *, place: Placement = NO_MESH
+    ) -> Float[Array, "batch seq d_model"]:
+        """The residual as the logits read it."""
+        return place.constrain(self.final_norm(x_BSD), *GATHERED)
 
     def logits(
         self,
@@ -192,6 +234,10 @@ class Gemma3(nnx.Module):
         return positions[..., None].astype(jnp.float32) * jnp.where(
             sees_all, wide, local
         )
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros(shape.shape, shape.dtype)
 
 
 def default_positions(

@@ -33,6 +33,9 @@ RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "sequence": ("tp",),
         "vocab": ("tp",),
         "embed": ("fsdp",),
+        # The width of the embedding table, which the first and the last stage of a
+        # pipeline read: stored in parts by all, put together once in a step.
+        "table": ("fsdp", "pp"),
         "heads": ("tp",),
         "kv_heads": ("tp",),
         "mlp": ("tp",),
@@ -41,6 +44,7 @@ RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "router": (),
         "head_dim": (),
         "layers": (),
+        "stages": ("pp",),
         # A few thousandths of a model at most: gathering would cost more than it saves.
         "norm": (),
     }
@@ -54,6 +58,7 @@ class Placement:
     Attributes:
       mesh: Where the model runs; None leaves every layout to XLA.
       whole: Logical dims that are not split although a rule would.
+      taken: Mesh axes that split nothing, because a ``jax.vmap`` runs over them.
 
     Example:
       >>> from tessera.mesh import Mesh
@@ -63,6 +68,7 @@ class Placement:
 
     mesh: Mesh | None = None
     whole: frozenset[str] = frozenset({"sequence"})
+    taken: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -99,7 +105,8 @@ class Placement:
             )
         if self.mesh is None or name in self.whole:
             return ()
-        return tuple(axis for axis in RULES[name] if axis in self.mesh.axes)
+        free = [axis for axis in self.mesh.axes if axis not in self.taken]
+        return tuple(axis for axis in RULES[name] if axis in free)
 
     def size(self, name: str) -> int:
         """Into how many blocks a logical dim is split."""
