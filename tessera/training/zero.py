@@ -27,6 +27,8 @@ Tree: TypeAlias = Any
 
 AXIS: Final = "dp"
 
+_SCANNED: Final = (None, "stages", "layers")
+
 
 @dataclass(frozen=True)
 class Zero:
@@ -125,7 +127,7 @@ class Zero:
 
         def split(spec: PartitionSpec, leaf: Any, named: ShardSpec) -> PartitionSpec:
             # A scan over layers takes one layer at a time: all devices need it at once.
-            keep = [d for d, name in enumerate(named.mesh_axes) if name == "layers"]
+            keep = [d for d, name in enumerate(named.mesh_axes) if name in _SCANNED]
             return split_further(spec, leaf.shape, self.mesh, AXIS, keep=keep)
 
         return jax.tree.map(split, layouts, self.model.abstract(), self.model.specs())

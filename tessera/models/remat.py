@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the backward pass recomputes instead of keeping: one policy for each layer.
+
+``policies_of`` reads a setting, ``scan_layers`` is the ``lax.scan`` over layers that
+honors it: one scan for each run of neighboring layers with the same policy.
+
+Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from tessera.errors import SettingConflictError, SettingValueError, did_you_mean
+from tessera.models.config import Gemma3Config
+
+Policies: TypeAlias = tuple[str, ...]
+Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
+
+NONE: Final = "none"
+
+
+def keep_matmuls(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy that keeps the results of matmuls, those of experts among them."""
+    return primitive.name in ("dot_general", "ragged_dot_general")
+
+
+POLICIES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        "full": jax.checkpoint_policies.nothing_saveable,
+        "dots": keep_matmuls,
+        **{
+            name: getattr(jax.checkpoint_policies, name)
+            for name in (
+                "nothing_saveable",
+                "everything_saveable",
+                "dots_saveable",
+                "dots_with_no_batch_dims_saveable",
+            )
+        },
+    }
+)
+_KINDS: Final = ("global", "local")
+
+
+def policies_of(remat: Any, config: Gemma3Config) -> Policies:
+    """The policy of every layer.
+
+    Args:
+      remat: ``none`` keeps what the backward pass reads; ``full`` keeps the residual
+        between layers and computes each layer twice; ``dots`` keeps the results of
+        matmuls; any other name is that policy of ``jax.checkpoint_policies``. A list
+        has one name for each layer, a dict one for ``global`` and one for ``local``
+        layers.
+      config: Whose layers.
+
+    Raises:
+      SettingValueError: [T502] there is no such policy, or not one for every layer.
+
+    Example:
+      >>> from tessera.models.registry import config_of
+      >>> policies_of({"global": "full"}, config_of("tiny"))
+      ('none', 'none', 'none', 'none', 'none', 'full')
+    """
+    count = config.num_layers
+    if isinstance(remat, Mapping):
+        for kind in remat:
+            _check_name(kind, _KINDS, "kind of layer", remat)
+        local, wide = (remat.get(kind, NONE) for kind in ("local", "global"))
+        policies = tuple(wide if config.is_global(i) else local for i in range(count))
+    elif isinstance(remat, Sequence) and not isinstance(remat, str):
+        policies = tuple(remat)
+    else:
+        policies = (remat,) * count
+    for name in dict.fromkeys(policies):
+        _check_name(name, (NONE, *POLICIES), "policy", remat)
+    if len(policies) != count:
+        raise SettingValueError(
+            "a list of remat policies has one for each layer",
+            got=f"remat={_shown(remat)}: {len(policies)} policies, {count} layers",
+            fix=f"give {count}, or one name for all layers, or "
+            "{global: full, local: none}",
+        )
+    return policies
+
+
+def policies_of_stage(policies: Policies, depth: int) -> Policies:
+    """The policies of a pipeline stage, which runs some of the layers, or all of them.
+
+    Raises:
+      SettingConflictError: [T507] the layers of a stage differ in their policies.
+    """
+    if len(policies) == depth:
+        return policies
+    if len(set(policies)) > 1:
+        raise SettingConflictError(
+            "the stages of a pipeline run one program, so their layers share a policy",
+            got=f"remat={_shown(list(policies))}",
+            fix="give remat one name for all layers, or drop 'pp' from the mesh",
+        )
+    return policies[:1] * depth
+
+
+def scan_layers(
+    body: Body, carry: Any, layers: Any, policies: Policies, *, unroll: int = 1
+) -> tuple[Any, Any]:
+    """``jax.lax.scan`` over layers, recomputing in the backward pass what they say.
+
+    Args:
+      body: ``(carry, layer) -> (carry, result)``.
+      carry: What the first layer takes.
+      layers: Tree of arrays ``[layers, ...]``.
+      policies: One for each layer, as ``policies_of`` gives them.
+      unroll: Layers in one step of a scan.
+
+    Returns:
+      The last carry, and the results of all layers stacked.
+    """
+    runs = [(name, len(list(same))) for name, same in groupby(policies)]
+    if len(runs) == 1:
+        return _scan(body, carry, layers, runs[0], unroll)
+    leaves, tree = jax.tree.flatten(layers)
+    # Its transpose concatenates: slices would each add a gradient of the whole.
+    pieces = [jax.lax.split(leaf, [count for _, count in runs]) for leaf in leaves]
+    results = []
+    for run, piece in zip(runs, zip(*pieces, strict=True), strict=True):
+        carry, result = _scan(body, carry, jax.tree.unflatten(tree, piece), run, unroll)
+        results.append(result)
+    return carry, jax.tree.map(_concatenated, *results)
+
+
+def _concatenated(*parts: jax.Array) -> jax.Array:
+    return jnp.concatenate(parts)
+
+
+def _scan(
+    body: Body, carry: Any, layers: Any, run: tuple[str, int], unroll: int
+) -> tuple[Any, Any]:
+    """A scan over neighboring layers that share a policy."""
+    name, count = run
+    if name != NONE:
+        body = jax.checkpoint(
+            body,
+            policy=POLICIES[name],
+            # A loop keeps the two computations apart; one step of it is no loop.
+            prevent_cse=count <= unroll,
+        )
+    return jax.lax.scan(body, carry, layers, unroll=unroll)
+
+
+def _check_name(name: Any, known: Sequence[str], what: str, remat: Any) -> None:
+    if name not in known:
+        raise SettingValueError(
+            f"there is no remat {what} {name!r}",
+            got=f"remat={_shown(remat)}",
+            fix=did_you_mean(str(name), known),
+        )
+
+
+def _shown(remat: Any) -> str:
+    return str(remat) if isinstance(remat, str) else repr(remat)
