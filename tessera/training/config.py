@@ -16,17 +16,21 @@ from tessera.errors import (
     MeshShapeError,
     OutputPathError,
     SettingConflictError,
+    SettingValueError,
     TesseraError,
     UnknownAxisError,
     did_you_mean,
 )
+from tessera.graph.pipelining.schedules import NAMES as SCHEDULE_NAMES
 from tessera.mesh import Mesh
 from tessera.models.config import Gemma3Config
 from tessera.models.rules import RULES, Placement
+from tessera.ops.compression import COMPRESSIONS
 from tessera.training import optimizers
 from tessera.training.data import config as data_config
 from tessera.training.data.config import DataConfig
 from tessera.training.optimizers import OptimizerConfig
+from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.settings import as_yaml, problems_of, setting
 
 # Sizes, then names: ((4, 2), ("fsdp", "tp")).
@@ -57,6 +61,13 @@ class TrainingConfig:
       zero_stage: What is split over dp instead of copied along it; 0 nothing, 1 the
         optimizer state, 2 also the gradients, 3 also the parameters. What fsdp splits
         is split at every stage.
+      gradient_compression: What is sent of the gradients over dp, once in a step; none
+        is all of them, bf16 and int8 round them, and top_k sends the largest and keeps
+        the others for later steps.
+      compression_ratio: The share of its gradients that each device sends under top_k.
+      pipeline_schedule: The order of forwards and backwards over the stages of pp. The
+        pipeline's microbatches are those of gradient_accumulation_steps.
+      pipeline_chunks: Runs of layers on each device of pp; 1 but for interleaved.
       clip_norm: Scale the gradients down to this global norm; null never does.
       log_every: Steps between two log lines.
       validate_every: Steps between two validations; 0 validates after the last only.
@@ -76,6 +87,10 @@ class TrainingConfig:
     sync_gradients_every: int = setting(1, least=1)
     mixed_precision: str = setting("f32", choices=("f32", "bf16", "fp16"))
     zero_stage: int = setting(0, least=0, most=3)
+    gradient_compression: str = setting("none", choices=COMPRESSIONS)
+    compression_ratio: float = setting(0.01, above=0, most=1)
+    pipeline_schedule: str = setting("1f1b", choices=SCHEDULE_NAMES)
+    pipeline_chunks: int = setting(1, least=1)
     clip_norm: float | None = setting(1.0, above=0)
     log_every: int = setting(10, least=1)
     validate_every: int = setting(100, least=0)
@@ -167,6 +182,8 @@ def check(settings: Settings) -> list[TesseraError]:
         *problems_of(settings.training, "training"),
         *_check_accumulation(settings.training),
         *_check_zero(settings.training),
+        *_check_compression(settings.training, mesh),
+        *_check_pipeline(settings, mesh),
         *_check_sequences(settings, mesh),
         *_check_data(settings.data),
         *optimizers.check(settings.optimizer),
@@ -238,6 +255,84 @@ def _check_zero(training: TrainingConfig) -> list[TesseraError]:
             fix="use training.sync_gradients_every=1, or training.zero_stage=1",
         )
     ]
+
+
+def _check_compression(
+    training: TrainingConfig, mesh: Mesh | None
+) -> list[TesseraError]:
+    if training.compression_ratio != 0.01 and training.gradient_compression != "top_k":
+        return [
+            SettingValueError(
+                "training.compression_ratio has no meaning without top_k",
+                got=f"training.compression_ratio={training.compression_ratio}, "
+                f"training.gradient_compression={training.gradient_compression}",
+                fix="leave it out, or use training.gradient_compression=top_k",
+            )
+        ]
+    if training.gradient_compression == "none":
+        return []
+    axes = mesh.shape if mesh else {"dp": 1}
+    conflicts = [
+        ("dp" not in axes, "no axis dp in the mesh", "name an axis dp"),
+        (
+            "pp" in axes,
+            "pipeline stages, whose gradients are reduced where they arise",
+            "use a mesh without pp",
+        ),
+        (
+            training.sync_gradients_every > 1,
+            f"training.sync_gradients_every={training.sync_gradients_every}, while "
+            "compressed gradients cross dp once in a step",
+            "use training.sync_gradients_every=1",
+        ),
+        (
+            training.zero_stage > 1,
+            f"training.zero_stage={training.zero_stage}, which splits gradients over "
+            "dp, while compressed ones are whole there",
+            "use training.zero_stage=1",
+        ),
+    ]
+    return [
+        SettingConflictError(
+            "gradients cannot be compressed in this run",
+            got=f"training.gradient_compression={training.gradient_compression}; {got}",
+            fix=f"{fix}, or training.gradient_compression=none",
+        )
+        for found, got, fix in conflicts
+        if found
+    ]
+
+
+def _check_pipeline(settings: Settings, mesh: Mesh | None) -> list[TesseraError]:
+    training = settings.training
+    name, chunks = training.pipeline_schedule, training.pipeline_chunks
+    if (chunks > 1) != (name == "interleaved"):
+        return [
+            SettingConflictError(
+                "several runs of layers on a device are what makes a schedule "
+                "interleaved",
+                got=f"training.pipeline_schedule={name}, "
+                f"training.pipeline_chunks={chunks}",
+                fix="use training.pipeline_schedule=interleaved with "
+                "training.pipeline_chunks=2 or more, or another schedule with 1",
+            )
+        ]
+    if mesh is None or "pp" not in mesh.axes:
+        return []
+    if training.sync_gradients_every > 1:
+        return [
+            SettingConflictError(
+                "the stages of a pipeline exchange gradients where they arise",
+                got=f"training.sync_gradients_every={training.sync_gradients_every}",
+                fix="use training.sync_gradients_every=1, or a mesh without pp",
+            )
+        ]
+    try:
+        schedule_of(mesh, name, chunks, training.gradient_accumulation_steps)
+        split_of(mesh, settings.model.config, chunks)
+    except TesseraError as error:
+        return [error]
+    return []
 
 
 def _check_sequences(settings: Settings, mesh: Mesh | None) -> list[TesseraError]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What settings stand for: the mesh, the model, the data, the step to run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -10,14 +10,19 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from tessera.graph.function import Function
+from tessera.graph.pipelining.microbatches import fewer_microbatches_warning
+from tessera.graph.pipelining.partition import describe
+from tessera.graph.pipelining.table import Schedule
 from tessera.graph.stages import Compiled
 from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.models.rules import Placement
-from tessera.training.config import Settings
+from tessera.models.stages import layer_costs
+from tessera.training.config import Settings, TrainingConfig
 from tessera.training.data import Corpus, load
 from tessera.training.loss_scale import LossScale
 from tessera.training.optimizers import make_optimizer
+from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.state import TrainState, abstract_state, state_specs
 from tessera.training.step import Recipe, batch_spec, make_train_step
 
@@ -40,8 +45,23 @@ class Job:
     @cached_property
     def model(self) -> Model:
         """The model, without arrays."""
-        model = self.settings.model
-        return Model(model.config, sequence_parallel=model.sequence_parallel)
+        model, chunks = self.settings.model, self.settings.training.pipeline_chunks
+        return Model(
+            model.config,
+            sequence_parallel=model.sequence_parallel,
+            split=split_of(self.mesh, model.config, chunks),
+        )
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """The order of the pipeline, where the mesh has an axis ``pp``."""
+        training = self.settings.training
+        return schedule_of(
+            self.mesh,
+            training.pipeline_schedule,
+            training.pipeline_chunks,
+            training.gradient_accumulation_steps,
+        )
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -62,6 +82,9 @@ class Job:
             sync_every=training.sync_gradients_every,
             dtype=_DTYPES[training.mixed_precision],
             zero_stage=training.zero_stage,
+            schedule=self.schedule,
+            compression=training.gradient_compression,
+            compression_ratio=training.compression_ratio,
         )
 
     @cached_property
@@ -93,6 +116,9 @@ class Job:
             loss_scale=self.loss_scale,
             zero_stage=self.recipe.zero_stage,
         )
+        exchange = self.recipe.exchange
+        shapes = replace(shapes, residual=exchange.abstract_residual)
+        specs = replace(specs, residual=exchange.residual_specs)
         return jax.tree.map(self._struct, shapes, specs)
 
     @property
@@ -106,7 +132,23 @@ class Job:
 
     def layout_notes(self) -> list[str]:
         """What a reader of the settings would not expect, one sentence each."""
-        return [*self.model.layout_notes(self.mesh), *self.recipe.zero.notes()]
+        return [
+            *self.model.layout_notes(self.mesh),
+            *self.recipe.zero.notes(),
+            *self._pipeline_notes(),
+        ]
+
+    def _pipeline_notes(self) -> list[str]:
+        """The split of the layers and the schedule; what they waste, as a warning."""
+        schedule, split = self.schedule, self.model.split
+        if schedule is None or split is None:
+            name = self.settings.training.pipeline_schedule
+            default = TrainingConfig.pipeline_schedule
+            changes = f"pipeline_schedule {name} changes nothing: no axis pp"
+            return [changes] if name != default else []
+        fewer_microbatches_warning(schedule)
+        costs, head = layer_costs(self.model.config)
+        return [describe(split.layers, costs, last=head), schedule.summary()]
 
     def check(self) -> None:
         """Raise what does not fit before anything is compiled or written.

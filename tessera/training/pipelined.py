@@ -18,8 +18,10 @@ from jaxtyping import Array, Float
 
 from tessera.graph.pipelining.device import Stages
 from tessera.graph.pipelining.loop import Pipeline
+from tessera.graph.pipelining.schedules import schedule
 from tessera.graph.pipelining.table import Schedule
 from tessera.mesh import Mesh
+from tessera.models.config import Gemma3Config
 from tessera.models.gemma3 import RESIDUAL, Gemma3
 from tessera.models.model import Model
 from tessera.models.stages import StageSplit
@@ -126,6 +128,31 @@ class PipelinedModel:
     def _split(self) -> StageSplit:
         assert self.model.split is not None, "the model of a pipeline has stages"
         return self.model.split
+
+
+def schedule_of(
+    mesh: Mesh, name: str, chunks: int, accumulation: int
+) -> Schedule | None:
+    """The table of a step with that many microbatches; None where there is no ``pp``.
+
+    Raises:
+      PipelineSizeError: [T311] the sizes do not make such a schedule.
+    """
+    if "pp" not in mesh.axes:
+        return None
+    given = chunks if name == "interleaved" or chunks > 1 else None
+    return schedule(name, mesh.shape["pp"], accumulation, given)
+
+
+def split_of(mesh: Mesh, config: Gemma3Config, chunks: int) -> StageSplit | None:
+    """The layers of each stage; None where the mesh has no ``pp``.
+
+    Raises:
+      PipelineSizeError: [T311] there are more virtual stages than layers.
+    """
+    if "pp" not in mesh.axes:
+        return None
+    return StageSplit.of(config, mesh.shape["pp"], chunks)
 
 
 def _apart(params: Tree) -> tuple[Tree, Tree]:
