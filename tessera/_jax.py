@@ -189,6 +189,15 @@ def is_jit(equation: Equation) -> bool:
     return equation.primitive is jit_p
 
 
+def scan_sizes(equation: Equation) -> tuple[int, int]:
+    """How many of a ``scan``'s inputs are constants, and how many are carries."""
+    params = equation.params
+    if "ft_in" in params:  # as newer ones have it
+        consts, carries, _ = params["ft_in"].unpack()
+        return len(list(consts)), len(list(carries))
+    return params["num_consts"], params["num_carry"]
+
+
 def jit_params(equation: Equation, inner: Program) -> dict[str, Any]:
     """Parameters of a ``jit`` equation for an inner program with more inputs."""
     params = equation.params
@@ -270,9 +279,12 @@ def zeros(aval: Any) -> jax.Array:
     return jax.lax.pcast(blank, axes, to="varying") if axes else blank
 
 
-def without_dead_code(program: Program) -> Program:
-    """A program less the equations whose results nobody reads, nested ones included."""
-    return partial_eval.dce_jaxpr(_body(program), True)[0]
+def without_dead_code(program: Program, *, keep_inputs: bool = False) -> Program:
+    """A program less the equations whose results nobody reads, nested ones included.
+
+    Inputs that nobody reads go too, unless they are kept.
+    """
+    return partial_eval.dce_jaxpr(_body(program), True, instantiate=keep_inputs)[0]
 
 
 def check(program: Program) -> None:

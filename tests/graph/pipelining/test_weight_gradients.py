@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage's backward in two: the same numbers, the same matmuls, few residuals."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tessera import _jax
+from tessera.analysis import flops
+from tessera.graph.pipelining.weight_gradients import split_backward
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+LAYERS, BATCH, SEQ, DIM, HIDDEN = 4, 2, 5, 8, 12
+
+
+def keys():
+    yield from jax.random.split(jax.random.key(0), 64)
+
+
+KEYS = keys()
+
+
+def normal(*shape, dtype=jnp.float32):
+    return (0.4 * jax.random.normal(next(KEYS), shape)).astype(dtype)
+
+
+def norm(x, scale):
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def attention(weights, x, constrain=lambda x, *_: x):
+    split_heads = partial(jnp.einsum, "bsd,dhe->bshe")
+    q, k, v = (
+        constrain(split_heads(x, weights[name]), "dp", None, "tp") for name in "qkv"
+    )
+    scores = jnp.einsum("bshe,bthe->bhst", q, k)
+    mask = jnp.tril(jnp.ones(scores.shape[-2:], dtype=bool))
+    weights_of = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+    return jnp.einsum("bhst,bthe,hed->bsd", weights_of, v, weights["o"])
+
+
+def block(weights, x, constrain=lambda x, *_: x):
+    x = x + attention(weights, norm(x, weights["norm"]), constrain)
+    hidden = constrain(norm(x, weights["norm2"]) @ weights["up"], "dp", None, "tp")
+    return constrain(x + jax.nn.gelu(hidden) @ weights["down"], "dp")
+
+
+def block_weights(*stack):
+    heads = (*stack, DIM, 2, DIM // 2)
+    return {
+        **{name: normal(*heads) for name in "qkv"},
+        "o": normal(*stack, 2, DIM // 2, DIM),
+        "norm": normal(*stack, DIM),
+        "norm2": normal(*stack, DIM),
+        "up": normal(*stack, DIM, HIDDEN),
+        "down": normal(*stack, HIDDEN, DIM),
+    }
+
+
+def scanned(layer, **options):
+    def stage(weights, h, *more):
+        def body(h, layer_weights):
+            return layer(layer_weights, h, *more), None
+
+        return lax.scan(body, h, weights, **options)[0]
+
+    return stage
+
+
+def mlp(weights, h):
+    return jnp.tanh(h @ weights["up"] + weights["bias"]) @ weights["down"]
+
+
+MLP = {"up": normal(DIM, HIDDEN), "bias": normal(HIDDEN), "down": normal(HIDDEN, DIM)}
+STACKED = block_weights(LAYERS)
+ACTIVATIONS = normal(BATCH, SEQ, DIM)
+
+
+def with_shared(weights, h):
+    def body(h, up):
+        return h + jnp.tanh(h @ up) @ weights["shared"] + weights["bias"], None
+
+    return lax.scan(body, h, weights["up"])[0]
+
+
+def with_positions(weights, h, positions, key):
+    angles = positions[:, None].astype(h.dtype) * weights["rate"]
+    kept = jax.random.bernoulli(key, 0.7, h.shape)
+    return jnp.where(kept, h + jnp.sin(angles), jnp.zeros_like(h)) @ weights["w"]
+
+
+@jax.custom_vjp
+def scaled(w, x):
+    return x @ w
+
+
+scaled.defvjp(
+    lambda w, x: (x @ w, (w, x)),
+    lambda kept, g: (jnp.einsum("bsd,bse->de", kept[1], g), 2.0 * (g @ kept[0].T)),
+)
+
+
+def with_branch(weights, h):
+    h = h @ weights["w"]
+    return lax.cond(h.sum() > 0, lambda h: jnp.sin(h @ weights["v"]), jnp.cos, h)
+
+
+def looped_by_hand(weights, h):
+    def body(i, h):
+        return h + jnp.tanh(h @ weights[i])
+
+    return lax.fori_loop(0, LAYERS, body, h)
+
+
+def scan_in_scan(weights, h):
+    def outer(h, stack):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, stack)[0], None
+
+    return lax.scan(outer, h, weights)[0]
+
+
+WIDE = normal(LAYERS, DIM, DIM)
+
+# Name -> stage, its weights, its input, its side inputs.
+STAGES = {
+    "mlp": (mlp, MLP, ACTIVATIONS),
+    "transformer": (scanned(block), STACKED, ACTIVATIONS),
+    "transformer, rematerialized": (
+        scanned(jax.checkpoint(block)),
+        STACKED,
+        ACTIVATIONS,
+    ),
+    "transformer, matmuls saved": (
+        scanned(jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)),
+        STACKED,
+        ACTIVATIONS,
+    ),
+    "layers without a loop": (
+        jax.checkpoint(lambda w, h: mlp(w[1], mlp(w[0], h))),
+        [MLP, {name: -w for name, w in MLP.items()}],
+        ACTIVATIONS,
+    ),
+    "weights used twice": (
+        lambda w, h: jnp.tanh(jnp.tanh(h @ w) @ w) @ w.T,
+        normal(DIM, DIM),
+        ACTIVATIONS,
+    ),
+    "weights that all layers share": (
+        with_shared,
+        {"up": WIDE, "shared": normal(DIM, DIM), "bias": normal(DIM)},
+        ACTIVATIONS,
+    ),
+    "only a bias": (lambda w, h: h + w, normal(DIM), ACTIVATIONS),
+    "unused weights": (
+        lambda w, h: h @ w["used"],
+        {"used": normal(DIM, DIM), "unused": normal(3, 3)},
+        ACTIVATIONS,
+    ),
+    "integer side inputs": (
+        with_positions,
+        {"rate": normal(DIM), "w": normal(DIM, DIM)},
+        ACTIVATIONS,
+        jnp.arange(SEQ),
+        jax.random.key(3),
+    ),
+    "an embedding": (
+        lambda w, h, tokens: w["embedding"][tokens] @ w["up"],
+        {"embedding": normal(11, DIM), "up": normal(DIM, DIM)},
+        ACTIVATIONS,
+        jnp.arange(10).reshape(2, 5),
+    ),
+    "a derivative of its own": (
+        lambda w, h: scaled(w, jnp.tanh(scaled(w, h))),
+        normal(DIM, DIM),
+        ACTIVATIONS,
+    ),
+    "a branch": (
+        with_branch,
+        {"w": normal(DIM, DIM), "v": normal(DIM, DIM)},
+        ACTIVATIONS,
+    ),
+    "a loop unrolled by two": (
+        scanned(lambda w, h: jnp.tanh(h @ w), unroll=2),
+        WIDE,
+        ACTIVATIONS,
+    ),
+    "a loop that counts": (looped_by_hand, WIDE, ACTIVATIONS),
+    "a scan in a scan": (scan_in_scan, normal(2, 3, DIM, DIM), ACTIVATIONS),
+    "narrow activations": (
+        scanned(block),
+        jax.tree.map(lambda w: w.astype(jnp.bfloat16), STACKED),
+        ACTIVATIONS.astype(jnp.bfloat16),
+    ),
+}
+every_stage = pytest.mark.parametrize("name", STAGES)
+
+
+@cache
+def pieces(name):
+    stage, weights, h, *more = STAGES[name]
+    out = jax.eval_shape(stage, weights, h, *more)
+    cotangent = jax.random.normal(jax.random.key(9), out.shape, out.dtype)
+
+    def whole(weights, h, cotangent, *more):
+        _, pull = jax.vjp(lambda w, x: stage(w, x, *more), weights, h)
+        return pull(cotangent)
+
+    split = split_backward(stage, weights, h, cotangent, *more)
+    return whole, split, weights, h, cotangent, more
+
+
+def halves_of(split, weights, h, cotangent, more):
+    """The programs of both halves."""
+    args = (weights, h, cotangent, *more)
+    first = jax.make_jaxpr(split.input_gradients)(*args)
+    second = jax.make_jaxpr(split.weight_gradients)(
+        list(split.residuals), weights, *more
+    )
+    return first, second
+
+
+def equations_of(program):
+    """The equations of a program and of those in it."""
+    for equation in _jax.equations(program):
+        yield equation
+        for _, inner in _jax.nested(equation):
+            yield from equations_of(inner)
+
+
+@every_stage
+def test_both_halves_give_the_gradients_of_the_whole(name):
+    whole, split, weights, h, cotangent, more = pieces(name)
+    dw, dh = jax.jit(whole)(weights, h, cotangent, *more)
+    first, residuals = jax.jit(split.input_gradients)(weights, h, cotangent, *more)
+    second = jax.jit(split.weight_gradients)(residuals, weights, *more)
+    assert jax.tree.structure((second, first)) == jax.tree.structure((dw, dh))
+    jax.tree.map(np.testing.assert_array_equal, (second, first), (dw, dh))
+
+
+@every_stage
+def test_the_residuals_are_as_announced(name):
+    _, split, weights, h, cotangent, more = pieces(name)
+    _, residuals = jax.eval_shape(split.input_gradients, weights, h, cotangent, *more)
+    found = [(r.shape, r.dtype) for r in residuals]
+    assert found == [(r.shape, r.dtype) for r in split.residuals]
+
+
+@every_stage
+def test_every_matmul_is_in_one_half(name):
+    whole, split, weights, h, cotangent, more = pieces(name)
+    both = halves_of(split, weights, h, cotangent, more)
+    all_at_once = jax.make_jaxpr(whole)(weights, h, cotangent, *more)
+    counted = sum(flops.count(half).matmul for half in both)
+    assert counted == flops.count(all_at_once).matmul
+
+
+def test_the_second_half_has_the_matmuls_of_the_weights_and_no_other():
+    _, split, weights, h, cotangent, more = pieces("transformer")
+    first, second = halves_of(split, weights, h, cotangent, more)
+    tokens = BATCH * SEQ
+    of_weights = sum(2 * tokens * w.size for n, w in weights.items() if "norm" not in n)
+    of_scores = 2 * LAYERS * 2 * tokens * SEQ * DIM
+    assert flops.count(second).matmul == of_weights
+    # The forward, then the gradient of each of its products' activations.
+    assert flops.count(first).matmul == 2 * of_weights + 3 * of_scores
+
+
+@pytest.mark.parametrize("name", ["transformer", "transformer, rematerialized"])
+def test_of_a_layer_cross_the_operands_of_its_weights_gradients_and_no_more(name):
+    _, split, *_ = pieces(name)
+    tokens = LAYERS * BATCH * SEQ
+    found = sorted(r.size for r in split.residuals)
+    hidden = [tokens * HIDDEN] * 2  # gelu's result and the gradient of its operand
+    # Both norms' results, attention's; gradients of q, k, v and of what is added to x.
+    narrow = [tokens * DIM] * 8
+    scales = [LAYERS * DIM] * 2  # the gradients themselves
+    assert found == scales + narrow + hidden
+
+
+def test_what_the_second_half_can_make_again_does_not_cross():
+    def stage(weights, h, key):
+        kept = jax.random.bernoulli(key, 0.7, h.shape)
+        scale = jnp.exp(weights["scale"])
+        dropped = jnp.where(kept, h, jnp.zeros_like(h))
+        return h @ weights["w"] + (dropped * scale) @ weights["v"]
+
+    weights = {"scale": normal(DIM), "w": normal(DIM, DIM), "v": normal(DIM, DIM)}
+    split = split_backward(stage, weights, ACTIVATIONS, ACTIVATIONS, jax.random.key(0))
+    # The gradient of the scale; the input and the cotangent. No mask, nothing dropped.
+    wide = (BATCH, SEQ, DIM)
+    assert [r.shape for r in split.residuals] == [(DIM,), wide, wide]
+
+
+def test_a_loop_has_no_part_in_a_half_that_wants_nothing_of_it():
+    _, split, weights, h, cotangent, more = pieces("transformer")
+    _, second = halves_of(split, weights, h, cotangent, more)
+    loops = [e for e in equations_of(second) if e.primitive.name == "scan"]
+    assert [loop.params["reverse"] for loop in loops] == [True]
+    assert _jax.scan_sizes(loops[0]) == (0, 0)
+
+
+def test_each_equation_keeps_its_line_and_its_scopes():
+    def layer(w, x):
+        with jax.named_scope("layer"):
+            return jnp.tanh(x @ w)
+
+    stage = scanned(jax.checkpoint(layer))
+
+    def whole(weights, h, cotangent):
+        with jax.named_scope("stage"):
+            return jax.vjp(stage, weights, h)[1](cotangent)
+
+    def both(weights, h, cotangent):
+        with jax.named_scope("stage"):
+            split = split_backward(stage, weights, h, cotangent)
+            dh, residuals = split.input_gradients(weights, h, cotangent)
+            return split.weight_gradients(residuals, weights), dh
+
+    def places(function):
+        program = jax.make_jaxpr(function)(WIDE, ACTIVATIONS, ACTIVATIONS)
+        return {
+            (e.primitive.name, _jax.source_line(e), _jax.name_scopes(e))
+            for e in equations_of(program)
+            if e.primitive.name in ("dot_general", "tanh", "scan")
+        }
+
+    assert places(both) == places(whole)
+
+
+def test_leaves_that_are_no_floats_have_void_gradients():
+    def stage(weights, h):
+        x, tokens = h
+        return x @ weights["w"] + weights["table"][tokens], tokens
+
+    weights = {"w": normal(DIM, DIM), "table": normal(11, DIM), "step": jnp.int32(3)}
+    h = ACTIVATIONS, jnp.arange(10).reshape(2, 5)
+    void = np.zeros((2, 5), jax.dtypes.float0)
+    dw, dh = jax.vjp(stage, weights, h)[1]((ACTIVATIONS, void))
+    split = split_backward(stage, weights, h, (ACTIVATIONS, void))
+    first, residuals = split.input_gradients(weights, h, (ACTIVATIONS, void))
+    second = split.weight_gradients(residuals, weights)
+    assert second["step"].dtype == first[1].dtype == jax.dtypes.float0
+    jax.tree.map(np.testing.assert_array_equal, (second, first), (dw, dh))
+
+
+def test_a_stage_may_close_over_arrays_and_tracers():
+    table = np.arange(DIM, dtype=np.float32)
+
+    @jax.jit
+    def both(scale, w, h):
+        def stage(w, h):
+            return jnp.sin(h @ w * scale) * table
+
+        split = split_backward(stage, w, h, h)
+        dh, residuals = split.input_gradients(w, h, h)
+        return (split.weight_gradients(residuals, w), dh), jax.vjp(stage, w, h)[1](h)
+
+    found, expected = both(jnp.float32(0.3), normal(DIM, DIM), ACTIVATIONS)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_what_is_rematerialized_is_not_what_the_forward_had():
+    _, split, weights, h, cotangent, more = pieces("transformer, rematerialized")
+    first, _ = halves_of(split, weights, h, cotangent, more)
+    forward, backward = (e for e in equations_of(first) if e.primitive.name == "scan")
+    assert len(forward.outvars) == 2  # the last layer's output; each layer's input
+    names = [e.primitive.name for e in equations_of(backward.params["jaxpr"])]
+    assert names.count("optimization_barrier") == 1
+
+
+def test_an_effect_happens_once():
+    seen = []
+
+    def layer(w, x):
+        jax.debug.callback(lambda total: seen.append(float(total)), x.sum())
+        return jnp.tanh(x @ w)
+
+    split = split_backward(scanned(layer), WIDE, ACTIVATIONS, ACTIVATIONS)
+    _, residuals = split.input_gradients(WIDE, ACTIVATIONS, ACTIVATIONS)
+    jax.effects_barrier()
+    assert len(seen) == LAYERS
+    split.weight_gradients(residuals, WIDE)
+    jax.effects_barrier()
+    assert len(seen) == LAYERS
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["plain", "rematerialized"])
+def test_a_region_that_is_manual_over_the_pipeline_alone(cube_mesh, remat):
+    def constrain(x, *axes):
+        return lax.with_sharding_constraint(x, P(*axes))
+
+    layer = partial(block, constrain=constrain)
+    stage = scanned(jax.checkpoint(layer) if remat else layer)
+    weights = jax.tree.map(lambda w: jnp.stack([w, -w]), STACKED)
+    h = jnp.stack([ACTIVATIONS, 0.5 * ACTIVATIONS])
+
+    def on_each(weights, h):
+        weights, h = jax.tree.map(lambda x: x[0], (weights, h))
+        split = split_backward(stage, weights, h, h)
+        dh, residuals = split.input_gradients(weights, h, h)
+        dw = lax.cond(
+            lax.axis_index("pp") < 2,
+            lambda residuals: split.weight_gradients(residuals, weights),
+            lambda _: weights,
+            residuals,
+        )
+        return jax.tree.map(lambda x: x[None], (dw, dh))
+
+    mapped = jax.shard_map(
+        on_each,
+        mesh=cube_mesh.jax,
+        in_specs=P("pp"),
+        out_specs=P("pp"),
+        axis_names={"pp"},
+        check_vma=False,
+    )
+    spread = NamedSharding(cube_mesh.jax, P("pp"))
+    found = jax.jit(mapped)(*jax.device_put((weights, h), spread))
+
+    @jax.vmap
+    def alone(weights, h):
+        return jax.vjp(scanned(block), weights, h)[1](h)
+
+    expected = jax.jit(alone)(weights, h)
+    close = partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
+    jax.tree.map(close, found, expected)
