@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations on arrays, as ``from tessera import op``."""
 
+from tessera.ops.attention import context_attention as context_attention
+from tessera.ops.attention import unzigzag as unzigzag
+from tessera.ops.attention import zigzag as zigzag
 from tessera.ops.kernel import kernel as kernel
 from tessera.ops.losses import cross_entropy as cross_entropy
 from tessera.ops.matmul import matmul as matmul

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention, and attention over sequences that are spread over devices."""
+
+from tessera.ops.attention.context import context_attention as context_attention
+from tessera.ops.attention.context import unzigzag as unzigzag
+from tessera.ops.attention.context import zigzag as zigzag

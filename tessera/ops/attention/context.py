@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``op.context_attention``: attention over sequences that are spread over devices.
+
+context_attention   checks; on global arrays, a manual region
+  spread            per device: the form that fits
+    ring, all_to_all, halo   what is sent, and in which order
+      blockwise     what is computed
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh as JaxMesh
+
+from tessera import _jax, scope
+from tessera.errors import CollectiveError, HeadCountError, OperandError
+from tessera.mesh import Mesh, manual_axes
+from tessera.ops.attention.arrangement import Arrangement
+from tessera.ops.attention.blockwise import all_varying
+from tessera.ops.attention.spread import Plan, attend_spread, spread_over
+from tessera.ops.layouts import as_array, layout_of, placed, region_mesh
+from tessera.spec import axes_of_dims
+
+Way: TypeAlias = Literal["zigzag", "ring", "all_to_all"]
+
+
+def context_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    axis: str = "cp",
+    method: Way = "ring",
+    causal: bool = True,
+    window: int | None = None,
+    segment_ids: Any = None,
+) -> Array:
+    """Grouped-query attention over sequences that are split over a mesh axis.
+
+    In shapes, n is the number of devices along the axis. Per device q is ``[B, S/n, H,
+    K]``, k and v are ``[B, S/n, G, K]`` and the result is as q: inside ``op.kernel``
+    these are the operands. A global array is taken apart as the layout of q says, whose
+    dim 1 the axis splits; its other dims may be split over other axes.
+
+    Query head h reads key/value head ``h // (H / G)``; scores are divided by the root
+    of K. Scores and sums are f32, whatever the dtype of the operands.
+
+    A causal window no longer than the chunk of a device exchanges its halo alone,
+    whatever the method.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      axis: The mesh axis that splits the sequences.
+      method: ``ring`` passes keys and values round, which with a causal mask leaves
+        the first devices idle; ``zigzag`` does the same with sequences in the order of
+        :func:`zigzag`, which gives all devices as much to do; ``all_to_all`` exchanges
+        the sequence for heads, whose number n has to divide.
+      causal: Whether a query sees only what comes before it in its sequence.
+      window: How many tokens back it sees, its own included; None is all.
+      segment_ids: int32 ``[B, S/n]`` per device; a token sees those of its own segment.
+
+    Raises:
+      OperandError: [T401] shapes, dtypes or settings that do not fit.
+      HeadCountError: [T402] heads that ``all_to_all`` cannot divide over the axis.
+      CollectiveError: [T206] the axis does not split dim 1 of q, or its layout is not
+        known.
+      ShardDivisibilityError: [T201] the devices' chunks do not divide the sequences.
+      UnknownAxisError: [T103] the mesh has no such axis.
+
+    Example:
+      >>> from tessera.shard import ShardSpec, tensor
+      >>> with Mesh(["cp"], devices=range(4)):
+      ...     spec = ShardSpec((1,), ("cp",))
+      ...     q, k, v = (tensor((1, 16, 2, 4), spec, init="ones") for _ in range(3))
+      ...     context_attention(q, k, v).shape
+      (1, 16, 2, 4)
+
+    Source: arXiv 2310.01889 (ring), 2309.14509 (all-to-all), 2407.21783 (zigzag).
+    """
+    setting = _Setting(axis, method, causal, window)
+    setting.check()
+    queries, keys, values = (as_array(x) for x in (q, k, v))
+    segments = None if segment_ids is None else as_array(segment_ids)
+    _check_operands(queries, keys, values, segments)
+    if manual_axes():
+        return setting.on_blocks(queries, keys, values, segments)
+    mesh, spec = _layout(queries, axis)
+    operands = queries, keys, values, segments
+    if any(isinstance(_jax.underlying(x), jax.core.Tracer) for x in operands):
+        out = _mapped(setting, region_mesh(mesh), spec)(*operands)
+        scope.record_layout(out, mesh, spec)
+        return out
+    home = NamedSharding(mesh.jax, spec)
+    rows = NamedSharding(mesh.jax, PartitionSpec(*spec[:2]))
+    return _compiled(setting, mesh.jax, spec)(
+        *(placed(x, home) for x in (queries, keys, values)),
+        None if segments is None else placed(segments, rows),
+    )
+
+
+def zigzag(x: Any, size: int, *, dim: int = 1) -> Array:
+    """Sequences in the order in which ``size`` devices share causal attention evenly.
+
+    Split over the devices, dim ``dim`` of the result gives device r the chunks r and
+    2 · size - 1 - r of the 2 · size chunks of the sequence.
+
+    Raises:
+      ShardDivisibilityError: [T201] the dim is not a multiple of 2 · size.
+
+    Example:
+      >>> zigzag(jnp.arange(8), 2, dim=0).tolist()
+      [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    return Arrangement("zigzag", size).apply(as_array(x), dim)
+
+
+def unzigzag(x: Any, size: int, *, dim: int = 1) -> Array:
+    """Undo :func:`zigzag`.
+
+    Raises:
+      ShardDivisibilityError: [T201] the dim is not a multiple of 2 · size.
+    """
+    return Arrangement("zigzag", size).undo(as_array(x), dim)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What a call asks for, besides its arrays."""
+
+    axis: str
+    way: Way
+    causal: bool
+    window: int | None
+
+    def check(self) -> None:
+        wrong: list[tuple[str, str]] = []
+        if self.way not in get_args(Way):
+            legal = ", ".join(map(repr, get_args(Way)))
+            wrong.append((f"method {self.way!r}", f"use one of {legal}"))
+        if self.window is not None and self.window < 1:
+            wrong.append(
+                (f"window {self.window}", "use a window of 1 or more, or None")
+            )
+        if self.window is not None and not self.causal:
+            wrong.append(("a window with causal=False", "leave one of them out"))
+        if wrong:
+            raise OperandError(
+                "context_attention cannot do this",
+                got="\n".join(got for got, _ in wrong),
+                fix="\n".join(fix for _, fix in wrong),
+            )
+
+    def on_blocks(self, q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+        """What the queries of this device read, in a manual region."""
+        size = lax.axis_size(self.axis)
+        if self.way == "all_to_all":
+            check_exchange(q.shape[2], k.shape[2], size, self.axis)
+        arrangement = Arrangement(
+            "zigzag" if self.way == "zigzag" else "contiguous", size
+        )
+        spread = spread_over(self.axis, arrangement, q.dtype, causal=self.causal)
+        method = "all_to_all" if self.way == "all_to_all" else "ring"
+        plan = Plan.of(method, spread, q.shape[1] * size, self.window)
+        if segments is not None:
+            segments = lax.all_gather(segments, self.axis, axis=1, tiled=True)
+        q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+        return attend_spread(plan, *all_varying(self.axis, q, k, v, segments))
+
+
+def check_exchange(heads: int, kv_heads: int, size: int, axis: str) -> None:
+    """Raise [T402] where heads cannot be exchanged for the sequence."""
+    fit = kv_heads % size == 0 or size % kv_heads == 0
+    if heads % size == 0 and fit:
+        return
+    legal = [
+        n
+        for n in range(1, heads + 1)
+        if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+    ]
+    below = [n for n in legal if n < size][-1:]
+    above = [n for n in legal if n > size][:1]
+    raise HeadCountError(
+        f"all-to-all attention cannot divide the heads over mesh axis {axis!r}",
+        got=f"{heads} query heads and {kv_heads} key/value heads on each device, "
+        f"axis size {size}",
+        fix=f"use {axis} {' or '.join(map(str, below + above))}, or the ring, "
+        "which divides no heads",
+    )
+
+
+def _layout(queries: Any, axis: str) -> tuple[Mesh, PartitionSpec]:
+    """Mesh and layout of global arrays, from their queries."""
+    layout = layout_of(queries)
+    if layout is None:
+        raise CollectiveError(
+            "context_attention cannot see how its queries are split",
+            got=f"{jax.typeof(queries)}",
+            fix="call it inside @op.kernel, where every device has its own block, or "
+            "give the queries a layout",
+        )
+    mesh, spec = layout
+    mesh.axis_tuple(axis)
+    axes = axes_of_dims(spec, 4)
+    if axes[1] != (axis,) or axes[3]:
+        raise CollectiveError(
+            f"mesh axis {axis!r} does not split the sequences of the queries alone",
+            got=f"shape {queries.shape}, layout {spec}",
+            fix=f"split dim 1 over {axis!r}, and leave dim 3 whole",
+        )
+    return mesh, spec
+
+
+def _check_operands(q: Array, k: Array, v: Array, segments: Array | None) -> None:
+    fits = q.ndim == k.ndim == 4 and k.shape == v.shape
+    fits = fits and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
+    if not fits or q.shape[2] % k.shape[2]:
+        raise OperandError(
+            "context_attention takes queries [B, S, H, K], and keys and values "
+            "[B, S, G, K] whose G divides H",
+            got=f"queries {q.shape}, keys {k.shape}, values {v.shape}",
+            fix="give all three the same B, S and K",
+        )
+    if segments is not None and segments.shape != q.shape[:2]:
+        raise OperandError(
+            "context_attention takes one segment id for each token",
+            got=f"segment_ids {segments.shape}, queries {q.shape}",
+            fix=f"pass segment_ids of shape {q.shape[:2]}",
+        )
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise OperandError(
+            "context_attention takes operands of one floating-point dtype",
+            got=f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}",
+            fix="cast them to one dtype first",
+        )
+
+
+def _mapped(
+    setting: _Setting, mesh: JaxMesh | AbstractMesh, spec: PartitionSpec
+) -> Callable[..., Array]:
+    return jax.shard_map(
+        setting.on_blocks,
+        mesh=mesh,
+        in_specs=(spec, spec, spec, PartitionSpec(*spec[:2])),
+        out_specs=spec,
+        check_vma=False,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(
+    setting: _Setting, mesh: JaxMesh, spec: PartitionSpec
+) -> Callable[..., Array]:
+    return jax.jit(_mapped(setting, mesh, spec))
