@@ -27,6 +27,7 @@ from tessera.models.model import Model
 from tessera.models.stages import StageSplit
 from tessera.ops.losses import cross_entropy
 from tessera.scope import autocast, constrain
+from tessera.training.router import router_sums
 from tessera.training.data.packing import NO_TARGET
 
 Tree: TypeAlias = Any
@@ -50,8 +51,8 @@ class PipelinedModel:
 
     def gradients(
         self, params: Tree, batch: Tree, seed: Float[Array, ""]
-    ) -> tuple[Float[Array, ""], Tree]:
-        """Summed loss in nats, and the gradients of ``seed`` times it.
+    ) -> tuple[dict[str, Float[Array, ""]], Tree]:
+        """Summed losses in nats, and gradients of ``seed`` times what is trained.
 
         Args:
           params: As from ``model.init``.
@@ -60,12 +61,15 @@ class PipelinedModel:
         """
         weights, shared = _apart(params)
         found = self._pipeline(batch).gradients(weights, shared, batch, seed)
-        return found.loss, {**found.shared, "decoder": found.weights}
+        sums = {"loss": _apart_from_routers(found.loss, found.statistics)}
+        gradients = {**found.shared, "decoder": found.weights}
+        return {**sums, **found.statistics}, gradients
 
     def loss(self, params: Tree, batch: Tree) -> Float[Array, ""]:
         """Summed loss in nats of one microbatch ``[B, S]``, without gradients."""
         batch = jax.tree.map(partial(jnp.expand_dims, axis=0), batch)
-        return self._pipeline(batch).outputs(*_apart(params), batch)[1]
+        _, loss, routers = self._pipeline(batch).outputs(*_apart(params), batch)
+        return _apart_from_routers(loss, routers)
 
     def _pipeline(self, batch: Tree) -> Pipeline:
         return Pipeline(self.schedule, self._stages(batch), self.mesh, "pp")
@@ -101,7 +105,7 @@ class PipelinedModel:
                 lambda: module.embed(micro["tokens"], place=place),
                 lambda: wire,
             )
-            x_BSD, _ = module.decode(
+            x_BSD, statistics = module.decode(
                 x_BSD,
                 positions=micro["positions"],
                 segment_ids=micro["segment_ids"],
@@ -117,7 +121,9 @@ class PipelinedModel:
                 lambda: self._loss(module, x_BSD, micro["targets"]),
                 lambda: jnp.float32(0.0),
             )
-        return x_BSD, loss, {}
+        tokens = (micro["targets"] != NO_TARGET).sum(dtype=jnp.float32)
+        routers = router_sums(self.model.config, statistics, tokens)
+        return x_BSD, loss + routers.get("router_loss", 0.0), routers
 
     def _loss(self, module: Gemma3, x_BSD: Array, targets: Array) -> Float[Array, ""]:
         place = self.model.place(self.mesh)
@@ -153,6 +159,11 @@ def split_of(mesh: Mesh, config: Gemma3Config, chunks: int) -> StageSplit | None
     if "pp" not in mesh.axes:
         return None
     return StageSplit.of(config, mesh.shape["pp"], chunks)
+
+
+def _apart_from_routers(loss: Array, routers: dict[str, Array]) -> Array:
+    """The cross-entropy alone of a pipeline's loss, which the routers' is part of."""
+    return loss - routers.get("router_loss", 0.0)
 
 
 def _apart(params: Tree) -> tuple[Tree, Tree]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the routers of a model with experts add to a step: two losses, five metrics."""
+"""What the routers of a model with experts add to a step: losses and metrics."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from tessera.models.config import Gemma3Config
 
 ROUTER_METRICS: Final = (
+    "router_loss",
     "router_balance_loss",
     "router_z_loss",
     "router_entropy",
@@ -18,40 +19,39 @@ ROUTER_METRICS: Final = (
 )
 
 
-def router_loss(
-    config: Gemma3Config, statistics: Mapping[str, Array]
-) -> Float[Array, ""]:
-    """The weighted losses of all routers, to be added to a mean loss in nats per token.
+def router_sums(
+    config: Gemma3Config, statistics: Mapping[str, Array], tokens: Float[Array, ""]
+) -> dict[str, Float[Array, ""]]:
+    """The numbers of one microbatch's routers, each times its number of tokens.
+
+    So they add up over microbatches, and over the parts of a model, as the summed
+    cross-entropy does, and share its divisor. ``router_loss`` is the one that is
+    trained: the weighted losses of all layers. The others are means over layers;
+    ``router_max_load`` is how often a layer's most popular expert was chosen, in
+    multiples of what would be even.
 
     Args:
-      config: For the weights.
-      statistics: Per layer, as ``Gemma3.decode`` gives them; none give zero.
-    """
-    if not statistics:
-        return jnp.float32(0.0)
-    balance = statistics["load_balancing_loss"].sum()
-    return (
-        config.router_balance_weight * balance
-        + config.router_z_weight * statistics["z_loss"].sum()
-    )
+      config: For the weights and the number of layers.
+      statistics: Per layer, as ``Gemma3.decode`` gives them, of all layers or some.
+      tokens: Targets that count.
 
-
-def router_metrics(statistics: Mapping[str, Array]) -> dict[str, Float[Array, ""]]:
-    """Means over layers, by the names of ``ROUTER_METRICS``; empty without experts.
-
-    ``router_max_load`` is how often the most popular expert of a layer was chosen, in
-    multiples of what would be even.
+    Returns:
+      f32 scalars by the names of ``ROUTER_METRICS``; nothing without experts.
     """
     if not statistics:
         return {}
+    balance, z = statistics["load_balancing_loss"].sum(), statistics["z_loss"].sum()
     counts = statistics["tokens_per_expert"]
+    # A layer that is not there has no counts.
+    load = counts.max(axis=-1) / jnp.maximum(counts.mean(axis=-1), 1e-9)
     values = (
-        statistics["load_balancing_loss"],
-        statistics["z_loss"],
-        statistics["entropy"],
-        statistics["dropped_fraction"],
-        counts.max(axis=-1) / counts.mean(axis=-1),
+        config.router_balance_weight * balance + config.router_z_weight * z,
+        balance / config.num_layers,
+        z / config.num_layers,
+        statistics["entropy"].sum() / config.num_layers,
+        statistics["dropped_fraction"].sum() / config.num_layers,
+        load.sum() / config.num_layers,
     )
     return {
-        name: value.mean() for name, value in zip(ROUTER_METRICS, values, strict=True)
+        name: tokens * value for name, value in zip(ROUTER_METRICS, values, strict=True)
     }

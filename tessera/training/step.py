@@ -30,11 +30,14 @@ from tessera.training.clipping import global_norm
 from tessera.training.compression import AXIS, CompressedExchange
 from tessera.training.optimizers import Schedule as LearningRate
 from tessera.training.pipelined import PipelinedModel
+from tessera.training.router import ROUTER_METRICS, router_sums
 from tessera.training.state import TrainState, state_specs
 from tessera.training.zero import Zero
 
 Tree: TypeAlias = Any
 Batch: TypeAlias = Mapping[str, Int[Array, "..."]]
+# Of the numbers that a step shows: the loss and, with experts, the routers'.
+Sums: TypeAlias = dict[str, Float[Array, ""]]
 
 IGNORED = -100
 
@@ -103,8 +106,9 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
     The state is donated. ``batch`` holds int32 arrays ``tokens``, ``targets``,
     ``segment_ids`` and ``positions``, global ``[accumulation, B, S]``, per device
     ``[accumulation, B / (dp · fsdp), S]``. Metrics are f32 scalars: ``loss`` in nats
-    per token, ``grad_norm`` before clipping, ``learning_rate``, ``tokens``; with a loss
-    scale also ``loss_scale`` and ``overflow``.
+    per token, ``grad_norm`` before clipping, ``learning_rate``, ``tokens``; with
+    experts also ``ROUTER_METRICS``, whose ``router_loss`` is trained beside the loss;
+    with a loss scale also ``loss_scale`` and ``overflow``.
 
     Args:
       recipe: What the step is made of.
@@ -119,10 +123,10 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
         # the size of the batch.
         scale = None if state.loss_scale is None else state.loss_scale.scale / tokens
         share = 1.0 / _scaled(tokens, scale)
-        loss, gradients, residual = _mean_gradients(recipe, state, batch, scale, share)
+        sums, gradients, residual = _mean_gradients(recipe, state, batch, scale, share)
         gradients = recipe.zero.hold_shares(gradients)
         metrics = {
-            "loss": loss * share,
+            **jax.tree.map(share.__mul__, sums),
             "grad_norm": global_norm(gradients),
             "learning_rate": recipe.learning_rate(state.step),
             "tokens": counted,
@@ -163,7 +167,7 @@ def make_eval_step(recipe: Recipe) -> Function:
         if recipe.pipeline is not None:
             return recipe.pipeline.loss(params, batch), tokens
         place = recipe.model.place(recipe.mesh)
-        return _loss(recipe, params, batch, place), tokens
+        return _losses(recipe, params, batch, place)[1]["loss"], tokens
 
     return function(
         eval_step,
@@ -181,20 +185,34 @@ def batch_spec(recipe: Recipe) -> PartitionSpec:
     return PartitionSpec(None, recipe.data_axes or None)
 
 
-def _loss(
+def _losses(
     recipe: Recipe, params: Tree, batch: Batch, place: Placement
-) -> Float[Array, ""]:
-    """Summed cross-entropy of one microbatch, in nats."""
+) -> tuple[Float[Array, ""], Sums]:
+    """What one microbatch trains, in nats summed over tokens, and what it shows.
+
+    The routers' losses are of one microbatch: each counts with the microbatch's share
+    of the tokens.
+    """
     with autocast(recipe.dtype) if recipe.dtype != "f32" else nullcontext():
-        logits = recipe.model.module(params)(
+        module = recipe.model.module(params)
+        hidden, statistics = module.hidden(
             batch["tokens"],
             positions=batch["positions"],
             segment_ids=batch["segment_ids"],
             place=place,
         )
-    return cross_entropy(
+        logits = module.logits(hidden, place=place)
+    loss = cross_entropy(
         logits, batch["targets"], ignore_index=IGNORED, reduction="sum"
     )
+    tokens = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
+    routers = router_sums(recipe.model.config, statistics, tokens)
+    return loss + routers.get("router_loss", 0.0), {"loss": loss, **routers}
+
+
+def _no_sums(recipe: Recipe) -> Sums:
+    routers = ROUTER_METRICS if recipe.model.config.num_experts else ()
+    return dict.fromkeys(("loss", *routers), jnp.float32(0.0))
 
 
 def _mean_gradients(
@@ -203,48 +221,50 @@ def _mean_gradients(
     batch: Batch,
     scale: Float[Array, ""] | None,
     share: Float[Array, ""],
-) -> tuple[Float[Array, ""], Tree, Tree]:
-    """Summed loss times ``scale``; mean gradients; and what devices keep of them."""
+) -> tuple[Sums, Tree, Tree]:
+    """Sums times ``scale``; mean gradients; and what devices keep of them."""
     if not recipe.exchange.is_active:
-        loss, gradients = _summed_gradients(recipe, state.params, batch, scale)
-        return loss, jax.tree.map(share.__mul__, gradients), state.residual
-    loss, own = _gradients_of_copies(recipe, (AXIS,), state.params, batch, scale)
+        sums, gradients = _summed_gradients(recipe, state.params, batch, scale)
+        return sums, jax.tree.map(share.__mul__, gradients), state.residual
+    sums, own = _gradients_of_copies(recipe, (AXIS,), state.params, batch, scale)
     own = jax.tree.map(share.__mul__, own)
-    return loss, *recipe.exchange.summed(own, state.residual)
+    return sums, *recipe.exchange.summed(own, state.residual)
 
 
 def _summed_gradients(
     recipe: Recipe, params: Tree, batch: Batch, scale: Float[Array, ""] | None
-) -> tuple[Float[Array, ""], Tree]:
-    """Summed loss and gradients over all microbatches, both times any ``scale``."""
+) -> tuple[Sums, Tree]:
+    """Sums and gradients over all microbatches, both times any ``scale``."""
     if recipe.pipeline is not None:
         seed = _scaled(jnp.float32(1.0), scale)
-        loss, gradients = recipe.pipeline.gradients(params, batch, seed)
-        return _scaled(loss, scale), gradients
+        sums, gradients = recipe.pipeline.gradients(params, batch, seed)
+        return _scaled(sums, scale), gradients
     if recipe.sync_every > 1 and recipe.mesh.axis_size(recipe.data_axes) > 1:
         return _summed_in_groups(recipe, params, batch, scale)
     place = recipe.model.place(recipe.mesh)
     recipe.zero.declare_gradients(params)
 
-    def one(micro: Batch) -> tuple[Float[Array, ""], Tree]:
-        loss = _scaled(_loss(recipe, params, micro, place), scale)
-        return loss, grad(loss, params)
+    def one(micro: Batch) -> tuple[Sums, Tree]:
+        loss, sums = _scaled(_losses(recipe, params, micro, place), scale)
+        return sums, grad(loss, params)
 
-    return _accumulated(one, recipe.zero.hold_gradients(_zeros(params)), batch)
+    zeros = _no_sums(recipe), recipe.zero.hold_gradients(_zeros(params))
+    return _accumulated(one, zeros, batch)
 
 
 def _summed_in_groups(
     recipe: Recipe, params: Tree, batch: Batch, scale: Float[Array, ""] | None
-) -> tuple[Float[Array, ""], Tree]:
+) -> tuple[Sums, Tree]:
     """The same, reduced over the data axes once for ``sync_every`` microbatches."""
 
-    def group(micros: Batch) -> tuple[Float[Array, ""], Tree]:
+    def group(micros: Batch) -> tuple[Sums, Tree]:
         axes = recipe.data_axes
-        loss, own = _gradients_of_copies(recipe, axes, params, micros, scale)
-        return loss, jax.tree.map(_sum_of_copies, own)
+        sums, own = _gradients_of_copies(recipe, axes, params, micros, scale)
+        return sums, jax.tree.map(_sum_of_copies, own)
 
     groups = recipe.accumulation // recipe.sync_every
-    return _accumulated(group, _zeros(params), _reshaped(batch, 0, groups))
+    zeros = _no_sums(recipe), _zeros(params)
+    return _accumulated(group, zeros, _reshaped(batch, 0, groups))
 
 
 def _gradients_of_copies(
@@ -253,7 +273,7 @@ def _gradients_of_copies(
     params: Tree,
     batch: Batch,
     scale: Float[Array, ""] | None,
-) -> tuple[Float[Array, ""], Tree]:
+) -> tuple[Sums, Tree]:
     """The same with the gradients not reduced over some of the data axes.
 
     Weights are copied along a leading dim, one copy for each device along the axes, so
@@ -263,28 +283,28 @@ def _gradients_of_copies(
     copies = recipe.mesh.axis_size(axes)
     local = replace(recipe.model.place(recipe.mesh), taken=frozenset(axes))
 
-    def summed_loss(own: Tree, micro: Batch) -> Float[Array, ""]:
-        return _loss(recipe, own, micro, local)
+    def losses(own: Tree, micro: Batch) -> tuple[Float[Array, ""], Sums]:
+        return _losses(recipe, own, micro, local)
 
-    losses = jax.vmap(summed_loss, spmd_axis_name=axes)
+    losses_of_copies = jax.vmap(losses, spmd_axis_name=axes)
     own = _copied(recipe, params, axes)
 
-    def one(micro: Batch) -> tuple[Float[Array, ""], Tree]:
-        loss = _scaled(losses(own, micro).sum(), scale)
-        return loss, grad(loss, own)
+    def one(micro: Batch) -> tuple[Sums, Tree]:
+        totals = jax.tree.map(jnp.sum, losses_of_copies(own, micro))
+        loss, sums = _scaled(totals, scale)
+        return sums, grad(loss, own)
 
-    return _accumulated(one, _zeros(own), _reshaped(batch, 1, copies))
+    zeros = _no_sums(recipe), _zeros(own)
+    return _accumulated(one, zeros, _reshaped(batch, 1, copies))
 
 
-def _scaled(
-    value: Float[Array, ""], scale: Float[Array, ""] | None
-) -> Float[Array, ""]:
-    return value if scale is None else value * scale
+def _scaled(values: Tree, scale: Float[Array, ""] | None) -> Tree:
+    return values if scale is None else jax.tree.map(scale.__mul__, values)
 
 
 def _accumulated(
-    one: Callable[[Batch], tuple[Float[Array, ""], Tree]], zeros: Tree, batch: Batch
-) -> tuple[Float[Array, ""], Tree]:
+    one: Callable[[Batch], tuple[Sums, Tree]], zeros: tuple[Sums, Tree], batch: Batch
+) -> tuple[Sums, Tree]:
     """The sum of ``one`` over the leading dim of the batch, in a scan from zeros."""
     if next(iter(batch.values())).shape[0] == 1:
         return one({name: array[0] for name, array in batch.items()})
@@ -292,7 +312,7 @@ def _accumulated(
     def add(carry: Tree, micro: Batch) -> tuple[Tree, None]:
         return jax.tree.map(jnp.add, carry, one(micro)), None
 
-    return jax.lax.scan(add, (jnp.float32(0.0), zeros), dict(batch))[0]
+    return jax.lax.scan(add, zeros, dict(batch))[0]
 
 
 def _zeros(weights: Tree) -> Tree:
