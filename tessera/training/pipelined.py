@@ -27,8 +27,8 @@ from tessera.models.model import Model
 from tessera.models.stages import StageSplit
 from tessera.ops.losses import cross_entropy
 from tessera.scope import autocast, constrain
-from tessera.training.router import router_sums
 from tessera.training.data.packing import NO_TARGET
+from tessera.training.router import router_sums
 
 Tree: TypeAlias = Any
 
