@@ -25,7 +25,7 @@ from tessera import _jax
 from tessera.errors import CollectiveError, NoMeshError, did_you_mean
 from tessera.mesh import manual_axes, opened_or_none
 from tessera.ops import compression as compressed
-from tessera.ops.compression import COMPRESSIONS, Compression
+from tessera.ops.compression import COMPRESSIONS
 from tessera.ops.operands import Axis, Operand, each
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def average_gradients(
     optimizer: "optax.GradientTransformation",
     axis: Axis = "dp",
     *,
-    compression: Compression = "none",
+    compression: str = "none",
     ratio: float = 0.01,
 ) -> "optax.GradientTransformation":
     """An optimizer that first averages the gradients over a mesh axis.
@@ -72,7 +72,7 @@ def average_gradients(
 
 
 def compressed_mean(
-    compression: Compression, axis: Axis = "dp", *, ratio: float = 0.01
+    compression: str, axis: Axis = "dp", *, ratio: float = 0.01
 ) -> "optax.GradientTransformation":
     """Replace gradients by their mean over a mesh axis, sending less than they are.
 

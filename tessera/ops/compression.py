@@ -12,7 +12,7 @@ overflows and the error does not grow with the number of devices.
 
 import math
 from collections.abc import Callable
-from typing import Final, Literal, TypeAlias
+from typing import Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,6 @@ from jax import Array, lax
 
 from tessera import _jax
 from tessera.ops import blocks
-
-Compression: TypeAlias = Literal["none", "bf16", "int8", "top_k"]
 
 COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
 # So many int8 values share a scale: its four bytes add less than half a percent.
@@ -32,7 +30,7 @@ LARGEST: Final = 127.0
 Sent: TypeAlias = tuple[Array, ...]
 
 
-def mean(block: Array, axes: tuple[str, ...], compression: Compression) -> Array:
+def mean(block: Array, axes: tuple[str, ...], compression: str) -> Array:
     """The mean of all devices' blocks, sent as ``none``, ``bf16`` or ``int8``.
 
     Per device ``[...]`` of a float dtype to the same, alike on every device. With x
@@ -94,7 +92,11 @@ def top_k_mean(
     sent = tuple(
         _jax.all_gather_invariant(part[None], axes, 0) for part in (places, values)
     )
-    sums = lax.scan(add, jnp.zeros(total.shape, total.dtype), sent)[0]
+    zeros = jnp.zeros(total.shape, total.dtype)
+    # The values may differ along other axes still.
+    if others := tuple(_jax.varying_axes(sent[1])):
+        zeros = lax.pcast(zeros, others, to="varying")
+    sums = lax.scan(add, zeros, sent)[0]
     averaged = (sums / count).astype(block.dtype).reshape(block.shape)
     return averaged, kept.reshape(block.shape)
 

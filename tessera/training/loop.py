@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Generator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
@@ -84,6 +84,7 @@ class Trainer:
             loss_scale=job.loss_scale,
             zero_stage=job.recipe.zero_stage,
         )
+        state = replace(state, residual=job.recipe.exchange.first_residual())
         flops = count(job.compiled.traced.graph.program).total
         self._read_at = time.perf_counter()
         with (

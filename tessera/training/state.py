@@ -20,7 +20,7 @@ Tree: TypeAlias = Any
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "optimizer", "loss_scale"],
+    data_fields=["step", "params", "optimizer", "loss_scale", "residual"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -32,12 +32,15 @@ class TrainState:
       params: The model's parameters, f32.
       optimizer: The state of the Optax transformation.
       loss_scale: The dynamic loss scale of fp16, or None.
+      residual: Gradients that devices have not sent yet, or None; see
+        ``CompressedExchange``.
     """
 
     step: Any
     params: Tree
     optimizer: Tree
     loss_scale: LossScale | None = None
+    residual: Tree | None = None
 
 
 def init_state(
