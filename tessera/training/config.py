@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from tessera.errors import (
     BatchSizeError,
@@ -24,6 +24,7 @@ from tessera.errors import (
 from tessera.graph.pipelining.schedules import NAMES as SCHEDULE_NAMES
 from tessera.mesh import Mesh
 from tessera.models.config import Gemma3Config
+from tessera.models.remat import policies_of, policies_of_stage
 from tessera.models.rules import RULES, Placement
 from tessera.ops.compression import COMPRESSIONS
 from tessera.training import optimizers
@@ -61,6 +62,10 @@ class TrainingConfig:
       zero_stage: What is split over dp instead of copied along it; 0 nothing, 1 the
         optimizer state, 2 also the gradients, 3 also the parameters. What fsdp splits
         is split at every stage.
+      remat: What the backward pass recomputes instead of keeping; none nothing, full
+        every layer, dots all but the matmuls, or a policy of jax.checkpoint_policies by
+        its name. A list has one for each layer, {global full, local none} one for each
+        kind of layer.
       gradient_compression: What is sent of the gradients over dp, once in a step; none
         is all of them, bf16 and int8 round them, and top_k sends the largest and keeps
         the others for later steps.
@@ -87,6 +92,7 @@ class TrainingConfig:
     sync_gradients_every: int = setting(1, least=1)
     mixed_precision: str = setting("f32", choices=("f32", "bf16", "fp16"))
     zero_stage: int = setting(0, least=0, most=3)
+    remat: Any = setting("none")
     gradient_compression: str = setting("none", choices=COMPRESSIONS)
     compression_ratio: float = setting(0.01, above=0, most=1)
     pipeline_schedule: str = setting("1f1b", choices=SCHEDULE_NAMES)
@@ -182,6 +188,7 @@ def check(settings: Settings) -> list[TesseraError]:
         *problems_of(settings.training, "training"),
         *_check_accumulation(settings.training),
         *_check_zero(settings.training),
+        *_check_remat(settings, mesh),
         *_check_compression(settings.training, mesh),
         *_check_pipeline(settings, mesh),
         *_check_sequences(settings, mesh),
@@ -330,6 +337,17 @@ def _check_pipeline(settings: Settings, mesh: Mesh | None) -> list[TesseraError]
     try:
         schedule_of(mesh, name, chunks, training.gradient_accumulation_steps)
         split_of(mesh, settings.model.config, chunks)
+    except TesseraError as error:
+        return [error]
+    return []
+
+
+def _check_remat(settings: Settings, mesh: Mesh | None) -> list[TesseraError]:
+    config = settings.model.config
+    try:
+        policies = policies_of(settings.training.remat, config)
+        if mesh is not None and mesh.shape.get("pp", 1) > 1:
+            policies_of_stage(policies, config.num_layers // mesh.shape["pp"])
     except TesseraError as error:
         return [error]
     return []

@@ -49,6 +49,7 @@ class Job:
         return Model(
             model.config,
             sequence_parallel=model.sequence_parallel,
+            remat=self.settings.training.remat,
             split=split_of(self.mesh, model.config, chunks),
         )
 

@@ -175,6 +175,7 @@ def _type_name(hint: Any) -> str:
         "bool": "true or false",
         "NoneType": "null",
         "tuple": "list",
+        "Any": "text or list or dict",
     }
     options = getattr(hint, "__args__", ()) if not isinstance(hint, type) else ()
     if type(None) in options:
