@@ -223,6 +223,12 @@ class PipelineSizeError(TesseraError, ValueError):
     code = "T311"
 
 
+class PipelineFormError(TesseraError, ValueError):
+    """A function or its loss cannot be run as the stages of a pipeline."""
+
+    code = "T312"
+
+
 # --- T4xx: operations and models
 
 
