@@ -27,12 +27,15 @@ import jax
 from jax import lax
 
 from tessera import _jax
-from tessera.graph.rewriting import Environment
+from tessera.graph.rewriting import Environment, contains
 
 Key: TypeAlias = Any  # a variable of a jaxpr, or a _Stack
 Half: TypeAlias = Literal["first", "second"]
 
-_CONTRACTIONS = frozenset(("dot_general", "ragged_dot_general", "conv_general_dilated"))
+_DEAR_WORDS = """
+    conv_general_dilated dot_general ffi_call pallas_call ragged_dot_general
+"""
+_DEAR = frozenset(_DEAR_WORDS.split())
 _BARRIER = "optimization_barrier"
 _SHAPE_WORDS = """
     broadcast_in_dim convert_element_type expand_dims reshape rev squeeze transpose
@@ -45,6 +48,7 @@ _ELEMENTWISE_WORDS = """
 """
 _SHAPE_ONLY = frozenset(_SHAPE_WORDS.split())
 _ELEMENTWISE = _SHAPE_ONLY | frozenset(_ELEMENTWISE_WORDS.split())
+_EARLY = _ELEMENTWISE | {"reduce_sum"}
 
 
 @dataclass
@@ -87,12 +91,12 @@ class Halves:
         """Whether both halves can compute a value from the free inputs."""
         return _is_among(atom, self._free)
 
-    def plan(self, is_first: Sequence[bool], inputs: set[Key]) -> None:
+    def plan(self, is_first: Sequence[bool]) -> None:
         """Let the first half compute those outputs, and the second one the others."""
         is_second = [not first for first in is_first]
         self.plan_first(is_first)
         self.plan_second(is_second)
-        self.plan_early(inputs)
+        self.plan_early(set(_jax.inputs(self.program)))
         self.plan_first(is_first)
         self.plan_second(is_second)
 
@@ -115,19 +119,20 @@ class Halves:
         """Choose what the first half had better do of the second's equations.
 
         Returns:
-          The variables that the first half has, or can have without a product more.
+          The variables that the first half has, or could have early.
         """
-        known = {*inputs, *_jax.constant_inputs(self.program)}
+        known = {*inputs, *self._free}
         smaller = self._made_smaller()
-        for place in range(len(self._equations)):
+        for place, equation in enumerate(self._equations):
             if place in self._loops:
                 known |= self._loops[place].plan_early(known)
-                continue
-            done = self.parts["first"].results.get(place, set())
-            results = self._known(place, known) - done
-            known |= results | done
-            if results and place in smaller:
-                self._early.add(place)
+            elif place in self.parts["first"].results:
+                known |= self.parts["first"].results[place]
+            elif equation.primitive.name in _EARLY:
+                results = self._known(place, known)
+                known |= results
+                if results and place in smaller:
+                    self._early.add(place)
         return known
 
     def _made_smaller(self) -> set[int]:
@@ -168,10 +173,10 @@ class Halves:
         self.crossing = []
         for place, equation in reversed(list(enumerate(self._equations))):
             wanted = part.reads.intersection(equation.outvars)
-            if not wanted:
-                continue
-            if place in self._loops:
+            if place in self._loops:  # unwanted ones too: an earlier plan wanted some
                 crossing, reads = self._loops[place].plan_second(wanted)
+            elif not wanted:
+                continue
             else:
                 done = self.parts["first"].results.get(place, set()) & wanted
                 crossing = [v for v in equation.outvars if v in done - self._free]
@@ -185,10 +190,11 @@ class Halves:
 
     def _cheaper_again(self) -> frozenset[int]:
         """The equations that are cheaper computed again than their results kept."""
-        there, again = self._free | self.parts["second"].reads, set()
+        there, again = self._free | self.parts["second"].reads, set[int]()
+        crossing = set(self.crossing)
         for place, equation in enumerate(self._equations):
             name = equation.primitive.name
-            if name not in _ELEMENTWISE or equation.outvars[0] not in self.crossing:
+            if name not in _ELEMENTWISE or equation.outvars[0] not in crossing:
                 continue
             more = _variables(equation.invars) - there
             extra, saved = sum(map(_nbytes, more)), _nbytes(equation.outvars[0])
@@ -202,8 +208,7 @@ class Halves:
         equation = self._equations[place]
         if place in self._loops:
             return self._loops[place].free_results()
-        is_product = equation.primitive.name in _CONTRACTIONS
-        if is_product or equation.effects or any(True for _ in _jax.nested(equation)):
+        if equation.effects or _is_dear(equation):
             return set()
         return {
             v
@@ -385,6 +390,12 @@ def _reads(equation: _jax.Equation, results: Iterable[Key]) -> list[_jax.Atom]:
     results = set(results)
     pairs = zip(equation.invars, equation.outvars, strict=True)
     return [operand for operand, result in pairs if result in results]
+
+
+def _is_dear(equation: _jax.Equation, scopes: str = "") -> bool:
+    """Whether an equation is a product or a kernel, or has one inside."""
+    inner = _jax.inner_programs(equation)
+    return equation.primitive.name in _DEAR or any(contains(p, _is_dear) for p in inner)
 
 
 def _chosen(program: _jax.Program, outputs: Sequence[bool]) -> set[Key]:

@@ -51,7 +51,7 @@ class SplitBackward:
     """
 
     residuals: tuple[jax.ShapeDtypeStruct, ...]
-    _halves: "Halves"
+    _halves: Halves
     _crossing: tuple[Key, ...]
     _constants: tuple[Any, ...]
     _weights: Tree
@@ -160,7 +160,7 @@ def split_backward(
     late = sum(map(_is_differentiable, jax.tree.leaves(weights)))
     outputs = _jax.outputs(program)
     halves = Halves(program, set(inputs) - set(own))
-    halves.plan([place >= late for place in range(len(outputs))], set(inputs))
+    halves.plan([place >= late for place in range(len(outputs))])
     wanted = halves.parts["second"].reads
     crossing = (*halves.crossing, *(v for v in own if v in wanted))
     residuals = tuple(

@@ -306,6 +306,55 @@ def test_a_loop_has_no_part_in_a_half_that_wants_nothing_of_it():
     assert _jax.scan_sizes(loops[0]) == (0, 0)
 
 
+def test_the_gradients_of_scales_alone_are_computed_early():
+    stage = scanned(lambda scale, h: jnp.sin(h) * scale)
+    scales = normal(LAYERS, DIM)
+    split = split_backward(stage, scales, ACTIVATIONS, ACTIVATIONS)
+    assert [r.shape for r in split.residuals] == [(LAYERS, DIM)]
+    first, _ = halves_of(split, scales, ACTIVATIONS, ACTIVATIONS, ())
+    forward = next(e for e in equations_of(first) if e.primitive.name == "scan")
+    # The last layer's output; of each layer the sine and its derivative.
+    assert len(forward.outvars) == 3
+
+
+def test_what_a_nested_region_makes_of_the_weights_alone_does_not_cross(cube_mesh):
+    def gathered(w):
+        return jax.shard_map(
+            lambda block: lax.all_gather(block, "tp", tiled=True),
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=P("tp"),
+            out_specs=P(),
+            axis_names={"dp", "tp"},
+            check_vma=False,
+        )(w)
+
+    def layer(w, h):
+        whole = gathered(w)
+        return jnp.tanh(h @ whole) @ whole.T
+
+    def stage(w, h):
+        return layer(w[1], layer(w[0], h))
+
+    def on_each(w, h):
+        split = split_backward(stage, w, h, h)
+        wide = (BATCH, SEQ, DIM)
+        assert [r.shape for r in split.residuals] == [wide] * 8
+        dh, residuals = split.input_gradients(w, h, h)
+        expected = jax.vjp(stage, w, h)[1](h)
+        return (split.weight_gradients(residuals, w), dh), expected
+
+    mapped = jax.shard_map(
+        on_each,
+        mesh=cube_mesh.jax,
+        in_specs=P(),
+        out_specs=P(),
+        axis_names={"pp"},
+        check_vma=False,
+    )
+    found, expected = jax.jit(mapped)(WIDE[:2], ACTIVATIONS)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
+
+
 def test_each_equation_keeps_its_line_and_its_scopes():
     def layer(w, x):
         with jax.named_scope("layer"):
