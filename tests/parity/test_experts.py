@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts on meshes: after five steps, the losses and parameters of one device.
+
+The model is ``moe_tiny`` with a third of its layers; sequences and windows are short
+for time. Both runs take the same optimizer. Its epsilon is of the size of gradients,
+not of their rounding: Adam divides a gradient by its own size, so where that is nothing
+but rounding, it would make whole steps of it.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from tessera.mesh import Mesh
+from tessera.models import Model, config_of
+from tessera.training.optimizers import AdamWConfig, make_optimizer
+from tessera.training.pipelined import schedule_of, split_of
+from tessera.training.router import ROUTER_METRICS
+from tessera.training.state import init_state
+from tessera.training.step import Recipe, batch_spec, make_train_step
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+STEPS, ROWS, LENGTH = 5, 8, 16
+CONFIG = dataclasses.replace(
+    config_of("moe_tiny"), num_layers=2, window=8, global_every=2
+)
+KEY = jax.random.key(0)
+
+
+def batches(accumulation: int) -> list[dict[str, np.ndarray]]:
+    """Random tokens, of which a quarter of the targets do not count."""
+    draw = np.random.default_rng(0)
+    shape, column = (1, ROWS, LENGTH), np.arange(LENGTH, dtype=np.int32)
+    found = []
+    for _ in range(STEPS):
+        tokens = draw.integers(0, 264, (1, ROWS, LENGTH + 1), np.int32)
+        ignored = draw.random(shape) < 0.25
+        batch = {
+            "tokens": tokens[..., :-1],
+            "targets": np.where(ignored, np.int32(-100), tokens[..., 1:]),
+            "segment_ids": np.broadcast_to(1 + column // 10, shape),
+            "positions": np.broadcast_to(column % 10, shape),
+        }
+        found.append(
+            {
+                name: array.reshape(accumulation, -1, LENGTH)
+                for name, array in batch.items()
+            }
+        )
+    return found
+
+
+@dataclasses.dataclass
+class Run:
+    """Metrics of all steps, and the parameters after the last."""
+
+    metrics: list[dict[str, float]]
+    params: Any
+
+
+def train(
+    axes: tuple[str, ...],
+    sizes: tuple[int, ...],
+    *,
+    accumulation: int = 1,
+    sync_every: int = 1,
+    schedule: str = "1f1b",
+    dtype: str = "f32",
+    **config: Any,
+) -> Run:
+    mesh = Mesh(axes, devices=range(math.prod(sizes)), shape=sizes)
+    model = Model(
+        dataclasses.replace(CONFIG, **config), split=split_of(mesh, CONFIG, 1)
+    )
+    adamw = AdamWConfig(epsilon=1e-6)
+    optimizer, rate = make_optimizer(adamw, steps=STEPS, clip_norm=1.0)
+    recipe = Recipe(
+        model=model,
+        optimizer=optimizer,
+        learning_rate=rate,
+        mesh=mesh,
+        accumulation=accumulation,
+        sync_every=sync_every,
+        dtype=dtype,
+        schedule=schedule_of(mesh, schedule, 1, accumulation),
+    )
+    state = init_state(model, optimizer, KEY, mesh)
+    step = make_train_step(recipe, state)
+    place = NamedSharding(mesh.jax, batch_spec(recipe))
+    metrics = []
+    for batch in batches(accumulation):
+        state, numbers = step(state, jax.device_put(batch, place))
+        metrics.append({name: float(value) for name, value in numbers.items()})
+    params = model.plain(jax.tree.map(np.asarray, state.params))
+    return Run(metrics, jax.tree.map(np.asarray, params))
+
+
+@functools.cache
+def alone(**how: Any) -> Run:
+    """The same on one device."""
+    return train(("dp",), (1,), **how)
+
+
+def check(
+    run: Run, expected: Run, names: tuple[str, ...] = ("loss", *ROUTER_METRICS)
+) -> None:
+    for got, want in zip(run.metrics, expected.metrics, strict=True):
+        for name in names:
+            np.testing.assert_allclose(got[name], want[name], rtol=2e-5, err_msg=name)
+    losses = [metrics["loss"] for metrics in expected.metrics]
+    assert np.ptp(losses) > 0.1, "the losses have to move to be worth comparing"
+    wanted = jax.tree_util.tree_leaves_with_path(expected.params)
+    for (path, want), got in zip(wanted, jax.tree.leaves(run.params), strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        difference = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert difference <= 2e-5, (name, difference)
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes"),
+    [
+        (("ep",), (8,)),
+        (("ep_outer", "ep"), (2, 4)),
+        (("fsdp", "ep"), (2, 4)),
+        (("dp", "ep", "tp"), (2, 2, 2)),
+        (("fsdp", "tp"), (2, 2)),
+    ],
+    ids=lambda value: "_".join(map(str, value)),
+)
+def test_dropless_experts_learn_what_they_learn_on_one_device(axes, sizes):
+    check(train(axes, sizes), alone())
+
+
+def test_experts_with_a_capacity_drop_the_same_tokens_on_every_mesh():
+    expected = alone(capacity_factor=1.0)
+    assert expected.metrics[0]["router_dropped_fraction"] > 0.05
+    check(train(("fsdp", "ep"), (2, 4), capacity_factor=1.0), expected)
+
+
+def test_microbatches_learn_what_they_learn_on_one_device():
+    # A router's losses are of one microbatch, so the reference has as many.
+    check(train(("ep",), (4,), accumulation=2), alone(accumulation=2))
+
+
+def test_gradients_that_are_exchanged_less_often_are_the_same_gradients():
+    # Between two exchanges each device balances its own tokens: not what is compared.
+    off = {"router_balance_weight": 0.0, "router_z_weight": 0.0}
+    run = train(("dp", "ep"), (2, 2), accumulation=2, sync_every=2, **off)
+    check(run, alone(accumulation=2, **off), names=("loss",))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_experts_in_a_pipeline_learn_what_they_learn_on_one_device(schedule):
+    run = train(("pp", "ep"), (2, 2), accumulation=2, schedule=schedule)
+    check(run, alone(accumulation=2))
+
+
+def test_narrow_matmuls_are_those_of_the_experts_too():
+    narrow, wide = train(("ep",), (2,), dtype="bf16"), alone()
+    assert narrow.metrics[0]["loss"] != wide.metrics[0]["loss"]
+    np.testing.assert_allclose(
+        [m["loss"] for m in narrow.metrics],
+        [m["loss"] for m in wide.metrics],
+        rtol=5e-3,
+    )
