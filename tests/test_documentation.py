@@ -13,7 +13,11 @@ from tessera.errors import TesseraError
 
 ROOT = Path(__file__).parent.parent
 ERROR_PAGES = sorted((ROOT / "docs/errors").glob("T*.md"))
-GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/data-parallel").glob("*.md")),
+]
 
 # Their cures begin before JAX has started, so each runs in a process of its own.
 FRESH_PROCESS = {"T105"}

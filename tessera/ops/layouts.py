@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
@@ -49,9 +50,17 @@ def region_mesh(mesh: Mesh) -> JaxMesh | AbstractMesh:
 
 
 def placed(value: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """A value laid out by a sharding; as it is, where it lies so already."""
-    if not isinstance(value, jax.core.Tracer) and value.sharding == sharding:
+    """A value laid out by a sharding; as it is, where it lies so already.
+
+    What every process has on its own may differ: each gives its own devices theirs.
+    """
+    if isinstance(value, jax.core.Tracer):
+        return jax.device_put(value, sharding)
+    if value.sharding == sharding:
         return value
+    if value.is_fully_addressable and not sharding.is_fully_addressable:
+        own = np.asarray(value)
+        return jax.make_array_from_callback(own.shape, sharding, own.__getitem__)
     return jax.device_put(value, sharding)
 
 
