@@ -6,6 +6,7 @@ Tessera is written once. A jaxpr with its constants is ``ClosedJaxpr`` in 0.10 a
 ``Jaxpr`` in 0.12: outside this module it is only ever ``Program``.
 """
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir, passmanager
 from jax._src.named_sharding import UNSPECIFIED
 from jax.extend.core.primitives import jit_p
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 Program: TypeAlias = Any  # jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
@@ -265,10 +267,21 @@ def struct(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(
         aval.shape,
         aval.dtype,
-        sharding=aval.sharding if varies else None,
+        sharding=aval.sharding if varies else _HOST if on_host(aval) else None,
         weak_type=getattr(aval, "weak_type", False),
         manual_axis_type=kind,
     )
+
+
+HOST_MEMORY = "pinned_host"
+_HOST = NamedSharding(AbstractMesh((), ()), PartitionSpec(), memory_kind=HOST_MEMORY)
+
+
+def on_host(value: Any) -> bool:
+    """Whether an array, or its type, lies in the memory of the host."""
+    kind = getattr(getattr(value, "sharding", None), "memory_kind", None)
+    space = getattr(value, "memory_space", None)
+    return space == jax.memory.Space.Host or kind == HOST_MEMORY
 
 
 def zeros(aval: Any) -> jax.Array:
@@ -363,10 +376,9 @@ def all_gather_invariant(value: Any, axes: tuple[str, ...], dim: int) -> Any:
     Public ``lax.all_gather`` gives one that may vary, which no replicated output takes.
     """
     parallel = jax._src.lax.parallel
-    name = "all_gather_invariant"
-    if not hasattr(parallel, name):  # as newer ones name it
-        name = "_all_gather_invariant"
-    return getattr(parallel, name)(value, axes, axis=dim, tiled=True)
+    newer = getattr(parallel, "_all_gather_invariant", None)
+    gather = newer or parallel.all_gather_invariant
+    return gather(value, axes, axis=dim, tiled=True)
 
 
 def backend_started() -> bool:
@@ -374,18 +386,14 @@ def backend_started() -> bool:
     return jax._src.xla_bridge.backends_are_initialized()
 
 
+@functools.cache
 def compile_only_cpu_devices(count: int) -> list[jax.Device]:
     """Devices of a CPU client that programs are compiled for and never run on.
 
     They let a mesh of 72 devices be lowered, compiled and read on any machine. Their
     client is one of its own, so the process's default devices stay what they are.
     """
-    if count not in _compile_only:
-        _compile_only[count] = xla_client.make_cpu_client(num_devices=count).devices()
-    return _compile_only[count]
-
-
-_compile_only: dict[int, list[jax.Device]] = {}
+    return xla_client.make_cpu_client(num_devices=count).devices()
 
 
 # --- lowered programs: MLIR modules

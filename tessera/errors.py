@@ -353,3 +353,9 @@ class DeviceCountError(TesseraError, ValueError):
     """The mesh asks for devices that this machine does not have."""
 
     code = "T702"
+
+
+class HostMemoryError(TesseraError, ValueError):
+    """Arrays are to lie in the memory of the host, which the devices cannot reach."""
+
+    code = "T703"

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera import scope
+from tessera import _jax, scope
 from tessera.analysis import html
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned
@@ -45,6 +45,7 @@ class LeafLayout:
       mesh: The mesh it is on; None for one device, or where none is known.
       spec: Its layout over the mesh; replicated where there is none.
       placed: Device ids and what each holds, for devices that form no mesh.
+      on_host: Whether it lies in the memory of the devices' host.
     """
 
     path: str
@@ -54,6 +55,7 @@ class LeafLayout:
     mesh: Mesh | None = None
     spec: PartitionSpec = _REPLICATED
     placed: tuple[tuple[int, Block], ...] = ()
+    on_host: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -140,6 +142,11 @@ class Inspection:
         return sum(leaf.local_nbytes for leaf in self.leaves)
 
     @property
+    def host_nbytes(self) -> int:
+        """Those bytes of one device that lie in the memory of its host."""
+        return sum(leaf.local_nbytes for leaf in self.leaves if leaf.on_host)
+
+    @property
     def replicated_nbytes(self) -> int:
         """Those bytes of one device that every device of a larger mesh holds too."""
         return sum(
@@ -180,6 +187,10 @@ class Inspection:
     def _is_placed(self) -> bool:
         return self._single is not None and self._single.num_devices > 0
 
+    @property
+    def _has_host(self) -> bool:
+        return any(leaf.on_host for leaf in self.leaves)
+
     def _totals(self) -> list[str]:
         count = len(self.leaves)
         meshes = dict.fromkeys(leaf.mesh for leaf in self.leaves if leaf.mesh)
@@ -188,6 +199,7 @@ class Inspection:
             f"{format_bytes(self.nbytes)} global, "
             f"{format_bytes(self.local_nbytes)} per device, of which "
             f"{format_bytes(self.replicated_nbytes)} whole on every device",
+            *([f"{format_bytes(self.host_nbytes)} of it on the host"] * self._has_host),
             *(f"on {mesh!r}" for mesh in meshes),
         ]
 
@@ -225,9 +237,10 @@ def _leaf(path: str, value: Any) -> LeafLayout:
         return LeafLayout(path, kind, value.dtype, value.shape, mesh, spec)
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         kind = "array" if isinstance(value, jax.Array) else "abstract array"
-        return _sharded(
-            LeafLayout(path, kind, value.dtype, value.shape), value.sharding
-        )
+        on_host = _jax.on_host(value)
+        kind += " on the host" * on_host
+        leaf = LeafLayout(path, kind, value.dtype, value.shape, on_host=on_host)
+        return _sharded(leaf, value.sharding)
     array = np.asarray(value)
     return LeafLayout(path, "NumPy array", array.dtype, array.shape)
 

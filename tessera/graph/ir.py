@@ -46,10 +46,16 @@ class Value:
     role: Role = Role.ARGUMENT
     donated: bool = False
 
+    @property
+    def on_host(self) -> bool:
+        """Whether it lies in the memory of the host, as its type says."""
+        return _jax.on_host(self.aval)
+
     def describe(self) -> str:
         """``batch/tokens: int32[8,16] over P('dp',)`` (role)."""
         shape = ",".join(map(str, self.aval.shape))
         where = "undeclared" if self.spec is None else str(self.spec)
+        where += " on the host" * self.on_host
         role = "" if self.role is Role.ARGUMENT else f" ({self.role.value})"
         return f"{self.name}: {self.aval.dtype.name}[{shape}] over {where}{role}"
 
@@ -118,7 +124,8 @@ class Graph:
         """
         if self.mesh is None or value.spec is None:
             return None
-        return NamedSharding(self.mesh.compile_mesh, value.spec)
+        kind = _jax.HOST_MEMORY if value.on_host else None
+        return NamedSharding(self.mesh.compile_mesh, value.spec, memory_kind=kind)
 
     def as_text(self) -> str:
         """Inputs with their layouts, then the equations with the user's lines."""

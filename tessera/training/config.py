@@ -62,6 +62,8 @@ class TrainingConfig:
       zero_stage: What is split over dp instead of copied along it; 0 nothing, 1 the
         optimizer state, 2 also the gradients, 3 also the parameters. What fsdp splits
         is split at every stage.
+      offload_optimizer: Keep the optimizer's state in the memory of the host, from
+        where each step fetches it for the update.
       remat: What the backward pass recomputes instead of keeping; none nothing, full
         every layer, dots all but the matmuls, or a policy of jax.checkpoint_policies by
         its name. A list has one for each layer, {global full, local none} one for each
@@ -92,7 +94,8 @@ class TrainingConfig:
     sync_gradients_every: int = setting(1, least=1)
     mixed_precision: str = setting("f32", choices=("f32", "bf16", "fp16"))
     zero_stage: int = setting(0, least=0, most=3)
-    remat: Any = setting("none")
+    offload_optimizer: bool = setting(False)
+    remat: Any = setting("none")  # noqa: RUF009 - it gives a field
     gradient_compression: str = setting("none", choices=COMPRESSIONS)
     compression_ratio: float = setting(0.01, above=0, most=1)
     pipeline_schedule: str = setting("1f1b", choices=SCHEDULE_NAMES)

@@ -18,6 +18,7 @@ from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.models.rules import Placement
 from tessera.models.stages import layer_costs
+from tessera.training import offload
 from tessera.training.config import Settings, TrainingConfig
 from tessera.training.data import Corpus, load
 from tessera.training.loss_scale import LossScale
@@ -83,6 +84,7 @@ class Job:
             sync_every=training.sync_gradients_every,
             dtype=_DTYPES[training.mixed_precision],
             zero_stage=training.zero_stage,
+            offload_optimizer=training.offload_optimizer,
             schedule=self.schedule,
             compression=training.gradient_compression,
             compression_ratio=training.compression_ratio,
@@ -120,7 +122,14 @@ class Job:
         exchange = self.recipe.exchange
         shapes = replace(shapes, residual=exchange.abstract_residual)
         specs = replace(specs, residual=exchange.residual_specs)
-        return jax.tree.map(self._struct, shapes, specs)
+        state = jax.tree.map(self._struct, shapes, specs)
+        if not self.recipe.offload_optimizer:
+            return state
+        places = offload.shardings(
+            self.mesh.compile_mesh, specs.optimizer, shapes.optimizer, on_host=True
+        )
+        moved = jax.tree.map(offload.placed_struct, shapes.optimizer, places)
+        return replace(state, optimizer=moved)
 
     @property
     def abstract_batch(self) -> dict[str, Any]:
@@ -136,8 +145,25 @@ class Job:
         return [
             *self.model.layout_notes(self.mesh),
             *self.recipe.zero.notes(),
+            *self._optimizer_notes(),
             *self._pipeline_notes(),
         ]
+
+    def _optimizer_notes(self) -> list[str]:
+        """Where the optimizer's state makes a setting change nothing."""
+        recipe = self.recipe
+        leaves = jax.tree.leaves(self.abstract_state.optimizer)
+        if not any(leaf.shape for leaf in leaves):
+            given = {
+                "zero_stage 1": recipe.zero_stage == 1,
+                "offload_optimizer": recipe.offload_optimizer,
+            }
+            return [
+                f"{name} changes nothing: this optimizer keeps no arrays"
+                for name, is_given in given.items()
+                if is_given
+            ]
+        return offload.notes(self.mesh) if recipe.offload_optimizer else []
 
     def _pipeline_notes(self) -> list[str]:
         """The split of the layers and the schedule; what they waste, as a warning."""
@@ -157,8 +183,11 @@ class Job:
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
           ShardDivisibilityError: [T201] a parameter cannot be split over its axes.
+          HostMemoryError: [T703] there is no host memory to offload to.
         """
         self.model.layouts(self.mesh)
+        if self.recipe.offload_optimizer:
+            offload.check_host_memory(self.mesh)
 
     def load_data(self) -> Corpus:
         """Read and pack the data, and see that it makes batches.

@@ -83,6 +83,7 @@ class Trainer:
             job.mesh,
             loss_scale=job.loss_scale,
             zero_stage=job.recipe.zero_stage,
+            offload_optimizer=job.recipe.offload_optimizer,
         )
         state = replace(state, residual=job.recipe.exchange.first_residual())
         flops = count(job.compiled.traced.graph.program).total

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.mesh import Mesh
 from tessera.models.model import Model
+from tessera.training import offload
 from tessera.training.loss_scale import LossScale
 from tessera.training.zero import Zero
 
@@ -51,6 +52,7 @@ def init_state(
     *,
     loss_scale: LossScale | None = None,
     zero_stage: int = 0,
+    offload_optimizer: bool = False,
 ) -> TrainState:
     """A fresh state, every shard of it created on its own device.
 
@@ -61,6 +63,7 @@ def init_state(
       mesh: Where it lies.
       loss_scale: The loss scale to begin with, for fp16.
       zero_stage: What is split over ``dp``; see ``Zero``.
+      offload_optimizer: Whether the optimizer's state lies in the memory of the host.
 
     Raises:
       AbstractMeshError: [T105] this machine lacks some of the mesh's devices.
@@ -70,13 +73,17 @@ def init_state(
     )
     params = model.init(key, mesh, layouts=specs.params)
     placed = jax.tree.map(partial(NamedSharding, mesh.jax), specs)
+    shapes = jax.eval_shape(optimizer.init, params)
+    moments_at = offload.shardings(
+        mesh.jax, specs.optimizer, shapes, on_host=offload_optimizer
+    )
 
     def others(params: Tree, loss_scale: LossScale | None) -> tuple[Any, Tree, Any]:
         # Copied: a step donates its state, and what was given is the caller's.
         scale = jax.tree.map(jnp.copy, loss_scale)
         return jnp.int32(0), optimizer.init(params), scale
 
-    layouts = (placed.step, placed.optimizer, placed.loss_scale)
+    layouts = (placed.step, moments_at, placed.loss_scale)
     step, moments, scale = jax.jit(others, out_shardings=layouts)(params, loss_scale)
     return TrainState(step, params, moments, scale)
 

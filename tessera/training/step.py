@@ -28,6 +28,7 @@ from tessera.ops.losses import cross_entropy
 from tessera.scope import autocast, constrain
 from tessera.training.clipping import global_norm
 from tessera.training.compression import AXIS, CompressedExchange
+from tessera.training.offload import fetched, stored
 from tessera.training.optimizers import Schedule as LearningRate
 from tessera.training.pipelined import PipelinedModel
 from tessera.training.router import ROUTER_METRICS, router_sums
@@ -57,6 +58,8 @@ class Recipe:
         own in between.
       dtype: Dtype of matmuls: ``f32``, ``bf16`` or ``f16``.
       zero_stage: What is split over ``dp``, as ``zero`` says.
+      offload_optimizer: Whether the optimizer's state comes from the memory of the host
+        and goes back there; see ``offload``.
       compression: What is sent of the gradients over ``dp``; ``exchange`` does it.
       compression_ratio: The share of them that ``top_k`` sends.
       schedule: The order of a pipeline over ``pp``, whose microbatches are those of the
@@ -71,6 +74,7 @@ class Recipe:
     sync_every: int = 1
     dtype: str = "f32"
     zero_stage: int = 0
+    offload_optimizer: bool = False
     compression: str = "none"
     compression_ratio: float = 0.01
     schedule: Schedule | None = None
@@ -131,10 +135,14 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
             "learning_rate": recipe.learning_rate(state.step),
             "tokens": counted,
         }
+        if recipe.offload_optimizer:
+            state = replace(state, optimizer=fetched(state.optimizer))
         new = replace(_updated(recipe, state, gradients), residual=residual)
-        if state.loss_scale is None:
-            return new, metrics
-        return _unless_overflow(state, new, metrics)
+        if state.loss_scale is not None:
+            new, metrics = _unless_overflow(state, new, metrics)
+        if recipe.offload_optimizer:
+            new = replace(new, optimizer=stored(new.optimizer))
+        return new, metrics
 
     train_step.__name__ = "train_step"
     specs = state_specs(

@@ -94,7 +94,8 @@ class Leaf:
         shape, dtype = tuple(self.aval.shape), self.aval.dtype
         # No compiled program serves a value that JAX is tracing.
         varies = _jax.varying_axes(self.value) if self.is_traced else None
-        return (shape, dtype, self.is_weak, self.layout, varies)
+        place = (self.layout, _jax.on_host(self.value), varies)
+        return (shape, dtype, self.is_weak, *place)
 
     @property
     def is_traced(self) -> bool:
