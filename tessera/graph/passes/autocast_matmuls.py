@@ -13,7 +13,7 @@ from tessera.graph import rewriting
 from tessera.graph.ir import Graph
 from tessera.scope import AUTOCAST_DTYPES, AUTOCAST_OFF, AUTOCAST_SCOPE
 
-_MATMULS = (lax.dot_general_p, lax.conv_general_dilated_p)
+_MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _SCOPE = re.compile(
     rf"\b{AUTOCAST_SCOPE}({'|'.join((AUTOCAST_OFF, *AUTOCAST_DTYPES))})\b"
 )
@@ -43,10 +43,11 @@ def autocast_matmuls(graph: Graph) -> Graph:
     ) -> list[Any]:
         dtype = jnp.dtype(_dtype_of(scopes))
         with _jax.source_context(equation):
-            narrowed = [narrow(operand, dtype) for operand in operands]
+            # Of a ragged dot the third operand is the sizes of its groups.
+            narrowed = [narrow(operand, dtype) for operand in operands[:2]]
         result = equation.outvars[0].aval.dtype
         params = dict(equation.params, preferred_element_type=result)
-        return _jax.bind(equation, narrowed, params)
+        return _jax.bind(equation, [*narrowed, *operands[2:]], params)
 
     return graph.with_program(rewriting.rewrite(graph.program, _is_inside, cast))
 
@@ -68,6 +69,7 @@ def _dtype_of(scopes: str) -> str:
 
 
 def _is_inside(equation: _jax.Equation, scopes: str) -> bool:
-    if equation.primitive not in _MATMULS or _dtype_of(scopes) == AUTOCAST_OFF:
+    name = equation.primitive.name
+    if name not in _MATMULS or _dtype_of(scopes) == AUTOCAST_OFF:
         return False
-    return all(atom.aval.dtype == jnp.float32 for atom in equation.invars)
+    return all(atom.aval.dtype == jnp.float32 for atom in equation.invars[:2])

@@ -16,7 +16,7 @@ from tessera.graph.passes.autocast_matmuls import autocast_matmuls
 KEY = jax.random.key(0)
 W = jax.random.normal(KEY, (4, 4))
 X = jax.random.normal(jax.random.key(1), (8, 4))
-MATMULS = ("dot_general", "conv_general_dilated")
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 @pytest.fixture
@@ -70,6 +70,18 @@ def test_backward_matmuls_are_cast_as_their_forward_ones(accelerator):
 
     # Two forward; then the outer one by both operands; then the inner one by w.
     assert matmuls_of(function, X, W) == [narrow(), WIDE, WIDE, WIDE, narrow()]
+
+
+def test_grouped_matmuls_are_cast_and_the_sizes_of_their_groups_are_not(accelerator):
+    def function(x, w, sizes):
+        with ts.autocast("bf16"):
+            loss = jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
+        return ts.grad(loss, w)
+
+    sizes = jnp.array([3, 5], jnp.int32)
+    narrow_grouped = ("bfloat16", "bfloat16", "int32", "float32")
+    found = matmuls_of(function, X, jnp.stack([W, W]), sizes)
+    assert found == [narrow_grouped, narrow_grouped]
 
 
 def test_taking_the_gradient_inside_does_not_cast_what_was_computed_outside(
