@@ -12,7 +12,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,18 @@ from tessera.training.state import TrainState, init_state
 from tessera.training.step import batch_spec, make_eval_step
 
 Numbers: TypeAlias = dict[str, float]
+
+# Of the numbers that every step writes, those that the log shows beside the loss.
+_SHOWN: Final = (
+    "grad_norm",
+    "learning_rate",
+    "step_seconds",
+    "mfu",
+    "loss_scale",
+    "router_balance_loss",
+    "router_dropped_fraction",
+    "router_max_load",
+)
 
 
 @dataclass
@@ -156,12 +168,11 @@ class Trainer:
         self._writer.write(flight.step, numbers)
         progress.advance(flight.step)
         if flight.step % training.log_every == 0 or flight.step in (1, training.steps):
-            shown = ("grad_norm", "learning_rate", "step_seconds", "mfu", "loss_scale")
             progress.update(
                 flight.step,
                 loss=numbers["loss"],
                 tokens_per_second=numbers["tokens_per_second"],
-                others={name: numbers[name] for name in shown if name in numbers},
+                others={name: numbers[name] for name in _SHOWN if name in numbers},
             )
 
     def _peak_memory(self) -> int | None:
