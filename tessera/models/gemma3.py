@@ -18,13 +18,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tessera.models.config import Gemma3Config
 from tessera.models.experts import Experts
-from tessera.models.layers import MLP, Attention, RMSNorm, parameter
+from tessera.models.layers import MLP, Attention, Read, RMSNorm, parameter
+from tessera.models.reading import layer_reads
 from tessera.models.remat import NONE, policies_of, policies_of_stage, scan_layers
 from tessera.models.rules import NO_MESH, Placement
 from tessera.ops.embedding import look_up
 
 RESIDUAL = ("batch", "sequence", None)
-GATHERED = ("batch", None, None)
+GATHERED = ("batch", "context", None)
 
 # What routers did, by the names of ``RouterStatistics``; empty without experts.
 Statistics: TypeAlias = dict[str, Array]
@@ -49,13 +50,13 @@ class Block(nnx.Module):
         self,
         x_BSD: Float[Array, "batch seq d_model"],
         angles_BSK: Float[Array, "#batch seq half_head_dim"],
-        mask_BST: Bool[Array, "#batch seq seq"],
+        read: Read,
         place: Placement,
     ) -> tuple[Float[Array, "batch seq d_model"], Statistics]:
         """The residual after one layer, and what its router did."""
         with jax.named_scope("attention"):
             inner = place.constrain(self.pre_attention_norm(x_BSD), *GATHERED)
-            inner = self.attention(inner, angles_BSK, mask_BST, place)
+            inner = self.attention(inner, angles_BSK, read, place)
             inner = place.constrain(inner, *RESIDUAL)
             x_BSD = x_BSD + self.post_attention_norm(inner)
         with jax.named_scope("mlp"):
@@ -103,7 +104,11 @@ class Gemma3(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         place: Placement = NO_MESH,
     ) -> Float[Array, "batch seq vocab"]:
-        """Logits of the token after each one, float32; see ``Model.apply``."""
+        """Logits of the token after each one, float32; see ``Model.apply``.
+
+        Where ``place`` spreads sequences over devices, all methods take and give them
+        in the order of the devices, ``place.arranged``.
+        """
         hidden, _ = self.hidden(
             tokens, positions=positions, segment_ids=segment_ids, place=place
         )
@@ -120,7 +125,8 @@ class Gemma3(nnx.Module):
         """The normalized residual after the last block, and the routers' statistics."""
         x_BSD = self.embed(tokens, place=place)
         if positions is None:
-            positions = default_positions(tokens.shape[1], segment_ids)
+            ids = None if segment_ids is None else place.restored(segment_ids)
+            positions = place.arranged(default_positions(tokens.shape[1], ids))
         x_BSD, statistics = self.decode(
             x_BSD, positions=positions, segment_ids=segment_ids, place=place
         )
@@ -167,7 +173,7 @@ class Gemma3(nnx.Module):
           The residual, and the statistics of each layer's router, stacked; all zero
           where a block does nothing.
         """
-        distance_ST, allowed_BST = _causal(x_BSD.shape[1], segment_ids)
+        reads = layer_reads(self.config, x_BSD.shape[1], segment_ids, place)
         graphdef, layers = nnx.split(self.decoder)
         if numbers is None:
             numbers = jnp.arange(self.config.num_layers)
@@ -176,9 +182,8 @@ class Gemma3(nnx.Module):
         def apply(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
             state, sees_all, _ = layer
             block = nnx.merge(graphdef, state)
-            mask_BST = allowed_BST & (sees_all | (distance_ST < self.config.window))
             angles_BSK = self._angles(positions, sees_all)
-            return block(x_BSD, angles_BSK, mask_BST, place)
+            return block(x_BSD, angles_BSK, reads(sees_all), place)
 
         def skip(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
             _, statistics = jax.eval_shape(apply, x_BSD, layer)
@@ -219,7 +224,7 @@ class Gemma3(nnx.Module):
                 self.embedding[...],
                 preferred_element_type=jnp.float32,
             )
-            return place.constrain(scores, "batch", None, "vocab")
+            return place.constrain(scores, "batch", "context", "vocab")
 
     def _angles(
         self, positions: Int[Array, "#batch seq"], sees_all: Bool[Array, ""]
@@ -250,15 +255,3 @@ def default_positions(
     begins = segment_ids[:, 1:] != segment_ids[:, :-1]
     begins = jnp.pad(begins, ((0, 0), (1, 0)), constant_values=True)
     return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
-
-
-def _causal(
-    length: int, segment_ids: Int[Array, "batch seq"] | None
-) -> tuple[Int[Array, "seq seq"], Bool[Array, "#batch seq seq"]]:
-    """How far back each key lies, and which keys a global layer may read."""
-    index = jnp.arange(length, dtype=jnp.int32)
-    distance = index[:, None] - index[None]
-    allowed = (distance >= 0)[None]
-    if segment_ids is not None:
-        allowed = allowed & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    return distance, allowed

@@ -8,6 +8,9 @@ Shape suffixes: B batch, S query position, T key position, D d_model, F mlp, H q
 heads, G key/value heads, R query heads of one key/value head, X = R · S, K head_dim.
 """
 
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,6 +19,13 @@ from jaxtyping import Array, Bool, Float
 from tessera.models.config import Gemma3Config
 from tessera.models.rules import Placement
 from tessera.shard import ShardSpec
+
+# Names of the dims of queries, and of keys and values.
+HEADS: Final = ("batch", "context", "heads", None)
+KV_HEADS: Final = ("batch", "context", "kv_heads", None)
+
+# From queries, keys and values to what each query reads.
+Read: TypeAlias = Callable[[Array, Array, Array], Array]
 
 
 def parameter(value: Array, *names: str) -> nnx.Param[Array]:
@@ -157,24 +167,23 @@ class Attention(nnx.Module):
         self,
         x_BSD: Float[Array, "batch seq d_model"],
         angles_BSK: Float[Array, "#batch seq half_head_dim"],
-        mask_BST: Bool[Array, "#batch seq seq"],
+        read: Read,
         place: Placement,
     ) -> Float[Array, "batch seq d_model"]:
-        """What each position reads from the positions that the mask allows."""
-        heads, kv_heads = (("batch", None, n, None) for n in ("heads", "kv_heads"))
-        q_BSHK = place.constrain(self.query(x_BSD), *heads)
+        """What each position reads from others, which ones ``read`` decides."""
+        q_BSHK = place.constrain(self.query(x_BSD), *HEADS)
         q_BSHK = rotate(self.query_norm(q_BSHK), angles_BSK)
         q_BSHK = q_BSHK * self.config.query_pre_attn_scalar**-0.5
-        k_BTGK = place.constrain(self.key(x_BSD), *kv_heads)
+        k_BTGK = place.constrain(self.key(x_BSD), *KV_HEADS)
         k_BTGK = rotate(self.key_norm(k_BTGK), angles_BSK)
-        v_BTGK = place.constrain(self.value(x_BSD), *kv_heads)
+        v_BTGK = place.constrain(self.value(x_BSD), *KV_HEADS)
         copies = place.size("heads") // self.config.num_kv_heads
         if copies > 1:
             # Fewer key/value heads than tp: each device takes the one its queries read.
-            k_BTGK = place.constrain(jnp.repeat(k_BTGK, copies, axis=2), *heads)
-            v_BTGK = place.constrain(jnp.repeat(v_BTGK, copies, axis=2), *heads)
-        out_BSHK = attend(q_BSHK, k_BTGK, v_BTGK, mask_BST)
-        return self.output(place.constrain(out_BSHK, *heads))
+            k_BTGK = place.constrain(jnp.repeat(k_BTGK, copies, axis=2), *HEADS)
+            v_BTGK = place.constrain(jnp.repeat(v_BTGK, copies, axis=2), *HEADS)
+        out_BSHK = read(q_BSHK, k_BTGK, v_BTGK)
+        return self.output(place.constrain(out_BSHK, *HEADS))
 
 
 class MLP(nnx.Module):
@@ -196,4 +205,4 @@ class MLP(nnx.Module):
         """Each position by itself, through ``gelu(gate) * up``."""
         gate_BSF = jax.nn.gelu(self.gate(x_BSD), approximate=True)
         hidden_BSF = gate_BSF * self.up(x_BSD)
-        return self.down(place.constrain(hidden_BSF, "batch", None, "mlp"))
+        return self.down(place.constrain(hidden_BSF, "batch", "context", "mlp"))

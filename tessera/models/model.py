@@ -24,6 +24,7 @@ from tessera.models.gemma3 import Gemma3
 from tessera.models.remat import NONE
 from tessera.models.rules import Placement
 from tessera.models.stages import StageSplit
+from tessera.ops.attention.spread import Method
 from tessera.shard import ShardSpec
 
 # Nested dicts; the leaves are arrays, shapes, specs or layouts.
@@ -40,6 +41,8 @@ class Model:
         results are the same, and a residual takes 1 / tp of the memory: each all-reduce
         becomes a reduce-scatter, which XLA on CPU writes as all-reduce and slice, and
         an all-gather (arXiv 2205.05198).
+      context_parallel: How attention sees sequences that are split over ``cp``: keys
+        and values go round a ``ring``, or ``all_to_all`` exchanges them for heads.
       remat: What each layer recomputes in the backward pass instead of keeping it; see
         ``remat.policies_of``.
       split: Into which pipeline stages the layers are cut; the parameters under
@@ -54,6 +57,7 @@ class Model:
 
     config: Gemma3Config
     sequence_parallel: bool = False
+    context_parallel: Method = "ring"
     remat: Any = NONE
     split: StageSplit | None = None
 
@@ -106,7 +110,12 @@ class Model:
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
         """
-        return Placement.of(self.config, mesh, sequence_parallel=self.sequence_parallel)
+        return Placement.of(
+            self.config,
+            mesh,
+            sequence_parallel=self.sequence_parallel,
+            context_parallel=self.context_parallel,
+        )
 
     def layouts(self, mesh: Mesh) -> Tree:
         """The PartitionSpec of every parameter on a mesh.
@@ -214,27 +223,32 @@ class Model:
         Args:
           params: As from ``init``.
           tokens: int32, global ``[B, S]``; per device ``[B / (dp · fsdp), S]``. A
-            token outside the vocabulary turns its row into NaN.
+            token outside the vocabulary turns its row into NaN. Sequences are in their
+            own order; ``cp`` splits what is computed from them.
           positions: int32; by default 0, 1, 2, ... from the start of each segment.
           segment_ids: int32; a token sees only tokens of its own segment, which is a
             run of equal ids. None is one segment a row.
           mesh: What the step runs on; None leaves every layout to XLA.
 
         Returns:
-          float32, global ``[B, S, V]``; per device ``[B / (dp · fsdp), S, V / tp]``.
+          float32, global ``[B, S, V]``; per device
+          ``[B / (dp · fsdp), S / cp, V / tp]``.
 
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
           ParameterTreeError: [T306] names or shapes are not those of this model.
-          ShardDivisibilityError: [T201] batch, or with sequence_parallel the
+          ShardDivisibilityError: [T201] batch, or with sequence_parallel or ``cp`` the
             sequence, is not a multiple of its axes' size.
         """
-        return self.module(params)(
-            tokens,
-            positions=positions,
-            segment_ids=segment_ids,
-            place=self.place(mesh),
+        place = self.place(mesh)
+        logits = self.module(params)(
+            place.arranged(tokens),
+            positions=None if positions is None else place.arranged(positions),
+            segment_ids=None if segment_ids is None else place.arranged(segment_ids),
+            place=place,
         )
+        logits = place.restored(logits, dim=1)
+        return place.constrain(logits, "batch", "context", "vocab")
 
 
 def _map_params(

@@ -12,7 +12,7 @@ over ``tp`` and the second by rows, so each half ends in one all-reduce.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -23,14 +23,19 @@ from tessera import scope
 from tessera.errors import HeadCountError, LogicalAxisError, did_you_mean
 from tessera.mesh import Mesh
 from tessera.models.config import Gemma3Config, nearest
+from tessera.ops.attention.arrangement import Arrangement
+from tessera.ops.attention.context import check_exchange
+from tessera.ops.attention.spread import Method
 from tessera.shard import ShardSpec
 
 RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         # Outside of the experts, their axes split data as dp does.
         "batch": ("dp", "fsdp", "ep_outer", "ep"),
+        # The tokens of a sequence, which attention alone mixes.
+        "context": ("cp",),
         # Under sequence parallelism: of the residuals, between the tp regions.
-        "sequence": ("tp",),
+        "sequence": ("cp", "tp"),
         "vocab": ("tp",),
         "embed": ("fsdp",),
         # The width of the embedding table, which the first and the last stage of a
@@ -57,8 +62,11 @@ class Placement:
 
     Attributes:
       mesh: Where the model runs; None leaves every layout to XLA.
-      whole: Logical dims that are not split although a rule would.
+      whole: Logical dims that are not split although a rule would; ``sequence`` then is
+        split as ``context`` is.
       taken: Mesh axes that split nothing, because a ``jax.vmap`` runs over them.
+      context_parallel: How attention sees sequences that ``cp`` splits: ``ring`` or
+        ``all_to_all``.
 
     Example:
       >>> from tessera.mesh import Mesh
@@ -69,6 +77,7 @@ class Placement:
     mesh: Mesh | None = None
     whole: frozenset[str] = frozenset({"sequence"})
     taken: frozenset[str] = frozenset()
+    context_parallel: Method = "ring"
 
     @classmethod
     def of(
@@ -77,19 +86,25 @@ class Placement:
         mesh: Mesh | None,
         *,
         sequence_parallel: bool = False,
+        context_parallel: Method = "ring",
     ) -> "Placement":
         """Where a model of these sizes lies on a mesh.
 
         Fewer key/value heads than ``tp``: each device keeps them all.
 
         Raises:
-          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          HeadCountError: [T402] the heads cannot be divided over ``tp``, or by
+            all-to-all attention over ``cp``.
         """
-        place = cls(mesh, frozenset() if sequence_parallel else frozenset({"sequence"}))
-        tp = place.size("heads")
+        whole = frozenset[str]() if sequence_parallel else frozenset({"sequence"})
+        place = cls(mesh, whole, context_parallel=context_parallel)
+        tp, cp = place.size("heads"), place.size("context")
         _check_heads(config, tp)
+        if context_parallel == "all_to_all" and cp > 1:
+            kv_heads = max(config.num_kv_heads // tp, 1)
+            check_exchange(config.num_heads // tp, kv_heads, cp, "cp")
         if config.num_kv_heads % tp:
-            place = cls(mesh, place.whole | {"kv_heads"})
+            place = replace(place, whole=whole | {"kv_heads"})
         return place
 
     def axes(self, name: str) -> tuple[str, ...]:
@@ -103,6 +118,8 @@ class Placement:
                 f"there is no rule for a dim called {name!r}",
                 fix=did_you_mean(name, RULES),
             )
+        if name in self.whole and name == "sequence":
+            name = "context"
         if self.mesh is None or name in self.whole:
             return ()
         free = [axis for axis in self.mesh.axes if axis not in self.taken]
@@ -111,6 +128,28 @@ class Placement:
     def size(self, name: str) -> int:
         """Into how many blocks a logical dim is split."""
         return 1 if self.mesh is None else self.mesh.axis_size(self.axes(name))
+
+    @property
+    def arrangement(self) -> Arrangement | None:
+        """In which order devices hold a sequence; None where it is not split."""
+        size = self.size("context")
+        if size == 1:
+            return None
+        # The ring is balanced by it; who has all tokens of its heads has no need.
+        order = "zigzag" if self.context_parallel == "ring" else "contiguous"
+        return Arrangement(order, size)
+
+    def arranged(self, x: jax.Array, dim: int = -1) -> jax.Array:
+        """An array in the order of a sequence, put in that of the devices.
+
+        Raises:
+          ShardDivisibilityError: [T201] the devices cannot share such a sequence.
+        """
+        return x if self.arrangement is None else self.arrangement.apply(x, dim)
+
+    def restored(self, x: jax.Array, dim: int = -1) -> jax.Array:
+        """Undo :meth:`arranged`."""
+        return x if self.arrangement is None else self.arrangement.undo(x, dim)
 
     def resolve(
         self, names: tuple[str | None, ...], shape: tuple[int, ...], what: str

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer's queries read: from a whole sequence, or from one that is spread.
+
+A layer reads everything before, or a window; which of both is a flag that is scanned
+with its parameters. Where a mesh axis splits the sequence, ``tessera.ops.attention``
+sends what has to be sent, and nobody makes a mask of the whole.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from tessera.models.config import Gemma3Config
+from tessera.models.layers import HEADS, Read, attend
+from tessera.models.rules import Placement
+from tessera.ops.attention.spread import Plan, attend_in_region, spread_over
+from tessera.ops.layouts import region_mesh
+
+# From whether a layer sees everything to how it reads.
+LayerRead: TypeAlias = Callable[[Bool[Array, ""]], Read]
+
+
+def layer_reads(
+    config: Gemma3Config,
+    length: int,
+    segment_ids: Int[Array, "batch seq"] | None,
+    place: Placement,
+) -> LayerRead:
+    """How the layers of a model read sequences of ``length`` tokens.
+
+    Args:
+      config: For the window.
+      length: Tokens of a sequence, over all devices.
+      segment_ids: A token reads those of its own segment, which is a run of equal ids;
+        in the order of the devices.
+      place: Where the model runs.
+
+    Raises:
+      ShardDivisibilityError: [T201] the devices of ``cp`` cannot share the sequence.
+    """
+    if place.arrangement is None:
+        return _from_whole(config, length, segment_ids)
+    return _from_spread(config, length, segment_ids, place)
+
+
+def _from_whole(
+    config: Gemma3Config, length: int, segment_ids: Int[Array, "batch seq"] | None
+) -> LayerRead:
+    index = jnp.arange(length, dtype=jnp.int32)
+    distance_ST = index[:, None] - index[None]
+    allowed_BST = (distance_ST >= 0)[None]
+    if segment_ids is not None:
+        same = segment_ids[:, :, None] == segment_ids[:, None, :]
+        allowed_BST = allowed_BST & same
+
+    def reads(sees_all: Bool[Array, ""]) -> Read:
+        mask_BST = allowed_BST & (sees_all | (distance_ST < config.window))
+        return partial(attend, mask_BST=mask_BST)
+
+    return reads
+
+
+def _from_spread(
+    config: Gemma3Config,
+    length: int,
+    segment_ids: Int[Array, "batch seq"] | None,
+    place: Placement,
+) -> LayerRead:
+    arrangement, mesh = place.arrangement, place.mesh
+    assert arrangement is not None
+    assert mesh is not None
+    (axis,) = place.axes("context")
+    if segment_ids is not None:
+        # Four bytes a token: every device knows those of all keys that come by.
+        segment_ids = place.constrain(segment_ids, "batch", None)
+
+    def read(q_BSHK: Any, k_BTGK: Any, v_BTGK: Any, sees_all: Any) -> Array:
+        spread = spread_over(axis, arrangement, q_BSHK.dtype)
+        plan = Plan.of(place.context_parallel, spread, length, config.window)
+        layout = place.resolve(HEADS, q_BSHK.shape, "queries")
+        operands = q_BSHK, k_BTGK, v_BTGK
+        return attend_in_region(
+            plan, region_mesh(mesh), layout, operands, segment_ids, sees_all
+        )
+
+    def reads(sees_all: Bool[Array, ""]) -> Read:
+        return partial(read, sees_all=sees_all)
+
+    return reads
