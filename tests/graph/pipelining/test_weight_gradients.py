@@ -313,8 +313,8 @@ def test_the_gradients_of_scales_alone_are_computed_early():
     assert [r.shape for r in split.residuals] == [(LAYERS, DIM)]
     first, _ = halves_of(split, scales, ACTIVATIONS, ACTIVATIONS, ())
     forward = next(e for e in equations_of(first) if e.primitive.name == "scan")
-    # The last layer's output; of each layer the sine and its derivative.
-    assert len(forward.outvars) == 3
+    # The last layer's output; of each layer the sine, its derivative and the scale.
+    assert len(forward.outvars) == 4
 
 
 def test_what_a_nested_region_makes_of_the_weights_alone_does_not_cross(cube_mesh):
