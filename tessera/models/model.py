@@ -163,6 +163,10 @@ class Model:
             )
         if self.sequence_parallel and tp == 1:
             notes.append("sequence_parallel changes nothing: 'tp' has one device")
+        if (cp := place.size("context")) > 1:
+            notes.append(_context_note(config.window, self.context_parallel, cp))
+        elif self.context_parallel != "ring":
+            notes.append("context_parallel changes nothing: 'cp' has one device")
         return notes
 
     def init(
@@ -249,6 +253,17 @@ class Model:
         )
         logits = place.restored(logits, dim=1)
         return place.constrain(logits, "batch", "context", "vocab")
+
+
+def _context_note(window: int, method: Method, cp: int) -> str:
+    how = {
+        "ring": f"in zigzag order; keys and values go round its {cp} devices",
+        "all_to_all": f"and exchanged for heads among its {cp} devices",
+    }
+    return (
+        f"sequences are split over 'cp' {how[method]}, in local layers the halo of "
+        f"{window - 1} tokens alone, if chunks are as long"
+    )
 
 
 def _map_params(

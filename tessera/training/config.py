@@ -8,8 +8,8 @@ command line. The trainer sees only ``Settings``, in which no OmegaConf is left.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any, Final, TypeAlias
+from math import lcm, prod
+from typing import Any, Final, TypeAlias, cast
 
 from tessera.errors import (
     BatchSizeError,
@@ -26,6 +26,7 @@ from tessera.mesh import Mesh
 from tessera.models.config import Gemma3Config
 from tessera.models.remat import policies_of, policies_of_stage
 from tessera.models.rules import RULES, Placement
+from tessera.ops.attention.spread import METHODS, Method
 from tessera.ops.compression import COMPRESSIONS
 from tessera.training import optimizers
 from tessera.training.data import config as data_config
@@ -134,12 +135,15 @@ class ModelSettings:
       mesh_shape: Sizes and names of the mesh's axes: any of dp, fsdp and tp, in any
         order, outermost first. One size may be -1: as many as there are devices.
       sequence_parallel: Split norms and residuals along the sequence over tp.
+      context_parallel: How attention sees sequences that a mesh axis cp splits: keys
+        and values go round a ring, or all_to_all exchanges them for heads.
       config: The model's sizes; on the command line they stand beside the others.
     """
 
     name: str
     mesh_shape: MeshShape = ((1, 1), ("fsdp", "tp"))
     sequence_parallel: bool = False
+    context_parallel: str = setting("ring", choices=METHODS)
     config: Gemma3Config
 
     @property
@@ -188,6 +192,7 @@ def check(settings: Settings) -> list[TesseraError]:
     return [
         *_check_name(settings.name),
         *mesh_errors,
+        *problems_of(settings.model, "model"),
         *problems_of(settings.training, "training"),
         *_check_accumulation(settings.training),
         *_check_zero(settings.training),
@@ -232,10 +237,19 @@ def _read_mesh(model: ModelSettings) -> tuple[Mesh | None, list[TesseraError]]:
                 got=f"model.mesh_shape={as_yaml(model.mesh_shape)}",
                 fix="\n".join(did_you_mean(axis, MESH_AXES) for axis in unknown),
             )
-        Placement.of(model.config, mesh)
+        _placement(model, mesh)
     except TesseraError as error:
         return None, [error]
     return mesh, []
+
+
+def _placement(model: ModelSettings, mesh: Mesh | None) -> Placement:
+    return Placement.of(
+        model.config,
+        mesh,
+        sequence_parallel=model.sequence_parallel,
+        context_parallel=cast(Method, model.context_parallel),
+    )
 
 
 def _check_accumulation(training: TrainingConfig) -> list[TesseraError]:
@@ -357,21 +371,41 @@ def _check_remat(settings: Settings, mesh: Mesh | None) -> list[TesseraError]:
 
 
 def _check_sequences(settings: Settings, mesh: Mesh | None) -> list[TesseraError]:
-    tp = mesh.shape.get("tp", 1) if mesh else 1
-    length = settings.training.sequence_length
-    if not settings.model.sequence_parallel or length % tp == 0:
+    if mesh is None:
         return []
-    legal = range(tp, length + tp + 1, tp)
-    return [
-        BatchSizeError(
-            "sequences cannot be split evenly over mesh axis 'tp', which "
-            "model.sequence_parallel asks for",
-            got=f"training.sequence_length={length}: {length} / {tp} leaves "
-            f"{length % tp}",
-            fix=f"use training.sequence_length={_nearest(legal, length)}, or "
-            "model.sequence_parallel=false",
+    place = _placement(settings.model, mesh)
+    length, spread = settings.training.sequence_length, place.arrangement
+    chunks = spread.size * spread.runs if spread else 1
+    split = place.size("sequence") if settings.model.sequence_parallel else 1
+    step = lcm(chunks, split)
+    if length % step == 0:
+        return []
+    longer = _nearest(range(step, length + step + 1, step), length)
+    errors: list[TesseraError] = []
+    if length % chunks:
+        errors.append(
+            BatchSizeError(
+                f"sequences cannot be cut into the {chunks} chunks that the devices of "
+                f"mesh axis 'cp' share by model.context_parallel="
+                f"{settings.model.context_parallel}",
+                got=f"training.sequence_length={length}: {length} / {chunks} leaves "
+                f"{length % chunks}",
+                fix=f"use training.sequence_length={longer}",
+            )
         )
-    ]
+    if length % split:
+        axes = " and ".join(map(repr, place.axes("sequence")))
+        errors.append(
+            BatchSizeError(
+                f"sequences cannot be split evenly over mesh axis {axes}, which "
+                "model.sequence_parallel asks for",
+                got=f"training.sequence_length={length}: {length} / {split} leaves "
+                f"{length % split}",
+                fix=f"use training.sequence_length={longer}, or "
+                "model.sequence_parallel=false",
+            )
+        )
+    return errors
 
 
 def _check_data(data: DataConfig) -> list[TesseraError]:

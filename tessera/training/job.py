@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.models.rules import Placement
 from tessera.models.stages import layer_costs
+from tessera.ops.attention.spread import Method
 from tessera.training import offload
 from tessera.training.config import Settings, TrainingConfig
 from tessera.training.data import Corpus, load
@@ -50,6 +51,7 @@ class Job:
         return Model(
             model.config,
             sequence_parallel=model.sequence_parallel,
+            context_parallel=cast(Method, model.context_parallel),
             remat=self.settings.training.remat,
             split=split_of(self.mesh, model.config, chunks),
         )

@@ -26,6 +26,7 @@ ModelSchema: Final = make_dataclass(
         ("name", str),
         ("mesh_shape", list[Any]),
         ("sequence_parallel", bool, ModelSettings.sequence_parallel),
+        ("context_parallel", str, ModelSettings.context_parallel),
         *(
             (name, hint, field(default=Gemma3Config.__dataclass_fields__[name].default))
             for name, hint in get_type_hints(Gemma3Config).items()
@@ -77,6 +78,7 @@ def settings_of(config: DictConfig) -> Settings:
             name=model.pop("name"),
             mesh_shape=_frozen(model.pop("mesh_shape")),
             sequence_parallel=model.pop("sequence_parallel"),
+            context_parallel=model.pop("context_parallel"),
             config=Gemma3Config(**model),
         ),
         training=_value(TrainingConfig, config.training),

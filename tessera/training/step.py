@@ -120,6 +120,7 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Tree]:
+        batch = _arranged(recipe, batch)
         counted = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
         # A batch of padding alone has no gradient, and none is invented for it.
         tokens = jnp.maximum(counted, 1.0)
@@ -171,6 +172,7 @@ def make_eval_step(recipe: Recipe) -> Function:
     def eval_step(
         params: Tree, batch: Batch
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        batch = _arranged(recipe, batch)
         tokens = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
         if recipe.pipeline is not None:
             return recipe.pipeline.loss(params, batch), tokens
@@ -186,6 +188,16 @@ def make_eval_step(recipe: Recipe) -> Function:
         },
         out_specs=PartitionSpec(),
     )
+
+
+def _arranged(recipe: Recipe, batch: Batch) -> Batch:
+    """A batch in the order in which the devices of ``cp`` hold its sequences.
+
+    They are given whole sequences, 16 bytes a token, so that each takes its own tokens,
+    in whatever order, without a word to the others.
+    """
+    place = recipe.model.place(recipe.mesh)
+    return {name: place.arranged(array) for name, array in batch.items()}
 
 
 def batch_spec(recipe: Recipe) -> PartitionSpec:

@@ -71,6 +71,7 @@ def test_a_model_file_says_what_the_registry_says(name: str) -> None:
     assert given.pop("name") == name
     assert given.pop("mesh_shape") == [[1, 1], ["fsdp", "tp"]]
     assert given.pop("sequence_parallel") is False
+    assert given.pop("context_parallel") == "ring"
     said = dataclasses.asdict(config_of(name))
     if not said["num_experts"]:
         # A model without experts says nothing of its routers.
