@@ -56,14 +56,16 @@ class SplitBackward:
     _constants: tuple[Any, ...]
     _weights: Tree
     _h: Tree
+    _aux: Any
 
     def input_gradients(
         self, weights: Tree, h: Tree, cotangent: Tree, *more: Tree
-    ) -> tuple[Tree, list[jax.Array]]:
+    ) -> tuple[Tree, list[jax.Array], Tree]:
         """The gradient of the stage's input, and what the second half needs.
 
         Returns:
-          The gradient, a tree like ``h``, and arrays like ``residuals``.
+          The gradient, a tree like ``h``; arrays like ``residuals``; and what the
+          function gives beside ``out``.
         """
         given = jax.tree.leaves((weights, more, h, _traceable(cotangent)))
         inputs = _jax.inputs(self._halves.program)
@@ -71,8 +73,10 @@ class SplitBackward:
         env = self._halves.environment(values)
         self._halves.run(env, "first")
         first = self._num_weight_gradients
-        gradients = _read(env, _jax.outputs(self._halves.program)[first:])
-        return _fill(self._h, gradients), [env.read(key) for key in self._crossing]
+        rest = iter(_read(env, _jax.outputs(self._halves.program)[first:]))
+        gradients = _fill(self._h, rest)
+        residuals = [env.read(key) for key in self._crossing]
+        return gradients, residuals, jax.tree.unflatten(self._aux, rest)
 
     def weight_gradients(
         self, residuals: Sequence[jax.Array], weights: Tree, *more: Tree
@@ -118,8 +122,9 @@ def split_backward(
     that was traced elsewhere is one for another mesh.
 
     Args:
-      function: ``(weights, h, *more) -> out``. Both halves take the tracers that it
-        closes over from the trace that they are called in, as any closure does.
+      function: ``(weights, h, *more) -> (out, aux)``; ``aux`` has no gradient. Both
+        halves take the tracers that it closes over from the trace that they are called
+        in, as any closure does.
       weights: A tree of arrays, the gradients of which may wait.
       h: The stage's input, a tree of arrays. Leaves that are no floats get gradients of
         dtype ``float0``, as in ``jax.vjp``.
@@ -129,24 +134,27 @@ def split_backward(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> def stage(w, h):
-      ...     return jnp.tanh(h @ w)
+      ...     return jnp.tanh(h @ w), None
       >>> w, h, g = jnp.ones((4, 4)), jnp.ones((2, 4)), jnp.ones((2, 4))
       >>> split = split_backward(stage, w, h, g)
       >>> [r.shape for r in split.residuals]
       [(2, 4), (2, 4)]
-      >>> dh, residuals = split.input_gradients(w, h, g)
+      >>> dh, residuals, _ = split.input_gradients(w, h, g)
       >>> split.weight_gradients(residuals, w).shape
       (4, 4)
     """
+    aux_tree: list[Any] = []
 
     def backward(weights: Tree, more: Tree, h: Tree, cotangent: Tree) -> list[Any]:
         def of_inputs(weights: Tree, h: Tree) -> Tree:
             return function(weights, h, *more)
 
-        out, pull = jax.vjp(of_inputs, weights, h)
+        out, pull, aux = jax.vjp(of_inputs, weights, h, has_aux=True)
         gradients = pull(jax.tree.map(_cotangent_of, out, cotangent))
         leaves = jax.tree.leaves(gradients)
-        return [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
+        beside, tree = jax.tree.flatten(aux)
+        aux_tree.append(tree)
+        return [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0] + beside
 
     arguments = (weights, more, h, _traceable(cotangent))
     weights, more, h, cotangent = jax.tree.map(_struct, arguments)
@@ -166,7 +174,8 @@ def split_backward(
     residuals = tuple(
         jax.ShapeDtypeStruct(k.aval.shape, k.aval.dtype) for k in crossing
     )
-    return SplitBackward(residuals, halves, crossing, tuple(constants), weights, h)
+    held = tuple(constants)
+    return SplitBackward(residuals, halves, crossing, held, weights, h, aux_tree[-1])
 
 
 # --- trees of arrays

@@ -202,6 +202,15 @@ STAGES = {
 every_stage = pytest.mark.parametrize("name", STAGES)
 
 
+def split_of(stage, *args):
+    """The halves of a stage that gives nothing beside its output."""
+
+    def with_nothing(*args):
+        return stage(*args), None
+
+    return split_backward(with_nothing, *args)
+
+
 @cache
 def pieces(name):
     stage, weights, h, *more = STAGES[name]
@@ -212,7 +221,7 @@ def pieces(name):
         _, pull = jax.vjp(lambda w, x: stage(w, x, *more), weights, h)
         return pull(cotangent)
 
-    split = split_backward(stage, weights, h, cotangent, *more)
+    split = split_of(stage, weights, h, cotangent, *more)
     return whole, split, weights, h, cotangent, more
 
 
@@ -238,7 +247,7 @@ def equations_of(program):
 def test_both_halves_give_the_gradients_of_the_whole(name):
     whole, split, weights, h, cotangent, more = pieces(name)
     dw, dh = jax.jit(whole)(weights, h, cotangent, *more)
-    first, residuals = jax.jit(split.input_gradients)(weights, h, cotangent, *more)
+    first, residuals, _ = jax.jit(split.input_gradients)(weights, h, cotangent, *more)
     second = jax.jit(split.weight_gradients)(residuals, weights, *more)
     assert jax.tree.structure((second, first)) == jax.tree.structure((dw, dh))
     jax.tree.map(np.testing.assert_array_equal, (second, first), (dw, dh))
@@ -247,7 +256,9 @@ def test_both_halves_give_the_gradients_of_the_whole(name):
 @every_stage
 def test_the_residuals_are_as_announced(name):
     _, split, weights, h, cotangent, more = pieces(name)
-    _, residuals = jax.eval_shape(split.input_gradients, weights, h, cotangent, *more)
+    _, residuals, _ = jax.eval_shape(
+        split.input_gradients, weights, h, cotangent, *more
+    )
     found = [(r.shape, r.dtype) for r in residuals]
     assert found == [(r.shape, r.dtype) for r in split.residuals]
 
@@ -292,7 +303,7 @@ def test_what_the_second_half_can_make_again_does_not_cross():
         return h @ weights["w"] + (dropped * scale) @ weights["v"]
 
     weights = {"scale": normal(DIM), "w": normal(DIM, DIM), "v": normal(DIM, DIM)}
-    split = split_backward(stage, weights, ACTIVATIONS, ACTIVATIONS, jax.random.key(0))
+    split = split_of(stage, weights, ACTIVATIONS, ACTIVATIONS, jax.random.key(0))
     # The gradient of the scale; the input and the cotangent. No mask, nothing dropped.
     wide = (BATCH, SEQ, DIM)
     assert [r.shape for r in split.residuals] == [(DIM,), wide, wide]
@@ -309,7 +320,7 @@ def test_a_loop_has_no_part_in_a_half_that_wants_nothing_of_it():
 def test_the_gradients_of_scales_alone_are_computed_early():
     stage = scanned(lambda scale, h: jnp.sin(h) * scale)
     scales = normal(LAYERS, DIM)
-    split = split_backward(stage, scales, ACTIVATIONS, ACTIVATIONS)
+    split = split_of(stage, scales, ACTIVATIONS, ACTIVATIONS)
     assert [r.shape for r in split.residuals] == [(LAYERS, DIM)]
     first, _ = halves_of(split, scales, ACTIVATIONS, ACTIVATIONS, ())
     forward = next(e for e in equations_of(first) if e.primitive.name == "scan")
@@ -336,10 +347,10 @@ def test_what_a_nested_region_makes_of_the_weights_alone_does_not_cross(cube_mes
         return layer(w[1], layer(w[0], h))
 
     def on_each(w, h):
-        split = split_backward(stage, w, h, h)
+        split = split_of(stage, w, h, h)
         wide = (BATCH, SEQ, DIM)
         assert [r.shape for r in split.residuals] == [wide] * 8
-        dh, residuals = split.input_gradients(w, h, h)
+        dh, residuals, _ = split.input_gradients(w, h, h)
         expected = jax.vjp(stage, w, h)[1](h)
         return (split.weight_gradients(residuals, w), dh), expected
 
@@ -368,8 +379,8 @@ def test_each_equation_keeps_its_line_and_its_scopes():
 
     def both(weights, h, cotangent):
         with jax.named_scope("stage"):
-            split = split_backward(stage, weights, h, cotangent)
-            dh, residuals = split.input_gradients(weights, h, cotangent)
+            split = split_of(stage, weights, h, cotangent)
+            dh, residuals, _ = split.input_gradients(weights, h, cotangent)
             return split.weight_gradients(residuals, weights), dh
 
     def places(function):
@@ -392,11 +403,29 @@ def test_leaves_that_are_no_floats_have_void_gradients():
     h = ACTIVATIONS, jnp.arange(10).reshape(2, 5)
     void = np.zeros((2, 5), jax.dtypes.float0)
     dw, dh = jax.vjp(stage, weights, h)[1]((ACTIVATIONS, void))
-    split = split_backward(stage, weights, h, (ACTIVATIONS, void))
-    first, residuals = split.input_gradients(weights, h, (ACTIVATIONS, void))
+    split = split_of(stage, weights, h, (ACTIVATIONS, void))
+    first, residuals, _ = split.input_gradients(weights, h, (ACTIVATIONS, void))
     second = split.weight_gradients(residuals, weights)
     assert second["step"].dtype == first[1].dtype == jax.dtypes.float0
     jax.tree.map(np.testing.assert_array_equal, (second, first), (dw, dh))
+
+
+def test_what_a_stage_gives_beside_its_output_comes_with_the_first_half():
+    def stage(weights, h, tokens):
+        out = mlp(weights, h)
+        return out, {"loss": jnp.sum(out * out), "of": tokens}
+
+    tokens = jnp.arange(3)
+    split = split_backward(stage, MLP, ACTIVATIONS, ACTIVATIONS, tokens)
+    dh, residuals, beside = split.input_gradients(MLP, ACTIVATIONS, ACTIVATIONS, tokens)
+    dw = split.weight_gradients(residuals, MLP, tokens)
+
+    def of_inputs(weights, h):
+        return stage(weights, h, tokens)
+
+    _, pull, expected = jax.vjp(of_inputs, MLP, ACTIVATIONS, has_aux=True)
+    close = partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(close, ((dw, dh), beside), (pull(ACTIVATIONS), expected))
 
 
 def test_a_stage_may_close_over_arrays_and_tracers():
@@ -407,8 +436,8 @@ def test_a_stage_may_close_over_arrays_and_tracers():
         def stage(w, h):
             return jnp.sin(h @ w * scale) * table
 
-        split = split_backward(stage, w, h, h)
-        dh, residuals = split.input_gradients(w, h, h)
+        split = split_of(stage, w, h, h)
+        dh, residuals, _ = split.input_gradients(w, h, h)
         return (split.weight_gradients(residuals, w), dh), jax.vjp(stage, w, h)[1](h)
 
     found, expected = both(jnp.float32(0.3), normal(DIM, DIM), ACTIVATIONS)
@@ -431,8 +460,8 @@ def test_an_effect_happens_once():
         jax.debug.callback(lambda total: seen.append(float(total)), x.sum())
         return jnp.tanh(x @ w)
 
-    split = split_backward(scanned(layer), WIDE, ACTIVATIONS, ACTIVATIONS)
-    _, residuals = split.input_gradients(WIDE, ACTIVATIONS, ACTIVATIONS)
+    split = split_of(scanned(layer), WIDE, ACTIVATIONS, ACTIVATIONS)
+    _, residuals, _ = split.input_gradients(WIDE, ACTIVATIONS, ACTIVATIONS)
     jax.effects_barrier()
     assert len(seen) == LAYERS
     split.weight_gradients(residuals, WIDE)
@@ -452,8 +481,8 @@ def test_a_region_that_is_manual_over_the_pipeline_alone(cube_mesh, remat):
 
     def on_each(weights, h):
         weights, h = jax.tree.map(lambda x: x[0], (weights, h))
-        split = split_backward(stage, weights, h, h)
-        dh, residuals = split.input_gradients(weights, h, h)
+        split = split_of(stage, weights, h, h)
+        dh, residuals, _ = split.input_gradients(weights, h, h)
         dw = lax.cond(
             lax.axis_index("pp") < 2,
             lambda residuals: split.weight_gradients(residuals, weights),
