@@ -94,7 +94,7 @@ class PipelinedModel:
 
     def _run(
         self, weights: Tree, shared: Tree, wire: Array, micro: Tree, index: Array
-    ) -> tuple[Array, Array, Tree]:
+    ) -> tuple[Array, Array, tuple[Tree, Tree]]:
         """One virtual stage on one microbatch."""
         place, split = self.model.place(self.mesh), self._split
         module = self.model.stage({**shared, "decoder": weights})
@@ -123,7 +123,8 @@ class PipelinedModel:
             )
         tokens = (micro["targets"] != NO_TARGET).sum(dtype=jnp.float32)
         routers = router_sums(self.model.config, statistics, tokens)
-        return x_BSD, loss + routers.get("router_loss", 0.0), routers
+        loss = loss + routers.get("router_loss", 0.0)
+        return x_BSD, loss, ((), routers)
 
     def _loss(self, module: Gemma3, x_BSD: Array, targets: Array) -> Float[Array, ""]:
         place = self.model.place(self.mesh)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from tessera.graph.pipelining.table import Schedule
-from tessera.graph.pipelining.weight_gradients import split_backward
+from tessera.graph.pipelining.weight_gradients import SplitBackward, split_backward
 
 Tree: TypeAlias = Any
 Row: TypeAlias = dict[str, Array]
@@ -27,18 +27,19 @@ class Stages:
     """All the stages of a pipeline as one function of which of them to run.
 
     Attributes:
-      run: ``(weights, shared, wire, micro, index) -> (wire, loss, statistics)``.
-        ``weights`` are one virtual stage's own, ``shared`` those that several stages
-        read; ``micro`` is one microbatch, ``index`` the virtual stage, an int32 scalar.
-        The first stage takes its input from ``micro`` and ignores the wire. ``loss`` is
-        the stage's part of the microbatch's f32 loss, mostly 0 but at the last;
-        ``statistics`` is a tree of f32 arrays, summed over microbatches and stages.
+      run: ``(weights, shared, wire, micro, index) -> (wire, loss, more)``. ``weights``
+        are one virtual stage's own, ``shared`` those that several stages read;
+        ``micro`` is one microbatch, ``index`` the virtual stage, an int32 scalar. The
+        first stage takes its input from ``micro`` and ignores the wire. ``loss`` is the
+        stage's part of the microbatch's f32 loss, mostly 0 but at the last. ``more``
+        are the last stage's outputs, zeros at the others, and statistics: a tree of
+        f32 arrays, which are summed over microbatches and stages.
       wire: Shapes and dtypes of what a stage hands to the next, all floating-point.
       constrain_wire: Lays out a wire over the mesh's other axes.
       constrain_weights: The same for a tree like one virtual stage's weights.
     """
 
-    run: Callable[..., tuple[Tree, Array, Tree]]
+    run: Callable[..., tuple[Tree, Array, tuple[Tree, Tree]]]
     wire: Tree
     constrain_wire: Callable[[Tree], Tree] = lambda wire: wire
     constrain_weights: Callable[[Tree], Tree] = lambda weights: weights
@@ -60,8 +61,8 @@ class Gradients:
       statistics: As the stages return them.
       weights: Like the weights, and split over the pipeline's axis as they are.
       shared: Like the shared weights.
-      micros: Of the microbatches' floating-point arrays, a dict by leaf number.
-      outputs: What the last stage hands on, ``[M, ...]``; None where not asked for.
+      micros: Of the microbatches' arrays that were asked for, by leaf number.
+      outputs: Of the last stage, ``[M, ...]``; None where not asked for.
     """
 
     loss: Any
@@ -106,7 +107,7 @@ class Device:
       shared: What all stages read.
       micros: All microbatches, ``[M, ...]``.
       seed: f32 scalar, the cotangent of each microbatch's loss.
-      micro_gradients: Whether the gradients of the microbatches are wanted.
+      micro_gradients: Leaves of the microbatches whose gradients are wanted, by number.
       keep_outputs: Whether the last stage's outputs are.
     """
 
@@ -117,7 +118,7 @@ class Device:
     shared: Tree
     micros: Tree
     seed: Array
-    micro_gradients: bool = False
+    micro_gradients: frozenset[int] = frozenset()
     keep_outputs: bool = False
 
     @cached_property
@@ -129,22 +130,18 @@ class Device:
         """Empty rings and sums of zero."""
         slots, wire = self.schedule.slots, self._empty_wire()
         micros = self.schedule.microbatches
-        _, _, statistics = jax.eval_shape(
-            self.stages.run, self._chunk(0), self.shared, wire, self._micro(0), 0
-        )
-        floats = _floats(self.micros) if self.micro_gradients else {}
+        outputs, statistics = self._shapes[2]
         sums = Gradients(
             loss=jnp.float32(0.0),
             statistics=_zeros(statistics),
             weights=_zeros(self.weights),
             shared=_zeros(self.shared),
-            micros=_zeros(floats),
-            outputs=_ring(wire, micros) if self.keep_outputs else None,
+            micros=_zeros(self._asked_for(self.micros)),
+            outputs=_ring(outputs, micros) if self.keep_outputs else None,
         )
         residuals: Tree = ()
         if self.schedule.splits_backward:
-            kept = jax.eval_shape(lambda: self._input_gradients(self._zero_task())[1])
-            residuals = _ring(kept, slots.weight_slots)
+            residuals = _ring(list(self._halves.residuals), slots.weight_slots)
         return Carry(
             activation=wire,
             cotangent=wire,
@@ -179,14 +176,13 @@ class Device:
         stage = self._index(row["backward_chunk"])
 
         def work(sums: Gradients, residuals: Tree) -> tuple[Gradients, Tree, Tree]:
-            cotangent = jax.tree.map(
-                lambda held: jnp.where(stage < self._last, held, 0),
-                _read(carry.cotangents, row["cotangent_slot"]),
-            )
+            arrived = _read(carry.cotangents, row["cotangent_slot"])
+            nothing_after = partial(jnp.where, stage == self._last, 0)
+            cotangent = jax.tree.map(nothing_after, arrived)
             wire = _read(carry.inputs, row["backward_slot"])
             task = (row["backward_chunk"], row["backward_micro"], wire, cotangent)
             if self.schedule.splits_backward:
-                sums, kept, back = self._input_half(task, sums)
+                sums, kept, back = self._first_half(task, sums)
                 residuals = _kept(residuals, kept, row["keep_slot"])
             else:
                 sums, back = self._whole(task, sums)
@@ -200,6 +196,22 @@ class Device:
             wanted, work, rest, carry.sums, carry.residuals
         )
         return replace(carry, sums=sums, residuals=residuals), back
+
+    def weigh(self, carry: Carry, row: Row) -> Carry:
+        """The sums with this tick's weight gradient, where backwards are split."""
+        chunk, number = row["weight_chunk"], row["weight_micro"]
+
+        def work(sums: Gradients) -> Gradients:
+            weights, shared = self._halves.weight_gradients(
+                _read(carry.residuals, row["weight_slot"]),
+                (self._chunk(chunk), self.shared),
+                self._micro(number),
+                self._index(chunk),
+            )
+            return self._with_weights(sums, chunk, weights, shared)
+
+        wanted = number >= 0
+        return replace(carry, sums=jax.lax.cond(wanted, work, _same, carry.sums))
 
     def passed_on(self, carry: Carry, activation: Tree, cotangent: Tree) -> Carry:
         """The carry with what the neighbors sent; every device takes part."""
@@ -230,26 +242,33 @@ class Device:
                 micro = step
 
             @jax.checkpoint
-            def work(arrived: Tree) -> tuple[Tree, Array, Tree]:
+            def work(arrived: Tree) -> tuple[Tree, Array, tuple[Tree, Tree]]:
                 weights, micros = self._chunk(chunk), self._micro(micro)
                 return self.stages.run(weights, self.shared, arrived, micros, stage)
 
-            def rest(arrived: Tree) -> tuple[Tree, Array, Tree]:
-                return empty, *_zeros(jax.eval_shape(work, arrived)[1:])
+            def rest(arrived: Tree) -> Any:
+                return empty, *_zeros(self._shapes[1:])
 
             wanted = (step >= 0) & (step < steps) & (micro < count)
-            out, *more = jax.lax.cond(wanted, work, rest, arrived)
+            wire, loss, (out, more) = jax.lax.cond(wanted, work, rest, arrived)
             is_last = wanted & (stage == self._last)
             outputs = _kept(outputs, out, jnp.where(is_last, micro, -1))
-            arrived = jax.lax.ppermute(out, self.axis, self._ring)
-            return (arrived, outputs, _added(sums, more)), None
+            arrived = jax.lax.ppermute(wire, self.axis, self._ring)
+            return (arrived, outputs, _added(sums, (loss, more))), None
 
-        task = (self._chunk(0), self.shared, empty, self._micro(0), 0)
-        sums = list(_zeros(jax.eval_shape(self.stages.run, *task)[1:]))
-        outputs = _ring(empty, count)
-        begin, ticks = (empty, outputs, sums), jnp.arange(steps + size - 1)
+        loss, (outputs, statistics) = self._shapes[1:]
+        begin = (empty, _ring(outputs, count), _zeros((loss, statistics)))
+        ticks = jnp.arange(steps + size - 1)
         _, outputs, sums = jax.lax.scan(tick, begin, ticks)[0]
         return jax.lax.psum((outputs, *sums), self.axis)
+
+    @cached_property
+    def _shapes(self) -> Any:
+        """What a stage gives."""
+        wire, micro = self._empty_wire(), self._micro(0)
+        return jax.eval_shape(
+            self.stages.run, self._chunk(0), self.shared, wire, micro, 0
+        )
 
     @property
     def _ring(self) -> list[tuple[int, int]]:
@@ -257,35 +276,63 @@ class Device:
         size = self.schedule.stages
         return [(place, (place + 1) % size) for place in range(size)]
 
+    def _run(
+        self,
+        weights: tuple[Tree, Tree],
+        given: tuple[Tree, Tree],
+        micro: Tree,
+        k: Array,
+    ) -> tuple[tuple[Tree, Array], Any]:
+        """A stage as a function of what it is differentiated by."""
+        (own, shared), (wire, asked) = weights, given
+        micro = _merged(micro, asked)
+        wire, loss, more = self.stages.run(own, shared, wire, micro, k)
+        return (wire, loss), (loss, more)
+
     def _whole(self, task: Any, sums: Gradients) -> tuple[Gradients, Tree]:
         """All gradients of one stage, which runs anew."""
         chunk, number, wire, cotangent = task
-        micro = self._micro(number)
+        micro, index = self._micro(number), self._index(chunk)
 
-        def run(weights: Tree, shared: Tree, wire: Tree, floats: Tree) -> Any:
-            wire, loss, statistics = self.stages.run(
-                weights, shared, wire, _merged(micro, floats), self._index(chunk)
-            )
-            return (wire, loss), statistics
+        def run(weights: Any, given: Any) -> Any:
+            return self._run(weights, given, micro, index)
 
-        floats = _floats(micro) if self.micro_gradients else {}
-        (out, loss), pull_back, statistics = jax.vjp(
-            run, self._chunk(chunk), self.shared, wire, floats, has_aux=True
+        weights, given = (
+            (self._chunk(chunk), self.shared),
+            (wire, self._asked_for(micro)),
         )
-        weights, shared, back, floats = pull_back((cotangent, self.seed))
-        sums = self._with_outputs(sums, chunk, number, out, loss, statistics)
+        _, pull_back, more = jax.vjp(run, weights, given, has_aux=True)
+        (weights, shared), (back, asked) = pull_back((cotangent, self.seed))
+        sums = self._with_outputs(sums, chunk, number, more)
         sums = self._with_weights(sums, chunk, weights, shared)
-        return self._with_micros(sums, number, floats), back
+        return self._with_micros(sums, number, asked), back
+
+    @cached_property
+    def _halves(self) -> SplitBackward:
+        """The backward of a stage in two, for the forms of its arguments."""
+        wire, micro = self._empty_wire(), self._micro(0)
+        weights, given = (self._chunk(0), self.shared), (wire, self._asked_for(micro))
+        cotangent = (wire, self.seed)
+        return split_backward(self._run, weights, given, cotangent, micro, jnp.int32(0))
+
+    def _first_half(self, task: Any, sums: Gradients) -> tuple[Gradients, Any, Tree]:
+        """The gradient of a stage's input, and what that of its weights will need."""
+        chunk, number, wire, cotangent = task
+        micro = self._micro(number)
+        (back, asked), kept, more = self._halves.input_gradients(
+            (self._chunk(chunk), self.shared),
+            (wire, self._asked_for(micro)),
+            (cotangent, self.seed),
+            micro,
+            self._index(chunk),
+        )
+        sums = self._with_outputs(sums, chunk, number, more)
+        return self._with_micros(sums, number, asked), kept, back
 
     def _with_outputs(
-        self,
-        sums: Gradients,
-        chunk: Array,
-        number: Array,
-        out: Tree,
-        loss: Array,
-        statistics: Tree,
+        self, sums: Gradients, chunk: Array, number: Array, found: Any
     ) -> Gradients:
+        loss, (out, statistics) = found
         outputs = sums.outputs
         if self.keep_outputs:
             last = self._index(chunk) == self._last
@@ -321,21 +368,36 @@ class Device:
         return chunk * self.schedule.stages + self.place
 
     def _chunk(self, chunk: Array | int) -> Tree:
-        return jax.tree.map(lambda held: _row(held, chunk), self.weights)
+        return jax.tree.map(partial(_row, index=chunk), self.weights)
 
     def _micro(self, number: Array | int) -> Tree:
-        return jax.tree.map(lambda held: _row(held, number), self.micros)
+        return jax.tree.map(partial(_row, index=number), self.micros)
+
+    def _asked_for(self, micro: Tree) -> dict[int, Array]:
+        """The arrays of one or all microbatches whose gradients are wanted."""
+        leaves = jax.tree.leaves(micro)
+        return {i: leaves[i] for i in sorted(self.micro_gradients)}
 
     def _empty_wire(self) -> Tree:
         return self.stages.constrain_wire(_zeros(self.stages.wire))
 
 
+def _same(sums: Gradients) -> Gradients:
+    return sums
+
+
 def _zeros(like: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    def zeros(leaf: Any) -> Array:
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(zeros, like)
 
 
 def _ring(like: Tree, slots: int) -> Tree:
-    return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), like)
+    def zeros(leaf: Any) -> Array:
+        return jnp.zeros((slots, *leaf.shape), leaf.dtype)
+
+    return jax.tree.map(zeros, like)
 
 
 def _added(left: Tree, right: Tree) -> Tree:
@@ -359,7 +421,7 @@ def _plus_row(held: Array, more: Array, *, index: Array) -> Array:
 
 def _read(ring: Tree, slot: Array) -> Tree:
     """What is in a slot; where there is none, something that nobody looks at."""
-    return jax.tree.map(lambda held: _row(held, jnp.maximum(slot, 0)), ring)
+    return jax.tree.map(partial(_row, index=jnp.maximum(slot, 0)), ring)
 
 
 def _kept(ring: Tree, value: Tree, slot: Array) -> Tree:
@@ -375,12 +437,6 @@ def _kept(ring: Tree, value: Tree, slot: Array) -> Tree:
     return jax.tree.map(write, ring, value)
 
 
-def _floats(micro: Tree) -> dict[int, Array]:
-    """The floating-point leaves of a microbatch, by number."""
-    leaves = enumerate(jax.tree.leaves(micro))
-    return {i: x for i, x in leaves if jnp.issubdtype(x.dtype, jnp.floating)}
-
-
-def _merged(micro: Tree, floats: dict[int, Array]) -> Tree:
+def _merged(micro: Tree, asked: dict[int, Array]) -> Tree:
     leaves, tree = jax.tree.flatten(micro)
-    return tree.unflatten([floats.get(i, leaf) for i, leaf in enumerate(leaves)])
+    return tree.unflatten([asked.get(i, leaf) for i, leaf in enumerate(leaves)])

@@ -17,6 +17,7 @@ Sources: GPipe, arXiv 1811.06965; 1F1B, arXiv 1806.03377; interleaved stages, ar
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -55,7 +56,7 @@ class Pipeline:
         micros: Tree,
         seed: Array,
         *,
-        micro_gradients: bool = False,
+        micro_gradients: frozenset[int] = frozenset(),
         keep_outputs: bool = False,
     ) -> Gradients:
         """Loss and gradients, summed over all microbatches.
@@ -66,7 +67,7 @@ class Pipeline:
           shared: Weights that every device of the axis has whole.
           micros: Each array ``[M, ...]``, whole over the axis.
           seed: f32 scalar, the cotangent of every microbatch's loss.
-          micro_gradients: Whether the gradients of ``micros`` are wanted too.
+          micro_gradients: Leaves of ``micros``, by number, whose gradients are wanted.
           keep_outputs: Whether the last stage's outputs are.
         """
 
@@ -170,7 +171,7 @@ def _rows(device: Device) -> Row:
 
 def _summed(sums: Gradients, axis: str) -> Gradients:
     """Over the stages, what every stage adds to; the weights stay where they are."""
-    weights = jax.tree.map(lambda array: array[:, None], sums.weights)
+    weights = jax.tree.map(partial(jnp.expand_dims, axis=1), sums.weights)
     others = (sums.loss, sums.statistics, sums.shared, sums.micros, sums.outputs)
     loss, statistics, shared, micros, outputs = jax.lax.psum(others, axis)
     return Gradients(loss, statistics, weights, shared, micros, outputs)
