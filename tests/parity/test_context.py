@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences split over ``cp``, by ring and by all-to-all: the training of one device.
+
+What a mesh is compared with knows nothing of Tessera: ``jax.grad`` of the plain model
+and Optax on one device. Parameters are compared after five steps of AdamW, whose
+epsilon is large enough for a step to be a smooth function of the gradient. Of the three
+layers two read a window, which is shorter than a chunk and takes the halo; rows hold
+two documents and padding.
+"""
+
+import dataclasses
+import math
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+
+from tessera.mesh import Mesh
+from tessera.models import Gemma3Config, Model
+from tessera.training.optimizers import AdamWConfig, make_optimizer
+from tessera.training.state import init_state
+from tessera.training.step import Recipe, batch_spec, make_eval_step, make_train_step
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+STEPS, MICROBATCHES, ROWS, LENGTH = 5, 2, 4, 32
+CONFIG = Gemma3Config(
+    vocab_size=64,
+    d_model=32,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=64,
+    window=3,
+    query_pre_attn_scalar=8,
+    global_every=3,
+)
+KEY = jax.random.key(0)
+ADAMW, RATE = make_optimizer(
+    AdamWConfig(epsilon=1e-3, warmup_steps=1), steps=20, clip_norm=1.0
+)
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    """Random tokens; a quarter of the targets do not count, nor the padding."""
+    draw = np.random.default_rng(0)
+    shape, column = (MICROBATCHES, ROWS, LENGTH), np.arange(LENGTH, dtype=np.int32)
+    segments = np.where(column < 28, 1 + column // 13, 0)
+    found = []
+    for _ in range(STEPS):
+        tokens = draw.integers(0, 64, (MICROBATCHES, ROWS, LENGTH + 1), np.int32)
+        ignored = (draw.random(shape) < 0.25) | (segments == 0)
+        found.append(
+            {
+                "tokens": tokens[..., :-1],
+                "targets": np.where(ignored, np.int32(-100), tokens[..., 1:]),
+                "segment_ids": np.broadcast_to(segments, shape).astype(np.int32),
+                "positions": np.broadcast_to(column % 13, shape),
+            }
+        )
+    return found
+
+
+@dataclasses.dataclass
+class Run:
+    """Losses of all steps, the loss of a validation, and the parameters at the end."""
+
+    losses: list[float]
+    validation: float
+    params: Any
+
+
+@cache
+def expected(window: int) -> Run:
+    """Five steps of the plain model on one device, without Tessera."""
+    model = Model(dataclasses.replace(CONFIG, window=window))
+
+    def summed_loss(params: Any, batch: Any) -> jax.Array:
+        rows = {name: array.reshape(-1, LENGTH) for name, array in batch.items()}
+        logits = model.apply(
+            params,
+            rows["tokens"],
+            positions=rows["positions"],
+            segment_ids=rows["segment_ids"],
+        )
+        counts = rows["targets"] != -100
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, jnp.where(counts, rows["targets"], 0)
+        )
+        return jnp.where(counts, losses, 0.0).sum()
+
+    def mean_loss(params: Any, batch: Any) -> jax.Array:
+        return summed_loss(params, batch) / (batch["targets"] != -100).sum(
+            dtype=jnp.float32
+        )
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(mean_loss)(params, batch)
+        updates, state = ADAMW.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = model.init(KEY)
+    state, losses = ADAMW.init(params), []
+    for batch in batches():
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    first = {name: array[0] for name, array in batches()[0].items()}
+    return Run(losses, float(summed_loss(params, first)), params)
+
+
+def train(model: Model, mesh: Mesh, **options: Any) -> Run:
+    """The same steps by Tessera on a mesh."""
+    recipe = Recipe(
+        model=model,
+        optimizer=ADAMW,
+        learning_rate=RATE,
+        mesh=mesh,
+        accumulation=MICROBATCHES,
+        **options,
+    )
+    state = init_state(model, ADAMW, KEY, mesh)
+    step, losses = make_train_step(recipe, state), []
+    place = NamedSharding(mesh.jax, batch_spec(recipe))
+    for batch in batches():
+        state, metrics = step(state, jax.device_put(batch, place))
+        losses.append(float(metrics["loss"]))
+    first = {name: array[0] for name, array in batches()[0].items()}
+    loss, _ = make_eval_step(recipe)(state.params, first)
+    return Run(losses, float(loss), jax.tree.map(np.asarray, state.params))
+
+
+CASES = {
+    "ring": ({"cp": 4}, {}),
+    "all_to_all": ({"cp": 4}, {"context_parallel": "all_to_all"}),
+    "ring_tp": ({"cp": 2, "tp": 4}, {}),
+    "ring_tp_sequence": ({"cp": 2, "tp": 2}, {"sequence_parallel": True}),
+    "ring_fsdp": ({"fsdp": 2, "cp": 4}, {}),
+    "all_to_all_dp_tp": (
+        {"dp": 2, "cp": 2, "tp": 2},
+        {"context_parallel": "all_to_all", "sequence_parallel": True},
+    ),
+    # The window is longer than a chunk: local layers go round the ring, too.
+    "ring_long_window": ({"cp": 4}, {"window": 7}),
+    "ring_seldom": ({"dp": 2, "cp": 2}, {"sync_every": 2}),
+    "ring_remat": ({"cp": 2}, {"remat": "full"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_parameters_are_those_of_one_device(case):
+    shape, given = CASES[case]
+    options = dict(given)
+    window = options.pop("window", CONFIG.window)
+    seldom = {"sync_every": options.pop("sync_every", 1)}
+    model = Model(dataclasses.replace(CONFIG, window=window), **options)
+    mesh = Mesh(
+        list(shape), devices=range(math.prod(shape.values())), shape=[*shape.values()]
+    )
+    run, wanted = train(model, mesh, **seldom), expected(window)
+    np.testing.assert_allclose(run.losses, wanted.losses, rtol=2e-5, atol=0)
+    np.testing.assert_allclose(run.validation, wanted.validation, rtol=2e-5)
+    assert np.ptp(run.losses) > 0.01, "the losses have to move to be worth comparing"
+    there = jax.tree_util.tree_leaves_with_path(wanted.params)
+    for (path, want), got in zip(there, jax.tree.leaves(run.params), strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert np.linalg.norm(got - want) <= 2e-5 * np.linalg.norm(want), name
