@@ -7,6 +7,7 @@ epsilon is large enough for a step to be a smooth function of the gradient.
 """
 
 import dataclasses
+import re
 from functools import cache
 from typing import Any
 
@@ -16,11 +17,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from tessera.analysis.layouts import inspect
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.state import init_state
+from tessera.training.state import init_state, state_specs
 from tessera.training.step import Recipe, batch_spec, make_train_step
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -143,3 +146,96 @@ def test_losses_and_parameters_are_those_of_one_device(name, stage):
         assert np.linalg.norm(first[path] - want) > 0, path
         apart = np.linalg.norm(got[path] - want)
         assert apart <= 2e-5 * np.linalg.norm(want), path
+
+
+# --- what each device holds
+
+WHOLE, COUNTERS = 4 * CONFIG.num_params, 2 * 4
+
+
+@pytest.mark.parametrize(("stage", "params"), [(1, 1), (2, 1), (3, 8)])
+def test_each_device_holds_the_share_that_the_stage_promises(stage, params):
+    run = train("dp", stage)
+    held = inspect(run.state.params), inspect(run.state.optimizer)
+    held = [inspection.local_nbytes for inspection in held]
+    assert held == [WHOLE / params, 2 * WHOLE / 8 + COUNTERS]
+    # The program takes the state, its number and this device's part of the batch, and
+    # gives the new state in the place of the old one.
+    batch = 4 * MICROBATCHES * ROWS // 8 * LENGTH * 4
+    assert run.compiled.memory.arguments == sum(held) + 4 + batch
+    assert run.compiled.memory.aliased == sum(held) + 4
+
+
+def test_what_tp_splits_is_split_over_dp_as_well():
+    params = train("dp_tp", 3).state.params
+    assert params["decoder"]["mlp"]["up"]["kernel"].sharding.spec == P(None, "dp", "tp")
+    assert params["embedding"].sharding.spec == P("tp", "dp")
+    assert params["decoder"]["pre_mlp_norm"]["scale"].sharding.spec == P(None, "dp")
+    # Stage 2 on all three axes: parameters as the model has them, moments split thrice.
+    run = train("dp_fsdp_tp", 2)
+    specs = state_specs(MODEL, ADAMW, run.recipe.mesh, zero_stage=2)
+    assert specs.params["embedding"] == P("tp", "fsdp")
+    assert P(("tp", "dp"), "fsdp") in jax.tree.leaves(specs.optimizer)
+    assert inspect(run.state.optimizer).local_nbytes < 2 * WHOLE / 7
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_are_split_from_the_second_stage_on(stage):
+    text = train("dp", stage).compiled.as_text()
+    loops = re.findall(r"= \((.*?)\) while\(", text)
+    forward, backward, microbatches = sorted(loops, key=_kind)
+    whole, share = "f32[3,32,64]", "f32[3,32,8]"  # of gate and of up
+    weights = whole if stage < 3 else share
+    gradients = whole if stage < 2 else share
+    assert _count(forward, whole, share) == _counted([weights] * 2, whole, share)
+    held = [weights] * 2 + [gradients] * 2
+    assert _count(backward, whole, share) == _counted(held, whole, share)
+    # From the first stage on the sum is split: the optimizer asks for no more.
+    held = [weights] * 2 + [whole if stage < 1 else share] * 2
+    assert _count(microbatches, whole, share) == _counted(held, whole, share)
+
+
+def _kind(loop: str) -> int:
+    """The loop over microbatches last, the one over layers backwards before it."""
+    return 1000 if "s32[2,1,16]" in loop else loop.count("f32[")
+
+
+def _count(loop: str, *shapes: str) -> list[int]:
+    return [loop.count(shape + "{") for shape in shapes]
+
+
+def _counted(held: list[str], *shapes: str) -> list[int]:
+    return [held.count(shape) for shape in shapes]
+
+
+def test_temporary_memory_falls_by_the_gradients_that_are_split():
+    plain, first, second = (train("dp", s).compiled.memory for s in (0, 1, 2))
+    embedding = 4 * CONFIG.vocab_size * CONFIG.d_model
+    # First the sum over microbatches, then what the loop over layers leaves behind.
+    saved = plain.temporaries - first.temporaries
+    assert saved == pytest.approx(WHOLE * 7 / 8, rel=0.02)
+    saved = first.temporaries - second.temporaries
+    assert saved == pytest.approx((WHOLE - embedding) * 7 / 8, rel=0.02)
+
+
+def test_each_stage_sends_what_its_paper_says():
+    """Where XLA makes no reduce-scatters, as on CPU, it reduces all and keeps a share.
+
+    So gradients are in this ledger with all their bytes at every stage, and only what
+    is gathered differs: nothing, the new parameters once, the weights at every use.
+    """
+    totals = [train("dp", s).compiled.collectives.totals() for s in (0, 1, 2, 3)]
+    reduced = [total[("dp",), "all-reduce"].nbytes for total in totals]
+    assert reduced[1:] == [reduced[1]] * 3
+    assert reduced[1] == pytest.approx(reduced[0], abs=200)  # norms of the gradients
+    gathered = [total.get((("dp",), "all-gather")) for total in totals]
+    assert gathered[0] is None
+    assert [total.nbytes for total in gathered[1:3]] == [WHOLE, WHOLE]
+    uses = 2 * MICROBATCHES
+    assert (uses - 0.5) * WHOLE < gathered[3].nbytes < uses * WHOLE
+    rows = train("dp", 3).compiled.collectives.rows
+    weights = {tuple(leaf.shape) for leaf in jax.tree.leaves(MODEL.abstract())}
+    slices = weights | {shape[1:] for shape in weights}
+    for row in rows:
+        if row.kind == "all-gather":
+            assert {tuple(array.dims) for array in row.arrays} <= slices, row

@@ -236,3 +236,45 @@ def test_a_ratio_without_top_k_is_refused():
     (error,) = check(settings(compression_ratio=0.1))
     assert error.code == "T502"
     assert "top_k" in error.fix
+
+
+# --- memory
+
+
+def test_split_gradients_cannot_be_exchanged_seldom():
+    given = {"gradient_accumulation_steps": 4, "sync_gradients_every": 2}
+    assert check(settings(zero_stage=1, **given)) == []
+    (error,) = check(settings(zero_stage=2, **given))
+    assert str(error) == (
+        "[T507] gradients cannot be split over dp and be exchanged seldom as well\n"
+        "  got: training.zero_stage=2 splits them, training.sync_gradients_every=2 "
+        "keeps whole ones on each device in between\n"
+        "  fix: use training.sync_gradients_every=1, or training.zero_stage=1\n"
+        "  docs: docs/errors/T507.md"
+    )
+
+
+def test_there_is_no_fourth_stage():
+    (error,) = check(settings(zero_stage=4))
+    assert (error.code, error.fix) == ("T502", "use a number from 0 to 3")
+
+
+@pytest.mark.parametrize(
+    "remat", ["none", "full", "dots_saveable", ["full", "none"] * 3, {"global": "full"}]
+)
+def test_layers_are_recomputed_by_a_policy_of_any_form(remat):
+    assert check(settings(remat=remat)) == []
+
+
+def test_a_policy_that_does_not_exist_is_refused():
+    (error,) = check(settings(remat="dot"))
+    assert (error.code, error.what) == ("T502", "there is no remat policy 'dot'")
+    assert error.fix.startswith("did you mean 'dots'?")
+
+
+def test_the_stages_of_a_pipeline_share_a_policy():
+    mesh_shape = ((2, 2), ("pp", "tp"))
+    given = {"gradient_accumulation_steps": 4, "mesh_shape": mesh_shape}
+    assert check(settings(remat="full", **given)) == []
+    (error,) = check(settings(remat={"global": "full"}, **given))
+    assert error.code == "T507"

@@ -21,7 +21,7 @@ from tessera.models import Gemma3Config
 from tessera.training.config import ModelSettings, Settings, TrainingConfig
 from tessera.training.data.config import DataConfig, SyntheticConfig
 from tessera.training.job import Job
-from tessera.training.optimizers import AdamWConfig
+from tessera.training.optimizers import AdamWConfig, SgdConfig
 
 CONFIG = Gemma3Config(
     vocab_size=64,
@@ -179,3 +179,54 @@ def test_a_microbatch_that_processes_cannot_share_is_refused(monkeypatch):
     with pytest.raises(BatchSizeError) as caught:
         job.load_data()
     assert caught.value.got == "4 rows / 8 processes"
+
+
+# --- memory
+
+
+def test_memory_settings_reach_the_recipe_the_model_and_the_state():
+    job = job_of(("dp", 8), zero_stage=1, offload_optimizer=True, remat="full")
+    assert (job.recipe.zero_stage, job.recipe.offload_optimizer) == (1, True)
+    assert job.model.remat == "full"
+    job.check()
+    moments = [x for x in jax.tree.leaves(job.abstract_state.optimizer) if x.shape]
+    assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+    assert all("dp" in x.sharding.spec for x in moments)
+    assert all(
+        x.sharding.spec == P() for x in jax.tree.leaves(job.abstract_state.params)
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "training", "note"),
+    [
+        (
+            [("fsdp", 8)],
+            {"zero_stage": 2},
+            "zero_stage 2 changes nothing: there are no copies along 'dp' to split; "
+            "what 'fsdp' splits is split at every stage",
+        ),
+        (
+            [("dp", 3)],
+            {"zero_stage": 1},
+            "zero_stage 1 leaves 15 parameters (81.2 KiB) with a copy on each device "
+            "of 'dp': it divides none of their dims",
+        ),
+        (
+            [("dp", 2)],
+            {"offload_optimizer": True},
+            "offload_optimizer saves nothing on cpu: its devices' memory is the host's",
+        ),
+    ],
+)
+def test_a_setting_that_changes_nothing_says_so(axes, training, note):
+    assert note in job_of(*axes, **training).layout_notes()
+    assert note not in job_of(*axes).layout_notes()
+
+
+def test_an_optimizer_without_arrays_leaves_nothing_to_split_or_to_move():
+    job = job_of(("dp", 2), zero_stage=1, offload_optimizer=True)
+    settings = dataclasses.replace(job.settings, optimizer=SgdConfig(momentum=0.0))
+    notes = Job(settings, job.mesh).layout_notes()
+    assert "zero_stage 1 changes nothing: this optimizer keeps no arrays" in notes
+    assert "offload_optimizer changes nothing: this optimizer keeps no arrays" in notes
