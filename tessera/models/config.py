@@ -156,6 +156,14 @@ class Gemma3Config:
         return self.vocab_size * d + self.num_layers * block + self.num_norm_params
 
     @property
+    def num_active_params(self) -> int:
+        """Number of them that one token computes with: not all experts."""
+        unused = max(self.num_experts - self.experts_per_token, 0)
+        return (
+            self.num_params - self.num_layers * unused * 3 * self.d_model * self.mlp_dim
+        )
+
+    @property
     def num_norm_params(self) -> int:
         """How many of them are scales of norms."""
         block = 4 * self.d_model + 2 * self.head_dim
