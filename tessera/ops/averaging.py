@@ -87,7 +87,7 @@ def compressed_mean(
     - ``top_k``: 8 (n-1) ratio, which is less than ``none`` where ratio < 1/n; what is
       not sent is kept and added to the next gradients.
 
-    ``compression.mean`` states the bounds.
+    ``compression.means`` states the bounds.
 
     Args:
       compression: ``none``, ``bf16``, ``int8`` or ``top_k``.
@@ -125,11 +125,19 @@ def compressed_mean(
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         del params
 
-        def one(operand: Operand) -> Array:
-            _check_unreduced(operand)
-            return compressed.mean(operand.value, operand.axes, compression)
+        operands: list[Operand] = []
 
-        return each(one, updates, axis), state
+        def checked(operand: Operand) -> Array:
+            _check_unreduced(operand)
+            operands.append(operand)
+            return operand.value
+
+        tree = jax.tree.structure(each(checked, updates, axis))
+        if not operands:
+            return updates, state
+        values = [operand.value for operand in operands]
+        averaged = compressed.means(values, operands[0].axes, compression)
+        return jax.tree.unflatten(tree, averaged), state
 
     return optax.GradientTransformation(init, update)
 

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means over mesh axes that send less than the blocks they average, and how exact.
 
-All run inside a manual region, on one device's block, and give every device the same
+All run inside a manual region, on one device's blocks, and give every device the same
 bits. ``averaging.py`` makes Optax transformations of them.
 
 ``bf16`` and ``int8`` do what an all-reduce does, in two exchanges: device j gets the
-j-th part of every block (all-to-all), adds the parts up in f32, and sends the mean to
-all (all-gather). What is sent is narrow both times, what is added never is, so nothing
-overflows and the error does not grow with the number of devices.
+j-th part of everyone's blocks (all-to-all), adds the parts up in f32, and sends the
+mean to all (all-gather). What is sent is narrow both times, what is added never is, so
+nothing overflows and the error does not grow with the number of devices. All blocks go
+in one exchange, as rows of up to 1024 neighbors of one block.
 """
 
 import math
-from collections.abc import Callable
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 import jax
@@ -22,38 +25,48 @@ from tessera import _jax
 from tessera.ops import blocks
 
 COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
-# So many int8 values share a scale: its four bytes add less than half a percent.
-CHUNK: Final = 1024
+# How many neighbors a row may have, which in int8 share a scale of four bytes.
+WIDTHS: Final = (32, 64, 128, 256, 512, 1024)
 LARGEST: Final = 127.0
 
 # What is sent, as arrays of as many rows as the values have.
 Sent: TypeAlias = tuple[Array, ...]
 
 
-def mean(block: Array, axes: tuple[str, ...], compression: str) -> Array:
-    """The mean of all devices' blocks, sent as ``none``, ``bf16`` or ``int8``.
+def means(
+    blocks_of: Sequence[Array], axes: tuple[str, ...], compression: str
+) -> list[Array]:
+    """The means of all devices' blocks, sent as ``none``, ``bf16`` or ``int8``.
 
     Per device ``[...]`` of a float dtype to the same, alike on every device. With x
-    the block's values on one device, in exact arithmetic from there on:
+    the values of a block on one device, in exact arithmetic from there on:
 
     - ``none`` is ``dist.all_reduce(op="mean")``, bit for bit.
     - ``bf16`` rounds x, then the mean, to 8 significant bits: it errs by at most
       2⁻⁸ (mean of abs(x) + abs(mean)) for each value.
     - ``int8`` rounds each to the nearest of 255 multiples of a scale, which is the
-      largest magnitude among up to 1024 neighbors, divided by 127: it errs by at most
-      (mean over devices of that magnitude + that of the mean) / 254. What is less than
-      half a scale is sent as zero.
+      largest magnitude in a row of up to 1024 neighbors, divided by 127: it errs by at
+      most (mean over devices of that magnitude + that of the mean) / 254. What is less
+      than half a scale is sent as zero.
 
     An infinity or a NaN stays one in ``bf16``; in ``int8`` it leaves no finite value
-    among those that share its scale.
+    in its row.
     """
-    match compression:
-        case "bf16":
-            return _in_two_exchanges(block, axes, _to_bf16, _from_bf16)
-        case "int8":
-            return _in_two_exchanges(block, axes, _to_int8, _from_int8)
-        case _:
-            return blocks.reduce(block, axes, "mean")
+    if compression == "none":
+        return [blocks.reduce(block, axes, "mean") for block in blocks_of]
+    code = {"bf16": (_to_bf16, _from_bf16), "int8": (_to_int8, _from_int8)}[compression]
+    found: dict[int, Array] = {}
+    # Put together, blocks would all vary over the axes that any of them varies over.
+    alike: dict[frozenset[str], list[int]] = defaultdict(list)
+    for place, block in enumerate(blocks_of):
+        if block.size:
+            alike[_jax.varying_axes(block)].append(place)
+        else:
+            found[place] = blocks.reduce(block, axes, "mean")
+    for places in alike.values():
+        averaged = _in_two_exchanges([blocks_of[p] for p in places], axes, *code)
+        found.update(zip(places, averaged, strict=True))
+    return [found[place] for place in range(len(blocks_of))]
 
 
 def top_k_mean(
@@ -102,20 +115,18 @@ def top_k_mean(
 
 
 def _in_two_exchanges(
-    block: Array,
+    blocks_of: Sequence[Array],
     axes: tuple[str, ...],
     encode: Callable[[Array], Sent],
     decode: Callable[[Sent], Array],
-) -> Array:
-    """The mean of the blocks, of which each device computes one part."""
-    if not block.size:
-        return blocks.reduce(block, axes, "mean")
+) -> list[Array]:
+    """The means of the blocks, of which each device computes one part."""
     count = lax.axis_size(axes)
-    # As many rows for every device, as short as it takes: little is padding.
-    per_device = -(-block.size // (count * CHUNK))
-    width = -(-block.size // (count * per_device))
-    flat = block.astype(jnp.float32).reshape(-1)
-    padded = jnp.pad(flat, (0, count * per_device * width - flat.size))
+    width = _width([block.size for block in blocks_of], count)
+
+    def joined(*parts: Array) -> Array:
+        rows = jnp.concatenate(parts)
+        return jnp.pad(rows, ((0, -len(rows) % count), (0, 0)))
 
     def exchange(rows: Array) -> Array:
         return lax.all_to_all(rows, axes, 0, 0, tiled=True)
@@ -123,14 +134,35 @@ def _in_two_exchanges(
     def share(rows: Array) -> Array:
         return _jax.all_gather_invariant(rows, axes, 0)
 
-    parts = decode(_each(exchange, encode(padded.reshape(-1, width))))
-    own = parts.reshape(count, per_device, width).sum(axis=0) / count
-    whole = decode(_each(share, encode(own)))
-    return whole.reshape(-1)[: block.size].reshape(block.shape).astype(block.dtype)
+    # Encoded before they are put together: what is copied is narrow.
+    sent = jax.tree.map(joined, *(encode(_rows(block, width)) for block in blocks_of))
+    parts = decode(jax.tree.map(exchange, sent))
+    own = parts.reshape(count, -1, width).sum(axis=0) / count
+    shared = jax.tree.map(share, encode(own))
+    averaged, first = list[Array](), 0
+    for block in blocks_of:
+        last = first + -(-block.size // width)
+        whole = decode(jax.tree.map(operator.itemgetter(slice(first, last)), shared))
+        flat = whole.reshape(-1)[: block.size]
+        averaged.append(flat.reshape(block.shape).astype(block.dtype))
+        first = last
+    return averaged
 
 
-def _each(send: Callable[[Array], Array], parts: Sent) -> Sent:
-    return jax.tree.map(send, parts)
+def _width(sizes: Sequence[int], count: int) -> int:
+    """The width of rows that takes the fewest bytes, scales and padding included."""
+
+    def nbytes(width: int) -> int:
+        rows = sum(-(-size // width) for size in sizes)
+        return -(-rows // count) * count * (width + 4)
+
+    return min(WIDTHS, key=nbytes)
+
+
+def _rows(block: Array, width: int) -> Array:
+    """The values of a block in f32, in rows; the last one is filled up with zeros."""
+    flat = block.astype(jnp.float32).reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % width)).reshape(-1, width)
 
 
 def _to_bf16(rows: Array) -> Sent:
