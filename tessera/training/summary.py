@@ -4,6 +4,7 @@
 import jax
 
 from tessera.analysis.memory import format_bytes
+from tessera.models.config import Gemma3Config
 from tessera.training.job import Job
 
 
@@ -21,7 +22,7 @@ def run_rows(job: Job) -> list[tuple[str, str]]:
     return [
         ("mesh", f"{mesh.topology}{', abstract' if mesh.is_abstract else ''}"),
         ("model", settings.model.name),
-        ("parameters", f"{settings.model.config.num_params:,}"),
+        ("parameters", _parameters(settings.model.config)),
         *(("layout", note) for note in job.layout_notes()),
         ("state", f"{format_bytes(state)}, {format_bytes(local)} per device"),
         (
@@ -37,6 +38,11 @@ def run_rows(job: Job) -> list[tuple[str, str]]:
         ),
         ("sent per step", "; ".join(sent) or "nothing: one device"),
     ]
+
+
+def _parameters(config: Gemma3Config) -> str:
+    total, active = config.num_params, config.num_active_params
+    return f"{total:,}" + (f", {active:,} for each token" if active < total else "")
 
 
 def dry_run_text(job: Job) -> str:

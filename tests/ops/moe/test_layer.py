@@ -74,16 +74,12 @@ LAYOUTS = {
         batch=("outer", "inner"),
         experts=("outer", "inner"),
     ),
-    "dp, ep": layout_of(["dp", "ep"], [2, 4], batch=("dp", "ep"), experts=("ep",)),
     "fsdp, ep": layout_of(
         ["fsdp", "ep"],
         [2, 4],
         batch=("fsdp", "ep"),
         experts=("ep",),
         embed=("fsdp",),
-    ),
-    "ep, tp": layout_of(
-        ["ep", "tp"], [2, 2], batch=("ep",), experts=("ep",), hidden=("tp",)
     ),
     "everything": layout_of(
         ["fsdp", "ep", "tp"],
@@ -128,7 +124,7 @@ def test_on_a_mesh_it_computes_the_same_and_the_same_gradients(layout, alone):
     close(results(TOP2, layout), alone)
 
 
-@pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("factor", [0.3, 100.0])
 def test_rounds_of_any_size_lose_nothing(factor, alone):
     options = replace(TOP2, buffer_factor=factor)
     close(results(options, LAYOUTS["all ep"]), alone)
@@ -147,7 +143,7 @@ def test_when_all_tokens_choose_the_same_experts_none_is_lost():
     close(got[0][0], reference(x, weights, TOP2))
 
 
-@pytest.mark.parametrize("name", ["all ep", "two levels", "everything"])
+@pytest.mark.parametrize("name", ["two levels", "everything"])
 def test_a_capacity_drops_the_same_tokens_on_every_mesh(name):
     options = replace(TOP2, capacity_factor=0.75)
     want = results(options, ExpertLayout())

@@ -71,16 +71,14 @@ def test_it_computes_what_the_reference_computes():
 
 
 @pytest.mark.parametrize(
-    ("axes", "sizes", "axis"),
+    ("axes", "sizes", "axis", "capacity"),
     [
-        (["ep"], [4], "ep"),
-        (["fsdp", "ep", "tp"], [2, 2, 2], "ep"),
-        (["across", "inside"], [2, 2], ("across", "inside")),
-        (["dp", "tp"], [2, 2], "ep"),
+        (["fsdp", "ep", "tp"], [2, 2, 2], "ep", None),
+        (["across", "inside"], [2, 2], ("across", "inside"), 1.0),
+        (["dp", "tp"], [2, 2], "ep", None),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("capacity", [None, 1.0])
 def test_on_a_mesh_it_computes_the_same(axes, sizes, axis, capacity):
     want = filled(moe_step(capacity_factor=capacity), X)(X)
     mesh = Mesh(axes, devices=range(int(np.prod(sizes))), shape=sizes)
