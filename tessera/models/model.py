@@ -163,8 +163,8 @@ class Model:
             )
         if self.sequence_parallel and tp == 1:
             notes.append("sequence_parallel changes nothing: 'tp' has one device")
-        if (cp := place.size("context")) > 1:
-            notes.append(_context_note(config.window, self.context_parallel, cp))
+        if place.size("context") > 1:
+            notes.append(_context_note(config.window, self.context_parallel, mesh))
         elif self.context_parallel != "ring":
             notes.append("context_parallel changes nothing: 'cp' has one device")
         return notes
@@ -255,14 +255,17 @@ class Model:
         return place.constrain(logits, "batch", "context", "vocab")
 
 
-def _context_note(window: int, method: Method, cp: int) -> str:
+def _context_note(window: int, method: Method, mesh: Mesh) -> str:
+    cp = mesh.shape["cp"]
     how = {
         "ring": f"in zigzag order; keys and values go round its {cp} devices",
         "all_to_all": f"and exchanged for heads among its {cp} devices",
-    }
+    }[method]
+    if method == "ring" and mesh.shape.get("pp", 1) > 1:
+        how = f"in zigzag order; stages gather keys and values of its {cp} devices"
     return (
-        f"sequences are split over 'cp' {how[method]}, in local layers the halo of "
-        f"{window - 1} tokens alone, if chunks are as long"
+        f"sequences are split over 'cp' {how}, in local layers the halo of {window - 1} "
+        "tokens alone, if chunks are as long"
     )
 
 

@@ -13,10 +13,12 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from tessera.mesh import manual_axes
 from tessera.models.config import Gemma3Config
 from tessera.models.layers import HEADS, Read, attend
 from tessera.models.rules import Placement
-from tessera.ops.attention.spread import Plan, attend_in_region, spread_over
+from tessera.ops.attention.arrangement import Spread
+from tessera.ops.attention.spread import Plan, attend_in_region, wire_of
 from tessera.ops.layouts import region_mesh
 
 # From whether a layer sees everything to how it reads.
@@ -78,7 +80,10 @@ def _from_spread(
         segment_ids = place.constrain(segment_ids, "batch", None)
 
     def read(q_BSHK: Any, k_BTGK: Any, v_BTGK: Any, sees_all: Any) -> Array:
-        spread = spread_over(axis, arrangement, q_BSHK.dtype)
+        wire = wire_of(q_BSHK.dtype)
+        # In a pipeline's stage, other devices may be elsewhere in the program.
+        alone = bool(manual_axes())
+        spread = Spread(axis, arrangement, wire=wire, alone=alone)
         plan = Plan.of(place.context_parallel, spread, length, config.window)
         layout = place.resolve(HEADS, q_BSHK.shape, "queries")
         operands = q_BSHK, k_BTGK, v_BTGK

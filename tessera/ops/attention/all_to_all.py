@@ -24,9 +24,10 @@ from tessera.ops.attention.blockwise import (
     Tiling,
     fold,
     fold_gradients,
+    share_of,
     zeros_like,
 )
-from tessera.ops.attention.kept import Kept, share_of
+from tessera.ops.attention.kept import Kept
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class AllToAll:
         )
         queries, keys, tiling = self._blocks(q_whole, k_whole, v_whole, segments)
         groups = k_whole.shape[2]
-        share = self._to_heads(share_of(out, gradient)[..., None])
+        share = self._exchanged(share_of(out, gradient)[..., None])
         log_total = self._as_whole(kept.log_total[..., None])
         saved = Saved(
             tiling.heads(self._to_heads(gradient), groups),
@@ -95,7 +96,11 @@ class AllToAll:
         return max(self.spread.arrangement.size // heads, 1)
 
     def _to_heads(self, x_BSHK: Array) -> Array:
-        """All tokens of this device's heads."""
+        """All tokens of this device's heads, for matmuls alone."""
+        wire = x_BSHK if self.spread.wire is None else x_BSHK.astype(self.spread.wire)
+        return self._exchanged(wire).astype(x_BSHK.dtype)
+
+    def _exchanged(self, x_BSHK: Array) -> Array:
         copies = self._copies(x_BSHK.shape[2])
         return lax.all_to_all(
             jnp.repeat(x_BSHK, copies, axis=2) if copies > 1 else x_BSHK,

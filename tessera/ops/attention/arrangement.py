@@ -107,10 +107,13 @@ class Spread:
       axis: The mesh axis over whose devices they are spread.
       arrangement: Which tokens each of them holds.
       causal: Whether a query sees only what comes before it.
-      wire: Dtype that keys and values travel in; None is their own.
+      wire: Dtype that operands of matmuls travel in; None is their own.
+      alone: Whether the devices of the axis may be in a branch of the program that
+        others are not in, as the stages of a pipeline are.
     """
 
     axis: str
     arrangement: Arrangement
     causal: bool = True
     wire: str | None = None
+    alone: bool = False

@@ -165,6 +165,29 @@ class Saved(NamedTuple):
     log_total: Array
     share: Array
 
+    @classmethod
+    def of(
+        cls,
+        tiling: Tiling,
+        groups: int,
+        log_total: Array,
+        out: Array,
+        gradient: Array,
+    ) -> "Saved":
+        """Of arrays ``[B, S, H]`` and ``[B, S, H, K]``."""
+        share = share_of(out, gradient)
+        return cls(
+            tiling.heads(gradient, groups),
+            tiling.heads(log_total[..., None], groups)[..., 0],
+            tiling.heads(share[..., None], groups)[..., 0],
+        )
+
+
+def share_of(out: Array, gradient: Array) -> Array:
+    """Each query's sum of what it read times its gradient: f32 ``[B, S, H]``."""
+    product = out.astype(jnp.float32) * gradient.astype(jnp.float32)
+    return product.sum(axis=-1)
+
 
 @dataclass(frozen=True)
 class Mask:

@@ -21,9 +21,9 @@ from jax.sharding import Mesh as JaxMesh
 from tessera import _jax, scope
 from tessera.errors import CollectiveError, HeadCountError, OperandError
 from tessera.mesh import Mesh, manual_axes
-from tessera.ops.attention.arrangement import Arrangement
+from tessera.ops.attention.arrangement import Arrangement, Spread
 from tessera.ops.attention.blockwise import all_varying
-from tessera.ops.attention.spread import Plan, attend_spread, spread_over
+from tessera.ops.attention.spread import Plan, attend_spread, wire_of
 from tessera.ops.layouts import as_array, layout_of, placed, region_mesh
 from tessera.spec import axes_of_dims
 
@@ -166,7 +166,7 @@ class _Setting:
         arrangement = Arrangement(
             "zigzag" if self.way == "zigzag" else "contiguous", size
         )
-        spread = spread_over(self.axis, arrangement, q.dtype, causal=self.causal)
+        spread = Spread(self.axis, arrangement, self.causal, wire_of(q.dtype))
         method = "all_to_all" if self.way == "all_to_all" else "ring"
         plan = Plan.of(method, spread, q.shape[1] * size, self.window)
         if segments is not None:

@@ -25,7 +25,7 @@ from tessera.ops.attention.blockwise import (
     fold_gradients,
     zeros_like,
 )
-from tessera.ops.attention.kept import Kept, share_of
+from tessera.ops.attention.kept import Kept
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,8 @@ class Halo:
         chunks = _Chunks(self, kept.q.shape[1], segments)
         extended, pull_back = jax.vjp(chunks.extend, jnp.stack([kept.k, kept.v]))
         queries, keys = chunks.blocks(kept.q, *extended)
-        heads, groups = chunks.own.heads, kept.k.shape[2]
-        saved = Saved(
-            heads(gradient, groups),
-            heads(kept.log_total[..., None], groups)[..., 0],
-            heads(share_of(out, gradient)[..., None], groups)[..., 0],
-        )
+        groups = kept.k.shape[2]
+        saved = Saved.of(chunks.own, groups, kept.log_total, out, gradient)
         zeros = zeros_like(queries.q), zeros_like(keys.k), zeros_like(keys.v)
         of_q, *of_kv = fold_gradients(zeros, queries, saved, keys, Mask(True, window))
         back = chunks.extended.unheads
@@ -103,17 +99,23 @@ class _Chunks:
 
     def _received(self, tails: Array) -> Array:
         """The tail of the chunk before each; zeros where no other device has it."""
+        wire = tails if self.spread.wire is None else tails.astype(self.spread.wire)
+        # First chunks ascend with the rank, second ones descend.
+        received = [
+            self._from(wire[:, :, run], (-1, 1)[run]) for run in range(self.runs)
+        ]
+        return jnp.stack(received, axis=2).astype(tails.dtype)
+
+    def _from(self, tail: Array, offset: int) -> Array:
+        """The tail of the device that many ranks further on."""
         size, axis = self.spread.arrangement.size, self.spread.axis
-        wire = tails.dtype if self.spread.wire is None else self.spread.wire
-
-        def moved(tail: Array, by: int) -> Array:
-            pairs = [(r, r + by) for r in range(size) if 0 <= r + by < size]
-            return lax.ppermute(tail.astype(wire), axis, pairs).astype(tail.dtype)
-
-        received = [moved(tails[:, :, 0], 1)]
-        if self.runs == 2:
-            received.append(moved(tails[:, :, 1], -1))  # the second chunks descend
-        return jnp.stack(received, axis=2)
+        if self.spread.alone:
+            ranks = lax.all_gather(tail, axis)
+            rank = lax.axis_index(axis) + offset
+            there = lax.dynamic_index_in_dim(ranks, rank % size, keepdims=False)
+            return jnp.where((rank >= 0) & (rank < size), there, jnp.zeros_like(there))
+        pairs = [(r, r - offset) for r in range(size) if 0 <= r - offset < size]
+        return lax.ppermute(tail, axis, pairs)
 
     def blocks(self, q: Array, k: Array, v: Array) -> tuple[Queries, Keys]:
         """Blocks of the queries, and of the extended keys and values."""

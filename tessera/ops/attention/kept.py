@@ -7,7 +7,6 @@ at run time without keeping what both would.
 
 from typing import NamedTuple, Protocol
 
-import jax.numpy as jnp
 from jax import Array
 
 
@@ -57,9 +56,3 @@ class Form(Protocol):
     ) -> tuple[Array, Array, Array]:
         """Gradients of ``q``, ``k`` and ``v``, from that of what was read."""
         ...
-
-
-def share_of(out: Array, gradient: Array) -> Array:
-    """Each query's sum of what it read times its gradient: f32 ``[B, S, H]``."""
-    product = out.astype(jnp.float32) * gradient.astype(jnp.float32)
-    return product.sum(axis=-1)

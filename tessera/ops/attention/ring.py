@@ -29,7 +29,7 @@ from tessera.ops.attention.blockwise import (
     varying_as,
     zeros_like,
 )
-from tessera.ops.attention.kept import Kept, share_of
+from tessera.ops.attention.kept import Kept
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,9 @@ class Ring:
         """Gradients of queries, keys and values; see ``Form.backward``."""
         circle = _Circle(self.spread, kept.q.shape[1], segments)
         mask, groups = Mask(self.spread.causal, window), kept.k.shape[2]
-        heads, dtype = circle.tiling.heads, kept.q.dtype
-        queries = Queries(heads(kept.q, groups), circle.rows(0))
-        share = share_of(out, gradient)
-        saved = Saved(
-            heads(gradient, groups),
-            heads(kept.log_total[..., None], groups)[..., 0],
-            heads(share[..., None], groups)[..., 0],
-        )
+        tiling, dtype = circle.tiling, kept.q.dtype
+        queries = Queries(tiling.heads(kept.q, groups), circle.rows(0))
+        saved = Saved.of(tiling, groups, kept.log_total, out, gradient)
 
         def add(of_queries: Array, of_wire: Array, wire: Array, hop: Any) -> Any:
             keys = circle.keys(wire, hop, dtype)
@@ -100,11 +95,10 @@ class Ring:
         (wire, of_queries, of_wire), _ = lax.scan(pass_on, carry, circle.hops)
         of_queries, of_wire = add(of_queries, of_wire, wire, circle.last_hop)
         of_keys, of_values = circle.next(of_wire)
-        back = circle.tiling.unheads
         return (
-            back(of_queries).astype(dtype),
-            back(of_keys).astype(kept.k.dtype),
-            back(of_values).astype(kept.v.dtype),
+            tiling.unheads(of_queries).astype(dtype),
+            tiling.unheads(of_keys).astype(kept.k.dtype),
+            tiling.unheads(of_values).astype(kept.v.dtype),
         )
 
 

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec
 from tessera import scope
 from tessera.mesh import manual_axes
 from tessera.ops.attention.all_to_all import AllToAll
-from tessera.ops.attention.arrangement import Arrangement, Spread
+from tessera.ops.attention.arrangement import Spread
+from tessera.ops.attention.gather import Gather
 from tessera.ops.attention.halo import Halo
 from tessera.ops.attention.kept import Form, Kept
 from tessera.ops.attention.ring import Ring
@@ -59,20 +60,22 @@ class Plan:
         Raises:
           ShardDivisibilityError: [T201] the devices' chunks do not divide them.
         """
-        wide = {"ring": Ring, "all_to_all": AllToAll}[method](spread)
+        ring = Gather if spread.alone else Ring
+        wide = (AllToAll if method == "all_to_all" else ring)(spread)
         rows = spread.arrangement.chunk_length(length)
         if window is None or not spread.causal or window - 1 > rows:
             return cls(wide, None, window)
         return cls(wide, Halo(spread, window - 1), window)
 
 
-def spread_over(
-    axis: str, arrangement: Arrangement, dtype: Any, *, causal: bool = True
-) -> Spread:
-    """How sequences of a dtype are spread, sent as narrow as the matmuls take them."""
+def wire_of(dtype: Any) -> str | None:
+    """The dtype that the matmuls of an open ``autocast`` round operands to, or None.
+
+    What is rounded after the way may as well be rounded before.
+    """
     narrow = scope.current_autocast()
     narrows = dtype == jnp.float32 and narrow in scope.AUTOCAST_DTYPES
-    return Spread(axis, arrangement, causal, narrow if narrows else None)
+    return narrow if narrows else None
 
 
 def attend_spread(
