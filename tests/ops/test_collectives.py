@@ -125,6 +125,19 @@ def test_a_hierarchical_sum_pads_what_does_not_divide(grid_mesh, shape):
     np.testing.assert_array_equal(got, x * 8)
 
 
+@pytest.mark.parametrize("size", [8, 10, 1])
+def test_what_does_not_divide_crosses_as_little_as_the_next_multiple(grid_mesh, size):
+    def body(block):
+        return dist.all_reduce(block, ("dp", "tp"))
+
+    whole = 4 * -(-size // 4) * 4
+    assert moved(in_region(grid_mesh, body, P(), P()), grid_mesh, numbers(size)) == [
+        ("reduce-scatter", ("tp",), whole),
+        ("all-reduce", ("dp",), whole // 4),
+        ("all-gather", ("tp",), whole),
+    ]
+
+
 def test_reduce_scatter_leaves_each_rank_its_part(dp_mesh):
     x = numbers(8, 2, 16)
 
