@@ -10,6 +10,8 @@ from tessera import mesh as mesh
 from tessera import ops as op
 from tessera.errors import TesseraError as TesseraError
 from tessera.errors import TesseraWarning as TesseraWarning
+from tessera.graph import schedule as schedule
+from tessera.graph.distribute import distribute as distribute
 from tessera.graph.function import function as function
 from tessera.graph.function import function as jit
 from tessera.graph.tracing.gradient import grad as grad
@@ -28,6 +30,7 @@ __all__ = [
     "TesseraWarning",
     "autocast",
     "dist",
+    "distribute",
     "distributed",
     "function",
     "grad",
@@ -35,4 +38,5 @@ __all__ = [
     "jit",
     "mesh",
     "op",
+    "schedule",
 ]

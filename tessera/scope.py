@@ -26,6 +26,21 @@ Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 Layout = tuple[Mesh, PartitionSpec]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What ``tessera.schedule`` says of the steps that are traced after it.
+
+    Attributes:
+      microbatches: Into how many a pipeline cuts a batch; None leaves it to the
+        pipeline.
+      all_reduce_overlap: Whether collectives should run beside computation; None leaves
+        it to the compiler.
+    """
+
+    microbatches: int | None = None
+    all_reduce_overlap: bool | None = None
+
+
 @dataclass
 class Scope:
     """What one trace of one function has met so far.
@@ -36,6 +51,10 @@ class Scope:
       declared: Every parameter of the step by name, in the order of declaration.
       inner: Functions called inside that declare a mesh or layouts, and their meshes.
       unreached: For each ``graph.backward`` in order, parameters its loss ignores.
+      plan: The schedule that it is traced under.
+      is_microbatch: Whether the arguments are those of one microbatch of a pipeline.
+      stage_end: Takes a stage's name and results where stages are to be told apart.
+      stored: Gives the layout that a parameter is stored in, from the declared one.
     """
 
     mesh: Mesh | None = None
@@ -43,6 +62,12 @@ class Scope:
     declared: dict[str, DistTensor] = field(default_factory=dict)
     inner: list[tuple[str, Mesh | None]] = field(default_factory=list)
     unreached: dict[int, frozenset[str]] = field(default_factory=dict)
+    plan: Plan = field(default_factory=Plan)
+    is_microbatch: bool = False
+    stage_end: Callable[[str, Any], Any] | None = None
+    stored: Callable[[tuple[int, ...], ShardSpec | None], ShardSpec | None] | None = (
+        None
+    )
     backward_calls: int = 0
     path: tuple[str, ...] = ()
     layouts: dict[int, tuple[Any, Layout]] = field(default_factory=dict)
@@ -126,6 +151,14 @@ def named(name: str) -> Iterator[None]:
         scope.path = outer
 
 
+def ended_stage(name: str, results: Any) -> Any:
+    """The results of a stage, marked as such where a pipeline is being traced."""
+    scope = _open.get()
+    if scope is None or scope.stage_end is None:
+        return results
+    return scope.stage_end(name, results)
+
+
 def fresh_component(stem: str) -> str:
     """A path component for one use of an operation that owns parameters."""
     scope = _open.get()
@@ -162,6 +195,7 @@ def parameter(
         )
     full = "/".join((*scope.path, name))
     scope.check_free(full, shape, fix="put each use in a @graph.stage of its own")
+    layout = layout if scope.stored is None else scope.stored(shape, layout)
     scope.declared[full] = tensor(
         shape, layout, scope.mesh, dtype="f32", init=init, name=full
     )
@@ -207,6 +241,25 @@ def constrain(value: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     laid_out = jax.lax.with_sharding_constraint(value, NamedSharding(home, spec))
     record_layout(laid_out, mesh, spec)
     return laid_out
+
+
+_NO_PLAN = Plan()
+_plan: ContextVar[Plan] = ContextVar("tessera_plan", default=_NO_PLAN)
+
+
+def current_plan() -> Plan:
+    """What ``tessera.schedule`` was told last, here or before."""
+    scope = _open.get()
+    return _plan.get() if scope is None else scope.plan
+
+
+def set_plan(plan: Plan) -> None:
+    """Let steps that are traced from now on be scheduled so; in a step, that step."""
+    scope = _open.get()
+    if scope is None:
+        _plan.set(plan)
+    else:
+        scope.plan = plan
 
 
 AUTOCAST_OFF = "off"

@@ -8,6 +8,7 @@
 """
 
 from tessera.graph.explain import trace as trace
+from tessera.graph.pipeline import pipeline as pipeline
 from tessera.graph.tracing.gradient import backward as backward
 from tessera.graph.training_step import stage as stage
 from tessera.graph.training_step import training_step as training_step

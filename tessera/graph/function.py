@@ -63,7 +63,12 @@ class _Program:
 
 def _surroundings() -> Any:
     """What a program depends on beside its function and arguments."""
-    return (opened_or_none(), scope.current_autocast(), _jax.trace_settings())
+    return (
+        opened_or_none(),
+        scope.current_autocast(),
+        scope.current_plan(),
+        _jax.trace_settings(),
+    )
 
 
 class Function:
@@ -290,10 +295,13 @@ def function(
             donate=donate,
             skip_passes=skip_passes,
         )
+    strategy = None
     if isinstance(body, Function):
+        strategy, mesh = body.options.strategy, mesh or body.options.mesh
         body = body.body
     options = Options(
         name=getattr(body, "__name__", type(body).__name__),
+        strategy=strategy,
         mesh=mesh,
         in_specs=dict(in_specs or {}),
         out_specs=out_specs,

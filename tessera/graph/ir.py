@@ -7,7 +7,7 @@ and returns another; nothing is changed in place.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -18,6 +18,7 @@ from tessera import _jax
 from tessera.graph.captures import lift_captures
 from tessera.mesh import Mesh
 from tessera.ops.layouts import layout_of
+from tessera.scope import Plan
 
 
 class Role(Enum):
@@ -38,6 +39,7 @@ class Value:
       spec: Its layout over the graph's mesh; None leaves it to the partitioner.
       role: What kind of input it is; outputs are arguments of whatever comes next.
       donated: Whether its memory may be used for the outputs.
+      gradient: The layout of a gradient by it, where that is not its own.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Value:
     spec: PartitionSpec | None = None
     role: Role = Role.ARGUMENT
     donated: bool = False
+    gradient: PartitionSpec | None = None
 
     @property
     def on_host(self) -> bool:
@@ -71,6 +74,9 @@ class Graph:
       inputs: One entry for each input of the program, in order.
       outputs: One entry for each output of the program, in order.
       captured: The closed-over arrays, one for each captured input; these come last.
+      plan: What ``tessera.schedule`` was told.
+      microbatch: The program of one microbatch, where the step has a pipeline that was
+        not scheduled yet.
     """
 
     name: str
@@ -79,6 +85,8 @@ class Graph:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     captured: tuple[Any, ...] = ()
+    plan: Plan = field(default_factory=Plan)
+    microbatch: _jax.Program | None = None
 
     @property
     def platform(self) -> str:
@@ -113,6 +121,10 @@ class Graph:
             captured=(*self.captured, *found),
         )
 
+    def scheduled(self) -> "Graph":
+        """The same graph without the program of one microbatch, once that was used."""
+        return replace(self, microbatch=None)
+
     def with_outputs(self, outputs: Sequence[Value]) -> "Graph":
         """The same graph with more known of its outputs."""
         return replace(self, outputs=tuple(outputs))
@@ -130,12 +142,23 @@ class Graph:
     def as_text(self) -> str:
         """Inputs with their layouts, then the equations with the user's lines."""
         where = self.mesh.topology if self.mesh is not None else "one device"
-        lines = [f"step {self.name} on {where}", "inputs:"]
+        lines = [f"step {self.name} on {where}", *self._plan_as_text(), "inputs:"]
         lines += [f"  {value.describe()}" for value in self.inputs]
         lines += ["outputs:"]
         lines += [f"  {value.describe()}" for value in self.outputs]
         lines += ["equations:", _jax.pretty(self.program)]
         return "\n".join(lines)
+
+    def _plan_as_text(self) -> list[str]:
+        """What was said of the schedule; nothing where nothing was."""
+        said = [
+            f"{field.name}={value}"
+            for field in fields(self.plan)
+            if (value := getattr(self.plan, field.name)) is not None
+        ]
+        if self.plan.all_reduce_overlap and self.platform == "cpu":
+            said.append("(no collective of a CPU runs beside computation)")
+        return [f"schedule: {' '.join(said)}"] if said else []
 
 
 def captured_input(index: int, array: Any, mesh: Mesh | None) -> Value:

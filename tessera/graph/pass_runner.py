@@ -14,13 +14,16 @@ from tessera.graph.ir import Graph, verify
 from tessera.graph.passes.assign_output_layouts import assign_output_layouts
 from tessera.graph.passes.autocast_matmuls import autocast_matmuls
 from tessera.graph.passes.differentiate_losses import differentiate_losses
+from tessera.graph.passes.schedule_pipelines import schedule_pipelines
 
 _logger = logging.getLogger("tessera.passes")
 
 Pass: TypeAlias = Callable[[Graph], Graph]
 
+# Pipelines come first: differentiation meets the loop's loss, not what is inside.
 # Autocast comes after differentiation so that it sees the backward matmuls too.
 PASSES: Final[tuple[Pass, ...]] = (
+    schedule_pipelines,
     differentiate_losses,
     autocast_matmuls,
     assign_output_layouts,

@@ -6,7 +6,7 @@ what comes out is the new program. Source lines and name scopes are carried over
 nested programs (of ``scan``, ``cond``, ``jit``, ``shard_map``) are rewritten in place.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from tessera import _jax
@@ -24,6 +24,13 @@ class Environment:
         self.write(_jax.constant_inputs(program), _jax.constants(program))
         self.write(_jax.inputs(program), values)
 
+    @classmethod
+    def of(cls, values: Mapping[_jax.Atom, Any]) -> "Environment":
+        """An environment that knows some variables."""
+        env = object.__new__(cls)
+        env._values = dict(values)
+        return env
+
     def read(self, atom: _jax.Atom) -> Any:
         """The value of a variable or literal."""
         return atom.val if isinstance(atom, _jax.Literal) else self._values[atom]
@@ -40,9 +47,7 @@ class Environment:
 
     def copy(self) -> "Environment":
         """An environment of its own with the same values."""
-        other = object.__new__(Environment)
-        other._values = dict(self._values)
-        return other
+        return Environment.of(self._values)
 
 
 def contains(program: _jax.Program, where: Where, scopes: str = "") -> bool:
@@ -54,6 +59,29 @@ def contains(program: _jax.Program, where: Where, scopes: str = "") -> bool:
         if any(contains(p, where, path) for p in _jax.inner_programs(equation)):
             return True
     return False
+
+
+def without_jits(program: _jax.Program) -> _jax.Program:
+    """The program with the equations of nested ``jax.jit`` s in their place."""
+    if not any(map(_jax.is_jit, _jax.equations(program))):
+        return program
+
+    def interpret(inner: _jax.Program, values: Sequence[Any]) -> list[Any]:
+        env = Environment(inner, values)
+        for equation in _jax.equations(inner):
+            if not _jax.is_jit(equation):
+                env.run([equation])
+                continue
+            operands = [env.read(atom) for atom in equation.invars]
+            with _jax.source_context(equation):
+                results = interpret(equation.params["jaxpr"], operands)
+            env.write(equation.outvars, results)
+        return [env.read(atom) for atom in _jax.outputs(inner)]
+
+    def run(*values: Any) -> list[Any]:
+        return interpret(program, values)
+
+    return _jax.retrace(run, program)
 
 
 def bind_with_nested(

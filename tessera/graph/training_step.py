@@ -171,7 +171,11 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def stage(name: str) -> Callable[[Callable[..., Any]], Step]:
+class Stage(Step):
+    """A part of a model that has a name, and may be a stage of a pipeline."""
+
+
+def stage(name: str) -> Callable[[Callable[..., Any]], Stage]:
     """Name a part of a model; its parameters and operations are found under the name.
 
     Args:
@@ -190,13 +194,13 @@ def stage(name: str) -> Callable[[Callable[..., Any]], Step]:
       ['block']
     """
 
-    def decorate(body: Callable[..., Any]) -> Step:
+    def decorate(body: Callable[..., Any]) -> Stage:
         @functools.wraps(body)
         def named(*args: Any, **kwargs: Any) -> Any:
             with scope.named(name):
-                return body(*args, **kwargs)
+                return scope.ended_stage(name, body(*args, **kwargs))
 
-        return Step(named, Options(name=name))
+        return Stage(named, Options(name=name))
 
     return decorate
 

@@ -56,7 +56,7 @@ def split_further(
       >>> split_further(PartitionSpec(None, "tp"), (12, 64), mesh, "dp")
       P('dp', 'tp')
       >>> split_further(PartitionSpec("tp"), (64, 3), mesh, "dp")
-      P(('tp', 'dp'))
+      P(('tp', 'dp'),)
     """
     axes = list(axes_of_dims(spec, len(shape)))
     size = mesh.axis_size((axis,))

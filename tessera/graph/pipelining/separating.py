@@ -52,19 +52,23 @@ class Separated:
 
     Attributes:
       microbatches: How many.
+      outputs: The microbatch's variables of the pipeline's output.
       equations: Of the microbatch's program: from its output to the sums over rows.
       sums: The sums: (whole batch's variable, microbatch's variable).
       rows: What the equations read row by row: (whole, microbatch's, dim of rows).
       wholes: What they read as it is: (whole, microbatch's).
       after: Of the whole batch's program: from the sums to the loss.
+      tainted: Everything in the whole batch's program that the output leads to.
     """
 
     microbatches: int
+    outputs: list[Any]
     equations: list[_jax.Equation] = field(default_factory=list)
     sums: list[tuple[Any, Any]] = field(default_factory=list)
     rows: list[tuple[Any, Any, int]] = field(default_factory=list)
     wholes: list[tuple[Any, Any]] = field(default_factory=list)
     after: list[_jax.Equation] = field(default_factory=list)
+    tainted: set[Any] = field(default_factory=set)
 
 
 def separate(
@@ -261,7 +265,7 @@ class _Separation:
         )
 
     def _collected(self, loss: Any) -> Separated:
-        found = Separated(self.count)
+        found = Separated(self.count, list(self.micro[self.output].outvars))
         wanted, after = {loss}, list[_jax.Equation]()
         for equation in reversed(self.whole[:-1]):
             made = wanted.intersection(equation.outvars)
@@ -272,7 +276,7 @@ class _Separation:
                 continue
             after.append(equation)
             wanted.update(_variables(equation.invars))
-        found.after = after[::-1]
+        found.after, found.tainted = after[::-1], self.tainted
         self._collect_rows(found)
         return found
 

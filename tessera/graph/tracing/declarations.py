@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from tessera.errors import LayoutMismatchError, SpecFormError
 from tessera.graph.ir import Role, Value
 from tessera.graph.tracing.arguments import Call, Leaf
+from tessera.graph.tracing.strategies import Strategy
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, ShardSpec
 from tessera.spec import axes_of_dims
@@ -35,6 +36,7 @@ class Options:
       out_specs: Layouts of the result: a spec or a prefix tree; None leaves them to
         the partitioner.
       donate: Arguments whose memory the outputs may take over.
+      strategy: What gives layouts to arguments by what they are; see ``ts.distribute``.
       split_batch: Whether arguments without a layout are split along their leading dim
         over the mesh's data axes.
     """
@@ -44,6 +46,7 @@ class Options:
     in_specs: Mapping[str, Any] = field(default_factory=dict)
     out_specs: Any = None
     donate: frozenset[str] = frozenset()
+    strategy: Strategy | None = None
     split_batch: bool = False
 
     @property
@@ -63,14 +66,19 @@ def argument_values(
       LayoutMismatchError: [T205] arrays are laid out otherwise than declared.
     """
     declared = declared_layouts(call, options, mesh)
+    strategy = options.strategy if mesh is not None else None
     values: list[Value] = []
     for argument in call.arguments:
         for leaf in argument.leaves:
-            layout = declared[len(values)]
+            layout, gradient = declared[len(values)], None
+            if strategy is not None and mesh is not None:
+                gradient = strategy.gradient_layout(argument, leaf, mesh)
             if layout is None:
                 layout = _undeclared(leaf, options, mesh)
             donated = argument.name in options.donate
-            values.append(Value(leaf.name, leaf.aval, layout, donated=donated))
+            values.append(
+                Value(leaf.name, leaf.aval, layout, donated=donated, gradient=gradient)
+            )
     return tuple(values)
 
 
@@ -85,7 +93,7 @@ def _undeclared(leaf: Leaf, options: Options, mesh: Mesh | None) -> Any:
 def declared_layouts(
     call: Call, options: Options, mesh: Mesh | None
 ) -> list[PartitionSpec | None]:
-    """The layout that ``in_specs`` declares for each array of a call, or None."""
+    """The layout that ``in_specs`` or a strategy declares for each array, or None."""
     layouts: list[PartitionSpec | None] = []
     wrong: list[str] = []
     for argument in call.arguments:
@@ -98,6 +106,8 @@ def declared_layouts(
         )
         for leaf, spec in zip(argument.leaves, specs, strict=True):
             layout, own = _resolve(spec, leaf.name, leaf.aval, mesh), leaf.layout
+            if layout is None and mesh is not None and options.strategy is not None:
+                layout = options.strategy.layout(argument, leaf, mesh)
             layouts.append(layout)
             if mesh is None or layout is None or own is None:
                 continue

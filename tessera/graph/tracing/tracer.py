@@ -9,7 +9,7 @@ arguments, each with its name and layout; nothing is baked in as a constant.
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import jax
@@ -18,7 +18,9 @@ from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
 from tessera.errors import NoMeshError, ParameterNameError, UnconnectedGradientError
+from tessera.graph.captures import lift_captures
 from tessera.graph.ir import Graph, Role, Value
+from tessera.graph.pipelining.mark import PipelineCall, pipeline_p
 from tessera.graph.tracing.arguments import Call, Leaf, common_mesh
 from tessera.graph.tracing.declarations import (
     Options,
@@ -28,6 +30,7 @@ from tessera.graph.tracing.declarations import (
     parameter_value,
 )
 from tessera.graph.tracing.gradient import gradient_p
+from tessera.graph.tracing.strategies import Strategy
 from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.shard import DistTensor
 
@@ -82,12 +85,16 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
     # What is open around a manual region is no mesh for the blocks inside it.
     opened = None if manual_axes() else opened_or_none()
     owners: list[tuple[str, Mesh | None]] = [("the step", options.mesh or opened)]
+    if options.strategy is not None and common_mesh(call.leaves, owners) is None:
+        owners.append(("the strategy", options.strategy.default_mesh()))
     known: dict[str, DistTensor] = {}
     before = known
     unreached: dict[int, frozenset[str]] = {}
     for _ in range(_MOST_TRIALS):
         leaves = (*call.leaves, *map(Leaf, known, known.values()))
         mesh = common_mesh(leaves, owners)
+        if options.strategy is not None and mesh is not None:
+            options.strategy.check_mesh(mesh)
         arguments = argument_values(call, options, mesh)
         parameters = [parameter_value(name, known[name], mesh) for name in known]
         trial = _run(function, call, (*arguments, *parameters), mesh, unreached)
@@ -96,6 +103,8 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
             known = found  # the next trace has inputs for them
             continue
         graph = _graph(trial, (*arguments, *parameters), mesh, options)
+        if options.strategy is not None and options.out_specs is None:
+            graph = _with_results(graph, trial, call, options.strategy)
         met = _meshes_met(trial, graph)
         if common_mesh(leaves, [*owners, *met]) != mesh:
             owners += met  # the next trace is on the mesh that this one met
@@ -105,7 +114,7 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
         missed = _unreached(graph.program)
         if not missed:
             return Trace(
-                graph=graph,
+                graph=_with_microbatch(graph, function, call, unreached),
                 parameters=found,
                 donated=options.donate,
                 out_tree=trial.out_tree,
@@ -139,14 +148,23 @@ def _run(
     values: Sequence[Value],
     mesh: Mesh | None,
     unreached: dict[int, frozenset[str]],
+    *,
+    is_microbatch: bool = False,
 ) -> _Trial:
-    here = scope.Scope(mesh=mesh, unreached=unreached)
+    here = scope.Scope(
+        mesh=mesh,
+        unreached=unreached,
+        plan=scope.current_plan(),
+        is_microbatch=is_microbatch,
+    )
     trial = _Trial(here, None, None, {})
 
     def flat(*arrays: Any) -> list[Any]:
         for array, value in zip(arrays, values, strict=True):
             if value.spec is not None and mesh is not None:
                 scope.record_layout(array, mesh, value.spec)
+            if value.gradient is not None and mesh is not None:
+                scope.record_gradient_layout(array, mesh, value.gradient)
         count = len(call.leaves)
         here.values = {
             value.name: array
@@ -191,8 +209,61 @@ def _graph(
         mesh=mesh,
         inputs=tuple(inputs),
         outputs=outputs,
+        plan=trial.scope.plan,
     )
     return described.with_program(trial.program)  # lifts what the trial captured
+
+
+def _with_microbatch(
+    graph: Graph,
+    function: Callable[..., Any],
+    call: Call,
+    unreached: dict[int, frozenset[str]],
+) -> Graph:
+    """The graph, with the program of one microbatch where it has a pipeline."""
+    calls = [
+        equation.params["call"]
+        for equation in _jax.equations(graph.program)
+        if equation.primitive is pipeline_p
+    ]
+    if not calls:
+        return graph
+    # Layouts are left out: rows of a microbatch need not divide as the batch's do.
+    values = [
+        _one_microbatch(value, calls[0])
+        for value in graph.inputs
+        if value.role is not Role.CAPTURED
+    ]
+    trial = _run(function, call, values, graph.mesh, unreached, is_microbatch=True)
+    program, _ = lift_captures(trial.program)
+    return replace(graph, microbatch=program)
+
+
+def _one_microbatch(value: Value, call: PipelineCall) -> Value:
+    shape = value.aval.shape
+    if value.role is Role.PARAMETER or shape[:1] != (call.rows,):
+        return value
+    rows = call.rows // call.schedule.microbatches
+    aval = jax.ShapeDtypeStruct((rows, *shape[1:]), value.aval.dtype)
+    return replace(value, aval=aval, spec=None)
+
+
+def _with_results(graph: Graph, trial: _Trial, call: Call, strategy: Strategy) -> Graph:
+    """The graph with the layouts that a strategy gives its results."""
+    assert graph.mesh is not None, "a strategy has a mesh"
+    rest = iter(value.aval for value in graph.outputs)
+    count = trial.out_tree.num_leaves
+    statics = trial.out_statics
+    leaves = [statics[i] if i in statics else next(rest) for i in range(count)]
+    result = jax.tree.unflatten(trial.out_tree, leaves)
+    layouts = strategy.result_layouts(result, call, graph.mesh)
+    known = [layout for i, layout in enumerate(layouts) if i not in statics]
+    return graph.with_outputs(
+        [
+            replace(v, spec=layout)
+            for v, layout in zip(graph.outputs, known, strict=True)
+        ]
+    )
 
 
 def _refuse_layouts(trial: _Trial, options: Options) -> None:

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``from tessera import schedule``: how steps are to be scheduled, a line for each.
+
+What is said outside a step holds for the steps that are traced after it; inside a step,
+for that step. It is part of what a program depends on: a step that was compiled
+otherwise is compiled anew. ``graph.trace`` shows it.
+"""
+
+from dataclasses import replace
+
+from tessera import scope
+from tessera.errors import PipelineSizeError, SettingValueError
+
+
+def pipeline_microbatches(count: int | None) -> None:
+    """Cut the batches of pipelines into this many microbatches.
+
+    A pipeline that names its own number keeps it.
+
+    Args:
+      count: At least 1; None leaves it to the pipeline, which takes as many as it has
+        stages.
+
+    Raises:
+      PipelineSizeError: [T311] it is no positive whole number.
+
+    Example:
+      >>> pipeline_microbatches(8)
+      >>> scope.current_plan().microbatches
+      8
+      >>> pipeline_microbatches(None)
+    """
+    whole = isinstance(count, int) and not isinstance(count, bool)
+    if count is not None and not (whole and count >= 1):
+        raise PipelineSizeError(
+            "a pipeline's number of microbatches is a positive whole number",
+            got=f"pipeline_microbatches({count!r})",
+            fix="use 1 or more, or None to leave it to the pipeline",
+        )
+    scope.set_plan(replace(scope.current_plan(), microbatches=count))
+
+
+def all_reduce_overlap(enabled: bool | None) -> None:
+    """Let collectives run beside computation that does not need them.
+
+    On GPUs this is XLA's latency-hiding scheduler, which starts a collective early and
+    waits for it late; gradients are then sent while others are still computed. The
+    numbers are the same. CPUs have no collectives that run beside anything: there it
+    changes nothing, and ``graph.trace`` says so.
+
+    Args:
+      enabled: Whether to; None leaves it to XLA.
+
+    Raises:
+      SettingValueError: [T502] it is neither True, False nor None.
+    """
+    if enabled not in (True, False, None):
+        raise SettingValueError(
+            "all_reduce_overlap is on or off",
+            got=f"all_reduce_overlap({enabled!r})",
+            fix="use True or False, or None to leave it to XLA",
+        )
+    scope.set_plan(replace(scope.current_plan(), all_reduce_overlap=enabled))
