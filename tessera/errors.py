@@ -229,6 +229,12 @@ class PipelineFormError(TesseraError, ValueError):
     code = "T312"
 
 
+class StrategyError(TesseraError, ValueError):
+    """A strategy does not exist, or the function has not what it is about."""
+
+    code = "T313"
+
+
 # --- T4xx: operations and models
 
 
