@@ -6,8 +6,7 @@ the batch, the experts' own among them: outside this layer those split data, as 
 does. In it each device routes its own tokens and sends them to the experts' devices.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -52,14 +51,11 @@ class ExpertLayout:
     hidden: Axes = ()
     embed: Axes = ()
 
-    def inside(self, manual: Axes) -> "ExpertLayout":
-        """What is left of it in a region that is manual over some axes already."""
-        kept = {
-            field.name: tuple(a for a in getattr(self, field.name) if a not in manual)
-            for field in fields(self)
-            if field.name != "mesh"
-        }
-        return replace(self, **kept)
+    @property
+    def axes(self) -> frozenset[str]:
+        """All of them."""
+        split = (self.batch, self.sequence, self.experts, self.hidden, self.embed)
+        return frozenset(axis for axes in split for axis in axes)
 
     @property
     def tokens(self) -> P:
@@ -84,9 +80,8 @@ def expert_layer(
 ) -> tuple[Array, RouterStatistics]:
     """Send each token through the experts that its router chooses.
 
-    It may stand in a region that is manual over some axes of the mesh, such as a
-    pipeline's, and takes the others. In one that is manual over all of them it runs on
-    this device's blocks of everything.
+    It may stand in a region that is manual over axes that split nothing here, such as
+    a pipeline's, and takes the others.
 
     Args:
       x_BSD: Global ``[B, S, D]``; per device B and S divided by their axes.
@@ -100,16 +95,13 @@ def expert_layer(
       tokens of all devices, replicated.
     """
     if layout.mesh is None:
-        return _on_device(x_BSD, weights, options, ExpertLayout(), lax.psum)
-    manual = tuple(manual_axes())
-    free = tuple(axis for axis in layout.mesh.axis_names if axis not in manual)
-    if not free:
-        return _on_device(x_BSD, weights, options, layout, lax.psum)
-    layout = layout.inside(manual)
+        return _on_device(x_BSD, weights, options, ExpertLayout())
+    manual = set(manual_axes())
+    assert not manual & layout.axes, f"{manual} are manual already: {layout}"
     region = jax.shard_map(
-        partial(_on_device, options=options, layout=layout, add_up=sum_of_results),
+        partial(_on_device, options=options, layout=layout),
         mesh=jax.sharding.get_abstract_mesh() if manual else layout.mesh,
-        axis_names=set(free),
+        axis_names=set(layout.mesh.axis_names) - manual,
         in_specs=(layout.tokens, layout.weights),
         out_specs=(layout.tokens, P()),
         check_vma=False,
@@ -118,11 +110,7 @@ def expert_layer(
 
 
 def _on_device(
-    x_BSD: Array,
-    weights: Weights,
-    options: RoutingOptions,
-    layout: ExpertLayout,
-    add_up: Callable[[Array, Axes], Array],
+    x_BSD: Array, weights: Weights, options: RoutingOptions, layout: ExpertLayout
 ) -> tuple[Array, RouterStatistics]:
     """One device's part: its tokens, its experts."""
     weights = _gathered(weights, layout.embed)
@@ -135,7 +123,7 @@ def _on_device(
         out, dropped = limited(x_BSD, routes, weights, options, layout.experts)
     if layout.hidden:
         # Last, where it is [B, S, D] and not one row for each choice.
-        out = add_up(out, layout.hidden)
+        out = sum_of_results(out, layout.hidden)
     return out, statistics(routes, dropped, (*layout.batch, *layout.sequence))
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tessera import scope
 from tessera.errors import OperandError, UnknownAxisError, did_you_mean
-from tessera.mesh import Mesh
+from tessera.mesh import Mesh, manual_axes
 from tessera.ops.layouts import region_mesh
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
@@ -63,7 +63,8 @@ def moe(
 
     Raises:
       OutsideTraceError: [T302] no step is being traced.
-      OperandError: [T401] ``x`` has another rank, or a size is out of range.
+      OperandError: [T401] ``x`` has another rank, a size is out of range, or this is
+        in a kernel.
       UnknownAxisError: [T103] the mesh has no such axis.
       ShardDivisibilityError: [T201] the mesh does not divide the experts, another dim
         of a parameter, or the batch.
@@ -83,6 +84,7 @@ def moe(
     here = scope.current()
     mesh = here.mesh if here is not None else None
     layout = _layout(mesh, (axis,) if isinstance(axis, str) else axis)
+    _check_region(layout)
     if mesh is not None:
         spec = ShardSpec((0,), (layout.batch or None,))
         spec.resolve(x.shape, mesh, what="the batch of op.moe")
@@ -110,6 +112,15 @@ def _check(x: jax.Array, experts: int, top_k: int) -> None:
             "a token of moe cannot have that many experts",
             got=f"top_k={top_k}, experts={experts}",
             fix=f"use a top_k from 1 to {experts}",
+        )
+
+
+def _check_region(layout: ExpertLayout) -> None:
+    if taken := sorted(layout.axes & set(manual_axes())):
+        raise OperandError(
+            "moe cannot stand in a kernel: it is one itself, on whole arrays",
+            got=f"a region that is manual over {', '.join(map(repr, taken))}",
+            fix="call it outside of the kernel, on the kernel's arguments or results",
         )
 
 

@@ -11,6 +11,7 @@ features, E experts, K choices of a token, A assignments (T · K), P devices alo
 experts' axes, C rows of a buffer, F hidden.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -52,7 +53,7 @@ class RoutingOptions:
         """
         assert self.capacity_factor is not None
         even = self.capacity_factor * self.top_k * length / experts
-        return min(length, max(1, -int(-even // 1)))
+        return min(length, math.ceil(even))
 
 
 class Routes(NamedTuple):
@@ -134,11 +135,11 @@ def statistics(
       axes: Mesh axes of the manual region that this is in; empty outside of one.
     """
     num_experts = routes.logits.shape[-1]
-    chosen = jax.nn.one_hot(routes.experts.reshape(-1), num_experts, dtype=jnp.float32)
+    counts = jnp.bincount(routes.experts.reshape(-1), length=num_experts)
     z = jax.nn.logsumexp(routes.logits, axis=-1)
     logs = jax.nn.log_softmax(routes.logits, axis=-1)
     sums = (
-        chosen.sum(axis=0),
+        counts.astype(jnp.float32),
         routes.probabilities.reshape(-1, num_experts).sum(axis=0),
         jnp.square(z).sum()[None],
         -(routes.probabilities * logs).sum()[None],

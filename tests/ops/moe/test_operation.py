@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import graph
+import tessera as ts
+from tessera import graph, op
 from tessera.errors import (
     OperandError,
     OutsideTraceError,
@@ -111,6 +112,18 @@ def test_narrow_activations_stay_narrow():
     assert router.z_loss.dtype == jnp.float32
 
 
+def test_under_autocast_experts_are_narrow_and_the_router_is_not():
+    @graph.training_step()
+    def autocast_step(x):
+        with ts.autocast("bf16"):
+            return moe(x, experts=4, hidden=16)
+
+    wide = filled(moe_step(), X)(X)
+    narrow = filled(autocast_step, X)(X)
+    assert np.abs(np.asarray(narrow[0] - wide[0])).max() > 1e-3
+    assert narrow[1].z_loss == wide[1].z_loss
+
+
 # --- mistakes
 
 
@@ -171,3 +184,20 @@ def test_an_axis_that_the_mesh_lacks_is_an_error():
     mesh = Mesh(["dp", "experts"], devices=range(4))
     with pytest.raises(UnknownAxisError, match="expert"):
         moe_step(mesh, axis="expert").trace(X)
+
+
+def test_in_a_kernel_it_says_so():
+    mesh = Mesh(["ep"], devices=range(4))
+
+    @graph.training_step(mesh=mesh)
+    def step(x):
+        return op.kernel(lambda x: moe(x, experts=4)[0])(x)
+
+    with pytest.raises(OperandError) as caught:
+        step.trace(X)
+    assert str(caught.value) == (
+        "[T401] moe cannot stand in a kernel: it is one itself, on whole arrays\n"
+        "  got: a region that is manual over 'ep'\n"
+        "  fix: call it outside of the kernel, on the kernel's arguments or results\n"
+        "  docs: docs/errors/T401.md"
+    )
