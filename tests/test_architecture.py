@@ -119,6 +119,7 @@ def test_the_public_names_are_these():
         "TesseraWarning",
         "autocast",
         "dist",
+        "distribute",
         "distributed",
         "function",
         "grad",

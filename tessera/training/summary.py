@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run is, in a table, before its first step; all of a dry run's output."""
 
+from collections import Counter
+
 import jax
 
+from tessera.analysis.layouts import inspect
 from tessera.analysis.memory import format_bytes
 from tessera.models.config import Gemma3Config
+from tessera.models.remat import NONE, policies_of
 from tessera.training.job import Job
 
 
@@ -25,6 +29,8 @@ def run_rows(job: Job) -> list[tuple[str, str]]:
         ("parameters", _parameters(settings.model.config)),
         *(("layout", note) for note in job.layout_notes()),
         ("state", f"{format_bytes(state)}, {format_bytes(local)} per device"),
+        ("held per device", _held(job)),
+        *(("recomputed", text) for text in _recomputed(job)),
         (
             "batch",
             f"{rows:,} sequences of {settings.training.sequence_length:,} tokens "
@@ -43,6 +49,29 @@ def run_rows(job: Job) -> list[tuple[str, str]]:
 def _parameters(config: Gemma3Config) -> str:
     total, active = config.num_params, config.num_active_params
     return f"{total:,}" + (f", {active:,} for each token" if active < total else "")
+
+
+def _held(job: Job) -> str:
+    """What of the state and of the gradients one device holds."""
+    state, zero = job.abstract_state, job.recipe.zero
+    sizes = {
+        "parameters": sum(map(_local_nbytes, jax.tree.leaves(state.params))),
+        "gradients": inspect(zero.abstract_gradients).local_nbytes,
+        "optimizer": sum(map(_local_nbytes, jax.tree.leaves(state.optimizer))),
+    }
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    return held + " on the host" * job.recipe.offload_optimizer
+
+
+def _recomputed(job: Job) -> list[str]:
+    """Which layers are computed twice."""
+    config = job.model.config
+    policies = Counter(policies_of(job.model.remat, config))
+    return [
+        f"{name} in {count} of {config.num_layers} layers"
+        for name, count in policies.items()
+        if name != NONE
+    ]
 
 
 def dry_run_text(job: Job) -> str:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Final, TypeAlias
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.analysis.memory import format_bytes
 from tessera.graph.zero import SPLIT_FROM, split_further
@@ -67,6 +67,16 @@ class Zero:
     def optimizer_state(self) -> Tree:
         """The layout of every array that the optimizer keeps for a parameter."""
         return self._layouts("optimizer_state")
+
+    @property
+    def abstract_gradients(self) -> Tree:
+        """Shapes, dtypes and layouts of the gradients; nothing is allocated."""
+
+        def struct(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(self.mesh.compile_mesh, spec)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(struct, self.model.abstract(), self.gradients)
 
     @property
     def is_active(self) -> bool:

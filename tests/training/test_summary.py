@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of a run, and the whole answer of a dry run."""
 
+from typing import Any
+
 import jax
 import pytest
 
@@ -27,12 +29,15 @@ CONFIG = Gemma3Config(
 )
 
 
-def job_of(sizes: tuple[int, ...], axes: tuple[str, ...]) -> Job:
+def job_of(sizes: tuple[int, ...], axes: tuple[str, ...], **training: Any) -> Job:
     settings = Settings(
         name="small",
         model=ModelSettings(name="small", mesh_shape=(sizes, axes), config=CONFIG),
         training=TrainingConfig(
-            sequence_length=16, micro_batch_size=2, gradient_accumulation_steps=3
+            sequence_length=16,
+            micro_batch_size=2,
+            gradient_accumulation_steps=3,
+            **training,
         ),
     )
     return Job(settings, Mesh.from_shape(settings.model.mesh_shape))
@@ -54,6 +59,10 @@ def test_the_table_says_mesh_model_state_batch_memory_and_what_is_sent(job):
         ("parameters", "20,800"),
         *(("layout", note) for note in job.model.layout_notes(job.mesh)),
         ("state", rows[5][1]),
+        (
+            "held per device",
+            "parameters 7.75 KiB, gradients 7.75 KiB, optimizer 15.5 KiB",
+        ),
         ("batch", "24 sequences of 16 tokens in 3 microbatches"),
         (
             "memory per device",
@@ -97,3 +106,16 @@ def test_one_device_sends_nothing():
     rows = dict(run_rows(job_of((1, 1), ("fsdp", "tp"))))
     assert rows["mesh"] == "fsdp × tp mesh, 1 × 1"
     assert rows["sent per step"] == "nothing: one device"
+
+
+def test_memory_settings_are_shown_with_what_they_do():
+    remat = {"global": "full"}
+    job = job_of((2,), ("dp",), zero_stage=2, offload_optimizer=True, remat=remat)
+    rows = dict(run_rows(job))
+    whole = 4 * CONFIG.num_params
+    assert rows["held per device"] == (
+        f"parameters {format_bytes(whole)}, gradients {format_bytes(whole / 2)}, "
+        f"optimizer {format_bytes(whole + 8)} on the host"
+    )
+    assert rows["recomputed"] == "full in 1 of 2 layers"
+    assert job.compiled.memory.arguments == whole + whole + 12 + 4 * 3 * 2 * 16 * 4
