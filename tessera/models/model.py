@@ -264,8 +264,8 @@ def _context_note(window: int, method: Method, mesh: Mesh) -> str:
     if method == "ring" and mesh.shape.get("pp", 1) > 1:
         how = f"in zigzag order; stages gather keys and values of its {cp} devices"
     return (
-        f"sequences are split over 'cp' {how}, in local layers the halo of {window - 1} "
-        "tokens alone, if chunks are as long"
+        f"sequences are split over 'cp' {how}, in local layers the halo of "
+        f"{window - 1} tokens alone, if chunks are as long"
     )
 
 

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.training.optimizers import AdamWConfig, make_optimizer
+from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.state import init_state
 from tessera.training.step import Recipe, batch_spec, make_eval_step, make_train_step
 
@@ -115,7 +116,7 @@ def expected(window: int) -> Run:
     return Run(losses, float(summed_loss(params, first)), params)
 
 
-def train(model: Model, mesh: Mesh, **options: Any) -> Run:
+def train(model: Model, mesh: Mesh, sync_every: int) -> Run:
     """The same steps by Tessera on a mesh."""
     recipe = Recipe(
         model=model,
@@ -123,7 +124,8 @@ def train(model: Model, mesh: Mesh, **options: Any) -> Run:
         learning_rate=RATE,
         mesh=mesh,
         accumulation=MICROBATCHES,
-        **options,
+        sync_every=sync_every,
+        schedule=schedule_of(mesh, "1f1b", 1, MICROBATCHES),
     )
     state = init_state(model, ADAMW, KEY, mesh)
     step, losses = make_train_step(recipe, state), []
@@ -133,41 +135,49 @@ def train(model: Model, mesh: Mesh, **options: Any) -> Run:
         losses.append(float(metrics["loss"]))
     first = {name: array[0] for name, array in batches()[0].items()}
     loss, _ = make_eval_step(recipe)(state.params, first)
-    return Run(losses, float(loss), jax.tree.map(np.asarray, state.params))
+    params = jax.tree.map(np.asarray, state.params)
+    return Run(losses, float(loss), model.plain(params))
 
 
+RING, EXCHANGE = "ring", "all_to_all"
 CASES = {
-    "ring": ({"cp": 4}, {}),
-    "all_to_all": ({"cp": 4}, {"context_parallel": "all_to_all"}),
-    "ring_tp": ({"cp": 2, "tp": 4}, {}),
-    "ring_tp_sequence": ({"cp": 2, "tp": 2}, {"sequence_parallel": True}),
-    "ring_fsdp": ({"fsdp": 2, "cp": 4}, {}),
-    "all_to_all_dp_tp": (
-        {"dp": 2, "cp": 2, "tp": 2},
-        {"context_parallel": "all_to_all", "sequence_parallel": True},
-    ),
+    "ring": ({"cp": 4}, RING, {}),
+    "all_to_all": ({"cp": 4}, EXCHANGE, {}),
+    "ring_tp": ({"cp": 2, "tp": 4}, RING, {"sequence_parallel": True}),
+    "ring_fsdp": ({"fsdp": 2, "cp": 4}, RING, {"remat": "full"}),
+    "ring_seldom": ({"dp": 2, "cp": 2}, RING, {"sync_every": 2}),
+    "ring_pp": ({"pp": 2, "cp": 2}, RING, {}),
+    "all_to_all_dp_tp": ({"dp": 2, "cp": 2, "tp": 2}, EXCHANGE, {}),
+    "all_to_all_pp_tp": ({"pp": 2, "cp": 2, "tp": 2}, EXCHANGE, {}),
     # The window is longer than a chunk: local layers go round the ring, too.
-    "ring_long_window": ({"cp": 4}, {"window": 7}),
-    "ring_seldom": ({"dp": 2, "cp": 2}, {"sync_every": 2}),
-    "ring_remat": ({"cp": 2}, {"remat": "full"}),
+    "ring_long_window": ({"cp": 4}, RING, {"window": 7}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_parameters_are_those_of_one_device(case):
-    shape, given = CASES[case]
-    options = dict(given)
-    window = options.pop("window", CONFIG.window)
-    seldom = {"sync_every": options.pop("sync_every", 1)}
-    model = Model(dataclasses.replace(CONFIG, window=window), **options)
+    shape, method, options = CASES[case]
+    window = options.get("window", CONFIG.window)
     mesh = Mesh(
-        list(shape), devices=range(math.prod(shape.values())), shape=[*shape.values()]
+        [*shape], devices=range(math.prod(shape.values())), shape=[*shape.values()]
     )
-    run, wanted = train(model, mesh, **seldom), expected(window)
-    np.testing.assert_allclose(run.losses, wanted.losses, rtol=2e-5, atol=0)
-    np.testing.assert_allclose(run.validation, wanted.validation, rtol=2e-5)
+    config = dataclasses.replace(CONFIG, window=window)
+    model = Model(
+        config,
+        context_parallel=method,
+        split=split_of(mesh, config, 1),
+        **{
+            name: options[name]
+            for name in ("remat", "sequence_parallel")
+            if name in options
+        },
+    )
+    run = train(model, mesh, options.get("sync_every", 1))
+    want = expected(window)
+    np.testing.assert_allclose(run.losses, want.losses, rtol=2e-5, atol=0)
+    np.testing.assert_allclose(run.validation, want.validation, rtol=2e-5)
     assert np.ptp(run.losses) > 0.01, "the losses have to move to be worth comparing"
-    there = jax.tree_util.tree_leaves_with_path(wanted.params)
-    for (path, want), got in zip(there, jax.tree.leaves(run.params), strict=True):
+    there = jax.tree_util.tree_leaves_with_path(want.params)
+    for (path, wanted), got in zip(there, jax.tree.leaves(run.params), strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        assert np.linalg.norm(got - want) <= 2e-5 * np.linalg.norm(want), name
+        assert np.linalg.norm(got - wanted) <= 2e-5 * np.linalg.norm(wanted), name
