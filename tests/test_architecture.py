@@ -127,6 +127,7 @@ def test_the_public_names_are_these():
         "jit",
         "mesh",
         "op",
+        "schedule",
     ]
     for name in tessera.__all__:
         assert hasattr(tessera, name)

@@ -8,17 +8,17 @@ ends the process. There the look-up is written out per device, over all axes.
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
 
 
 def look_up(
-    table: Float[Array, "rows width"],
-    numbers: Int[Array, "*dims"],
+    table: Array,
+    numbers: Array,
     *,
     rows: tuple[str, ...] = (),
     split: PartitionSpec = PartitionSpec(),  # noqa: B008 - a constant
-) -> Float[Array, "*dims width"]:
+) -> Array:
     """``table[numbers]``; NaN where the table has no such row.
 
     Args:

@@ -24,7 +24,7 @@ def schedule_pipelines(graph: Graph) -> Graph:
     A call whose output a differentiated loss depends on becomes one loop that computes
     the loss and all its gradients, microbatch by microbatch; the equations from the
     output to the loss go into the last stage. Any other call becomes a forward loop.
-    Numerics: sums over microbatches, so rounding differs from the unpipelined step.
+    Numerics: reordered. Sums over rows become sums over microbatches.
 
     Before:  y = pipeline x w; l = sum y; g = gradient l w; out g
     After:   l = custom_vjp[shard_map[scan over ticks]] x w; g = gradient l w; out g

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jax import Array
 
 from tessera.graph.pipelining.table import Schedule
 from tessera.graph.pipelining.weight_gradients import SplitBackward, split_backward
@@ -394,8 +394,10 @@ def _zeros(like: Tree) -> Tree:
 
 
 def _ring(like: Tree, slots: int) -> Tree:
+    """Empty slots, at least one: also a stage that receives nothing reads its ring."""
+
     def zeros(leaf: Any) -> Array:
-        return jnp.zeros((slots, *leaf.shape), leaf.dtype)
+        return jnp.zeros((max(slots, 1), *leaf.shape), leaf.dtype)
 
     return jax.tree.map(zeros, like)
 
@@ -428,8 +430,6 @@ def _kept(ring: Tree, value: Tree, slot: Array) -> Tree:
     """The ring with a value in a slot; as it was, where there is none."""
 
     def write(held: Array, new: Array) -> Array:
-        if held.shape[0] == 0:
-            return held
         place = jnp.maximum(slot, 0)
         row = jnp.where(slot >= 0, new, _row(held, place))
         return jax.lax.dynamic_update_index_in_dim(held, row, place, 0)

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
 
 from tessera import _jax, scope
 from tessera.graph.pipelining.device import Stages

@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
 
 from tessera.graph.pipelining.device import Carry, Device, Gradients, Row, Stages
 from tessera.graph.pipelining.table import Schedule

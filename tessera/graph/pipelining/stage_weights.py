@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
 
 from tessera import scope
 from tessera.graph.pipelining.packing import Packing
