@@ -7,7 +7,7 @@ is stored in parts over ``pp`` and put together once in a step.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,9 +24,11 @@ from tessera.mesh import Mesh
 from tessera.models.config import Gemma3Config
 from tessera.models.gemma3 import RESIDUAL, Gemma3
 from tessera.models.model import Model
+from tessera.models.rules import Placement
 from tessera.models.stages import StageSplit
 from tessera.ops.losses import cross_entropy
 from tessera.scope import autocast, constrain
+from tessera.spec import axes_of_dims
 from tessera.training.data.packing import NO_TARGET
 from tessera.training.router import router_sums
 
@@ -42,12 +44,14 @@ class PipelinedModel:
       mesh: A mesh with an axis ``pp``.
       schedule: The table, for as many microbatches as a step has.
       dtype: Dtype of matmuls.
+      gradient_layouts: Where gradients lie; None is like their parameters.
     """
 
     model: Model
     mesh: Mesh
     schedule: Schedule
     dtype: str = "f32"
+    gradient_layouts: Tree | None = None
 
     def gradients(
         self, params: Tree, batch: Tree, seed: Float[Array, ""]
@@ -72,31 +76,60 @@ class PipelinedModel:
         return _apart_from_routers(loss, routers)
 
     def _pipeline(self, batch: Tree) -> Pipeline:
-        return Pipeline(self.schedule, self._stages(batch), self.mesh, "pp")
+        stages = self._stages(batch)
+        return Pipeline(self.schedule, stages, self.mesh, "pp", self._data_axes)
+
+    @property
+    def _data_axes(self) -> tuple[str, ...]:
+        """Axes over which gradients are summed once in a step, not in every tick.
+
+        Not where they are stored in parts of each device's own (ZeRO), nor with
+        experts, whose balance is that of the tokens of all devices.
+        """
+        specs = jax.tree.leaves(self._layouts)
+        is_split = any("dp" in axes for spec in specs for axes in axes_of_dims(spec, 0))
+        is_alone = self.mesh.shape.get("dp", 1) == 1
+        if is_alone or is_split or self.model.config.num_experts:
+            return ()
+        return ("dp",)
+
+    @property
+    def _layouts(self) -> Tree:
+        if self.gradient_layouts is not None:
+            return self.gradient_layouts
+        return self.model.layouts(self.mesh)
+
+    @property
+    def _place(self) -> Placement:
+        """Where a stage's activations lie, in its region."""
+        place = self.model.place(self.mesh)
+        return replace(place, taken=place.taken | set(self._data_axes))
 
     def _stages(self, batch: Tree) -> Stages:
-        place, layouts = self.model.place(self.mesh), self.model.layouts(self.mesh)
+        place, layouts = self._place, self._layouts
         width = self.model.config.d_model
+        _, rows, length = batch["tokens"].shape
+        rows //= self.mesh.axis_size(self._data_axes)
 
         def constrain_weights(weights: Tree) -> Tree:
             return jax.tree.map(self._as_stored, weights, layouts["decoder"])
 
         return Stages(
             run=self._run,
-            wire=jax.ShapeDtypeStruct((*batch["tokens"].shape[1:], width), jnp.float32),
+            wire=jax.ShapeDtypeStruct((rows, length, width), jnp.float32),
             constrain_wire=lambda wire: place.constrain(wire, *RESIDUAL),
             constrain_weights=constrain_weights,
         )
 
     def _as_stored(self, gradient: Array, layout: PartitionSpec) -> Array:
-        """A virtual stage's gradient, laid out like its parameter."""
+        """A virtual stage's gradient, laid out as all stages' are."""
         return constrain(gradient, self.mesh, PartitionSpec(*layout[2:]))
 
     def _run(
         self, weights: Tree, shared: Tree, wire: Array, micro: Tree, index: Array
     ) -> tuple[Array, Array, tuple[Tree, Tree]]:
         """One virtual stage on one microbatch."""
-        place, split = self.model.place(self.mesh), self._split
+        place, split = self._place, self._split
         module = self.model.stage({**shared, "decoder": weights})
         numbers = split.numbers.reshape(-1, split.depth)
         with autocast(self.dtype) if self.dtype != "f32" else nullcontext():
@@ -127,7 +160,7 @@ class PipelinedModel:
         return x_BSD, loss, ((), routers)
 
     def _loss(self, module: Gemma3, x_BSD: Array, targets: Array) -> Float[Array, ""]:
-        place = self.model.place(self.mesh)
+        place = self._place
         logits = module.logits(module.normalized(x_BSD, place=place), place=place)
         return cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="sum")
 

@@ -84,7 +84,9 @@ class Recipe:
         """The model in stages, where there is a pipeline."""
         if self.schedule is None:
             return None
-        return PipelinedModel(self.model, self.mesh, self.schedule, self.dtype)
+        return PipelinedModel(
+            self.model, self.mesh, self.schedule, self.dtype, self.zero.gradients
+        )
 
     @cached_property
     def zero(self) -> Zero:

@@ -42,12 +42,17 @@ class Pipeline:
       stages: What runs.
       mesh: The mesh; axes other than the pipeline's are left to the compiler.
       axis: The pipeline's axis.
+      data_axes: Axes along which there is a pipeline for each part of the rows, which
+        are dim 1 of every microbatch array. Weights are whole along them, and their
+        gradients are summed once, after the last tick; left to the compiler, such an
+        axis would sum them in every tick.
     """
 
     schedule: Schedule
     stages: Stages
     mesh: Mesh
     axis: str
+    data_axes: tuple[str, ...] = ()
 
     def gradients(
         self,
@@ -83,8 +88,11 @@ class Pipeline:
                 micro_gradients=micro_gradients,
                 keep_outputs=keep_outputs,
             )
-            return _summed(_ticked(device), self.axis)
+            return _summed(_ticked(device), self.axis, self.data_axes)
 
+        assert not (self.data_axes and (micro_gradients or keep_outputs)), (
+            "what has rows is given back whole"
+        )
         layouts: Any = Gradients(*[PartitionSpec()] * 6)
         layouts = replace(layouts, weights=PartitionSpec(None, self.axis))
         return self._in_region(run, layouts)(weights, shared, micros, seed)
@@ -104,9 +112,12 @@ class Pipeline:
 
         def run(weights: Tree, shared: Tree, micros: Tree, seed: Array) -> Any:
             weights = jax.tree.map(_own_stage, weights)
-            return Device(
+            device = Device(
                 self.schedule, self.stages, self.axis, weights, shared, micros, seed
-            ).forward_only()
+            )
+            outputs, *sums = device.forward_only()
+            sums = jax.lax.psum(sums, self.data_axes) if self.data_axes else sums
+            return outputs, *sums
 
         call = self._in_region(run, PartitionSpec())
         return call(weights, shared, micros, jnp.float32(0.0))
@@ -114,12 +125,13 @@ class Pipeline:
     def _in_region(self, run: Callable[..., Any], results: Any) -> Callable[..., Any]:
         assert self.schedule.stages == self.mesh.shape[self.axis], "a device for each"
         whole = PartitionSpec()
+        rows = PartitionSpec(None, self.data_axes) if self.data_axes else whole
         return jax.shard_map(
             run,
             mesh=region_mesh(self.mesh),
-            in_specs=(PartitionSpec(None, self.axis), whole, whole, whole),
+            in_specs=(PartitionSpec(None, self.axis), whole, rows, whole),
             out_specs=results,
-            axis_names={self.axis},
+            axis_names={self.axis, *self.data_axes},
             # What a device holds follows from its branches, and JAX follows none.
             check_vma=False,
         )
@@ -169,9 +181,12 @@ def _rows(device: Device) -> Row:
     }
 
 
-def _summed(sums: Gradients, axis: str) -> Gradients:
-    """Over the stages, what every stage adds to; the weights stay where they are."""
+def _summed(sums: Gradients, axis: str, data_axes: tuple[str, ...]) -> Gradients:
+    """Over stages, what every stage adds to, and over data all but rows of it."""
     weights = jax.tree.map(partial(jnp.expand_dims, axis=1), sums.weights)
-    others = (sums.loss, sums.statistics, sums.shared, sums.micros, sums.outputs)
-    loss, statistics, shared, micros, outputs = jax.lax.psum(others, axis)
-    return Gradients(loss, statistics, weights, shared, micros, outputs)
+    of_rows = jax.lax.psum((sums.micros, sums.outputs), axis)
+    others = (sums.loss, sums.statistics, sums.shared)
+    loss, statistics, shared = jax.lax.psum(others, (axis, *data_axes))
+    if data_axes:
+        weights = jax.lax.psum(weights, data_axes)
+    return Gradients(loss, statistics, weights, shared, *of_rows)
