@@ -74,8 +74,9 @@ def wire_of(dtype: Any) -> str | None:
     What is rounded after the way may as well be rounded before.
     """
     narrow = scope.current_autocast()
-    narrows = dtype == jnp.float32 and narrow in scope.AUTOCAST_DTYPES
-    return narrow if narrows else None
+    # Plain JAX takes no notice of autocast, and neither do its matmuls.
+    narrows = scope.current() is not None and narrow in scope.AUTOCAST_DTYPES
+    return narrow if narrows and dtype == jnp.float32 else None
 
 
 def attend_spread(
