@@ -23,6 +23,7 @@ from tessera.analysis.layouts import inspect
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.training.optimizers import AdamWConfig, make_optimizer
+from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.state import init_state, state_specs
 from tessera.training.step import Recipe, batch_spec, make_train_step
 
@@ -48,10 +49,11 @@ ADAMW, RATE = make_optimizer(
 MESHES = {
     "dp": Mesh(["dp"], devices=range(8)),
     "dp_tp": Mesh(["dp", "tp"], devices=range(8), shape=(4, 2)),
+    "dp_pp": Mesh(["dp", "pp"], devices=range(8), shape=(4, 2)),
     "dp_fsdp_tp": Mesh(["dp", "fsdp", "tp"], devices=range(8), shape=(2, 2, 2)),
 }
 CASES = [("dp", 1), ("dp", 2), ("dp", 3), ("dp_tp", 1), ("dp_tp", 2), ("dp_tp", 3)]
-CASES += [("dp_fsdp_tp", 2)]
+CASES += [("dp_fsdp_tp", 2), ("dp_pp", 2), ("dp_pp", 3)]
 
 
 def batches() -> list[dict[str, np.ndarray]]:
@@ -113,15 +115,17 @@ class Run:
 @cache
 def train(name: str, stage: int) -> Run:
     mesh = MESHES[name]
+    model = Model(CONFIG, split=split_of(mesh, CONFIG, chunks=1))
     recipe = Recipe(
-        model=MODEL,
+        model=model,
         optimizer=ADAMW,
         learning_rate=RATE,
         mesh=mesh,
         accumulation=MICROBATCHES,
         zero_stage=stage,
+        schedule=schedule_of(mesh, "1f1b", 1, MICROBATCHES),
     )
-    state = init_state(MODEL, ADAMW, KEY, mesh, zero_stage=stage)
+    state = init_state(model, ADAMW, KEY, mesh, zero_stage=stage)
     step = make_train_step(recipe, state)
     place, losses = NamedSharding(mesh.jax, batch_spec(recipe)), []
     for batch in batches():
@@ -141,7 +145,8 @@ def test_losses_and_parameters_are_those_of_one_device(name, stage):
     run, (losses, params) = train(name, stage), expected()
     np.testing.assert_allclose(run.losses, losses, rtol=2e-5)
     assert np.ptp(losses) > 0.1, "the losses have to move to be worth comparing"
-    first, got = named(MODEL.init(KEY)), named(run.state.params)
+    first, got = MODEL.init(KEY), run.recipe.model.plain(run.state.params)
+    first, got = named(first), named(got)
     for path, want in named(params).items():
         assert np.linalg.norm(first[path] - want) > 0, path
         apart = np.linalg.norm(got[path] - want)
@@ -216,6 +221,17 @@ def test_temporary_memory_falls_by_the_gradients_that_are_split():
     assert saved == pytest.approx(WHOLE * 7 / 8, rel=0.02)
     saved = first.temporaries - second.temporaries
     assert saved == pytest.approx((WHOLE - embedding) * 7 / 8, rel=0.02)
+
+
+def test_a_pipeline_splits_the_gradients_of_its_stages_as_well():
+    text = train("dp_pp", 2).compiled.as_text()
+    loops = re.findall(r"= \((.*?)\) while\(", text)
+    # Two layers of a stage: what the backward loop over layers stacks, and the sums
+    # that the loop over ticks carries.
+    stacked = [_count(loop, "f32[2,32,64]", "f32[2,32,16]") for loop in loops]
+    assert [2, 2] in stacked
+    summed = [_count(loop, "f32[1,2,32,64]", "f32[1,2,32,16]") for loop in loops]
+    assert [2, 2] in summed
 
 
 def test_each_stage_sends_what_its_paper_says():
