@@ -279,6 +279,8 @@ _HOST = NamedSharding(AbstractMesh((), ()), PartitionSpec(), memory_kind=HOST_ME
 
 def on_host(value: Any) -> bool:
     """Whether an array, or its type, lies in the memory of the host."""
+    if hasattr(type(value), "__jax_array__"):
+        return False  # not made yet, and looking at it might make it
     kind = getattr(getattr(value, "sharding", None), "memory_kind", None)
     space = getattr(value, "memory_space", None)
     return space == jax.memory.Space.Host or kind == HOST_MEMORY
@@ -467,17 +469,9 @@ def register_array_like(kind: type) -> None:
 
 # --- whose line is it
 
-_MACHINERY = (
-    "graph",
-    "ops",
-    "analysis",
-    "scope.py",
-    "shard.py",
-    "spec.py",
-    "grid.py",
-    "mesh.py",
-    "dist.py",
-)
+_FOLDERS = ("graph", "ops", "analysis")
+_FILES = ("scope.py", "shard.py", "spec.py", "grid.py", "mesh.py", "dist.py", "_jax.py")
+_MACHINERY = (*_FOLDERS, *_FILES)
 
 
 def hide_machinery() -> None:
@@ -485,7 +479,7 @@ def hide_machinery() -> None:
 
     Models and the trainer are user code in this sense: their lines are shown.
     """
-    for name in (*_MACHINERY, "_jax.py"):
+    for name in _MACHINERY:
         path = str(PACKAGE / name)
         if path not in traceback_util._exclude_paths:
             traceback_util.register_exclusion(path)
@@ -494,7 +488,7 @@ def hide_machinery() -> None:
 
 def is_machinery(path: str) -> bool:
     """Whether a source file is part of JAX, Flax, Optax or Tessera's own machinery."""
-    hidden: Iterable[Path] = (PACKAGE / name for name in (*_MACHINERY, "_jax.py"))
+    hidden: Iterable[Path] = (PACKAGE / name for name in _MACHINERY)
     if any(Path(path).is_relative_to(place) for place in hidden):
         return True
     return any(f"/site-packages/{name}/" in path for name in ("jax", "flax", "optax"))

@@ -13,7 +13,12 @@ from tessera.errors import UnknownPassError
 from tessera.graph import pass_runner
 from tessera.graph.pass_runner import PASSES, run_passes
 
-NAMES = ["differentiate_losses", "autocast_matmuls", "assign_output_layouts"]
+NAMES = [
+    "schedule_pipelines",
+    "differentiate_losses",
+    "autocast_matmuls",
+    "assign_output_layouts",
+]
 
 
 @pytest.fixture
