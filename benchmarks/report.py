@@ -9,19 +9,28 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
+Row: TypeAlias = dict[str, Any]
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """``--json PATH`` writes the figures, ``--quick`` takes under a minute."""
+    found = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--json", type=Path, help="write the same figures here")
+    found.add_argument("--quick", action="store_true", help="under a minute")
+    return found
+
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """``--json PATH`` writes the figures, ``--quick`` takes under a minute."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, help="write the same figures here")
-    parser.add_argument("--quick", action="store_true", help="under a minute")
-    return parser.parse_args()
+    """The arguments of a benchmark that has no others."""
+    return parser(description).parse_args()
 
 
 def environment() -> dict[str, Any]:
@@ -59,8 +68,22 @@ def spread(seconds: Sequence[float]) -> str:
     return f"{middle * 1e3:.2f} [{low * 1e3:.2f}, {high * 1e3:.2f}]"
 
 
-def show(title: str, rows: Sequence[dict[str, Any]], path: Path | None) -> None:
+def show(title: str, rows: Sequence[Row], path: Path | None) -> None:
     """Print the rows as a table and write them, with the environment, as JSON."""
+    print_table(title, rows)
+    _finish({"title": title}, {"rows": list(rows)}, path)
+
+
+def show_all(tables: Mapping[str, Sequence[Row]], path: Path | None) -> None:
+    """The same for several tables by title."""
+    for title, rows in tables.items():
+        print_table(title, rows)
+        print()
+    _finish({}, {"tables": {title: list(rows) for title, rows in tables.items()}}, path)
+
+
+def print_table(title: str, rows: Sequence[Row]) -> None:
+    """Print the rows, the columns being those of the first."""
     columns = list(rows[0])
     cells = [columns, *([str(row[name]) for name in columns] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
@@ -68,9 +91,12 @@ def show(title: str, rows: Sequence[dict[str, Any]], path: Path | None) -> None:
     for row in cells:
         line = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(line).rstrip())
+
+
+def _finish(before: Row, after: Row, path: Path | None) -> None:
     known = environment()
     print(", ".join(f"{name} {value}" for name, value in known.items()))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figures = {"title": title, "environment": known, "rows": list(rows)}
+        figures = {**before, "environment": known, **after}
         path.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
