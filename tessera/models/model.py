@@ -21,7 +21,7 @@ from tessera.errors import ParameterTreeError, ShardDivisibilityError
 from tessera.mesh import Mesh
 from tessera.models.config import Gemma3Config
 from tessera.models.gemma3 import Gemma3
-from tessera.models.remat import NONE
+from tessera.models.remat import NONE, policies_of
 from tessera.models.rules import Placement
 from tessera.models.stages import StageSplit
 from tessera.ops.attention.spread import Method
@@ -60,6 +60,11 @@ class Model:
     context_parallel: Method = "ring"
     remat: Any = NONE
     split: StageSplit | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.remat, str):  # a model is hashable, and a list is not
+            policies = policies_of(self.remat, self.config)
+            object.__setattr__(self, "remat", policies)
 
     @cached_property
     def _parts(self) -> tuple[nnx.GraphDef[Gemma3], nnx.State[str, Any]]:

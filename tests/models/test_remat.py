@@ -58,6 +58,13 @@ def test_every_layer_has_a_policy(remat, expected):
     assert policies_of(remat, CONFIG) == expected
 
 
+def test_a_model_with_any_form_of_it_is_hashable():
+    as_list = Model(CONFIG, remat=["none", "full", "none", "full"])
+    as_dict = Model(CONFIG, remat={"global": "full"})
+    assert hash(as_list) == hash(as_dict)
+    assert as_list == as_dict != Model(CONFIG, remat="full")
+
+
 def test_the_names_of_jax_are_its_policies():
     for name, policy in POLICIES.items():
         if name not in ("full", "dots"):
