@@ -161,6 +161,11 @@ class Model:
                 f"attends with the one head that its {config.num_heads // tp} query "
                 "head(s) read"
             )
+        if "table" in place.whole:
+            notes.append(
+                f"the embedding table is whole on every device of 'pp', which does not "
+                f"divide d_model {config.d_model}"
+            )
         if place.size("embed") > 1:
             notes.append(
                 f"norm scales ({config.num_norm_params:,} of {config.num_params:,} "

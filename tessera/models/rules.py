@@ -56,6 +56,10 @@ RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 
 
+# What a dim is split like when it is not split like itself.
+_WITHOUT: Final = MappingProxyType({"sequence": "context", "table": "embed"})
+
+
 @dataclass(frozen=True)
 class Placement:
     """A mesh, and which logical dims stay whole on it.
@@ -63,7 +67,7 @@ class Placement:
     Attributes:
       mesh: Where the model runs; None leaves every layout to XLA.
       whole: Logical dims that are not split although a rule would; ``sequence`` then is
-        split as ``context`` is.
+        split as ``context`` is, ``table`` as ``embed`` is.
       taken: Mesh axes that split nothing, because a ``jax.vmap`` runs over them.
       context_parallel: How attention sees sequences that ``cp`` splits: ``ring`` or
         ``all_to_all``.
@@ -90,7 +94,8 @@ class Placement:
     ) -> "Placement":
         """Where a model of these sizes lies on a mesh.
 
-        Fewer key/value heads than ``tp``: each device keeps them all.
+        Fewer key/value heads than ``tp``: each device keeps them all. A width that
+        ``pp`` does not divide: each stage keeps the embedding table.
 
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``, or by
@@ -104,8 +109,10 @@ class Placement:
             kv_heads = max(config.num_kv_heads // tp, 1)
             check_exchange(config.num_heads // tp, kv_heads, cp, "cp")
         if config.num_kv_heads % tp:
-            place = replace(place, whole=whole | {"kv_heads"})
-        return place
+            whole |= {"kv_heads"}
+        if config.d_model % place.size("table"):
+            whole |= {"table"}
+        return replace(place, whole=whole)
 
     def axes(self, name: str) -> tuple[str, ...]:
         """The mesh axes that split a logical dim, outer first.
@@ -118,8 +125,8 @@ class Placement:
                 f"there is no rule for a dim called {name!r}",
                 fix=did_you_mean(name, RULES),
             )
-        if name in self.whole and name == "sequence":
-            name = "context"
+        if name in self.whole:
+            name = _WITHOUT.get(name, name)
         if self.mesh is None or name in self.whole:
             return ()
         free = [axis for axis in self.mesh.axes if axis not in self.taken]
