@@ -132,8 +132,9 @@ class ModelSettings:
 
     Attributes:
       name: What the model is called; the files of ``configs/model`` set it.
-      mesh_shape: Sizes and names of the mesh's axes: any of dp, fsdp and tp, in any
-        order, outermost first. One size may be -1: as many as there are devices.
+      mesh_shape: Sizes and names of the mesh's axes: any of dp, fsdp, ep_outer, ep, cp,
+        tp and pp, in any order, outermost first. One size may be -1: as many as there
+        are devices.
       sequence_parallel: Split norms and residuals along the sequence over tp.
       context_parallel: How attention sees sequences that a mesh axis cp splits: keys
         and values go round a ring, or all_to_all exchanges them for heads.
@@ -394,10 +395,12 @@ def _check_sequences(settings: Settings, mesh: Mesh | None) -> list[TesseraError
             )
         )
     if length % split:
-        axes = " and ".join(map(repr, place.axes("sequence")))
+        axes = place.axes("sequence")
+        named = " and ".join(map(repr, axes))
         errors.append(
             BatchSizeError(
-                f"sequences cannot be split evenly over mesh axis {axes}, which "
+                f"sequences cannot be split evenly over mesh "
+                f"{'axis' if len(axes) == 1 else 'axes'} {named}, which "
                 "model.sequence_parallel asks for",
                 got=f"training.sequence_length={length}: {length} / {split} leaves "
                 f"{length % split}",

@@ -70,7 +70,7 @@ def test_every_parameter_names_each_of_its_dims() -> None:
         path: spec.mesh_axes for path, spec in flat(MODEL.specs(), ShardSpec).items()
     }
     assert names == {
-        "embedding": ("vocab", "embed"),
+        "embedding": ("vocab", "table"),
         "decoder/attention/query/kernel": ("layers", "embed", "heads", "head_dim"),
         "decoder/attention/key/kernel": ("layers", "embed", "kv_heads", "head_dim"),
         "decoder/attention/value/kernel": ("layers", "embed", "kv_heads", "head_dim"),
@@ -249,9 +249,8 @@ def test_a_batch_that_the_data_axes_do_not_divide() -> None:
             MODEL.abstract(),
         )
     assert str(caught.value) == (
-        "[T201] activation [batch, sequence, -] cannot be split evenly over mesh axes "
-        "('dp', 'fsdp')\n"
-        "  got: shape (6, 8, 256), dim 0 = 6, axis size 4 (dp 2 × fsdp 2)\n"
+        "[T201] tokens cannot be split evenly over mesh axes ('dp', 'fsdp')\n"
+        "  got: shape (6, 8), dim 0 = 6, axis size 4 (dp 2 × fsdp 2)\n"
         "  fix: use 4 or 8, or drop 'dp' or 'fsdp' from the spec\n"
         "  docs: docs/errors/T201.md"
     )
@@ -262,8 +261,9 @@ def test_a_logical_name_without_a_rule() -> None:
         Placement(mesh_of(tp=2)).axes("head")
     assert str(caught.value) == (
         "[T404] there is no rule for a dim called 'head'\n"
-        "  fix: did you mean 'heads'? Known: 'batch', 'sequence', 'vocab', 'embed', "
-        "'heads', 'kv_heads', 'mlp', 'head_dim', 'layers', 'norm'\n"
+        "  fix: did you mean 'heads'? Known: 'batch', 'context', 'sequence', 'vocab', "
+        "'embed', 'table', 'heads', 'kv_heads', 'mlp', 'experts', 'router', "
+        "'head_dim', 'layers', 'stages', 'norm'\n"
         "  docs: docs/errors/T404.md"
     )
 

@@ -89,7 +89,8 @@ def test_an_axis_that_the_model_does_not_know_gets_a_hint():
     assert str(error) == (
         "[T103] the model has no use for mesh axes 'fdsp'\n"
         "  got: model.mesh_shape=[[2,2],[fdsp,tp]]\n"
-        "  fix: did you mean 'fsdp'? Known: 'dp', 'fsdp', 'tp'\n"
+        "  fix: did you mean 'fsdp'? Known: 'dp', 'fsdp', 'ep_outer', 'ep', "
+        "'cp', 'tp', 'pp'\n"
         "  docs: docs/errors/T103.md"
     )
 
@@ -123,6 +124,51 @@ def test_sequence_parallelism_needs_sequences_that_tp_divides():
         "  fix: use training.sequence_length=32 or 36, or "
         "model.sequence_parallel=false\n"
         "  docs: docs/errors/T503.md"
+    )
+
+
+def test_the_ring_takes_two_chunks_for_each_device_of_cp():
+    given = settings(mesh_shape=((4, 2), ("cp", "tp")), sequence_length=36)
+    (error,) = check(given)
+    assert str(error) == (
+        "[T503] sequences cannot be cut into the 8 chunks that the devices of mesh "
+        "axis 'cp' share by model.context_parallel=ring\n"
+        "  got: training.sequence_length=36: 36 / 8 leaves 4\n"
+        "  fix: use training.sequence_length=32 or 40\n"
+        "  docs: docs/errors/T503.md"
+    )
+    exchanged = replace(given.model, context_parallel="all_to_all")
+    (error,) = check(replace(given, model=exchanged))
+    assert (error.code, error.got) == (
+        "T402",
+        "2 query heads and 1 key/value heads on each device, axis size 4",
+    )
+    split = replace(
+        given.model, sequence_parallel=True, mesh_shape=((3, 2), ("cp", "tp"))
+    )
+    assert [(e.code, e.got) for e in check(replace(given, model=split))] == []
+    split = replace(split, mesh_shape=((2, 4), ("cp", "tp")))
+    (error,) = check(replace(given, model=split))
+    assert str(error) == (
+        "[T503] sequences cannot be split evenly over mesh axes 'cp' and 'tp', which "
+        "model.sequence_parallel asks for\n"
+        "  got: training.sequence_length=36: 36 / 8 leaves 4\n"
+        "  fix: use training.sequence_length=32 or 40, or "
+        "model.sequence_parallel=false\n"
+        "  docs: docs/errors/T503.md"
+    )
+
+
+def test_an_attention_that_does_not_exist():
+    given = settings(mesh_shape=((2,), ("cp",)))
+    (error,) = check(
+        replace(given, model=replace(given.model, context_parallel="rings"))
+    )
+    assert str(error) == (
+        "[T502] model.context_parallel does not take this value\n"
+        "  got: model.context_parallel=rings\n"
+        "  fix: did you mean 'ring'? use ring or all_to_all\n"
+        "  docs: docs/errors/T502.md"
     )
 
 

@@ -98,12 +98,15 @@ def test_only_fp16_scales_its_loss(precision, scale):
     assert (job.abstract_state.loss_scale is None) == (scale is None)
 
 
-def test_sequence_parallelism_reaches_the_model():
+def test_sequence_and_context_parallelism_reach_the_model():
     job = job_of(("tp", 2))
-    model = dataclasses.replace(job.settings.model, sequence_parallel=True)
+    model = dataclasses.replace(
+        job.settings.model, sequence_parallel=True, context_parallel="all_to_all"
+    )
     settings = dataclasses.replace(job.settings, model=model)
-    assert Job(settings, job.mesh).model.sequence_parallel
-    assert not job.model.sequence_parallel
+    reached = Job(settings, job.mesh).model
+    assert (reached.sequence_parallel, reached.context_parallel) == (True, "all_to_all")
+    assert (job.model.sequence_parallel, job.model.context_parallel) == (False, "ring")
 
 
 def test_a_job_on_a_mesh_that_is_not_here_has_shapes_and_layouts():
