@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -210,8 +211,8 @@ class _Interpreter:
             if plan is None:
                 self.env.run([equation])
             elif plan.mark is None:
-                with _jax.source_context(equation):
-                    outputs = Execution(_call_of(plan)).outputs(self._operands(plan))
+                with _jax.line_context(equation):
+                    outputs = _execution(plan).outputs(self._operands(plan))
                 self.env.write(equation.outvars, outputs)
             else:
                 waiting[plan.mark] = place, plan
@@ -242,17 +243,24 @@ class _Interpreter:
             coefficients=pull_back(jnp.ones_like(offset))[0],
             differentiated=plan.differentiated,
         )
-        with _jax.source_context(plan.equation):
-            execution = Execution(_call_of(plan), tail)
-            total, outputs = execution.loss(operands, keep_outputs=plan.keep_outputs)
+        with _jax.line_context(plan.equation):
+            total, outputs = _execution(plan).loss(
+                operands, keep_outputs=plan.keep_outputs
+            )
+        env.write([loss], [offset + total.astype(offset.dtype)])
         if outputs is not None:
             env.write(plan.equation.outvars, outputs)
-            env.run(_wanted(self.program, place, mark, tail)[0])
-        env.write([loss], [offset + total.astype(offset.dtype)])
+        env.run(_wanted(self.program, place, mark, tail)[0])
 
 
 def _call_of(plan: _Planned) -> PipelineCall:
     return plan.equation.params["call"]
+
+
+def _execution(plan: _Planned) -> Execution:
+    # Only the stages are in the call's name scopes, such as an autocast around it.
+    scopes = partial(_jax.source_context, plan.equation)
+    return Execution(_call_of(plan), plan.tail, scopes)
 
 
 def _variables(atoms: Sequence[_jax.Atom]) -> list[Any]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from tessera import _jax
 from tessera.errors import PipelineFormError
+from tessera.graph.pipelining import region
 from tessera.graph.rewriting import Environment
 
 stage_end_p = _jax.Primitive("stage_end")
@@ -66,7 +67,7 @@ class StagedProgram:
         weights: Sequence[Any],
         arrived: Sequence[Any],
     ) -> list[Any]:
-        """What a stage hands on.
+        """What a stage hands on, in the region that is being traced.
 
         Args:
           stage: Which one.
@@ -85,7 +86,8 @@ class StagedProgram:
                 given = [env.read(atom) for atom in equation.invars]
                 env.write(equation.outvars, given)
             else:
-                env.run([equation])
+                operands = [env.read(atom) for atom in equation.invars]
+                env.write(equation.outvars, region.apply(equation, operands))
         return [jnp.asarray(env.read(atom)) for atom in cut.leaves]
 
 

@@ -15,6 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from tessera.graph.pipelining.packing import Packing
+from tessera.graph.pipelining.rings import (
+    added,
+    kept_in,
+    plus_row,
+    read,
+    ring,
+    row_of,
+    zeros,
+)
 from tessera.graph.pipelining.table import Schedule
 from tessera.graph.pipelining.weight_gradients import SplitBackward, split_backward
 
@@ -33,16 +43,36 @@ class Stages:
         first stage takes its input from ``micro`` and ignores the wire. ``loss`` is the
         stage's part of the microbatch's f32 loss, mostly 0 but at the last. ``more``
         are the last stage's outputs, zeros at the others, and statistics: a tree of
-        f32 arrays, which are summed over microbatches and stages.
+        f32 arrays, which are summed over microbatches and stages. Where stages differ,
+        ``index`` is a Python number.
       wire: Shapes and dtypes of what a stage hands to the next, all floating-point.
       constrain_wire: Lays out a wire over the mesh's other axes.
       constrain_weights: The same for a tree like one virtual stage's weights.
+      kinds: 1 where all virtual stages are one program, or as many as they are.
     """
 
     run: Callable[..., tuple[Tree, Array, tuple[Tree, Tree]]]
     wire: Tree
     constrain_wire: Callable[[Tree], Tree] = lambda wire: wire
     constrain_weights: Callable[[Tree], Tree] = lambda weights: weights
+    kinds: int = 1
+
+    def each(self, index: Array, work: Callable[..., Tree], *operands: Tree) -> Tree:
+        """``work(index, *operands)``, in a branch for each kind of stage.
+
+        The branches are outside of what is differentiated and split, so each keeps what
+        its own stage needs, and puts off its own weight gradients.
+        """
+        if self.kinds == 1:
+            return work(index, *operands)
+
+        def branch(kind: int, *operands: Tree) -> Tree:
+            # XLA wants the results of all branches laid out alike: none of them is a
+            # layout that only one branch asks for.
+            return jax.lax.optimization_barrier(work(kind, *operands))
+
+        branches = [partial(branch, kind) for kind in range(self.kinds)]
+        return jax.lax.switch(index, branches, *operands)
 
 
 def _dataclass_tree(*fields: str) -> Callable[[type], type]:
@@ -133,28 +163,28 @@ class Device:
         outputs, statistics = self._shapes[2]
         sums = Gradients(
             loss=jnp.float32(0.0),
-            statistics=_zeros(statistics),
-            weights=_zeros(self.weights),
-            shared=_zeros(self.shared),
-            micros=_zeros(self._asked_for(self.micros)),
-            outputs=_ring(outputs, micros) if self.keep_outputs else None,
+            statistics=zeros(statistics),
+            weights=zeros(self.weights),
+            shared=zeros(self.shared),
+            micros=zeros(self._asked_for(self.micros)),
+            outputs=ring(outputs, micros) if self.keep_outputs else None,
         )
         residuals: Tree = ()
         if self.schedule.splits_backward:
-            residuals = _ring(list(self._halves.residuals), slots.weight_slots)
+            residuals = ring(list(self._residuals.slots), slots.weight_slots)
         return Carry(
             activation=wire,
             cotangent=wire,
-            inputs=_ring(wire, slots.stash_slots),
-            cotangents=_ring(wire, slots.cotangent_slots),
+            inputs=ring(wire, slots.stash_slots),
+            cotangents=ring(wire, slots.cotangent_slots),
             residuals=residuals,
             sums=sums,
         )
 
     def file_arrivals(self, carry: Carry, row: Row) -> Carry:
         """Keep what the last tick sent here, where the table has a slot for it."""
-        inputs = _kept(carry.inputs, carry.activation, row["receive_forward"])
-        cotangents = _kept(carry.cotangents, carry.cotangent, row["receive_backward"])
+        inputs = kept_in(carry.inputs, carry.activation, row["receive_forward"])
+        cotangents = kept_in(carry.cotangents, carry.cotangent, row["receive_backward"])
         return replace(carry, inputs=inputs, cotangents=cotangents)
 
     def forward(self, carry: Carry, row: Row) -> Tree:
@@ -162,10 +192,14 @@ class Device:
         stage = self._index(row["forward_chunk"])
 
         def work() -> Tree:
-            wire = _read(carry.inputs, row["forward_slot"])
+            wire = read(carry.inputs, row["forward_slot"])
             micro = self._micro(row["forward_micro"])
             weights = self._chunk(row["forward_chunk"])
-            wire, _, _ = self.stages.run(weights, self.shared, wire, micro, stage)
+
+            def run(kind: Any, weights: Tree, wire: Tree) -> Tree:
+                return self.stages.run(weights, self.shared, wire, micro, kind)[0]
+
+            wire = self.stages.each(stage, run, weights, wire)
             return self.stages.constrain_wire(wire)
 
         wanted = (row["forward_micro"] >= 0) & (stage < self._last)
@@ -176,14 +210,14 @@ class Device:
         stage = self._index(row["backward_chunk"])
 
         def work(sums: Gradients, residuals: Tree) -> tuple[Gradients, Tree, Tree]:
-            arrived = _read(carry.cotangents, row["cotangent_slot"])
+            arrived = read(carry.cotangents, row["cotangent_slot"])
             nothing_after = partial(jnp.where, stage == self._last, 0)
             cotangent = jax.tree.map(nothing_after, arrived)
-            wire = _read(carry.inputs, row["backward_slot"])
+            wire = read(carry.inputs, row["backward_slot"])
             task = (row["backward_chunk"], row["backward_micro"], wire, cotangent)
             if self.schedule.splits_backward:
                 sums, kept, back = self._first_half(task, sums)
-                residuals = _kept(residuals, kept, row["keep_slot"])
+                residuals = kept_in(residuals, kept, row["keep_slot"])
             else:
                 sums, back = self._whole(task, sums)
             return sums, residuals, self.stages.constrain_wire(back)
@@ -202,13 +236,18 @@ class Device:
         chunk, number = row["weight_chunk"], row["weight_micro"]
 
         def work(sums: Gradients) -> Gradients:
-            weights, shared = self._halves.weight_gradients(
-                _read(carry.residuals, row["weight_slot"]),
-                (self._chunk(chunk), self.shared),
-                self._micro(number),
-                self._index(chunk),
-            )
-            return self._with_weights(sums, chunk, weights, shared)
+            kept, index = read(carry.residuals, row["weight_slot"]), self._index(chunk)
+            micro = self._micro(number)
+
+            def gradients(kind: Any, kept: Tree, weights: Tree) -> Tree:
+                place = self._place_of(kind)
+                kept = self._residuals.unpack(place, kept)
+                split = self._halves[place]
+                return split.weight_gradients(kept, weights, micro, index)
+
+            weights = (self._chunk(chunk), self.shared)
+            found = self.stages.each(index, gradients, kept, weights)
+            return self._with_weights(sums, chunk, *found)
 
         wanted = number >= 0
         return replace(carry, sums=jax.lax.cond(wanted, work, _same, carry.sums))
@@ -244,20 +283,24 @@ class Device:
             @jax.checkpoint
             def work(arrived: Tree) -> tuple[Tree, Array, tuple[Tree, Tree]]:
                 weights, micros = self._chunk(chunk), self._micro(micro)
-                return self.stages.run(weights, self.shared, arrived, micros, stage)
+
+                def run(kind: Any, weights: Tree, arrived: Tree) -> Tree:
+                    return self.stages.run(weights, self.shared, arrived, micros, kind)
+
+                return self.stages.each(stage, run, weights, arrived)
 
             def rest(arrived: Tree) -> Any:
-                return empty, *_zeros(self._shapes[1:])
+                return empty, *zeros(self._shapes[1:])
 
             wanted = (step >= 0) & (step < steps) & (micro < count)
             wire, loss, (out, more) = jax.lax.cond(wanted, work, rest, arrived)
             is_last = wanted & (stage == self._last)
-            outputs = _kept(outputs, out, jnp.where(is_last, micro, -1))
+            outputs = kept_in(outputs, out, jnp.where(is_last, micro, -1))
             arrived = jax.lax.ppermute(wire, self.axis, self._ring)
-            return (arrived, outputs, _added(sums, (loss, more))), None
+            return (arrived, outputs, added(sums, (loss, more))), None
 
         loss, (outputs, statistics) = self._shapes[1:]
-        begin = (empty, _ring(outputs, count), _zeros((loss, statistics)))
+        begin = (empty, ring(outputs, count), zeros((loss, statistics)))
         ticks = jnp.arange(steps + size - 1)
         _, outputs, sums = jax.lax.scan(tick, begin, ticks)[0]
         return jax.lax.psum((outputs, *sums), self.axis)
@@ -265,10 +308,12 @@ class Device:
     @cached_property
     def _shapes(self) -> Any:
         """What a stage gives."""
+
+        def first(*operands: Tree) -> Tree:
+            return self.stages.run(*operands, 0)
+
         wire, micro = self._empty_wire(), self._micro(0)
-        return jax.eval_shape(
-            self.stages.run, self._chunk(0), self.shared, wire, micro, 0
-        )
+        return jax.eval_shape(first, self._chunk(0), self.shared, wire, micro)
 
     @property
     def _ring(self) -> list[tuple[int, int]]:
@@ -281,7 +326,7 @@ class Device:
         weights: tuple[Tree, Tree],
         given: tuple[Tree, Tree],
         micro: Tree,
-        k: Array,
+        k: Any,
     ) -> tuple[tuple[Tree, Array], Any]:
         """A stage as a function of what it is differentiated by."""
         (own, shared), (wire, asked) = weights, given
@@ -294,38 +339,63 @@ class Device:
         chunk, number, wire, cotangent = task
         micro, index = self._micro(number), self._index(chunk)
 
-        def run(weights: Any, given: Any) -> Any:
-            return self._run(weights, given, micro, index)
+        def gradients(kind: Any, weights: Tree, given: Tree, cotangent: Tree) -> Tree:
+            def run(weights: Tree, given: Tree) -> Any:
+                return self._run(weights, given, micro, kind)
 
-        weights, given = (
-            (self._chunk(chunk), self.shared),
-            (wire, self._asked_for(micro)),
-        )
-        _, pull_back, more = jax.vjp(run, weights, given, has_aux=True)
-        (weights, shared), (back, asked) = pull_back((cotangent, self.seed))
+            _, pull_back, more = jax.vjp(run, weights, given, has_aux=True)
+            return *pull_back((cotangent, self.seed)), more
+
+        weights = (self._chunk(chunk), self.shared)
+        given = (wire, self._asked_for(micro))
+        found = self.stages.each(index, gradients, weights, given, cotangent)
+        weights, (back, asked), more = found
         sums = self._with_outputs(sums, chunk, number, more)
-        sums = self._with_weights(sums, chunk, weights, shared)
+        sums = self._with_weights(sums, chunk, *weights)
         return self._with_micros(sums, number, asked), back
 
     @cached_property
-    def _halves(self) -> SplitBackward:
-        """The backward of a stage in two, for the forms of its arguments."""
+    def _halves(self) -> list[SplitBackward]:
+        """The backward of each kind of stage in two, for the forms of its arguments."""
         wire, micro = self._empty_wire(), self._micro(0)
         weights, given = (self._chunk(0), self.shared), (wire, self._asked_for(micro))
-        cotangent = (wire, self.seed)
-        return split_backward(self._run, weights, given, cotangent, micro, jnp.int32(0))
+        arguments = (weights, given, (wire, self.seed), micro, jnp.int32(0))
+        if self.stages.kinds == 1:
+            return [split_backward(self._run, *arguments)]
+
+        def of(kind: int) -> SplitBackward:
+            def run(weights: Any, given: Any, micro: Tree, _: Array) -> Any:
+                return self._run(weights, given, micro, kind)
+
+            return split_backward(run, *arguments)
+
+        return [of(kind) for kind in range(self.stages.kinds)]
+
+    @cached_property
+    def _residuals(self) -> Packing[jax.ShapeDtypeStruct]:
+        """Where the residuals of each kind of stage lie; one slot serves several."""
+        return Packing.of([half.residuals for half in self._halves])
+
+    def _place_of(self, kind: Any) -> int:
+        return kind if self.stages.kinds > 1 else 0
 
     def _first_half(self, task: Any, sums: Gradients) -> tuple[Gradients, Any, Tree]:
         """The gradient of a stage's input, and what that of its weights will need."""
         chunk, number, wire, cotangent = task
-        micro = self._micro(number)
-        (back, asked), kept, more = self._halves.input_gradients(
-            (self._chunk(chunk), self.shared),
-            (wire, self._asked_for(micro)),
-            (cotangent, self.seed),
-            micro,
-            self._index(chunk),
-        )
+        micro, index = self._micro(number), self._index(chunk)
+
+        def gradients(kind: Any, weights: Tree, given: Tree, cotangent: Tree) -> Tree:
+            place = self._place_of(kind)
+            back, kept, more = self._halves[place].input_gradients(
+                weights, given, (cotangent, self.seed), micro, index
+            )
+            empty = zeros(list(self._residuals.slots))
+            return back, self._residuals.pack(place, kept, empty), more
+
+        weights = (self._chunk(chunk), self.shared)
+        given = (wire, self._asked_for(micro))
+        found = self.stages.each(index, gradients, weights, given, cotangent)
+        (back, asked), kept, more = found
         sums = self._with_outputs(sums, chunk, number, more)
         return self._with_micros(sums, number, asked), kept, back
 
@@ -336,11 +406,11 @@ class Device:
         outputs = sums.outputs
         if self.keep_outputs:
             last = self._index(chunk) == self._last
-            outputs = _kept(outputs, out, jnp.where(last, number, -1))
+            outputs = kept_in(outputs, out, jnp.where(last, number, -1))
         return replace(
             sums,
             loss=sums.loss + loss,
-            statistics=_added(sums.statistics, statistics),
+            statistics=added(sums.statistics, statistics),
             outputs=outputs,
         )
 
@@ -350,14 +420,12 @@ class Device:
         weights = self.stages.constrain_weights(weights)
         return replace(
             sums,
-            weights=jax.tree.map(
-                partial(_plus_row, index=chunk), sums.weights, weights
-            ),
-            shared=_added(sums.shared, shared),
+            weights=jax.tree.map(partial(plus_row, index=chunk), sums.weights, weights),
+            shared=added(sums.shared, shared),
         )
 
     def _with_micros(self, sums: Gradients, number: Array, floats: Tree) -> Gradients:
-        add = partial(_plus_row, index=number)
+        add = partial(plus_row, index=number)
         return replace(sums, micros=jax.tree.map(add, sums.micros, floats))
 
     @property
@@ -368,10 +436,10 @@ class Device:
         return chunk * self.schedule.stages + self.place
 
     def _chunk(self, chunk: Array | int) -> Tree:
-        return jax.tree.map(partial(_row, index=chunk), self.weights)
+        return jax.tree.map(partial(row_of, index=chunk), self.weights)
 
     def _micro(self, number: Array | int) -> Tree:
-        return jax.tree.map(partial(_row, index=number), self.micros)
+        return jax.tree.map(partial(row_of, index=number), self.micros)
 
     def _asked_for(self, micro: Tree) -> dict[int, Array]:
         """The arrays of one or all microbatches whose gradients are wanted."""
@@ -379,62 +447,11 @@ class Device:
         return {i: leaves[i] for i in sorted(self.micro_gradients)}
 
     def _empty_wire(self) -> Tree:
-        return self.stages.constrain_wire(_zeros(self.stages.wire))
+        return self.stages.constrain_wire(zeros(self.stages.wire))
 
 
 def _same(sums: Gradients) -> Gradients:
     return sums
-
-
-def _zeros(like: Tree) -> Tree:
-    def zeros(leaf: Any) -> Array:
-        return jnp.zeros(leaf.shape, leaf.dtype)
-
-    return jax.tree.map(zeros, like)
-
-
-def _ring(like: Tree, slots: int) -> Tree:
-    """Empty slots, at least one: also a stage that receives nothing reads its ring."""
-
-    def zeros(leaf: Any) -> Array:
-        return jnp.zeros((max(slots, 1), *leaf.shape), leaf.dtype)
-
-    return jax.tree.map(zeros, like)
-
-
-def _added(left: Tree, right: Tree) -> Tree:
-    return jax.tree.map(jnp.add, left, right)
-
-
-def _row(held: Array, index: Array | int) -> Array:
-    """One row of an array; of the only one without a slice."""
-    if held.shape[0] == 1:
-        return held[0]
-    # Not held[index]: XLA cannot partition a gather inside a region that is manual
-    # over some axes only.
-    return jax.lax.dynamic_index_in_dim(held, index, 0, keepdims=False)
-
-
-def _plus_row(held: Array, more: Array, *, index: Array) -> Array:
-    if held.shape[0] == 1:
-        return held + more[None]
-    return jax.lax.dynamic_update_index_in_dim(held, _row(held, index) + more, index, 0)
-
-
-def _read(ring: Tree, slot: Array) -> Tree:
-    """What is in a slot; where there is none, something that nobody looks at."""
-    return jax.tree.map(partial(_row, index=jnp.maximum(slot, 0)), ring)
-
-
-def _kept(ring: Tree, value: Tree, slot: Array) -> Tree:
-    """The ring with a value in a slot; as it was, where there is none."""
-
-    def write(held: Array, new: Array) -> Array:
-        place = jnp.maximum(slot, 0)
-        row = jnp.where(slot >= 0, new, _row(held, place))
-        return jax.lax.dynamic_update_index_in_dim(held, row, place, 0)
-
-    return jax.tree.map(write, ring, value)
 
 
 def _merged(micro: Tree, asked: dict[int, Array]) -> Tree:

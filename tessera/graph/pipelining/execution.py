@@ -8,8 +8,9 @@ stages share by form.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import jax
@@ -19,17 +20,18 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from tessera import _jax, scope
+from tessera.graph.pipelining import region
 from tessera.graph.pipelining.device import Stages
 from tessera.graph.pipelining.loop import Pipeline
 from tessera.graph.pipelining.mark import PipelineCall
-from tessera.graph.pipelining.packing import Packing, zeros
+from tessera.graph.pipelining.packing import Packing
+from tessera.graph.pipelining.rings import zeros
 from tessera.graph.pipelining.separating import Separated
 from tessera.graph.pipelining.stage_weights import StageWeights, WeightForm
 from tessera.graph.rewriting import Environment
 from tessera.graph.tracing.declarations import DATA_AXES
 
 Tree: TypeAlias = Any
-Tail: TypeAlias = Callable[[Sequence[Any], Sequence[Any], Tree], Array]
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,12 @@ class Execution:
     Attributes:
       call: What is to be run.
       tail: The way from its output to the loss; None where there is no loss.
+      scopes: The name scopes that the call stood in.
     """
 
     call: PipelineCall
     tail: Separated | None = None
+    scopes: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def outputs(self, operands: Operands) -> list[Array]:
         """The whole batch's outputs, forward only; JAX can differentiate it."""
@@ -78,14 +82,14 @@ class Execution:
         JAX can differentiate the first by everything of floating point; its gradients
         come out of the loop that computes it.
         """
-        slots, shared, micros, constants = self._taken_apart(operands)
+        taken = self._taken_apart(operands)
         by_row = [*self.call.by_row, *(True for _ in operands.rows)]
         pairs = zip(operands.differentiated, by_row, strict=True)
         asked = [wanted for wanted, row in pairs if row]
-        leaves = enumerate(jax.tree.leaves(micros))
+        leaves = enumerate(jax.tree.leaves(taken[2]))
         wanted = frozenset(i for i, x in leaves if asked[i] and _is_float(x))
-        run = _with_gradients(self._pipeline(constants), wanted, keep_outputs)
-        total, outputs = run(slots, shared, micros)
+        run = _with_gradients(self._pipeline, wanted, keep_outputs)
+        total, outputs = run(*taken)
         if not keep_outputs:
             return total, None
         return total, [self.joined(array, 0) for array in outputs]
@@ -96,26 +100,22 @@ class Execution:
             [operands.weights[number] for number in numbers]
             for numbers in self._own_weights
         ]
-        floats, others = _by_dtype(
-            [operands.weights[number] for number in self._shared_weights]
-        )
-        wholes, whole_others = _by_dtype(operands.wholes)
-        shared = {
-            "weights": floats,
-            "wholes": wholes,
-            "coefficients": list(operands.coefficients),
-        }
-        by_row = zip(operands.inputs, self.call.by_row, strict=True)
+        inputs = dict(enumerate(operands.inputs))
+        by_row = [i for i, has_rows in enumerate(self.call.by_row) if has_rows]
         micros = {
-            "inputs": {i: self.split(x, 0) for i, (x, row) in enumerate(by_row) if row},
+            "inputs": {i: self.split(inputs.pop(i), 0) for i in by_row},
             "rows": [self.split(array, dim) for array, dim in operands.rows],
         }
-        by_row = zip(operands.inputs, self.call.by_row, strict=True)
-        constants = {
-            "inputs": {i: x for i, (x, row) in enumerate(by_row) if not row},
-            "weights": others,
-            "wholes": whole_others,
+        same = {
+            "inputs": inputs,
+            "weights": {n: operands.weights[n] for n in self._shared_weights},
+            "wholes": dict(enumerate(operands.wholes)),
+            "coefficients": dict(enumerate(operands.coefficients)),
         }
+        shared, constants = (
+            {name: _of_floats(arrays, wanted) for name, arrays in same.items()}
+            for wanted in (True, False)
+        )
         return self._stage_weights.gather(own), shared, micros, constants
 
     def split(self, array: Array, dim: int) -> Array:
@@ -146,7 +146,7 @@ class Execution:
         """Rows over the mesh's data axes, where these divide them."""
         mesh = self.call.mesh
         axes = tuple(axis for axis in DATA_AXES if axis in mesh.axes)
-        if not axes or array.shape[dim] % mesh.axis_size(axes):
+        if not axes or array.ndim <= dim or array.shape[dim] % mesh.axis_size(axes):
             return array
         return scope.constrain(array, mesh, PartitionSpec(*[None] * dim, axes))
 
@@ -207,83 +207,72 @@ class Execution:
         call = self.call
 
         def run(
-            weights: Any, shared: Any, wire: Any, micro: Any, index: Array
+            weights: Any, shared: Any, wire: Any, micro: Any, stage: int
         ) -> tuple[Any, Array, Any]:
-            branches = [
-                self._branch(stage, shared, micro, constants)
-                for stage in range(len(call.staged.cuts))
-            ]
-            return jax.lax.switch(index, branches, weights, wire)
+            return self._run(stage, weights, shared, wire, micro, constants)
 
         stages = Stages(
             run=run,
             wire=list(self._wires.slots),
             constrain_wire=lambda wires: [self._held(wire, 0) for wire in wires],
             constrain_weights=self._stage_weights.constrain,
+            kinds=len(call.staged.cuts),
         )
         return Pipeline(call.schedule, stages, call.mesh, call.axis)
 
-    def _branch(
-        self, stage: int, shared: Any, micro: Any, constants: Any
-    ) -> Callable[..., Any]:
+    def _run(
+        self, stage: int, slots: Any, shared: Any, wire: Any, micro: Any, constants: Any
+    ) -> tuple[Any, Array, Any]:
         staged = self.call.staged
         is_last = stage == len(staged.cuts) - 1
-        shapes = [_jax.struct(v.aval) for v in _jax.outputs(staged.program)]
-
-        def branch(slots: list[Array], wire: list[Array]) -> tuple[Any, Array, Any]:
-            inputs = {**micro["inputs"], **constants["inputs"]}
+        same = {name: {**shared[name], **constants[name]} for name in shared}
+        inputs = {**micro["inputs"], **same["inputs"]}
+        arrived = self._wires.unpack(stage - 1, wire) if stage else []
+        own = self._stage_weights.packing.unpack(stage, slots)
+        weights = dict(zip(self._own_weights[stage], own, strict=True))
+        weights |= same["weights"]
+        with self.scopes():
             found = staged.run(
                 stage,
                 [inputs[i] for i in range(staged.num_inputs)],
-                self._weights_of(stage, slots, shared["weights"], constants["weights"]),
-                self._wires.unpack(stage - 1, wire) if stage else [],
+                [weights[number] for number in staged.cuts[stage].weights],
+                arrived,
             )
-            loss, empty = jnp.float32(0.0), zeros(self._wires.slots)
-            if not is_last:
-                sent = self._wires.pack(stage, found, empty)
-                return sent, loss, (zeros(shapes), {})
-            if self.tail is not None:
-                loss = self._loss(found, shared, micro["rows"], constants["wholes"])
-            return empty, loss, (found, {})
+        loss, empty = jnp.float32(0.0), zeros(list(self._wires.slots))
+        if not is_last:
+            outputs = [_jax.struct(v.aval) for v in _jax.outputs(staged.program)]
+            return self._wires.pack(stage, found, empty), loss, (zeros(outputs), {})
+        if self.tail is not None:
+            loss = _loss(self.tail, found, micro["rows"], same)
+        return empty, loss, (found, {})
 
-        return branch
 
-    def _weights_of(
-        self, stage: int, slots: list[Array], floats: list[Any], others: list[Any]
-    ) -> list[Any]:
-        """All weights that a stage reads, in the order of its program."""
-        own = self._stage_weights.packing.unpack(stage, slots)
-        known = dict(zip(self._own_weights[stage], own, strict=True))
-        atoms = _jax.inputs(self.call.staged.program)[self._first_weight :]
-        rest = {True: iter(floats), False: iter(others)}
-        for number in self._shared_weights:
-            known[number] = next(rest[_is_float(atoms[number].aval)])
-        return [known[number] for number in self.call.staged.cuts[stage].weights]
-
-    def _loss(
-        self, outputs: list[Array], shared: Any, rows: list[Array], others: list[Any]
-    ) -> Array:
-        """One microbatch's part of the loss."""
-        tail = self.tail
-        assert tail is not None
-        values: dict[Any, Any] = dict(zip(tail.outputs, outputs, strict=True))
-        values.update((v, x) for (_, v, _), x in zip(tail.rows, rows, strict=True))
-        rest = {True: iter(shared["wholes"]), False: iter(others)}
-        values.update((v, next(rest[_is_float(v.aval)])) for _, v in tail.wholes)
-        env = Environment.of(values)
-        env.run(tail.equations)
-        sums = [env.read(v) for _, v in tail.sums]
-        products = zip(shared["coefficients"], sums, strict=True)
-        return sum((jnp.sum(a * s) for a, s in products), jnp.float32(0.0))
+def _loss(tail: Separated, outputs: Any, rows: Sequence[Array], same: Any) -> Array:
+    """One microbatch's part of the loss."""
+    values: dict[Any, Any] = dict(zip(tail.outputs, outputs, strict=True))
+    values.update((v, x) for (_, v, _), x in zip(tail.rows, rows, strict=True))
+    values.update((v, same["wholes"][i]) for i, (_, v) in enumerate(tail.wholes))
+    env = Environment.of(values)
+    for equation, atoms in tail.equations:
+        operands = [env.read(atom) for atom in atoms]
+        env.write(equation.outvars, region.apply(equation, operands))
+    loss = jnp.float32(0.0)
+    for number, (_, variable) in enumerate(tail.sums):
+        part = jnp.sum(same["coefficients"][number] * env.read(variable))
+        loss += part.astype(jnp.float32)
+    return loss
 
 
 def _with_gradients(
-    pipeline: Pipeline, wanted: frozenset[int], keep_outputs: bool
+    pipeline: Callable[[Tree], Pipeline], wanted: frozenset[int], keep_outputs: bool
 ) -> Callable[..., Any]:
-    """The pipeline's loss as a function whose gradients the same loop computes."""
+    """The pipeline's loss as a function whose gradients the same loop computes.
 
-    def gradients(slots: Any, shared: Any, micros: Any) -> Any:
-        return pipeline.gradients(
+    JAX takes its gradient in a later trace, so nothing of this one is closed over.
+    """
+
+    def gradients(slots: Any, shared: Any, micros: Any, constants: Any) -> Any:
+        return pipeline(constants).gradients(
             slots,
             shared,
             micros,
@@ -293,28 +282,32 @@ def _with_gradients(
         )
 
     @jax.custom_vjp
-    def run(slots: Any, shared: Any, micros: Any) -> tuple[Array, Any]:
-        found = gradients(slots, shared, micros)
+    def run(*taken: Any) -> tuple[Array, Any]:
+        found = gradients(*taken)
         return found.loss, found.outputs
 
-    def forward(slots: Any, shared: Any, micros: Any) -> tuple[Any, Any]:
-        found = gradients(slots, shared, micros)
+    def forward(*taken: Any) -> tuple[Any, Any]:
+        found = gradients(*taken)
         kept = (found.weights, found.shared, found.micros)
-        return (found.loss, found.outputs), (kept, micros)
+        return (found.loss, found.outputs), (kept, *taken[2:])
 
-    def backward(kept: Any, cotangents: Any) -> tuple[Any, Any, Any]:
-        (weights, shared, found), micros = kept
+    def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
+        (weights, shared, found), micros, constants = kept
         seed = cotangents[0]
-        scaled = jax.tree.map(seed.__mul__, (weights, shared))
         leaves, tree = jax.tree.flatten(micros)
         back = [
-            found[i] * seed if i in found else _no_gradient(leaf)
+            _times(found[i], seed) if i in found else _no_gradient(leaf)
             for i, leaf in enumerate(leaves)
         ]
-        return *scaled, tree.unflatten(back)
+        scaled = jax.tree.map(partial(_times, factor=seed), (weights, shared))
+        return *scaled, tree.unflatten(back), jax.tree.map(_no_gradient, constants)
 
     run.defvjp(forward, backward)
     return run
+
+
+def _times(gradient: Array, factor: Array) -> Array:
+    return gradient * factor.astype(gradient.dtype)
 
 
 def _no_gradient(leaf: Any) -> Any:
@@ -327,9 +320,6 @@ def _is_float(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.floating)
 
 
-def _by_dtype(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Those of floating point, and the others."""
-    return (
-        [array for array in arrays if _is_float(array)],
-        [array for array in arrays if not _is_float(array)],
-    )
+def _of_floats(arrays: dict[int, Any], wanted: bool) -> dict[int, Any]:
+    """Those that have gradients, or those that have none."""
+    return {i: array for i, array in arrays.items() if _is_float(array) == wanted}

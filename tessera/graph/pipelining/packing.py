@@ -11,8 +11,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import jax.numpy as jnp
-
 Form = TypeVar("Form", bound=Hashable)
 
 
@@ -72,8 +70,3 @@ def _placed(forms: Sequence[Form], slots: Sequence[Form]) -> tuple[int, ...]:
         places.append(next(slot for slot in free if slots[slot] == form))
         free.remove(places[-1])
     return tuple(places)
-
-
-def zeros(forms: Sequence[Any]) -> list[Any]:
-    """Arrays of some shapes and dtypes."""
-    return [jnp.zeros(form.shape, form.dtype) for form in forms]

@@ -14,35 +14,23 @@ What is computed from the batch alone and mixes its rows (that number of tokens)
 taken from the program of the whole batch.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn
 
-import numpy as np
+import jax.numpy as jnp
 
 from tessera import _jax
 from tessera.errors import PipelineFormError
+from tessera.graph.pipelining.rows import Rows, have_same_equations, variables
 
 Kind = Literal["rows", "whole", "sum"]
 
-_ALONG: Final = {
-    "cumsum": "axis",
-    "cumprod": "axis",
-    "cummax": "axis",
-    "cummin": "axis",
-    "cumlogsumexp": "axis",
-    "sort": "dimension",
-    "concatenate": "dimension",
-}
-# fmt: off
-_LINEAR: Final = frozenset((
-    "add", "add_any", "broadcast_in_dim", "convert_element_type", "copy", "div",
-    "dot_general", "expand_dims", "integer_pow", "mul", "neg", "reduce_sum", "reshape",
-    "select_n", "squeeze", "sub", "transpose",
-))
-_MIXING: Final = ("scatter", "conv_general_dilated", "reduce_window", "fft", "top_k")
-# fmt: on
+_LINEAR_WORDS = """
+    add add_any broadcast_in_dim concatenate convert_element_type copy copy_p div
+    dot_general dynamic_slice gather integer_pow mul neg reduce_sum reshape select_n
+    slice squeeze sub transpose
+"""
+_LINEAR: Final = frozenset(_LINEAR_WORDS.split())
 _SUMS: Final = frozenset(("reduce_sum", "dot_general"))
 
 
@@ -53,7 +41,8 @@ class Separated:
     Attributes:
       microbatches: How many.
       outputs: The microbatch's variables of the pipeline's output.
-      equations: Of the microbatch's program: from its output to the sums over rows.
+      equations: Of the microbatch's program, from its output to the sums over rows,
+        each with its operands; the numbers among these are the whole batch's.
       sums: The sums: (whole batch's variable, microbatch's variable).
       rows: What the equations read row by row: (whole, microbatch's, dim of rows).
       wholes: What they read as it is: (whole, microbatch's).
@@ -63,7 +52,7 @@ class Separated:
 
     microbatches: int
     outputs: list[Any]
-    equations: list[_jax.Equation] = field(default_factory=list)
+    equations: list[tuple[_jax.Equation, list[_jax.Atom]]] = field(default_factory=list)
     sums: list[tuple[Any, Any]] = field(default_factory=list)
     rows: list[tuple[Any, Any, int]] = field(default_factory=list)
     wholes: list[tuple[Any, Any]] = field(default_factory=list)
@@ -100,32 +89,39 @@ class _Separation:
         loss: int,
         microbatches: int,
     ) -> None:
+        if not have_same_equations(whole, micro):
+            raise PipelineFormError(
+                "a step does other things for a microbatch than for the whole batch",
+                got=f"{len(_jax.equations(whole))} equations for the batch, "
+                f"{len(_jax.equations(micro))} for a microbatch",
+                fix="do not branch on the batch size in the step",
+            )
         self.whole = _jax.equations(whole)[: loss + 1]
         self.micro = _jax.equations(micro)[: loss + 1]
-        self.output, self.count = output, microbatches
-        self.twin: dict[Any, Any] = {}
+        self.output = output
+        self.rows = Rows(microbatches)
         self.kind: dict[Any, Kind] = {}
         self.maker: dict[Any, int] = {}
         self.tainted: set[Any] = set()
         self.frontier: set[Any] = set()
-        self._pair(_jax.inputs(whole), _jax.inputs(micro))
+        self.leading = _jax.sources(whole, self.whole[-1].invars[0], before=loss)
+        self.rows.pair(_jax.inputs(whole), _jax.inputs(micro))
         for variable in _jax.inputs(whole):
-            rows = self.dim(variable) is not None
-            self.kind[variable] = "rows" if rows else "whole"
+            has_rows = self.rows.dim(variable) is not None
+            self.kind[variable] = "rows" if has_rows else "whole"
 
     def run(self) -> Separated:
-        if [e.primitive for e in self.whole] != [e.primitive for e in self.micro]:
-            raise PipelineFormError(
-                "a step does other things for a microbatch than for the whole batch",
-                got=f"{len(self.whole)} and {len(self.micro)} equations to the loss",
-                fix="do not branch on the batch size in the step",
-            )
         pairs = zip(self.whole[:-1], self.micro[:-1], strict=True)
         for place, (equation, twin) in enumerate(pairs):
-            self._pair(equation.outvars, twin.outvars)
+            self.rows.pair(equation.outvars, twin.outvars)
             self.maker.update(dict.fromkeys(equation.outvars, place))
-            kind = self._classified(place, equation, twin)
-            self.kind.update(dict.fromkeys(equation.outvars, kind))
+            inputs = variables(equation.invars)
+            is_tainted = not self.tainted.isdisjoint(inputs) or place == self.output
+            if is_tainted:
+                self.tainted.update(equation.outvars)
+            if not self.leading.isdisjoint(equation.outvars):
+                kind = self._classified(place, equation, twin, is_tainted)
+                self.kind.update(dict.fromkeys(equation.outvars, kind))
         loss = self.whole[-1].invars[0]
         if self.kind.get(loss) != "sum":
             self._refuse(
@@ -133,127 +129,57 @@ class _Separation:
             )
         return self._collected(loss)
 
-    def dim(self, variable: Any) -> int | None:
-        """The dim of a variable that counts rows; -1 where several do."""
-        long, short = variable.aval.shape, self.twin[variable].aval.shape
-        if len(long) != len(short):
-            return -1
-        differ = [
-            d
-            for d, sizes in enumerate(zip(long, short, strict=True))
-            if sizes[0] != sizes[1]
-        ]
-        if not differ:
-            return None
-        first = differ[0]
-        exact = len(differ) == 1 and long[first] == self.count * short[first]
-        return first if exact else -1
-
-    def _pair(self, whole: Sequence[Any], micro: Sequence[Any]) -> None:
-        self.twin.update(zip(whole, micro, strict=True))
-
     def _classified(
-        self, place: int, equation: _jax.Equation, twin: _jax.Equation
+        self, place: int, equation: _jax.Equation, twin: _jax.Equation, is_tainted: bool
     ) -> Kind:
         if place == self.output:
-            self.tainted.update(equation.outvars)
             return "rows"
-        inputs = _variables(equation.invars)
-        kinds = {self.kind[v] for v in inputs}
-        tainted = not self.tainted.isdisjoint(inputs)
-        if tainted:
-            self.tainted.update(equation.outvars)
+        kinds = {self.kind[v] for v in variables(equation.invars)}
         if "sum" in kinds:
             self._check_linear(equation)
             return "sum"
-        if self._is_by_row(equation, twin, "rows" in kinds):
-            return "rows"
-        if not tainted:
+        if self.rows.are_kept_apart(equation, twin):
+            reads_rows = "rows" in kinds or is_tainted
+            if reads_rows or not self.rows.of(equation.invars):
+                return "rows"
+        if not is_tainted:
             return "whole"
         if not self._sums_rows(equation):
             self._refuse(equation, f"{equation.primitive.name} mixes rows of the batch")
         self.frontier.update(equation.outvars)
         return "sum"
 
-    def _is_by_row(
-        self, equation: _jax.Equation, twin: _jax.Equation, reads_rows: bool
-    ) -> bool:
-        """Whether a microbatch's results are the rows of the whole batch's."""
-        dims = [self.dim(v) for v in equation.outvars]
-        if any(dim is None or dim < 0 for dim in dims):
-            return False
-        dim = dims[0]
-        assert dim is not None
-        if not reads_rows:
-            return _is_alike_in_rows(equation, dim)
-        if not _same_literals(equation, twin):
-            return False
-        given = [(v, self.dim(v)) for v in _variables(equation.invars)]
-        rows = {v: d for v, d in given if d is not None}
-        return -1 not in rows.values() and self._keeps_apart(equation, rows, dim)
-
-    def _keeps_apart(
-        self, equation: _jax.Equation, rows: dict[Any, int], dim: int
-    ) -> bool:
-        """Whether rows stay apart, given their dims in the inputs and the results."""
-        name, params = equation.primitive.name, equation.params
-        if name in _ALONG:
-            return params[_ALONG[name]] != dim
-        if name == "rev":
-            return dim not in params["dimensions"]
-        if name == "reshape":
-            result = equation.outvars[0]
-            return all(_keeps_rows(v, d, result, dim) for v, d in rows.items())
-        if name == "gather":
-            return _gathers_by_row(equation, rows.get(equation.invars[0]))
-        if name.startswith(_MIXING):
-            return False
-        if name == "scan":
-            first = params["num_consts"] + params["num_carry"]
-            scanned = _variables(equation.invars[first:])
-            return not self._mixes_inside(equation) and all(
-                rows.get(v) != 0 for v in scanned
-            )
-        if _jax.inner_programs(equation):
-            return not self._mixes_inside(equation)
-        sizes = {v.aval.shape[d] for v, d in rows.items()}
-        return sizes <= {v.aval.shape[dim] for v in equation.outvars}
-
-    def _mixes_inside(self, equation: _jax.Equation) -> bool:
-        """Whether a nested program does anything that may mix rows."""
-        mixing = {*_ALONG, *_SUMS, "rev", "reshape", "gather", "scatter", "transpose"}
-        names = {
-            inner.primitive.name
-            for program in _jax.inner_programs(equation)
-            for inner in _jax.equations(program)
-        }
-        return not mixing.isdisjoint(names)
-
     def _sums_rows(self, equation: _jax.Equation) -> bool:
-        return equation.primitive.name in _SUMS and all(
-            self.dim(v) is None for v in equation.outvars
-        )
+        name, (result, *_) = equation.primitive.name, equation.outvars
+        is_sum = name in _SUMS and _is_float(result)
+        read = self.rows.of(equation.invars).values()
+        reads_rows = bool(read) and -1 not in read
+        return is_sum and reads_rows and self.rows.dim(result) is None
 
     def _check_linear(self, equation: _jax.Equation) -> None:
-        name = equation.primitive.name
-        sums = [
-            place
-            for place, v in enumerate(equation.invars)
-            if not isinstance(v, _jax.Literal) and self.kind[v] == "sum"
-        ]
-        legal = name in _LINEAR
-        if name in ("mul", "dot_general"):
-            legal = len(sums) == 1
-        if name == "div":
-            legal = sums == [0]
-        if name == "select_n":
-            legal = 0 not in sums
-        if name == "integer_pow":
-            legal = equation.params["y"] == 1
+        """Raise [T312] unless a result is linear in the sums that it is made of."""
+        name, operands = equation.primitive.name, equation.invars
+        sums = [i for i, v in enumerate(operands) if self._is_sum(v)]
+        others = set(variables(operands)).difference(operands[i] for i in sums)
+        legal = name in _LINEAR and self.tainted.isdisjoint(others)
+        match name:
+            case "mul" | "dot_general":
+                legal &= len(sums) == 1
+            case "div" | "gather" | "dynamic_slice":
+                legal &= sums == [0]
+            case "select_n":
+                legal &= 0 not in sums
+            case "integer_pow":
+                legal &= equation.params["y"] == 1
+            case "convert_element_type":
+                legal &= _is_float(equation.outvars[0])
         if not legal:
             self._refuse(
                 equation, f"{name} of a sum over the batch is not linear in it"
             )
+
+    def _is_sum(self, atom: _jax.Atom) -> bool:
+        return not isinstance(atom, _jax.Literal) and self.kind[atom] == "sum"
 
     def _refuse(self, equation: _jax.Equation, why: str) -> NoReturn:
         line = _jax.source_line(equation)
@@ -265,76 +191,51 @@ class _Separation:
         )
 
     def _collected(self, loss: Any) -> Separated:
-        found = Separated(self.count, list(self.micro[self.output].outvars))
+        outputs = list(self.micro[self.output].outvars)
+        found = Separated(self.rows.microbatches, outputs, tainted=self.tainted)
         wanted, after = {loss}, list[_jax.Equation]()
         for equation in reversed(self.whole[:-1]):
             made = wanted.intersection(equation.outvars)
             if not made or self.kind[equation.outvars[0]] != "sum":
                 continue
             if made <= self.frontier:
-                found.sums += [(v, self.twin[v]) for v in equation.outvars if v in made]
+                found.sums += [(v, self.rows.twin[v]) for v in made]
                 continue
             after.append(equation)
-            wanted.update(_variables(equation.invars))
-        found.after, found.tainted = after[::-1], self.tainted
+            wanted.update(variables(equation.invars))
+        found.after = after[::-1]
         self._collect_rows(found)
         return found
 
     def _collect_rows(self, found: Separated) -> None:
         """The microbatch's equations up to the sums, and what they read."""
-        wanted = {v for v, _ in found.sums}
-        places: set[int] = set()
-        todo, seen = list(wanted), set(wanted)
+        todo = [v for v, _ in found.sums]
+        seen, places = set(todo), set[int]()
         while todo:
             variable = todo.pop()
-            place = self.maker.get(variable)
-            is_made = self.kind[variable] == "rows" or variable in wanted
+            place, twin = self.maker.get(variable), self.rows.twin[variable]
             if place == self.output:
                 continue
-            if place is not None and is_made:
+            if place is not None and self.kind[variable] != "whole":
                 places.add(place)
-                more = set(_variables(self.whole[place].invars)) - seen
-                todo += more
-                seen |= more
-                continue
-            dim, twin = self.dim(variable), self.twin[variable]
-            if dim is None:
+                read = dict.fromkeys(variables(self.whole[place].invars))
+                todo += [v for v in read if v not in seen]
+                seen.update(read)
+            elif (dim := self.rows.dim(variable)) is None:
                 found.wholes.append((variable, twin))
             else:
                 assert dim >= 0, "rows are counted by one dim"
                 found.rows.append((variable, twin, dim))
-        found.equations = [self.micro[place] for place in sorted(places)]
+        found.equations = [
+            (self.micro[place], self._operands(place)) for place in sorted(places)
+        ]
+
+    def _operands(self, place: int) -> list[_jax.Atom]:
+        """A microbatch's variables, and the numbers of the whole batch."""
+        whole, micro = self.whole[place].invars, self.micro[place].invars
+        pairs = zip(whole, micro, strict=True)
+        return [a if isinstance(a, _jax.Literal) else b for a, b in pairs]
 
 
-def _is_alike_in_rows(equation: _jax.Equation, dim: int) -> bool:
-    """Whether something that reads no rows is the same in all of them."""
-    name, params = equation.primitive.name, equation.params
-    if name == "iota":
-        return params["dimension"] != dim
-    return name == "broadcast_in_dim" and dim not in params["broadcast_dimensions"]
-
-
-def _same_literals(equation: _jax.Equation, twin: _jax.Equation) -> bool:
-    pairs = zip(equation.invars, twin.invars, strict=True)
-    return all(
-        np.array_equal(a.val, b.val)
-        for a, b in pairs
-        if isinstance(a, _jax.Literal) and isinstance(b, _jax.Literal)
-    )
-
-
-def _keeps_rows(before: Any, dim: int, after: Any, to: int) -> bool:
-    """Whether a reshape keeps rows in order, alone or as the outer part of a dim."""
-    return math.prod(before.aval.shape[:dim]) == math.prod(after.aval.shape[:to])
-
-
-def _gathers_by_row(equation: _jax.Equation, dim: int | None) -> bool:
-    """Whether each row's results are gathered from that row, or from no row."""
-    if dim is None:
-        return True
-    numbers = equation.params["dimension_numbers"]
-    return dim in numbers.operand_batching_dims
-
-
-def _variables(atoms: Sequence[_jax.Atom]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, _jax.Literal)]
+def _is_float(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.floating)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which dims of a traced step count the rows of its batch, and what keeps rows apart.
+
+A step is traced for a batch and for one microbatch. The programs have the same
+equations, and a dim that is smaller in the second counts rows. An equation *keeps rows
+apart* where the microbatch's results are the rows of the batch's that its inputs are
+the rows of. What is not known to do so does not.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from tessera import _jax
+
+# Dims where an equation's results are made of several entries: by the parameter's name.
+_ALONG: Final = {
+    "cumsum": "axis",
+    "cumprod": "axis",
+    "cummax": "axis",
+    "cummin": "axis",
+    "cumlogsumexp": "axis",
+    "sort": "dimension",
+    "concatenate": "dimension",
+    "split": "axis",
+}
+_BY_ELEMENT_WORDS = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
+    expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul
+    name ne neg nextafter not optimization_barrier or population_count pow
+    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+"""
+# Dims of their operands either stay or go, and what stays keeps its size.
+_BY_SIZE_WORDS = """
+    argmax argmin dot_general dynamic_slice reduce_and reduce_max reduce_min reduce_or
+    reduce_prod reduce_sum slice squeeze transpose
+"""
+_BY_SIZE: Final = frozenset((_BY_ELEMENT_WORDS + _BY_SIZE_WORDS).split())
+
+
+@dataclass
+class Rows:
+    """The variables of a batch's program beside those of a microbatch's.
+
+    Attributes:
+      microbatches: How many make the batch.
+      twin: For each variable of the batch's program, that of the microbatch's.
+    """
+
+    microbatches: int
+    twin: dict[Any, Any] = field(default_factory=dict)
+
+    def pair(self, whole: Sequence[Any], micro: Sequence[Any]) -> None:
+        """Let some variables be each other's."""
+        self.twin.update(zip(whole, micro, strict=True))
+
+    def dim(self, variable: Any) -> int | None:
+        """The dim of a variable that counts rows; -1 where several do."""
+        long, short = variable.aval.shape, self.twin[variable].aval.shape
+        if len(long) != len(short):
+            return -1
+        pairs = zip(long, short, strict=True)
+        differ = [dim for dim, sizes in enumerate(pairs) if sizes[0] != sizes[1]]
+        if not differ:
+            return None
+        first = differ[0]
+        exact = len(differ) == 1 and long[first] == self.microbatches * short[first]
+        return first if exact else -1
+
+    def of(self, atoms: Iterable[_jax.Atom]) -> dict[Any, int]:
+        """The variables among some atoms that have rows, and their dims."""
+        dims = {v: self.dim(v) for v in variables(atoms)}
+        return {v: dim for v, dim in dims.items() if dim is not None}
+
+    def are_kept_apart(self, equation: _jax.Equation, twin: _jax.Equation) -> bool:
+        """Whether a microbatch's results are the rows of the batch's."""
+        read, made = self.of(equation.invars), self.of(equation.outvars)
+        if -1 in (*read.values(), *made.values()):
+            return False
+        if _jax.inner_programs(equation):
+            return self._are_kept_apart_inside(equation, twin)
+        dims = {made.get(v) for v in equation.outvars}
+        if len(dims) != 1 or None in dims:
+            return False
+        dim = next(iter(made.values()))
+        return _keeps_apart(equation, read, dim) if read else _is_alike(equation, dim)
+
+    def _are_kept_apart_inside(
+        self, equation: _jax.Equation, twin: _jax.Equation
+    ) -> bool:
+        lengths = [e.params.get("length") for e in (equation, twin)]
+        if lengths[0] != lengths[1] or _jax.is_manual_region(equation):
+            return False
+        inner = zip(
+            _jax.inner_programs(equation), _jax.inner_programs(twin), strict=True
+        )
+        return all(self._is_by_row(*programs) for programs in inner)
+
+    def _is_by_row(self, program: _jax.Program, twin: _jax.Program) -> bool:
+        """Whether each equation keeps rows apart, or has to do with none."""
+        pairs = list(zip(_jax.equations(program), _jax.equations(twin), strict=False))
+        if not have_same_equations(program, twin):
+            return False
+        self.pair(_jax.constant_inputs(program), _jax.constant_inputs(twin))
+        self.pair(_jax.inputs(program), _jax.inputs(twin))
+        for equation, other in pairs:
+            self.pair(equation.outvars, other.outvars)
+            if not self.of((*equation.invars, *equation.outvars)):
+                continue
+            if not have_same_literals(equation, other):
+                return False
+            if not self.are_kept_apart(equation, other):
+                return False
+        return True
+
+
+def have_same_equations(program: _jax.Program, twin: _jax.Program) -> bool:
+    """Whether two programs do the same things in the same order."""
+    first, second = ([e.primitive for e in _jax.equations(p)] for p in (program, twin))
+    return first == second
+
+
+def have_same_literals(equation: _jax.Equation, twin: _jax.Equation) -> bool:
+    """Whether two equations have the same numbers written into them."""
+    pairs = zip(equation.invars, twin.invars, strict=True)
+    return all(
+        np.array_equal(a.val, b.val, equal_nan=np.asarray(a.val).dtype.kind == "f")
+        for a, b in pairs
+        if isinstance(a, _jax.Literal) and isinstance(b, _jax.Literal)
+    )
+
+
+def variables(atoms: Iterable[_jax.Atom]) -> list[Any]:
+    """Those that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, _jax.Literal)]
+
+
+def _is_alike(equation: _jax.Equation, dim: int) -> bool:
+    """Whether something that reads no rows is the same in all of them."""
+    name, params = equation.primitive.name, equation.params
+    if name == "iota":
+        return params["dimension"] != dim
+    return name == "broadcast_in_dim" and dim not in params["broadcast_dimensions"]
+
+
+def _keeps_apart(equation: _jax.Equation, rows: dict[Any, int], dim: int) -> bool:
+    """Whether rows stay apart, given their dims in the inputs and in the results."""
+    name, params = equation.primitive.name, equation.params
+    if name in _ALONG:
+        return params[_ALONG[name]] != dim
+    if name in _BY_SIZE:
+        sizes = {v.aval.shape[d] for v, d in rows.items()}
+        return sizes == {equation.outvars[0].aval.shape[dim]}
+    match name:
+        case "broadcast_in_dim":
+            return params["broadcast_dimensions"][rows[equation.invars[0]]] == dim
+        case "reshape":
+            return _stay_in_order(equation.invars[0], rows, equation.outvars[0], dim)
+        case "rev":
+            return dim not in params["dimensions"]
+        case "pad":
+            return rows.keys() == {equation.invars[0]} and not any(
+                params["padding_config"][dim]
+            )
+        case "gather":
+            return _is_gathered_by_row(equation, rows)
+        case "dynamic_update_slice":
+            return all(rows.get(v) == dim for v in equation.invars[:2])
+        case "conv_general_dilated":
+            is_batch = params["dimension_numbers"].lhs_spec[0] == dim
+            return is_batch and rows.keys() == {equation.invars[0]}
+        case "top_k":
+            return dim != len(equation.outvars[0].aval.shape) - 1
+    return False
+
+
+def _stay_in_order(before: Any, rows: dict[Any, int], after: Any, to: int) -> bool:
+    """Whether a reshape keeps rows in order, alone or as the outer part of a dim."""
+    first = before.aval.shape[: rows[before]]
+    return math.prod(first) == math.prod(after.aval.shape[:to])
+
+
+def _is_gathered_by_row(equation: _jax.Equation, rows: dict[Any, int]) -> bool:
+    """Whether each row's results are gathered from that row, or from no row."""
+    operand, numbers = equation.invars[0], equation.params["dimension_numbers"]
+    dim = rows.get(operand)
+    if dim is None or dim in numbers.operand_batching_dims:
+        return True
+    is_whole = equation.params["slice_sizes"][dim] == operand.aval.shape[dim]
+    return is_whole and dim not in numbers.start_index_map
