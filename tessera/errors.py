@@ -235,6 +235,12 @@ class StrategyError(TesseraError, ValueError):
     code = "T313"
 
 
+class StageCollectiveError(TesseraError, ValueError):
+    """A stage of a pipeline makes devices wait that do not run it."""
+
+    code = "T314"
+
+
 # --- T4xx: operations and models
 
 

@@ -17,6 +17,7 @@ from tessera.analysis.memory import Memory, memory
 from tessera.errors import OutsideTraceError
 from tessera.graph.ir import Graph, Role
 from tessera.graph.lowering.jit import check_layouts, lower
+from tessera.graph.lowering.stage_collectives import check_stages
 from tessera.graph.pass_runner import PassRecord, check_names, run_passes
 from tessera.graph.tracing.arguments import Call
 from tessera.graph.tracing.tracer import Trace
@@ -102,9 +103,11 @@ class Lowered:
 
         Raises:
           LayoutMismatchError: [T205] a compiled layout is not the declared one.
+          StageCollectiveError: [T314] a pipeline would not end.
         """
         compiled = self.jax.compile()
         check_layouts(self.traced.graph, compiled)
+        check_stages(self.traced.graph, compiled)
         return Compiled(self.traced, compiled)
 
 

@@ -18,7 +18,7 @@ Sources: GPipe, arXiv 1811.06965; 1F1B, arXiv 1806.03377; interleaved stages, ar
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ from tessera.mesh import Mesh
 from tessera.ops.layouts import region_mesh
 
 Tree: TypeAlias = Any
+
+# The name scope of everything that a pipeline's devices do.
+SCOPE: Final = "pipeline"
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class Pipeline:
         whole = PartitionSpec()
         rows = PartitionSpec(None, self.data_axes) if self.data_axes else whole
         return jax.shard_map(
-            run,
+            jax.named_scope(SCOPE)(run),
             mesh=region_mesh(self.mesh),
             in_specs=(PartitionSpec(None, self.axis), whole, rows, whole),
             out_specs=results,
