@@ -116,19 +116,14 @@ class StageSplit:
         numbers = self.numbers.reshape(-1)
         return rows[np.flatnonzero(numbers < self.num_layers)]
 
-    def describe(self) -> str:
-        """Each virtual stage with its layers: ``stage 0: layers 0-3, ...``."""
-        runs = (
-            f"stage {k}: layers {run.start}-{run.stop - 1}"
-            for k, run in enumerate(self.layers)
-        )
-        return "; ".join(runs)
-
 
 def layer_costs(config: Gemma3Config) -> tuple[list[float], float]:
     """Multiplications per token of each layer, and of the logits, in millions."""
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-    layer = config.d_model * (heads + 3 * config.mlp_dim)
+    mlp = 3 * config.mlp_dim
+    if config.num_experts:
+        mlp = config.experts_per_token * mlp + config.num_experts
+    layer = config.d_model * (heads + mlp)
     return (
         [layer / 1e6] * config.num_layers,
         config.d_model * config.vocab_size / 1e6,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a table by their number, wherever the step that looks them up runs.
 
-Outside of manual regions this is ``jnp.take``. Inside a region that is manual over some
+Outside of manual regions this is a gather. Inside a region that is manual over some
 axes, such as a pipeline's stages, XLA cannot partition a gather over the others: it
 ends the process. There the look-up is written out per device, over all axes.
 """
@@ -34,7 +34,9 @@ def look_up(
     manual = set(region.manual_axes)
     free = [axis for axis in region.axis_names if axis not in manual]
     if not manual or all(region.shape[axis] == 1 for axis in free):
-        return jnp.take(table, numbers, axis=0, mode="fill")
+        return table.at[numbers].get(
+            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
+        )
 
     def own_rows(block: Array, numbers: Array) -> Array:
         first = jax.lax.axis_index(rows) * block.shape[0] if rows else 0
