@@ -177,7 +177,7 @@ class _Pipeline:
         count = self.microbatches or here.plan.microbatches or size
         given = chunks if self.schedule == "interleaved" else None
         order = schedule_of(self.schedule, size, count, given)
-        if not here.is_microbatch:
+        if here.is_microbatch:  # which a step is traced for once
             fewer_microbatches_warning(order)
         return order
 

@@ -66,15 +66,23 @@ def without_jits(program: _jax.Program) -> _jax.Program:
     if not any(map(_jax.is_jit, _jax.equations(program))):
         return program
 
-    def interpret(inner: _jax.Program, values: Sequence[Any]) -> list[Any]:
+    def interpret(
+        inner: _jax.Program, values: Sequence[Any], call: _jax.Equation = None
+    ) -> list[Any]:
         env = Environment(inner, values)
         for equation in _jax.equations(inner):
+            if call is not None and not _jax.source_line(equation):
+                # What a library jitted has no line of the user's; its call has.
+                lines = equation.source_info.replace(
+                    traceback=call.source_info.traceback
+                )
+                equation = equation.replace(source_info=lines)
             if not _jax.is_jit(equation):
                 env.run([equation])
                 continue
             operands = [env.read(atom) for atom in equation.invars]
             with _jax.source_context(equation):
-                results = interpret(equation.params["jaxpr"], operands)
+                results = interpret(equation.params["jaxpr"], operands, equation)
             env.write(equation.outvars, results)
         return [env.read(atom) for atom in _jax.outputs(inner)]
 

@@ -39,8 +39,8 @@ def schedule_pipelines(graph: Graph) -> Graph:
     whole, micro = (
         rewriting.without_jits(program) for program in (graph.program, graph.microbatch)
     )
-    calls = _planned(whole, micro)
     _refuse_nested(whole)
+    calls = _planned(whole, micro)
 
     def run(*values: Any) -> list[Any]:
         return _Interpreter(whole, calls, values).run()

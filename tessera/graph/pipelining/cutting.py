@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from tessera import _jax
 from tessera.errors import PipelineFormError
 from tessera.graph.pipelining import region
-from tessera.graph.rewriting import Environment
+from tessera.graph.rewriting import Environment, without_jits
 
 stage_end_p = _jax.Primitive("stage_end")
 stage_end_p.multiple_results = True
@@ -103,14 +103,15 @@ def cut(program: _jax.Program, num_inputs: int, names: Sequence[str]) -> StagedP
       PipelineFormError: [T312] it does not run each stage once and in order, or hands
         on something that is not floating point.
     """
+    program = without_jits(program)
     _check_order(program, names)
     equations, last = _jax.equations(program), len(names) - 1
-    order: dict[Any, int] = {}  # the stage that makes each variable
+    order: list[int] = []  # the stage that each equation is of
     sent: set[Any] = set()  # what depends on a stage's results
     stage = 0
     for equation in equations:
         is_end = equation.primitive is stage_end_p
-        order.update(dict.fromkeys(equation.outvars, min(stage, last)))
+        order.append(min(stage, last))
         if is_end or not sent.isdisjoint(_variables(equation.invars)):
             sent.update(equation.outvars)
         stage += is_end
@@ -130,25 +131,28 @@ def _piece(
     num_inputs: int,
     stage: int,
     leaves: Sequence[_jax.Atom],
-    known: tuple[dict[Any, int], set[Any]],
+    known: tuple[list[int], set[Any]],
 ) -> Cut:
     """The stage that hands on certain values, found by walking back from them."""
     order, sent = known
     wanted, found = set(_variables(leaves)), list[_jax.Equation]()
-    for equation in reversed(_jax.equations(program)):
-        if wanted.isdisjoint(equation.outvars):
+    places = list(enumerate(_jax.equations(program)))
+    for place, equation in reversed(places):
+        is_own = order[place] == stage
+        acts = is_own and equation.effects  # such as one that prints
+        if wanted.isdisjoint(equation.outvars) and not acts:
             continue
-        is_own = order[equation.outvars[0]] == stage
         if is_own or sent.isdisjoint(equation.outvars):
             found.append(equation)
             wanted.update(_variables(equation.invars))
+    made_before = [
+        v for i, e in places if order[i] < stage for v in e.outvars if v in sent
+    ]
     inputs = _jax.inputs(program)
     return Cut(
         equations=tuple(found[::-1]),
         weights=tuple(i for i, v in enumerate(inputs[num_inputs:]) if v in wanted),
-        arrives=tuple(
-            v for v in order if v in wanted and v in sent and order[v] < stage
-        ),
+        arrives=tuple(v for v in made_before if v in wanted),
         leaves=tuple(leaves),
     )
 

@@ -68,12 +68,16 @@ class StageWeights:
         Args:
           weights: For each virtual stage, its arrays as they are stored.
         """
+
         # Derived by JAX, the way back would sum over axes along which there are copies.
+        def forward(weights: list[list[Array]]) -> tuple[list[Array], None]:
+            return self._gathered(weights), None
+
+        def backward(_: None, slots: list[Array]) -> tuple[list[list[Array]]]:
+            return (self._scattered(slots),)
+
         gather = jax.custom_vjp(self._gathered)
-        gather.defvjp(
-            lambda weights: (self._gathered(weights), None),
-            lambda _, slots: (self._scattered(slots),),
-        )
+        gather.defvjp(forward, backward)
         return gather([list(arrays) for arrays in weights])
 
     def _gathered(self, weights: list[list[Array]]) -> list[Array]:

@@ -17,7 +17,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
-from tessera.errors import NoMeshError, ParameterNameError, UnconnectedGradientError
+from tessera.errors import (
+    NoMeshError,
+    ParameterNameError,
+    PipelineFormError,
+    TesseraError,
+    UnconnectedGradientError,
+)
 from tessera.graph.captures import lift_captures
 from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.pipelining.mark import PipelineCall, pipeline_p
@@ -221,22 +227,51 @@ def _with_microbatch(
     unreached: dict[int, frozenset[str]],
 ) -> Graph:
     """The graph, with the program of one microbatch where it has a pipeline."""
-    calls = [
-        equation.params["call"]
-        for equation in _jax.equations(graph.program)
-        if equation.primitive is pipeline_p
-    ]
+    calls = _pipelined_calls(graph.program)
     if not calls:
         return graph
+    first = calls[0]
+    weights = _weights(graph.program)
+    inputs = zip(graph.inputs, _jax.inputs(graph.program), strict=True)
     # Layouts are left out: rows of a microbatch need not divide as the batch's do.
     values = [
-        _one_microbatch(value, calls[0])
-        for value in graph.inputs
+        value if variable in weights else _one_microbatch(value, first)
+        for value, variable in inputs
         if value.role is not Role.CAPTURED
     ]
-    trial = _run(function, call, values, graph.mesh, unreached, is_microbatch=True)
+    try:
+        trial = _run(function, call, values, graph.mesh, unreached, is_microbatch=True)
+    except TesseraError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise _no_rows_of_a_batch(first, str(error).partition("\n")[0]) from error
+    for whole, micro in zip(calls, _pipelined_calls(trial.program), strict=False):
+        if whole.rows != micro.rows:
+            raise _no_rows_of_a_batch(first, f"{micro.rows} rows in {whole.rows}")
     program, _ = lift_captures(trial.program)
     return replace(graph, microbatch=program)
+
+
+def _pipelined_calls(program: _jax.Program) -> list[PipelineCall]:
+    """Every pipelined call in a program, nested programs included."""
+    found: list[PipelineCall] = []
+    for equation in _jax.equations(program):
+        if equation.primitive is pipeline_p:
+            found.append(equation.params["call"])
+        for inner in _jax.inner_programs(equation):
+            found += _pipelined_calls(inner)
+    return found
+
+
+def _weights(program: _jax.Program) -> set[Any]:
+    """What has no rows, however long it is: weights of gradients and of pipelines."""
+    found: set[Any] = set()
+    for equation in _jax.equations(program):
+        if equation.primitive is gradient_p:
+            found.update(equation.invars[1:])
+        elif equation.primitive is pipeline_p:
+            found.update(equation.invars[equation.params["call"].staged.num_inputs :])
+    return {atom for atom in found if not isinstance(atom, _jax.Literal)}
 
 
 def _one_microbatch(value: Value, call: PipelineCall) -> Value:
@@ -246,6 +281,16 @@ def _one_microbatch(value: Value, call: PipelineCall) -> Value:
     rows = call.rows // call.schedule.microbatches
     aval = jax.ShapeDtypeStruct((rows, *shape[1:]), value.aval.dtype)
     return replace(value, aval=aval, spec=None)
+
+
+def _no_rows_of_a_batch(call: PipelineCall, problem: str) -> PipelineFormError:
+    return PipelineFormError(
+        "a step with a pipeline cannot be traced for one microbatch",
+        got=f"{call.rows // call.schedule.microbatches} of {call.rows} rows of each "
+        f"argument that has {call.rows}: {problem}",
+        fix="give the pipeline the rows of the step's arguments, as many and in the "
+        "same order",
+    )
 
 
 def _with_results(graph: Graph, trial: _Trial, call: Call, strategy: Strategy) -> Graph:
