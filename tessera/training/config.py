@@ -342,7 +342,7 @@ def _check_pipeline(settings: Settings, mesh: Mesh | None) -> list[TesseraError]
                 "training.pipeline_chunks=2 or more, or another schedule with 1",
             )
         ]
-    if mesh is None or "pp" not in mesh.axes:
+    if mesh is None or "pp" not in mesh.axes or problems_of(training, "training"):
         return []
     if training.sync_gradients_every > 1:
         return [
@@ -364,8 +364,9 @@ def _check_remat(settings: Settings, mesh: Mesh | None) -> list[TesseraError]:
     config = settings.model.config
     try:
         policies = policies_of(settings.training.remat, config)
-        if mesh is not None and mesh.shape.get("pp", 1) > 1:
-            policies_of_stage(policies, config.num_layers // mesh.shape["pp"])
+        if mesh is not None and "pp" in mesh.axes:
+            stages = mesh.shape["pp"] * max(settings.training.pipeline_chunks, 1)
+            policies_of_stage(policies, config.num_layers // stages)
     except TesseraError as error:
         return [error]
     return []

@@ -225,32 +225,3 @@ def test_each_device_stores_its_own_stages_and_their_optimizer_state(
         run = model.split.layers[place[stages]]
         mine = np.asarray(block)[0, 0, : len(run)]
         np.testing.assert_allclose(mine, plain[run.start : run.stop], atol=1e-6)
-
-
-def test_the_program_is_no_longer_for_more_layers_in_a_stage():
-    def length(num_layers: int) -> int:
-        config = dataclasses.replace(CONFIG, num_layers=num_layers)
-        split = StageSplit.of(config, 2)
-        model = Model(config, split=split)
-        params = model.abstract()
-        own = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype),
-            params["decoder"],
-        )
-        x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)
-
-        def stage(params: Any, x: Any) -> Any:
-            return (
-                model.stage(params)
-                .decode(
-                    x,
-                    positions=jnp.arange(8)[None],
-                    numbers=jnp.arange(split.depth),
-                )[0]
-                .sum()
-            )
-
-        program = jax.make_jaxpr(jax.grad(stage))({**params, "decoder": own}, x)
-        return str(program).count("\n")
-
-    assert length(4) == length(16) > 100

@@ -14,6 +14,7 @@ from tessera.errors import (
     EmptyDataError,
     HeadCountError,
     ShardDivisibilityError,
+    TesseraWarning,
     VocabularyError,
 )
 from tessera.mesh import Mesh
@@ -233,3 +234,48 @@ def test_an_optimizer_without_arrays_leaves_nothing_to_split_or_to_move():
     notes = Job(settings, job.mesh).layout_notes()
     assert "zero_stage 1 changes nothing: this optimizer keeps no arrays" in notes
     assert "offload_optimizer changes nothing: this optimizer keeps no arrays" in notes
+
+
+# --- pipelines
+
+
+def test_a_pipeline_says_how_its_layers_are_split_and_how_long_devices_wait():
+    large = {"num_layers": 8, "vocab_size": 2048}
+    job = job_of(("pp", 2), sizes=large, gradient_accumulation_steps=4)
+    # A layer costs 32 x (2 x (4 + 2) x 8 + 3 x 64), the logits 32 x 2048.
+    assert job.layout_notes() == [
+        "stage 0: layers 0-6, cost 0.46; stage 1: layer 7, cost 0.54",
+        "1f1b: 2 stages, 4 microbatches, 6 ticks, idle 20.0 %",
+    ]
+    assert [list(run) for run in job.model.split.layers] == [[*range(7)], [7]]
+
+
+def test_the_schedule_and_its_chunks_reach_the_recipe_and_the_model():
+    job = job_of(
+        ("pp", 2),
+        sizes={"num_layers": 4},
+        pipeline_schedule="interleaved",
+        pipeline_chunks=2,
+        gradient_accumulation_steps=4,
+    )
+    table = job.recipe.schedule
+    assert (table.name, table.stages, table.microbatches) == ("interleaved", 2, 4)
+    assert (table.chunks, job.model.split.chunks) == (2, 2)
+    job.check()
+
+
+def test_fewer_microbatches_than_stages_are_a_warning_that_says_what_they_cost():
+    job = job_of(("pp", 4), sizes={"num_layers": 4}, gradient_accumulation_steps=2)
+    with pytest.warns(TesseraWarning) as caught:
+        job.layout_notes()
+    (warning,) = caught
+    assert str(warning.message) == (
+        "2 microbatches for 4 pipeline stages: under '1f1b' the devices wait for 60 % "
+        "of the time; use at least 4 microbatches, better several times as many"
+    )
+
+
+def test_a_schedule_without_a_pipeline_changes_nothing_and_says_so():
+    note = "pipeline_schedule gpipe changes nothing: no axis pp"
+    assert note in job_of(("dp", 2), pipeline_schedule="gpipe").layout_notes()
+    assert note not in job_of(("dp", 2)).layout_notes()
