@@ -22,7 +22,7 @@ from tessera.mesh import Mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ONE = Mesh(["dp"], devices=[0])
+ONE = Mesh(["dp", "tp"], devices=[0], shape=(1, 1))
 TWO = Mesh(["pp"], devices=range(2))
 KEY = jax.random.key(1)
 ROWS, LENGTH, WIDTH, WORDS = 16, 3, 8, 12
@@ -79,9 +79,12 @@ def same_as_one_device(
 ) -> Any:
     """Check a step's results beside those of one device; return the step."""
     plain, piped = built(make, ONE), built(make, mesh, **{"microbatches": 4} | options)
-    plain.init(KEY, batch)
-    piped.init(KEY, batch)
-    close(piped(batch), plain(batch))
+    results = []
+    for step, on in ((plain, ONE), (piped, mesh)):
+        with on:  # as kernels want it
+            step.init(KEY, batch)
+            results.append(step(batch))
+    close(results[1], results[0])
     return piped
 
 
@@ -371,6 +374,71 @@ def test_a_stage_may_call_jitted_functions_and_constrain_layouts():
         return lambda x: graph.backward(model(x).mean())
 
     same_as_one_device(make, normal(ROWS, WIDTH), mesh)
+
+
+def test_a_stage_may_look_up_scatter_and_run_kernels():
+    """Over dims that are split: XLA ends the process where it partitions those."""
+    mesh = Mesh(["pp", "dp", "tp"], devices=range(8), shape=(2, 2, 2))
+
+    def make(pipe: Pipe) -> Any:
+        on = ONE if pipe is unpiped else mesh
+
+        def tensor(name: str, dim: int, *shape: int) -> Any:
+            spec = dist.ShardSpec((dim,), ("tp",))
+            return dist.tensor(shape, spec, on, init="normal", name=name)
+
+        table, head = tensor("table", 0, WORDS, WIDTH), tensor("head", 1, WIDTH, WORDS)
+        square = tensor("square", 0, WIDTH, WIDTH)
+        layouts = {
+            "x": dist.ShardSpec((0, 2), ("dp", "tp")),
+            "w": dist.ShardSpec((0,), ("tp",)),
+        }
+
+        @op.kernel(layouts=layouts)
+        def product(x: Any, w: Any) -> Any:
+            return dist.all_reduce(x @ w, axis="tp")
+
+        @graph.stage("first")
+        def first(tokens: Any) -> Any:
+            x = jnp.tanh(table[tokens])
+            rows = jnp.arange(len(x), dtype=jnp.int32)[:, None]
+            sums = jnp.zeros((len(x), WORDS), x.dtype).at[rows, tokens].add(x[..., 0])
+            found = jnp.take_along_axis(sums, tokens, 1)
+            return x.at[:, 0, 1].add(1.0) + found[..., None]
+
+        @graph.stage("last")
+        def last(x: Any) -> Any:
+            return jnp.sin(product(x, square)) @ head
+
+        @pipe(stages=[first, last])
+        def model(tokens: Any) -> Any:
+            return last(first(tokens))
+
+        def step(batch: Any) -> Any:
+            out = model(batch["tokens"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                out, batch["labels"]
+            )
+            return graph.backward(losses.mean()), losses.mean()
+
+        return step
+
+    batch = {"tokens": words(ROWS, LENGTH), "labels": words(ROWS, LENGTH, seed=1)}
+    same_as_one_device(make, batch, mesh, schedule="zero_bubble")
+
+
+def test_a_kernel_in_a_stage_splits_nothing_over_the_pipeline():
+    @op.kernel(layouts={"x": dist.ShardSpec((0,), ("pp",))})
+    def doubled(x: Any) -> Any:
+        return 2.0 * x
+
+    first = graph.stage("first")(lambda x: doubled(x))
+    last = graph.stage("last")(jnp.tanh)
+    model = graph.pipeline(stages=[first, last], mesh=TWO)(lambda x: last(first(x)))
+    with TWO:
+        text = refused(errors.PipelineFormError, lambda: model.trace(BATCH["x"]).passes)
+    assert "a kernel in a stage of a pipeline splits arrays over the pipeline's" in text
+    assert "test_pipeline.py:" in text
 
 
 # --- losses

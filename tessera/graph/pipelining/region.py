@@ -41,6 +41,9 @@ def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
     with _jax.source_context(equation):
         if name == "sharding_constraint":
             return [_constrained(operands[0], equation.params["sharding"])]
+        if "sharding" in equation.params:
+            # What JAX takes over from a value that it is made like.
+            return _jax.bind(equation, operands, {**equation.params, "sharding": None})
         looked_up = _whole(operands[0], _dims_looked_up(equation))
         (result,) = _jax.bind(equation, [looked_up, *operands[1:]])
         if name == "gather":
@@ -59,10 +62,9 @@ def _evaluate(program: _jax.Program, values: Sequence[Any]) -> list[Any]:
 
 def _is_said_otherwise(equation: _jax.Equation, _: str = "") -> bool:
     name = equation.primitive.name
-    if name == "sharding_constraint":
-        return isinstance(equation.params["sharding"], NamedSharding)
     is_look_up = name == "gather" or name.startswith("scatter")
-    return is_look_up or _jax.is_manual_region(equation)
+    is_laid_out = isinstance(equation.params.get("sharding"), NamedSharding)
+    return is_look_up or is_laid_out or _jax.is_manual_region(equation)
 
 
 def _dims_looked_up(equation: _jax.Equation) -> tuple[int, ...]:
@@ -112,7 +114,7 @@ def _nested_region(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         axis_names=set(params["newly_manual_axes"]) - set(mesh.manual_axes),
-        check_vma=False,  # as in the region around it
+        check_vma=params["check_vma"],
     )
     with _jax.source_context(equation):
         return list(mapped(*operands))
