@@ -28,7 +28,7 @@ Kind = Literal["rows", "whole", "sum"]
 _LINEAR_WORDS = """
     add add_any broadcast_in_dim concatenate convert_element_type copy copy_p div
     dot_general dynamic_slice gather integer_pow mul neg reduce_sum reshape select_n
-    slice squeeze sub transpose
+    slice squeeze stack sub transpose
 """
 _LINEAR: Final = frozenset(_LINEAR_WORDS.split())
 _SUMS: Final = frozenset(("reduce_sum", "dot_general"))
@@ -94,7 +94,7 @@ class _Separation:
                 "a step does other things for a microbatch than for the whole batch",
                 got=f"{len(_jax.equations(whole))} equations for the batch, "
                 f"{len(_jax.equations(micro))} for a microbatch",
-                fix="do not branch on the batch size in the step",
+                fix="do not branch on the batch size, and take no rows by their number",
             )
         self.whole = _jax.equations(whole)[: loss + 1]
         self.micro = _jax.equations(micro)[: loss + 1]

@@ -78,6 +78,7 @@ APART: dict[str, Function] = {
     "shifted_in_a_row": lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
     "with_a_constant": lambda x: jnp.concatenate([x, jnp.ones_like(x)], 1),
     "halves_of_a_row": lambda x: sum(jnp.split(x, 2, axis=2)),
+    "stacked": lambda x: jnp.stack([x, x], 1) * 2.0,
     "looked_up": lambda x: jnp.take(TABLE, jnp.argmax(x, -1), axis=0),
     "by_labels": by_labels,
     "one_hot": lambda x: jax.nn.one_hot(jnp.argmax(x, -1), 4),
