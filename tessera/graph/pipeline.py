@@ -215,12 +215,12 @@ class _Pipeline:
             spec = split_further(spec, shape, mesh, self.axis)
             return ShardSpec(tuple(range(len(spec))), tuple(spec))
 
-        before = (here.stage_end, here.stored)
-        here.stage_end, here.stored = end, stored
+        before = (here.stage_end, here.stored, here.mesh)
+        here.stage_end, here.stored, here.mesh = end, stored, mesh
         try:
             yield
         finally:
-            here.stage_end, here.stored = before
+            here.stage_end, here.stored, here.mesh = before
 
 
 def _flattened(result: Any) -> tuple[list[Any], list[Any]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections 7.2 to 7.4 of the performance guide run as written."""
+"""Sections 7.2 to 7.7 of the performance guide run as written; 7.5 has no code."""
 
 import re
 from pathlib import Path
@@ -11,16 +11,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tessera import dist, op
-from tessera.errors import AbstractMeshError
+from tessera import dist, graph, op, schedule
+from tessera.errors import AbstractMeshError, ShardDivisibilityError
 from tessera.mesh import Mesh
 
 SEED = Path(__file__).parents[2] / "../shared/seeds/3-performance-ch7.md"
 pytestmark = pytest.mark.skipif(not SEED.exists(), reason="the seeds are not here")
 
 
-def run(number, namespace):
-    """Execute the blocks of a section, unchanged."""
+def run(number, namespace, *, change=("", "")):
+    """Execute the blocks of a section, unchanged but for one given text."""
     heading = r"^(?:### )?{} .*?$(.*?)(?=^(?:### )?7\.\d+ |\Z)"
     (text,) = re.findall(
         heading.format(re.escape(number)), SEED.read_text(), re.DOTALL | re.MULTILINE
@@ -28,6 +28,7 @@ def run(number, namespace):
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert blocks, number
     for block in blocks:
+        block = block.replace(*change)
         exec(compile(block, f"{SEED.name} {number}", "exec"), namespace)
 
 
@@ -102,3 +103,47 @@ def test_7_4_combines_the_blocks_of_a_global_array(names, mesh):
     np.testing.assert_allclose(
         names["Y_global"], product[:, :2] + product[:, 2:], rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.fixture
+def with_transformer():
+    """What section 7.6 leaves to the reader."""
+    return {"dist": dist, "graph": graph, "op": op, "transformer": op.matmul}
+
+
+def test_7_6_as_written_splits_rows_in_parts_that_do_not_exist(with_transformer):
+    """72 over three axes is 6 x 4 x 3, and 100,000 rows are no multiple of 6."""
+    with pytest.raises(ShardDivisibilityError) as caught:
+        run("7.6", with_transformer)
+    assert "dim 0 = 100000, axis size 6" in str(caught.value)
+    assert "use 99996 or 100002" in str(caught.value)
+    assert with_transformer["mesh"].shape == {"tp": 6, "pp": 4, "dp": 3}
+
+
+def test_7_6_compiles_for_72_devices_and_allocates_nothing(with_transformer):
+    shape = ("devices=range(72)", "devices=range(72), shape=(4, 2, 9)")
+    run("7.6", with_transformer, change=shape)
+    batch = {
+        "input": jax.ShapeDtypeStruct((36, 100_000), jnp.float32),
+        "labels": jax.ShapeDtypeStruct((36,), jnp.int32),
+    }
+    compiled = with_transformer["step"].compile(batch)
+    assert with_transformer["W"].local_shape == (25_000, 50_000)
+    assert compiled.memory.arguments > 25_000 * 50_000 * 4
+    assert {axis for row in compiled.collectives.rows for axis in row.axes} == {
+        "tp",
+        "pp",
+        "dp",
+    }
+    assert all(array.nbytes < 10**6 for array in jax.live_arrays())
+
+
+def test_7_7_is_recorded_and_shown():
+    try:
+        run("7.7", {"schedule": schedule})
+        step = graph.training_step(lambda batch: batch * 2.0)
+        text = graph.trace(step, jnp.ones(4)).as_text()
+    finally:
+        schedule.all_reduce_overlap(None)
+        schedule.pipeline_microbatches(None)
+    assert "microbatches=8 all_reduce_overlap=True" in text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections 4.1 to 4.3, 4.5 and 4.6 of the tutorial run as written."""
+"""Sections 4.1 to 4.6 of the tutorial run as written."""
 
 import re
 from pathlib import Path
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import dist, graph, op
+from tessera.errors import UnknownAxisError
 
 SEED = Path(__file__).parents[2] / "../shared/seeds/1-tutorial-ch4.md"
 pytestmark = pytest.mark.skipif(not SEED.exists(), reason="the seeds are not here")
@@ -99,6 +100,29 @@ def plain_loss(weight, batch):
     return -jnp.take_along_axis(log_p, batch["labels"][:, None], 1).mean()
 
 
+SHAPES = {
+    "input": jax.ShapeDtypeStruct((8, 4, 8), jnp.float32),
+    "labels": jax.ShapeDtypeStruct((8, 4), jnp.int32),
+}
+
+
+def test_4_4_names_the_axis_that_the_mesh_of_the_chapter_lacks(names):
+    with pytest.raises(UnknownAxisError, match="the mesh has no axis 'pp'"):
+        run("4.4", names)
+
+
+def test_4_4_runs_the_stages_on_different_devices(names):
+    names["mesh"] = dist.Mesh(["pp", "dp"], devices=range(8), shape=(2, 4))
+    run("4.4", names)
+    run("4.5", names)
+    compiled = names["step"].compile(SHAPES)
+    assert sorted(names["step"].params) == ["decoder", "encoder"]
+    sent = {(row.kind, row.axes) for row in compiled.collectives.rows}
+    assert ("collective-permute", ("pp",)) in sent
+    for leaf in jax.tree.leaves(names["step"].params):
+        assert "pp" in leaf.spec, "stored in parts over the stages"
+
+
 def test_4_5_trains_like_one_device(names):
     names["model"], weight = model_on(names["mesh"])
     run("4.5", names)
@@ -123,11 +147,7 @@ def test_4_5_trains_a_transformer_too(names):
     names["model"] = model
     with names["mesh"]:
         run("4.5", names)
-        shapes = {
-            "input": jax.ShapeDtypeStruct((8, 4, 8), jnp.float32),
-            "labels": jax.ShapeDtypeStruct((8, 4), jnp.int32),
-        }
-        compiled = names["step"].compile(shapes)
+        compiled = names["step"].compile(SHAPES)
     axes = {row.axes for row in compiled.collectives.rows}
     assert axes >= {("tp",), ("dp",)}
 
