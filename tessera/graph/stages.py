@@ -16,7 +16,7 @@ from tessera.analysis.ledger import Ledger, collectives
 from tessera.analysis.memory import Memory, memory
 from tessera.errors import OutsideTraceError
 from tessera.graph.ir import Graph, Role
-from tessera.graph.lowering.jit import check_layouts, lower
+from tessera.graph.lowering.jit import check_layouts, compiler_options, lower
 from tessera.graph.lowering.stage_collectives import check_stages
 from tessera.graph.pass_runner import PassRecord, check_names, run_passes
 from tessera.graph.tracing.arguments import Call
@@ -105,9 +105,10 @@ class Lowered:
           LayoutMismatchError: [T205] a compiled layout is not the declared one.
           StageCollectiveError: [T314] a pipeline would not end.
         """
-        compiled = self.jax.compile()
-        check_layouts(self.traced.graph, compiled)
-        check_stages(self.traced.graph, compiled)
+        graph = self.traced.graph
+        compiled = self.jax.compile(compiler_options(graph) or None)
+        check_layouts(graph, compiled)
+        check_stages(graph, compiled)
         return Compiled(self.traced, compiled)
 
 

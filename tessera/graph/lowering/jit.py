@@ -58,6 +58,14 @@ def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
     return jitted(trace, graph, call).lower(*_parts(call, graph, structs))
 
 
+def compiler_options(graph: Graph) -> dict[str, bool | str]:
+    """What ``tessera.schedule`` has XLA do, where the platform can do it."""
+    overlap = graph.plan.all_reduce_overlap
+    if overlap is None or graph.platform != "gpu":
+        return {}
+    return {"xla_gpu_enable_latency_hiding_scheduler": overlap}
+
+
 def _parts(call: Call, graph: Graph, entries: Sequence[Any]) -> tuple[Any, ...]:
     """One entry for each input, in the trees that the lowered program takes."""
     rest = list(entries)

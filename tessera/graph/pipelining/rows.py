@@ -29,13 +29,14 @@ _ALONG: Final = {
 }
 _BY_ELEMENT_WORDS = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    cbrt ceil clamp clz conj convert_element_type copy copy_p cos cosh device_put digamma
-    div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow
-    is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg nextafter not
-    one_minus_square optimization_barrier or polygamma population_count pow real
-    reduce_precision regularized_incomplete_beta rem round rsqrt select_n
-    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
-    sinh sqrt square stop_gradient sub tan tanh xor zeta
+    cbrt ceil clamp clz conj convert_element_type copy copy_p cos cosh device_put
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
+    integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul name ne
+    neg nextafter not one_minus_square optimization_barrier or polygamma
+    population_count pow real reduce_precision regularized_incomplete_beta rem round
+    rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    zeta
 """
 # Dims of their operands either stay or go, and what stays keeps its size.
 _BY_SIZE_WORDS = """

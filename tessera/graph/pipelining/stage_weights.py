@@ -68,6 +68,8 @@ class StageWeights:
         Args:
           weights: For each virtual stage, its arrays as they are stored.
         """
+        if not self.packing.slots:
+            return []
 
         # Derived by JAX, the way back would sum over axes along which there are copies.
         def forward(weights: list[list[Array]]) -> tuple[list[Array], None]:
