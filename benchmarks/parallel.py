@@ -132,6 +132,7 @@ def measure(names: list[str], rounds: int | None) -> dict[str, list[report.Row]]
     """The three tables of some modes."""
     modes, ratios, sent = [], [], []
     for name in names:
+        report.progress(name)
         both = prepare(name)
         counts = counted(name, both)
         alone = ROUNDS_ALONE if both.twin is None else ROUNDS

@@ -6,7 +6,7 @@ import time
 
 import jax
 from modes import MODES
-from report import Row
+from report import Row, progress
 from runs import random_batch
 
 from tessera.graph.pipelining.schedules import NAMES
@@ -43,6 +43,7 @@ def memory_rows() -> list[Row]:
     """Temporary bytes of a device at few and at many microbatches of the same size."""
     rows = []
     for name in NAMES:
+        progress(f"memory of {name}")
         few, many = (
             _compile(name, count)[0].memory.temporaries for count in (FEW, MANY)
         )
@@ -92,6 +93,7 @@ def compile_rows() -> list[Row]:
     cases = [(FEW, SHALLOW), (FEW, DEEP), (MANY, SHALLOW)]
     rows = []
     for name in NAMES:
+        progress(f"time to compile {name}")
         seconds: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
         for _ in range(REPEATS):
             for case in cases:

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,11 @@ def spread(seconds: Sequence[float]) -> str:
     """Median with the middle half of the sample, in milliseconds."""
     low, middle, high = statistics.quantiles(seconds, n=4)
     return f"{middle * 1e3:.2f} [{low * 1e3:.2f}, {high * 1e3:.2f}]"
+
+
+def progress(what: str) -> None:
+    """Say what is being measured, where it is no part of the tables."""
+    print(f"… {what}", file=sys.stderr, flush=True)
 
 
 def show(title: str, rows: Sequence[Row], path: Path | None) -> None:
