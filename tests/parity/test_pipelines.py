@@ -45,7 +45,7 @@ CONFIG = Gemma3Config(
 )
 KEY = jax.random.key(0)
 ADAMW, RATE = make_optimizer(
-    AdamWConfig(epsilon=1e-4, warmup_steps=1), steps=20, clip_norm=1.0
+    AdamWConfig(epsilon=1e-3, warmup_steps=1), steps=20, clip_norm=1.0
 )
 
 
@@ -220,8 +220,7 @@ CASES = {
     "four_stages_split_backward": (ALL, "zero_bubble", {"sizes": {"num_layers": 5}}),
     "fewer_microbatches_than_stages": (ALL, "1f1b", {"microbatches": 2}),
     "one_microbatch": ({"pp": 2}, "zero_bubble_fused", {"microbatches": 1}),
-    "one_stage": ({"pp": 1}, "1f1b", {}),
-    "one_stage_split_backward": ({"pp": 1}, "zero_bubble", {}),
+    "one_stage": ({"pp": 1}, "zero_bubble", {}),
     "dp_tp_pp": ({"dp": 2, "tp": 2, "pp": 2}, "1f1b", {"remat": "dots"}),
     "dp_pp_fsdp": (
         {"dp": 2, "pp": 2, "fsdp": 2},
@@ -243,7 +242,7 @@ CASES = {
     "zero_stage_2": ({"pp": 2, "dp": 2}, "1f1b", {"zero_stage": 2}),
     "zero_stage_3": ({"pp": 2, "dp": 2}, "zero_bubble", {"zero_stage": 3}),
     "experts": (
-        {"pp": 2, "ep": 2, "tp": 2},
+        {"pp": 2, "ep": 2},
         "zero_bubble",
         {
             "sizes": {
