@@ -52,7 +52,8 @@ class Scope:
       inner: Functions called inside that declare a mesh or layouts, and their meshes.
       unreached: For each ``graph.backward`` in order, parameters its loss ignores.
       plan: The schedule that it is traced under.
-      is_microbatch: Whether the arguments are those of one microbatch of a pipeline.
+      row_parts: As which part of a batch's rows it is traced, one of so many; None for
+        the whole batch. See ``Graph.microbatch``.
       stage_end: Takes a stage's name and results where stages are to be told apart.
       stored: Gives the layout that a parameter is stored in, from the declared one.
     """
@@ -63,7 +64,7 @@ class Scope:
     inner: list[tuple[str, Mesh | None]] = field(default_factory=list)
     unreached: dict[int, frozenset[str]] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
-    is_microbatch: bool = False
+    row_parts: int | None = None
     stage_end: Callable[[str, Any], Any] | None = None
     stored: Callable[[tuple[int, ...], ShardSpec | None], ShardSpec | None] | None = (
         None
@@ -107,6 +108,14 @@ class Scope:
                     got=f"shapes {shape} and {held.shape}",
                     fix=fix,
                 )
+
+    def mark(self) -> tuple[Any, ...]:
+        """What to go back to, where a part of the function is traced again."""
+        return dict(self.declared), dict(self.counts), list(self.inner)
+
+    def go_back(self, before: tuple[Any, ...]) -> None:
+        """Forget what was met since ``mark``."""
+        self.declared, self.counts, self.inner = before
 
     def fresh(self, stem: str) -> str:
         """``stem``, numbered from its second use under the open path."""

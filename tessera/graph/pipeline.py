@@ -26,12 +26,17 @@ from tessera.graph.pipelining.microbatches import (
 )
 from tessera.graph.pipelining.schedules import schedule as schedule_of
 from tessera.graph.pipelining.table import Schedule
+from tessera.graph.rewriting import contains
 from tessera.graph.tracing.declarations import Options, is_number
 from tessera.graph.training_step import Stage, Step
 from tessera.graph.zero import split_further
 from tessera.mesh import Mesh
 from tessera.ops.layouts import layout_of
 from tessera.shard import ShardSpec
+from tessera.spec import axes_of_dims
+
+# Weights are split over fsdp, too.
+_ROWS_ALONE = ("dp",)
 
 
 def pipeline(
@@ -47,7 +52,8 @@ def pipeline(
     Each device holds the parameters of its own stages: stored in parts over the axis,
     they are sent to their stage once in a step. The mesh's other axes work inside the
     stages as they do outside. Arrays among the arguments whose leading dim is that of
-    the first are split into microbatches; the others are given to every stage whole.
+    the first are split into microbatches, and along ``dp`` into a part of each for each
+    device; the others are given to every stage whole.
 
     Args:
       stages: The stages in order, made by ``graph.stage``: as many as the axis has
@@ -132,32 +138,32 @@ class _Pipeline:
                 fix="pass mesh= to graph.pipeline, or call the step in 'with mesh:'",
             )
         chunks = self.check(mesh)
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if is_number(leaf)]
-        arrays = [jnp.asarray(leaves[i]) for i in places]
+        function = _OfArrays(body, *jax.tree.flatten((args, kwargs)))
+        arrays = function.arrays
         order = self._schedule(mesh, chunks, here)
         rows, by_row = self._rows(arrays, order, here)
 
-        def flat(*values: Any) -> list[Any]:
-            given = list(leaves)
-            for place, value in zip(places, values, strict=True):
-                given[place] = value
-            args, kwargs = jax.tree.unflatten(tree, given)
-            found, out_tree[:] = _flattened(body(*args, **kwargs))
-            return found
+        def traced(axes: tuple[str, ...]) -> tuple[StagedProgram, list[Any]]:
+            part = rows // (order.microbatches * mesh.axis_size(axes))
+            structs = [
+                struct_of(array, part if row else None)
+                for array, row in zip(arrays, by_row, strict=True)
+            ]
+            with self._telling_stages_apart(here, mesh):
+                found = jax.make_jaxpr(function)(*structs)
+            program, weights = _jax.lift_constants(found)
+            names = [stage.options.name for stage in self.stages]
+            staged = cut(program, len(arrays), names)
+            _check_results(staged, part)
+            return staged, weights
 
-        out_tree: list[Any] = []
-        micro = rows // order.microbatches
-        structs = [
-            struct_of(array, micro if row else None)
-            for array, row in zip(arrays, by_row, strict=True)
-        ]
-        with self._telling_stages_apart(here, mesh):
-            traced = jax.make_jaxpr(flat)(*structs)
-        program, weights = _jax.lift_constants(traced)
-        names = [stage.options.name for stage in self.stages]
-        staged = cut(program, len(arrays), names)
-        _check_results(staged, micro)
+        data_axes, before = self._data_axes(mesh, rows, order), here.mark()
+        staged, weights = traced(data_axes)
+        layouts = tuple(map(_layout, weights))
+        if data_axes and _is_for_all_rows(staged, layouts, data_axes):
+            here.go_back(before)
+            data_axes = ()
+            staged, weights = traced(data_axes)
         call = PipelineCall(
             staged=staged,
             schedule=order,
@@ -165,10 +171,18 @@ class _Pipeline:
             axis=self.axis,
             rows=rows,
             by_row=by_row,
-            layouts=tuple(_layout(weight) for weight in weights),
-            is_microbatch=here.is_microbatch,
+            layouts=layouts,
+            is_part=here.row_parts is not None,
+            data_axes=data_axes,
         )
-        return jax.tree.unflatten(out_tree[0], bind(call, arrays, weights))
+        return jax.tree.unflatten(function.results, bind(call, arrays, weights))
+
+    def _data_axes(self, mesh: Mesh, rows: int, order: Schedule) -> tuple[str, ...]:
+        """Axes that divide each microbatch's rows, and split nothing else."""
+        axes = tuple(a for a in _ROWS_ALONE if a in mesh.axes and a != self.axis)
+        parts = mesh.axis_size(axes)
+        is_divided = parts > 1 and rows % (order.microbatches * parts) == 0
+        return axes if is_divided else ()
 
     def _schedule(self, mesh: Mesh, chunks: int, here: scope.Scope) -> Schedule:
         if isinstance(self.schedule, Schedule):
@@ -177,7 +191,7 @@ class _Pipeline:
         count = self.microbatches or here.plan.microbatches or size
         given = chunks if self.schedule == "interleaved" else None
         order = schedule_of(self.schedule, size, count, given)
-        if here.is_microbatch:  # which a step is traced for once
+        if here.row_parts is not None:  # which a step is traced for once
             fewer_microbatches_warning(order)
         return order
 
@@ -193,8 +207,8 @@ class _Pipeline:
                 fix="pass an array whose leading dim counts the rows of the batch",
             )
         by_row = tuple(array.ndim > 0 and array.shape[0] == given for array in arrays)
-        if here.is_microbatch:
-            return given * order.microbatches, by_row
+        if here.row_parts is not None:
+            return given * here.row_parts, by_row
         check_batch(given, order.microbatches)
         return given, by_row
 
@@ -223,9 +237,27 @@ class _Pipeline:
             here.stage_end, here.stored, here.mesh = before
 
 
-def _flattened(result: Any) -> tuple[list[Any], list[Any]]:
-    leaves, tree = jax.tree.flatten(result)
-    return [jnp.asarray(leaf) for leaf in leaves], [tree]
+class _OfArrays:
+    """A function with its arguments, as one of the arrays among them.
+
+    Attributes:
+      arrays: These arrays.
+      results: The tree of what it returned when it was called last.
+    """
+
+    def __init__(self, body: Callable[..., Any], leaves: list[Any], tree: Any) -> None:
+        self._body, self._leaves, self._tree = body, leaves, tree
+        self._places = [i for i, leaf in enumerate(leaves) if is_number(leaf)]
+        self.arrays = [jnp.asarray(leaves[i]) for i in self._places]
+        self.results: Any = None
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        given = list(self._leaves)
+        for place, array in zip(self._places, arrays, strict=True):
+            given[place] = array
+        args, kwargs = jax.tree.unflatten(self._tree, given)
+        found, self.results = jax.tree.flatten(self._body(*args, **kwargs))
+        return [jnp.asarray(leaf) for leaf in found]
 
 
 def _check_results(staged: StagedProgram, rows: int) -> None:
@@ -240,6 +272,16 @@ def _check_results(staged: StagedProgram, rows: int) -> None:
             fix="return floating-point arrays with the batch as leading dim, and "
             "reduce them in the step",
         )
+
+
+def _is_for_all_rows(
+    staged: StagedProgram, layouts: Sequence[PartitionSpec], axes: Sequence[str]
+) -> bool:
+    """Whether stages have to do with a data axis: in weights' layouts, in kernels."""
+    if contains(staged.program, lambda equation, _: _jax.is_manual_region(equation)):
+        return True
+    named = {a for spec in layouts for names in axes_of_dims(spec, 0) for a in names}
+    return not named.isdisjoint(axes)
 
 
 def _layout(weight: Any) -> PartitionSpec:

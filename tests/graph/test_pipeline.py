@@ -161,6 +161,33 @@ def test_the_other_axes_of_the_mesh_work_inside_the_stages(axes, schedule):
     assert axes_used == set(axes)
 
 
+def test_gradients_are_summed_over_dp_once_in_a_step():
+    mesh = Mesh(["pp", "dp"], devices=range(4), shape=(2, 2))
+    step = built(transformer, mesh, microbatches=4)
+    rows = step.compile(sentences()).collectives.rows
+    over_dp = [row for row in rows if "dp" in row.axes]
+    assert over_dp
+    assert all(row.calls == 1 and not row.conditional for row in over_dp)
+
+
+@pytest.mark.parametrize(("rows", "microbatches", "part"), [(16, 2, 4), (12, 4, 3)])
+def test_a_stage_sees_a_devices_part_of_a_microbatch_where_dp_divides_it(
+    rows, microbatches, part
+):
+    mesh = Mesh(["pp", "dp"], devices=range(4), shape=(2, 2))
+    first = graph.stage("first")(lambda x: x - x.mean(0))
+    last = graph.stage("last")(lambda x: x)
+
+    @graph.pipeline(stages=[first, last], mesh=mesh, microbatches=microbatches)
+    def model(x):
+        return last(first(x))
+
+    x = normal(rows, 3)
+    parts = x.reshape(-1, part, 3)
+    want = (parts - parts.mean(1, keepdims=True)).reshape(rows, 3)
+    np.testing.assert_allclose(model(x), want, atol=1e-6)
+
+
 def products(program: Any) -> int:
     """How many matrix products a program has, in all branches."""
     count = 0

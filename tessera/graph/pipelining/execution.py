@@ -74,7 +74,7 @@ class Execution:
         """The whole batch's outputs, forward only; JAX can differentiate it."""
         slots, shared, micros, constants = self._taken_apart(operands)
         outputs, _, _ = self._pipeline(constants).outputs(slots, shared, micros)
-        return [self.joined(array, 0) for array in outputs]
+        return [self.joined(array) for array in outputs]
 
     def loss(self, operands: Operands, *, keep_outputs: bool) -> tuple[Array, Any]:
         """The sums in the loss, times their coefficients; and the outputs, if wanted.
@@ -92,7 +92,7 @@ class Execution:
         total, outputs = run(*taken)
         if not keep_outputs:
             return total, None
-        return total, [self.joined(array, 0) for array in outputs]
+        return total, [self.joined(array) for array in outputs]
 
     def _taken_apart(self, operands: Operands) -> tuple[Any, Any, Any, Any]:
         """Slots of weights, what all stages read, microbatches, and constants."""
@@ -119,33 +119,31 @@ class Execution:
         return self._stage_weights.gather(own), shared, micros, constants
 
     def split(self, array: Array, dim: int) -> Array:
-        """``[M, ...]`` of an array whose dim counts rows.
+        """``[M, rows, ...]`` of an array whose dim counts rows.
 
         Each device's rows are cut by themselves, so none changes its device.
         """
-        parts, shape = self._data_parts(array.shape[dim]), array.shape
-        array = array.reshape(*shape[:dim], parts, self._count, -1, *shape[dim + 1 :])
-        array = jnp.moveaxis(array, dim + 1, 0)
-        array = array.reshape(self._count, *shape[:dim], -1, *shape[dim + 1 :])
-        return self._held(array, dim + 1)
+        array = jnp.moveaxis(array, dim, 0)
+        parts, shape = self._data_parts(len(array)), array.shape[1:]
+        array = array.reshape(parts, self._count, -1, *shape).swapaxes(0, 1)
+        return self._held(array.reshape(self._count, -1, *shape), 1)
 
-    def joined(self, array: Array, dim: int) -> Array:
-        """The other way round."""
-        rows = array.shape[dim + 1] * self._count
-        parts, shape = self._data_parts(rows), array.shape[1:]
-        array = array.reshape(self._count, *shape[:dim], parts, -1, *shape[dim + 1 :])
-        array = jnp.moveaxis(array, 0, dim + 1)
-        return self._held(array.reshape(*shape[:dim], rows, *shape[dim + 1 :]), dim)
+    def joined(self, array: Array) -> Array:
+        """The other way round, of an array whose first dim counts rows."""
+        rows, shape = self._count * array.shape[1], array.shape[2:]
+        parts = self._data_parts(rows)
+        array = array.reshape(self._count, parts, -1, *shape).swapaxes(0, 1)
+        return self._held(array.reshape(rows, *shape), 0)
 
     def _data_parts(self, rows: int) -> int:
         axes = [axis for axis in DATA_AXES if axis in self.call.mesh.axes]
         parts = self.call.mesh.axis_size(axes)
         return parts if rows % (parts * self._count) == 0 else 1
 
-    def _held(self, array: Array, dim: int) -> Array:
+    def _held(self, array: Array, dim: int, *, inside: bool = False) -> Array:
         """Rows over the mesh's data axes, where these divide them."""
-        mesh = self.call.mesh
-        axes = tuple(axis for axis in DATA_AXES if axis in mesh.axes)
+        mesh, manual = self.call.mesh, self.call.data_axes if inside else ()
+        axes = tuple(a for a in DATA_AXES if a in mesh.axes and a not in manual)
         if not axes or array.ndim <= dim or array.shape[dim] % mesh.axis_size(axes):
             return array
         return scope.constrain(array, mesh, PartitionSpec(*[None] * dim, axes))
@@ -214,11 +212,13 @@ class Execution:
         stages = Stages(
             run=run,
             wire=list(self._wires.slots),
-            constrain_wire=lambda wires: [self._held(wire, 0) for wire in wires],
+            constrain_wire=lambda wires: [
+                self._held(wire, 0, inside=True) for wire in wires
+            ],
             constrain_weights=self._stage_weights.constrain,
             kinds=len(call.staged.cuts),
         )
-        return Pipeline(call.schedule, stages, call.mesh, call.axis)
+        return Pipeline(call.schedule, stages, call.mesh, call.axis, call.data_axes)
 
     def _run(
         self, stage: int, slots: Any, shared: Any, wire: Any, micro: Any, constants: Any
@@ -250,7 +250,8 @@ class Execution:
 def _loss(tail: Separated, outputs: Any, rows: Sequence[Array], same: Any) -> Array:
     """One microbatch's part of the loss."""
     values: dict[Any, Any] = dict(zip(tail.outputs, outputs, strict=True))
-    values.update((v, x) for (_, v, _), x in zip(tail.rows, rows, strict=True))
+    for (_, variable, dim), array in zip(tail.rows, rows, strict=True):
+        values[variable] = jnp.moveaxis(array, 0, dim)
     values.update((v, same["wholes"][i]) for i, (_, v) in enumerate(tail.wholes))
     env = Environment.of(values)
     for equation, atoms in tail.equations:

@@ -18,7 +18,7 @@ Sources: GPipe, arXiv 1811.06965; 1F1B, arXiv 1806.03377; interleaved stages, ar
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,12 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from tessera.graph.pipelining.device import Carry, Device, Gradients, Row, Stages
+from tessera.graph.pipelining.mark import SCOPE
 from tessera.graph.pipelining.table import Schedule
 from tessera.mesh import Mesh
 from tessera.ops.layouts import region_mesh
 
 Tree: TypeAlias = Any
-
-# The name scope of everything that a pipeline's devices do.
-SCOPE: Final = "pipeline"
 
 
 @dataclass(frozen=True)
@@ -93,11 +91,9 @@ class Pipeline:
             )
             return _summed(_ticked(device), self.axis, self.data_axes)
 
-        assert not (self.data_axes and (micro_gradients or keep_outputs)), (
-            "what has rows is given back whole"
-        )
         layouts: Any = Gradients(*[PartitionSpec()] * 6)
-        layouts = replace(layouts, weights=PartitionSpec(None, self.axis))
+        own = PartitionSpec(None, self.axis)
+        layouts = replace(layouts, weights=own, micros=self._rows, outputs=self._rows)
         return self._in_region(run, layouts)(weights, shared, micros, seed)
 
     def outputs(
@@ -122,13 +118,20 @@ class Pipeline:
             sums = jax.lax.psum(sums, self.data_axes) if self.data_axes else sums
             return outputs, *sums
 
-        call = self._in_region(run, PartitionSpec())
+        layouts = (self._rows, PartitionSpec(), PartitionSpec())
+        call = self._in_region(run, layouts)
         return call(weights, shared, micros, jnp.float32(0.0))
+
+    @property
+    def _rows(self) -> PartitionSpec:
+        """Where microbatches lie, over the axes that are manual."""
+        return (
+            PartitionSpec(None, self.data_axes) if self.data_axes else PartitionSpec()
+        )
 
     def _in_region(self, run: Callable[..., Any], results: Any) -> Callable[..., Any]:
         assert self.schedule.stages == self.mesh.shape[self.axis], "a device for each"
-        whole = PartitionSpec()
-        rows = PartitionSpec(None, self.data_axes) if self.data_axes else whole
+        whole, rows = PartitionSpec(), self._rows
         return jax.shard_map(
             jax.named_scope(SCOPE)(run),
             mesh=region_mesh(self.mesh),

@@ -8,7 +8,7 @@ place, together with the loss, where there is one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jax
 from jax.sharding import PartitionSpec
@@ -19,6 +19,9 @@ from tessera.graph.pipelining.cutting import StagedProgram
 from tessera.graph.pipelining.table import Schedule
 from tessera.mesh import Mesh
 
+# The name scope of everything that a pipeline's devices do.
+SCOPE: Final = "pipeline"
+
 pipeline_p = _jax.Primitive("pipeline")
 pipeline_p.multiple_results = True
 
@@ -28,14 +31,15 @@ class PipelineCall:
     """What is to be run where the mark stands.
 
     Attributes:
-      staged: The stages' programs, for one microbatch.
+      staged: The stages' programs, for what one device has of a microbatch.
       schedule: Their order.
       mesh: Where they run.
       axis: The pipeline's axis.
       rows: Rows of the whole batch.
       by_row: For each argument, whether its leading dim counts rows.
       layouts: For each weight, how it is stored.
-      is_microbatch: Whether the arguments are those of one microbatch already.
+      is_part: Whether the arguments are one part of the rows already.
+      data_axes: Axes along which there is a pipeline for each part of the rows.
     """
 
     staged: StagedProgram
@@ -45,7 +49,13 @@ class PipelineCall:
     rows: int
     by_row: tuple[bool, ...]
     layouts: tuple[PartitionSpec, ...]
-    is_microbatch: bool
+    is_part: bool
+    data_axes: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> int:
+        """Into how many the rows are cut: what one device's stage sees is one."""
+        return self.schedule.microbatches * self.mesh.axis_size(self.data_axes)
 
     def __repr__(self) -> str:
         """One line for the program's text."""
@@ -54,8 +64,7 @@ class PipelineCall:
 
 @pipeline_p.def_abstract_eval
 def _abstract(*_: Any, call: PipelineCall) -> list[Any]:
-    rows, micro = call.rows, call.rows // call.schedule.microbatches
-    given = micro if call.is_microbatch else rows
+    given = call.rows // call.parts if call.is_part else call.rows
     avals = [atom.aval for atom in _jax.outputs(call.staged.program)]
     return [aval.update(shape=(given, *aval.shape[1:])) for aval in avals]
 

@@ -155,13 +155,13 @@ def _run(
     mesh: Mesh | None,
     unreached: dict[int, frozenset[str]],
     *,
-    is_microbatch: bool = False,
+    row_parts: int | None = None,
 ) -> _Trial:
     here = scope.Scope(
         mesh=mesh,
         unreached=unreached,
         plan=scope.current_plan(),
-        is_microbatch=is_microbatch,
+        row_parts=row_parts,
     )
     trial = _Trial(here, None, None, {})
 
@@ -240,7 +240,9 @@ def _with_microbatch(
         if value.role is not Role.CAPTURED
     ]
     try:
-        trial = _run(function, call, values, graph.mesh, unreached, is_microbatch=True)
+        trial = _run(
+            function, call, values, graph.mesh, unreached, row_parts=first.parts
+        )
     except TesseraError:
         raise
     except (TypeError, ValueError) as error:
@@ -278,7 +280,7 @@ def _one_microbatch(value: Value, call: PipelineCall) -> Value:
     shape = value.aval.shape
     if value.role is Role.PARAMETER or shape[:1] != (call.rows,):
         return value
-    rows = call.rows // call.schedule.microbatches
+    rows = call.rows // call.parts
     aval = jax.ShapeDtypeStruct((rows, *shape[1:]), value.aval.dtype)
     return replace(value, aval=aval, spec=None)
 
@@ -286,7 +288,7 @@ def _one_microbatch(value: Value, call: PipelineCall) -> Value:
 def _no_rows_of_a_batch(call: PipelineCall, problem: str) -> PipelineFormError:
     return PipelineFormError(
         "a step with a pipeline cannot be traced for one microbatch",
-        got=f"{call.rows // call.schedule.microbatches} of {call.rows} rows of each "
+        got=f"{call.rows // call.parts} of {call.rows} rows of each "
         f"argument that has {call.rows}: {problem}",
         fix="give the pipeline the rows of the step's arguments, as many and in the "
         "same order",
