@@ -13,7 +13,7 @@ import jax
 from tessera.analysis.ledger import collectives
 from tessera.errors import StageCollectiveError
 from tessera.graph.ir import Graph
-from tessera.graph.pipelining.loop import SCOPE
+from tessera.graph.pipelining.mark import SCOPE
 
 _KIND = "collective-permute"
 
