@@ -47,8 +47,8 @@ CONFIG = Gemma3Config(
     query_pre_attn_scalar=8,
     global_every=2,
 )
-# With a usual epsilon Adam's first step is a sign, which rounding turns where a gradient
-# is almost nothing; with this one a step is as smooth as the gradient.
+# With a usual epsilon Adam begins with a sign, which rounding turns where a gradient is
+# almost nothing; with this one a step is as smooth as the gradient.
 ADAMW, RATE = make_optimizer(AdamWConfig(epsilon=1e-3), steps=10, clip_norm=1.0)
 ONE = Mesh(("fsdp", "tp"), devices=(0,), shape=(1, 1))
 CUBE = Mesh(("dp", "fsdp", "tp"), devices=range(8), shape=(2, 2, 2))
