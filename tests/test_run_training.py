@@ -242,7 +242,8 @@ MISTAKES = {
         ["model.mesh_shape=[[4,2],[fspd,tp]]"],
         "[T103] the model has no use for mesh axes 'fspd'\n"
         "  got: model.mesh_shape=[[4,2],[fspd,tp]]\n"
-        "  fix: did you mean 'fsdp'? Known: 'dp', 'fsdp', 'tp'\n"
+        "  fix: did you mean 'fsdp'? Known: 'dp', 'fsdp', 'ep_outer', 'ep', 'cp', "
+        "'tp', 'pp'\n"
         "  docs: docs/errors/T103.md\n",
     ),
     "heads": (

@@ -47,7 +47,8 @@ def _group(group: str, names: Sequence[str], settings: Settings) -> Iterator[str
     yield fill(f"{group}={' | '.join(names)}", 80, subsequent_indent="  ") + "\n"
     for one in group_settings(group, type(getattr(settings, group))):
         value = _value(getattr(settings, group), one.name)
-        yield f"  {group}.{one.name}={as_yaml(value)}  ({one.type})\n"
+        line = f"  {group}.{one.name}={as_yaml(value)}  ({one.type})"
+        yield fill(line, 80, subsequent_indent=" " * 4, break_long_words=False) + "\n"
         meaning = one.meaning.replace("``", "")
         yield fill(meaning, 80, initial_indent=" " * 6, subsequent_indent=" " * 6)
         yield "\n"

@@ -281,7 +281,7 @@ def test_an_unknown_model_and_an_unknown_optimizer_have_their_own_codes():
         "[T403] there is no model 'gemma3_1'\n"
         "  got: model=gemma3_1\n"
         "  fix: did you mean 'gemma3_1b'? Known: 'gemma3_1b', 'gemma3_270m', "
-        "'gemma3_4b', 'tiny'\n"
+        "'gemma3_4b', 'moe_tiny', 'tiny'\n"
         "  docs: docs/errors/T403.md"
     )
     assert message("optimizer=adan") == (
@@ -308,15 +308,15 @@ def test_all_mistakes_come_at_once():
         "training.sync_gradients_every=3",
         "training.mixed_precision=fp8",
         "training.steps=five",
-        "model.mesh_shape=[[2],[pp]]",
+        "model.mesh_shape=[[2],[sp]]",
     ).splitlines()[:6] == [
         "[T501] 5 things in the configuration cannot be used",
         "  got: 1. [T501] there is no setting 'optimizer.beta3': optimizer.beta3=1",
         "  got: 2. [T502] training.steps does not take this value: "
         "training.steps=five: Value 'five' of type 'str' could not be converted to "
         "Integer",
-        "  got: 3. [T103] the model has no use for mesh axes 'pp': "
-        "model.mesh_shape=[[2],[pp]]",
+        "  got: 3. [T103] the model has no use for mesh axes 'sp': "
+        "model.mesh_shape=[[2],[sp]]",
         "  got: 4. [T502] training.mixed_precision does not take this value: "
         "training.mixed_precision=fp8",
         "  got: 5. [T503] training.sync_gradients_every does not divide "
@@ -464,7 +464,7 @@ def test_help_names_every_setting_in_eighty_columns(capsys):
     assert all(len(line) <= 80 for line in out.splitlines())
     assert "  training.steps=7  (int)\n" in out
     assert "  optimizer.beta2=0.99  (float)\n" in out
-    assert "model=gemma3_1b | gemma3_270m | gemma3_4b | tiny\n" in out
+    assert "model=gemma3_1b | gemma3_270m | gemma3_4b | moe_tiny | tiny\n" in out
     assert "  model.vocab_size=264  (int)\n" in out
     assert "``" not in out
 
