@@ -8,6 +8,8 @@ from tessera import dist as dist
 from tessera import graph as graph
 from tessera import mesh as mesh
 from tessera import ops as op
+from tessera.dtypes import *  # noqa: F403
+from tessera.dtypes import __all__ as _dtypes
 from tessera.errors import TesseraError as TesseraError
 from tessera.errors import TesseraWarning as TesseraWarning
 from tessera.graph import schedule as schedule
@@ -39,4 +41,5 @@ __all__ = [
     "mesh",
     "op",
     "schedule",
+    *_dtypes,
 ]

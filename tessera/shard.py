@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax
+from tessera.dtypes import as_dtype as as_dtype
 from tessera.errors import (
     NoMeshError,
     SpecFormError,
@@ -35,45 +36,9 @@ Init: TypeAlias = str | Callable[[jax.Array, tuple[int, ...], Any], Any] | None
 
 # --- tensors that are declared before use
 
-_DTYPES = {
-    "f32": np.dtype(np.float32),
-    "bf16": np.dtype(jnp.bfloat16),
-    "f16": np.dtype(np.float16),
-    "f64": np.dtype(np.float64),
-    "i8": np.dtype(np.int8),
-    "i16": np.dtype(np.int16),
-    "i32": np.dtype(np.int32),
-    "i64": np.dtype(np.int64),
-    "u8": np.dtype(np.uint8),
-    "u16": np.dtype(np.uint16),
-    "u32": np.dtype(np.uint32),
-    "u64": np.dtype(np.uint64),
-    "bool": np.dtype(np.bool_),
-}
-
 _capture: ContextVar[Callable[["DistTensor"], jax.Array] | None] = ContextVar(
     "tessera_capture", default=None
 )
-
-
-def as_dtype(dtype: Any) -> np.dtype[Any]:
-    """A dtype from a short name such as ``bf16``, or from NumPy's and JAX's own.
-
-    Raises:
-      TensorFormError: [T207] there is no such dtype.
-
-    Example:
-      >>> as_dtype("bf16"), as_dtype(jnp.float32)
-      (dtype(bfloat16), dtype('float32'))
-    """
-    if isinstance(dtype, str) and dtype in _DTYPES:
-        return _DTYPES[dtype]
-    try:
-        return np.dtype(jnp.dtype(dtype))
-    except TypeError:
-        raise TensorFormError(
-            f"there is no dtype {dtype!r}", fix=did_you_mean(str(dtype), _DTYPES)
-        ) from None
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import tessera
-from tessera import errors
+from tessera import dtypes, errors
 from tessera.graph.pass_runner import PASSES
 
 ROOT = Path(__file__).parent.parent
@@ -111,7 +111,7 @@ def test_every_file_begins_with_its_license():
 
 
 def test_the_public_names_are_these():
-    assert sorted(tessera.__all__) == [
+    assert [*tessera.__all__] == [
         "DistTensor",
         "Mesh",
         "ShardSpec",
@@ -128,6 +128,7 @@ def test_the_public_names_are_these():
         "mesh",
         "op",
         "schedule",
+        *dtypes.__all__,
     ]
     for name in tessera.__all__:
         assert hasattr(tessera, name)

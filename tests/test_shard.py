@@ -538,8 +538,8 @@ def test_an_unknown_dtype_comes_with_a_guess():
         as_dtype("bf61")
     assert str(caught.value) == (
         "[T207] there is no dtype 'bf61'\n"
-        "  fix: did you mean 'bf16'? Known: 'f32', 'bf16', 'f16', 'f64', 'i8', 'i16', "
-        "'i32', 'i64', 'u8', 'u16', 'u32', 'u64', 'bool'\n"
+        "  fix: did you mean 'bf16'? Known: 'f32', 'bf16', 'f16', 'f64', 'f8_e4m3', "
+        "'f8_e5m2', 'i8', 'i16', 'i32', 'i64', 'u8', 'u16', 'u32', 'u64', 'bool'\n"
         "  docs: docs/errors/T207.md"
     )
 
