@@ -8,6 +8,7 @@ from tessera import dist as dist
 from tessera import graph as graph
 from tessera import mesh as mesh
 from tessera import ops as op
+from tessera.annotations import Tensor as Tensor
 from tessera.dtypes import *  # noqa: F403
 from tessera.dtypes import __all__ as _dtypes
 from tessera.errors import TesseraError as TesseraError
@@ -28,6 +29,7 @@ __all__ = [
     "DistTensor",
     "Mesh",
     "ShardSpec",
+    "Tensor",
     "TesseraError",
     "TesseraWarning",
     "autocast",

@@ -241,6 +241,12 @@ class StageCollectiveError(TesseraError, ValueError):
     code = "T314"
 
 
+class AnnotationError(TesseraError, TypeError):
+    """Arrays do not fit the annotations of a function, or one is not well formed."""
+
+    code = "T315"
+
+
 # --- T4xx: operations and models
 
 

@@ -115,6 +115,7 @@ def test_the_public_names_are_these():
         "DistTensor",
         "Mesh",
         "ShardSpec",
+        "Tensor",
         "TesseraError",
         "TesseraWarning",
         "autocast",

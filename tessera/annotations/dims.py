@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One dim of an annotation: what may be written there, and what it says of a size."""
+
+import ast
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from tessera.dtypes import DTYPES
+from tessera.errors import AnnotationError
+
+_OPERATIONS: Final[Mapping[type[ast.operator], Callable[[int, int], int]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dim of an annotation: a symbol, an expression of symbols, a size, or ``...``.
+
+    Attributes:
+      text: As it was written, without spaces: ``B``, ``3*D_head*H``, ``S+1``, ``8``,
+        ``*batch``, ``...``, ``_``.
+
+    Example:
+      >>> dim = Dim("3*D_head*H")
+      >>> dim.coefficient, dim.symbols, dim.is_product, dim.size
+      (3, ('D_head', 'H'), True, None)
+    """
+
+    text: str
+
+    @property
+    def is_variadic(self) -> bool:
+        """Whether it stands for any number of dims: ``...`` or ``*batch``."""
+        return self.text.startswith(("*", "..."))
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether it says nothing of sizes: ``...``, ``_``, ``_name``, ``*_name``."""
+        return self.text == "..." or self.text.lstrip("*").startswith("_")
+
+    @functools.cached_property
+    def symbols(self) -> tuple[str, ...]:
+        """The symbols of its size, each once, in order; ``*batch`` has none."""
+        if self.is_variadic or self.is_anonymous:
+            return ()
+        names = [n for n in ast.walk(self._parsed) if isinstance(n, ast.Name)]
+        names.sort(key=lambda name: name.col_offset)
+        return tuple(dict.fromkeys(name.id for name in names))
+
+    @functools.cached_property
+    def factors(self) -> tuple[str, ...]:
+        """The symbols that are multiplied, repeated ones too; of a sum none."""
+        return self._product[1] if self._product else ()
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a coefficient times symbols: ``B``, ``3*D_head*H``."""
+        return bool(self.factors)
+
+    @property
+    def coefficient(self) -> int:
+        """The integer that multiplies the symbols of a product; 1 where none does."""
+        return self._product[0] if self._product and self.is_product else 1
+
+    @functools.cached_property
+    def size(self) -> int | None:
+        """The size, where it is a number."""
+        if self.is_variadic or self.is_anonymous or self.symbols:
+            return None
+        return self.evaluate({})
+
+    def evaluate(self, sizes: Mapping[str, int]) -> int:
+        """The size for sizes of its symbols."""
+        return _evaluate(self._parsed, sizes)
+
+    @functools.cached_property
+    def _parsed(self) -> ast.expr:
+        return ast.parse(self.text, mode="eval").body
+
+    @functools.cached_property
+    def _product(self) -> tuple[int, tuple[str, ...]] | None:
+        if self.is_variadic or self.is_anonymous:
+            return None
+        return _as_product(self._parsed)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name(id=name):
+            return sizes[name]
+        case ast.BinOp(left=left, op=op, right=right):
+            return _OPERATIONS[type(op)](
+                _evaluate(left, sizes), _evaluate(right, sizes)
+            )
+    raise AssertionError("checked when it was parsed")
+
+
+def _as_product(node: ast.expr) -> tuple[int, tuple[str, ...]] | None:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number, ()
+        case ast.Name(id=name):
+            return 1, (name,)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            parts = _as_product(left), _as_product(right)
+            if parts[0] is not None and parts[1] is not None:
+                return parts[0][0] * parts[1][0], (*parts[0][1], *parts[1][1])
+    return None
+
+
+def texts_of(part: str) -> list[str]:
+    """Several dims in one string, as in jaxtyping, or one expression with spaces."""
+    words = part.split()
+    if any(word[0] in "+-/" or word == "*" or word[-1] in "+-*/" for word in words):
+        return ["".join(words)]
+    return words
+
+
+def dim_of(text: str) -> Dim:
+    """The dim that a string stands for.
+
+    Raises:
+      AnnotationError: [T315] it is neither a symbol nor an expression of symbols.
+    """
+    dim = Dim(text)
+    name = text.lstrip("*")
+    if text in DTYPES:
+        raise malformed(repr(text), f"it names a dtype: write ts.{text}")
+    if text == "..." or (name.isidentifier() and len(text) - len(name) <= 1):
+        return dim
+    try:
+        expression = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        raise malformed(repr(text), "it is no expression") from None
+    if not _is_legal(expression):
+        raise malformed(repr(text), "it has more than symbols, integers, + - * //")
+    return dim
+
+
+def _is_legal(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant(value=value):
+            return type(value) is int
+        case ast.BinOp(left=left, op=op, right=right):
+            return type(op) in _OPERATIONS and _is_legal(left) and _is_legal(right)
+    return isinstance(node, ast.Name)
+
+
+def malformed(part: str, problem: str) -> AnnotationError:
+    """The error of brackets that hold what is neither a dim nor a dtype."""
+    return AnnotationError(
+        f"{part} cannot stand in an annotation ts.Tensor[…]",
+        got=problem,
+        fix='write dims, then a dtype: ts.Tensor["B", "2*D", 8, ts.f32]; a dim is a '
+        'symbol, an expression of symbols, a size, "_", "*name" or ...',
+    )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The annotations of a function, found behind wrappers and evaluated where strings."""
+
+import contextlib
+import functools
+import inspect
+import sys
+import types
+import typing
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tessera.annotations.dims import dim_of
+from tessera.annotations.tensor import Annotation, TensorType
+from tessera.errors import AnnotationError, TesseraWarning
+
+
+def annotations_of(function: Callable[..., Any]) -> dict[str, Annotation]:
+    """The annotation of each argument that has one of its own, and of ``return``.
+
+    Arguments without an annotation of an array, and containers of arrays, are left out.
+    Methods, partials and functions behind ``functools.wraps`` have the annotations of
+    what they call.
+
+    Example:
+      >>> from tessera.annotations import Tensor
+      >>> def attention(x: Tensor["B", "D"], w: Tensor["D", "3*D_head*H"]): ...
+      >>> found = annotations_of(attention)
+      >>> outer = set(found["x"].symbols)
+      >>> inner = [dim for dim in found["w"].dims if not outer & set(dim.symbols)]
+      >>> [(dim.text, dim.coefficient, dim.symbols) for dim in inner]
+      [('3*D_head*H', 3, ('D_head', 'H'))]
+    """
+    found: dict[str, Annotation] = {}
+    defaults = _defaults(function)
+    for name, hint in hints_of(function).items():
+        members = union_members(hint)
+        tensors = [a for a in map(annotation_of, members) if a is not None]
+        if len(tensors) == 1:
+            optional = types.NoneType in members or (
+                name in defaults and defaults[name] is None
+            )
+            found[name] = replace(tensors[0], optional=optional)
+    return found
+
+
+def annotation_of(hint: Any) -> Annotation | None:
+    """What a hint says of one array, if it is ``ts.Tensor``'s or jaxtyping's."""
+    if isinstance(hint, TensorType):
+        return hint.annotation
+    if getattr(hint, "__module__", None) != "jaxtyping" or not hasattr(hint, "dim_str"):
+        return None
+    try:
+        dims = tuple(map(dim_of, hint.dim_str.split()))
+    except AnnotationError:
+        return None  # jaxtyping has forms, such as "#B", that say other things
+    dtypes = getattr(hint, "dtypes", ())
+    return Annotation(dims, dtypes=dtypes if isinstance(dtypes, tuple) else ())
+
+
+def union_members(hint: Any) -> tuple[Any, ...]:
+    """The members of ``X | Y``, ``Union`` or ``Optional``; of another hint, itself."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function, those that are written as strings evaluated.
+
+    A string that cannot be evaluated, such as one of an import for checkers of types
+    only, is left out; if it speaks of tensors, with a warning.
+    """
+    written = _written(function)
+    if written is None:
+        return {}
+    raw: Mapping[str, Any] = getattr(written, "__annotations__", {})
+    names = namespace_of(written)
+    found: dict[str, Any] = {}
+    for name, hint in raw.items():
+        try:
+            found[name] = evaluated(hint, names)
+        except NameError as error:
+            if "Tensor" in str(hint):
+                warnings.warn(
+                    f"the annotation of {name!r} is not checked: {error}",
+                    TesseraWarning,
+                    stacklevel=2,
+                )
+    return found
+
+
+def evaluated(hint: Any, names: Mapping[str, Any]) -> Any:
+    """A hint; of a string, what it stands for among some names."""
+    while isinstance(hint, (str, typing.ForwardRef)):
+        text = hint if isinstance(hint, str) else hint.__forward_arg__
+        hint = eval(text, dict(names))
+    return hint
+
+
+def namespace_of(written: Any) -> dict[str, Any]:
+    """The names that a function or a class sees: of its module, and of its closure."""
+    module = sys.modules.get(getattr(written, "__module__", ""), None)
+    names = dict(getattr(written, "__globals__", vars(module) if module else {}))
+    cells = getattr(written, "__closure__", None) or ()
+    code = getattr(written, "__code__", None)
+    for name, cell in zip(code.co_freevars if code else (), cells, strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            names[name] = cell.cell_contents
+    return names
+
+
+def _written(function: Any) -> Any:
+    """The function that has the annotations; None where what it takes is another thing.
+
+    ``jax.vmap`` copies the annotations of the function that it calls on other shapes.
+    """
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        elif _is_of_jax(function):
+            return None
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif isinstance(function, types.FunctionType):
+            return function
+        else:  # an object that can be called
+            called = inspect.getattr_static(type(function), "__call__", None)
+            return called if isinstance(called, types.FunctionType) else None
+
+
+def _is_of_jax(function: Any) -> bool:
+    names = getattr(function, "__globals__", {})
+    module = names.get("__name__") or type(function).__module__
+    return module.partition(".")[0] in ("jax", "jaxlib", "flax")
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {p.name: p.default for p in parameters if p.default is not p.empty}

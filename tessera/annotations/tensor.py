@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ts.Tensor``: dims and a dtype in brackets, as a class that typing takes."""
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from tessera.annotations.dims import Dim, dim_of, malformed, texts_of
+from tessera.dtypes import DTYPES, short_name
+from tessera.errors import AnnotationError
+
+_ANY_SHAPE: Final = (Dim("..."),)
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """What one annotation says of one array.
+
+    Attributes:
+      dims: One for each dim; at most one of them is variadic. ``ts.Tensor`` alone has
+        ``...``.
+      dtype: The dtype, or None for any.
+      optional: Whether None may stand in its place: its default is None, or the
+        annotation is a union with None.
+      dtypes: Names of the dtypes that it allows where it is one of jaxtyping's classes
+        of several, such as ``Float``.
+    """
+
+    dims: tuple[Dim, ...] = _ANY_SHAPE
+    dtype: np.dtype[Any] | None = None
+    optional: bool = False
+    dtypes: tuple[str, ...] = ()
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is ``ts.Tensor`` alone, which any array fits."""
+        return self.dims == _ANY_SHAPE and self.dtype is None and not self.dtypes
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The symbols of all its dims, each once, in order."""
+        found = (symbol for dim in self.dims for symbol in dim.symbols)
+        return tuple(dict.fromkeys(found))
+
+    def allows_dtype(self, dtype: Any) -> bool:
+        """Whether an array may have this dtype."""
+        if self.dtypes:
+            return np.dtype(dtype).name in self.dtypes
+        return self.dtype is None or self.dtype == dtype
+
+    def dims_of(self, rank: int) -> tuple[tuple[int, Dim], ...] | None:
+        """The dims of an array of some rank by number; None where its rank is another.
+
+        Variadic dims are left out.
+        """
+        place = next((i for i, d in enumerate(self.dims) if d.is_variadic), None)
+        if place is None:
+            return tuple(enumerate(self.dims)) if rank == len(self.dims) else None
+        after = self.dims[place + 1 :]
+        if rank < place + len(after):
+            return None
+        ends = enumerate(after, start=rank - len(after))
+        return (*enumerate(self.dims[:place]), *ends)
+
+    def names(self, rank: int) -> tuple[str, ...] | None:
+        """What a ``ShardSpec`` calls the dims of an array of some rank."""
+        dims = self.dims_of(rank)
+        if dims is None:
+            return None
+        named = dict(dims)
+        return tuple(named[i].text if i in named else "..." for i in range(rank))
+
+    def __str__(self) -> str:
+        parts = ["..." if d.text == "..." else f'"{d.text}"' for d in self.dims]
+        parts = [p.strip('"') if p.strip('"').isdigit() else p for p in parts]
+        if self.dtype is not None:
+            parts = [*(parts if self.dims else []), short_name(self.dtype)]
+        if self.is_bare:
+            return "Tensor"
+        return f"Tensor[{', '.join(parts) or '()'}]"
+
+
+class TensorType(type):
+    """The class of ``ts.Tensor`` and of what its brackets make: classes, too."""
+
+    annotation: Annotation
+
+    def __getitem__(cls, parts: Any) -> "type[Tensor]":
+        if not cls.annotation.is_bare:
+            raise malformed(f"{cls!r}[…]", "it has dims and a dtype already")
+        return _tensor_type(_read(parts if isinstance(parts, tuple) else (parts,)))
+
+    def __instancecheck__(cls, value: object) -> bool:
+        """Whether a value is an array of this dtype and rank, whatever its symbols."""
+        if not is_array(value):
+            return False
+        array: Any = value
+        dims = cls.annotation.dims_of(len(array.shape))
+        return (
+            dims is not None
+            and cls.annotation.allows_dtype(array.dtype)
+            and all(d.size in (None, array.shape[number]) for number, d in dims)
+        )
+
+    def __repr__(cls) -> str:
+        return f"ts.{cls.annotation}"
+
+
+if TYPE_CHECKING:
+
+    class Tensor(Any):
+        """Any array; checkers of types see nothing of what is in the brackets."""
+
+        def __class_getitem__(cls, parts: Any) -> Any: ...
+
+else:
+
+    class Tensor(metaclass=TensorType):
+        """An array, in annotations: ``ts.Tensor["B", "S", ts.int32]``.
+
+        In the brackets stand dims and, last, a dtype: ``ts.Tensor[ts.f32]`` is a scalar
+        and ``ts.Tensor`` alone any array. A dim is a symbol (``"B"``), which is of one
+        size in all arguments and results of a call; an expression of symbols
+        (``"3*D_head*H"``, ``"S+1"``); a size (``8``); ``"_"`` for a dim of any size;
+        ``...`` or ``"*batch"`` for any number of dims. ``| None``, or a default of
+        None, makes an argument optional; ``dict``, ``list`` and ``tuple`` of tensors
+        are checked leaf by leaf.
+
+        Functions that Tessera compiles are checked when they are traced, so a repeated
+        call costs nothing. ``ShardSpec(partition=("B",), ...)`` finds dims by name.
+
+        Raises:
+          AnnotationError: [T315] the brackets hold something else.
+
+        Example:
+          >>> from tessera import dtypes
+          >>> Tensor["B", "3*D_head*H", dtypes.bf16]
+          ts.Tensor["B", "3*D_head*H", bf16]
+          >>> isinstance(np.ones((2, 4)), Tensor["B", 4])
+          True
+        """
+
+        annotation = Annotation()
+
+        def __new__(cls, *_: Any, **__: Any) -> Any:
+            """Refuse, whatever the arguments."""
+            raise AnnotationError(
+                "ts.Tensor is for annotations, and makes no arrays",
+                fix="use ts.tensor(values) or jnp.asarray(values)",
+            )
+
+
+@functools.cache
+def _tensor_type(annotation: Annotation) -> "type[Tensor]":
+    made: Any = TensorType("Tensor", (Tensor,), {"annotation": annotation})
+    return made
+
+
+def is_array(value: object) -> bool:
+    """Whether a value has a shape and a dtype."""
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _read(parts: tuple[Any, ...]) -> Annotation:
+    dims: list[Dim] = []
+    dtype: np.dtype[Any] | None = None
+    for place, part in enumerate(parts):
+        if part is ... or (isinstance(part, int) and not isinstance(part, bool)):
+            dims.append(Dim("..." if part is ... else str(part)))
+        elif isinstance(part, str):
+            dims += [dim_of(text) for text in texts_of(part)]
+        elif place == len(parts) - 1 and (found := _dtype(part)) is not None:
+            dtype = found
+        else:
+            raise malformed(repr(part), "it is neither a dim nor, last, a dtype")
+    if sum(dim.is_variadic for dim in dims) > 1:
+        raise malformed(" ".join(map(str, dims)), "only one dim may be variadic")
+    return Annotation(tuple(dims), dtype)
+
+
+def _dtype(part: Any) -> np.dtype[Any] | None:
+    """A dtype object or class; NumPy would take Python's ``float`` and None for one."""
+    is_dtype = isinstance(part, np.dtype) or (
+        isinstance(part, type) and issubclass(part, np.generic)
+    )
+    if is_dtype or isinstance(getattr(part, "dtype", None), np.dtype):
+        return np.dtype(part)
+    return DTYPES["bool"] if part is bool else None
