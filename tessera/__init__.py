@@ -14,10 +14,12 @@ from tessera.dtypes import __all__ as _dtypes
 from tessera.errors import TesseraError as TesseraError
 from tessera.errors import TesseraWarning as TesseraWarning
 from tessera.graph import schedule as schedule
+from tessera.graph.comparison import compare_layouts as compare_layouts
 from tessera.graph.distribute import distribute as distribute
 from tessera.graph.function import function as function
 from tessera.graph.function import function as jit
 from tessera.graph.tracing.gradient import grad as grad
+from tessera.graph.value_and_grad import value_and_grad as value_and_grad
 from tessera.mesh import Mesh as Mesh
 from tessera.scope import autocast as autocast
 from tessera.shard import DistTensor as DistTensor
@@ -33,6 +35,7 @@ __all__ = [
     "TesseraError",
     "TesseraWarning",
     "autocast",
+    "compare_layouts",
     "dist",
     "distribute",
     "distributed",
@@ -43,5 +46,6 @@ __all__ = [
     "mesh",
     "op",
     "schedule",
+    "value_and_grad",
     *_dtypes,
 ]
