@@ -72,8 +72,8 @@ def short_name(dtype: Any) -> str:
     """What messages call a dtype: ``bf16``, ``i32``; its own name if it has none.
 
     Example:
-      >>> short_name(jnp.int32), short_name(np.complex64)
+      >>> short_name(jnp.int32), short_name(np.dtype("complex64"))
       ('i32', 'complex64')
     """
     known = next((name for name in _SHORT if DTYPES[name] == dtype), None)
-    return known or np.dtype(dtype).name
+    return known or str(getattr(dtype, "name", dtype))

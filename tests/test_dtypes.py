@@ -50,5 +50,5 @@ def test_jax_asks_them_what_it_asks_its_own():
 
 
 def test_messages_have_short_names():
-    names = [short_name(d) for d in (jnp.bfloat16, "int32", ts.bool_, np.complex64)]
+    names = [short_name(d) for d in (jnp.bfloat16, "int32", ts.bool_, "complex64")]
     assert names == ["bf16", "i32", "bool", "complex64"]

@@ -2,12 +2,15 @@
 """``ts.Tensor["B", "S", ts.int32]``: what annotations say of the arrays of a call.
 
 Dims are written as in jaxtyping, whose own annotations are read, too: ``Float[Array,
-"B S"]`` is like ``ts.Tensor["B", "S"]``. Whoever needs to know how the dims of a function
-are related:
+"B S"]`` is like ``ts.Tensor["B", "S"]``. Whoever needs to know how the dims of some
+function are related:
 
     annotations_of(attention)["w_qkv"].dims[1].symbols  # ("D_head", "H")
 """
 
+from tessera.annotations.binding import Binding as Binding
+from tessera.annotations.binding import bind as bind
+from tessera.annotations.binding import checked as checked
 from tessera.annotations.dims import Dim as Dim
 from tessera.annotations.hints import annotations_of as annotations_of
 from tessera.annotations.tensor import Annotation as Annotation

@@ -77,8 +77,11 @@ class Dim:
         return self.evaluate({})
 
     def evaluate(self, sizes: Mapping[str, int]) -> int:
-        """The size for sizes of its symbols."""
-        return _evaluate(self._parsed, sizes)
+        """The size for sizes of its symbols; -1, which none is, for a division by 0."""
+        try:
+            return _evaluate(self._parsed, sizes)
+        except ZeroDivisionError:
+            return -1
 
     @functools.cached_property
     def _parsed(self) -> ast.expr:

@@ -82,7 +82,9 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     for name, hint in raw.items():
         try:
             found[name] = evaluated(hint, names)
-        except NameError as error:
+        except AnnotationError:
+            raise
+        except (NameError, AttributeError, TypeError, SyntaxError) as error:
             if "Tensor" in str(hint):
                 warnings.warn(
                     f"the annotation of {name!r} is not checked: {error}",
@@ -93,11 +95,10 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def evaluated(hint: Any, names: Mapping[str, Any]) -> Any:
-    """A hint; of a string, what it stands for among some names."""
-    while isinstance(hint, (str, typing.ForwardRef)):
-        text = hint if isinstance(hint, str) else hint.__forward_arg__
-        hint = eval(text, dict(names))
-    return hint
+    """A hint whose strings, inner ones too, are what they stand for among names."""
+    holder: Any = types.SimpleNamespace(__annotations__={"hint": hint})
+    hints = typing.get_type_hints(holder, dict(names), include_extras=True)
+    return hints["hint"]
 
 
 def namespace_of(written: Any) -> dict[str, Any]:

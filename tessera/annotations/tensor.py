@@ -47,8 +47,15 @@ class Annotation:
     def allows_dtype(self, dtype: Any) -> bool:
         """Whether an array may have this dtype."""
         if self.dtypes:
-            return np.dtype(dtype).name in self.dtypes
+            return getattr(dtype, "name", None) in self.dtypes
         return self.dtype is None or self.dtype == dtype
+
+    @property
+    def dtype_text(self) -> str:
+        """What messages say of the dtypes that it allows."""
+        if self.dtype is not None:
+            return short_name(self.dtype)
+        return " or ".join(map(short_name, self.dtypes)) or "any"
 
     def dims_of(self, rank: int) -> tuple[tuple[int, Dim], ...] | None:
         """The dims of an array of some rank by number; None where its rank is another.
@@ -64,6 +71,15 @@ class Annotation:
         ends = enumerate(after, start=rank - len(after))
         return (*enumerate(self.dims[:place]), *ends)
 
+    def fits(self, value: Any) -> bool:
+        """Whether a value is an array of this dtype and rank, whatever the symbols."""
+        if not is_array(value) or not self.allows_dtype(value.dtype):
+            return False
+        dims = self.dims_of(len(value.shape))
+        return dims is not None and all(
+            dim.size in (None, value.shape[number]) for number, dim in dims
+        )
+
     def names(self, rank: int) -> tuple[str, ...] | None:
         """What a ``ShardSpec`` calls the dims of an array of some rank."""
         dims = self.dims_of(rank)
@@ -73,12 +89,15 @@ class Annotation:
         return tuple(named[i].text if i in named else "..." for i in range(rank))
 
     def __str__(self) -> str:
-        parts = ["..." if d.text == "..." else f'"{d.text}"' for d in self.dims]
-        parts = [p.strip('"') if p.strip('"').isdigit() else p for p in parts]
-        if self.dtype is not None:
-            parts = [*(parts if self.dims else []), short_name(self.dtype)]
         if self.is_bare:
             return "Tensor"
+        is_code = [dim.text == "..." or dim.text.isdigit() for dim in self.dims]
+        parts = [
+            dim.text if code else f'"{dim}"'
+            for dim, code in zip(self.dims, is_code, strict=True)
+        ]
+        if self.dtype is not None or self.dtypes:
+            parts.append(self.dtype_text)
         return f"Tensor[{', '.join(parts) or '()'}]"
 
 
@@ -94,15 +113,7 @@ class TensorType(type):
 
     def __instancecheck__(cls, value: object) -> bool:
         """Whether a value is an array of this dtype and rank, whatever its symbols."""
-        if not is_array(value):
-            return False
-        array: Any = value
-        dims = cls.annotation.dims_of(len(array.shape))
-        return (
-            dims is not None
-            and cls.annotation.allows_dtype(array.dtype)
-            and all(d.size in (None, array.shape[number]) for number, d in dims)
-        )
+        return cls.annotation.fits(value)
 
     def __repr__(cls) -> str:
         return f"ts.{cls.annotation}"

@@ -17,6 +17,7 @@ from types import MethodType
 from typing import Any
 
 from tessera import _jax, scope
+from tessera.annotations import checked
 from tessera.errors import SpecFormError, TesseraWarning, did_you_mean
 from tessera.graph.lowering.jit import jitted
 from tessera.graph.pass_runner import check_names
@@ -177,7 +178,7 @@ class Function:
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the function that Tessera is tracing, layouts and all."""
         if self.options.mesh is None and not self.options.declares_layouts:
-            return self.body(*args, **kwargs)
+            return checked(self.body, args, kwargs, name=self.options.name)
         return inline(self.body, self._take_apart(args, kwargs), self.options)
 
     def _inline(self, call: Call) -> Any:

@@ -7,7 +7,8 @@ input and output of a graph gets its name and its layout, every check made.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -22,6 +23,10 @@ from tessera.shard import DistTensor, ShardSpec
 from tessera.spec import axes_of_dims
 
 DATA_AXES = ("dp", "fsdp")
+
+# What annotations call the dims of each array, by its path.
+DimNames: TypeAlias = Mapping[str, Sequence[str]]
+_NO_NAMES: DimNames = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +61,22 @@ class Options:
 
 
 def argument_values(
-    call: Call, options: Options, mesh: Mesh | None
+    call: Call, options: Options, mesh: Mesh | None, dim_names: DimNames = _NO_NAMES
 ) -> tuple[Value, ...]:
     """The arrays of a call, each with the layout declared for it, or its own.
+
+    Args:
+      call: The call.
+      options: What is declared.
+      mesh: The mesh to lay arrays out on, if there is one.
+      dim_names: The names that annotations give to the dims of arrays, by path.
 
     Raises:
       ShardDivisibilityError: [T201] a declared layout does not divide an array.
       SpecFormError: [T204] a tree of layouts does not fit its argument.
       LayoutMismatchError: [T205] arrays are laid out otherwise than declared.
     """
-    declared = declared_layouts(call, options, mesh)
+    declared = declared_layouts(call, options, mesh, dim_names)
     strategy = options.strategy if mesh is not None else None
     values: list[Value] = []
     for argument in call.arguments:
@@ -91,7 +102,7 @@ def _undeclared(leaf: Leaf, options: Options, mesh: Mesh | None) -> Any:
 
 
 def declared_layouts(
-    call: Call, options: Options, mesh: Mesh | None
+    call: Call, options: Options, mesh: Mesh | None, dim_names: DimNames = _NO_NAMES
 ) -> list[PartitionSpec | None]:
     """The layout that ``in_specs`` or a strategy declares for each array, or None."""
     layouts: list[PartitionSpec | None] = []
@@ -105,7 +116,8 @@ def declared_layouts(
             is_leaf=_is_argument_leaf,
         )
         for leaf, spec in zip(argument.leaves, specs, strict=True):
-            layout, own = _resolve(spec, leaf.name, leaf.aval, mesh), leaf.layout
+            layout = _resolve(spec, leaf.name, leaf.aval, mesh, dim_names)
+            own = leaf.layout
             if layout is None and mesh is not None and options.strategy is not None:
                 layout = options.strategy.layout(argument, leaf, mesh)
             layouts.append(layout)
@@ -153,6 +165,7 @@ def output_values(
     statics: Mapping[int, Any],
     avals: Sequence[Any],
     mesh: Mesh | None,
+    dim_names: DimNames = _NO_NAMES,
 ) -> tuple[Value, ...]:
     """The arrays of a result, with their names and declared layouts.
 
@@ -168,19 +181,24 @@ def output_values(
         if place not in statics
     ]
     return tuple(
-        Value(name, aval, _resolve(spec, name, aval, mesh))
+        Value(name, aval, _resolve(spec, name, aval, mesh, dim_names))
         for name, aval, spec in zip(names, avals, specs, strict=True)
     )
 
 
 def _resolve(
-    spec: Any, name: str, aval: Any, mesh: Mesh | None
+    spec: Any,
+    name: str,
+    aval: Any,
+    mesh: Mesh | None,
+    dim_names: DimNames = _NO_NAMES,
 ) -> PartitionSpec | None:
     if spec is None or mesh is None:
         return None
     if isinstance(spec, PartitionSpec):
         spec = ShardSpec(tuple(range(len(spec))), tuple(spec))
-    return spec.resolve(tuple(aval.shape), mesh, what=repr(name))
+    shape, names = tuple(aval.shape), dim_names.get(name)
+    return spec.resolve(shape, mesh, dim_names=names, what=repr(name))
 
 
 def _specs(

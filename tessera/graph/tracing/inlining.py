@@ -11,6 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from tessera import scope
+from tessera.annotations import bind
 from tessera.graph.tracing.arguments import Call
 from tessera.graph.tracing.declarations import (
     Options,
@@ -28,23 +29,31 @@ def inline(function: Callable[..., Any], call: Call, options: Options) -> Any:
       ShardDivisibilityError: [T201] a declared layout does not divide an array.
       LayoutMismatchError: [T205] arrays are laid out otherwise than declared.
       MeshConflictError: [T308] (when the trace ends) its mesh is not the program's.
+      AnnotationError: [T315] arguments or result do not fit the annotations.
       NoMeshError: [T106] (when the trace ends) it has layouts, and nobody a mesh.
     """
     here = scope.current()
     assert here is not None, "inline is for calls inside a trace"
     here.inner.append((options.name, options.mesh))
     mesh = options.mesh or here.mesh
+    binding = bind(function, call.args, call.kwargs, name=options.name)
     if mesh is None:  # if this trace finds one, the next trace has it
-        return function(*call.args, **call.kwargs)
+        result = function(*call.args, **call.kwargs)
+        binding.check_result(result)
+        return result
     arrays = [leaf.value for leaf in call.leaves]
-    laid_out = _constrained(arrays, declared_layouts(call, options, mesh), mesh)
+    declared = declared_layouts(call, options, mesh, binding.dim_names)
+    laid_out = _constrained(arrays, declared, mesh)
     args, kwargs = call.rebuilt(laid_out)
-    leaves, tree = jax.tree.flatten(function(*args, **kwargs))
+    result = function(*args, **kwargs)
+    binding.check_result(result)
+    names = binding.result_dim_names(result)
+    leaves, tree = jax.tree.flatten(result)
     places = [i for i, leaf in enumerate(leaves) if is_number(leaf)]
     statics = {i: leaf for i, leaf in enumerate(leaves) if i not in places}
     results = [leaves[i] for i in places]
     avals = [jax.typeof(result) for result in results]
-    values = output_values(options, tree, statics, avals, mesh)
+    values = output_values(options, tree, statics, avals, mesh, names)
     laid_out = _constrained(results, [value.spec for value in values], mesh)
     for place, result in zip(places, laid_out, strict=True):
         leaves[place] = result

@@ -8,7 +8,7 @@ arguments, each with its name and layout; nothing is baked in as a constant.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
+from tessera.annotations import Binding, bind
 from tessera.errors import (
     NoMeshError,
     ParameterNameError,
@@ -74,7 +75,7 @@ class Trace:
 
 
 def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
-    """Trace one call of a function.
+    """Trace one call of a function, and check it against its annotations.
 
     Args:
       function: The user's function.
@@ -86,6 +87,7 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
       SpecFormError: [T204] a layout is declared for an argument that does not exist.
       ParameterNameError: [T305] the function declares other parameters every time.
       MeshConflictError: [T308] the inputs live on different meshes.
+      AnnotationError: [T315] arguments or result do not fit the annotations.
     """
     _jax.hide_machinery()
     # What is open around a manual region is no mesh for the blocks inside it.
@@ -96,19 +98,20 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
     known: dict[str, DistTensor] = {}
     before = known
     unreached: dict[int, frozenset[str]] = {}
+    binding = bind(function, call.args, call.kwargs, name=options.name)
     for _ in range(_MOST_TRIALS):
         leaves = (*call.leaves, *map(Leaf, known, known.values()))
         mesh = common_mesh(leaves, owners)
         if options.strategy is not None and mesh is not None:
             options.strategy.check_mesh(mesh)
-        arguments = argument_values(call, options, mesh)
+        arguments = argument_values(call, options, mesh, binding.dim_names)
         parameters = [parameter_value(name, known[name], mesh) for name in known]
         trial = _run(function, call, (*arguments, *parameters), mesh, unreached)
         before, found = known, trial.scope.declared
         if _inputs_of(found) != _inputs_of(known):
             known = found  # the next trace has inputs for them
             continue
-        graph = _graph(trial, (*arguments, *parameters), mesh, options)
+        graph = _graph(trial, (*arguments, *parameters), mesh, options, binding)
         if options.strategy is not None and options.out_specs is None:
             graph = _with_results(graph, trial, call, options.strategy)
         met = _meshes_met(trial, graph)
@@ -146,6 +149,13 @@ class _Trial:
     program: _jax.Program
     out_tree: Any
     out_statics: dict[int, Any]
+
+    def result(self, arrays: Iterable[Any]) -> Any:
+        """The function's result with something else in the place of its arrays."""
+        rest, statics = iter(arrays), self.out_statics
+        count = self.out_tree.num_leaves
+        leaves = [statics[i] if i in statics else next(rest) for i in range(count)]
+        return jax.tree.unflatten(self.out_tree, leaves)
 
 
 def _run(
@@ -205,10 +215,19 @@ def _describe(flat: Any, function: Callable[..., Any], names: list[str]) -> None
 
 
 def _graph(
-    trial: _Trial, inputs: Sequence[Value], mesh: Mesh | None, options: Options
+    trial: _Trial,
+    inputs: Sequence[Value],
+    mesh: Mesh | None,
+    options: Options,
+    binding: Binding,
 ) -> Graph:
     avals = [variable.aval for variable in _jax.outputs(trial.program)]
-    outputs = output_values(options, trial.out_tree, trial.out_statics, avals, mesh)
+    result = trial.result(avals)
+    binding.check_result(result)
+    names = binding.result_dim_names(result)
+    outputs = output_values(
+        options, trial.out_tree, trial.out_statics, avals, mesh, names
+    )
     described = Graph(
         name=options.name,
         program=trial.program,
@@ -298,13 +317,9 @@ def _no_rows_of_a_batch(call: PipelineCall, problem: str) -> PipelineFormError:
 def _with_results(graph: Graph, trial: _Trial, call: Call, strategy: Strategy) -> Graph:
     """The graph with the layouts that a strategy gives its results."""
     assert graph.mesh is not None, "a strategy has a mesh"
-    rest = iter(value.aval for value in graph.outputs)
-    count = trial.out_tree.num_leaves
-    statics = trial.out_statics
-    leaves = [statics[i] if i in statics else next(rest) for i in range(count)]
-    result = jax.tree.unflatten(trial.out_tree, leaves)
+    result = trial.result(value.aval for value in graph.outputs)
     layouts = strategy.result_layouts(result, call, graph.mesh)
-    known = [layout for i, layout in enumerate(layouts) if i not in statics]
+    known = [layout for i, layout in enumerate(layouts) if i not in trial.out_statics]
     return graph.with_outputs(
         [
             replace(v, spec=layout)
