@@ -24,6 +24,8 @@ from jax._src.named_sharding import UNSPECIFIED
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from tessera._jax_traces import inputs_read
+
 Program: TypeAlias = Any  # jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
 Atom: TypeAlias = Any  # jax.extend.core.Var | jax.extend.core.Literal
@@ -247,7 +249,8 @@ def sources(program: Program, value: Atom, before: int) -> set[Atom]:
     needed = {value} if isinstance(value, jex.Var) else set()
     for equation in reversed(equations(program)[:before]):
         if not needed.isdisjoint((*equation.outvars, *references(equation))):
-            needed.update(v for v in equation.invars if isinstance(v, jex.Var))
+            wanted = [variable in needed for variable in equation.outvars]
+            needed.update(inputs_read(equation, wanted))
     return needed
 
 

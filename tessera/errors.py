@@ -247,6 +247,12 @@ class AnnotationError(TesseraError, TypeError):
     code = "T315"
 
 
+class UndifferentiableError(TesseraError, ValueError):
+    """A gradient would have to go through an operation that has no backward pass."""
+
+    code = "T317"
+
+
 # --- T4xx: operations and models
 
 

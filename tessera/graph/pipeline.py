@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from tessera import _jax, scope
 from tessera.errors import NoMeshError, PipelineFormError, PipelineSizeError
+from tessera.graph.differentiation import differentiated
 from tessera.graph.pipelining.cutting import StagedProgram, cut, stage_end_p
 from tessera.graph.pipelining.mark import PipelineCall, bind, struct_of
 from tessera.graph.pipelining.microbatches import (
@@ -153,7 +154,7 @@ class _Pipeline:
                 found = jax.make_jaxpr(function)(*structs)
             program, weights = _jax.lift_constants(found)
             names = [stage.options.name for stage in self.stages]
-            staged = cut(program, len(arrays), names)
+            staged = cut(differentiated(program), len(arrays), names)
             _check_results(staged, part)
             return staged, weights
 

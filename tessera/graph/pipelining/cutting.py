@@ -8,12 +8,12 @@ not sent: every stage has the function's inputs, and computes it where it needs 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 
 from tessera import _jax
-from tessera.errors import PipelineFormError
+from tessera.errors import OutsideTraceError, PipelineFormError
 from tessera.graph.pipelining import region
 from tessera.graph.rewriting import Environment, without_jits
 
@@ -25,6 +25,18 @@ stage_end_p.multiple_results = True
 def _abstract(*values: Any, stage: int) -> list[Any]:
     del stage
     return list(values)
+
+
+def _refuse(transform: str) -> NoReturn:
+    raise OutsideTraceError(
+        f"{transform} cannot look past the end of a pipeline's stage",
+        got="a gradient taken in one stage by what another one computed",
+        fix="differentiate within a stage, or take the gradient in the step that calls "
+        "the pipeline",
+    )
+
+
+_jax.refuse_transforms(stage_end_p, _refuse)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,15 @@ equation, ``gradient loss weight…``, with one result for each weight. The pass
 stay ordinary arrays and Flax, Optax and ``jnp`` work in between.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from tessera import _jax, scope
+from tessera import _jax, _jax_traces, scope
 from tessera.errors import (
     LossFormError,
     OutsideTraceError,
@@ -24,18 +27,50 @@ from tessera.ops.layouts import layout_of
 gradient_p = _jax.Primitive("gradient")
 gradient_p.multiple_results = True
 
+# The rules of a user's own derivatives are traced where a program is differentiated.
+_differentiating: ContextVar[bool] = ContextVar("tessera_gradient", default=False)
+
 
 def _refuse(transform: str) -> NoReturn:
     raise OutsideTraceError(
         f"{transform} cannot look inside ts.grad and graph.backward",
         got=f"a gradient taken in the function that {transform} is applied to",
-        fix="differentiate that function with jax.grad, or take its gradient by "
-        f"ts.grad outside {transform}\n"
-        f"{transform} of a whole ts.function works",
+        fix="use ts.value_and_grad(function) in it, which any transformation takes\n"
+        f"or take the gradient outside {transform}, by ts.grad",
     )
 
 
 _jax.refuse_transforms(gradient_p, _refuse)
+
+
+def _batched(
+    values: Sequence[Any], dims: Sequence[int | None], **params: Any
+) -> tuple[list[Any], Sequence[int | None]]:
+    """The gradients of a loss for each example, by weights that each has of its own."""
+    pairs = zip(params["names"], dims[1:], strict=True)
+    shared = [name for name, dim in pairs if dim is None]
+    if dims[0] is not None and shared:
+        names = ", ".join(repr(name) for name in shared if name) or "the weight"
+        raise OutsideTraceError(
+            "jax.vmap cannot tell gradients by what all examples share apart",
+            got=f"a loss for each example, differentiated by {names}",
+            fix="use ts.value_and_grad(function) in the function that is mapped\n"
+            "or take ts.grad of the sum of the losses, outside jax.vmap",
+        )
+    return gradient_p.bind(*values, **params), dims[1:]
+
+
+_jax_traces.let_batch(gradient_p, _batched)
+
+
+@contextmanager
+def differentiating() -> Iterator[None]:
+    """Let derivative rules that a pass has JAX trace take gradients, too."""
+    token = _differentiating.set(True)
+    try:
+        yield
+    finally:
+        _differentiating.reset(token)
 
 
 @gradient_p.def_abstract_eval
@@ -50,7 +85,8 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
     Args:
       loss: One floating-point number, computed in the function being traced.
       weights: Tree of floating-point arrays that the loss was computed from:
-        arguments, parameters or intermediate values.
+        arguments, parameters or intermediate values. In the body of a loop or a branch
+        it may be a loss from before, by weights from before.
       allow_unused: Give zeros for weights that the loss does not depend on.
 
     Returns:
@@ -62,6 +98,7 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
       UnconnectedGradientError: [T303] the loss does not depend on a weight (raised when
         the program is differentiated, with the weight's path).
       LossFormError: [T304] the loss is not a floating-point scalar.
+      UndifferentiableError: [T317] (as T303) a loop of unknown length leads to the loss.
 
     Example:
       >>> import tessera as ts, jax.numpy as jnp
@@ -72,7 +109,7 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
       [2. 4.]
     """
     traced = isinstance(loss, _jax.Tracer)
-    if scope.current() is None or not traced:
+    if not traced or not (scope.current() or _differentiating.get()):
         kind = "a loss that JAX traces by itself" if traced else _untraced(loss)
         raise OutsideTraceError(
             "ts.grad needs the computation of the loss, which nobody recorded",
@@ -81,6 +118,27 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
             "computed",
         )
     check_loss(loss)
+    names, leaves, tree = _weights(weights)
+    known = [_jax_traces.is_known_where(leaf, loss) for leaf in leaves]
+    if not (all(known) or allow_unused):
+        loose = [
+            name for name, is_known in zip(names, known, strict=True) if not is_known
+        ]
+        raise unconnected(loose, len(names))
+    with _jax_traces.where_traced(loss):
+        # A loss does not depend on what is traced further in; zeros stand for that.
+        given = [
+            leaf if is_known else jnp.zeros(leaf.shape, leaf.dtype)
+            for leaf, is_known in zip(leaves, known, strict=True)
+        ]
+        gradients = gradient_p.bind(
+            loss, *given, names=names, allow_unused=allow_unused
+        )
+    return jax.tree.unflatten(tree, _in_layout_of(leaves, gradients))
+
+
+def _weights(weights: Any) -> tuple[tuple[str, ...], list[Any], Any]:
+    """Paths, arrays and the tree of weights; raises [T304] for other than floats."""
     paths, tree = jax.tree_util.tree_flatten_with_path(weights)
     leaves = [jnp.asarray(leaf) for _, leaf in paths]
     names = tuple(
@@ -93,8 +151,27 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
                 got=f"dtype {leaf.dtype.name}, shape {leaf.shape}",
                 fix="give ts.grad floating-point weights only",
             )
-    gradients = gradient_p.bind(loss, *leaves, names=names, allow_unused=allow_unused)
-    return jax.tree.unflatten(tree, _in_layout_of(leaves, gradients))
+    return names, leaves, tree
+
+
+def unconnected(
+    names: Sequence[str], count: int, line: str = ""
+) -> UnconnectedGradientError:
+    """The error for weights that a loss does not depend on.
+
+    Args:
+      names: Their paths.
+      count: Of how many.
+      line: Where the gradient was taken.
+    """
+    listed = ", ".join(repr(name) if name else "the weight" for name in names)
+    return UnconnectedGradientError(
+        f"the loss does not depend on {listed}",
+        got=f"{len(names)} of {count} weights have no path to the loss"
+        + (f"\nts.grad was called at {line}" if line else ""),
+        fix="compute the loss from them, leave them out, or pass allow_unused=True "
+        "to get zeros",
+    )
 
 
 def _untraced(loss: Any) -> str:

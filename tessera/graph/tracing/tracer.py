@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core.primitives import copy_p
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
@@ -292,6 +293,12 @@ def _weights(program: _jax.Program) -> set[Any]:
             found.update(equation.invars[1:])
         elif equation.primitive is pipeline_p:
             found.update(equation.invars[equation.params["call"].staged.num_inputs :])
+    # By a copy of its own ts.value_and_grad differentiates.
+    found.update(
+        equation.invars[0]
+        for equation in _jax.equations(program)
+        if equation.primitive is copy_p and equation.outvars[0] in found
+    )
     return {atom for atom in found if not isinstance(atom, _jax.Literal)}
 
 

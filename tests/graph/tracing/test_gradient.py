@@ -149,18 +149,40 @@ def test_weights_are_floating_point_arrays():
     )
 
 
-@pytest.mark.parametrize("transform", ["vmap", "grad"])
-def test_transformations_cannot_look_inside_a_gradient(transform):
+def test_jax_cannot_differentiate_a_gradient():
     def total(x):
         return jnp.sum(ts.grad(jnp.sum(x**3), x))
 
-    step = ts.function(lambda x: getattr(jax, transform)(total)(x))
-    assert message_of(step, X if transform == "grad" else X[:, None]) == (
-        f"[T302] jax.{transform} cannot look inside ts.grad and graph.backward\n"
-        f"  got: a gradient taken in the function that jax.{transform} is applied to\n"
-        "  fix: differentiate that function with jax.grad, or take its gradient by "
-        f"ts.grad outside jax.{transform}\n"
-        f"  fix: jax.{transform} of a whole ts.function works\n"
+    assert message_of(ts.function(lambda x: jax.grad(total)(x)), X) == (
+        "[T302] jax.grad cannot look inside ts.grad and graph.backward\n"
+        "  got: a gradient taken in the function that jax.grad is applied to\n"
+        "  fix: use ts.value_and_grad(function) in it, which any transformation takes\n"
+        "  fix: or take the gradient outside jax.grad, by ts.grad\n"
+        "  docs: docs/errors/T302.md"
+    )
+
+
+def test_examples_may_have_weights_of_their_own():
+    def slope(w, x):
+        return ts.grad(jnp.sum(jnp.sin(w * x)), w)
+
+    rows, factors = X.reshape(2, 4), jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    found = ts.function(jax.vmap(slope, in_axes=(0, None)))(rows, X[:4])
+    np.testing.assert_allclose(found, jnp.cos(rows * X[:4]) * X[:4], rtol=1e-5)
+    found = ts.function(jax.vmap(jax.vmap(slope)))(factors, factors)
+    expected = jnp.cos(factors**2) * factors
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_examples_that_share_a_weight_are_not_told_apart():
+    step = ts.function(
+        lambda w, xs: jax.vmap(lambda x: ts.grad(jnp.sum(w * x), {"w": w}))(xs)
+    )
+    assert message_of(step, X, X[:, None]) == (
+        "[T302] jax.vmap cannot tell gradients by what all examples share apart\n"
+        "  got: a loss for each example, differentiated by 'w'\n"
+        "  fix: use ts.value_and_grad(function) in the function that is mapped\n"
+        "  fix: or take ts.grad of the sum of the losses, outside jax.vmap\n"
         "  docs: docs/errors/T302.md"
     )
 
