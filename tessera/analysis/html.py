@@ -1,11 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few pieces of HTML that inspections render as in a notebook."""
+"""The few pieces of HTML that reports render as in a notebook.
+
+Each is complete in itself: styles are on the elements, nothing is loaded, nothing runs.
+Text has the color that the page gives it and backgrounds are translucent, so that a
+dark page stays dark.
+"""
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import Final
 
-MAX_CELLS = 32
-MAX_IDS = 8
+from tessera.analysis.pictures import Cell, Grid, Picture
+
+_CELL: Final = "border:1px solid rgba(128,128,128,.4);padding:.2em .6em"
+_SIDE: Final = "display:inline-block;vertical-align:top;margin:0 1em 1em 0"
+_DIFF: Final = {
+    "+": "background:rgba(46,160,67,.25)",
+    "-": "background:rgba(248,81,73,.25)",
+    "@": "opacity:.6",
+}
 
 
 def lines(texts: Iterable[str]) -> str:
@@ -14,7 +27,7 @@ def lines(texts: Iterable[str]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A plain table of text.
+    """A plain table of text; a cell may have several lines.
 
     Example:
       >>> table(["axis"], [["dp"]])
@@ -22,28 +35,61 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        "<tr>" + "".join(f"<td>{_broken(cell)}</td>" for cell in row) + "</tr>"
         for row in rows
     )
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def grid(cells: Sequence[Sequence[Sequence[int]]]) -> str:
-    """Blocks of an array as cells, each in a color of its own, with its device ids."""
-    height, width = len(cells), max(map(len, cells), default=0)
-    if height > MAX_CELLS or width > MAX_CELLS:
-        return lines([f"{height} × {width} blocks: too many to draw"])
-    body = ""
-    for i, row in enumerate(cells):
-        body += "<tr>"
-        for j, ids in enumerate(row):
-            hue = 360 * (i * width + j) // (height * width)
-            style = f"background:hsl({hue},70%,80%);color:black;text-align:center"
-            body += f'<td style="{style}">{_ids(ids)}</td>'
-        body += "</tr>"
-    return f"<table>{body}</table>"
+def section(title: str, body: str, *, is_open: bool = False) -> str:
+    """A part of a report under its title, which opens and closes.
+
+    Args:
+      title: Text.
+      body: HTML.
+      is_open: Whether it begins open.
+    """
+    opened = " open" * is_open
+    return f"<details{opened}><summary>{escape(title)}</summary>{body}</details>"
 
 
-def _ids(ids: Sequence[int]) -> str:
-    shown = " ".join(map(str, ids[:MAX_IDS]))
-    return shown + (f" … {len(ids)} devices" if len(ids) > MAX_IDS else "")
+def picture(drawn: Picture) -> str:
+    """Blocks of an array as cells, each in a color of its own, with its devices."""
+    more = f"<div>… {drawn.hidden} more such grids</div>" * bool(drawn.hidden)
+    return "<div>" + "".join(map(_grid, drawn.grids)) + more + "</div>"
+
+
+def diff(text: str) -> str:
+    """A unified diff, what is new on green and what is gone on red."""
+    body = "".join(
+        f'<span style="{style}">{escape(line)}</span>\n'
+        if (style := _DIFF.get(line[:1]))
+        else f"{escape(line)}\n"
+        for line in text.splitlines()
+    )
+    return f"<pre>{body}</pre>"
+
+
+def _grid(grid: Grid) -> str:
+    caption = f"<div>{escape(grid.caption)}</div>" if grid.caption else ""
+    corner = " / ".join(filter(None, (grid.down[0], grid.across[0])))
+    head = "".join(f"<th>{escape(label)}</th>" for label in grid.across[1])
+    body = "".join(
+        f"<tr><th>{escape(label)}</th>{''.join(map(_block, row))}</tr>"
+        for label, row in zip(grid.down[1], grid.cells, strict=True)
+    )
+    return (
+        f'<div style="{_SIDE}">{caption}<table><tr><th>{escape(corner)}</th>{head}</tr>'
+        f"{body}</table></div>"
+    )
+
+
+def _block(cell: Cell) -> str:
+    style = _CELL
+    if cell.shade is not None:
+        style += f";background:hsla({int(360 * cell.shade)},70%,50%,.3)"
+    return f'<td style="{style}">{escape(cell.text)}</td>'
+
+
+def _broken(cell: str) -> str:
+    return escape(cell).replace("\n", "<br>")

@@ -6,6 +6,7 @@ of devices that do not exist can be looked at like any other.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +18,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera import _jax, scope
 from tessera.analysis import html
 from tessera.analysis.memory import format_bytes
+from tessera.analysis.pictures import Block, Picture, draw, listed_ids
 from tessera.analysis.tables import aligned
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, local_shape
 from tessera.spec import axes_of_dims
 
 MAX_DEVICES_LISTED = 16
-Block = tuple[tuple[int, int], ...]
 
 _REPLICATED = PartitionSpec()
 
@@ -117,6 +118,18 @@ class LeafLayout:
         return tuple(bounds)
 
     @property
+    def picture(self) -> Picture:
+        """Which device holds which block, as grids."""
+        places = range(self.num_devices)
+        blocks = [(self.device_at(i), self.block_at(i)) for i in places]
+        return draw(blocks, self._axes if self.mesh is not None else ())
+
+    @property
+    def pattern(self) -> object:
+        """What arrays have in common whose pictures differ in their sizes alone."""
+        return (self.mesh, self._axes) if self.mesh is not None else self.placed
+
+    @property
     def _axes(self) -> tuple[tuple[str, ...], ...]:
         return axes_of_dims(self.spec, len(self.shape))
 
@@ -157,11 +170,15 @@ class Inspection:
 
     def as_text(self) -> str:
         """The inspection as aligned plain text."""
-        if self._single is not None:
-            devices = ["", aligned(*_devices(self._single))]
-            return "\n".join(_facts(self._single) + devices * self._is_placed)
-        table = aligned(_COLUMNS, map(_cells, self.leaves), right=_COLUMNS[4:6])
-        return "\n".join([table, "", *self._totals()])
+        leaf = self._single
+        if leaf is None:
+            table = aligned(_COLUMNS, map(_cells, self.leaves), right=_COLUMNS[4:6])
+            return "\n".join([table, "", *self._totals()])
+        facts = "\n".join(_facts(leaf))
+        if not leaf.num_devices:
+            return facts
+        devices = aligned(*_devices(leaf))
+        return "\n\n".join([facts, leaf.picture.as_text(), devices])
 
     def __str__(self) -> str:
         return self.as_text()
@@ -170,22 +187,35 @@ class Inspection:
         return self.as_text()
 
     def _repr_html_(self) -> str:
-        if self._single is None:
-            return html.table(_COLUMNS, map(_cells, self.leaves)) + html.lines(
-                self._totals()
-            )
-        devices = _picture(self._single) + html.table(*_devices(self._single))
-        return html.lines(_facts(self._single)) + devices * self._is_placed
+        leaf = self._single
+        if leaf is None:
+            table = html.table(_COLUMNS, map(_cells, self.leaves))
+            return table + html.lines(self._totals()) + "".join(self._pictures())
+        facts = html.lines(_facts(leaf))
+        if not leaf.num_devices:
+            return facts
+        devices = html.section("each device", html.table(*_devices(leaf)))
+        return facts + html.picture(leaf.picture) + devices
+
+    def _pictures(self) -> Iterator[str]:
+        """One picture for all arrays of a tree that are split alike."""
+        alike: dict[object, list[LeafLayout]] = {}
+        for leaf in self.leaves:
+            if leaf.num_devices:
+                alike.setdefault(leaf.pattern, []).append(leaf)
+        for leaves in alike.values():
+            first, count = leaves[0], len(leaves)
+            more = f" and {count - 1} more split alike" if count > 1 else ""
+            title = f"{first.path or first.kind}{more}: {list(first.shape)}"
+            if first.mesh is not None:
+                title += f" over {first.spec}"
+            yield html.section(title, html.picture(first.picture))
 
     @property
     def _single(self) -> LeafLayout | None:
         """The one array, if an array and no tree was inspected."""
         alone = len(self.leaves) == 1 and not self.leaves[0].path
         return self.leaves[0] if alone else None
-
-    @property
-    def _is_placed(self) -> bool:
-        return self._single is not None and self._single.num_devices > 0
 
     @property
     def _has_host(self) -> bool:
@@ -270,6 +300,10 @@ def _facts(leaf: LeafLayout) -> list[str]:
     if leaf.copies > 1:
         over = f" over {', '.join(leaf.replicated_over)}" if leaf.mesh else ""
         facts.append(f"  replicated {over}: {leaf.copies} copies of every element")
+        block = leaf.block_at(0)
+        same = [i for i in range(leaf.num_devices) if leaf.block_at(i) == block]
+        ids = listed_ids([leaf.device_at(position) for position in same])
+        facts.append(f"              devices {ids} hold the same block")
     return facts
 
 
@@ -310,19 +344,6 @@ def _device_row(leaf: LeafLayout, position: int) -> list[str]:
         *map(str, place),
         _slice(leaf.block_at(position)),
     ]
-
-
-def _picture(leaf: LeafLayout) -> str:
-    """Blocks as colored cells, dim 0 downwards, each with the devices that hold it."""
-    holders: dict[Block, list[int]] = {}
-    for position in range(leaf.num_devices):
-        held = holders.setdefault(leaf.block_at(position), [])
-        held.append(leaf.device_at(position))
-    downwards = sorted({block[:1] for block in holders})
-    across = sorted({block[1:] for block in holders})
-    return html.grid(
-        [[holders.get((*top, *rest), []) for rest in across] for top in downwards]
-    )
 
 
 def _slice(block: Block) -> str:
