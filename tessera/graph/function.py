@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -30,6 +30,7 @@ from tessera.graph.tracing.arguments import (
 )
 from tessera.graph.tracing.declarations import Options
 from tessera.graph.tracing.inlining import inline
+from tessera.graph.tracing.spelling import Form, Spelling
 from tessera.graph.tracing.tracer import trace
 from tessera.mesh import Mesh, opened_or_none
 
@@ -47,19 +48,13 @@ class _Program:
     call: Call
     surroundings: Any
     compiled: Compiled
+    spelling: Spelling | None = None
 
     def parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments as the program takes them; raises ``StaleProgram``."""
-        call = self.call
-        if len(args) != call.positional or kwargs.keys() != set(call.keywords):
+        if self.spelling is None or _surroundings() != self.surroundings:
             raise StaleProgram
-        if _surroundings() != self.surroundings:
-            raise StaleProgram
-        values = (*args, *(kwargs[name] for name in call.keywords))
-        return [
-            argument.dynamic_part(value)
-            for argument, value in zip(call.arguments, values, strict=True)
-        ]
+        return self.spelling.parts(self.call, args, kwargs)
 
 
 def _surroundings() -> Any:
@@ -92,6 +87,7 @@ class Function:
         self.options = options
         self.skip_passes = tuple(skip_passes)
         self._signature = inspect.signature(body)
+        self._form = Form(self._signature)
         self._positional = tuple(
             name
             for name, parameter in self._signature.parameters.items()
@@ -137,7 +133,7 @@ class Function:
 
     def num_programs(self) -> int:
         """How many programs were compiled for calls so far."""
-        return len(self._programs)
+        return len({id(program.compiled) for program in self._programs.values()})
 
     @property
     def last(self) -> Compiled | None:
@@ -159,7 +155,8 @@ class Function:
         call = self._take_apart(args, kwargs)
         if any(isinstance(leaf.value, _jax.Tracer) for leaf in call.leaves):
             return self._inline(call)
-        program = self._program(call, to_run=True)
+        spelling = self._form.spelling(args, kwargs)
+        program = replace(self._program(call, to_run=True), spelling=spelling)
         self._recent = program
         return self._run(program, program.parts(args, kwargs))
 
@@ -171,8 +168,14 @@ class Function:
             traced = self._trace(call)
             if to_run:
                 traced.require_devices()
-            compiled = traced.lower().compile()
+            placed = self._key(traced.call_as_placed())
+            held = self._programs.get(placed)
+            if held is None or not traced.call.takes_parts_like(held.call):
+                compiled = traced.lower().compile()
+            else:
+                compiled = held.compiled
             self._programs[key] = _Program(traced.call, _surroundings(), compiled)
+            self._programs.setdefault(placed, self._programs[key])
         return self._programs[key]
 
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -202,8 +205,7 @@ class Function:
         return Traced(call, trace(self.body, call, self.options), self.skip_passes)
 
     def _take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        self._signature.bind(*args, **kwargs)
-        return take_apart(self._positional, args, kwargs)
+        return take_apart(self._positional, *self._form.of(args, kwargs))
 
     def _key(self, call: Call) -> Any:
         return (_surroundings(), call.key())

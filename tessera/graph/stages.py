@@ -70,6 +70,14 @@ class Traced:
         if self.origin.graph.mesh is not None:
             self.origin.graph.mesh.jax  # noqa: B018 - raises
 
+    def call_as_placed(self) -> Call:
+        """The call with the arrays that nobody placed where the step has them.
+
+        Such a call has the same program.
+        """
+        inputs = self.origin.graph.inputs[: len(self.call.leaves)]
+        return self.call.laid_out([self.origin.graph.sharding(v) for v in inputs])
+
     def result(self, returned: Any) -> Any:
         """The function's result from what the lowered program returns."""
         return self.origin.unflatten(returned) if self.origin.out_statics else returned

@@ -24,6 +24,7 @@ from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax
 from tessera.errors import ArgumentError, MeshConflictError
+from tessera.graph.tracing.statics import Static
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor
 from tessera.spec import axes_of_dims, spec_of_axes
@@ -36,14 +37,6 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, DistTensor, jax.ShapeDtypeStruct)
 
 class StaleProgram(Exception):
     """A call does not fit the program that served the last one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Static:
-    """A value that a program is specialized to; ``1``, ``1.0`` and ``True`` differ."""
-
-    kind: type
-    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +108,16 @@ class Leaf:
         )
         return Leaf(self.name, struct)
 
+    def laid_out(self, layout: NamedSharding | None) -> "Leaf":
+        """The same leaf in a layout, unless it has one of its own."""
+        if layout is None or self.layout is not None:
+            return self
+        shape, dtype = tuple(self.aval.shape), self.aval.dtype
+        struct = jax.ShapeDtypeStruct(
+            shape, dtype, sharding=layout, weak_type=self.is_weak
+        )
+        return Leaf(self.name, struct)
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -151,9 +154,7 @@ class Argument:
             raise StaleProgram
         for place, static in self.statics:
             found = flat[place]
-            if found is static.value:
-                continue
-            if type(found) is not static.kind or found != static.value:
+            if found is not static.value and not static.is_like(found):
                 raise StaleProgram
         fixed = {place for place, _ in self.statics}
         arrays = [leaf for place, leaf in enumerate(flat) if place not in fixed]
@@ -227,6 +228,21 @@ class Call:
         """The keyword arguments, as they were given."""
         return self.rebuilt([leaf.value for leaf in self.leaves])[1]
 
+    def laid_out(self, layouts: Sequence[NamedSharding | None]) -> "Call":
+        """The call with its arrays in some layouts; None leaves one as it is."""
+        arguments: list[Argument] = []
+        rest = iter(layouts)
+        for argument in self.arguments:
+            leaves = tuple(leaf.laid_out(next(rest)) for leaf in argument.leaves)
+            arguments.append(replace(argument, leaves=leaves))
+        return replace(self, arguments=tuple(arguments))
+
+    def takes_parts_like(self, other: "Call") -> bool:
+        """Whether programs of both calls take the same trees of arrays."""
+        return [argument.is_whole for argument in self.arguments] == [
+            argument.is_whole for argument in other.arguments
+        ]
+
     def abstract(self) -> "Call":
         """The same call without the numbers of its arrays."""
         return replace(
@@ -287,8 +303,9 @@ def _argument(name: str, value: Any) -> Argument:
 
 
 def _static(name: str, leaf: Any) -> Static:
+    static = Static.of(leaf)
     try:
-        hash(leaf)
+        hash(static)
     except TypeError:
         raise ArgumentError(
             f"argument {name!r} can be neither traced nor held static",
@@ -296,7 +313,7 @@ def _static(name: str, leaf: Any) -> Static:
             fix="pass an array, or a value that hashes: a number, a string, a tuple, "
             "a frozen dataclass, a function",
         ) from None
-    return Static(type(leaf), leaf)
+    return static
 
 
 def _is_placed(value: Any) -> bool:
