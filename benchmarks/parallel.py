@@ -29,7 +29,8 @@ import report  # noqa: E402
 from modes import MODES  # noqa: E402
 from runs import Prepared, prepared, random_batch  # noqa: E402
 
-from tessera.analysis.ledger import Total, collectives  # noqa: E402
+from tessera.analysis.collective import Total  # noqa: E402
+from tessera.analysis.ledger import collectives  # noqa: E402
 from tessera.analysis.memory import memory  # noqa: E402
 from tessera.mesh import Mesh  # noqa: E402
 

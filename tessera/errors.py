@@ -154,6 +154,18 @@ class KernelError(TesseraError, ValueError):
     code = "T208"
 
 
+class BudgetError(TesseraError, ValueError):
+    """A program sends more between its devices than its budget allows."""
+
+    code = "T209"
+
+
+class BudgetFormError(TesseraError, ValueError):
+    """A budget of collectives is not a size, or is for an axis that does not exist."""
+
+    code = "T210"
+
+
 # --- T3xx: tracing and pipelines
 
 
@@ -251,6 +263,24 @@ class UndifferentiableError(TesseraError, ValueError):
     """A gradient would have to go through an operation that has no backward pass."""
 
     code = "T317"
+
+
+class BranchError(TesseraError, TypeError):
+    """Two ways through a function leave values of different types in one place."""
+
+    code = "T318"
+
+
+class ControlFlowError(TesseraError, TypeError):
+    """Python has to decide something that is only known when the program runs."""
+
+    code = "T319"
+
+
+class WriteBackError(TesseraError, ValueError):
+    """An argument was changed in a way that cannot be given back to the caller."""
+
+    code = "T320"
 
 
 # --- T4xx: operations and models

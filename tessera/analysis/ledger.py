@@ -6,35 +6,34 @@
 
 Each row is one collective operation of the program that XLA made, with the mesh axes
 it runs over, its size, how often it runs, and the line of user code that caused it.
-Collectives that no declared layout asked for are in it too; only what a hand-written
-kernel sends by itself is invisible.
+Collectives that no declared layout asked for are in it too, and said to be unplanned;
+only what a hand-written kernel sends by itself is invisible.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from tessera.analysis import hlo, replica_groups
+import jax
+from jax.sharding import PartitionSpec
+
+from tessera.analysis import budget, hlo, replica_groups
+from tessera.analysis.collective import KINDS, Collective, Total
+from tessera.analysis.dataflow import Node
+from tessera.analysis.declared import DeclaredLayout, spec_axes
 from tessera.analysis.executions import Execution, cause, executions
 from tessera.analysis.hlo import Instruction, Module, Shape
 from tessera.analysis.memory import format_bytes
+from tessera.analysis.planned import Reasons
 from tessera.analysis.source_lines import short, user_line
 from tessera.analysis.tables import aligned
 from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+_HEADER = ("collective", "axes", "arrays", "bytes", "calls", "total")
 # A permute that XLA has taken apart keeps its pairs in an attribute of the send.
 _SEND_PAIRS = re.compile(
     r"_xla_send_recv_source_target_pairs=\"?(\{(?:\{[\d,\s]*\},?)*\})"
@@ -49,64 +48,6 @@ class HasText(Protocol):
     def as_text(self) -> str | None:
         """The text of the compiled module."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """One collective operation of a compiled program.
-
-    Attributes:
-      kind: XLA's name, such as ``all-reduce``; asynchronous forms have the same.
-      axes: The mesh axes it runs over, in the mesh's order; ``("?",)`` for devices that
-        the mesh does not have.
-      group_size: Devices that take part together. Fewer than the axes hold means a part
-        of them: XLA may split an axis of four in two halves.
-      arrays: What it moves, as shapes on one device: the result of an all-gather, the
-        operands of every other kind. Several where XLA combined collectives into one.
-      calls: How often one execution of the program runs it; None inside a loop whose
-        length is known only at run time.
-      conditional: Whether a branch may skip it, so that ``calls`` is the most.
-      op_name: JAX's name stack of the operation, such as ``jit(step)/dot_general``.
-      source: ``file:line`` of the user's line, or ``""``.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    group_size: int
-    arrays: tuple[Shape, ...]
-    calls: int | None
-    conditional: bool
-    op_name: str
-    source: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of ``arrays``: of one device in one call.
-
-        It is the size of the arrays, not what a ring algorithm sends of them: a ring
-        all-reduce over n devices sends 2 (n - 1) / n times as much, all-gather and
-        reduce-scatter (n - 1) / n times.
-        """
-        return sum(shape.nbytes for shape in self.arrays)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of one device in one execution, over all ``counted_calls``."""
-        return self.nbytes * self.counted_calls
-
-    @property
-    def counted_calls(self) -> int:
-        """Calls as they are summed: a loop of unknown length counts once."""
-        return 1 if self.calls is None else self.calls
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """A sum over rows of a ledger: operations, their calls, and bytes per device."""
-
-    operations: int
-    calls: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +67,44 @@ class Ledger:
         """Bytes of one device in one execution, all collectives together."""
         return sum(row.total_bytes for row in self.rows)
 
+    @property
+    def unplanned(self) -> tuple[Collective, ...]:
+        """The rows that no declared layout implies."""
+        return tuple(row for row in self.rows if not row.is_planned)
+
+    def assert_budget(
+        self,
+        budgets: Mapping[str | tuple[str, ...], int | str] | None = None,
+        /,
+        *,
+        total: int | str | None = None,
+        unplanned: int | str | None = None,
+        calls: Mapping[str, int] | None = None,
+        **axes: int | str,
+    ) -> None:
+        """Raise where the program sends more than it may; for tests of one's own.
+
+        Sizes are bytes of one device in one execution: an integer, or text such as
+        ``"40MB"`` (10^6) or ``"1.5GiB"`` (2^30).
+
+        Args:
+          budgets: By combination of axes: ``{("dp", "tp"): "1MB"}`` is of what runs
+            over exactly these two together.
+          total: For all collectives together.
+          unplanned: For those that no declared layout implies; 0 forbids them.
+          calls: The most calls, by axis, or of ``"total"`` and ``"unplanned"``.
+          **axes: By axis: of all that runs over it, alone or with others.
+
+        Raises:
+          BudgetError: [T209] something is exceeded; it lists the lines that send most.
+          BudgetFormError: [T210] a budget is not a size, or an axis does not exist.
+
+        Example:
+          >>> Ledger((), {"dp": 8}).assert_budget(dp="40MB", unplanned=0)
+        """
+        sizes = {**(budgets or {}), **axes, "total": total, "unplanned": unplanned}
+        budget.check(self.rows, self.mesh_shape, sizes, calls or {})
+
     def by_axis(self) -> dict[tuple[str, ...], Total]:
         """Sums per combination of mesh axes."""
         return _summed(self.rows, lambda row: row.axes)
@@ -139,7 +118,7 @@ class Ledger:
         if not self.rows:
             return "no collectives"
         rows = aligned(
-            ["collective", "axes", "arrays", "bytes", "calls", "total", "line", "op"],
+            [*_HEADER, "reason", "line", "op"],
             [_cells(row, self.mesh_shape) for row in self.rows],
             right=["bytes", "calls", "total"],
         )
@@ -165,7 +144,11 @@ class Ledger:
         return lines
 
     def _footnotes(self) -> list[str]:
+        count = len(self.unplanned)
+        copied = [row for row in self.rows if row.copies_whole]
         notes = {
+            f"UNPLANNED: {count} that no declared layout implies": count > 0,
+            "whole: copied whole to every device, which cuts it again": bool(copied),
             "≥: in a loop of unknown length, which counts once": any(
                 row.calls is None for row in self.rows
             ),
@@ -186,6 +169,7 @@ class Ledger:
                     "arrays": [str(shape) for shape in row.arrays],
                     "nbytes": row.nbytes,
                     "total_bytes": row.total_bytes,
+                    "is_planned": row.is_planned,
                 }
                 for row in self.rows
             ],
@@ -196,13 +180,19 @@ class Ledger:
         }
 
 
-def collectives(compiled: HasText | str, mesh: Mesh) -> Ledger:
+def collectives(
+    compiled: HasText | str,
+    mesh: Mesh,
+    declared: Collection[DeclaredLayout] = (),
+) -> Ledger:
     """Every collective of a compiled program, against the mesh it was compiled for.
 
     Args:
       compiled: A compiled program, or the text of its XLA module. It is read as it is:
         XLA on CPU sends bf16 as f32, so a CPU program's bytes are not a GPU's.
       mesh: The mesh of the program, in the order of its devices. It may be abstract.
+      declared: The layouts that the program declares inside, of
+        ``declared.declared_layouts``: without them, what they ask for is unplanned.
 
     Returns:
       One row per collective. Groups of one device move nothing and have no row.
@@ -223,8 +213,8 @@ def collectives(compiled: HasText | str, mesh: Mesh) -> Ledger:
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = hlo.parse(text or "")
-    found = [_row(module, each, mesh) for each in executions(module)]
-    rows = tuple(row for row in found if row is not None)
+    found = [(each, _row(module, each, mesh)) for each in executions(module)]
+    rows = [(each, row) for each, row in found if row is not None]
     if rows and module.num_devices not in (1, mesh.size):
         raise MeshShapeError(
             "the ledger's mesh is not the one that the program was compiled for",
@@ -232,7 +222,28 @@ def collectives(compiled: HasText | str, mesh: Mesh) -> Ledger:
             f"a program for {module.num_devices}",
             fix="pass the mesh that the program was lowered on",
         )
-    return Ledger(rows, mesh.shape)
+    if not rows:
+        return Ledger((), mesh.shape)
+    reasons = Reasons(module, mesh.shape, _input_axes(compiled), declared)
+    return Ledger(tuple(_explained(reasons, *pair) for pair in rows), mesh.shape)
+
+
+def _input_axes(compiled: HasText | str) -> list[frozenset[str]]:
+    """The axes that each input is split over, as the compiled program was told."""
+    # What the program does not read has None here, and is no input of the module.
+    return [
+        spec_axes(getattr(sharding, "spec", PartitionSpec()))
+        for sharding in jax.tree.leaves(getattr(compiled, "input_shardings", ()))
+    ]
+
+
+def _explained(reasons: Reasons, execution: Execution, row: Collective) -> Collective:
+    """A row with its reason."""
+    node, axes = Node(execution.path), frozenset(row.axes)
+    if row.kind == "all-gather" and reasons.copies_whole(node):
+        return dataclasses.replace(row, copies_whole=True)
+    reason = reasons.reason(node, row.kind, axes, row.op_name, row.source)
+    return dataclasses.replace(row, reason=reason)
 
 
 def _row(module: Module, execution: Execution, mesh: Mesh) -> Collective | None:
@@ -256,6 +267,7 @@ def _row(module: Module, execution: Execution, mesh: Mesh) -> Collective | None:
         conditional=execution.conditional,
         op_name=origin.op_name,
         source=user_line(module.frames(origin)),
+        instruction=instruction.name,
     )
 
 
@@ -319,6 +331,7 @@ def _cells(row: Collective, shape: Mapping[str, int]) -> list[str]:
         format_bytes(row.nbytes),
         f"≤{calls}" if row.conditional and row.calls is not None else calls,
         format_bytes(row.total_bytes),
+        row.reason or ("UNPLANNED, whole" if row.copies_whole else "UNPLANNED"),
         short(row.source) or "?",
         # The end says most; a combined collective has the names of all its parts.
         row.op_name if len(row.op_name) <= 60 else f"…{row.op_name[-59:]}",

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from tessera.analysis.declared import declared_layouts
 from tessera.analysis.ledger import Ledger, collectives
 from tessera.analysis.memory import Memory, memory
 from tessera.errors import OutsideTraceError
@@ -133,9 +134,10 @@ class Compiled:
 
     @cached_property
     def collectives(self) -> Ledger:
-        """Every collective: kind, mesh axes, bytes per device, calls, source line."""
-        mesh = self.traced.graph.mesh or Mesh(("device",), devices=(0,))
-        return collectives(self.jax, mesh)
+        """The ledger: every collective, its axes, bytes, line, and why it is there."""
+        graph = self.traced.graph
+        mesh = graph.mesh or Mesh(("device",), devices=(0,))
+        return collectives(self.jax, mesh, declared_layouts(graph.program, mesh.shape))
 
     @cached_property
     def memory(self) -> Memory:

@@ -8,7 +8,8 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera.analysis.ledger import Total, collectives
+from tessera.analysis.collective import Total
+from tessera.analysis.ledger import collectives
 from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
 
@@ -335,6 +336,20 @@ def test_the_mesh_of_another_program_is_refused(mesh):
 # --- sums and text
 
 
+TABLE = """\
+collective  axes  arrays        bytes  calls     total  reason     line      op
+all-reduce  tp    f32[256]   1.00 KiB      1  1.00 KiB  sum        b/m.py:3  f/dot
+all-reduce  tp    f32[256]   1.00 KiB      1  1.00 KiB  sum        b/m.py:4  f/sum
+all-gather  tp    f32[1024]  4.00 KiB      1  4.00 KiB  UNPLANNED  b/m.py:5  f/gather
+all-reduce  dp    f32[256]   1.00 KiB      1  1.00 KiB  sum        b/m.py:6  f/mean
+
+axes  collective  operations  calls  bytes per device
+tp    all-reduce           2      2          2.00 KiB
+tp    all-gather           1      1          4.00 KiB
+tp    together             3      3          6.00 KiB
+dp    all-reduce           1      1          1.00 KiB
+UNPLANNED: 1 that no declared layout implies"""
+
 LINES = (
     "  x = f32[256] parameter(0)",
     "  a = f32[256] all-reduce(x), replica_groups=[2,4]<=[8], "
@@ -363,19 +378,7 @@ def test_sums_per_axis_and_per_kind(mesh):
 
 
 def test_the_table_is_aligned_and_ends_with_its_sums(mesh):
-    assert read(mesh, *LINES).as_text() == (
-        "collective  axes  arrays        bytes  calls     total  line      op\n"
-        "all-reduce  tp    f32[256]   1.00 KiB      1  1.00 KiB  b/m.py:3  f/dot\n"
-        "all-reduce  tp    f32[256]   1.00 KiB      1  1.00 KiB  b/m.py:4  f/sum\n"
-        "all-gather  tp    f32[1024]  4.00 KiB      1  4.00 KiB  b/m.py:5  f/gather\n"
-        "all-reduce  dp    f32[256]   1.00 KiB      1  1.00 KiB  b/m.py:6  f/mean\n"
-        "\n"
-        "axes  collective  operations  calls  bytes per device\n"
-        "tp    all-reduce           2      2          2.00 KiB\n"
-        "tp    all-gather           1      1          4.00 KiB\n"
-        "tp    together             3      3          6.00 KiB\n"
-        "dp    all-reduce           1      1          1.00 KiB"
-    )
+    assert read(mesh, *LINES).as_text() == TABLE
 
 
 def test_the_data_goes_through_json(mesh):
@@ -390,6 +393,10 @@ def test_the_data_goes_through_json(mesh):
         "conditional": False,
         "op_name": "f/gather",
         "source": "/a/b/m.py:5",
+        "instruction": "c",
+        "reason": "",
+        "copies_whole": False,
+        "is_planned": False,
         "nbytes": 4096,
         "total_bytes": 4096,
     }

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program may send at most: ``ledger.assert_budget(tp="40MB", unplanned=0)``."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from tessera.analysis.collective import Collective
+from tessera.analysis.memory import format_bytes
+from tessera.analysis.source_lines import short
+from tessera.errors import BudgetError, BudgetFormError, did_you_mean
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([kKMGT]?)(i?)B\s*")
+_POWERS = "KMGT"
+_SHOWN = 5
+
+
+def parse_bytes(size: int | str, what: str = "a budget") -> int:
+    """A number of bytes, given as it is or as text with a unit.
+
+    Args:
+      size: ``1024``, ``"40MB"`` (powers of 1000), ``"1.5GiB"`` (powers of 1024).
+      what: How an error calls it.
+
+    Raises:
+      BudgetFormError: [T210] it is neither.
+
+    Example:
+      >>> parse_bytes("40MB"), parse_bytes("1.5 GiB"), parse_bytes(7)
+      (40000000, 1610612736, 7)
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if found is None:
+        raise BudgetFormError(
+            f"{what} is not a number of bytes",
+            got=repr(size),
+            fix='use an integer of 0 or more, or text such as "40MB" or "1.5GiB"',
+        )
+    number, prefix, binary = found.groups()
+    power = _POWERS.index(prefix.upper()) + 1 if prefix else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def check(
+    rows: Sequence[Collective],
+    mesh_shape: Mapping[str, int],
+    sizes: Mapping[str | tuple[str, ...], int | str | None],
+    calls: Mapping[str, int],
+) -> None:
+    """Raise what exceeds its budget, all of it at once.
+
+    Args:
+      rows: Of a ledger.
+      mesh_shape: Size of each axis of its mesh.
+      sizes: By axis, combination of axes, ``"total"`` or ``"unplanned"``; None is no
+        budget.
+      calls: The most calls, by the same names.
+
+    Raises:
+      BudgetError: [T209] something is exceeded.
+      BudgetFormError: [T210] a budget is not a size, or an axis does not exist.
+    """
+    exceeded: list[str] = []
+    for name, size in sizes.items():
+        chosen = _chosen(rows, mesh_shape, name)
+        if size is None:
+            continue
+        limit = parse_bytes(size, f"the budget of {_named(name)}")
+        sent = sum(row.total_bytes for row in chosen)
+        if sent > limit:
+            found, most = format_bytes(sent), format_bytes(limit)
+            said = f"{_named(name)}: {found} = {sent:,} bytes, at most {most}"
+            exceeded += [said, *_lines(chosen)]
+    for name, limit in calls.items():
+        chosen = _chosen(rows, mesh_shape, name)
+        made = sum(row.counted_calls for row in chosen)
+        if made > limit:
+            said = f"{_named(name)}: {made:,} calls, at most {limit:,}"
+            exceeded += [said, *_lines(chosen)]
+    if exceeded:
+        raise BudgetError(
+            "the program sends more than its budget allows",
+            got="\n".join(exceeded),
+            fix="declare the layout that the lines above miss, or raise the budget; "
+            "print(ledger.as_text()) shows every collective",
+        )
+
+
+def _chosen(
+    rows: Iterable[Collective],
+    mesh_shape: Mapping[str, int],
+    name: str | tuple[str, ...],
+) -> list[Collective]:
+    if name == "total":
+        return list(rows)
+    if name == "unplanned":
+        return [row for row in rows if not row.is_planned]
+    for axis in (name,) if isinstance(name, str) else name:
+        if axis not in mesh_shape:
+            raise BudgetFormError(
+                f"a budget is for mesh axis {axis!r}, which the program does not have",
+                got=f"axes {tuple(mesh_shape)}",
+                fix=did_you_mean(axis, [*mesh_shape, "total", "unplanned"]),
+            )
+    if isinstance(name, str):
+        return [row for row in rows if name in row.axes]
+    return [row for row in rows if set(row.axes) == set(name)]
+
+
+def _named(name: str | tuple[str, ...]) -> str:
+    return name if isinstance(name, str) else "×".join(name)
+
+
+def _lines(rows: Iterable[Collective]) -> list[str]:
+    """The rows that send most, each with its line."""
+    largest = sorted(rows, key=lambda row: -row.total_bytes)
+    shown = [
+        f"  {format_bytes(row.total_bytes)} {row.kind} over {'×'.join(row.axes)} at "
+        f"{short(row.source) or '?'}{'' if row.is_planned else ', unplanned'}"
+        for row in largest[:_SHOWN]
+    ]
+    left = len(largest) - _SHOWN
+    return [*shown, f"  and {left} more"] if left > 0 else shown

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One collective of a compiled program, and sums of them: the rows of the ledger."""
+
+from dataclasses import dataclass
+
+from tessera.analysis.hlo import Shape
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective operation of a compiled program.
+
+    Attributes:
+      kind: XLA's name, such as ``all-reduce``; asynchronous forms have the same.
+      axes: The mesh axes it runs over, in the mesh's order; ``("?",)`` for devices that
+        the mesh does not have.
+      group_size: Devices that take part together. Fewer than the axes hold means a part
+        of them: XLA may split an axis of four in two halves.
+      arrays: What it moves, as shapes on one device: the result of an all-gather, the
+        operands of every other kind. Several where XLA combined collectives into one.
+      calls: How often one execution of the program runs it; None inside a loop whose
+        length is known only at run time.
+      conditional: Whether a branch may skip it, so that ``calls`` is the most.
+      op_name: JAX's name stack of the operation, such as ``jit(step)/dot_general``.
+      source: ``file:line`` of the user's line, or ``""``.
+      instruction: XLA's name of it in the compiled program, which profilers show.
+      reason: Which declared layout implies it, in the words of ``planned.py``:
+        ``written``, ``sum``, ``stored split``, ``layout``; ``""`` where none does.
+      copies_whole: Whether it gives every device an array whole that each cuts again:
+        what XLA calls an involuntary full rematerialization.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    arrays: tuple[Shape, ...]
+    calls: int | None
+    conditional: bool
+    op_name: str
+    source: str
+    instruction: str = ""
+    reason: str = ""
+    copies_whole: bool = False
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a declared layout implies it, or the program says it."""
+        return bool(self.reason)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ``arrays``: of one device in one call.
+
+        It is the size of the arrays, not what a ring algorithm sends of them: a ring
+        all-reduce over n devices sends 2 (n - 1) / n times as much, all-gather and
+        reduce-scatter (n - 1) / n times.
+        """
+        return sum(shape.nbytes for shape in self.arrays)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of one device in one execution, over all ``counted_calls``."""
+        return self.nbytes * self.counted_calls
+
+    @property
+    def counted_calls(self) -> int:
+        """Calls as they are summed: a loop of unknown length counts once."""
+        return 1 if self.calls is None else self.calls
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A sum over rows of a ledger: operations, their calls, and bytes per device."""
+
+    operations: int
+    calls: int
+    nbytes: int

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a collective is in a program: which declared layout implies it, if any does.
+
+A collective is *planned* for one of these reasons, which the ledger names:
+
+written
+    The program says it: ``dist.all_reduce``, ``jax.lax.psum``, the collectives inside
+    ``op.kernel``, of context and expert parallelism, and of pipelines.
+sum
+    It completes a sum, a maximum or a contraction over a dim that is split: the
+    gradient of a parameter over the axes that split the batch, the matmul whose
+    contracted dim a layout splits, the loss of a batch.
+stored split
+    It brings together an array that the program takes split over an axis, for a
+    computation that another array splits over the same axis: the weights of ``fsdp``,
+    gathered for a batch that ``fsdp`` splits too.
+layout
+    It takes a value from the layout in which it was computed to one that the program
+    declares: a constraint, the argument of a manual region, or a result that is
+    declared whole while the arrays that it is computed from, element by element, are
+    stored split (the parameters of ZeRO stage 1).
+
+Everything else is *unplanned*: the partitioner needed it because the declared layouts
+do not fit each other, or because one is missing. So is a gather that copies a whole
+array to every device only to cut it again, which XLA calls an involuntary full
+rematerialization, whatever asked for it.
+
+The reasons are read from the compiled program, which no longer says what each layout
+was for. They can err in one way: a gather at the very line of a declared layout, of the
+same size and the same axes, is taken to be the one that was declared.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from tessera.analysis.dataflow import RESULT, Dataflow, Node
+from tessera.analysis.declared import DeclaredLayout
+from tessera.analysis.hlo import Module
+from tessera.analysis.varying import Axes, Varying
+
+WRITTEN = "written"
+SUM = "sum"
+STORED_SPLIT = "stored split"
+LAYOUT = "layout"
+
+# JAX's names of collectives. The partitioner's carry the name of what they serve.
+_COLLECTIVES = re.compile(
+    r"(psum|pmax|pmin|ppermute|pbroadcast|pvary|pcast|all_gather|all_to_all"
+    r"|reduce_scatter|psum_scatter|ragged_all_to_all|unreduced_\w+)(_invariant|_reduced)?\d?"
+)
+# Operations that move data and sum nothing: an all-reduce of one stands for a copy.
+_MOVES = ("concatenate", "pad", "slice", "dynamic_slice", "reshape", "rev", "copy")
+
+_SAME_ARRAY = ("copy", "bitcast", "convert", "reshape", "transpose", "reduce-precision")
+_PART_OF_ARRAY = (*_SAME_ARRAY, "slice", "dynamic-slice")
+_STOPS = ("dot", "convolution", "reduce", "reduce-window", "custom-call", "parameter")
+
+
+class Reasons:
+    """Finds the reason of each collective of one program.
+
+    Args:
+      module: The compiled program.
+      mesh_shape: Size of each axis of the mesh that it was compiled for.
+      inputs: The axes that each input of the program is stored split over.
+      declared: The layouts that the program declares inside.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        mesh_shape: Mapping[str, int],
+        inputs: Sequence[Axes],
+        declared: Collection[DeclaredLayout],
+    ) -> None:
+        self._declared = declared
+        self._flow = Dataflow(module)
+        self._varying = Varying(module, mesh_shape, inputs)
+
+    def copies_whole(self, node: Node) -> bool:
+        """Whether a gather gives an array whole to devices that each cut it again."""
+        readers = list(self._users(node))
+        return bool(readers) and all(self._cuts(reader) for reader in readers)
+
+    def reason(
+        self, node: Node, kind: str, axes: Axes, op_name: str, source: str
+    ) -> str:
+        """Why a collective is there; ``""`` where no declared layout implies it.
+
+        Args:
+          node: The collective.
+          kind: Of ``ledger.KINDS``.
+          axes: The mesh axes it runs over.
+          op_name: JAX's name stack, several where XLA combined collectives.
+          source: The user's line.
+        """
+        names = _primitives(op_name)
+        if all(_COLLECTIVES.fullmatch(name) for name in names):
+            return WRITTEN
+        if kind in ("all-reduce", "reduce-scatter"):
+            return "" if all(name in _MOVES for name in names) else SUM
+        if kind == "all-gather" and self._is_stored_split(node, axes):
+            return STORED_SPLIT
+        if self._is_declared(node, axes, source) or self._is_new_state(node, axes):
+            return LAYOUT
+        return ""
+
+    def _is_stored_split(self, node: Node, axes: Axes) -> bool:
+        """Whether an input is gathered for what something else splits over the axis."""
+        stored = any(
+            axes <= self._over(found) for found in self._inputs(node, combined=False)
+        )
+        return stored and any(axes & self._over(user) for user in self._combined(node))
+
+    def _is_declared(self, node: Node, axes: Axes, source: str) -> bool:
+        varies = self._over(node)
+        size = _size(node)
+        return any(
+            each.size == size and each.axes <= varies and not axes & each.axes
+            for each in self._declared
+            if source in each.lines
+        )
+
+    def _is_new_state(self, node: Node, axes: Axes) -> bool:
+        """Whether a result is gathered that stored split arrays were computed into."""
+        if not any(user.element == RESULT for user in self._users(node)):
+            return False
+        (operand,) = node.instruction.operands[:1]
+        size = _size(node.beside(operand))
+        return any(
+            axes <= self._over(found) and _size(found) == size
+            for found in self._inputs(node, combined=True)
+        )
+
+    def _over(self, node: Node) -> Axes:
+        return self._varying.over(node.computation, node.instruction)
+
+    def _inputs(self, node: Node, *, combined: bool) -> Iterator[Node]:
+        """Inputs of the program that a collective's operand is computed from.
+
+        Args:
+          node: The collective.
+          combined: Whether to look behind what combines several arrays element by
+            element, too; else there is one at most.
+        """
+        waiting, seen = list(self._flow.operands(node)), set()
+        while waiting:
+            found = waiting.pop()
+            if found.key in seen:
+                continue
+            seen.add(found.key)
+            opcode = found.instruction.opcode
+            if opcode == "parameter":
+                yield found
+            elif opcode in _PART_OF_ARRAY or opcode == "all-gather":
+                waiting.extend(self._written(found, 0))
+            elif opcode == "dynamic-update-slice":
+                # What a loop keeps for the backward pass, one layer after the other.
+                waiting.extend(self._written(found, 1))
+            elif opcode not in _STOPS:
+                operands = [
+                    o for o in self._flow.operands(found) if not _is_constant(o)
+                ]
+                waiting.extend(operands if combined or len(operands) == 1 else ())
+
+    def _written(self, node: Node, operand: int) -> Iterator[Node]:
+        yield from self._flow.written(node.beside(node.instruction.operands[operand]))
+
+    def _users(self, node: Node) -> Iterator[Node]:
+        """The operations that read an array, in whatever form it is kept."""
+        waiting, seen = [node], set()
+        while waiting:
+            for user in self._flow.read(waiting.pop()):
+                if user.key in seen:
+                    continue
+                seen.add(user.key)
+                if user.instruction.opcode in _SAME_ARRAY and user.element != RESULT:
+                    waiting.append(user)
+                else:
+                    yield user
+
+    def _combined(self, node: Node) -> Iterator[Node]:
+        """What is computed from an array, up to the first that mixes its elements."""
+        waiting, seen = [node], set()
+        while waiting:
+            for user in self._users(waiting.pop()):
+                if user.key in seen or user.element == RESULT:
+                    continue
+                seen.add(user.key)
+                yield user
+                if user.instruction.opcode not in _STOPS:
+                    waiting.append(user)
+
+    def _cuts(self, user: Node) -> bool:
+        """Whether an operation takes the part of an array that is its own device's."""
+        if user.instruction.opcode != "dynamic-slice" or user.element == RESULT:
+            return False
+        return any(
+            self._varying.over(user.computation, index)
+            for index in user.computation.sources(user.instruction)[1:]
+        )
+
+
+def _primitives(op_name: str) -> list[str]:
+    """The operations that a name stack ends in: one, or one for each that XLA combined.
+
+    Example:
+      >>> _primitives("jit(step)/(mlp/reduce_sum:shard_map/psum)")
+      ['reduce_sum', 'psum']
+    """
+    return [part.rpartition("/")[2].strip("()") for part in op_name.split(":")]
+
+
+def _is_constant(node: Node) -> bool:
+    opcode = node.instruction.opcode
+    if opcode == "broadcast":
+        return _is_constant(node.beside(node.instruction.operands[0]))
+    return opcode == "constant"
+
+
+def _size(node: Node) -> int:
+    return math.prod(node.instruction.shapes[0].dims)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tessera.analysis.budget import parse_bytes
+from tessera.analysis.collective import Collective
+from tessera.analysis.hlo import Shape
+from tessera.analysis.ledger import Ledger
+from tessera.errors import BudgetError, BudgetFormError
+
+
+def row(kind, axes, size, *, calls=1, reason="sum", line=1):
+    return Collective(
+        kind=kind,
+        axes=axes,
+        group_size=2,
+        arrays=(Shape("u8", (size,)),),
+        calls=calls,
+        conditional=False,
+        op_name="f/dot",
+        source=f"/a/b/m.py:{line}",
+        reason=reason,
+    )
+
+
+LEDGER = Ledger(
+    (
+        row("all-reduce", ("dp",), 3000, line=3),
+        row("all-gather", ("tp",), 100, calls=12, reason="", line=4),
+        row("all-reduce", ("dp", "tp"), 500, line=5),
+    ),
+    {"dp": 2, "tp": 4},
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (0, 0),
+        (12, 12),
+        ("12B", 12),
+        ("1kB", 1000),
+        ("40MB", 40_000_000),
+        ("40 MB", 40_000_000),
+        ("1.5GiB", 3 * 2**29),
+        ("2KiB", 2048),
+        ("1TB", 10**12),
+    ],
+)
+def test_a_size_is_a_number_or_text_with_a_unit(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("size", ["40", "40 mb", "MB", "-1MB", -1, 1.5, True, None])
+def test_anything_else_is_refused(size):
+    with pytest.raises(BudgetFormError) as caught:
+        parse_bytes(size, "the budget of tp")
+    assert str(caught.value) == (
+        "[T210] the budget of tp is not a number of bytes\n"
+        f"  got: {size!r}\n"
+        '  fix: use an integer of 0 or more, or text such as "40MB" or "1.5GiB"\n'
+        "  docs: docs/errors/T210.md"
+    )
+
+
+@given(st.integers(0, 2**60))
+def test_whole_numbers_with_a_unit_are_exact(number):
+    assert parse_bytes(f"{number}B") == number or number >= 2**53
+    assert parse_bytes(number) == number
+
+
+def test_what_keeps_to_its_budget_passes():
+    LEDGER.assert_budget(dp=3500, tp="1.7kB", total="4.7kB", unplanned=1200)
+    LEDGER.assert_budget({("dp", "tp"): 500, "tp": 1700}, calls={"tp": 13, "total": 14})
+    LEDGER.assert_budget()
+
+
+def test_the_budget_of_an_axis_is_of_all_that_runs_over_it():
+    with pytest.raises(BudgetError, match=r"dp: 3\.42 KiB = 3,500 bytes, at most"):
+        LEDGER.assert_budget(dp=3499)
+    with pytest.raises(BudgetError, match="tp×dp: 500 B = 500 bytes, at most 499 B"):
+        LEDGER.assert_budget({("tp", "dp"): 499})
+    LEDGER.assert_budget({("dp",): 3000})
+
+
+def test_everything_that_is_exceeded_is_listed_with_its_lines():
+    with pytest.raises(BudgetError) as caught:
+        LEDGER.assert_budget(dp="1kB", unplanned=0, calls={"tp": 10}, total="1MB")
+    assert str(caught.value) == (
+        "[T209] the program sends more than its budget allows\n"
+        "  got: dp: 3.42 KiB = 3,500 bytes, at most 1000 B\n"
+        "  got:   2.93 KiB all-reduce over dp at b/m.py:3\n"
+        "  got:   500 B all-reduce over dp×tp at b/m.py:5\n"
+        "  got: unplanned: 1.17 KiB = 1,200 bytes, at most 0 B\n"
+        "  got:   1.17 KiB all-gather over tp at b/m.py:4, unplanned\n"
+        "  got: tp: 13 calls, at most 10\n"
+        "  got:   1.17 KiB all-gather over tp at b/m.py:4, unplanned\n"
+        "  got:   500 B all-reduce over dp×tp at b/m.py:5\n"
+        "  fix: declare the layout that the lines above miss, or raise the budget; "
+        "print(ledger.as_text()) shows every collective\n"
+        "  docs: docs/errors/T209.md"
+    )
+
+
+def test_a_long_list_is_cut():
+    rows = tuple(row("all-reduce", ("dp",), 10, line=n) for n in range(8))
+    with pytest.raises(BudgetError, match="and 3 more"):
+        Ledger(rows, {"dp": 8}).assert_budget(dp=0)
+
+
+def test_an_axis_that_does_not_exist_is_no_budget():
+    with pytest.raises(BudgetFormError) as caught:
+        LEDGER.assert_budget(unplaned=0)
+    assert str(caught.value) == (
+        "[T210] a budget is for mesh axis 'unplaned', which the program does not have\n"
+        "  got: axes ('dp', 'tp')\n"
+        "  fix: did you mean 'unplanned'? Known: 'dp', 'tp', 'total', 'unplanned'\n"
+        "  docs: docs/errors/T210.md"
+    )
