@@ -7,8 +7,11 @@
 from tessera import dist as dist
 from tessera import graph as graph
 from tessera import mesh as mesh
+from tessera import nn as nn
 from tessera import ops as op
 from tessera.annotations import Tensor as Tensor
+from tessera.arrays import *  # noqa: F403
+from tessera.arrays import __all__ as _arrays
 from tessera.dtypes import *  # noqa: F403
 from tessera.dtypes import __all__ as _dtypes
 from tessera.errors import TesseraError as TesseraError
@@ -44,8 +47,10 @@ __all__ = [
     "graph",
     "jit",
     "mesh",
+    "nn",
     "op",
     "schedule",
     "value_and_grad",
+    *_arrays,
     *_dtypes,
 ]

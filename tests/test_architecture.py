@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import tessera
-from tessera import dtypes, errors
+from tessera import arrays, dtypes, errors
 from tessera.graph.pass_runner import PASSES
 
 ROOT = Path(__file__).parent.parent
@@ -128,9 +128,11 @@ def test_the_public_names_are_these():
         "graph",
         "jit",
         "mesh",
+        "nn",
         "op",
         "schedule",
         "value_and_grad",
+        *arrays.__all__,
         *dtypes.__all__,
     ]
     for name in tessera.__all__:

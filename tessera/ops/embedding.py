@@ -6,10 +6,44 @@ axes, such as a pipeline's stages, XLA cannot partition a gather over the others
 ends the process. There the look-up is written out per device, over all axes.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
+
+from tessera.errors import OperandError
+
+
+def embedding(numbers: Any, table: Any) -> Array:
+    """The rows of a table by their number; NaN where the table has no such row.
+
+    Args:
+      numbers: Integers of any shape, from 0.
+      table: ``[R, D]`` floating-point.
+
+    Returns:
+      ``[*dims of numbers, D]`` in the dtype of the table.
+
+    Raises:
+      OperandError: [T401] the numbers are no integers, or the table has other dims.
+
+    Example:
+      >>> print(embedding(jnp.array([1, 0]), jnp.array([[1.0, 2.0], [3.0, 4.0]])))
+      [[3. 4.]
+       [1. 2.]]
+    """
+    numbers, table = jnp.asarray(numbers), jnp.asarray(table)
+    is_table = table.ndim == 2 and jnp.issubdtype(table.dtype, jnp.floating)
+    if not is_table or not jnp.issubdtype(numbers.dtype, jnp.integer):
+        raise OperandError(
+            "embedding takes integers, and a floating-point table [R, D]",
+            got=f"numbers {numbers.dtype.name}{list(numbers.shape)}, "
+            f"table {table.dtype.name}{list(table.shape)}",
+            fix="pass the numbers first and the table second",
+        )
+    return look_up(table, numbers)
 
 
 def look_up(

@@ -17,6 +17,7 @@ def cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
 ) -> jax.Array:
     """Negative log-likelihood of integer labels under a softmax of the logits.
 
@@ -30,6 +31,8 @@ def cross_entropy(
       ignore_index: Label of positions that do not count.
       reduction: ``mean`` over the positions that count (0 where none does), ``sum``
         over them, or ``none``: one value for each position, 0 where ignored.
+      label_smoothing: The part of each target that is spread evenly over the
+        vocabulary, from 0 to 1 (arXiv 1512.00567).
 
     Returns:
       f32 scalar, or ``[...]`` f32 with ``reduction="none"``, in nats. A label outside
@@ -43,7 +46,7 @@ def cross_entropy(
       1.3863
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
-    _check(logits, labels, reduction)
+    _check(logits, labels, reduction, label_smoothing)
     scores = logits.astype(jnp.float32)
     # Relative to the largest, so that rounding is that of the loss, not of the logits.
     scores -= jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
@@ -54,7 +57,11 @@ def cross_entropy(
     chosen = jnp.where(vocabulary == labels[..., None], scores, 0.0).sum(-1)
     counts = labels != ignore_index
     legal = (labels >= 0) & (labels < scores.shape[-1])
-    losses = jnp.where(legal, log_total - chosen, jnp.nan)
+    losses = log_total - chosen
+    if label_smoothing:
+        of_all = log_total - scores.mean(axis=-1)
+        losses = (1.0 - label_smoothing) * losses + label_smoothing * of_all
+    losses = jnp.where(legal, losses, jnp.nan)
     losses = jnp.where(counts, losses, 0.0)
     if reduction == "none":
         return losses
@@ -63,7 +70,9 @@ def cross_entropy(
     return losses.sum() / jnp.maximum(counts.sum(dtype=jnp.float32), 1.0)
 
 
-def _check(logits: jax.Array, labels: jax.Array, reduction: str) -> None:
+def _check(
+    logits: jax.Array, labels: jax.Array, reduction: str, label_smoothing: float
+) -> None:
     if logits.shape[:-1] != labels.shape or not logits.ndim:
         raise OperandError(
             "cross_entropy needs one label for each row of logits",
@@ -85,4 +94,10 @@ def _check(logits: jax.Array, labels: jax.Array, reduction: str) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise OperandError(
             f"there is no reduction {reduction!r}", fix="use 'mean', 'sum' or 'none'"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise OperandError(
+            "label_smoothing is a part of each target",
+            got=f"label_smoothing={label_smoothing}",
+            fix="use a number from 0 to 1",
         )

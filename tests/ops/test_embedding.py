@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tessera.errors import OperandError
 from tessera.mesh import Mesh
-from tessera.ops.embedding import look_up
+from tessera.ops.embedding import embedding, look_up
 
 DRAW = np.random.default_rng(0)
 TABLE = DRAW.normal(size=(16, 4)).astype(np.float32)
@@ -103,3 +104,20 @@ def test_no_device_sends_more_than_the_rows_that_were_looked_up():
     rows = collectives(run.lower(TABLE, NUMBERS).compile(), mesh).rows
     sums = [row for row in rows if row.kind == "all-reduce"]
     assert [(row.axes, row.nbytes) for row in sums] == [(("tp",), 2 * 3 * 4 * 4)]
+
+
+def test_an_embedding_is_rows_of_its_table():
+    found = embedding(NUMBERS[:1], TABLE)
+    np.testing.assert_array_equal(found, TABLE[NUMBERS[:1]])
+    assert np.isnan(embedding(jnp.array([16]), TABLE)).all()
+
+
+def test_an_embedding_of_numbers_that_are_none_is_an_error():
+    with pytest.raises(OperandError) as caught:
+        embedding(TABLE, NUMBERS)
+    assert str(caught.value) == (
+        "[T401] embedding takes integers, and a floating-point table [R, D]\n"
+        "  got: numbers float32[16, 4], table int32[4, 3]\n"
+        "  fix: pass the numbers first and the table second\n"
+        "  docs: docs/errors/T401.md"
+    )

@@ -39,6 +39,7 @@ from tessera.graph.tracing.declarations import (
 )
 from tessera.graph.tracing.gradient import gradient_p
 from tessera.graph.tracing.strategies import Strategy
+from tessera.graph.tracing.swapping import let_transpose_swap
 from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.shard import DistTensor
 
@@ -91,6 +92,7 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
       AnnotationError: [T315] arguments or result do not fit the annotations.
     """
     _jax.hide_machinery()
+    let_transpose_swap()
     # What is open around a manual region is no mesh for the blocks inside it.
     opened = None if manual_axes() else opened_or_none()
     owners: list[tuple[str, Mesh | None]] = [("the step", options.mesh or opened)]

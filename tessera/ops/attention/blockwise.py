@@ -191,16 +191,18 @@ def share_of(out: Array, gradient: Array) -> Array:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query may see, besides the segments.
+    """Which keys a query may see, besides the segments, and how strongly.
 
     Attributes:
       causal: Whether it sees those that come before it alone.
       window: int32 scalar: how many tokens back it sees, its own included; it has a
         meaning where ``causal`` is.
+      soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; None leaves them.
     """
 
     causal: bool
     window: Any
+    soft_cap: float | None = None
 
     def visible(self, queries: Rows, keys: Rows) -> Array:
         """Whether: bool ``[B or 1, rows, T]`` for one block of each."""
@@ -291,16 +293,23 @@ def fold_gradients(
     return of_queries, of_keys, of_values
 
 
-def _scores(queries: Queries, keys: Keys, mask: Mask) -> Array:
-    """f32 ``[B, G, X, T]`` of one block of each, lowest where nothing may be seen."""
-    scores = _product("bgxk,bgtk->bgxt", queries.q, keys.k)
+def _scores(queries: Queries, keys: Keys, mask: Mask) -> tuple[Array, Any]:
+    """f32 ``[B, G, X, T]`` of one block of each, lowest where nothing may be seen.
+
+    And their derivative by the product of query and key.
+    """
+    scores, slope = _product("bgxk,bgtk->bgxt", queries.q, keys.k), 1.0
+    if mask.soft_cap is not None:
+        bent = jnp.tanh(scores / mask.soft_cap)
+        scores, slope = bent * mask.soft_cap, 1.0 - bent * bent
     visible = mask.visible(queries.at, keys.at)
     heads = scores.shape[2] // visible.shape[1]
-    return jnp.where(jnp.tile(visible, (1, heads, 1))[:, None], scores, _LOWEST)
+    visible = jnp.tile(visible, (1, heads, 1))[:, None]
+    return jnp.where(visible, scores, _LOWEST), slope
 
 
 def _folded(state: Softmax, queries: Queries, keys: Keys, mask: Mask) -> Softmax:
-    scores = _scores(queries, keys, mask)
+    scores, _ = _scores(queries, keys, mask)
     highest = jnp.maximum(state.highest, scores.max(axis=-1))
     weights = jnp.exp(scores - highest[..., None])
     kept = jnp.exp(state.highest - highest)
@@ -321,10 +330,14 @@ def _with_gradients(
 ) -> tuple[Array, Array, Array]:
     of_query, of_key, of_value = gradients
     dtype = queries.q.dtype
-    weights = jnp.exp(_scores(queries, keys, mask) - saved.log_total[..., None])
+    scores, slope = _scores(queries, keys, mask)
+    weights = jnp.exp(scores - saved.log_total[..., None])
     of_value += _product("bgxt,bgxk->bgtk", weights.astype(dtype), saved.out_gradient)
     of_weights = _product("bgxk,bgtk->bgxt", saved.out_gradient, keys.v)
-    of_scores = (weights * (of_weights - saved.share[..., None])).astype(dtype)
+    of_scores = weights * (of_weights - saved.share[..., None])
+    if mask.soft_cap is not None:
+        of_scores *= slope
+    of_scores = of_scores.astype(dtype)
     of_query += _product("bgxt,bgtk->bgxk", of_scores, keys.k)
     of_key += _product("bgxt,bgxk->bgtk", of_scores, queries.q)
     return of_query, of_key, of_value
@@ -345,8 +358,14 @@ def varying_as(like: Array, value: Array) -> Array:
 def all_varying(axis: str, *values: Any) -> list[Any]:
     """Values that may differ over ``axis`` and wherever any of them may; or None."""
     # Outside of check_vma nothing is known to vary, not even the rank.
-    axes = _jax.varying_axes(lax.axis_index(axis))
-    axes = axes.union(*(_jax.varying_axes(x) for x in values if x is not None))
+    return varying_alike(*values, lax.axis_index(axis))[:-1]
+
+
+def varying_alike(*values: Any) -> list[Any]:
+    """Values that may all differ wherever any of them may; or None."""
+    axes = frozenset[str]().union(
+        *(_jax.varying_axes(x) for x in values if x is not None)
+    )
     return [None if x is None else _varying(x, axes) for x in values]
 
 

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ts.nn``: the functions that layers are made of, each a function of its arrays.
+
+A facade: every name is defined in ``tessera.ops``, and nothing in the package imports
+it.
+"""
+
+from tessera.ops.activations import dropout as dropout
+from tessera.ops.activations import gelu as gelu
+from tessera.ops.activations import log_softmax as log_softmax
+from tessera.ops.activations import silu as silu
+from tessera.ops.activations import softmax as softmax
+from tessera.ops.attention.flash import flash_attention as flash_attention
+from tessera.ops.embedding import embedding as embedding
+from tessera.ops.linear import linear as linear
+from tessera.ops.losses import cross_entropy as cross_entropy
+from tessera.ops.norms import layer_norm as layer_norm
+from tessera.ops.norms import rms_norm as rms_norm

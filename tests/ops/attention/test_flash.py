@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_attention against attention written out in NumPy in f64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tessera as ts
+from tessera.errors import OperandError
+from tessera.ops.attention import blockwise
+from tessera.ops.attention.flash import flash_attention
+
+pytestmark = pytest.mark.usefixtures("quick_compile", "small_blocks")
+
+
+@pytest.fixture(scope="module")
+def small_blocks():
+    """Several blocks for short sequences."""
+    before, blockwise.MOST_ROWS = blockwise.MOST_ROWS, 8
+    jax.clear_caches()  # programs of other tests have other blocks
+    yield
+    blockwise.MOST_ROWS = before
+    jax.clear_caches()
+
+
+def drawn(batch=2, heads=4, kv_heads=2, queries=20, keys=20, size=4, dtype="f4"):
+    rng = np.random.default_rng(0)
+    sizes = [(heads, queries), (kv_heads, keys), (kv_heads, keys)]
+    return [rng.normal(size=(batch, *s, size)).astype(dtype) for s in sizes]
+
+
+def reference(q, k, v, *, causal=False, scale=None, window=None, cap=None, ids=None):
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat(repeats, 1), v.repeat(repeats, 1)
+    scores = q @ k.swapaxes(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if cap is not None:
+        scores = cap * np.tanh(scores / cap)
+    distance = np.arange(q.shape[2])[:, None] - np.arange(k.shape[2])
+    seen = np.ones_like(distance, bool)[None]
+    if causal:
+        seen = seen & (distance >= 0)
+    if window is not None:
+        seen = seen & (distance < window)
+    if ids is not None:
+        seen = seen & (ids[:, :, None] == ids[:, None])
+    scores = np.where(seen[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ v
+
+
+IDS = np.array([[1] * 7 + [2] * 13, [5] * 20], np.int32)
+SETTINGS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "scaled": {"causal": True, "scale": 1.5},
+    "window": {"causal": True, "window": 5},
+    "capped": {"causal": True, "soft_cap": 0.7},
+    "segments": {"causal": True, "segment_ids": IDS},
+    "both ways in segments": {"segment_ids": IDS},
+    "everything": {
+        "causal": True,
+        "window": 9,
+        "soft_cap": 2.0,
+        "scale": 1.0,
+        "segment_ids": IDS,
+    },
+}
+
+
+def expected_of(arrays, settings):
+    names = {"soft_cap": "cap", "segment_ids": "ids"}
+    return reference(*arrays, **{names.get(k, k): v for k, v in settings.items()})
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_it_reads_what_attention_reads(settings):
+    arrays = drawn()
+    found = flash_attention(*arrays, **settings)
+    np.testing.assert_allclose(found, expected_of(arrays, settings), atol=3e-6)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 3)])
+def test_query_heads_share_key_heads_in_groups(heads):
+    arrays = drawn(heads=heads[0], kv_heads=heads[1])
+    found = flash_attention(*arrays, causal=True)
+    np.testing.assert_allclose(found, reference(*arrays, causal=True), atol=3e-6)
+
+
+@pytest.mark.parametrize("lengths", [(3, 20), (20, 3), (1, 1), (17, 16)])
+def test_queries_may_be_more_or_fewer_than_keys(lengths):
+    arrays = drawn(queries=lengths[0], keys=lengths[1])
+    np.testing.assert_allclose(flash_attention(*arrays), reference(*arrays), atol=3e-6)
+
+
+def dense(q, k, v, settings):
+    """The same in jnp, to be differentiated."""
+    names = {**settings}
+    cap, ids = names.pop("soft_cap", None), names.pop("segment_ids", None)
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = jnp.einsum("bhsd,bhtd->bhst", q, k)
+    scores = scores * (settings.get("scale") or q.shape[-1] ** -0.5)
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+    distance = np.arange(q.shape[2])[:, None] - np.arange(k.shape[2])
+    seen = (distance >= 0) & (distance < settings.get("window", 99))
+    seen = np.broadcast_to(seen | (not settings.get("causal")), (2, 20, 20))
+    if ids is not None:
+        seen = seen & (ids[:, :, None] == ids[:, None])
+    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf))
+    return jnp.einsum("bhst,bhtd->bhsd", weights, v)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "capped", "everything"])
+def test_its_gradients_are_those_of_attention(name):
+    settings, arrays = SETTINGS[name], drawn()
+    cotangent = np.random.default_rng(1).normal(size=arrays[0].shape).astype("f4")
+
+    def of(read):
+        return jax.grad(lambda *a: (read(*a) * cotangent).sum(), (0, 1, 2))(*arrays)
+
+    found = of(lambda *a: flash_attention(*a, **settings))
+    expected = of(lambda *a: dense(*a, settings))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_operands_are_summed_in_f32(dtype):
+    arrays = [jnp.asarray(x, dtype) for x in drawn(queries=64, keys=64)]
+    found = flash_attention(*arrays, causal=True)
+    assert found.dtype == dtype
+    expected = reference(*arrays, causal=True)
+    tolerance = 4 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), expected, atol=tolerance, rtol=tolerance
+    )
+
+
+def test_the_memory_of_a_step_grows_with_the_sequence_and_not_with_its_square(
+    monkeypatch,
+):
+    monkeypatch.setattr(blockwise, "MOST_ROWS", 64)
+
+    def temporaries(length):
+        shape = jax.ShapeDtypeStruct((1, 2, length, 8), jnp.float32)
+
+        @ts.function
+        def step(q, k, v):
+            loss = flash_attention(q, k, v, causal=True).sum()
+            return ts.grad(loss, (q, k, v))
+
+        return step.compile(shape, shape, shape).memory.temporaries
+
+    short, long = temporaries(1024), temporaries(4096)
+    assert long < 4.5 * short
+    assert long < 4 * 4096**2, "one head's scores"
+
+
+def test_heads_and_batch_may_be_split_over_devices(grid_mesh):
+    """No device sends anything: each has whole sequences of its own heads."""
+    arrays = drawn(heads=8, kv_heads=4)
+    split = NamedSharding(grid_mesh.jax, P("dp", "tp"))
+    ids = jax.device_put(IDS, NamedSharding(grid_mesh.jax, P("dp")))
+
+    def loss(q, k, v):
+        out = flash_attention(q, k, v, causal=True, segment_ids=ids)
+        return (out**2).sum(), out
+
+    placed = [jax.device_put(x, split) for x in arrays]
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    (_, out), gradients = step(*placed)
+    np.testing.assert_allclose(out, reference(*arrays, causal=True, ids=IDS), atol=3e-6)
+    text = step.lower(*placed).compile().as_text()
+    sent = [line for line in text.splitlines() if "all-" in line or "permute" in line]
+    # The sum of the loss, and nothing of attention.
+    assert all("f32[]" in line for line in sent if " = " in line), sent
+    assert gradients[0].sharding.is_equivalent_to(split, 4)
+
+
+def test_it_runs_on_the_blocks_of_a_manual_region(grid_mesh):
+    arrays = drawn(heads=8, kv_heads=4)
+
+    def step(q, k, v):
+        return jax.grad(
+            lambda *a: (flash_attention(*a, causal=True) ** 2).sum(), (0, 1, 2)
+        )(q, k, v)
+
+    spec = P("dp", "tp")
+    mapped = jax.shard_map(
+        step, mesh=grid_mesh.jax, in_specs=(spec, spec, spec), out_specs=(spec,) * 3
+    )
+    for one, other in zip(jax.jit(mapped)(*arrays), step(*arrays), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_autocast_reaches_its_matmuls():
+    arrays = drawn()
+
+    @ts.function
+    def narrow(q, k, v):
+        with ts.autocast("bf16"):
+            out = flash_attention(q, k, v, causal=True)
+        return out, ts.grad(out.sum(), v)
+
+    out, gradient = narrow(*map(jnp.asarray, arrays))
+    expected = reference(*arrays, causal=True)
+    assert 1e-4 < abs(out - expected).max() < 3e-2
+    assert gradient.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "text"),
+    [
+        ({"kv_heads": 3}, {}, "whose G divides H"),
+        ({"keys": 8}, {"causal": True}, "20 queries, 8 keys"),
+        ({}, {"window": 4}, "window=4, causal=False"),
+        ({}, {"window": 0, "causal": True}, "window=0"),
+        ({}, {"soft_cap": 0.0}, "positive soft_cap"),
+        ({}, {"segment_ids": IDS[0]}, r"pass integers of shape \(2, 20\)"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(change, settings, text):
+    with pytest.raises(OperandError, match=text):
+        flash_attention(*drawn(**change), **settings)
+
+
+def test_operands_of_different_dtypes_are_an_error_that_names_them():
+    q, k, v = drawn()
+    with pytest.raises(OperandError) as caught:
+        flash_attention(q, k.astype(np.float16), v)
+    assert str(caught.value) == (
+        "[T401] flash_attention takes operands of one floating-point dtype\n"
+        "  got: queries float32, keys float16, values float32\n"
+        "  fix: cast them to one dtype first\n"
+        "  docs: docs/errors/T401.md"
+    )

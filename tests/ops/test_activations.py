@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""softmax, gelu, silu and dropout against NumPy in f64."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tessera.errors import OperandError
+from tessera.ops.activations import dropout, gelu, log_softmax, silu, softmax
+
+X = np.random.default_rng(0).normal(size=(3, 4, 5), scale=4.0)
+KEY = jax.random.key(3)
+
+
+def softmax_f64(x, dim):
+    weights = np.exp(x - x.max(dim, keepdims=True))
+    return weights / weights.sum(dim, keepdims=True)
+
+
+@pytest.mark.parametrize("dim", [-1, 0, 1, (0, 2)])
+def test_a_softmax_is_along_its_dim(dim):
+    x, expected = jnp.asarray(X, jnp.float32), softmax_f64(X, dim)
+    np.testing.assert_allclose(softmax(x, dim), expected, rtol=1e-5)
+    np.testing.assert_allclose(softmax(x, dim=dim), expected, rtol=1e-5)
+    np.testing.assert_allclose(log_softmax(x, dim), np.log(expected), rtol=1e-4)
+
+
+def test_a_softmax_of_bf16_is_summed_in_f32():
+    x = jnp.zeros((2, 4096), jnp.bfloat16)
+    found = softmax(x)
+    assert found.dtype == jnp.bfloat16
+    assert (found == jnp.bfloat16(1 / 4096)).all()
+    assert (log_softmax(x) == jnp.bfloat16(-math.log(4096))).all()
+
+
+def test_scores_that_are_large_do_not_overflow():
+    np.testing.assert_array_equal(softmax(jnp.array([1e30, 0.0])), [1.0, 0.0])
+
+
+def test_gelu_is_exact_unless_it_is_told_otherwise():
+    x = np.linspace(-5, 5, 41)
+    exact = x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    approximated = 0.5 * x * (1 + np.tanh(inner))
+    assert abs(exact - approximated).max() > 4e-4, "the two can be told apart"
+    narrow = jnp.asarray(x, jnp.float32)
+    for found in (gelu(narrow), gelu(narrow, "none"), gelu(narrow, approximate=False)):
+        np.testing.assert_allclose(found, exact, atol=2e-6)
+    for found in (gelu(narrow, "tanh"), gelu(narrow, approximate=True)):
+        np.testing.assert_allclose(found, approximated, atol=2e-6)
+    assert gelu(jnp.bfloat16(1.0)).dtype == jnp.bfloat16
+    with pytest.raises(OperandError, match="no approximation 'erf'"):
+        gelu(narrow, "erf")  # pyrefly: ignore
+
+
+def test_silu_is_x_times_its_sigmoid():
+    x = np.linspace(-5, 5, 41)
+    found = silu(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(found, x / (1 + np.exp(-x)), atol=2e-6)
+
+
+# --- dropout
+
+
+def test_dropout_keeps_the_mean_and_drops_its_part():
+    found = dropout(jnp.ones((200, 200)), 0.3, key=KEY)
+    assert float((found == 0).mean()) == pytest.approx(0.3, abs=0.01)
+    assert float(found.mean()) == pytest.approx(1.0, abs=0.02)
+    np.testing.assert_allclose(found[found != 0], 1 / 0.7, rtol=1e-6)
+
+
+def test_a_key_gives_the_same_zeros_and_another_one_others():
+    x = jnp.ones((64, 64))
+    first = dropout(x, 0.5, key=KEY)
+    assert (first == dropout(x, 0.5, key=KEY)).all()
+    assert (first != dropout(x, 0.5, key=jax.random.key(4))).any()
+
+
+def test_nothing_is_dropped_at_rate_zero_or_deterministically_and_no_key_is_needed():
+    x = jnp.asarray(X, jnp.bfloat16)
+    for found in (dropout(x, 0.0), dropout(x, 0.5, deterministic=True)):
+        assert found.dtype == jnp.bfloat16
+        assert (found == x).all()
+
+
+def test_everything_is_dropped_at_rate_one():
+    assert not dropout(jnp.ones(8), 1.0, key=KEY).any()
+
+
+def test_the_gradient_passes_where_nothing_was_dropped():
+    x = jnp.ones(64)
+    kept = dropout(x, 0.25, key=KEY)
+    gradient = jax.grad(lambda x: dropout(x, 0.25, key=KEY).sum())(x)
+    np.testing.assert_array_equal(gradient, kept)
+
+
+def test_the_zeros_do_not_depend_on_the_mesh(grid_mesh):
+    x = jnp.ones((8, 16))
+    alone = dropout(x, 0.5, key=KEY)
+    split = jax.device_put(x, NamedSharding(grid_mesh.jax, P("dp", "tp")))
+    dropped = jax.jit(lambda x: dropout(x, 0.5, key=KEY))(split)
+    np.testing.assert_array_equal(dropped, alone)
+
+
+def test_a_missing_key_and_a_rate_that_is_none_are_errors():
+    with pytest.raises(OperandError) as caught:
+        dropout(jnp.ones(8), 0.5)
+    assert str(caught.value) == (
+        "[T401] dropout has no key to draw from\n"
+        "  got: rate 0.5, key=None\n"
+        "  fix: pass key=jax.random.fold_in(key, step), or deterministic=True\n"
+        "  docs: docs/errors/T401.md"
+    )
+    with pytest.raises(OperandError, match="rate 50"):
+        dropout(jnp.ones(8), 50, key=KEY)
