@@ -28,6 +28,7 @@ from tessera.graph.tracing.arguments import (
     changed_statics,
     take_apart,
 )
+from tessera.graph.tracing.control_flow.steering import as_called
 from tessera.graph.tracing.declarations import Options
 from tessera.graph.tracing.inlining import inline
 from tessera.graph.tracing.spelling import Form, Spelling
@@ -180,9 +181,10 @@ class Function:
 
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the function that Tessera is tracing, layouts and all."""
+        body = as_called(self.body)
         if self.options.mesh is None and not self.options.declares_layouts:
-            return checked(self.body, args, kwargs, name=self.options.name)
-        return inline(self.body, self._take_apart(args, kwargs), self.options)
+            return checked(body, args, kwargs, name=self.options.name)
+        return inline(body, self._take_apart(args, kwargs), self.options)
 
     def _inline(self, call: Call) -> Any:
         """Become part of a program that JAX, not Tessera, is tracing."""

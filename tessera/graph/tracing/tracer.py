@@ -30,6 +30,10 @@ from tessera.graph.captures import lift_captures
 from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.pipelining.mark import PipelineCall, pipeline_p
 from tessera.graph.tracing.arguments import Call, Leaf, common_mesh
+from tessera.graph.tracing.control_flow.steering import (
+    as_called,
+    with_control_flow,
+)
 from tessera.graph.tracing.declarations import (
     Options,
     argument_values,
@@ -90,9 +94,16 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
       ParameterNameError: [T305] the function declares other parameters every time.
       MeshConflictError: [T308] the inputs live on different meshes.
       AnnotationError: [T315] arguments or result do not fit the annotations.
+      BranchError: [T318] the sides of a branch leave values of different types.
+      ControlFlowError: [T319] Python has to decide on what is traced.
     """
     _jax.hide_machinery()
     let_transpose_swap()
+    statics = [value.value for each in call.arguments for _, value in each.statics]
+    return with_control_flow(lambda: _trace(function, call, options), function, statics)
+
+
+def _trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
     # What is open around a manual region is no mesh for the blocks inside it.
     opened = None if manual_axes() else opened_or_none()
     owners: list[tuple[str, Mesh | None]] = [("the step", options.mesh or opened)]
@@ -191,7 +202,7 @@ def _run(
         }
         args, kwargs = call.rebuilt(arrays[:count])
         with scope.carried_autocast():
-            result = function(*args, **kwargs)
+            result = as_called(function)(*args, **kwargs)
         leaves, trial.out_tree = jax.tree.flatten(result)
         trial.out_statics = {
             i: leaf for i, leaf in enumerate(leaves) if not is_number(leaf)

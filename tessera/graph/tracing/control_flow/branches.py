@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``if``, ``and``, ``or``, ``not`` and ``a if c else b``: on traced values, ``cond``.
+
+A condition that Python knows is decided by Python, as ever. Where it is traced, both
+branches are traced, and ``jax.lax.cond`` runs one of them.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera import _jax
+from tessera.graph.tracing.control_flow.blocks import (
+    ABSENT,
+    Block,
+    Merge,
+    traced_block,
+    truth,
+    user_line,
+    with_results,
+)
+from tessera.graph.tracing.control_flow.state import Key, State
+
+Run = Callable[[], Any]
+
+
+def if_stmt(
+    test: Any,
+    body: Run,
+    orelse: Run,
+    get: Callable[[], tuple[Any, ...]],
+    put: Callable[[tuple[Any, ...]], None],
+    names: Sequence[str],
+    num_outputs: int,
+) -> None:
+    """An ``if``; variables after the first ``num_outputs`` are not used after it."""
+    if not isinstance(test, _jax.Tracer):
+        body() if test else orelse()
+        return
+    state = State(names, get, put, (body, orelse))
+    dead = frozenset(names[num_outputs:])
+    choose(test, body, orelse, state, dead=dead, what="the `if`")
+
+
+def if_exp(test: Any, body: Run, orelse: Run, text: str) -> Any:
+    """``body if test else orelse``."""
+    del text
+    if not isinstance(test, _jax.Tracer):
+        return body() if test else orelse()
+    box: list[Any] = [None]
+
+    def put(values: tuple[Any, ...]) -> None:
+        box[0] = values[0]
+
+    def run(way: Run) -> Run:
+        return lambda: put((way(),))
+
+    state = State(("its value",), lambda: (box[0],), put, (body, orelse))
+    choose(test, run(body), run(orelse), state, what="the conditional expression")
+    return box[0]
+
+
+def choose(
+    test: Any,
+    body: Run,
+    orelse: Run,
+    state: State,
+    *,
+    what: str,
+    dead: frozenset[str] = frozenset(),
+) -> None:
+    """Run one of two blocks, which is known when the program runs.
+
+    Raises:
+      BranchError: [T318] they leave values of different types.
+      ControlFlowError: [T319] the condition is not one number.
+    """
+    predicate = truth(test, what)
+    before = state.read()
+    known = _known(test, before)
+    starts = [
+        before | {key: sense is way for key, sense in known.items()}
+        for way in (True, False)
+    ]
+    blocks = []
+    for run, start in zip((body, orelse), starts, strict=True):
+        state.write(start)
+        blocks.append(traced_block(run, state, start))
+    merge = Merge(f"{what} at {user_line()}", ("if it holds", "if not"))
+    merged: dict[Key, Any] = {}
+    for key in dict.fromkeys((*blocks[0].after, *blocks[1].after)):
+        if key.holder or key.entry not in dead:
+            ways = [
+                block.after.get(key, start.get(key, ABSENT))
+                for block, start in zip(blocks, starts, strict=True)
+            ]
+            merged[key] = merge.value(key.name, *ways)
+    merge.require_agreement()
+    results = _cond(predicate, blocks, merge)
+    state.write(before | with_results(merged, results))
+
+
+def _cond(predicate: Any, blocks: Sequence[Block], merge: Merge) -> Sequence[Any]:
+    """What the program computes for the slots of a merge, in order."""
+    if not merge.meetings and not any(b.program.effects for b in blocks):
+        return []
+
+    def way(block: Block, first: bool) -> Callable[[], list[Any]]:
+        def run() -> list[Any]:
+            outputs = _jax.evaluate(block.program)
+            return [
+                meeting.cast(
+                    block.value(meeting.first if first else meeting.second, outputs),
+                    meeting.second if first else meeting.first,
+                )
+                for meeting in merge.meetings
+            ]
+
+        return run
+
+    return jax.lax.cond(predicate, way(blocks[0], True), way(blocks[1], False))
+
+
+# --- what follows from a condition
+
+# What a condition is the negation of, by its id and for as long as it lives.
+_negations: dict[int, Any] = {}
+
+
+def not_(value: Any) -> Any:
+    """``not value``."""
+    if not isinstance(value, _jax.Tracer):
+        return not value
+    negated = jnp.logical_not(truth(value, "`not`"))
+    _negations[id(negated)] = value
+    weakref.finalize(negated, _negations.pop, id(negated))
+    return negated
+
+
+def _known(test: Any, before: dict[Key, Any]) -> dict[Key, bool]:
+    """Variables that are the condition itself, or its negation, and which of them.
+
+    What they are in each branch is known there: so it is known that a function has
+    returned, where it returns on either side of an ``if not returned``.
+    """
+    opposite = _negations.get(id(test))
+    return {
+        key: value is test
+        for key, value in before.items()
+        if key.holder == 0
+        and (value is test or value is opposite)
+        and isinstance(value, _jax.Tracer)
+    }
+
+
+def and_(first: Run, second: Run) -> Any:
+    """``first() and second()``."""
+    value = first()
+    if not isinstance(value, _jax.Tracer):
+        return value and second()
+    other = second()
+    if _are_conditions(value, other):
+        return jnp.logical_and(value, other)
+    return if_exp(value, lambda: other, lambda: value, "")
+
+
+def or_(first: Run, second: Run) -> Any:
+    """``first() or second()``."""
+    value = first()
+    if not isinstance(value, _jax.Tracer):
+        return value or second()
+    other = second()
+    if _are_conditions(value, other):
+        return jnp.logical_or(value, other)
+    return if_exp(value, lambda: value, lambda: other, "")
+
+
+def _are_conditions(*values: Any) -> bool:
+    return all(
+        isinstance(value, bool)
+        or (getattr(value, "dtype", None) == jnp.bool_ and jnp.ndim(value) == 0)
+        for value in values
+    )

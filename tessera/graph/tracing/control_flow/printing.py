@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``print`` where a function is traced: it prints when the program runs.
+
+The values that it is given are those of the run, in a branch it prints only if the
+branch is taken, and text that was formatted from traced values keeps them until then.
+"""
+
+import builtins
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tessera import _jax, scope
+
+_Part = str | tuple[Any, str, str]
+
+
+class RuntimeText(str):
+    """Text with values in it that are known when the program runs.
+
+    Everywhere but in ``print`` it is the text that it was formatted to while tracing.
+
+    Attributes:
+      parts: Text, and tuples of a value, its conversion and its format.
+    """
+
+    parts: tuple[_Part, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[_Part]) -> str:
+        """Text of some parts; plain text where none of them is traced."""
+        flat: list[_Part] = []
+        for part in parts:
+            plain = isinstance(part, tuple) and part[1:] == ("", "")
+            inner = part[0] if plain else None
+            flat += inner.parts if isinstance(inner, RuntimeText) else [part]
+        traced = [isinstance(p, tuple) and _is_traced(p[0]) for p in flat]
+        text = "".join(
+            p if isinstance(p, str) else str(p[0]) if unknown else _formatted(*p)
+            for p, unknown in zip(flat, traced, strict=True)
+        )
+        if not any(traced):
+            return text
+        made = cls(text)
+        made.parts = tuple(flat)
+        return made
+
+    def __add__(self, other: str) -> str:
+        return RuntimeText.of([(self, "", ""), (other, "", "")])
+
+    def __radd__(self, other: str) -> str:
+        return RuntimeText.of([(other, "", ""), (self, "", "")])
+
+
+def format_string(*parts: _Part) -> str:
+    """An f-string, from its parts."""
+    return RuntimeText.of(parts)
+
+
+def str_(*args: Any, **kwargs: Any) -> str:
+    """``str``."""
+    if len(args) == 1 and not kwargs and _is_traced(args[0]):
+        return RuntimeText.of([(args[0], "", "")])
+    return str(*args, **kwargs)
+
+
+def format_method(text: str) -> Callable[..., str]:
+    """The method ``format`` of some text."""
+
+    def formatted(*args: Any, **kwargs: Any) -> str:
+        if not any(map(_is_traced, (*args, *kwargs.values()))):
+            return text.format(*args, **kwargs)
+        return RuntimeText.of([((text, args, kwargs), "call", "")])
+
+    return formatted
+
+
+def print_(*values: Any, **options: Any) -> None:
+    """``print``, when the program runs.
+
+    Values of several devices are gathered and printed once; in a manual region every
+    device prints its own.
+    """
+    if scope.current() is None:  # it runs: this is code that a program calls back
+        builtins.print(*values, **options)  # noqa: T201
+        return
+    parts = [
+        part
+        for value in values
+        for part in [
+            value.parts if isinstance(value, RuntimeText) else [(value, "", "")]
+        ]
+    ]
+    leaves, tree = jax.tree.flatten(parts)
+    traced = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def emit(*arrays: Any) -> None:
+        known = list(leaves)
+        for place, array in zip(traced, arrays, strict=True):
+            known[place] = _plain(np.asarray(array))
+        texts = [
+            "".join(p if isinstance(p, str) else _formatted(*p) for p in text)
+            for text in jax.tree.unflatten(tree, known)
+        ]
+        builtins.print(*texts, **options)  # noqa: T201
+
+    jax.debug.callback(emit, *(leaves[place] for place in traced))
+
+
+def _formatted(value: Any, conversion: str, spec: str) -> str:
+    if conversion == "call":
+        text, args, kwargs = value
+        return text.format(*args, **kwargs)
+    converters = {"r": repr, "s": str, "a": ascii}
+    converted = converters[conversion](value) if conversion else value
+    if isinstance(converted, np.generic) and spec:
+        converted = converted.item()  # bfloat16 has no formats of its own
+    return format(converted, spec)
+
+
+def _plain(array: np.ndarray[Any, Any]) -> Any:
+    """A single number rather than an array of none dims."""
+    return array[()] if array.ndim == 0 else array
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array)
+
+
+def _is_traced(value: Any) -> bool:
+    if isinstance(value, RuntimeText):
+        return True
+    return any(isinstance(leaf, _jax.Tracer) for leaf in jax.tree.leaves(value))
