@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage 2: the passes, in order, and the one loop that runs them."""
 
-import difflib
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -15,6 +14,7 @@ from tessera.graph.passes.assign_output_layouts import assign_output_layouts
 from tessera.graph.passes.autocast_matmuls import autocast_matmuls
 from tessera.graph.passes.differentiate_losses import differentiate_losses
 from tessera.graph.passes.schedule_pipelines import schedule_pipelines
+from tessera.graph.program_diff import diff_programs
 
 _logger = logging.getLogger("tessera.passes")
 
@@ -48,15 +48,7 @@ class PassRecord:
 
     def diff(self, before: Graph) -> str:
         """The lines that the pass changed, as a unified diff; empty if none."""
-        lines = difflib.unified_diff(
-            before.as_text().splitlines(),
-            self.graph.as_text().splitlines(),
-            f"before {self.name}",
-            f"after {self.name}",
-            n=0,
-            lineterm="",
-        )
-        return "\n".join(lines)
+        return diff_programs(before.as_text(), self.graph.as_text(), name=self.name)
 
 
 def run_passes(graph: Graph, *, skip: Collection[str] = ()) -> tuple[PassRecord, ...]:
