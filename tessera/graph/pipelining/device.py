@@ -253,13 +253,18 @@ class Device:
         return replace(carry, sums=jax.lax.cond(wanted, work, _same, carry.sums))
 
     def passed_on(self, carry: Carry, activation: Tree, cotangent: Tree) -> Carry:
-        """The carry with what the neighbors sent; every device takes part."""
-        back = [(after, before) for before, after in self._ring]
-        return replace(
-            carry,
-            activation=jax.lax.ppermute(activation, self.axis, self._ring),
-            cotangent=jax.lax.ppermute(cotangent, self.axis, back),
-        )
+        """The carry with what the neighbors sent; every device takes part.
+
+        None is what no device sends in this tick.
+        """
+        if activation is not None:
+            arrived = jax.lax.ppermute(activation, self.axis, self._ring)
+            carry = replace(carry, activation=arrived)
+        if cotangent is not None:
+            back = [(after, before) for before, after in self._ring]
+            arrived = jax.lax.ppermute(cotangent, self.axis, back)
+            carry = replace(carry, cotangent=arrived)
+        return carry
 
     def forward_only(self) -> tuple[Tree, Array, Tree]:
         """Outputs of the last stage, loss and statistics, over all microbatches.

@@ -113,6 +113,26 @@ class Schedule:
             table.flags.writeable = False
         return tables
 
+    @property
+    def phases(self) -> tuple[tuple[tuple[Kind, ...], slice], ...]:
+        """Kinds of work and the ticks that they are in: forwards apart, or all at once.
+
+        Example:
+          >>> from tessera.graph.pipelining import schedule
+          >>> schedule("gpipe", stages=2, microbatches=3).phases
+          ((('F',), slice(0, 4, None)), (('B',), slice(4, 8, None)))
+          >>> schedule("1f1b", stages=2, microbatches=3).phases
+          ((('F', 'B'), slice(0, 5, None)),)
+        """
+        ticks: dict[Kind, list[int]] = {op.kind: [] for *_, op in self.placed()}
+        for tick, _, op in self.placed():
+            ticks[op.kind].append(tick)
+        kinds = tuple(kind for kind in KINDS if kind in ticks)
+        turn = max(ticks["F"]) + 1
+        if any(min(ticks[kind]) < turn for kind in kinds[1:]):
+            return ((kinds, slice(0, self.ticks)),)
+        return (kinds[:1], slice(0, turn)), (kinds[1:], slice(turn, self.ticks))
+
     @cached_property
     def slots(self) -> Slots:
         """Where a device keeps what arrives until it is read; see :class:`Slots`."""

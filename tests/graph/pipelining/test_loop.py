@@ -320,11 +320,15 @@ def test_the_program_is_no_longer_for_more_microbatches(name):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("microbatches", [8, 64])
-def test_each_tick_sends_one_wire_in_each_direction(name, microbatches):
+def test_each_tick_sends_one_wire_in_each_direction_that_it_works_in(
+    name, microbatches
+):
     ledger = collectives(compiled(name, microbatches), mesh_of(pp=2))
     sent = [row for row in ledger.rows if row.kind == "collective-permute"]
     assert [row.axes for row in sent] == [("pp",)] * 2
     assert [row.conditional for row in sent] == [False] * 2
     assert [row.nbytes for row in sent] == [1024 * 16 * 4] * 2
     ticks = schedule(name, 2, microbatches).ticks
-    assert [row.calls for row in sent] == [ticks] * 2
+    # Under gpipe all forwards come first, and nothing is sent back among them.
+    calls = ticks // 2 if name == "gpipe" else ticks
+    assert [row.calls for row in sent] == [calls] * 2
