@@ -100,7 +100,8 @@ def _check(fact: Fact, sizes: Sizes) -> None:
         return
     given = ", ".join(f"{name} = {sizes.known[name]}" for name in fact.dim.symbols)
     sizes.problems.append(
-        f"{fact.dim} is {size} with {given}, and {fact.size} by {fact.place}"
+        f"{fact.dim} is {'no size' if size < 0 else size} with {given}, "
+        f"and {fact.size} by {fact.place}"
     )
 
 

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of symbols from what several arrays say of them."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from tessera.annotations.dims import Dim
+from tessera.annotations.sizes import Fact, solve
+
+
+def solved(*facts):
+    """Facts as ``B=4``, each at a place of its own."""
+    pairs = [fact.split("=") for fact in facts]
+    return solve(
+        Fact(Dim(d), int(size), f"at {i}") for i, (d, size) in enumerate(pairs)
+    )
+
+
+def test_a_symbol_has_the_size_that_all_agree_on():
+    found = solved("B=4", "S=8", "B=4", "_=3", "_=5", "_any=1", "_any=2")
+    assert (found.known, found.problems) == ({"B": 4, "S": 8}, [])
+
+
+def test_who_does_not_agree_is_named_with_the_size():
+    found = solved("B=4", "B=8", "B=4", "B=3")
+    assert found.problems == ["B is 4 by at 0 and at 2, 8 by at 1, 3 by at 3"]
+
+
+def test_a_size_has_to_be_met():
+    assert solved("8=8", "2*3=6").problems == []
+    assert solved("8=7").problems == ["at 0 is 7, not 8"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "known"),
+    [
+        (["D=8", "3*D*H=48"], {"D": 8, "H": 2}),
+        (["3*D*H=48", "D=8"], {"D": 8, "H": 2}),
+        (["S+1=9"], {"S": 8}),
+        (["2*(S-1)=14"], {"S": 8}),
+        (["A+B=7", "B+C=9", "C=4"], {"A": 2, "B": 5, "C": 4}),
+        (["10-S=4"], {"S": 6}),
+    ],
+    ids=str,
+)
+def test_an_expression_with_one_unknown_is_solved(facts, known):
+    found = solved(*facts)
+    assert (found.known, found.problems) == (known, [])
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        (["D=8", "3*D=25"], "3*D is 24 with D = 8, and 25 by at 1"),
+        (["3*D=25"], "3*D is 25 by at 0, which no D gives"),
+        (["S+5=3"], "S+5 is 3 by at 0, which no S gives"),
+        (["S=9", "S//2=5"], "S//2 is 4 with S = 9, and 5 by at 1"),
+        (["3*D=24", "2*D=18"], "2*D is 16 with D = 8, and 18 by at 1"),
+        (["3*D*H=24", "D*H=7"], "D*H is 8 by at 0, 7 by at 1"),
+        (["3*D*H=24", "H*D=7"], "D*H is 8 by at 0, 7 by at 1"),
+        (["3*D*H=25", "D*H=8"], "3*D*H is 25 by at 0, which is no multiple of 3"),
+        (["D*D=9", "2*D*D=16"], "D*D is 9 by at 0, 8 by at 1"),
+        (["A=2", "A*B*C=9"], "A*B*C is 9 by at 1, which is no multiple of 2"),
+    ],
+    ids=str,
+)
+def test_an_expression_that_is_not_met_says_why(facts, problem):
+    assert solved(*facts).problems == [problem]
+
+
+def test_products_of_several_unknowns_are_compared():
+    assert solved("3*D*H=24", "D*H=8", "2*H*D=16").problems == []
+
+
+def test_a_product_of_several_unknowns_is_checked_when_one_is_known():
+    assert solved("3*D*H=24", "D*H=8", "H=2").known == {"D": 4, "H": 2}
+
+
+def test_what_no_size_can_be_said_of_is_let_through():
+    assert solved("A+B=5", "S//2=4", "D*D=9").problems == []
+
+
+def test_a_division_by_nothing_is_no_size():
+    assert solved("S=0", "8//S=4").problems == ["8//S is no size with S = 0, and 4 by at 1"]
+
+
+@given(
+    st.integers(0, 9), st.integers(0, 9), st.integers(1, 5), st.permutations(range(4))
+)
+def test_true_facts_in_any_order_agree(d, h, factor, order):
+    facts = [
+        f"D={d}",
+        f"{factor}*D*H={factor * d * h}",
+        f"H+D={h + d}",
+        f"D*H={d * h}",
+    ]
+    found = solved(*(facts[i] for i in order))
+    assert found.problems == []
+    assert found.known == {"D": d, "H": h}
