@@ -250,8 +250,7 @@ def _problems(found: Sequence[Found]) -> list[str]:
             )
         dims = one.annotation.dims_of(len(shape))
         if dims is None:
-            count = len(one.annotation.dims)
-            problems.append(f"{one.name} has {len(shape)} dims, not {count}")
+            problems.append(f"{one.name} {_rank_text(one.annotation, len(shape))}")
             continue
         for number, dim in dims:
             facts.append(Fact(dim, shape[number], f"{one.name} (dim {number})"))
@@ -265,6 +264,12 @@ def _problems(found: Sequence[Found]) -> list[str]:
             said = [f"{sizes} by {name}" for sizes, name in by_sizes.items()]
             problems.append(f"{text} is {', '.join(said)}")
     return problems + solve(facts).problems
+
+
+def _rank_text(annotation: Annotation, rank: int) -> str:
+    fixed = [dim for dim in annotation.dims if not dim.is_variadic]
+    more = " or more" if len(fixed) < len(annotation.dims) else ""
+    return f"has {rank} {'dim' if rank == 1 else 'dims'}, not {len(fixed)}{more}"
 
 
 def _no_tree_of_arrays(one: Found) -> list[str]:

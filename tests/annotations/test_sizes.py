@@ -82,7 +82,9 @@ def test_what_no_size_can_be_said_of_is_let_through():
 
 
 def test_a_division_by_nothing_is_no_size():
-    assert solved("S=0", "8//S=4").problems == ["8//S is no size with S = 0, and 4 by at 1"]
+    assert solved("S=0", "8//S=4").problems == [
+        "8//S is no size with S = 0, and 4 by at 1"
+    ]
 
 
 @given(
