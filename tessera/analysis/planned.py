@@ -185,7 +185,7 @@ class Reasons:
         waiting, seen = [node], set()
         while waiting:
             for user in self._users(waiting.pop()):
-                if user.key in seen or user.element == RESULT:
+                if user.key in seen or user.element == RESULT or self._cuts(user):
                     continue
                 seen.add(user.key)
                 yield user
