@@ -14,6 +14,7 @@ from tessera.analysis.pictures import Cell, Grid, Picture
 
 _CELL: Final = "border:1px solid rgba(128,128,128,.4);padding:.2em .6em"
 _SIDE: Final = "display:inline-block;vertical-align:top;margin:0 1em 1em 0"
+_MAX_LINES: Final = 1000
 _DIFF: Final = {
     "+": "background:rgba(46,160,67,.25)",
     "-": "background:rgba(248,81,73,.25)",
@@ -22,8 +23,9 @@ _DIFF: Final = {
 
 
 def lines(texts: Iterable[str]) -> str:
-    """Lines of text, as they stand."""
-    return f"<pre>{escape(chr(10).join(texts))}</pre>"
+    """Lines of text, as they stand; of very many the first."""
+    text = "\n".join(_first(texts))
+    return f"<pre>{escape(text)}</pre>"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -65,9 +67,15 @@ def diff(text: str) -> str:
         f'<span style="{style}">{escape(line)}</span>\n'
         if (style := _DIFF.get(line[:1]))
         else f"{escape(line)}\n"
-        for line in text.splitlines()
+        for line in _first(text.splitlines())
     )
     return f"<pre>{body}</pre>"
+
+
+def _first(texts: Iterable[str]) -> list[str]:
+    every = "\n".join(texts).split("\n")
+    hidden = len(every) - _MAX_LINES
+    return [*every[:_MAX_LINES], f"… {hidden} more lines"] if hidden > 0 else every
 
 
 def _grid(grid: Grid) -> str:

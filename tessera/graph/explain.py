@@ -4,20 +4,31 @@
 It compiles and never runs, so it works on meshes that this machine does not have.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from tessera.analysis import html
 from tessera.analysis.propagation import OpLayout, op_layouts
 from tessera.analysis.propagation import as_text as layouts_as_text
+from tessera.errors import UnknownPassError, did_you_mean
 from tessera.graph.function import Function
+from tessera.graph.side_by_side import (
+    COLUMNS,
+    SideBySide,
+    of_compiled,
+    of_layouts,
+    of_program,
+    side_by_side,
+)
 from tessera.graph.stages import Compiled, Lowered, Traced
 from tessera.graph.tracing.declarations import Options
 from tessera.graph.training_step import Step
+from tessera.mesh import Mesh
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """A step at every stage; what is not asked for is not computed.
 
@@ -39,17 +50,60 @@ class Explanation:
 
     @cached_property
     def layouts(self) -> tuple[OpLayout, ...]:
-        """Every operation with its layout; empty on one device."""
-        mesh = self.traced.graph.mesh
-        return () if mesh is None else op_layouts(self.lowered.jax, mesh)
+        """Every operation with its layout."""
+        mesh = self.traced.graph.mesh or Mesh(("device",), devices=(0,))
+        return op_layouts(self.lowered.jax, mesh)
 
-    def diff(self, name: str) -> str:
-        """The lines of the graph that one pass changed.
+    def diff(self, name: str | None = None) -> str:
+        """The lines of the graph that one pass changed, as a unified diff.
+
+        Args:
+          name: The pass; None is each that changed something, one after the other.
 
         Raises:
           UnknownPassError: [T307] there is no such pass.
         """
-        return self.traced.diff(name)
+        if name is not None:
+            return self.traced.diff(name)
+        names = [record.name for record in self.traced.passes[1:]]
+        return "\n".join(filter(None, map(self.traced.diff, names)))
+
+    def side_by_side(self, line: str = "") -> SideBySide:
+        """What each line of the user's code is at every stage, one row a line.
+
+        Args:
+          line: A part of the lines to show, such as ``train.py:12``.
+        """
+        stages = (
+            of_program(self.traced.origin.graph.program),
+            of_program(self.traced.graph.program),
+            of_layouts(self.layouts),
+            of_compiled(self.compiled.as_text(), self.compiled.collectives),
+        )
+        return side_by_side(stages, line)
+
+    def stage(self, name: str, *, hlo: bool = False) -> "StageView":
+        """One stage alone, which prints as text and renders in a notebook.
+
+        Args:
+          name: ``trace``, ``passes``, ``lower`` or ``compile``; nothing that comes
+            after it is computed.
+          hlo: Whether ``lower`` and ``compile`` show their modules too.
+
+        Raises:
+          UnknownPassError: [T307] there is no such stage.
+        """
+        sections = {
+            "trace": self._traced,
+            "passes": self._passes,
+            "lower": self._lowered,
+            "compile": self._compiled,
+        }
+        if name not in sections:
+            raise UnknownPassError(
+                f"a step has no stage {name!r}", fix=did_you_mean(name, sections)
+            )
+        return StageView(tuple(sections[name](hlo)))
 
     def as_text(self, *, hlo: bool = False) -> str:
         """The stages in order: equations, passes, layouts, collectives, memory.
@@ -57,20 +111,23 @@ class Explanation:
         Args:
           hlo: Whether to add the compiled module itself.
         """
-        sections = {
-            "1 trace": self.traced.as_text(),
-            "2 passes": self._passes_as_text(),
-            "3 lower: each operation with its layout": layouts_as_text(self.layouts)
-            if self.layouts
-            else "one device: every array is whole",
-            "4 compile: each collective": self.compiled.collectives.as_text(),
-            "4 compile: memory": self.compiled.memory.as_text(),
-        }
-        if hlo:
-            sections["4 compile: module"] = self.compiled.as_text()
-        return "\n\n".join(f"=== {name} ===\n{text}" for name, text in sections.items())
+        return "\n\n".join(self.stage(name, hlo=hlo).as_text() for name in COLUMNS)
 
-    def _passes_as_text(self) -> str:
+    def __str__(self) -> str:
+        return self.as_text()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        table = html.section(
+            "side by side", self.side_by_side()._repr_html_(), is_open=True
+        )
+        return table + "".join(self.stage(name)._repr_html_() for name in COLUMNS)
+
+    def _traced(self, _: bool) -> Iterator["Section"]:
+        yield Section("1 trace", self.traced.as_text())
+
+    def _passes(self, _: bool) -> Iterator["Section"]:
         lines = []
         for record in self.traced.passes[1:]:
             if record.skipped:
@@ -79,10 +136,51 @@ class Explanation:
             diff = self.diff(record.name)
             lines.append(f"--- {record.name}: {record.seconds * 1e3:.1f} ms")
             lines.append(diff or "    changes nothing")
-        return "\n".join(lines)
+        yield Section("2 passes", "\n".join(lines), html.diff)
+
+    def _lowered(self, hlo: bool) -> Iterator["Section"]:
+        whole = "one device: every array is whole"
+        text = layouts_as_text(self.layouts) if self.traced.graph.mesh else whole
+        yield Section("3 lower: each operation with its layout", text)
+        if hlo:
+            yield Section("3 lower: module", self.lowered.as_text())
+
+    def _compiled(self, hlo: bool) -> Iterator["Section"]:
+        compiled = self.compiled
+        yield Section("4 compile: each collective", compiled.collectives.as_text())
+        yield Section("4 compile: memory", compiled.memory.as_text())
+        if hlo:
+            yield Section("4 compile: module", compiled.as_text())
+
+
+def _preformatted(text: str) -> str:
+    return html.lines([text])
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of an explanation: its title, its text, and how that becomes HTML."""
+
+    title: str
+    text: str
+    to_html: Callable[[str], str] = _preformatted
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StageView:
+    """One stage of a step; prints as text and renders in a notebook."""
+
+    sections: tuple[Section, ...]
+
+    def as_text(self) -> str:
+        """Its sections under their titles."""
+        return "\n\n".join(f"=== {s.title} ===\n{s.text}" for s in self.sections)
 
     __str__ = as_text
     __repr__ = as_text
+
+    def _repr_html_(self) -> str:
+        return "".join(html.section(s.title, s.to_html(s.text)) for s in self.sections)
 
 
 def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -97,12 +195,13 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Returns:
       An explanation that prints: the equations with the user's lines, what each pass
       changed, each operation with its layout, each collective with its mesh axes,
-      bytes per device and the line that caused it, and memory per device.
+      bytes per device and the line that caused it, and memory per device. ``stage``
+      shows one stage, ``side_by_side`` all of them for each line, ``diff`` a pass.
 
     Example:
       >>> import jax.numpy as jnp
       >>> explanation = trace(lambda x: jnp.sin(x).sum(), jnp.ones((2, 2)))
-      >>> "sin" in explanation.as_text()
+      >>> "sin" in explanation.stage("trace").as_text()
       True
     """
     if not isinstance(model, Function):
