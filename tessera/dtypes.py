@@ -14,21 +14,27 @@ import numpy as np
 
 from tessera.errors import TensorFormError, did_you_mean
 
-f16 = float16 = np.dtype(np.float16)
-f32 = float32 = np.dtype(np.float32)
-f64 = float64 = np.dtype(np.float64)
-bf16 = bfloat16 = np.dtype(jnp.bfloat16)
-f8_e4m3 = float8_e4m3fn = np.dtype(jnp.float8_e4m3fn)
-f8_e5m2 = float8_e5m2 = np.dtype(jnp.float8_e5m2)
-i8 = int8 = np.dtype(np.int8)
-i16 = int16 = np.dtype(np.int16)
-i32 = int32 = np.dtype(np.int32)
-i64 = int64 = np.dtype(np.int64)
-u8 = uint8 = np.dtype(np.uint8)
-u16 = uint16 = np.dtype(np.uint16)
-u32 = uint32 = np.dtype(np.uint32)
-u64 = uint64 = np.dtype(np.uint64)
-bool_ = np.dtype(np.bool_)
+
+def _dtype(kind: Any) -> Any:
+    """A dtype; checkers of types would not take its class in brackets of a tensor."""
+    return np.dtype(kind)
+
+
+f16 = float16 = _dtype(np.float16)
+f32 = float32 = _dtype(np.float32)
+f64 = float64 = _dtype(np.float64)
+bf16 = bfloat16 = _dtype(jnp.bfloat16)
+f8_e4m3 = float8_e4m3fn = _dtype(jnp.float8_e4m3fn)
+f8_e5m2 = float8_e5m2 = _dtype(jnp.float8_e5m2)
+i8 = int8 = _dtype(np.int8)
+i16 = int16 = _dtype(np.int16)
+i32 = int32 = _dtype(np.int32)
+i64 = int64 = _dtype(np.int64)
+u8 = uint8 = _dtype(np.uint8)
+u16 = uint16 = _dtype(np.uint16)
+u32 = uint32 = _dtype(np.uint32)
+u64 = uint64 = _dtype(np.uint64)
+bool_ = _dtype(np.bool_)
 
 # fmt: off
 __all__ = [
