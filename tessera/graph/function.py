@@ -33,6 +33,7 @@ from tessera.graph.tracing.declarations import Options
 from tessera.graph.tracing.inlining import inline
 from tessera.graph.tracing.spelling import Form, Spelling
 from tessera.graph.tracing.tracer import trace
+from tessera.graph.tracing.write_back import check_apart, give_back
 from tessera.mesh import Mesh, opened_or_none
 
 _RECOMPILES_BEFORE_WARNING = 3
@@ -108,7 +109,7 @@ class Function:
         recent = self._recent
         if recent is not None:
             try:
-                return self._run(recent, recent.parts(args, kwargs))
+                return self._run(recent, args, kwargs)
             except StaleProgram:
                 pass
             except (TypeError, ValueError):
@@ -145,21 +146,40 @@ class Function:
         """The arrays of the parameter inputs of a program."""
         return tuple(held.materialize() for held in traced.origin.parameters.values())
 
-    def _run(self, program: _Program, parts: list[Any]) -> Any:
-        traced = program.compiled.traced
+    def _run(
+        self, program: _Program, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        compiled, parts = program.compiled, program.parts(args, kwargs)
+        traced = compiled.traced
         _ran.append(self._weak)
-        return program.compiled(
-            *parts, self._parameters(traced), program.compiled.captured
-        )
+        parts += (self._parameters(traced), compiled.captured)
+        if not traced.origin.writes:
+            return compiled(*parts)
+        check_apart(traced.origin.writes, *self._form.of(args, kwargs))
+        return self._finished(traced, compiled.outputs(*parts), args, kwargs)
+
+    def _finished(
+        self,
+        traced: Traced,
+        outputs: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """The function's result, once its writes to arguments are given back."""
+        origin = traced.origin
+        if origin.writes:
+            given = self._form.of(args, kwargs)
+            give_back(origin.writes, origin.written(outputs), *given)
+        return traced.result(outputs)
 
     def _run_new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         call = self._take_apart(args, kwargs)
         if any(isinstance(leaf.value, _jax.Tracer) for leaf in call.leaves):
-            return self._inline(call)
+            return self._inline(call, args, kwargs)
         spelling = self._form.spelling(args, kwargs)
         program = replace(self._program(call, to_run=True), spelling=spelling)
         self._recent = program
-        return self._run(program, program.parts(args, kwargs))
+        return self._run(program, args, kwargs)
 
     def _program(self, call: Call, *, to_run: bool = False) -> _Program:
         """The program of a call, compiled unless an earlier call was alike."""
@@ -184,23 +204,24 @@ class Function:
         body = as_called(self.body)
         if self.options.mesh is None and not self.options.declares_layouts:
             return checked(body, args, kwargs, name=self.options.name)
-        return inline(body, self._take_apart(args, kwargs), self.options)
+        given = self._form.of(args, kwargs)
+        return inline(body, self._take_apart(args, kwargs), self.options, given)
 
-    def _inline(self, call: Call) -> Any:
+    def _inline(
+        self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Become part of a program that JAX, not Tessera, is tracing."""
         key = self._key(call)
-        if key not in self._inlined:
+        if key in self._inlined:
+            traced, held = self._inlined[key]
+        else:
             traced = self._trace(call)
             held = jitted(traced.origin, traced.graph, traced.call)
-            if any(isinstance(array, _jax.Tracer) for array in traced.graph.captured):
-                return self._run_jitted(traced, held, call)  # good for this trace only
-            self._inlined[key] = traced, held
-        return self._run_jitted(*self._inlined[key], call)
-
-    def _run_jitted(self, traced: Traced, held: Callable[..., Any], call: Call) -> Any:
+            if not any(isinstance(a, _jax.Tracer) for a in traced.graph.captured):
+                self._inlined[key] = traced, held  # else good for this trace only
         parts = [argument.own_part() for argument in call.arguments]
-        result = held(*parts, self._parameters(traced), traced.graph.captured)
-        return traced.result(result)
+        outputs = held(*parts, self._parameters(traced), traced.graph.captured)
+        return self._finished(traced, outputs, args, kwargs)
 
     def _trace(self, call: Call) -> Traced:
         call = call.abstract()

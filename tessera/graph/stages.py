@@ -81,7 +81,8 @@ class Traced:
 
     def result(self, returned: Any) -> Any:
         """The function's result from what the lowered program returns."""
-        return self.origin.unflatten(returned) if self.origin.out_statics else returned
+        origin = self.origin
+        return origin.unflatten(returned) if origin.returns_list else returned
 
     def lower(self) -> "Lowered":
         """Run the passes and lower the result to ``jax.jit``."""
@@ -157,11 +158,19 @@ class Compiled:
             for value, array in zip(inputs, graph.captured, strict=True)
         )
 
+    def outputs(self, *parts: Any) -> Any:
+        """Run it on the parts that ``lower`` describes; gives what it returns.
+
+        Raises:
+          AbstractMeshError: [T105] its mesh has devices that this machine lacks.
+        """
+        self.traced.require_devices()
+        return self.jax(*parts)
+
     def __call__(self, *parts: Any) -> Any:
         """Run it on the parts that ``lower`` describes; gives the function's result.
 
         Raises:
           AbstractMeshError: [T105] its mesh has devices that this machine lacks.
         """
-        self.traced.require_devices()
-        return self.traced.result(self.jax(*parts))
+        return self.traced.result(self.outputs(*parts))

@@ -29,14 +29,15 @@ def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
     Returns:
       A jitted function. It takes one part for each argument of the call, then the
       tuple of parameters, then the tuple of captured arrays; it gives the function's
-      result, or a list of its arrays where some of its leaves are no arrays.
+      result, or a list of arrays: where some leaves of the result are no arrays, and
+      where arguments are written back.
     """
     shardings = [graph.sharding(value) for value in graph.inputs]
     results = [graph.sharding(value) for value in graph.outputs]
 
     def step(*parts: Any) -> Any:
         arrays = _jax.evaluate(graph.program, *jax.tree.leaves(parts))
-        return arrays if trace.out_statics else trace.unflatten(arrays)
+        return arrays if trace.returns_list else trace.unflatten(arrays)
 
     step.__name__ = step.__qualname__ = graph.name
     donated = [
@@ -78,7 +79,7 @@ def _parts(call: Call, graph: Graph, entries: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _result(trace: Trace, entries: Sequence[Any]) -> Any:
-    return list(entries) if trace.out_statics else trace.unflatten(entries)
+    return list(entries) if trace.returns_list else trace.unflatten(entries)
 
 
 def check_layouts(graph: Graph, compiled: jax.stages.Compiled) -> None:

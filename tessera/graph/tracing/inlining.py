@@ -4,7 +4,7 @@
 Its declared layouts hold there: arguments and results are constrained to them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +19,23 @@ from tessera.graph.tracing.declarations import (
     is_number,
     output_values,
 )
+from tessera.graph.tracing.write_back import Watch
 from tessera.mesh import Mesh
 
 
-def inline(function: Callable[..., Any], call: Call, options: Options) -> Any:
+def inline(
+    function: Callable[..., Any],
+    call: Call,
+    options: Options,
+    given: tuple[Sequence[Any], Mapping[str, Any]],
+) -> Any:
     """Call a function whose options declare a mesh or layouts, inside a trace.
+
+    Args:
+      function: The user's function.
+      call: Its arguments, taken apart.
+      options: What is declared beside the code.
+      given: The arguments as they are, whose dicts and lists it may assign into.
 
     Raises:
       ShardDivisibilityError: [T201] a declared layout does not divide an array.
@@ -31,6 +43,7 @@ def inline(function: Callable[..., Any], call: Call, options: Options) -> Any:
       MeshConflictError: [T308] (when the trace ends) its mesh is not the program's.
       AnnotationError: [T315] arguments or result do not fit the annotations.
       NoMeshError: [T106] (when the trace ends) it has layouts, and nobody a mesh.
+      WriteBackError: [T320] an argument was changed that cannot be given back.
     """
     here = scope.current()
     assert here is not None, "inline is for calls inside a trace"
@@ -38,14 +51,16 @@ def inline(function: Callable[..., Any], call: Call, options: Options) -> Any:
     mesh = options.mesh or here.mesh
     binding = bind(function, call.args, call.kwargs, name=options.name)
     if mesh is None:  # if this trace finds one, the next trace has it
-        result = function(*call.args, **call.kwargs)
+        result = function(*given[0], **given[1])
         binding.check_result(result)
         return result
     arrays = [leaf.value for leaf in call.leaves]
     declared = declared_layouts(call, options, mesh, binding.dim_names)
     laid_out = _constrained(arrays, declared, mesh)
     args, kwargs = call.rebuilt(laid_out)
+    watch = Watch(args, kwargs, [argument.name for argument in call.arguments])
     result = function(*args, **kwargs)
+    watch.give_back(*given)
     binding.check_result(result)
     names = binding.result_dim_names(result)
     leaves, tree = jax.tree.flatten(result)

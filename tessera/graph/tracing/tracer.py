@@ -44,6 +44,7 @@ from tessera.graph.tracing.declarations import (
 from tessera.graph.tracing.gradient import gradient_p
 from tessera.graph.tracing.strategies import Strategy
 from tessera.graph.tracing.swapping import let_transpose_swap
+from tessera.graph.tracing.write_back import Watch, Write, write_values
 from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.shard import DistTensor
 
@@ -61,6 +62,7 @@ class Trace:
       donated: Arguments whose memory the outputs may take over.
       out_tree: Tree of the function's result.
       out_statics: Leaves of the result that are no arrays, by position.
+      writes: What is given back to the caller's arguments, after the result.
     """
 
     graph: Graph
@@ -68,16 +70,23 @@ class Trace:
     donated: frozenset[str]
     out_tree: Any
     out_statics: dict[int, Any]
+    writes: tuple[Write, ...] = ()
+
+    @property
+    def returns_list(self) -> bool:
+        """Whether the program returns a list of arrays, and not the result's tree."""
+        return bool(self.out_statics or self.writes)
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         """The function's result from the program's outputs."""
-        rest = iter(arrays)
-        total = len(arrays) + len(self.out_statics)
-        leaves = [
-            self.out_statics[i] if i in self.out_statics else next(rest)
-            for i in range(total)
-        ]
+        rest, statics = iter(arrays), self.out_statics
+        count = self.out_tree.num_leaves
+        leaves = [statics[i] if i in statics else next(rest) for i in range(count)]
         return jax.tree.unflatten(self.out_tree, leaves)
+
+    def written(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The program's outputs for ``writes``."""
+        return arrays[self.out_tree.num_leaves - len(self.out_statics) :]
 
 
 def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
@@ -96,6 +105,7 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
       AnnotationError: [T315] arguments or result do not fit the annotations.
       BranchError: [T318] the sides of a branch leave values of different types.
       ControlFlowError: [T319] Python has to decide on what is traced.
+      WriteBackError: [T320] an argument was changed that cannot be given back.
     """
     _jax.hide_machinery()
     let_transpose_swap()
@@ -120,7 +130,14 @@ def _trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
             options.strategy.check_mesh(mesh)
         arguments = argument_values(call, options, mesh, binding.dim_names)
         parameters = [parameter_value(name, known[name], mesh) for name in known]
-        trial = _run(function, call, (*arguments, *parameters), mesh, unreached)
+        trial = _run(
+            function,
+            call,
+            (*arguments, *parameters),
+            mesh,
+            unreached,
+            donated=options.donate,
+        )
         before, found = known, trial.scope.declared
         if _inputs_of(found) != _inputs_of(known):
             known = found  # the next trace has inputs for them
@@ -142,6 +159,7 @@ def _trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
                 donated=options.donate,
                 out_tree=trial.out_tree,
                 out_statics=trial.out_statics,
+                writes=tuple(trial.writes),
             )
         unreached |= missed  # the next trace leaves these gradients out
     raise ParameterNameError(
@@ -163,6 +181,7 @@ class _Trial:
     program: _jax.Program
     out_tree: Any
     out_statics: dict[int, Any]
+    writes: list[Write]
 
     def result(self, arrays: Iterable[Any]) -> Any:
         """The function's result with something else in the place of its arrays."""
@@ -180,6 +199,7 @@ def _run(
     unreached: dict[int, frozenset[str]],
     *,
     row_parts: int | None = None,
+    donated: frozenset[str] = frozenset(),
 ) -> _Trial:
     here = scope.Scope(
         mesh=mesh,
@@ -187,7 +207,8 @@ def _run(
         plan=scope.current_plan(),
         row_parts=row_parts,
     )
-    trial = _Trial(here, None, None, {})
+    trial = _Trial(here, None, None, {}, [])
+    names = [argument.name for argument in call.arguments]
 
     def flat(*arrays: Any) -> list[Any]:
         for array, value in zip(arrays, values, strict=True):
@@ -201,13 +222,16 @@ def _run(
             for value, array in zip(values[count:], arrays[count:], strict=True)
         }
         args, kwargs = call.rebuilt(arrays[:count])
+        watch = Watch(args, kwargs, names, donated)
         with scope.carried_autocast():
             result = as_called(function)(*args, **kwargs)
         leaves, trial.out_tree = jax.tree.flatten(result)
         trial.out_statics = {
             i: leaf for i, leaf in enumerate(leaves) if not is_number(leaf)
         }
-        return [jnp.asarray(leaf) for leaf in leaves if is_number(leaf)]
+        trial.writes, written = watch.changes()
+        returned = [leaf for leaf in leaves if is_number(leaf)]
+        return [jnp.asarray(leaf) for leaf in (*returned, *written)]
 
     _describe(flat, function, [value.name for value in values])
     with scope.opened(here), _jax.isolated_trace():
@@ -239,15 +263,16 @@ def _graph(
     result = trial.result(avals)
     binding.check_result(result)
     names = binding.result_dim_names(result)
+    count = trial.out_tree.num_leaves - len(trial.out_statics)
     outputs = output_values(
-        options, trial.out_tree, trial.out_statics, avals, mesh, names
+        options, trial.out_tree, trial.out_statics, avals[:count], mesh, names
     )
     described = Graph(
         name=options.name,
         program=trial.program,
         mesh=mesh,
         inputs=tuple(inputs),
-        outputs=outputs,
+        outputs=(*outputs, *write_values(trial.writes, avals[count:], inputs)),
         plan=trial.scope.plan,
     )
     return described.with_program(trial.program)  # lifts what the trial captured
@@ -340,12 +365,9 @@ def _with_results(graph: Graph, trial: _Trial, call: Call, strategy: Strategy) -
     result = trial.result(value.aval for value in graph.outputs)
     layouts = strategy.result_layouts(result, call, graph.mesh)
     known = [layout for i, layout in enumerate(layouts) if i not in trial.out_statics]
-    return graph.with_outputs(
-        [
-            replace(v, spec=layout)
-            for v, layout in zip(graph.outputs, known, strict=True)
-        ]
-    )
+    returned, written = graph.outputs[: len(known)], graph.outputs[len(known) :]
+    laid_out = [replace(v, spec=s) for v, s in zip(returned, known, strict=True)]
+    return graph.with_outputs([*laid_out, *written])
 
 
 def _refuse_layouts(trial: _Trial, options: Options) -> None:
