@@ -348,3 +348,32 @@ def test_an_inner_function_names_dims_too(dp_mesh):
     step = ts.function(lambda x: inner(x))
     result = step(np.ones((3, 8), "f"))
     assert tuple(result.sharding.spec) == (None, "dp")
+
+
+def test_a_pipeline_and_its_stages_are_checked():
+    spec = ts.Tensor["B", "D"]
+
+    def stage(name, hint):
+        def body(x):
+            return x * 2
+
+        body.__annotations__ = {"x": hint, "return": spec}
+        return ts.graph.stage(name)(body)
+
+    def traced(hint, result):
+        stages = [stage("first", spec), stage("second", hint)]
+
+        def body(x):
+            return stages[1](stages[0](x))
+
+        body.__annotations__ = {"x": spec, "return": result}
+        mesh = ts.Mesh(["pp"], devices=range(2))
+        model = ts.graph.pipeline(stages=stages, mesh=mesh, microbatches=2)(body)
+        step = ts.graph.training_step(lambda x: jnp.mean(model(x)))
+        return step.trace(array(8, 3))
+
+    traced(spec, spec)
+    with pytest.raises(AnnotationError, match="arguments of 'second'"):
+        traced(ts.Tensor["B", "D", "E"], spec)
+    with pytest.raises(AnnotationError, match="result of 'body'"):
+        traced(spec, ts.Tensor["D", "B"])
