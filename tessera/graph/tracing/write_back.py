@@ -6,7 +6,7 @@ outputs of the program after those of its result, and after a call they are put 
 caller's own dicts and lists. A call that fails changes nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 
 from tessera.errors import WriteBackError
 from tessera.graph.ir import Value
+from tessera.graph.tracing.declarations import is_number
 
 Path = tuple[Any, ...]
 
@@ -108,10 +109,10 @@ class Watch:
         elif not jax.tree_util.all_leaves([value]):
             self._opaque.append((name, value, jax.tree.leaves(value)))
 
-    def changes(
-        self, is_number: Callable[[Any], bool]
-    ) -> tuple[list[Write], list[Any]]:
+    def changes(self) -> tuple[list[Write], list[Any]]:
         """What was changed since, and the arrays that it was given.
+
+        A Python number stays one.
 
         Raises:
           WriteBackError: [T320] something else than a dict or a list was changed.
@@ -139,7 +140,7 @@ class Watch:
             assert entries is not None, "what was changed has entries, or lost some"
             now = dict(_content(holder))
             leaves, tree = jax.tree.flatten(tuple(now[key] for key in entries))
-            statics = {i: x for i, x in enumerate(leaves) if not is_number(x)}
+            statics = {i: x for i, x in enumerate(leaves) if not _is_array(x)}
             arrays += [x for i, x in enumerate(leaves) if i not in statics]
             keys = tuple(entries), tuple(now)
             writes.append(Write(argument, path, name, *keys, tree, statics))
@@ -159,6 +160,10 @@ class Watch:
 
 def _content(holder: Any) -> Iterator[tuple[Any, Any]]:
     return iter(holder.items() if isinstance(holder, dict) else enumerate(holder))
+
+
+def _is_array(leaf: Any) -> bool:
+    return is_number(leaf) and not isinstance(leaf, (bool, int, float, complex))
 
 
 def _differ(first: Any, second: Any) -> bool:
