@@ -18,6 +18,7 @@ from tessera.ops.collectives import barrier as barrier
 from tessera.ops.collectives import broadcast as broadcast
 from tessera.ops.collectives import gather as gather
 from tessera.ops.collectives import recv as recv
+from tessera.ops.collectives import recv_from as recv_from
 from tessera.ops.collectives import reduce_scatter as reduce_scatter
 from tessera.ops.collectives import scatter as scatter
 from tessera.ops.collectives import send as send

@@ -11,9 +11,12 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
+from tessera.annotations import annotations_of
 from tessera.errors import StrategyError, did_you_mean
 from tessera.graph.function import Function
 from tessera.graph.tracing.declarations import Options
+from tessera.graph.tracing.owners import AsOwner
+from tessera.graph.tracing.per_device import PerDevice, TensorParallel
 from tessera.graph.tracing.strategies import (
     BATCH,
     GRADIENTS,
@@ -30,6 +33,7 @@ STRATEGIES: Final[Mapping[str, tuple[str, int | None]]] = MappingProxyType(
         "data_parallel": ("dp", 0),
         "fsdp": ("fsdp", 3),
         "zero_redundancy_optimizer": ("dp", None),
+        "tensor_parallel": ("tp", 0),
     }
 )
 
@@ -122,28 +126,38 @@ def distribute(
     axes = tuple(mesh_axes) if mesh_axes is not None else (default_axis,)
 
     def decorate(body: Callable[..., Any]) -> Function:
-        options = Options(name=getattr(body, "__name__", "function"))
-        if isinstance(body, Function):
-            if type(body) is not Function:
-                raise StrategyError(
-                    f"strategy {strategy!r} is for functions whose parameters are "
-                    "arguments",
-                    got=f"{body.options.name!r}, whose operations declare them",
-                    fix="give its mesh data axes and its operations layouts instead",
-                )
-            options, body = body.options, body.body
-        plan = Strategy(
-            name=strategy,
-            stage=chosen,
-            axes=axes,
-            roles=_roles(
-                strategy, options.name, list(signature(body).parameters), given
-            ),
-            results=tuple(results) if results is not None else None,
-        )
+        options, body = _undecorated(strategy, body)
+        known = {
+            "name": strategy,
+            "stage": chosen,
+            "axes": axes,
+            "results": tuple(results) if results is not None else None,
+        }
+        if strategy == "tensor_parallel":
+            split = TensorParallel(**known, annotations=annotations_of(body))
+            return Function(PerDevice(body, split), replace(options, strategy=split))
+        arguments = list(signature(body).parameters)
+        plan = Strategy(**known, roles=_roles(strategy, options.name, arguments, given))
+        if strategy == "zero_redundancy_optimizer":
+            body = AsOwner(body, plan)
         return Function(body, replace(options, strategy=plan))
 
     return decorate
+
+
+def _undecorated(
+    strategy: str, body: Callable[..., Any]
+) -> tuple[Options, Callable[..., Any]]:
+    """A function's options, and itself without them."""
+    if not isinstance(body, Function):
+        return Options(name=getattr(body, "__name__", "function")), body
+    if type(body) is not Function:
+        raise StrategyError(
+            f"strategy {strategy!r} is for functions whose parameters are arguments",
+            got=f"{body.options.name!r}, whose operations declare them",
+            fix="give its mesh data axes and its operations layouts instead",
+        )
+    return body.options, body.body
 
 
 def _known(strategy: str) -> tuple[str, int | None]:

@@ -282,6 +282,41 @@ def recv(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
     return each(one, x, axis)
 
 
+def recv_from(source: int, what: Any, axis: Axis | None = None) -> Any:
+    """What another device has: its block of an array, or what it computed as an owner.
+
+    In a manual region every device calls it with its own block and gets that of
+    ``source``, like :func:`broadcast`. In a function with the strategy
+    ``zero_redundancy_optimizer`` it stands in the branch of those that do not own a
+    parameter, with the parameter's name: a branch that is never taken, because the
+    state is split over all devices and each of them owns a part of every parameter.
+
+    Args:
+      source: Rank of the device.
+      what: Array or tree of arrays; under the strategy a name.
+      axis: Mesh axis that the rank is along, or a tuple of axes, outer first; by
+        default all axes of the region.
+
+    Raises:
+      UnknownAxisError: [T103] the mesh has no such axis.
+      CollectiveError: [T206] the axis has no such rank, or a name stands for a value
+        that nobody sends.
+    """
+    manual = manual_axes()
+    if isinstance(what, str) or not manual:
+        raise CollectiveError(
+            f"nobody sends what recv_from({source!r}, …) waits for",
+            got=f"name {what!r}"
+            if isinstance(what, str)
+            else "a call outside of any manual region",
+            fix="in a function with the strategy zero_redundancy_optimizer, write it "
+            "after 'else' of 'if ts.mesh.current().rank == owner:'\n"
+            "in a manual region, give it the array: recv_from(source, x), or use "
+            "dist.broadcast(x, axis, root=source)",
+        )
+    return broadcast(what, tuple(manual) if axis is None else axis, root=source)
+
+
 def barrier(x: Any = None, axis: Axis | None = None) -> Any:
     """Wait for the other devices.
 

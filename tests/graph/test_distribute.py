@@ -226,7 +226,7 @@ def test_an_unknown_strategy_gets_a_hint():
     assert message(StrategyError, lambda: ts.distribute("data_paralel")) == (
         "[T313] there is no strategy 'data_paralel'\n"
         "  fix: did you mean 'data_parallel'? Known: 'data_parallel', 'fsdp', "
-        "'zero_redundancy_optimizer'\n"
+        "'zero_redundancy_optimizer', 'tensor_parallel'\n"
         "  docs: docs/errors/T313.md"
     )
 

@@ -117,14 +117,12 @@ class Strategy:
         Raises:
           StrategyError: [T313] ``results`` is not of as many as there are.
         """
-        is_dict = isinstance(result, dict)
-        parts = [result[name] for name in sorted(result)] if is_dict else result
-        parts = list(parts) if isinstance(parts, (list, tuple)) else [parts]
         given = {
             self.roles[argument.name]: argument
             for argument in reversed(call.arguments)
             if argument.name in self.roles
         }
+        parts = self._parts(result, given)
         roles = self.results or _found_roles(parts, given)
         if len(roles) != len(parts):
             raise StrategyError(
@@ -144,6 +142,15 @@ class Strategy:
                 for leaf in jax.tree.leaves(_arrays(argument))
             ]
         return layouts
+
+    def _parts(self, result: Any, given: Mapping[str, Argument]) -> list[Any]:
+        """What has one role each: a result as a whole, or its elements."""
+        forms = [_form(_arrays(given[role])) for role in _RESULTS if role in given]
+        if self.results is None and _form(result) in forms:
+            return [result]
+        if isinstance(result, dict):
+            return [result[name] for name in sorted(result)]
+        return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
 def _found_roles(
