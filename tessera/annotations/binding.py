@@ -43,11 +43,13 @@ class Binding:
       function: What messages call the function.
       arguments: What of the arguments has an annotation.
       result_hint: The annotation of the result, or None.
+      is_checked: Whether the result is to be checked, as the arguments were.
     """
 
     function: str
     arguments: tuple[Found, ...] = ()
     result_hint: Any = None
+    is_checked: bool = True
 
     @functools.cached_property
     def dim_names(self) -> dict[str, tuple[str, ...]]:
@@ -68,7 +70,7 @@ class Binding:
           AnnotationError: [T315] it does not.
         """
         found = tuple(_walk(self.result_hint, result, "result"))
-        if not found:
+        if not found or not self.is_checked:
             return
         problems = _problems((*self.arguments, *found))
         if problems:
@@ -85,6 +87,7 @@ def bind(
     kwargs: Mapping[str, Any],
     *,
     name: str,
+    check: bool = True,
 ) -> Binding:
     """Check the arguments of one call against the annotations of a function.
 
@@ -93,6 +96,7 @@ def bind(
       args: Positional arguments: arrays, tracers, or their types.
       kwargs: Keyword arguments.
       name: What messages call the function.
+      check: Whether to check anything, and not just to find the names of dims.
 
     Returns:
       What the result is checked against.
@@ -107,11 +111,11 @@ def bind(
     found: list[Found] = []
     for path, hint, value in _given(function, hints, args, kwargs):
         found += _walk(hint, value, path)
-    if problems := _problems(found):
+    if check and (problems := _problems(found)):
         raise _misfit(
             f"the arguments of {name!r} do not fit their annotations", found, problems
         )
-    return Binding(name, tuple(found), hints.get("return"))
+    return Binding(name, tuple(found), hints.get("return"), check)
 
 
 def checked(
@@ -120,12 +124,15 @@ def checked(
     kwargs: Mapping[str, Any],
     *,
     name: str,
+    check: bool = True,
 ) -> Any:
     """Call a function, its arguments and its result checked.
 
     Raises:
       AnnotationError: [T315] they do not fit its annotations.
     """
+    if not check:
+        return function(*args, **kwargs)
     binding = bind(function, args, kwargs, name=name)
     result = function(*args, **kwargs)
     binding.check_result(result)

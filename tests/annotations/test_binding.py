@@ -350,6 +350,26 @@ def test_an_inner_function_names_dims_too(dp_mesh):
     assert tuple(result.sharding.spec) == (None, "dp")
 
 
+def test_a_step_with_a_pipeline_may_say_how_many_rows_there_are():
+    mesh = ts.Mesh(["pp"], devices=range(2))
+    stages = [ts.graph.stage(name)(lambda x: x * 2) for name in ("first", "second")]
+
+    @ts.graph.pipeline(stages=stages, mesh=mesh, microbatches=2)
+    def model(x):
+        return stages[1](stages[0](x))
+
+    for options in ({}, {"mesh": mesh, "out_specs": ts.ShardSpec.replicated()}):
+
+        @ts.function(**options)
+        def loss_of(x: ts.Tensor[8, "D"]) -> ts.Tensor[8, "D"]:
+            return model(x)
+
+        step = ts.graph.training_step(lambda x: jnp.mean(loss_of(x)), mesh=mesh)
+        assert step.trace(array(8, 3)).graph.scheduled
+        with pytest.raises(AnnotationError, match=r"x \(dim 0\) is 16, not 8"):
+            step.trace(array(16, 3))
+
+
 def test_a_pipeline_and_its_stages_are_checked():
     spec = ts.Tensor["B", "D"]
 

@@ -49,7 +49,8 @@ def inline(
     assert here is not None, "inline is for calls inside a trace"
     here.inner.append((options.name, options.mesh))
     mesh = options.mesh or here.mesh
-    binding = bind(function, call.args, call.kwargs, name=options.name)
+    check = here.row_parts is None  # one microbatch has other sizes
+    binding = bind(function, call.args, call.kwargs, name=options.name, check=check)
     if mesh is None:  # if this trace finds one, the next trace has it
         result = function(*given[0], **given[1])
         binding.check_result(result)
