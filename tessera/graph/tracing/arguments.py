@@ -136,6 +136,12 @@ class Argument:
         )
 
     @functools.cached_property
+    def _dynamic(self) -> list[int]:
+        fixed = {place for place, _ in self.statics}
+        total = len(self.leaves) + len(fixed)
+        return [place for place in range(total) if place not in fixed]
+
+    @functools.cached_property
     def _weak(self) -> list[bool]:
         return [leaf.is_weak for leaf in self.leaves]
 
@@ -156,8 +162,9 @@ class Argument:
             found = flat[place]
             if found is not static.value and not static.is_like(found):
                 raise StaleProgram
-        fixed = {place for place, _ in self.statics}
-        arrays = [leaf for place, leaf in enumerate(flat) if place not in fixed]
+        if not self.leaves:
+            return value if self.is_whole else ()
+        arrays = [flat[place] for place in self._dynamic] if self.statics else flat
         # JAX would take a Python number for an array, and weak dtypes for strong ones.
         if _jax.weak_types(arrays) != self._weak:
             raise StaleProgram
