@@ -146,13 +146,16 @@ def _varying_like(value: Any, like: Any) -> Any:
     return jax.lax.pcast(value, tuple(missing), to="varying") if missing else value
 
 
-def with_results(merged: dict[Key, Any], results: Sequence[Any]) -> dict[Key, Any]:
-    """Merged values with what the program computed in place of the slots."""
+def with_results(
+    before: dict[Key, Any], merged: dict[Key, Any], results: Sequence[Any]
+) -> dict[Key, Any]:
+    """Every place after a merge, with what the program computed for the slots."""
 
     def fill(leaf: Any) -> Any:
         return results[leaf.number] if isinstance(leaf, Slot) else leaf
 
-    return {key: jax.tree.map(fill, value) for key, value in merged.items()}
+    filled = {key: jax.tree.map(fill, value) for key, value in merged.items()}
+    return {k: v for k, v in (before | filled).items() if v is not ABSENT}
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def choose(
             merged[key] = merge.value(key.name, *ways)
     merge.require_agreement()
     results = _cond(predicate, blocks, merge)
-    state.write(before | with_results(merged, results))
+    state.write(with_results(before, merged, results))
 
 
 def _cond(predicate: Any, blocks: Sequence[Block], merge: Merge) -> Sequence[Any]:

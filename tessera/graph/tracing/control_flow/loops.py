@@ -293,7 +293,7 @@ class _Loop:
         self._leave(turn, results)
 
     def _leave(self, turn: _Turn, results: Sequence[Any]) -> None:
-        self._state.write(self._before | with_results(turn.merged, results))
+        self._state.write(with_results(self._before, turn.merged, results))
 
     def _turn(self, *, ends_defined: bool) -> _Turn:
         """One turn, which gives back what it is given in the same types."""
@@ -337,15 +337,14 @@ class _Loop:
 
     def _enter(self, last: _Turn | None, carried: Sequence[Any]) -> None:
         """Put what is carried where it is found at the beginning of a turn."""
-        given: dict[Key, Any] = (
-            {} if last is None else with_results(last.merged, carried)
-        )
+        merged = {} if last is None else last.merged
+        given = with_results(self._before, merged, carried)
         undefined = {
             key: value
             for key, value in self._before.items()
             if isinstance(value, Undefined)
         }
-        self._state.write(self._before | given | undefined)
+        self._state.write(given | undefined)
 
     def _traced_test(self, test: Callable[[], Any], turn: _Turn) -> _jax.Program:
         """Whether there is another turn, as a program of what is carried."""

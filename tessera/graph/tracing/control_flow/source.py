@@ -180,6 +180,14 @@ def _transpiler() -> Any:
             del modified, live_in
             return frozenset()
 
+        def _get_block_vars(self, node: Any, modified: Any) -> Any:
+            """What is nonlocal may be used wherever it is: no block leaves it dead."""
+            names, undefined, count = super()._get_block_vars(node, modified)
+            outer = self.state[control_flow._Function].scope.nonlocals
+            live = [name for name in names if name in outer or name in names[:count]]
+            dead = [name for name in names if name not in live]
+            return live + dead, undefined, len(live)
+
     class Transpiler(api.PyToPy):
         options = Options(
             recursive=True, optional_features=(converter.Feature.BUILTIN_FUNCTIONS,)

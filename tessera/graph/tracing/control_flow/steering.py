@@ -32,6 +32,9 @@ _STEERED = (
     jax.errors.TracerIntegerConversionError,
 )
 
+# What it raises where Python asks for the truth of several.
+_AMBIGUOUS = "The truth value of an array with more than one element is ambiguous"
+
 # Functions that were converted before: they need not be tried as they are.
 _steered: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
@@ -98,7 +101,9 @@ def with_control_flow(
         try:
             with opened(None):
                 return run()
-        except _STEERED:
+        except Exception as error:
+            if not _is_steered(error):
+                raise
             _steered.add(function)
     module = getattr(function, "__module__", None) or ""
     conversion = Conversion(module.partition(".")[0])
@@ -107,6 +112,10 @@ def with_control_flow(
             return run()
     except _STEERED as error:
         raise _unsupported(error, conversion) from error
+
+
+def _is_steered(error: Exception) -> bool:
+    return isinstance(error, _STEERED) or str(error).startswith(_AMBIGUOUS)
 
 
 def _unsupported(error: Exception, conversion: Conversion) -> ControlFlowError:
