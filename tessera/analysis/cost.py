@@ -59,13 +59,19 @@ class Balance:
         if not known:
             title += " (its peaks are not known: amounts alone)"
         rows = [
-            ["matmuls", f"{format_flops(self.flops)} FLOPs", _time(self.compute)],
-            ["memory", format_bytes(self.memory_bytes), _time(self.memory)],
+            [
+                "matmuls",
+                f"{format_flops(self.flops)} FLOPs",
+                format_seconds(self.compute),
+            ],
+            ["memory", format_bytes(self.memory_bytes), format_seconds(self.memory)],
             *(
                 [
                     f"communication over {'×'.join(axes)}",
                     format_bytes(size),
-                    _time(self.communication[axes] if self.communication else None),
+                    format_seconds(
+                        self.communication[axes] if self.communication else None
+                    ),
                 ]
                 for axes, size in self.communicated.items()
             ),
@@ -136,20 +142,38 @@ def collective_seconds(row: Collective, peak: Peak) -> float:
                                      sends v = V / n; V / 4 W around a ring
         permute, broadcast           v / W; on a ring one of its two directions
     """
-    n, sent = row.group_size, row.nbytes / peak.link_bandwidth
-    share = (n - 1) / n
+    sent = sent_bytes(row)
+    if peak.is_torus:
+        match row.kind:
+            case "all-to-all" | "ragged-all-to-all":
+                sent = row.nbytes * row.group_size / 4
+            case "collective-permute" | "collective-broadcast":
+                sent = 2 * row.nbytes
+    return sent / peak.link_bandwidth
+
+
+def sent_bytes(row: Collective) -> float:
+    """Bytes that one device sends in one call, by the algorithm that sends least.
+
+    They are those of the formulas above on a switch. Over the time that the call takes
+    they give the bandwidth that NCCL's tests call bus bandwidth.
+    """
+    share = (row.group_size - 1) / row.group_size
     match row.kind:
-        case "all-gather" | "reduce-scatter":
-            return sent * share
         case "all-reduce":
-            return 2 * sent * share
-        case "all-to-all" | "ragged-all-to-all":
-            return sent * n / 4 if peak.is_torus else sent * share
-    return 2 * sent if peak.is_torus else sent
+            return 2 * share * row.nbytes
+        case "collective-permute" | "collective-broadcast":
+            return float(row.nbytes)
+    return share * row.nbytes
 
 
-def _time(seconds: float | None) -> str:
-    """Seconds with the unit that fits, or nothing where they are not known."""
+def format_seconds(seconds: float | None) -> str:
+    """Seconds with the unit that fits, or a question mark where they are not known.
+
+    Example:
+      >>> format_seconds(0.0021), format_seconds(None)
+      ('2.10 ms', '?')
+    """
     if seconds is None:
         return "?"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

@@ -100,6 +100,36 @@ def count(program: _jax.Program) -> Flops:
     return _count(_jax.without_dead_code(program))
 
 
+def matmul_dtype(program: _jax.Program) -> np.dtype:
+    """The dtype in which a program's matmuls compute, by most of their operations.
+
+    Returns:
+      The dtype of their first operand; float32 where there are none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> a = jnp.ones((2, 3), jnp.bfloat16)
+      >>> matmul_dtype(jax.make_jaxpr(jnp.dot)(a, a.T))
+      dtype(bfloat16)
+    """
+    counts: dict[np.dtype, int] = {np.dtype(np.float32): 0}
+    _count_dtypes(program, 1, counts)
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def _count_dtypes(
+    program: _jax.Program, times: int, counts: dict[np.dtype, int]
+) -> None:
+    for equation in _jax.equations(program):
+        name = equation.primitive.name
+        if name in _CONTRACTIONS:
+            dtype = equation.invars[0].aval.dtype
+            done = times * _CONTRACTIONS[name](equation)
+            counts[dtype] = counts.get(dtype, 0) + done
+        for _, inner in _jax.nested(equation):
+            _count_dtypes(inner, times * _repetitions(name, equation.params), counts)
+
+
 def format_flops(number: float) -> str:
     """A number of operations with a decimal prefix.
 
