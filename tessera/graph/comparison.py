@@ -6,41 +6,28 @@ it, as many at a time as fit a limit. What two meshes compute is then held side 
 in the order in which it is computed.
 """
 
-import functools
-import inspect
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import SequenceMatcher
-from itertools import zip_longest
 from typing import Any, Final, TypeAlias
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-
-from tessera import _jax
-from tessera.errors import NoMeshError, ParameterTreeError
+from tessera.errors import NoMeshError
+from tessera.graph.device_parts import summed_axes
 from tessera.graph.differences import (
     Difference,
     MeshComparison,
     Report,
     Tolerance,
     difference,
+    shortened,
+    wide,
 )
-from tessera.graph.function import Function
-from tessera.graph.intermediates import Site, collecting, sites
-from tessera.graph.ir import Graph, Value
-from tessera.graph.lowering.jit import compiler_options, lower
-from tessera.graph.stages import Compiled, Traced
-from tessera.graph.training_step import Step
+from tessera.graph.intermediates import Site, sites_inside
+from tessera.graph.mesh_runs import MeshRun
 from tessera.mesh import Mesh
-from tessera.shard import DistTensor, ShardSpec
-from tessera.spec import axes_of_dims
 
 _MAX_BYTES: Final = 2**28
+_SUMS: Final = ("psum", "psum_invariant", "psum2", "reduce_scatter")
 Pair: TypeAlias = tuple[Site, Site]
 
 
@@ -92,8 +79,8 @@ def compare_layouts(
     """
     reference, *others = _meshes(meshes)
     args = batch if isinstance(batch, tuple) else (batch,)
-    expected = _Run.on(reference, step, args)
-    runs = [_Run.on(mesh, step, args) for mesh in others]
+    expected = MeshRun.on(reference, step, args)
+    runs = [MeshRun.on(mesh, step, args) for mesh in others]
     tolerance = Tolerance(rtol, atol)
     found = tuple(_compared(expected, run, tolerance) for run in runs)
     return Report(expected.traced.graph.name, reference, found)
@@ -115,132 +102,7 @@ def _meshes(meshes: Mesh | Sequence[Mesh | None]) -> list[Mesh]:
     return [one if mesh is None else mesh for mesh in given]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A step on one mesh, which can be run for any of the values inside it.
-
-    Attributes:
-      mesh: The mesh.
-      traced: The step, traced for it.
-      graph: Its graph after the passes, without what nobody reads.
-      inputs: The arrays that the compiled program takes.
-      sites: The values inside.
-    """
-
-    mesh: Mesh
-    traced: Traced
-    graph: Graph
-    inputs: tuple[Any, ...]
-    sites: tuple[Site, ...]
-
-    @classmethod
-    def on(cls, mesh: Mesh, step: Callable[..., Any], args: Sequence[Any]) -> "_Run":
-        """The step traced for a mesh, its arguments and parameters moved there."""
-        with mesh:
-            function = _made_for(mesh, step)
-            moved = _moved(function, args, mesh)
-            traced = function.trace(*moved)
-            traced.require_devices()
-            program = _jax.without_dead_code(traced.graph.program, keep_inputs=True)
-            graph = replace(traced.graph, program=program)
-            parts = [
-                argument.dynamic_part(value)
-                for argument, value in zip(traced.call.arguments, moved, strict=True)
-            ]
-            parameters = _parameters(
-                step if isinstance(step, Step) else function, traced
-            )
-            inputs = [value.name for value in graph.inputs]
-            outputs = [value.name for value in graph.outputs]
-            found = sites(program, inputs, outputs, graph.platform)
-            return cls(mesh, traced, graph, (*parts, parameters), tuple(found))
-
-    def values(self, wanted: Sequence[Site]) -> list[np.ndarray[Any, Any]]:
-        """Run the step for the values at some of its sites, in their order."""
-        outputs = [
-            Value(s.path, jax.ShapeDtypeStruct(s.full_shape, s.dtype)) for s in wanted
-        ]
-        program = collecting(self.graph.program, wanted)
-        graph = replace(self.graph, program=program, outputs=tuple(outputs))
-        origin = replace(
-            self.traced.origin,
-            donated=frozenset(),
-            out_tree=jax.tree.structure([0] * len(wanted)),
-            out_statics={},
-        )
-        with self.mesh:
-            lowered = lower(origin, graph, self.traced.call)
-            compiled = lowered.compile(compiler_options(graph) or None)
-            captured = Compiled(self.traced, compiled).captured
-            return list(map(np.asarray, compiled(*self.inputs, captured)))
-
-
-def _made_for(mesh: Mesh, step: Callable[..., Any]) -> Function:
-    """A step of its own for a mesh; what it compiles is not kept in the user's."""
-    if not isinstance(step, Function):
-        return step(mesh)
-    options = replace(step.options, mesh=mesh)
-    return type(step)(step.body, options, step.skip_passes)
-
-
-def _parameters(owner: Function, traced: Traced) -> tuple[Any, ...]:
-    """The arrays of the parameters: the owner's, or as their names make them."""
-    held: Any = {}
-    if isinstance(owner, Step):
-        with suppress(ParameterTreeError):  # it was never traced
-            held = owner.params
-    arrays = []
-    for name, declared in traced.origin.parameters.items():
-        own = functools.reduce(operator.getitem, name.split("/"), held) if held else 0
-        is_made = isinstance(own, jax.Array)
-        arrays.append(_on_host(own) if is_made else declared.materialize())
-    return tuple(arrays)
-
-
-def _moved(function: Function, args: Sequence[Any], mesh: Mesh) -> tuple[Any, ...]:
-    """Arguments for a mesh: laid out as they are, as far as it can be, or declared."""
-    names = list(inspect.signature(function.body).parameters)
-    declared = function.options.in_specs
-
-    def move(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, DistTensor):
-            leaf = leaf.materialize()
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        host, sharding = _on_host(leaf), leaf.sharding
-        if name in declared or not isinstance(sharding, NamedSharding):
-            return host
-        spec = _on_axes_of(mesh, sharding.spec).named(leaf.shape, mesh, what=name)
-        return jax.device_put(host, spec)
-
-    return tuple(
-        jax.tree.map(functools.partial(move, name), value, is_leaf=_is_tensor)
-        for name, value in zip_longest(names[: len(args)], args, fillvalue="argument")
-    )
-
-
-def _on_axes_of(mesh: Mesh, spec: PartitionSpec) -> ShardSpec:
-    """A layout with those of its axes that a mesh has."""
-    known = [
-        tuple(axis for axis in axes if axis in mesh.axes)
-        for axes in axes_of_dims(spec, len(spec))
-    ]
-    return ShardSpec(tuple(range(len(known))), tuple(axes or None for axes in known))
-
-
-def _on_host(array: jax.Array) -> Any:
-    """The numbers of an array, on no device in particular."""
-    if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return np.asarray(array)
-    data = jnp.asarray(np.asarray(jax.random.key_data(array)))
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, DistTensor)
-
-
-def _compared(reference: _Run, run: _Run, tolerance: Tolerance) -> MeshComparison:
+def _compared(reference: MeshRun, run: MeshRun, tolerance: Tolerance) -> MeshComparison:
     """Compare one mesh with the reference, up to its first difference."""
     aligned = _aligned(reference.sites, run.sites)
     pairs = [pair for pair in aligned if _means_the_same(*pair)]
@@ -259,15 +121,62 @@ def _compared(reference: _Run, run: _Run, tolerance: Tolerance) -> MeshCompariso
                 differences.append(differs)
             elif share > largest:
                 largest, largest_at = share, site
+    differences.sort(key=lambda found: found.when)
+    if differences and reference.mesh.size == 1 and differences[0].site.inside:
+        pair = next(pair for pair in pairs if pair[0] is differences[0].site)
+        lines = _diagnosed(reference, run, pair, differences[0], tolerance)
+        differences[0] = replace(differences[0], diagnosis=tuple(lines))
     alone = len(reference.sites) + len(run.sites) - 2 * len(aligned)
     return MeshComparison(
         mesh=run.mesh,
-        differences=tuple(sorted(differences, key=lambda found: found.when)),
+        differences=tuple(differences),
         compared=len(pairs),
         alone=alone,
         largest=largest,
         largest_at=largest_at,
     )
+
+
+def _diagnosed(
+    reference: MeshRun, run: MeshRun, region: Pair, found: Difference, tol: Tolerance
+) -> Iterator[tuple[str, str]]:
+    """What is wrong inside a manual region, as far as the numbers say.
+
+    The reference is one device, whose values inside are whole. The first value that a
+    mesh has not as blocks, copies or parts of a sum of them is what goes wrong, or what
+    is given parts of a sum that should have been added up before.
+    """
+    runs = reference, run
+    inside = [
+        sites_inside(each.graph.program, site, each.graph.platform)
+        for each, site in zip(runs, region, strict=True)
+    ]
+    parts: dict[str, str] = {}
+    for chunk in _chunks(_aligned(*inside)):
+        numbers = [
+            each.values([pair[i] for pair in chunk]) for i, each in enumerate(runs)
+        ]
+        for (site, other), whole, held in zip(chunk, *numbers, strict=True):
+            whole, held = wide(whole[found.iterations][0]), wide(held[found.iterations])
+            sizes = {axis: run.mesh.shape[axis] for axis in other.axes}
+            axes = summed_axes(whole, held, sizes, tol.allowed(site, whole))
+            if axes is None:
+                yield "wrong", f"first in {shortened(site.made)}"
+                if parts:
+                    *_, (made, over) = parts.items()
+                    yield (
+                        "before",
+                        f"{shortened(made)} gives parts of a sum over {over}",
+                    )
+                return
+            if axes:
+                parts[site.made] = ", ".join(axes)
+            elif site.operation in _SUMS:
+                parts.clear()  # they were added up
+    if over := parts.get(found.site.inside):
+        yield "wrong", f"these are parts of a sum over {over}, which nothing adds up"
+    else:
+        yield "wrong", "each device has a block or a copy of it: see the out_specs"
 
 
 def _aligned(sites: Sequence[Site], others: Sequence[Site]) -> list[Pair]:

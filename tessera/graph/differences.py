@@ -58,6 +58,8 @@ class Difference:
       expected: The number there on the reference.
       count: How many elements differ.
       shape: Its shape, where that is not the reference's.
+      diagnosis: What is wrong in a manual region, as far as the numbers say: lines,
+        each with what it is about.
     """
 
     site: Site
@@ -70,6 +72,7 @@ class Difference:
     expected: Any = None
     count: int = 0
     shape: tuple[int, ...] | None = None
+    diagnosis: tuple[tuple[str, str], ...] = ()
 
     def as_lines(self) -> list[str]:
         """The operation, its line, the error, and where it is."""
@@ -79,7 +82,8 @@ class Difference:
         if site.source:
             lines.append(f"line       {short(site.source)}")
         if site.inside:
-            lines.append(f"inside     made by {_shortened(site.inside)}")
+            lines.append(f"inside     made by {shortened(site.inside)}")
+        lines += [f"{head:9}  {text}" for head, text in self.diagnosis]
         if self.shape is not None:
             return [*lines, f"shape      {list(self.shape)}, not {list(site.shape)}"]
         where = list(self.index) if self.index else "the only element"
@@ -118,8 +122,9 @@ def difference(
     if expected.shape != value.shape:
         first = (0,) * len(site.iterations)
         when = site.when(first)
-        return Difference(site=site, when=when, shape=other.shape), math.inf
-    expected, value = _wide(expected), _wide(value)
+        found = Difference(site=site, when=when, iterations=first, shape=other.shape)
+        return found, math.inf
+    expected, value = wide(expected), wide(value)
     allowed = tolerance.allowed(site, expected)
     same = (value == expected) | (np.isnan(value) & np.isnan(expected))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -147,7 +152,7 @@ def difference(
     return found, math.inf
 
 
-def _wide(array: Array) -> Array:
+def wide(array: Array) -> Array:
     """The same numbers in a dtype that can hold their differences."""
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
@@ -269,6 +274,7 @@ def _typed(site: Site, shape: tuple[int, ...]) -> str:
     return f"{site.dtype.name}[{','.join(map(str, shape))}]"
 
 
-def _shortened(phrase: str) -> str:
+def shortened(phrase: str) -> str:
+    """``dot_general at train.py:12``, with the line as tables show it."""
     operation, _, source = phrase.partition(" at ")
     return f"{operation} at {short(source)}"

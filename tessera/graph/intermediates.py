@@ -3,9 +3,10 @@
 
 A program is interpreted equation by equation. Calls are entered, and loops are run with
 what is wanted of their bodies stacked, one entry for each iteration. A manual region is
-one operation: what its devices hold inside means nothing on another mesh.
+one operation; ``sites_inside`` enters one, with what each device holds as a row.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
@@ -13,6 +14,7 @@ from typing import Any, Final, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from tessera import _jax
 from tessera.graph.rewriting import Environment
@@ -50,11 +52,14 @@ class Site:
       loops: For each number of ``place``, the loop that this equation is, if one.
       result: Which of the equation's results it is.
       operation: The primitive; ``input`` and ``output`` for the program's own.
-      shape: Global shape, in a loop that of one iteration.
+      shape: Global shape, in a loop that of one iteration; in a manual region that of
+        one device's block, after the number of devices.
       dtype: NumPy dtype.
       path: Name scopes, such as ``encoder/block``; the name of an input or output.
       source: ``file:line`` of the user's line, or ``""``.
       inside: For a manual region, the operation and the line that make the value there.
+      region: Place of the manual region that was entered for it, if one was.
+      axes: The mesh axes of that region, along which its rows are counted.
       is_kept: Whether one manual region alone keeps it for another.
       epsilon: Machine epsilon of the coarsest dtype that was computed in so far.
     """
@@ -68,8 +73,15 @@ class Site:
     path: str
     source: str = ""
     inside: str = ""
+    region: tuple[int, ...] | None = None
+    axes: tuple[str, ...] = ()
     is_kept: bool = False
     epsilon: float = 0.0
+
+    @property
+    def made(self) -> str:
+        """The operation and its line: ``dot_general at train.py:12``."""
+        return f"{self.operation} at {self.source or '?'}"
 
     @property
     def iterations(self) -> tuple[Loop, ...]:
@@ -120,9 +132,32 @@ def sites(
     return found
 
 
+def sites_inside(program: _jax.Program, region: Site, platform: str) -> list[Site]:
+    """The values inside one manual region, and around it in calls and loops.
+
+    Args:
+      program: The program.
+      region: A value that the region makes.
+      platform: What it runs on.
+    """
+    walk = _Walk(platform, None, region.place)
+    found: list[Site] = []
+
+    def run(*values: Any) -> list[Any]:
+        _, inside = walk.program(program, values, _Around())
+        found[:] = [site for site, _ in inside]
+        return []
+
+    _jax.retrace(run, program)
+    depth = len(region.place)
+    return [s for s in found if s.place[:depth] == region.place != s.place]
+
+
 def collecting(program: _jax.Program, wanted: Iterable[Site]) -> _jax.Program:
     """The program whose outputs are the values at some sites, in the order of sites."""
-    walk = _Walk("", {(site.place, site.result) for site in wanted})
+    wanted = list(wanted)
+    region = next((site.region for site in wanted if site.region), None)
+    walk = _Walk("", {(site.place, site.result) for site in wanted}, region)
     names = [""] * len(_jax.inputs(program)), [""] * len(_jax.outputs(program))
 
     def run(*values: Any) -> list[Any]:
@@ -146,9 +181,12 @@ class _Walk:
     """One interpretation of a program, which keeps what is wanted of its values."""
 
     def __init__(
-        self, platform: str, wanted: set[tuple[tuple[int, ...], int]] | None
+        self,
+        platform: str,
+        wanted: set[tuple[tuple[int, ...], int]] | None,
+        region: tuple[int, ...] | None = None,
     ) -> None:
-        self._wanted = wanted
+        self._wanted, self._region = wanted, region
         self._matmul_epsilon = _MATMUL_EPSILON.get(platform, 0.0)
         self._epsilon = 0.0
 
@@ -160,7 +198,7 @@ class _Walk:
         outputs: Sequence[str],
     ) -> Found:
         """The program's inputs, the values inside, its outputs."""
-        results, inside = self._program(program, values, _Around())
+        results, inside = self.program(program, values, _Around())
         last = len(_jax.equations(program))
         return [
             *self._named("input", -1, values, inputs),
@@ -199,9 +237,10 @@ class _Walk:
             epsilon=self._epsilon,
         )
 
-    def _program(
+    def program(
         self, program: _jax.Program, values: Sequence[Any], around: _Around
     ) -> tuple[list[Any], Found]:
+        """The outputs of a program, and what is wanted of the values inside."""
         env = Environment(program, values)
         found: Found = []
         read = {public: _read_atoms(program, public) for public in (False, True)}
@@ -254,9 +293,11 @@ class _Walk:
         name, inner = equation.primitive.name, _jax.inner_programs(equation)
         if name in _CALLS and len(inner) == 1:
             with _jax.source_context(equation):
-                return self._program(inner[0], operands, here)
-        if name == "scan":
+                return self.program(inner[0], operands, here)
+        if name == "scan" and not self._is_in_region(here):
             return self._scan(equation, operands, here)
+        if here.place == self._region:
+            return self._inside(equation, operands, here)
         return _jax.bind(equation, operands), []
 
     def _scan(
@@ -273,7 +314,7 @@ class _Walk:
         inside: list[Site] = []
 
         def body(carry: list[Any], item: list[Any]) -> Any:
-            results, found = self._program(
+            results, found = self.program(
                 params["jaxpr"], [*constants, *carry, *item], here
             )
             inside[:] = [site for site, _ in found]
@@ -294,6 +335,39 @@ class _Walk:
             )
         return [*end, *rows], list(zip(inside, values, strict=True))
 
+    def _inside(
+        self, region: _jax.Equation, operands: Sequence[Any], here: _Around
+    ) -> tuple[list[Any], Found]:
+        """A manual region that also gives what each device holds inside, as rows."""
+        params = region.params
+        mesh = params["mesh"]
+        axes = tuple(a for a in mesh.axis_names if a in params["newly_manual_axes"])
+        inside: list[Site] = []
+
+        def body(*blocks: Any) -> Any:
+            results, found = self.program(params["jaxpr"], blocks, here)
+            count = math.prod(mesh.shape[axis] for axis in axes)
+            inside[:] = [
+                replace(site, shape=(count, *site.shape), region=here.place, axes=axes)
+                for site, _ in found
+            ]
+            return tuple(results), [_varying(value, axes)[None] for _, value in found]
+
+        with _jax.source_context(region):
+            results, values = jax.shard_map(
+                body,
+                mesh=mesh,
+                in_specs=tuple(params["in_specs"]),
+                out_specs=(tuple(params["out_specs"]), PartitionSpec(axes)),
+                check_vma=params["check_vma"],
+                axis_names=set(axes),
+            )(*operands)
+        return list(results), list(zip(inside, values, strict=True))
+
+    def _is_in_region(self, here: _Around) -> bool:
+        depth = len(self._region or here.place)
+        return here.place[:depth] == self._region and len(here.place) > depth
+
     def _epsilon_of(self, equation: _jax.Equation) -> float:
         """Machine epsilon of the coarsest dtype that an equation computes in."""
         found = [_epsilon(atom.aval) for atom in equation.outvars]
@@ -304,6 +378,11 @@ class _Walk:
         if equation.primitive.name in ("dot_general", "conv_general_dilated"):
             found.append(self._matmul_epsilon)
         return max(found, default=0.0)
+
+
+def _varying(value: Any, axes: tuple[str, ...]) -> Any:
+    missing = tuple(axis for axis in axes if axis not in _jax.varying_axes(value))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
 def _epsilon(aval: Any) -> float:

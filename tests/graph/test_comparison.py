@@ -82,6 +82,80 @@ def test_a_forgotten_sum_over_an_axis_is_named_with_its_line(tp_mesh):
     assert line in report.as_text()
 
 
+def test_parts_of_a_sum_that_nothing_adds_up_are_called_so(tp_mesh):
+    step, _ = tensor_parallel_mlp(reduce=False)
+    first = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh).first
+    assert first.diagnosis == (
+        ("wrong", "these are parts of a sum over tp, which nothing adds up"),
+    )
+
+
+def per_device(body):
+    """A step that runs a body per device, as in the layers of a loop."""
+
+    @ts.function(in_specs={"up": P(None, "tp"), "down": P("tp")})
+    def step(x, up, down):
+        def layer(x, _):
+            mapped = jax.shard_map(
+                body,
+                mesh=ts.mesh.current().jax,
+                in_specs=(P(), P(None, "tp"), P("tp")),
+                out_specs=P(),
+                check_vma=False,
+            )
+            return mapped(x, up, down), None
+
+        return jax.lax.scan(layer, x, length=2)[0]
+
+    return step
+
+
+def test_what_is_computed_with_parts_of_a_sum_is_named_and_what_gives_them(tp_mesh):
+    def blocks(x, up, down):
+        partial = jnp.sin(x @ up) @ down
+        wrong = jnp.tanh(partial)  # before the sum
+        return jax.lax.psum(wrong, "tp") * 0.5
+
+    first = ts.compare_layouts(per_device(blocks), (X, UP, DOWN), tp_mesh).first
+    assert first.iterations == (0,)
+    (wrong, operation), (before, reason) = first.diagnosis
+    assert (wrong, before) == ("wrong", "before")
+    assert operation.startswith("first in tanh at ")
+    assert operation.endswith(line_of(blocks, "wrong = jnp.tanh(partial)"))
+    assert reason.startswith("dot_general at ")
+    assert reason.endswith(
+        line_of(blocks, "sin(x @ up)") + " gives parts of a sum over tp"
+    )
+
+
+def test_a_sum_that_was_added_up_is_not_blamed_for_what_comes_later(tp_mesh):
+    def blocks(x, up, down):
+        y = jax.lax.psum(jnp.sin(x @ up) @ down, "tp")
+        return y + jax.lax.axis_index("tp").astype(y.dtype)
+
+    first = ts.compare_layouts(per_device(blocks), (X, UP, DOWN), tp_mesh).first
+    assert [name for name, _ in first.diagnosis] == ["wrong"]
+
+
+def test_blocks_that_are_put_together_wrongly_are_right_by_themselves(tp_mesh):
+    @ts.function(in_specs={"up": P(None, "tp")})
+    def step(x, up):
+        columns = jax.shard_map(
+            lambda x, up: jnp.tanh(x @ up),
+            mesh=ts.mesh.current().jax,
+            in_specs=(P(), P(None, "tp")),
+            out_specs=P("tp"),
+            check_vma=False,
+        )(x, up)
+        return columns.sum()
+
+    first = ts.compare_layouts(step, (X, UP), tp_mesh).first
+    assert first.shape == (16, 4)
+    assert first.diagnosis == (
+        ("wrong", "each device has a block or a copy of it: see the out_specs"),
+    )
+
+
 def test_what_differs_later_and_in_the_results_is_listed(tp_mesh):
     step, _ = tensor_parallel_mlp(reduce=False)
     lines = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh).as_text().splitlines()
