@@ -8,12 +8,10 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
-from tessera.analysis.declared import declared_layouts
-from tessera.analysis.ledger import Ledger, collectives
 from tessera.analysis.memory import Memory, memory
 from tessera.errors import OutsideTraceError
 from tessera.graph.ir import Graph, Role
@@ -24,6 +22,9 @@ from tessera.graph.tracing.arguments import Call
 from tessera.graph.tracing.tracer import Trace
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, capturing
+
+if TYPE_CHECKING:
+    from tessera.analysis.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,12 @@ class Compiled:
         return self.jax.as_text() or ""
 
     @cached_property
-    def collectives(self) -> Ledger:
+    def collectives(self) -> "Ledger":
         """The ledger: every collective, its axes, bytes, line, and why it is there."""
+        # Imported by who looks: a program that only runs does without.
+        from tessera.analysis.declared import declared_layouts
+        from tessera.analysis.ledger import collectives
+
         graph = self.traced.graph
         mesh = graph.mesh or Mesh(("device",), devices=(0,))
         return collectives(self.jax, mesh, declared_layouts(graph.program, mesh.shape))

@@ -10,7 +10,6 @@ refused before it runs.
 
 import jax
 
-from tessera.analysis.ledger import collectives
 from tessera.errors import StageCollectiveError
 from tessera.graph.ir import Graph
 from tessera.graph.pipelining.mark import SCOPE
@@ -29,6 +28,9 @@ def check_stages(graph: Graph, compiled: jax.stages.Compiled) -> None:
     text = compiled.as_text() or ""
     if f"/{SCOPE}/" not in text or _KIND not in text:
         return
+    # Of few programs, and not of those that import tessera only.
+    from tessera.analysis.ledger import collectives
+
     found = [
         f"over {'×'.join(row.axes)}, caused at {row.source or row.op_name}"
         for row in collectives(compiled, graph.mesh).rows
