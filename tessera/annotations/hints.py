@@ -16,6 +16,9 @@ from tessera.annotations.dims import dim_of
 from tessera.annotations.tensor import Annotation, TensorType
 from tessera.errors import AnnotationError, TesseraWarning
 
+# Whose wrappers call a function on other arrays than they are given.
+_TRANSFORMING = ("jax.", "flax.")
+
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Annotation]:
     """The annotation of each argument that has one of its own, and of ``return``.
@@ -123,21 +126,21 @@ def _written(function: Any) -> Any:
             function = function.func
         elif isinstance(function, types.MethodType):
             function = function.__func__
-        elif _is_of_jax(function):
-            return None
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
         elif isinstance(function, types.FunctionType):
-            return function
+            if function.__globals__.get("__name__", "").startswith(_TRANSFORMING):
+                return None
+            if not hasattr(function, "__wrapped__"):
+                return function
+            function = function.__wrapped__
+        elif _is_tesseras(function) and hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
         else:  # an object that can be called
             called = inspect.getattr_static(type(function), "__call__", None)
             return called if isinstance(called, types.FunctionType) else None
 
 
-def _is_of_jax(function: Any) -> bool:
-    names = getattr(function, "__globals__", {})
-    module = names.get("__name__") or type(function).__module__
-    return module.partition(".")[0] in ("jax", "jaxlib", "flax")
+def _is_tesseras(function: Any) -> bool:
+    return type(function).__module__.startswith("tessera.")
 
 
 def _defaults(function: Callable[..., Any]) -> dict[str, Any]:

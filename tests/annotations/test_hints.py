@@ -102,6 +102,16 @@ def test_what_jax_makes_of_a_function_takes_other_arrays(transform):
     assert read(transform(linear)) == {}
 
 
+def test_an_object_around_a_function_takes_what_it_says_itself():
+    class Vectorized:
+        def __init__(self, function):
+            functools.update_wrapper(self, function)
+
+        def __call__(self, *args): ...
+
+    assert read(Vectorized(linear)) == {}
+
+
 @pytest.mark.parametrize("function", [jnp.sin, len, print, dict, object()], ids=str)
 def test_what_has_no_annotations_of_arrays_has_none(function):
     assert read(function) == {}
