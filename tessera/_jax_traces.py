@@ -9,13 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
-from jax._src import core
+from jax._src import core, dtypes
 from jax._src.interpreters import batching, partial_eval
+from jax._src.lax import lax
 
 # Newer ones are told which mutable inputs are read later on.
 _RULES_TAKE_LIVE_INPUTS = partial_eval._default_dce_rule.__code__.co_argcount == 3
 
 BatchingRule: TypeAlias = Callable[[Sequence[Any], Sequence[int | None]], Any]
+
+
+def as_number(value: Any, kind: type) -> Any:
+    """A value as a number of Python's ``int`` or ``float``: its dtype is weak."""
+    dtype = dtypes.canonicalize_dtype(kind)
+    return lax._convert_element_type(value, dtype, weak_type=kind is not bool)
 
 
 def where_traced(value: Any) -> AbstractContextManager[Any]:

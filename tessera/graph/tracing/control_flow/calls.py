@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tessera import _jax
+from tessera import _jax, _jax_traces
 from tessera.errors import BranchError
 from tessera.graph.tracing.control_flow import branches, loops, printing
 from tessera.graph.tracing.control_flow.source import Unconvertible, convert
@@ -126,10 +126,10 @@ def _builtin(function: Any) -> Callable[..., Any] | None:
     return None
 
 
-def _number(kind: type, dtype: Any) -> Callable[..., Any]:
+def _number(kind: type) -> Callable[..., Any]:
     def cast(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], _jax.Tracer) and args[0].ndim == 0:
-            return args[0].astype(dtype)
+            return _jax_traces.as_number(args[0], kind)
         return kind(*args, **kwargs)
 
     return cast
@@ -165,9 +165,9 @@ _BUILTINS: dict[Any, Callable[..., Any]] = {
     range: loops.range_,
     enumerate: loops.enumerate_,
     zip: loops.zip_,
-    int: _number(int, jnp.int32),
-    float: _number(float, jnp.float32),
-    bool: _number(bool, jnp.bool_),
+    int: _number(int),
+    float: _number(float),
+    bool: _number(bool),
     max: _extreme(max, jnp.maximum),
     min: _extreme(min, jnp.minimum),
     all: _quantifier(all, branches.and_),

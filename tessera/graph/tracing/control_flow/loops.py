@@ -8,7 +8,6 @@ run by Python, and their turns stand in the program one after the other.
 """
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tessera import _jax, scope
-from tessera.errors import ControlFlowError
+from tessera import _jax, _jax_traces, scope
+from tessera.errors import BranchError, ControlFlowError
 from tessera.graph.tracing.control_flow.blocks import (
     ABSENT,
     Block,
@@ -39,6 +38,16 @@ from tessera.graph.tracing.control_flow.state import (
 
 Get = Callable[[], tuple[Any, ...]]
 Put = Callable[[tuple[Any, ...]], None]
+
+# What a turn raises that cannot be the same program for every row.
+_NO_LOOP = (
+    BranchError,
+    ControlFlowError,
+    LookupError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 # Each trial finds places that a turn changes because of what the one before found.
 _MOST_TRIALS = 8
@@ -97,8 +106,12 @@ def range_(*bounds: Any) -> Any:
                 got=described(bound),
                 fix="cast it, e.g. with .astype(jnp.int32)",
             )
-    turns = -((start - stop) // step)
-    return Items(jnp.maximum(turns, 0), (), lambda place, _: start + place * step)
+
+    def item(place: Any, _: Sequence[Any]) -> Any:
+        # As a number of Python, it takes the dtype of what it is computed with.
+        return _jax_traces.as_number(start + place * step, int)
+
+    return Items(jnp.maximum(-((start - stop) // step), 0), (), item)
 
 
 def enumerate_(value: Any, start: Any = 0) -> Any:
@@ -188,7 +201,7 @@ def for_stmt(
     before = state.read()
     # A turn may be no program of its own, such as one that fills a list. Python runs
     # it then, and raises what is to be raised.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(*_NO_LOOP):
         _Loop(state, "the `for`", guarded, None, items).run_scan()
         return
     state.write(before)
@@ -311,7 +324,7 @@ class _Loop:
     def _trial(self, last: _Turn | None, ends_defined: bool) -> _Turn:
         """One turn that is given what the last trial found to be carried."""
         given = [] if last is None else last.initial()
-        rows = [jax.eval_shape(operator.itemgetter(0), row) for row in self._rows]
+        rows = [jax.eval_shape(lambda row=row: row[0]) for row in self._rows]
 
         def run(place: Any, *values: Any) -> None:
             own, carried = values[: len(rows)], values[len(rows) :]

@@ -342,6 +342,7 @@ def _place(tree: ast.AST, place: tuple[int, ...]) -> None:
     """Give every node the place of the user's node that it comes from."""
     from malt.pyct import anno
 
+    origin: Any
     waiting = [(tree, place)]
     while waiting:
         node, place = waiting.pop()
