@@ -4,6 +4,7 @@
 ``import tessera as ts``, then ``from tessera import dist, graph, op``.
 """
 
+from tessera import amp as amp
 from tessera import dist as dist
 from tessera import graph as graph
 from tessera import mesh as mesh
@@ -24,6 +25,11 @@ from tessera.graph.function import function as jit
 from tessera.graph.tracing.gradient import grad as grad
 from tessera.graph.value_and_grad import value_and_grad as value_and_grad
 from tessera.mesh import Mesh as Mesh
+from tessera.ops.accumulation import accumulate_gradients as accumulate_gradients
+from tessera.ops.checkpointing import checkpoint as checkpoint
+from tessera.ops.clipping import clip_by_global_norm as clip_by_global_norm
+from tessera.ops.clipping import clip_by_value as clip_by_value
+from tessera.ops.clipping import global_norm as global_norm
 from tessera.scope import autocast as autocast
 from tessera.shard import DistTensor as DistTensor
 from tessera.shard import ShardSpec as ShardSpec
@@ -37,12 +43,18 @@ __all__ = [
     "Tensor",
     "TesseraError",
     "TesseraWarning",
+    "accumulate_gradients",
+    "amp",
     "autocast",
+    "checkpoint",
+    "clip_by_global_norm",
+    "clip_by_value",
     "compare_layouts",
     "dist",
     "distribute",
     "distributed",
     "function",
+    "global_norm",
     "grad",
     "graph",
     "jit",

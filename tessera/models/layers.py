@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from tessera.models.config import Gemma3Config
 from tessera.models.rules import Placement
+from tessera.ops.norms import rms_norm
 from tessera.shard import ShardSpec
 
 # Names of the dims of queries, and of keys and values.
@@ -53,10 +54,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*dims last"]) -> Float[Array, "*dims last"]:
         """``x`` normalized, in its own dtype."""
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        unit = wide * jax.lax.rsqrt(mean_square + self.epsilon)
-        return (unit * (1.0 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
+        weight = 1.0 + self.scale[...].astype(jnp.float32)
+        return rms_norm(x, weight, eps=self.epsilon)
 
 
 class Projection(nnx.Module):

@@ -9,7 +9,6 @@ Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.0
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import jax
@@ -17,33 +16,12 @@ import jax.numpy as jnp
 
 from tessera.errors import SettingConflictError, SettingValueError, did_you_mean
 from tessera.models.config import Gemma3Config
+from tessera.ops.checkpointing import NONE as NONE
+from tessera.ops.checkpointing import POLICIES as POLICIES
 
 Policies: TypeAlias = tuple[str, ...]
 Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
-NONE: Final = "none"
-
-
-def keep_matmuls(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy that keeps the results of matmuls, those of experts among them."""
-    return primitive.name in ("dot_general", "ragged_dot_general")
-
-
-POLICIES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
-    {
-        "full": jax.checkpoint_policies.nothing_saveable,
-        "dots": keep_matmuls,
-        **{
-            name: getattr(jax.checkpoint_policies, name)
-            for name in (
-                "nothing_saveable",
-                "everything_saveable",
-                "dots_saveable",
-                "dots_with_no_batch_dims_saveable",
-            )
-        },
-    }
-)
 _KINDS: Final = ("global", "local")
 
 

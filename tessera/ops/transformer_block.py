@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from tessera import scope
 from tessera.errors import OperandError
+from tessera.ops.norms import rms_norm
 from tessera.shard import ShardSpec
 
-_EPSILON = 1e-6
 _HEAD_SIZE = 64
 
 # What each dim of a parameter means, after the stacked layers, and the mesh axis that
@@ -73,8 +73,9 @@ def transformer_block(
     layer = {name: p.astype(x.dtype) for name, p in params.items()}
 
     def block(h_BSD: jax.Array, layer: Mapping[str, jax.Array]) -> tuple[Any, None]:
-        h_BSD = h_BSD + _attention(_norm(h_BSD, layer["attention_norm"]), layer, causal)
-        return h_BSD + _mlp(_norm(h_BSD, layer["mlp_norm"]), layer), None
+        inner_BSD = rms_norm(h_BSD) * layer["attention_norm"]
+        h_BSD = h_BSD + _attention(inner_BSD, layer, causal)
+        return h_BSD + _mlp(rms_norm(h_BSD) * layer["mlp_norm"], layer), None
 
     return jax.lax.scan(block, x, layer)[0]
 
@@ -156,13 +157,6 @@ def _fan_in(name: str) -> jax.nn.initializers.Initializer:
     return jax.nn.initializers.variance_scaling(
         1.0, "fan_in", "normal", in_axis=in_axis, out_axis=out_axis, batch_axis=0
     )
-
-
-def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """RMSNorm in f32 (Zhang and Sennrich, arXiv 1910.07467)."""
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + _EPSILON)).astype(x.dtype) * scale
 
 
 def _attention(x_BSD: jax.Array, layer: Mapping[str, Any], causal: bool) -> jax.Array:

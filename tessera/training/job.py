@@ -19,10 +19,10 @@ from tessera.models.model import Model
 from tessera.models.rules import Placement
 from tessera.models.stages import layer_costs
 from tessera.ops.attention.spread import Method
+from tessera.ops.loss_scale import LossScale
 from tessera.training import offload
 from tessera.training.config import Settings, TrainingConfig
 from tessera.training.data import Corpus, load
-from tessera.training.loss_scale import LossScale
 from tessera.training.optimizers import make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.state import TrainState, abstract_state, state_specs
@@ -96,7 +96,7 @@ class Job:
     def loss_scale(self) -> LossScale | None:
         """The loss scale to begin with; fp16 alone has one."""
         fp16 = self.settings.training.mixed_precision == "fp16"
-        return LossScale.initial() if fp16 else None
+        return LossScale.dynamic() if fp16 else None
 
     @cached_property
     def step(self) -> Function:

@@ -26,7 +26,6 @@ from tessera.models.sampling import generate
 from tessera.training.console import Console, Progress
 from tessera.training.data import Corpus
 from tessera.training.job import Job
-from tessera.training.loss_scale import SMALLEST
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
 from tessera.training.state import TrainState, init_state
@@ -152,7 +151,7 @@ class Trainer:
         numbers = {name: float(value) for name, value in flight.metrics.items()}
         now = time.perf_counter()
         seconds, self._read_at = now - self._read_at, now
-        _check_scale(flight.step, numbers)
+        self._check_scale(flight.step, numbers)
         training, mesh = self.job.settings.training, self.job.mesh
         numbers["tokens_per_second"] = numbers.pop("tokens") / seconds
         numbers["step_seconds"] = seconds
@@ -174,6 +173,17 @@ class Trainer:
                 tokens_per_second=numbers["tokens_per_second"],
                 others={name: numbers[name] for name in _SHOWN if name in numbers},
             )
+
+    def _check_scale(self, step: int, numbers: Numbers) -> None:
+        """Stop where no loss scale is small enough: every step would be skipped."""
+        scale = self.job.loss_scale
+        if scale is None or numbers["stalled_overflows"] < scale.patience:
+            return
+        raise LossScaleError(
+            f"fp16 gradients overflow at step {step} with the smallest loss scale",
+            got=f"loss scale {numbers['loss_scale']:g}, loss {numbers['loss']:g}",
+            fix="use training.mixed_precision=bf16, or a lower optimizer.learning_rate",
+        )
 
     def _peak_memory(self) -> int | None:
         """Most bytes that the fullest of this process's devices held, if it counts."""
@@ -231,13 +241,3 @@ class Trainer:
         if tokenizer.kind == "synthetic" or not text:
             return np.array(begin or [0], np.int32), ""
         return np.concatenate([np.array(begin, np.int32), tokenizer.encode(text)]), text
-
-
-def _check_scale(step: int, numbers: Numbers) -> None:
-    """Stop where no loss scale is small enough: every step would be skipped."""
-    if numbers.get("overflow") and numbers["loss_scale"] <= SMALLEST:
-        raise LossScaleError(
-            f"fp16 gradients overflow at step {step} with the smallest loss scale",
-            got=f"loss scale {numbers['loss_scale']:g}, loss {numbers['loss']:g}",
-            fix="use training.mixed_precision=bf16, or a lower optimizer.learning_rate",
-        )

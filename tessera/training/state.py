@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.mesh import Mesh
 from tessera.models.model import Model
+from tessera.ops.loss_scale import LossScale
 from tessera.training import offload
-from tessera.training.loss_scale import LossScale
 from tessera.training.zero import Zero
 
 Tree: TypeAlias = Any

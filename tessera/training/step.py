@@ -24,9 +24,9 @@ from tessera.graph.tracing.gradient import grad
 from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.models.rules import Placement
+from tessera.ops.clipping import global_norm
 from tessera.ops.losses import cross_entropy
 from tessera.scope import autocast, constrain
-from tessera.training.clipping import global_norm
 from tessera.training.compression import AXIS, CompressedExchange
 from tessera.training.offload import fetched, stored
 from tessera.training.optimizers import Schedule as LearningRate
@@ -114,7 +114,9 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
     ``[accumulation, B / (dp · fsdp), S]``. Metrics are f32 scalars: ``loss`` in nats
     per token, ``grad_norm`` before clipping, ``learning_rate``, ``tokens``; with
     experts also ``ROUTER_METRICS``, whose ``router_loss`` is trained beside the loss;
-    with a loss scale also ``loss_scale`` and ``overflow``.
+    with a loss scale also ``loss_scale``, whether its gradients overflowed
+    (``overflow``), how many steps' did so far (``overflows``), and how many in a row
+    did with the smallest scale (``stalled_overflows``).
 
     Args:
       recipe: What the step is made of.
@@ -128,7 +130,7 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
         tokens = jnp.maximum(counted, 1.0)
         # It is the mean loss that is scaled: the gradients of a sum would overflow with
         # the size of the batch.
-        scale = None if state.loss_scale is None else state.loss_scale.scale / tokens
+        scale = None if state.loss_scale is None else state.loss_scale.value / tokens
         share = 1.0 / _scaled(tokens, scale)
         sums, gradients, residual = _mean_gradients(recipe, state, batch, scale, share)
         gradients = recipe.zero.hold_shares(gradients)
@@ -382,10 +384,12 @@ def _unless_overflow(
     def kept(after: Array, before: Array) -> Array:
         return jnp.where(finite, after, before)
 
-    scale = old.loss_scale.updated(finite)
+    scale = old.loss_scale.adjust(finite)
     metrics = {
         **metrics,
-        "loss_scale": old.loss_scale.scale,
+        "loss_scale": old.loss_scale.value,
         "overflow": 1.0 - finite.astype(jnp.float32),
+        "overflows": scale.overflows.astype(jnp.float32),
+        "stalled_overflows": scale.stalled.astype(jnp.float32),
     }
     return replace(jax.tree.map(kept, new, old), loss_scale=scale), metrics

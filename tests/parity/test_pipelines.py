@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
-from tessera.training.loss_scale import LossScale
+from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.state import init_state
@@ -143,7 +143,7 @@ def train(
         dtype=dtype,
         schedule=schedule_of(mesh, schedule, chunks, microbatches),
     )
-    scale = LossScale.initial() if dtype == "f16" else None
+    scale = LossScale.dynamic() if dtype == "f16" else None
     state = init_state(model, ADAMW, KEY, mesh, zero_stage=zero_stage, loss_scale=scale)
     step, losses = make_train_step(recipe, state), []
     place = NamedSharding(mesh.jax, batch_spec(recipe))

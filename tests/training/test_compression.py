@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
-from tessera.training.loss_scale import LossScale
+from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.state import TrainState, init_state
 from tessera.training.step import Recipe, batch_spec, make_train_step
@@ -93,7 +93,7 @@ def run(mesh: Mesh, **options: Any) -> Ran:
         recipe.optimizer,
         jax.random.key(0),
         mesh,
-        loss_scale=LossScale.initial() if recipe.dtype == "f16" else None,
+        loss_scale=LossScale.dynamic() if recipe.dtype == "f16" else None,
         zero_stage=recipe.zero_stage,
     )
     state = dataclasses.replace(state, residual=recipe.exchange.first_residual())
@@ -235,9 +235,7 @@ def test_a_compressed_run_learns(options):
 
 def test_an_overflow_keeps_what_was_kept_back():
     ran = run(DP, **TOP, dtype="f16")
-    before = dataclasses.replace(
-        ran.state, loss_scale=LossScale(jnp.float32(2.0**24), jnp.int32(0))
-    )
+    before = dataclasses.replace(ran.state, loss_scale=LossScale.dynamic(2.0**24))
     after = dataclasses.replace(ran, state=before).again(seed=0)
     assert float(after.metrics["overflow"]) == 1.0
     for old, new in zip(

@@ -95,7 +95,7 @@ def test_the_recipe_is_what_the_settings_say():
 def test_only_fp16_scales_its_loss(precision, scale):
     job = job_of(mixed_precision=precision)
     held = job.loss_scale
-    assert (None if held is None else float(held.scale)) == scale
+    assert (None if held is None else float(held.value)) == scale
     assert (job.abstract_state.loss_scale is None) == (scale is None)
 
 

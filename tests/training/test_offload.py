@@ -24,8 +24,8 @@ from tessera.errors import HostMemoryError
 from tessera.graph.lowering.jit import jitted
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
+from tessera.ops.loss_scale import LossScale
 from tessera.training import offload
-from tessera.training.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.state import init_state
 from tessera.training.step import Recipe, batch_spec, make_train_step
@@ -74,7 +74,7 @@ def run(on_host: bool, dtype: str = "f32") -> Run:
         ADAMW,
         jax.random.key(0),
         MESH,
-        loss_scale=LossScale.initial() if dtype == "f16" else None,
+        loss_scale=LossScale.dynamic() if dtype == "f16" else None,
         zero_stage=1,
         offload_optimizer=on_host,
     )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tessera.errors import AbstractMeshError
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model, config_of
-from tessera.training.loss_scale import LossScale
+from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import (
     AdafactorConfig,
     AdamConfig,
@@ -118,9 +118,9 @@ def test_factored_moments_are_replicated():
 
 
 def test_counters_and_the_loss_scale_are_replicated():
-    specs = state_specs(MODEL, ADAMW, MESH, loss_scale=LossScale.initial())
+    specs = state_specs(MODEL, ADAMW, MESH, loss_scale=LossScale.dynamic())
     assert specs.step == P()
-    assert specs.loss_scale == LossScale(P(), P())
+    assert jax.tree.leaves(specs.loss_scale) == [P()] * 4
     counts = [spec for path, spec in leaves(specs.optimizer) if "count" in path]
     assert counts
     assert set(counts) == {P()}
@@ -150,7 +150,7 @@ def test_the_abstract_state_is_that_of_the_real_one(state):
     def described(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
-    expected = abstract_state(MODEL, ADAMW, loss_scale=LossScale.initial())
+    expected = abstract_state(MODEL, ADAMW, loss_scale=LossScale.dynamic())
     assert described(state) == described(expected)
 
 
@@ -159,12 +159,12 @@ def test_the_abstract_state_is_that_of_the_real_one(state):
 
 @pytest.fixture(scope="module")
 def state() -> TrainState:
-    scale = LossScale.initial()
+    scale = LossScale.dynamic()
     return init_state(MODEL, ADAMW, jax.random.key(0), MESH, loss_scale=scale)
 
 
 def test_every_leaf_lies_where_its_spec_says(state):
-    specs = state_specs(MODEL, ADAMW, MESH, loss_scale=LossScale.initial())
+    specs = state_specs(MODEL, ADAMW, MESH, loss_scale=LossScale.dynamic())
     placed = jax.tree.map(lambda spec: NamedSharding(MESH.jax, spec), specs)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
 
@@ -182,7 +182,7 @@ def test_it_begins_at_step_zero_with_empty_moments(state):
     assert int(state.step) == 0
     assert state.step.dtype == jnp.int32
     assert all(not leaf.any() for leaf in jax.tree.leaves(state.optimizer))
-    assert float(state.loss_scale.scale) == 32768.0
+    assert float(state.loss_scale.value) == 32768.0
 
 
 def test_the_same_key_gives_the_same_parameters_on_every_mesh(state):
@@ -199,12 +199,12 @@ def test_the_same_key_gives_the_same_parameters_on_every_mesh(state):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_state_owns_its_buffers(count):
     """A step donates them, and the loss scale that was given must outlive that."""
-    scale = LossScale.initial()
+    scale = LossScale.dynamic()
     mesh = Mesh(("fsdp",), devices=range(count))
     state = init_state(MODEL, ADAMW, jax.random.key(0), mesh, loss_scale=scale)
     for leaf in jax.tree.leaves(state):
         leaf.delete()
-    assert float(scale.scale) == 32768.0
+    assert float(scale.value) == 32768.0
 
 
 def test_a_mesh_of_devices_that_are_not_here_cannot_hold_a_state():

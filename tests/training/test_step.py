@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tessera import _jax
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
-from tessera.training.loss_scale import LossScale
+from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import (
     AdafactorConfig,
     AdamWConfig,
@@ -87,7 +87,7 @@ def recipe_of(mesh: Mesh, *, sequence_parallel: bool = False, **options: Any) ->
 @cache
 def first_state(*, scaled: bool = False) -> TrainState:
     """A fresh state in the memory of the host, to be copied to any mesh."""
-    recipe, scale = recipe_of(ONE), LossScale.initial() if scaled else None
+    recipe, scale = recipe_of(ONE), LossScale.dynamic() if scaled else None
     key = jax.random.key(0)
     state = init_state(recipe.model, recipe.optimizer, key, ONE, loss_scale=scale)
     return jax.tree.map(np.array, state)
@@ -347,7 +347,7 @@ def equations(program: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
 
 def traced(dtype: str) -> Any:
     recipe = recipe_of(CUBE, dtype=dtype)
-    scale = LossScale.initial() if dtype == "f16" else None
+    scale = LossScale.dynamic() if dtype == "f16" else None
     state = abstract_state(recipe.model, recipe.optimizer, loss_scale=scale)
     return make_train_step(recipe, state).trace(state, BATCH).graph.program
 
@@ -409,7 +409,9 @@ def test_narrow_matmuls_give_about_the_same_step(dtype, bits):
 
 
 def with_scale(scale: float, streak: int) -> TrainState:
-    held = LossScale(np.float32(scale), np.int32(streak))
+    held = dataclasses.replace(
+        LossScale.dynamic(), value=jnp.float32(scale), streak=jnp.int32(streak)
+    )
     return dataclasses.replace(first_state(scaled=True), loss_scale=held)
 
 
@@ -421,7 +423,7 @@ def test_a_step_says_the_loss_scale_that_it_used():
 
 def test_the_loss_scale_grows_after_two_hundred_steps_without_overflow():
     state, _ = run(ONE, dtype="f16").again(with_scale(1024, 199))
-    assert (float(state.loss_scale.scale), int(state.loss_scale.streak)) == (2048, 0)
+    assert (float(state.loss_scale.value), int(state.loss_scale.streak)) == (2048, 0)
 
 
 def test_an_overflowed_step_changes_nothing_but_the_loss_scale():
@@ -434,7 +436,7 @@ def test_an_overflowed_step_changes_nothing_but_the_loss_scale():
     np.testing.assert_allclose(
         metrics["loss"], run(ONE, dtype="f16").metrics["loss"], rtol=1e-3
     )
-    assert (float(state.loss_scale.scale), int(state.loss_scale.streak)) == (2.0**23, 0)
+    assert (float(state.loss_scale.value), int(state.loss_scale.streak)) == (2.0**23, 0)
     old = dataclasses.replace(before, loss_scale=None)
     new = dataclasses.replace(state, loss_scale=None)
     for left, right in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):

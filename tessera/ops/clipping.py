@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norm of all gradients together, and limits for it and for single numbers.
+
+One definition for what the trainer logs, for what it clips by and for users' steps.
+"""
+
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from tessera.errors import OperandError
+
+# Nested containers of arrays, as parameters and gradients are.
+Tree: TypeAlias = Any
+
+
+def global_norm(tree: Tree) -> jax.Array:
+    """The Euclidean norm of all numbers of a tree, f32 inside and out.
+
+    It is that of global arrays, however they are split; inside a manual region, such as
+    ``op.kernel``, of this device's blocks.
+
+    Example:
+      >>> float(global_norm({"a": jnp.full((3,), 2.0), "b": jnp.full((), 2.0)}))
+      4.0
+    """
+    squares = [
+        jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)
+    ]
+    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+
+
+def clip_by_global_norm(gradients: Tree, max_norm: Any) -> tuple[Tree, jax.Array]:
+    """Gradients whose global norm is above ``max_norm``, scaled down to it.
+
+    Args:
+      gradients: Tree of floating-point arrays.
+      max_norm: The limit, a positive number.
+
+    Returns:
+      A tree of the same shapes and dtypes, and the norm before, f32. With a NaN among
+      them gradients are left as they are, instead of all becoming NaN.
+
+    Raises:
+      OperandError: [T401] the limit is not positive.
+
+    Example:
+      >>> clipped, norm = clip_by_global_norm({"w": jnp.array([3.0, 4.0])}, 1.0)
+      >>> print(clipped["w"], norm)
+      [0.6 0.8] 5.0
+
+    Source: Pascanu et al., arXiv 1211.5063.
+    """
+    _check_positive("max_norm", max_norm)
+    norm = global_norm(gradients)
+    scale = jnp.where(norm > max_norm, max_norm / norm, 1.0)
+
+    def scaled(leaf: jax.Array) -> jax.Array:
+        return leaf * scale.astype(leaf.dtype)
+
+    return jax.tree.map(scaled, gradients), norm
+
+
+def clip_by_value(gradients: Tree, limit: Any) -> Tree:
+    """Gradients with every number brought into ``[-limit, limit]``.
+
+    Args:
+      gradients: Tree of floating-point arrays.
+      limit: A positive number.
+
+    Returns:
+      A tree of the same shapes and dtypes; a NaN stays one.
+
+    Raises:
+      OperandError: [T401] the limit is not positive.
+
+    Example:
+      >>> print(clip_by_value({"w": jnp.array([-3.0, 0.5])}, 1.0)["w"])
+      [-1.   0.5]
+    """
+    _check_positive("limit", limit)
+
+    def clipped(leaf: jax.Array) -> jax.Array:
+        bound = jnp.asarray(limit, leaf.dtype)
+        return jnp.clip(leaf, -bound, bound)
+
+    return jax.tree.map(clipped, gradients)
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, int | float) and not value > 0:
+        raise OperandError(
+            f"gradients cannot be clipped to {name}={value}",
+            fix="use a positive number, or do not clip",
+        )
