@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ts.distribute``: a function written for one device, spread by a named strategy.
 
-The strategies here are layouts and nothing else: the function is compiled by
-``ts.function`` for global arrays, and the partitioner writes the communication.
+Most strategies are layouts and nothing else: the function is compiled by
+``ts.function`` for global arrays, and the partitioner writes the communication. One
+runs the body on each device's blocks, and one as the stages of a pipeline.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Final, TypeAlias
 from tessera.annotations import annotations_of
 from tessera.errors import StrategyError, did_you_mean
 from tessera.graph.function import Function
+from tessera.graph.pipeline import PipelineOfArguments
 from tessera.graph.tracing.declarations import Options
 from tessera.graph.tracing.owners import AsOwner
 from tessera.graph.tracing.per_device import PerDevice, TensorParallel
@@ -22,6 +24,7 @@ from tessera.graph.tracing.strategies import (
     GRADIENTS,
     PARAMS,
     STATE,
+    ExpertParallel,
     Strategy,
 )
 
@@ -34,6 +37,8 @@ STRATEGIES: Final[Mapping[str, tuple[str, int | None]]] = MappingProxyType(
         "fsdp": ("fsdp", 3),
         "zero_redundancy_optimizer": ("dp", None),
         "tensor_parallel": ("tp", 0),
+        "pipeline_parallel": ("pp", 3),
+        "expert_parallel": ("ep", 0),
     }
 )
 
@@ -58,18 +63,38 @@ def distribute(
     batch: Names = None,
     results: Sequence[str | None] | None = None,
 ) -> Callable[[Callable[..., Any]], Function]:
-    """Lay the arguments and the results of a function out by a strategy.
+    """Spread a function over a mesh by a strategy, named for what it splits.
 
-    ``data_parallel`` splits the batch along the leading dim of each of its arrays and
-    holds everything else whole on every device, or as others split it: an axis that is
-    not the strategy's, such as ``tp``, stays where it is. ``fsdp`` splits the batch,
-    parameters, gradients and optimizer state. ``zero_redundancy_optimizer`` does it by
-    stages: 1 splits the optimizer state, 2 also the gradients, 3 also the parameters.
-    An array is split along the largest dim that nothing splits and that the axis
-    divides; one without such a dim stays whole.
+    Five strategies are layouts: the function is compiled for global arrays, and the
+    partitioner writes the communication. ``data_parallel`` splits the batch along the
+    leading dim of each of its arrays and holds everything else whole on every device,
+    or as others split it: an axis that is not the strategy's, such as ``tp``, stays
+    where it is. ``fsdp`` splits the batch, parameters, gradients and optimizer state.
+    ``zero_redundancy_optimizer`` does it by stages: 1 splits the optimizer state, 2
+    also the gradients, 3 also the parameters. An array is split along the largest dim
+    that nothing splits and that the axis divides; one without such a dim stays whole.
+    In its body ``ts.mesh.current().rank`` is the rank of whoever owns a parameter: it
+    equals every rank that there is, so ``if rank == owner:`` is taken, and
+    ``recv_from`` after ``else`` is not. ``expert_parallel`` splits the batch, and along
+    their leading dim parameters that have ``expert`` at the beginning of a component of
+    their path, such as ``weights/experts/up``.
+
+    ``tensor_parallel`` runs the body once for each device of the axes, on its blocks.
+    Every array has to be annotated. A dim is split if the first array has none of its
+    symbols; of several the first. ``3*F`` means three blocks, each of which is split by
+    itself. A result that differs from device to device is put together along its dim
+    of that kind; collectives are written by hand, and ``ts.mesh.current()`` is the mesh
+    of the axes.
+
+    ``pipeline_parallel`` runs the ``graph.stage`` s that the function calls on one
+    device each, in the order 1f1b, in as many microbatches as
+    ``schedule.pipeline_microbatches`` says. Parameters are split like ``fsdp``'s, and
+    sent to the stage that reads them. See ``graph.pipeline``, which takes more options.
 
     The mesh is that of ``ts.function`` (its ``mesh=``, the innermost ``with mesh:``, or
     what the arguments live on); without any, every device there is along one axis.
+    Called inside another function, this one becomes part of it: the layouts of arrays
+    are then those of that function.
 
     Which argument is what is told by its name; see the keywords. Other arguments keep
     the layout that they come with. ``ts.grad`` by parameters gives gradients in their
@@ -78,10 +103,10 @@ def distribute(
     is taken for parameters, a second for optimizer state, a third for gradients.
 
     Args:
-      strategy: ``data_parallel``, ``fsdp`` or ``zero_redundancy_optimizer``.
+      strategy: One of the names above.
       stage: Of ``zero_redundancy_optimizer``: 1, 2 or 3; 2 by default.
-      mesh_axes: The axes to split over, the last of them for what is no batch: ``dp``
-        by default, for ``fsdp`` ``fsdp``.
+      mesh_axes: The axes to split over, the last of them for what is no batch and no
+        expert. By default ``dp``, ``fsdp``, ``tp``, ``pp`` or ``ep``.
       params: Names of the arguments that are parameters: ``params``, ``weights``.
       gradients: ... that are gradients: ``gradients``, ``grads``.
       optimizer_state: ... that are the optimizer's state: ``optimizer_state``.
@@ -93,12 +118,15 @@ def distribute(
       A decorator that gives a ``ts.function``.
 
     Raises:
-      StrategyError: [T313] there is no such strategy or stage, or the function has no
-        argument that it could split.
+      StrategyError: [T313] there is no such strategy or stage, or the function has
+        nothing that it could split; at the call, a rank is used for something else than
+        to find an owner, or a result differs from device to device unawares.
       UnknownAxisError: [T103] (at the call) the mesh lacks the axis.
-      ShardDivisibilityError: [T201] (at the call) the axes do not divide the batch.
+      ShardDivisibilityError: [T201] (at the call) the axes do not divide a dim.
       LayoutMismatchError: [T205] (at the call) arrays live on the mesh in another
         layout.
+      PipelineFormError: [T312] (at the call) the function is no chain of stages.
+      PipelineSizeError: [T311] (at the call) it has not a stage for each device.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, tessera as ts
@@ -112,7 +140,8 @@ def distribute(
       >>> [value.spec for value in traced.graph.inputs]
       [P(), P('dp',)]
 
-    Source: stages, Rajbhandari et al., ZeRO, arXiv 1910.02054.
+    Sources: ZeRO's stages, arXiv 1910.02054; columns, rows and heads over devices,
+    Megatron-LM, arXiv 1909.08053; experts, GShard, arXiv 2006.16668.
     """
     default_axis, fixed_stage = _known(strategy)
     chosen = _stage(strategy, fixed_stage, stage)
@@ -127,7 +156,7 @@ def distribute(
 
     def decorate(body: Callable[..., Any]) -> Function:
         options, body = _undecorated(strategy, body)
-        known = {
+        known: dict[str, Any] = {
             "name": strategy,
             "stage": chosen,
             "axes": axes,
@@ -137,9 +166,12 @@ def distribute(
             split = TensorParallel(**known, annotations=annotations_of(body))
             return Function(PerDevice(body, split), replace(options, strategy=split))
         arguments = list(signature(body).parameters)
-        plan = Strategy(**known, roles=_roles(strategy, options.name, arguments, given))
+        known["roles"] = _roles(strategy, options.name, arguments, given)
+        plan = (ExpertParallel if strategy == "expert_parallel" else Strategy)(**known)
         if strategy == "zero_redundancy_optimizer":
             body = AsOwner(body, plan)
+        elif strategy == "pipeline_parallel":
+            body = PipelineOfArguments(body, axes[-1], plan.roles)
         return Function(body, replace(options, strategy=plan))
 
     return decorate
@@ -198,6 +230,8 @@ def _roles(
     """What each argument is, by its name."""
     roles: dict[str, str] = {}
     for role, names in given.items():
+        if role == BATCH and strategy == "pipeline_parallel":
+            continue  # it is cut into microbatches
         chosen = _DEFAULT_NAMES[role] if names is None else names
         for argument in (chosen,) if isinstance(chosen, str) else chosen:
             if argument in arguments:
@@ -208,7 +242,7 @@ def _roles(
                     got=f"{role}={names!r}",
                     fix=did_you_mean(argument, arguments),
                 )
-    if not roles:
+    if not roles and strategy != "pipeline_parallel":  # stages may own parameters
         raise StrategyError(
             f"strategy {strategy!r} finds nothing to lay out in {name!r}",
             got=f"arguments {', '.join(arguments) or 'none'}",

@@ -7,7 +7,8 @@ microbatches, in the order of a schedule, together with the backward of the loss
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from tessera.graph.pipelining.microbatches import (
 from tessera.graph.pipelining.schedules import schedule as schedule_of
 from tessera.graph.pipelining.table import Schedule
 from tessera.graph.rewriting import contains
+from tessera.graph.tracing.control_flow.steering import as_called
 from tessera.graph.tracing.declarations import Options, is_number
 from tessera.graph.training_step import Stage, Step
 from tessera.graph.zero import split_further
@@ -79,7 +81,8 @@ def pipeline(
 
     Sources: arXiv 1811.06965, 1806.03377, 2104.04473, 2401.10241.
     """
-    wanted = _Pipeline(tuple(stages), axis, schedule, microbatches)
+    names = tuple(map(_name, stages))
+    wanted = _Pipeline(names, axis, schedule, microbatches)
     if mesh is not None:
         wanted.check(mesh)
 
@@ -94,11 +97,75 @@ def pipeline(
     return decorate
 
 
+def _name(stage: Stage) -> str:
+    if isinstance(stage, Stage):
+        return stage.options.name
+    raise PipelineFormError(
+        "a stage of a pipeline is made by graph.stage",
+        got=f"{stage!r}",
+        fix='write @graph.stage("name") above the function',
+    )
+
+
+class PipelineOfArguments:
+    """A function whose weights are arguments, as a pipeline of the stages it calls."""
+
+    def __init__(
+        self, body: Callable[..., Any], axis: str, weights: Collection[str]
+    ) -> None:
+        functools.update_wrapper(self, body)
+        self._body, self._axis, self._weights = body, axis, weights
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result.
+
+        Raises:
+          PipelineFormError: [T312] it is no chain of stages.
+          PipelineSizeError: [T311] it has not as many stages as the axis has devices.
+        """
+        signature = inspect.signature(self._body)
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        # Closed over, a weight belongs to the stage that reads it.
+        held = {name: given[name] for name in given if name in self._weights}
+        names = [name for name in given if name not in held]
+
+        def of_rows(*values: Any) -> Any:
+            arguments = held | dict(zip(names, values, strict=True))
+            call = inspect.BoundArguments(signature, arguments)
+            return as_called(self._body)(*call.args, **call.kwargs)
+
+        rows = [given[name] for name in names]
+        stages = _stages_called(of_rows, rows)
+        return _Pipeline(stages, self._axis, "1f1b", None).call(of_rows, None, rows, {})
+
+
+def _stages_called(body: Callable[..., Any], args: Sequence[Any]) -> tuple[str, ...]:
+    """The names of the stages that a function calls, in order; inner ones left out."""
+    here = scope.current()
+    assert here is not None, "a step is being traced"
+    found: list[str] = []
+    before, depth, end = here.mark(), len(here.path), here.stage_end
+
+    def note(name: str, results: Any) -> Any:
+        if len(here.path) == depth + 1:
+            found.append(name)
+        return results
+
+    function = _OfArrays(body, *jax.tree.flatten((tuple(args), {})))
+    here.stage_end = note
+    try:
+        jax.eval_shape(function, *(struct_of(array, None) for array in function.arrays))
+    finally:
+        here.stage_end = end
+        here.go_back(before)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class _Pipeline:
-    """What ``pipeline`` was told."""
+    """What ``pipeline`` was told, its stages by name."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[str, ...]
     axis: str
     schedule: str | Schedule
     microbatches: int | None
@@ -106,13 +173,6 @@ class _Pipeline:
     def check(self, mesh: Mesh) -> int:
         """Virtual stages for each device; raises [T103] and [T311]."""
         size = mesh.axis_size(self.axis)
-        wrong = [stage for stage in self.stages if not isinstance(stage, Stage)]
-        if wrong:
-            raise PipelineFormError(
-                "a stage of a pipeline is made by graph.stage",
-                got=f"{wrong[0]!r}",
-                fix='write @graph.stage("name") above the function',
-            )
         count = len(self.stages)
         is_interleaved = self.schedule == "interleaved" or (
             isinstance(self.schedule, Schedule) and self.schedule.chunks > 1
@@ -153,8 +213,7 @@ class _Pipeline:
             with self._telling_stages_apart(here, mesh):
                 found = jax.make_jaxpr(function)(*structs)
             program, weights = _jax.lift_constants(found)
-            names = [stage.options.name for stage in self.stages]
-            staged = cut(differentiated(program), len(arrays), names)
+            staged = cut(differentiated(program), len(arrays), self.stages)
             _check_results(staged, part)
             return staged, weights
 
@@ -216,7 +275,7 @@ class _Pipeline:
     @contextmanager
     def _telling_stages_apart(self, here: scope.Scope, mesh: Mesh) -> Iterator[None]:
         """Let stages mark their results, and parameters be stored over the axis."""
-        names = [stage.options.name for stage in self.stages]
+        names = self.stages
 
         def end(name: str, results: Any) -> Any:
             if name not in names:

@@ -213,7 +213,89 @@ def test_the_options_of_a_function_inside_are_kept():
     assert ts.jit(function).options.strategy == function.options.strategy
 
 
+def test_a_result_that_is_the_parameters_is_laid_out_like_them():
+    @ts.distribute("zero_redundancy_optimizer")
+    def update(weights, gradients, optimizer_state):
+        return jax.tree.map(
+            lambda w, g, s: w - g * s, weights, gradients, optimizer_state
+        )
+
+    with DP:
+        new = update(WEIGHTS, WEIGHTS, WEIGHTS)
+        again = update(new, WEIGHTS, WEIGHTS)
+    assert {array.sharding.spec for array in jax.tree.leaves((new, again))} == {P()}
+
+
+# --- experts
+
+EP = Mesh(["ep"], devices=range(4))
+MIXTURE = {
+    "router": DRAW.normal(size=(16, 8)).astype(np.float32),
+    "experts": {
+        "up": DRAW.normal(size=(8, 16, 4)).astype(np.float32),
+        "down": DRAW.normal(size=(8, 4, 3)).astype(np.float32),
+    },
+}
+
+
+def mixture_step(weights: Any, batch: Any) -> Any:
+    gates = jax.nn.softmax(batch["x"] @ weights["router"])
+    hidden = jnp.tanh(jnp.einsum("bd,edf->bef", batch["x"], weights["experts"]["up"]))
+    out = jnp.einsum("bef,efd,be->bd", hidden, weights["experts"]["down"], gates)
+    loss = jnp.mean((out - batch["y"]) ** 2)
+    gradients = ts.grad(loss, weights)
+    return loss, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+
+def test_experts_are_split_and_give_the_numbers_of_one_device():
+    function = ts.distribute("expert_parallel")(mixture_step)
+    with EP:
+        loss, weights = function(MIXTURE, BATCH)
+        function(weights, BATCH)
+    alone = ts.function(mixture_step)(MIXTURE, BATCH)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6),
+        (loss, weights),
+        alone,
+    )
+    inputs = {v.name: v.spec for v in function.last.traced.graph.inputs}
+    assert inputs == {
+        "weights/experts/down": P("ep"),
+        "weights/experts/up": P("ep"),
+        "weights/router": P(),
+        "batch/x": P("ep"),
+        "batch/y": P("ep"),
+    }
+    assert weights["experts"]["up"].sharding.spec == P("ep")
+    assert weights["router"].sharding.spec == P()
+
+
+def test_experts_may_be_split_over_two_axes():
+    mesh = Mesh(["ep_outer", "ep"], devices=range(8), shape=(2, 4))
+    with mesh:
+        strategy = ts.distribute("expert_parallel", mesh_axes=["ep_outer", "ep"])
+        inputs = strategy(mixture_step).trace(MIXTURE, BATCH).graph.inputs
+    specs = {v.name: v.spec for v in inputs}
+    assert specs["weights/experts/up"] == P(("ep_outer", "ep"))
+    assert specs["batch/x"] == P(("ep_outer", "ep"))
+
+
 # --- mistakes
+
+
+def test_parameters_without_experts_are_refused():
+    with EP:
+        function = ts.distribute("expert_parallel")(step)
+        text = message(StrategyError, lambda: function(WEIGHTS, zeros(), BATCH))
+    assert text.startswith(
+        "[T313] strategy 'expert_parallel' finds no experts among the parameters\n"
+        "  got: weights/bias, weights/down, weights/up\n"
+    )
+    odd = {**MIXTURE, "experts": {"up": MIXTURE["experts"]["up"][:6]}}
+    with EP:
+        function = ts.distribute("expert_parallel")(mixture_step)
+        text = message(ShardDivisibilityError, lambda: function(odd, BATCH))
+    assert "'weights/experts/up' cannot be split evenly over mesh axes" in text
 
 
 def message(kind: type[Exception], action: Any) -> str:
@@ -226,7 +308,8 @@ def test_an_unknown_strategy_gets_a_hint():
     assert message(StrategyError, lambda: ts.distribute("data_paralel")) == (
         "[T313] there is no strategy 'data_paralel'\n"
         "  fix: did you mean 'data_parallel'? Known: 'data_parallel', 'fsdp', "
-        "'zero_redundancy_optimizer', 'tensor_parallel'\n"
+        "'zero_redundancy_optimizer', 'tensor_parallel', 'pipeline_parallel', "
+        "'expert_parallel'\n"
         "  docs: docs/errors/T313.md"
     )
 

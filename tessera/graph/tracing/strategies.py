@@ -153,6 +153,63 @@ class Strategy:
         return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallel(Strategy):
+    """Experts are split along their leading dim, which counts them.
+
+    They are what has ``expert`` at the beginning of a component of its path, such as
+    ``weights/layer/experts/up``. Everything else is whole, and the batch is split.
+    """
+
+    def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
+        """The layout of one array of an argument."""
+        return self._by_expert(
+            super().layout(argument, leaf, mesh), argument, leaf, mesh
+        )
+
+    def gradient_layout(
+        self, argument: Argument, leaf: Leaf, mesh: Mesh
+    ) -> PartitionSpec | None:
+        """Where the gradient by an array lies, if it is a parameter."""
+        spec = super().gradient_layout(argument, leaf, mesh)
+        return spec if spec is None else self._by_expert(spec, argument, leaf, mesh)
+
+    def result_layouts(
+        self, result: Any, call: Call, mesh: Mesh
+    ) -> list[PartitionSpec | None]:
+        """The layout of each leaf of a result, None for what is like no argument.
+
+        Raises:
+          StrategyError: [T313] there are parameters, and no experts among them.
+        """
+        given = [a for a in call.arguments if self.roles.get(a.name) == PARAMS]
+        names = [leaf.name for argument in given for leaf in argument.leaves]
+        if names and not any(map(_is_expert, names)):
+            raise StrategyError(
+                f"strategy {self.name!r} finds no experts among the parameters",
+                got=", ".join(names),
+                fix="keep them in a dict under 'experts': weights['experts']['up'] "
+                "of shape [experts, in, out]\n"
+                "op.moe lays its own experts out, and needs no strategy",
+            )
+        return super().result_layouts(result, call, mesh)
+
+    def _by_expert(
+        self, spec: PartitionSpec, argument: Argument, leaf: Leaf, mesh: Mesh
+    ) -> PartitionSpec:
+        shape, role = tuple(leaf.aval.shape), self.roles.get(argument.name)
+        if role not in _RESULTS or not shape or not _is_expert(leaf.name):
+            return spec
+        first, *rest = axes_of_dims(spec, len(shape))
+        leading = (*first, *self.axes)
+        ShardSpec((0,), (leading,)).resolve(shape, mesh, what=repr(leaf.name))
+        return spec_of_axes([leading, *rest])
+
+
+def _is_expert(name: str) -> bool:
+    return any(part.startswith("expert") for part in name.split("/"))
+
+
 def _found_roles(
     parts: Sequence[Any], given: Mapping[str, Argument]
 ) -> list[str | None]:
