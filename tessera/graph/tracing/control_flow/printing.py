@@ -111,17 +111,27 @@ def print_(*values: Any, **options: Any) -> None:
 
 def _formatted(value: Any, conversion: str, spec: str) -> str:
     if conversion == "call":
-        text, args, kwargs = value
+        text, args, kwargs = jax.tree.map(_readable, value)
         return text.format(*args, **kwargs)
-    converters = {"r": repr, "s": str, "a": ascii}
-    converted = converters[conversion](value) if conversion else value
-    if isinstance(converted, np.generic) and spec:
-        converted = converted.item()  # bfloat16 has no formats of its own
-    return format(converted, spec)
+    if conversion or not isinstance(value, np.generic):
+        value = jax.tree.map(_readable, value)
+    if conversion:
+        value = {"r": repr, "s": str, "a": ascii}[conversion](value)
+    # Some dtypes, such as bfloat16, have no formats of their own.
+    plain = value.item() if isinstance(value, np.generic) and spec else value
+    return format(plain, spec)
+
+
+def _readable(leaf: Any) -> Any:
+    """A number of NumPy as the number of Python that is written with as few digits."""
+    if not isinstance(leaf, np.generic):
+        return leaf
+    kind = type(leaf.item())
+    return leaf.item() if kind is bool else kind(str(leaf))
 
 
 def _plain(array: np.ndarray[Any, Any]) -> Any:
-    """A single number rather than an array of none dims."""
+    """A single number rather than an array of no dims."""
     return array[()] if array.ndim == 0 else array
 
 
