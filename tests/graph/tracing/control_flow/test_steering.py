@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a function is converted, and what is said where that does not help."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tessera as ts
+from tessera.errors import ControlFlowError
+from tessera.graph.tracing.control_flow import calls, steering
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+X = jnp.arange(3.0)
+YES = jnp.array(True)
+
+
+@pytest.fixture
+def conversions(monkeypatch):
+    """The names of the functions that are converted."""
+    names = []
+
+    def convert(function, operators):
+        names.append(function.__name__)
+        return before(function, operators)
+
+    before = calls.convert
+    monkeypatch.setattr(calls, "convert", convert)
+    return names
+
+
+def test_a_function_that_needs_no_conversion_is_traced_as_it_is(conversions):
+    @ts.function
+    def function(x, flag):
+        for row in x:
+            x = x + row if flag else x
+        return x
+
+    function(X, True)
+    assert conversions == []
+
+
+def test_what_it_calls_is_converted_too_and_libraries_are_not(conversions):
+    def helper(x):
+        return jnp.where(x > 0, x, 0.0) + np.float32(1)
+
+    @ts.function
+    def function(x, flag):
+        return helper(x) if flag else x
+
+    function(X, YES)
+    assert conversions == ["function", "helper"]
+
+
+def test_a_function_is_tried_as_it_is_only_once(conversions):
+    runs = []
+
+    @ts.function
+    def function(x, flag, name):
+        runs.append(name)
+        return x if flag else -x
+
+    function(X, YES, "a")
+    function(X, YES, "b")
+    assert runs == ["a", "a", "b"]
+    assert conversions == ["function"]
+
+
+def test_prints_is_found_through_what_is_called():
+    def shout(x):
+        print(x)  # noqa: T201
+
+    def caller(x):
+        return [shout(each) for each in x]
+
+    class Model:
+        def __call__(self, x):
+            return caller(x)
+
+    assert steering.prints(caller)
+    assert steering.prints(Model())
+    assert steering.prints(ts.function(caller))
+    assert not steering.prints(jnp.sum)
+    assert not steering.prints(lambda x: x)
+
+
+def test_a_filter_of_a_comprehension_cannot_be_converted():
+    @ts.function
+    def function(x):
+        return [value for value in x if value > 1]  # here
+
+    with pytest.raises(ControlFlowError) as caught:
+        function(X)
+    line = function.body.__code__.co_firstlineno + 2
+    assert str(caught.value) == (
+        f"[T319] Python needs a value at {__file__}:{line} that is only known when the "
+        "program runs\n"
+        "  got: Attempted boolean conversion of traced array with shape bool[].\n"
+        "  got: in: return [value for value in x if value > 1]  # here\n"
+        "  fix: use `if`, `while` or `for` in a function that is defined in a file, or "
+        "jnp.where, jax.lax.cond and jax.lax.while_loop\n"
+        "  fix: a setting that Python decides on has to be a Python value, not an "
+        "array\n"
+        "  docs: docs/errors/T319.md"
+    )
+
+
+def test_a_function_without_source_is_named():
+    names = {}
+    exec("def helper(x):\n    return x if x[0] > 0 else -x", names)
+    helper = names["helper"]
+
+    @ts.function
+    def function(x):
+        return helper(x)
+
+    with pytest.raises(ControlFlowError) as caught:
+        function(X)
+    reason = "its source is not to be had, from <string>"
+    assert f"helper runs as it is: {reason}" in caught.value.got
+
+
+def test_a_traced_size_an_index_of_a_list_and_an_assertion():
+    @ts.function
+    def size(x, n):
+        return jnp.zeros(n)
+
+    @ts.function
+    def index(x, n):
+        return [x, -x][n]
+
+    @ts.function
+    def assertion(x, n):
+        assert n > 0
+        return x
+
+    for function in (index, assertion):
+        with pytest.raises(ControlFlowError, match="only known when the program runs"):
+            function(X, jnp.int32(1))
+    with pytest.raises(TypeError, match="Shapes must be 1D sequences of concrete"):
+        size(X, jnp.int32(1))
+
+
+def test_what_is_not_about_control_flow_is_raised_as_it_is():
+    @ts.function
+    def function(x, flag):
+        if flag:
+            raise KeyError("mine")
+        return x
+
+    with pytest.raises(KeyError, match="mine"):
+        function(X, YES)
