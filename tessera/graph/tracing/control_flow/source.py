@@ -342,11 +342,10 @@ def _place(tree: ast.AST, place: tuple[int, ...]) -> None:
     """Give every node the place of the user's node that it comes from."""
     from malt.pyct import anno
 
-    origin: Any
     waiting = [(tree, place)]
     while waiting:
         node, place = waiting.pop()
-        origin = anno.getanno(node, anno.Basic.ORIGIN, default=None)
+        origin: Any = anno.getanno(node, anno.Basic.ORIGIN, default=None)
         if origin is not None:
             place = origin.span
         if "lineno" in node._attributes:

@@ -83,12 +83,15 @@ def test_decorators_and_annotations_are_not_run_again():
 
 
 def test_a_continued_line_and_text_of_several_lines_keep_the_lines_after_them():
+    # fmt: off
     def function(x):
         text = """one
 two"""
-        y = x + 1
+        y = x + \
+            1
         if y:
             raise KeyError(text)
+    # fmt: on
 
     made = convert(function, OPERATORS)
     with pytest.raises(KeyError) as caught:
