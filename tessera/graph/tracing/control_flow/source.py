@@ -226,6 +226,20 @@ def _parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+def _parsed_block(lines: list[str], first: int) -> ast.Module:
+    """The block that begins at a line of a file that is not all Python, with its place.
+
+    A page of documentation is such a file.
+    """
+    block = "".join(inspect.getblock(lines[first - 1 :]))
+    indented = block[:1].isspace()
+    try:
+        tree = ast.parse("if True:\n" * indented + block)
+    except SyntaxError as error:
+        raise Unconvertible(f"its source does not parse: {error.msg}") from error
+    return ast.increment_lineno(tree, first - 1 - indented)
+
+
 def _definition(function: FunctionType) -> ast.FunctionDef | ast.Lambda:
     """A copy of the definition of a function in the file that it comes from."""
     code = function.__code__
@@ -234,8 +248,8 @@ def _definition(function: FunctionType) -> ast.FunctionDef | ast.Lambda:
         raise Unconvertible(f"its source is not to be had, from {code.co_filename}")
     try:
         tree = _parsed("".join(lines))
-    except SyntaxError as error:
-        raise Unconvertible(f"its source does not parse: {error.msg}") from error
+    except SyntaxError:
+        tree = _parsed_block(lines, code.co_firstlineno)
     found = [node for node in ast.walk(tree) if _is_of(node, code)]
     if len(found) > 1:  # lambdas of one line
         found = [node for node in found if _spans(node, code)] or found
