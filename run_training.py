@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from tessera.graph.profile import profile
+from tessera.graph.profile_report import of_program
 from tessera.mesh import Mesh
 from tessera.runtime.devices import prepare_devices
 from tessera.training.command_line import Composed, run_from_command_line
@@ -21,7 +21,7 @@ from tessera.training.job import Job
 from tessera.training.loop import Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
-from tessera.training.profiling import Window, write_profile
+from tessera.training.profiling import Window
 from tessera.training.summary import dry_run_text, run_rows
 
 
@@ -51,11 +51,15 @@ def main(composed: Composed) -> None:
         log.info("compiling the step")
         console.show_run_table(run_rows(job))
         window = None
-        if settings.training.profile_communication and folder is not None:
-            report = profile(job.step, job.abstract_state, job.abstract_batch)
-            write_profile(folder.profile, report)
-            log.info("%s", report.as_text())
-            window = Window(folder.profile, settings.training.steps)
+        training = settings.training
+        if training.profile_communication and folder is not None:
+            window = Window(
+                folder.profile,
+                lambda: of_program(job.compiled),
+                wait=training.profile_wait,
+                warmup=training.profile_warmup,
+                active=training.profile_active,
+            )
         Trainer(job, corpus, console, writer, window).run()
         log.info("the run is in %s", composed.output_dir)
 

@@ -159,13 +159,16 @@ def test_a_mesh_on_cpu_is_simulated_and_its_communication_profiled(tmp_path):
     assert len(metrics(folder)) == 5
 
     profile = folder / "profile"
-    figures = json.loads((profile / "collectives.json").read_text())
+    figures = json.loads((profile / "communication.json").read_text())
     assert figures["collectives"]["mesh"] == {"fsdp": 2, "tp": 2}
     axes = {tuple(total["axes"]) for total in figures["collectives"]["totals"]}
     assert {("fsdp",), ("tp",)} <= axes
-    text = (profile / "collectives.txt").read_text()
+    text = (profile / "communication.txt").read_text()
     assert "all-reduce" in text
     assert text.splitlines()[0] in seen
+    assert figures["measured"]["executions"] == 2
+    assert {tuple(each["axes"]) for each in figures["measured"]["communication"]} == axes
+    assert "measured on cpu, per device and execution: mean of 2 executions" in seen
     (trace,) = profile.rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))
     assert events["traceEvents"]

@@ -48,21 +48,28 @@ class Profile:
         """Every collective of the program."""
         return self.compiled.collectives
 
-    def from_trace(self, folder: Path, executions: int, seconds: float) -> "Profile":
+    def from_trace(
+        self, folder: Path, executions: int, seconds: float | None = None
+    ) -> "Profile":
         """The same, with what a trace of the program's executions measured.
 
         Args:
           folder: What ``jax.profiler.start_trace`` was given.
           executions: How often the program ran while it was traced.
-          seconds: That each of them took.
+          seconds: That each of them took; None takes the time from the first of the
+            trace's operations to the last.
         """
         module = hlo.parse(self.compiled.as_text())
+        events = op_events(folder, module.name)
+        if seconds is None and events:
+            first, last = min(e.start for e in events), max(e.end for e in events)
+            seconds = (last - first) / executions
         found = measure(
-            op_events(folder, module.name),
+            events,
             module,
             self.collectives,
             executions=executions,
-            seconds=seconds,
+            seconds=seconds or 0.0,
         )
         if found is None:
             return replace(self, reason="this backend's trace has no operations")

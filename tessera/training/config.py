@@ -82,7 +82,11 @@ class TrainingConfig:
       validation_batches: Batches in each validation.
       sample_prompt: What the sample at the end of the run continues.
       sample_length: Tokens of that sample; 0 makes none.
-      profile_communication: Measure the collectives of a step, by mesh axis.
+      profile_communication: Measure what a few steps compute and send, by mesh axis;
+        the table, its numbers and a trace go to the run's folder.
+      profile_wait: Steps before it is begun; the first is slower than the others.
+      profile_warmup: Steps that are then traced and forgotten, as in torch.profiler.
+      profile_active: Steps that are measured after these.
       dry_run: Compile, print memory per device and the collectives, and stop; also for
         a mesh that this machine does not have.
     """
@@ -108,6 +112,9 @@ class TrainingConfig:
     sample_prompt: str = setting("def __init__(self")
     sample_length: int = setting(200, least=0)
     profile_communication: bool = setting(False)
+    profile_wait: int = setting(1, least=0)
+    profile_warmup: int = setting(1, least=0)
+    profile_active: int = setting(3, least=1)
     dry_run: bool = setting(False)
 
 
@@ -197,6 +204,7 @@ def check(settings: Settings) -> list[TesseraError]:
         *problems_of(settings.training, "training"),
         *_check_accumulation(settings.training),
         *_check_zero(settings.training),
+        *_check_profile(settings.training),
         *_check_remat(settings, mesh),
         *_check_compression(settings.training, mesh),
         *_check_pipeline(settings, mesh),
@@ -278,6 +286,22 @@ def _check_zero(training: TrainingConfig) -> list[TesseraError]:
             f"training.sync_gradients_every={training.sync_gradients_every} keeps "
             "whole ones on each device in between",
             fix="use training.sync_gradients_every=1, or training.zero_stage=1",
+        )
+    ]
+
+
+def _check_profile(training: TrainingConfig) -> list[TesseraError]:
+    before = training.profile_wait + training.profile_warmup
+    if not training.profile_communication or before < training.steps:
+        return []
+    return [
+        SettingConflictError(
+            "the run ends before the steps that are to be profiled",
+            got=f"training.profile_wait={training.profile_wait} and "
+            f"training.profile_warmup={training.profile_warmup} let {before} steps "
+            f"pass, training.steps={training.steps}",
+            fix=f"use training.steps={before + training.profile_active} or more, or "
+            "training.profile_wait=0 training.profile_warmup=0",
         )
     ]
 

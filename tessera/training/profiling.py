@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``training.profile_communication``: what a step sends, and a trace of a few steps."""
+"""``training.profile_communication``: what some steps of a run send, and how long.
+
+The steps are chosen as ``torch.profiler.schedule`` does: ``wait`` of them are let pass,
+``warmup`` are traced and forgotten, for a profiler's first steps are slow, and
+``active`` are measured. Their trace stays in the run's folder.
+"""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
+from tempfile import TemporaryDirectory
 
 import jax
 
 from tessera.errors import OutputPathError
-from tessera.graph.profile import Profile
-
-FIRST: Final = 3
-STEPS: Final = 3
+from tessera.graph.profile_report import Profile
+from tessera.training.console import log
 
 
 def write_profile(folder: Path, profile: Profile) -> None:
-    """Write the step's collectives and balance as ``collectives.txt`` and ``.json``.
+    """Write a report as ``communication.txt`` and ``communication.json``.
 
     Raises:
       OutputPathError: [T504] the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "collectives.txt").write_text(profile.as_text() + "\n")
+        (folder / "communication.txt").write_text(profile.as_text() + "\n")
         figures = json.dumps(profile.as_json(), indent=2)
-        (folder / "collectives.json").write_text(figures + "\n")
+        (folder / "communication.json").write_text(figures + "\n")
     except OSError as error:
         raise OutputPathError(
             "the profile cannot be written",
@@ -35,36 +39,97 @@ def write_profile(folder: Path, profile: Profile) -> None:
 
 
 class Window:
-    """Traces a few early steps, for xprof and Perfetto.
+    """Measures a few steps of a run, and writes what they were.
 
     Args:
-      folder: Where the trace goes.
-      last_step: Steps of the run; of a shorter one fewer steps are traced.
+      folder: Where the trace and the report go.
+      report: Gives what can be said of the step without a trace.
+      wait: Steps of this process to let pass.
+      warmup: Steps to trace and forget.
+      active: Steps to measure; fewer where the run ends before.
     """
 
-    def __init__(self, folder: Path, last_step: int) -> None:
-        self._folder = folder
-        self._start = min(FIRST, last_step)
-        self._stop = self._start + STEPS
-        self._is_open = False
+    def __init__(
+        self,
+        folder: Path,
+        report: Callable[[], Profile],
+        *,
+        wait: int,
+        warmup: int,
+        active: int,
+    ) -> None:
+        self._folder, self._report = folder, report
+        self._wait, self._begin = wait, wait + warmup
+        self._end = wait + warmup + active
+        self._steps = 0
+        self._is_done = False
+        self._trace = ExitStack()
+        self._mark = ExitStack()
 
     def before(self, step: int, drain: Callable[[], None]) -> None:
-        """Start or stop the trace where ``step`` is next.
+        """Begin or end what the schedule says where ``step`` is next.
 
         Args:
           step: The step that is about to start.
           drain: Waits for the steps in flight, which belong to the other side.
+
+        Raises:
+          OutputPathError: [T504] the report cannot be written.
         """
-        if step == self._start:
-            drain()
-            jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
-            self._is_open = True
-        elif step == self._stop:
+        self._mark.close()
+        if self._steps == self._end:
             drain()
             self.close()
+        elif self._steps == self._begin:
+            drain()
+            self._trace.close()
+            self._trace.enter_context(_traced(self._folder, keep=True))
+        elif self._steps == self._wait:
+            drain()
+            forgotten = self._trace.enter_context(TemporaryDirectory())
+            self._trace.enter_context(_traced(Path(forgotten), keep=False))
+        if self._wait <= self._steps < self._end:
+            mark = jax.profiler.StepTraceAnnotation("step", step_num=step)
+            self._mark.enter_context(mark)
+        self._steps += 1
 
     def close(self) -> None:
-        """Stop the trace, if it runs."""
-        if self._is_open:
-            jax.profiler.stop_trace()
-            self._is_open = False
+        """End the trace, if it runs, and write the report of its steps.
+
+        Raises:
+          OutputPathError: [T504] the report cannot be written.
+        """
+        self._mark.close()
+        self._trace.close()
+        measured = min(self._steps, self._end) - self._begin
+        if self._is_done or self._steps == 0:
+            return
+        self._is_done = True
+        if measured < 1:
+            log.warning(
+                "nothing was profiled: the run had %d steps and lets the first %d pass",
+                self._steps,
+                self._begin,
+            )
+            return
+        report = self._report().from_trace(self._folder, measured)
+        write_profile(self._folder, report)
+        log.info("%s", report.as_text())
+        log.info(
+            "the trace is in %s: xprof and TensorBoard open the folder, Perfetto the "
+            "file perfetto_trace.json.gz",
+            self._folder,
+        )
+
+
+@contextmanager
+def _traced(folder: Path, *, keep: bool) -> Iterator[None]:
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it would slow down what is measured
+    jax.profiler.start_trace(
+        str(folder), create_perfetto_trace=keep, profiler_options=options
+    )
+    try:
+        yield
+    finally:
+        jax.profiler.stop_trace()

@@ -441,3 +441,18 @@ def test_chunks_of_one_device_share_a_policy_too():
         )
     )
     assert error.code == "T507"
+
+
+def test_a_run_is_longer_than_what_is_let_pass_before_it_is_profiled():
+    before = {"profile_communication": True, "profile_wait": 2, "profile_warmup": 3}
+    assert check(settings(steps=6, **before)) == []
+    assert check(settings(steps=5, profile_wait=9)) == []
+    (error,) = check(settings(steps=5, **before))
+    assert str(error) == (
+        "[T507] the run ends before the steps that are to be profiled\n"
+        "  got: training.profile_wait=2 and training.profile_warmup=3 let 5 steps "
+        "pass, training.steps=5\n"
+        "  fix: use training.steps=8 or more, or training.profile_wait=0 "
+        "training.profile_warmup=0\n"
+        "  docs: docs/errors/T507.md"
+    )

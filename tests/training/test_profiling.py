@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps are traced, and what is written of a step's communication."""
+"""Which steps are measured, and what is written of them."""
 
 import json
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -9,70 +10,140 @@ import pytest
 
 from tessera.errors import OutputPathError
 from tessera.graph.function import function
-from tessera.graph.profile import profile
+from tessera.graph.profile_report import of_program
 from tessera.training.profiling import Window, write_profile
+
+SQUARE = function(lambda x: x @ x)
+X = jnp.ones((8, 8))
+
+
+def report():
+    return of_program(SQUARE.compile(X))
+
+
+def window_of(folder, wait=1, warmup=1, active=3):
+    return Window(folder, report, wait=wait, warmup=warmup, active=active)
+
+
+def run(window, steps, first=1, said=None):
+    """A loop of steps, as the trainer has it."""
+    for step in range(first, first + steps):
+        window.before(step, lambda: None if said is None else said.append("drain"))
+        if said is not None:
+            said.append(step)
+        SQUARE(X).block_until_ready()
+    window.close()
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """The calls of JAX's profiler, which is not started."""
-    made = []
+def said(monkeypatch):
+    """The calls of JAX's profiler, which is not started, among the steps."""
+    said = []
     monkeypatch.setattr(
-        jax.profiler, "start_trace", lambda *a, **k: made.append(("start", a, k))
+        jax.profiler, "start_trace", lambda folder, **_: said.append(str(folder))
     )
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: made.append("stop"))
-    return made
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: said.append("stop"))
+    return said
 
 
-def traced_steps(steps, calls, folder):
-    """Which steps begin while the trace runs."""
-    window, inside, running = Window(folder, steps), [], False
-    for step in range(1, steps + 1):
-        window.before(step, lambda: calls.append("drain"))
-        running = [c for c in calls if c != "drain"][-1:] not in ([], ["stop"])
-        if running:
-            inside.append(step)
-    window.close()
-    return inside
+@pytest.fixture
+def heard():
+    """What the log of a run says."""
+    heard = []
+
+    class Hearing(logging.Handler):
+        def emit(self, record):
+            heard.append(record.getMessage())
+
+    logger, handler = logging.getLogger("tessera"), Hearing()
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield heard
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+def steps_of(said, folder):
+    """The steps during the trace in a folder."""
+    begin = said.index(str(folder))
+    end = said.index("stop", begin)
+    return [each for each in said[begin:end] if isinstance(each, int)]
 
 
 @pytest.mark.parametrize(
-    ("steps", "inside"),
-    [(100, [3, 4, 5]), (5, [3, 4, 5]), (4, [3, 4]), (3, [3]), (2, [2]), (1, [1])],
+    ("steps", "schedule", "inside"),
+    [
+        (100, (1, 1, 3), [3, 4, 5]),
+        (5, (1, 1, 3), [3, 4, 5]),
+        (4, (1, 1, 3), [3, 4]),
+        (100, (0, 0, 1), [1]),
+        (100, (5, 0, 2), [6, 7]),
+        (100, (0, 4, 2), [5, 6]),
+    ],
 )
-def test_a_few_early_steps_are_traced(steps, inside, calls, tmp_path):
-    assert traced_steps(steps, calls, tmp_path) == inside
-    assert calls.count("stop") == 1
-    (start,) = [call for call in calls if call[0] == "start"]
-    assert start == ("start", (str(tmp_path),), {"create_perfetto_trace": True})
+def test_the_steps_of_the_schedule_are_traced(steps, schedule, inside, said, tmp_path):
+    run(window_of(tmp_path, *schedule), steps, said=said)
+    assert steps_of(said, tmp_path) == inside
 
 
-def test_steps_in_flight_are_waited_for_on_both_sides(calls, tmp_path):
-    traced_steps(100, calls, tmp_path)
-    names = [call if isinstance(call, str) else call[0] for call in calls]
-    assert names == ["drain", "start", "drain", "stop"]
+def test_the_steps_of_a_run_that_goes_on_are_counted_from_its_first(said, tmp_path):
+    run(window_of(tmp_path), 10, first=701, said=said)
+    assert steps_of(said, tmp_path) == [703, 704, 705]
 
 
-def test_a_trace_that_never_began_is_not_stopped(calls, tmp_path):
-    Window(tmp_path, 10).close()
-    assert calls == []
+def test_the_warm_up_is_traced_elsewhere_and_steps_in_flight_are_waited_for(
+    said, tmp_path
+):
+    run(window_of(tmp_path, wait=1, warmup=2, active=1), 6, said=said)
+    assert said[:3] == [1, "drain", said[2]]
+    elsewhere = said[2]
+    assert elsewhere != str(tmp_path)
+    assert said[3:] == [2, 3, "drain", "stop", str(tmp_path), 4, "drain", "stop", 5, 6]
 
 
-def test_the_profile_of_a_step_is_written_as_text_and_as_json(tmp_path):
-    report = profile(function(lambda x: x @ x), jnp.ones((8, 8)))
-    folder = tmp_path / "a" / "profile"
-    write_profile(folder, report)
-    assert (folder / "collectives.txt").read_text() == f"{report.as_text()}\n"
-    figures = json.loads((folder / "collectives.json").read_text())
-    assert figures == report.as_json()
+def test_the_measured_steps_are_reported_once(tmp_path, heard):
+    run(window_of(tmp_path), 8)
+    text = (tmp_path / "communication.txt").read_text()
+    assert "measured on cpu, per device and execution: mean of 3 executions" in text
+    figures = json.loads((tmp_path / "communication.json").read_text())
+    assert figures["measured"]["executions"] == 3
     assert figures["matmul_flops"] == 2 * 8**3
+    first, second = heard
+    assert first == text.removesuffix("\n")
+    assert second == (
+        f"the trace is in {tmp_path}: xprof and TensorBoard open the folder, Perfetto "
+        "the file perfetto_trace.json.gz"
+    )
+    # For xprof and TensorBoard, and for Perfetto; of the measured steps alone.
+    assert len(list(tmp_path.rglob("plugins/profile/*/*.xplane.pb"))) == 1
+    assert len(list(tmp_path.rglob("perfetto_trace.json.gz"))) == 1
+
+
+def test_a_run_that_ends_in_the_window_reports_the_steps_that_it_had(tmp_path):
+    run(window_of(tmp_path), 3)
+    figures = json.loads((tmp_path / "communication.json").read_text())
+    assert figures["measured"]["executions"] == 1
+
+
+def test_a_run_that_ends_before_it_says_so(tmp_path, heard):
+    run(window_of(tmp_path / "profile"), 2)
+    assert heard == [
+        "nothing was profiled: the run had 2 steps and lets the first 2 pass"
+    ]
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_window_that_never_began_ends_in_silence(said, tmp_path, heard):
+    window_of(tmp_path).close()
+    assert said == []
+    assert heard == []
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
-    report = profile(function(lambda x: x + 1), jnp.ones(()))
     (tmp_path / "profile").write_text("")
     with pytest.raises(OutputPathError) as caught:
-        write_profile(tmp_path / "profile", report)
+        write_profile(tmp_path / "profile", report())
     assert str(caught.value) == (
         "[T504] the profile cannot be written\n"
         f"  got: {tmp_path}/profile: File exists\n"
