@@ -198,13 +198,10 @@ class _Walk:
         outputs: Sequence[str],
     ) -> Found:
         """The program's inputs, the values inside, its outputs."""
+        given = self._named("input", -1, values, inputs)  # as yet, these are exact
         results, inside = self.program(program, values, _Around())
         last = len(_jax.equations(program))
-        return [
-            *self._named("input", -1, values, inputs),
-            *inside,
-            *self._named("output", last, results, outputs),
-        ]
+        return [*given, *inside, *self._named("output", last, results, outputs)]
 
     def _named(
         self, kind: str, place: int, values: Sequence[Any], names: Sequence[str]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's step has the same values on every mesh; where not, it is named."""
+
+import dataclasses
+import inspect
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import tessera as ts
+from tessera.models import Gemma3Config, Model
+from tessera.training.state import abstract_state, init_state
+from tessera.training.step import Recipe, make_train_step
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CONFIG = Gemma3Config(
+    vocab_size=32,
+    d_model=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    window=8,
+    query_pre_attn_scalar=8,
+    global_every=1,
+)
+
+
+@pytest.fixture
+def mesh():
+    return ts.Mesh(["dp", "tp"], devices=range(4), shape=(2, 2))
+
+
+def recipe_for(mesh):
+    return Recipe(
+        model=Model(CONFIG),
+        optimizer=optax.sgd(0.1),
+        learning_rate=optax.constant_schedule(0.1),
+        mesh=mesh,
+    )
+
+
+def batch():
+    tokens = np.random.default_rng(0).integers(0, 32, (1, 4, 9), np.int32)
+    return {
+        "tokens": tokens[..., :-1],
+        "targets": tokens[..., 1:],
+        "segment_ids": np.ones((1, 4, 8), np.int32),
+        "positions": np.broadcast_to(np.arange(8, dtype=np.int32), (1, 4, 8)),
+    }
+
+
+def first_state(mesh):
+    recipe = recipe_for(mesh)
+    return init_state(recipe.model, recipe.optimizer, jax.random.key(0), mesh)
+
+
+def step_for(recipe):
+    return make_train_step(recipe, abstract_state(recipe.model, recipe.optimizer))
+
+
+def test_a_step_of_the_trainer_is_the_same_on_a_mesh(mesh):
+    report = ts.compare_layouts(
+        lambda mesh: step_for(recipe_for(mesh)),
+        (first_state(mesh), batch()),
+        [None, mesh],
+    )
+    assert report.agrees, report
+    assert report.meshes[0].compared > 100
+    assert report.meshes[0].alone < 10
+
+
+def test_where_a_step_of_the_trainer_depends_on_the_mesh_is_named(mesh):
+    def make(mesh):
+        rate = 0.1 * mesh.size  # the mistake: nobody asked for it
+
+        def descend(updates, state, params=None):
+            return jax.tree.map(lambda u: u * -rate, updates), state
+
+        plain = recipe_for(mesh)
+        optimizer = optax.GradientTransformation(plain.optimizer.init, descend)
+        return step_for(dataclasses.replace(plain, optimizer=optimizer))
+
+    first = ts.compare_layouts(make, (first_state(mesh), batch()), [None, mesh]).first
+    lines, start = inspect.getsourcelines(make)
+    (place,) = [i for i, line in enumerate(lines) if "u * -rate" in line]
+    assert first.site.operation == "mul"
+    assert first.site.source == f"{__file__}:{start + place}"
