@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F821 - dims are strings, which ruff takes for names
 """The same step on several meshes, and the first operation that is not the same."""
 
 import inspect
@@ -136,6 +137,24 @@ def test_a_sum_that_was_added_up_is_not_blamed_for_what_comes_later(tp_mesh):
 
     first = ts.compare_layouts(per_device(blocks), (X, UP, DOWN), tp_mesh).first
     assert [name for name, _ in first.diagnosis] == ["wrong"]
+
+
+def test_a_strategy_that_runs_the_body_per_device_is_looked_into(tp_mesh):
+    @ts.distribute(strategy="tensor_parallel", mesh_axes=("tp",))
+    def mlp(
+        x: ts.Tensor["B", "D"],
+        up: ts.Tensor["D", "F"],
+        down: ts.Tensor["F", "D"],
+    ):
+        hidden = jnp.tanh(x @ up)
+        partial = hidden @ down
+        wrong = jnp.sin(partial)
+        return dist.all_reduce(wrong, axis="tp")
+
+    first = ts.compare_layouts(mlp, (X, UP, DOWN), tp_mesh).first
+    (_, operation), (_, reason) = first.diagnosis
+    assert operation.endswith(line_of(mlp.body, "wrong = jnp.sin(partial)"))
+    assert line_of(mlp.body, "partial = hidden @ down") in reason
 
 
 def test_blocks_that_are_put_together_wrongly_are_right_by_themselves(tp_mesh):
