@@ -252,6 +252,31 @@ def constrain(value: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     return laid_out
 
 
+_caller: ContextVar[Callable[[Any], Any] | None] = ContextVar(
+    "tessera_caller", default=None
+)
+
+
+def as_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's function as the trace that is open calls it.
+
+    Whatever calls functions that a user wrote, asks: where control flow on traced
+    values is converted, it is another function of the same arguments and results.
+    """
+    caller = _caller.get()
+    return function if caller is None else caller(function)
+
+
+@contextmanager
+def calling(caller: Callable[[Any], Any] | None) -> Iterator[None]:
+    """Let users' functions be called as ``caller`` has them; None: as they are."""
+    token = _caller.set(caller)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
+
+
 _NO_PLAN = Plan()
 _plan: ContextVar[Plan] = ContextVar("tessera_plan", default=_NO_PLAN)
 

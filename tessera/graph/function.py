@@ -28,7 +28,6 @@ from tessera.graph.tracing.arguments import (
     changed_statics,
     take_apart,
 )
-from tessera.graph.tracing.control_flow.steering import as_called
 from tessera.graph.tracing.declarations import Options
 from tessera.graph.tracing.inlining import inline
 from tessera.graph.tracing.spelling import Form, Spelling
@@ -201,7 +200,7 @@ class Function:
 
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the function that Tessera is tracing, layouts and all."""
-        body, here = as_called(self.body), scope.current()
+        body, here = scope.as_called(self.body), scope.current()
         if self.options.mesh is None and not self.options.declares_layouts:
             # One microbatch has other sizes than annotations speak of.
             check = here is not None and here.row_parts is None

@@ -29,7 +29,6 @@ from tessera.graph.pipelining.microbatches import (
 from tessera.graph.pipelining.schedules import schedule as schedule_of
 from tessera.graph.pipelining.table import Schedule
 from tessera.graph.rewriting import contains
-from tessera.graph.tracing.control_flow.steering import as_called
 from tessera.graph.tracing.declarations import Options, is_number
 from tessera.graph.training_step import Stage, Step
 from tessera.graph.zero import split_further
@@ -132,7 +131,7 @@ class PipelineOfArguments:
         def of_rows(*values: Any) -> Any:
             arguments = held | dict(zip(names, values, strict=True))
             call = inspect.BoundArguments(signature, arguments)
-            return as_called(self._body)(*call.args, **call.kwargs)
+            return scope.as_called(self._body)(*call.args, **call.kwargs)
 
         rows = [given[name] for name in names]
         stages = _stages_called(of_rows, rows)

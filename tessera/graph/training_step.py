@@ -198,7 +198,7 @@ def stage(name: str) -> Callable[[Callable[..., Any]], Stage]:
         @functools.wraps(body)
         def named(*args: Any, **kwargs: Any) -> Any:
             with scope.named(name):
-                return scope.ended_stage(name, body(*args, **kwargs))
+                return scope.ended_stage(name, scope.as_called(body)(*args, **kwargs))
 
         return Stage(named, Options(name=name))
 

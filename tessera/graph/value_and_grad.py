@@ -115,7 +115,7 @@ class _Asked:
     def marked(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result, and marks for the gradients of its loss."""
         args, kwargs = self.with_changed(_apart, args, kwargs)
-        result = self.function(*args, **kwargs)
+        result = scope.as_called(self.function)(*args, **kwargs)
         loss = result[0] if self.has_aux else result
         weights = tuple(
             args[place] if isinstance(place, int) else kwargs[place]

@@ -14,6 +14,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
+from tessera import scope
 from tessera.errors import SettingValueError, did_you_mean
 
 NONE: Final = "none"
@@ -97,7 +98,7 @@ def checkpoint(
             filled = dict(zip(traced, arrays, strict=True))
             given = [filled.get(i, leaf) for i, leaf in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(tree, given)
-            return function(*args, **kwargs)
+            return scope.as_called(function)(*args, **kwargs)
 
         again = jax.checkpoint(body, policy=rule, prevent_cse=prevent_cse)
         return again(*(leaves[i] for i in traced))

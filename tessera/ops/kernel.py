@@ -113,7 +113,7 @@ class Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body on every device; arguments and results are global arrays."""
         if manual_axes():
-            return self._function(*args, **kwargs)
+            return scope.as_called(self._function)(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         paths, tree = jax.tree.flatten_with_path(bound.arguments, is_leaf=_is_tensor)
@@ -132,7 +132,8 @@ class Kernel:
             arguments = jax.tree.unflatten(tree, filled)
             call = inspect.BoundArguments(self._signature, arguments)
             with capturing(_refuse_closure):
-                return self._function(*call.args, **call.kwargs)
+                function = scope.as_called(self._function)
+                return function(*call.args, **call.kwargs)
 
         if any(isinstance(_jax.underlying(v), jax.core.Tracer) for v in values):
             return _run_traced(body, mesh, specs, values)

@@ -23,7 +23,6 @@ from jax.sharding import Mesh as JaxMesh
 
 from tessera import scope
 from tessera.errors import StrategyError
-from tessera.graph.tracing.control_flow.steering import as_called
 from tessera.graph.tracing.strategies import Strategy
 from tessera.mesh import Mesh, opened_or_none
 
@@ -40,7 +39,7 @@ class AsOwner:
         here = scope.current()
         mesh = (here.mesh if here is not None else None) or opened_or_none()
         with _OwnersMesh(mesh or self._strategy.default_mesh(), self._strategy.axes):
-            return as_called(self._body)(*args, **kwargs)
+            return scope.as_called(self._body)(*args, **kwargs)
 
 
 class _OwnersMesh(Mesh):

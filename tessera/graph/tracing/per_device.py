@@ -23,7 +23,6 @@ from tessera import _jax, scope
 from tessera.annotations import Annotation, Dim, bind
 from tessera.errors import ShardDivisibilityError, StrategyError
 from tessera.graph.tracing.arguments import Argument, Leaf
-from tessera.graph.tracing.control_flow.steering import as_called
 from tessera.graph.tracing.declarations import is_number
 from tessera.graph.tracing.strategies import Strategy
 from tessera.mesh import Mesh, manual_axes, opened_or_none
@@ -129,7 +128,7 @@ class PerDevice:
           StrategyError: [T313] the annotations do not say what is split.
         """
         if set(self._strategy.axes) <= set(manual_axes()):
-            return as_called(self._body)(
+            return scope.as_called(self._body)(
                 *args, **kwargs
             )  # on the blocks that are there
         here = scope.current()
@@ -214,7 +213,7 @@ class _Region:
         filled = [given.get(path, leaf) for path, leaf in self._leaves.items()]
         arguments = jax.tree.unflatten(self._tree, filled)
         call = inspect.BoundArguments(self._signature, arguments)
-        result = as_called(self._body)(*call.args, **call.kwargs)
+        result = scope.as_called(self._body)(*call.args, **call.kwargs)
         self._refuse_writes(arguments, filled)
         leaves, tree = _flat("result", result)
         names = self._binding.result_dim_names(result)

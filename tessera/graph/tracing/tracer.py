@@ -30,10 +30,7 @@ from tessera.graph.captures import lift_captures
 from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.pipelining.mark import PipelineCall, pipeline_p
 from tessera.graph.tracing.arguments import Call, Leaf, common_mesh
-from tessera.graph.tracing.control_flow.steering import (
-    as_called,
-    with_control_flow,
-)
+from tessera.graph.tracing.control_flow.steering import with_control_flow
 from tessera.graph.tracing.declarations import (
     Options,
     argument_values,
@@ -224,7 +221,7 @@ def _run(
         args, kwargs = call.rebuilt(arrays[:count])
         watch = Watch(args, kwargs, names, donated)
         with scope.carried_autocast():
-            result = as_called(function)(*args, **kwargs)
+            result = scope.as_called(function)(*args, **kwargs)
         leaves, trial.out_tree = jax.tree.flatten(result)
         trial.out_statics = {
             i: leaf for i, leaf in enumerate(leaves) if not is_number(leaf)

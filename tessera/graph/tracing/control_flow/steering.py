@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from tessera import _jax
+from tessera import _jax, scope
 from tessera.errors import ControlFlowError
 
 _Result = TypeVar("_Result")
@@ -65,15 +65,14 @@ def opened(conversion: Conversion | None) -> Iterator[None]:
     """Let functions that are called be converted, or not."""
     token = _open.set(conversion)
     try:
-        yield
+        with scope.calling(None if conversion is None else _converted):
+            yield
     finally:
         _open.reset(token)
 
 
-def as_called(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A user's function, as the trace that is open calls it: converted, where it is."""
-    if _open.get() is None:
-        return function
+def _converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's function that is called in the middle of a conversion."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

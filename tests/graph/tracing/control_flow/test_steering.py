@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a function is converted, and what is said where that does not help."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import tessera as ts
+from tessera import op
 from tessera.errors import ControlFlowError
 from tessera.graph.tracing.control_flow import calls, steering
 
@@ -150,3 +154,52 @@ def test_what_is_not_about_control_flow_is_raised_as_it_is():
 
     with pytest.raises(KeyError, match="mine"):
         function(X, YES)
+
+
+def clipped(x, limit):
+    if jnp.max(x) > limit:
+        x = x * (limit / jnp.max(x))
+    return x
+
+
+def test_stages_checkpoints_and_functions_to_be_differentiated_are_converted():
+    kept = ts.checkpoint(clipped)
+    slope = ts.value_and_grad(lambda x: jnp.sum(clipped(x, 1.0)))
+
+    @ts.graph.stage("first")
+    def first(x):
+        return clipped(x, 1.0)
+
+    @ts.graph.training_step
+    def step(x):
+        return first(x), kept(x, 1.0), slope(x)[0]
+
+    stage, checkpoint, total = step(X[None])
+    np.testing.assert_array_equal(stage[0], X / 2)
+    np.testing.assert_array_equal(checkpoint[0], X / 2)
+    assert total == 1.5
+
+
+def test_kernels_are_converted_and_print_by_device(dp_mesh, capsys):
+    @op.kernel
+    def halved(x):
+        total = 0.0
+        for value in x:
+            if value > 3:
+                value = value / 2
+                print("large")  # noqa: T201
+            total = total + value
+        return x + total
+
+    @ts.function
+    def function(x):
+        return halved(x)
+
+    x = dp_mesh_array(dp_mesh)
+    np.testing.assert_array_equal(function(x), [0, 2, 4, 6, 6, 7.5, 9, 10.5])
+    jax.effects_barrier()
+    assert capsys.readouterr().out.splitlines() == ["large"] * 4
+
+
+def dp_mesh_array(mesh):
+    return jax.device_put(jnp.arange(8.0), NamedSharding(mesh.jax, P("dp")))
