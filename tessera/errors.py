@@ -37,6 +37,8 @@ class TesseraError(Exception):
     """
 
     code: ClassVar[str] = "T000"
+    exit_code: ClassVar[int] = 2
+    """What a program that it ends exits with; docs/reliability.md has them all."""
 
     def __init__(self, what: str, *, got: str = "", fix: str = "") -> None:
         self.what, self.got, self.fix = what, got, fix
@@ -413,3 +415,37 @@ class HostMemoryError(TesseraError, ValueError):
     """Arrays are to lie in the memory of the host, which the devices cannot reach."""
 
     code = "T703"
+
+
+class ProcessLayoutError(TesseraError, ValueError):
+    """What says which process this is of how many is incomplete, or contradictory."""
+
+    code = "T704"
+
+
+class CoordinatorError(TesseraError, ValueError):
+    """The address where ranks meet cannot be used: unknown, busy or another's."""
+
+    code = "T705"
+    exit_code = 76
+
+
+class MissingRanksError(TesseraError, ValueError):
+    """Ranks are missing where the ranks of a run meet, or several say the same one."""
+
+    code = "T706"
+    exit_code = 76
+
+
+class RanksDifferError(TesseraError, ValueError):
+    """The ranks are not of one run: settings, versions, code or devices differ."""
+
+    code = "T707"
+    exit_code = 76
+
+
+class StalledError(TesseraError, ValueError):
+    """A phase of the run took longer than its deadline."""
+
+    code = "T708"
+    exit_code = 124

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program of Tessera exits with; docs/reliability.md has them in a table.
+
+A supervisor reads nothing else of a process that ended, so each reason to do something
+else about it has a number of its own.
+"""
+
+from signal import SIGTERM
+from typing import Final
+
+SUCCESS: Final = 0
+FAILURE: Final = 1
+"""An exception that nothing caught."""
+MISTAKE: Final = 2
+"""A coded error: another try with the same command ends alike."""
+DISAGREEMENT: Final = 76
+"""The ranks did not find each other, or are not of one run (``EX_PROTOCOL``)."""
+STALLED: Final = 124
+"""The watchdog: a phase took longer than its deadline (that of ``timeout``)."""
+ENDED: Final = 128 + SIGTERM
+"""Ended with its group, for no fault of its own."""
+
+
+def exit_code_of(returncode: int) -> int:
+    """The exit code for ``Popen.returncode``, as a shell has it: 137 for a SIGKILL."""
+    return 128 - returncode if returncode < 0 else returncode

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the launcher, and the plan that it and the environment give."""
+
+import sys
+from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from tessera.errors import ProcessLayoutError
+from tessera.runtime.accelerators import find_accelerators
+from tessera.runtime.cluster import DEFAULT_PORT, Address, Cluster, detect, read_address
+from tessera.runtime.launcher import Plan
+
+_DESCRIPTION: Final = """\
+Start a program in several processes, which find each other, and end them together.
+
+  python -m tessera.launch --nprocs=4 run_training.py model=tiny
+  python -m tessera.launch --nprocs=4 --nnodes=2 --node-rank=0 --master-addr=10.0.0.1 \\
+      run_training.py model=tiny
+"""
+_EPILOG: Final = """\
+Without --nnodes and --node-rank, the variables WORLD_SIZE (processes of the run), RANK
+(the first of this machine), MASTER_ADDR and MASTER_PORT say the same; without those, a
+step of Slurm with one task for each machine, or an indexed job of Kubernetes.
+"""
+
+
+def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """What to start on this machine.
+
+    Args:
+      arguments: Of the command line, without the program's name.
+      environ: The environment variables.
+
+    Raises:
+      ProcessLayoutError: [T704] they do not describe one run.
+    """
+    options = _parser().parse_args(_with_value(arguments))
+    num_local = _num_local(options.nprocs, environ)
+    first, total, where = _place(options, num_local, environ)
+    if where is None and options.master_port:
+        where = "127.0.0.1", options.master_port
+    return Plan(
+        command=(sys.executable, options.program, *options.arguments),
+        num_local=num_local,
+        first_rank=first,
+        world_size=total,
+        coordinator=where,
+        max_restarts=options.max_restarts,
+        grace=options.grace,
+    )
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="python -m tessera.launch",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    number = parser.add_argument
+    number(
+        "--nprocs",
+        default="auto",
+        metavar="N",
+        help="processes on this machine; without a number, or left out, one for each "
+        "accelerator here, and one where there is none",
+    )
+    number("--nnodes", type=int, metavar="N", help="machines of the run")
+    number("--node-rank", type=int, metavar="I", help="which this one is, from 0")
+    number("--master-addr", metavar="HOST", help="the machine of rank 0")
+    number(
+        "--master-port",
+        type=int,
+        metavar="PORT",
+        help=f"where rank 0 listens, there and on the next port (default: "
+        f"{DEFAULT_PORT}; on a single machine, ports that are free)",
+    )
+    number(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often to start all processes again after one failed (default: 0)",
+    )
+    number(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="from asking processes to end to killing them (default: 30)",
+    )
+    number("program", help="the Python program")
+    number("arguments", nargs=REMAINDER, help="its arguments")
+    return parser
+
+
+def _with_value(arguments: Sequence[str]) -> list[str]:
+    """Arguments in which ``--nprocs`` has a value: it does not take the program's."""
+    given = list(arguments)
+    for at, argument in enumerate(given):
+        following = given[at + 1] if at + 1 < len(given) else ""
+        if argument == "--nprocs" and not following.isdecimal() and following != "auto":
+            given[at] = "--nprocs=auto"
+        before = given[at - 1] if at else ""
+        has_value = before.startswith("--") and "=" not in before
+        if not argument.startswith("-") and not has_value:
+            break
+    return given
+
+
+def _num_local(given: str, environ: Mapping[str, str]) -> int:
+    if given == "auto":
+        return len(find_accelerators(environ)) or 1
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    raise ProcessLayoutError(
+        "--nprocs is a number of processes",
+        got=f"--nprocs={given}",
+        fix="use a number of at least 1, or none for one process for each accelerator",
+    )
+
+
+def _place(
+    options: Namespace, num_local: int, environ: Mapping[str, str]
+) -> tuple[int, int, Address | None]:
+    """The first rank of this machine, the ranks of the run, and where rank 0 is."""
+    if options.nnodes is not None or options.node_rank is not None:
+        return _by_options(options, num_local, environ)
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _by_variables(options, num_local, environ)
+    machines = detect(environ)
+    if machines.world_size > 1:
+        return _by_machines(options, machines, num_local)
+    return 0, num_local, None
+
+
+def _by_options(
+    options: Namespace, num_local: int, environ: Mapping[str, str]
+) -> tuple[int, int, Address | None]:
+    nodes = 1 if options.nnodes is None else options.nnodes
+    node = options.node_rank
+    if node is None and nodes == 1:
+        node = 0
+    if node is None or not 0 <= node < nodes:
+        raise ProcessLayoutError(
+            "--nnodes and --node-rank say which machine this is of how many",
+            got=f"--nnodes={nodes}, "
+            + ("no --node-rank" if node is None else f"--node-rank={node}"),
+            fix=f"use --node-rank=0 to {max(nodes - 1, 0)}, another on each machine",
+        )
+    where = _master(options, environ) if nodes > 1 else None
+    return node * num_local, nodes * num_local, where
+
+
+def _by_variables(
+    options: Namespace, num_local: int, environ: Mapping[str, str]
+) -> tuple[int, int, Address | None]:
+    given = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
+    said = ", ".join(f"{n}={v}" if v else f"no {n}" for n, v in given.items())
+    if not all(value.isdecimal() for value in given.values()):
+        raise ProcessLayoutError(
+            "RANK and WORLD_SIZE belong together",
+            got=said,
+            fix="export both (RANK is the first rank of this machine), or neither",
+        )
+    first, total = map(int, given.values())
+    if first % num_local or first + num_local > total:
+        firsts = list(range(0, total - num_local + 1, num_local))
+        legal = " or ".join(map(str, firsts[:8]))
+        raise ProcessLayoutError(
+            "RANK is the first rank of this machine, which has no room for its "
+            "processes there",
+            got=f"{said}, --nprocs={num_local}",
+            fix=(f"use RANK={legal}; or " if legal else "")
+            + "count machines: unset RANK and WORLD_SIZE and use --nnodes, --node-rank",
+        )
+    return first, total, _master(options, environ) if total > num_local else None
+
+
+def _by_machines(
+    options: Namespace, machines: Cluster, num_local: int
+) -> tuple[int, int, Address | None]:
+    """From a scheduler that started one launcher on each machine."""
+    if machines.local_size > 1:
+        raise ProcessLayoutError(
+            "several launchers run on this machine",
+            got=f"{machines}: {machines.local_size} of them are here",
+            fix="let the scheduler start one task for each machine (srun "
+            "--ntasks-per-node=1), or the program itself without a launcher",
+        )
+    assert machines.coordinator is not None
+    host, port = machines.coordinator
+    where = options.master_addr or host, options.master_port or port
+    return machines.rank * num_local, machines.world_size * num_local, where
+
+
+def _master(options: Namespace, environ: Mapping[str, str]) -> Address:
+    host = options.master_addr or environ.get("MASTER_ADDR")
+    if not host:
+        raise ProcessLayoutError(
+            "the run has several machines, and none is named as that of rank 0",
+            got="neither --master-addr nor MASTER_ADDR",
+            fix="give all machines --master-addr=<address of the first>",
+        )
+    port = options.master_port or environ.get("MASTER_PORT") or DEFAULT_PORT
+    return read_address(f"{host}:{port}", "the address of rank 0")

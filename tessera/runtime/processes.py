@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This process among the others of its run: from the meeting to the common end.
+
+    with joined(settings…) as here:
+        …                                  # JAX sees the devices of all processes
+
+A process that is alone joins nothing: it is watched, and JAX is left as it is.
+"""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import jax
+
+from tessera import _jax, _jax_processes
+from tessera.errors import BackendStartedError, MissingRanksError, TesseraError
+from tessera.runtime import exit_codes, facts
+from tessera.runtime.accelerators import find_accelerators, share_of
+from tessera.runtime.addresses import is_loopback
+from tessera.runtime.agreement import Facts, difference_error, differences, listed
+from tessera.runtime.cluster import Cluster
+from tessera.runtime.rendezvous import meet
+from tessera.runtime.status_page import StatusPage
+from tessera.runtime.watchdog import Watchdog
+
+_log: Final = logging.getLogger("tessera.runtime")
+# Threads of the pool that XLA's CPU devices share; fewer make processes of several
+# devices wait for each other for ever.
+_CPU_THREADS: Final = 32
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long to wait for other ranks, in seconds.
+
+    Attributes:
+      rendezvous: At the beginning, and where ranks compare what they compiled.
+      heartbeat: Until a process that says nothing is dead.
+      shutdown: For the others at the end.
+    """
+
+    rendezvous: float = 300.0
+    heartbeat: int = 100
+    shutdown: int = 300
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of the run, seen from this one. ``joined`` makes it.
+
+    Attributes:
+      cluster: This one's place.
+      timeouts: How long it waits for others.
+      watchdog: Watches it.
+      shared: What rank 0 shares with the others.
+      attempt: How often the launcher has started the run before.
+    """
+
+    cluster: Cluster
+    timeouts: Timeouts
+    watchdog: Watchdog
+    shared: str = ""
+    attempt: int = 0
+    _compared: set[str] = field(default_factory=set)
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self.cluster.rank
+
+    @property
+    def count(self) -> int:
+        """Processes of the run."""
+        return self.cluster.world_size
+
+    def compare(self, section: str, said: Mapping[str, str], key: str) -> None:
+        """See that all ranks say the same, once they are connected.
+
+        Args:
+          section: What it is about: ``"step"``. Each is compared once.
+          said: What this rank says; sent only where keys differ.
+          key: A fingerprint of all that ``said`` stands for.
+
+        Raises:
+          RanksDifferError: [T707] they do not.
+          MissingRanksError: [T706] not all ranks come this far in time.
+        """
+        board = _jax_processes.board()
+        if self.count == 1:
+            return
+        if board is None:
+            _log.warning("this JAX lets ranks compare nothing: %s is not", section)
+            return
+        assert section not in self._compared, f"{section} is compared twice"
+        self._compared.add(section)
+        keys, texts = f"tessera/{section}/keys", f"tessera/{section}/texts"
+        board.put(f"{keys}/{self.rank}", key)
+        for name, value in {"fingerprint": key, **said}.items():
+            board.put(f"{texts}/{self.rank}/{name}", value)
+        everyone = board.wait(f"tessera/{section}", self.timeouts.rendezvous)
+        found = {int(rank): value for rank, value in board.texts(keys).items()}
+        if not everyone:
+            late = [rank for rank in range(self.count) if rank not in found]
+            raise MissingRanksError(
+                f"not all ranks came as far as to compare their {section}",
+                got=f"{listed(late) if late else 'no rank'} did not, within "
+                f"{self.timeouts.rendezvous:g} s",
+                fix="look at the log of the rank that is missing, or raise "
+                "runtime.rendezvous_timeout",
+            )
+        if len(set(found.values())) > 1:
+            detailed: dict[int, dict[str, dict[str, str]]] = {}
+            for place, value in board.texts(texts).items():
+                rank, _, name = place.partition("/")
+                detailed.setdefault(int(rank), {section: {}})[section][name] = value
+            raise difference_error(differences(detailed))
+
+
+@contextmanager
+def joined(
+    cluster: Cluster,
+    said: Facts,
+    *,
+    shared: str = "",
+    platform: str = "auto",
+    timeouts: Timeouts | None = None,
+    deadlines: Mapping[str, float | None] | None = None,
+) -> Iterator[Processes]:
+    """Join the other processes for the length of a ``with`` block.
+
+    An exception that leaves the block ends a process of several at once: it shows the
+    exception and waits for nobody, so that nothing is written after it.
+
+    Args:
+      cluster: This process's place, from ``detect``.
+      said: What has to be the same on every rank, beside versions, code and devices.
+      shared: Of rank 0: what all take from it.
+      platform: What the run asks for; ``"cpu"`` takes no accelerator.
+      timeouts: How long to wait for others.
+      deadlines: Seconds for each kind of phase, as ``Watchdog`` takes them.
+
+    Raises:
+      CoordinatorError: [T705] rank 0's address is not known or its ports are busy.
+      MissingRanksError: [T706] ranks are missing, or there twice, or count otherwise.
+      RanksDifferError: [T707] they are not of one run.
+    """
+    timeouts = timeouts or Timeouts()
+    watchdog = _watchdog(cluster, deadlines or {})
+    watchdog.start()
+    try:
+        if cluster.coordinator is not None:
+            watchdog.enter("rendezvous")
+            own = {
+                **said,
+                "versions": facts.versions(),
+                "code": facts.code(),
+                "devices": facts.devices(cluster, platform, os.environ),
+            }
+            shared = meet(
+                cluster, own, timeout=timeouts.rendezvous, shared=shared, say=_say
+            )
+            watchdog.enter("start-up")
+            _connect(cluster, platform, timeouts)
+            _publish_phases(watchdog, cluster.rank)
+        watchdog.enter("start-up")
+        attempt = os.environ.get("TESSERA_ATTEMPT", "0")
+        yield Processes(cluster, timeouts, watchdog, shared, int(attempt))
+        if cluster.coordinator is not None:
+            watchdog.enter("shutdown")
+            jax.distributed.shutdown()
+    except BaseException as error:
+        watchdog.fail()
+        if cluster.coordinator is None:
+            raise
+        _end(error)
+    finally:
+        watchdog.stop()
+
+
+def _watchdog(cluster: Cluster, deadlines: Mapping[str, float | None]) -> Watchdog:
+    path, launcher = (os.environ.get(f"TESSERA_{x}") for x in ("STATUS", "LAUNCHER"))
+    # A program that a rank starts inherits the variables, and is no rank.
+    if path is None or launcher is None or os.getppid() != int(launcher):
+        return Watchdog(deadlines, rank=cluster.rank)
+    local_rank = int(os.environ.get("TESSERA_LOCAL_RANK", "0"))
+    return Watchdog(
+        deadlines,
+        rank=cluster.rank,
+        page=StatusPage(Path(path)),
+        local_rank=local_rank,
+        launcher=int(launcher),
+    )
+
+
+def _connect(cluster: Cluster, platform: str, timeouts: Timeouts) -> None:
+    """Let JAX connect the processes, which have met."""
+    if _jax.backend_started():
+        raise BackendStartedError(
+            "the processes cannot be connected any more",
+            got="JAX has started its backend",
+            fix="join them before anything that touches a device",
+        )
+    assert cluster.coordinator is not None
+    host, port = cluster.coordinator
+    threads = os.environ.get("PJRT_NPROC", "")
+    if not threads.isdecimal() or int(threads) < _CPU_THREADS:
+        os.environ["PJRT_NPROC"] = str(_CPU_THREADS)
+    found = find_accelerators(os.environ) * (platform != "cpu")
+    mine = share_of(cluster.local_rank, cluster.local_size, len(found))
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    jax.distributed.initialize(
+        address,
+        cluster.world_size,
+        cluster.rank,
+        local_device_ids=mine,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(int(timeouts.rendezvous), 1),
+        heartbeat_timeout_seconds=timeouts.heartbeat,
+        shutdown_timeout_seconds=timeouts.shutdown,
+        coordinator_bind_address=address if is_loopback(host) else None,
+    )
+
+
+def _publish_phases(watchdog: Watchdog, rank: int) -> None:
+    board = _jax_processes.board()
+    if board is not None:
+        watchdog.connect(
+            lambda said: board.put(f"tessera/phase/{rank}", said),
+            lambda: board.texts("tessera/phase"),
+        )
+
+
+def _end(error: BaseException) -> None:
+    """Show an exception, and end: JAX's own end would wait for the others."""
+    code = exit_codes.FAILURE
+    if isinstance(error, TesseraError):
+        code = error.exit_code
+        sys.stderr.write(f"{error}\n")
+    elif isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else exit_codes.FAILURE
+    else:
+        traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

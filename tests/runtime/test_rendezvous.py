@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that meet, as threads, over the loopback interface."""
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from tessera.errors import (
+    CoordinatorError,
+    MissingRanksError,
+    RanksDifferError,
+    TesseraError,
+)
+from tessera.runtime import rendezvous
+from tessera.runtime.cluster import Cluster
+from tessera.runtime.launcher import free_port
+
+SAME = {"versions": {"jax": "0.10.2"}, "configuration": {"training.seed": "0"}}
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_SETTLE", 0.3)
+    monkeypatch.setattr(rendezvous, "_LONGER", 0.5)
+
+
+def met(
+    *ranks: tuple[int, int, Any], timeout: float = 5.0, port: int | None = None
+) -> list[Any]:
+    """What each rank gets: what rank 0 shares, or an error."""
+    port, found = port or free_port(), list[Any](ranks)
+
+    def one(place: int, rank: int, count: int, facts: Any) -> None:
+        cluster = Cluster(rank, count, coordinator=(HOST, port))
+        try:
+            found[place] = rendezvous.meet(
+                cluster,
+                facts,
+                timeout=timeout,
+                shared=f"of {rank}",
+                say=lambda _: None,
+            )
+        except TesseraError as error:
+            found[place] = error
+
+    threads = [
+        threading.Thread(target=one, args=(place, *rank), daemon=True)
+        for place, rank in enumerate(ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive(), "a rank waits for ever"
+    return found
+
+
+def test_ranks_that_agree_take_what_rank_0_shares():
+    assert met(*((rank, 3, SAME) for rank in range(3))) == ["of 0"] * 3
+
+
+def test_every_rank_is_told_what_differs():
+    other = SAME | {"configuration": {"training.seed": "1", "name": "x"}}
+    errors = met((0, 3, SAME), (1, 3, other), (2, 3, SAME))
+    assert [type(error) for error in errors] == [RanksDifferError] * 3
+    assert len({str(error) for error in errors}) == 1
+    assert errors[0].what == "the ranks have different configurations"
+    assert errors[0].got == (
+        "configuration: training.seed is 0 on ranks 0, 2; 1 on rank 1\n"
+        "configuration: name is not there on ranks 0, 2; x on rank 1"
+    )
+    assert errors[0].exit_code == 76
+
+
+def test_devices_of_two_kinds_are_not_homogeneous():
+    one, two = (SAME | {"devices": {"kind": kind}} for kind in ("H100", "H200"))
+    errors = met((0, 2, one), (1, 2, two))
+    assert all("Devices are not homogeneous" in str(error) for error in errors)
+
+
+def test_a_missing_rank_is_named_on_every_other():
+    errors = met((0, 4, SAME), (2, 4, SAME), timeout=0.5)
+    assert [type(error) for error in errors] == [MissingRanksError] * 2
+    for error in errors:
+        assert error.what == "the ranks did not meet within 0.5 s"
+        assert error.got.startswith("ranks 1, 3 of 4 are missing\nthere: rank 0: ")
+
+
+def test_a_rank_that_is_there_twice_is_named():
+    errors = met((0, 3, SAME), (1, 3, SAME), (1, 3, SAME))
+    for error in errors:
+        assert "rank 1 is there 2 times: " in error.got
+        assert "rank 2 of 3 is missing" in error.got
+
+
+def test_two_ranks_0_are_told_of_each_other():
+    errors = met((0, 2, SAME), (0, 2, SAME), (1, 2, SAME))
+    for error in errors:
+        assert "rank 0 is there 2 times" in error.got
+
+
+def test_a_rank_of_a_run_of_another_size_is_named():
+    errors = met((0, 2, SAME), (1, 3, SAME))
+    for error in errors:
+        assert "is of a run of 3 ranks, rank 0 of one of 2" in error.got
+
+
+def test_without_rank_0_the_others_say_where_they_looked():
+    (error,) = met((1, 2, SAME), timeout=0.5)
+    assert isinstance(error, MissingRanksError)
+    assert f"no rank 0 at {HOST}:" in error.got
+    assert "refused" in error.got
+
+
+def alone(port: int, timeout: float = 0.5, host: str = HOST) -> TesseraError:
+    cluster = Cluster(0, 2, coordinator=(host, port))
+    with pytest.raises(TesseraError) as error:
+        rendezvous.meet(cluster, SAME, timeout=timeout, say=lambda _: None)
+    return error.value
+
+
+def test_a_busy_port_is_named():
+    port = free_port()
+    with socket.create_server((HOST, port + 1)):
+        error = alone(port)
+    assert isinstance(error, CoordinatorError)
+    assert error.what == "a port of rank 0 is busy"
+    assert error.got == f"{HOST}:{port + 1}: Address already in use"
+
+
+def test_a_busy_port_of_the_coordinator_is_told_to_all():
+    port = free_port()
+    with socket.create_server((HOST, port)):
+        errors = met((0, 2, SAME), (1, 2, SAME), port=port)
+    for error in errors:
+        assert isinstance(error, CoordinatorError)
+        assert error.got == f"{HOST}:{port}: Address already in use"
+
+
+def test_a_machine_without_an_address_is_named():
+    error = alone(29500, host="no-such-machine.invalid")
+    assert isinstance(error, CoordinatorError)
+    assert error.what == "the machine of rank 0 is not known by its name"
+    assert error.got.startswith("'no-such-machine.invalid': ")
+
+
+def test_something_else_that_answers_is_no_rank_0():
+    port = free_port()
+
+    def answer() -> None:
+        with listener, listener.accept()[0] as connection:
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\n")
+
+    listener = socket.create_server((HOST, port + 1))
+    threading.Thread(target=answer, daemon=True).start()
+    cluster = Cluster(1, 2, coordinator=(HOST, port))
+    with pytest.raises(CoordinatorError, match="something else listens"):
+        rendezvous.meet(cluster, SAME, timeout=2, say=lambda _: None)
+
+
+def test_strangers_do_not_disturb_the_meeting():
+    """A scan of ports, a browser, half a line."""
+    port, found = free_port(), list[Any]()
+
+    def rank_0() -> None:
+        cluster = Cluster(0, 2, coordinator=(HOST, port))
+        shared = rendezvous.meet(
+            cluster, SAME, timeout=5, shared="x", say=lambda _: None
+        )
+        found.append(shared)
+
+    thread = threading.Thread(target=rank_0, daemon=True)
+    thread.start()
+    lines = [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"tessera": 1}\n',
+        b'{"tessera": ',
+        b"[]\n",
+    ]
+    for line in lines:
+        for _ in range(50):
+            try:
+                connection = socket.create_connection((HOST, port + 1))
+                break
+            except ConnectionRefusedError:
+                threading.Event().wait(0.05)
+        connection.sendall(line)
+        connection.close()
+    cluster = Cluster(1, 2, coordinator=(HOST, port))
+    assert rendezvous.meet(cluster, SAME, timeout=5, say=lambda _: None) == "x"
+    thread.join(timeout=5)
+    assert found == ["x"]
