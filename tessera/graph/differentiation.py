@@ -26,8 +26,12 @@ from tessera.graph.tracing.gradient import (
 _NO_BACKWARD = "Reverse-mode differentiation does not work"
 
 
-def differentiated(program: _jax.Program) -> _jax.Program:
+def differentiated(program: _jax.Program, *, is_inner: bool = False) -> _jax.Program:
     """A program whose ``gradient`` marks are backward passes; without any, the same.
+
+    Args:
+      program: The program, left as it is.
+      is_inner: Whether it is the body of a loop, a branch or the like.
 
     Raises:
       UnconnectedGradientError: [T303] a loss does not depend on one of its weights.
@@ -36,7 +40,7 @@ def differentiated(program: _jax.Program) -> _jax.Program:
     # One at a time, for a later loss may use a gradient.
     with differentiating():
         while rewriting.contains(program, _is_mark):
-            program = _jax.retrace(_without_next_mark(program), program)
+            program = _jax.retrace(_without_next_mark(program, is_inner), program)
     return program
 
 
@@ -44,7 +48,7 @@ def _is_mark(equation: _jax.Equation, _: str = "") -> bool:
     return equation.primitive is gradient_p
 
 
-def _without_next_mark(program: _jax.Program) -> Any:
+def _without_next_mark(program: _jax.Program, is_inner: bool) -> Any:
     equations = _jax.equations(program)
     place = next((i for i, e in enumerate(equations) if _is_mark(e)), len(equations))
     holders = [
@@ -54,7 +58,11 @@ def _without_next_mark(program: _jax.Program) -> Any:
     ]
     if holders:
         return _with_nested_done(program, set(holders))
-    plan = _plan(program, place)
+    mark = equations[place]
+    ancestors = _jax.sources(program, mark.invars[0], before=place)
+    if not mark.params["allow_unused"]:
+        _require_connected(mark, ancestors, is_inner)
+    plan = _plan(program, place, ancestors)
 
     def run(*values: Any) -> list[Any]:
         env = rewriting.Environment(program, values)
@@ -68,7 +76,7 @@ def _without_next_mark(program: _jax.Program) -> Any:
 
 def _with_nested_done(program: _jax.Program, holders: set[int]) -> Any:
     def interpret(inner: _jax.Program, values: Sequence[Any]) -> list[Any]:
-        return _jax.evaluate(differentiated(inner), *values)
+        return _jax.evaluate(differentiated(inner, is_inner=True), *values)
 
     def run(*values: Any) -> list[Any]:
         env = rewriting.Environment(program, values)
@@ -107,12 +115,9 @@ class _Plan:
     after: list[_jax.Equation]
 
 
-def _plan(program: _jax.Program, place: int) -> _Plan:
+def _plan(program: _jax.Program, place: int, ancestors: set[_jax.Atom]) -> _Plan:
     equations = _jax.equations(program)
     mark = equations[place]
-    ancestors = _jax.sources(program, mark.invars[0], before=place)
-    if not mark.params["allow_unused"]:
-        _require_connected(mark, ancestors)
     weights = [v for v in _variables(mark.invars[1:]) if v in ancestors]
     moved: set[_jax.Atom] = set()
     while True:
@@ -236,7 +241,9 @@ def _tap_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, 
     return primals[0], tangents[0] + tangents[1]
 
 
-def _require_connected(mark: _jax.Equation, ancestors: set[_jax.Atom]) -> None:
+def _require_connected(
+    mark: _jax.Equation, ancestors: set[_jax.Atom], is_inner: bool
+) -> None:
     names = mark.params["names"]
     loose = [
         name
@@ -244,4 +251,5 @@ def _require_connected(mark: _jax.Equation, ancestors: set[_jax.Atom]) -> None:
         if isinstance(weight, _jax.Literal) or weight not in ancestors
     ]
     if loose:
-        raise unconnected(loose, len(names), _jax.source_line(mark))
+        line = _jax.source_line(mark)
+        raise unconnected(loose, len(names), line, is_inner=is_inner)

@@ -98,7 +98,7 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
       UnconnectedGradientError: [T303] the loss does not depend on a weight (raised when
         the program is differentiated, with the weight's path).
       LossFormError: [T304] the loss is not a floating-point scalar.
-      UndifferentiableError: [T317] (as T303) a loop of unknown length leads to the loss.
+      UndifferentiableError: [T317] (as T303) a loop of unknown length is in the way.
 
     Example:
       >>> import tessera as ts, jax.numpy as jnp
@@ -155,7 +155,7 @@ def _weights(weights: Any) -> tuple[tuple[str, ...], list[Any], Any]:
 
 
 def unconnected(
-    names: Sequence[str], count: int, line: str = ""
+    names: Sequence[str], count: int, line: str = "", *, is_inner: bool = False
 ) -> UnconnectedGradientError:
     """The error for weights that a loss does not depend on.
 
@@ -163,14 +163,18 @@ def unconnected(
       names: Their paths.
       count: Of how many.
       line: Where the gradient was taken.
+      is_inner: Whether that is in the body of a loop, a branch or the like.
     """
+    inner = (
+        "\nin a loop or a branch, compute all of the loss in the body, or all before it"
+    )
     listed = ", ".join(repr(name) if name else "the weight" for name in names)
     return UnconnectedGradientError(
         f"the loss does not depend on {listed}",
         got=f"{len(names)} of {count} weights have no path to the loss"
         + (f"\nts.grad was called at {line}" if line else ""),
         fix="compute the loss from them, leave them out, or pass allow_unused=True "
-        "to get zeros",
+        "to get zeros" + inner * is_inner,
     )
 
 

@@ -161,6 +161,32 @@ def test_columns_then_rows_need_no_gather():
     assert_alike(found, jnp.tanh(X[0] @ WEIGHT) @ WEIGHT.T)
 
 
+def test_a_whole_step_on_blocks(quick_compile):
+    @split
+    def step(
+        x: ts.Tensor["B", "D"],
+        up: ts.Tensor["D", "F"],
+        down: ts.Tensor["F", "D"],
+    ) -> tuple[ts.Tensor[()], ts.Tensor["D", "F"], ts.Tensor["F", "D"]]:
+        out = dist.all_reduce(jnp.tanh(x @ up) @ down, axis="tp")
+        loss = jnp.mean(out**2)
+        slopes = ts.grad(loss, (up, down))
+        return loss, up - 0.1 * slopes[0], down - 0.1 * slopes[1]
+
+    def loss_of(weights):
+        return jnp.mean((jnp.tanh(X[0] @ weights[0]) @ weights[1]) ** 2)
+
+    weights = WEIGHT, WEIGHT.T
+    loss, slopes = jax.value_and_grad(loss_of)(weights)
+    with tp_mesh(4):
+        found = step(X[0], *weights)
+        step(X[0], *found[1:])  # which are laid out as they are taken
+    trained = [w - 0.1 * s for w, s in zip(weights, slopes, strict=True)]
+    assert_alike(found, (loss, *trained))
+    assert [w.sharding.spec for w in found[1:]] == [P(None, "tp"), P("tp")]
+    assert step.num_programs() == 1
+
+
 def test_results_that_are_split_are_put_together_by_their_annotation():
     @split
     def projected(
