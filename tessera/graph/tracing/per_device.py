@@ -127,10 +127,8 @@ class PerDevice:
           ShardDivisibilityError: [T201] the axes do not divide a dim.
           StrategyError: [T313] the annotations do not say what is split.
         """
-        if set(self._strategy.axes) <= set(manual_axes()):
-            return scope.as_called(self._body)(
-                *args, **kwargs
-            )  # on the blocks that are there
+        if set(self._strategy.axes) <= set(manual_axes()):  # its arguments are blocks
+            return scope.as_called(self._body)(*args, **kwargs)
         here = scope.current()
         mesh = (here.mesh if here is not None else None) or opened_or_none()
         mesh = mesh or self._strategy.default_mesh()
