@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps for tests of ``graph.pipeline``, and their numbers on one device.
+
+A step is written once, over a function ``pipe`` that makes a pipeline of stages, or
+leaves them alone: what runs on one device knows nothing of microbatches.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tessera import graph, scope
+from tessera.mesh import Mesh
+
+ONE = Mesh(["dp", "tp"], devices=[0], shape=(1, 1))
+TWO = Mesh(["pp"], devices=range(2))
+KEY = jax.random.key(1)
+ROWS, LENGTH, WIDTH, WORDS = 16, 3, 8, 12
+
+Pipe = Callable[..., Any]
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def words(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, WORDS, shape, np.int32)
+
+
+def weight(name: str, *shape: int) -> Any:
+    """A parameter of the stage that is being traced."""
+    return scope.parameter(name, shape, init="normal")
+
+
+def dense(name: str, size: int = WIDTH) -> Any:
+    """A stage with a bias, so that no gradient is zero."""
+
+    @graph.stage(name)
+    def stage(x: Any) -> Any:
+        x = x @ weight("kernel", x.shape[-1], size) + weight("bias", size)
+        return x + jnp.tanh(x)
+
+    return stage
+
+
+def unpiped(stages: Any) -> Any:
+    del stages
+    return lambda body: body
+
+
+def built(make: Callable[[Pipe], Any], mesh: Mesh, **options: Any) -> Any:
+    """A step on a mesh; ``make`` gives its body from a way to make pipelines."""
+    pipe = unpiped if mesh is ONE else partial(graph.pipeline, mesh=mesh, **options)
+    return graph.training_step(module="step", mesh=mesh)(make(pipe))
+
+
+def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    there = jax.tree_util.tree_leaves_with_path(want)
+    for (path, x), y in zip(there, jax.tree.leaves(got), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert np.linalg.norm(x) > 0, path
+        apart = np.linalg.norm(y - x) / np.linalg.norm(x)
+        assert apart <= tolerance, (jax.tree_util.keystr(path), apart)
+
+
+def same_as_one_device(
+    make: Callable[[Pipe], Any], batch: Any, mesh: Mesh = TWO, **options: Any
+) -> Any:
+    """Check a step's results beside those of one device; return the step."""
+    plain, piped = built(make, ONE), built(make, mesh, **{"microbatches": 4} | options)
+    results = []
+    for step, on in ((plain, ONE), (piped, mesh)):
+        with on:  # as kernels want it
+            step.init(KEY, batch)
+            results.append(step(batch))
+    close(results[1], results[0])
+    return piped
+
+
+BATCH = {
+    "x": normal(ROWS, LENGTH, 5),
+    "labels": words(ROWS, LENGTH),
+    "weights": np.abs(normal(ROWS, LENGTH, seed=4)),
+}
