@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention over spread sequences sends and computes."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import tessera as ts
+from tessera import op
+from tessera.analysis.ledger import collectives
+from tessera.mesh import Mesh
+from tessera.ops.attention.arrangement import Arrangement
+from tessera.ops.attention.blockwise import Mask, Rows, Tiling
+from tessera.ops.attention.spread import NO_WINDOW
+from tests.ops.attention.spreading import (
+    BATCH,
+    HEADS,
+    KV_HEADS,
+    LENGTH,
+    METHODS,
+    SEQUENCES,
+    WIDTH,
+    gathered,
+    mesh_of,
+    operands,
+    plain,
+    spread,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+# --- what is sent
+
+
+def sent(
+    mesh: Mesh, method: str, length: int = LENGTH, **options: Any
+) -> dict[str, Any]:
+    """The ledger's totals over cp of the forward, and of both passes."""
+    shardings = NamedSharding(mesh.jax, SEQUENCES)
+    given = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings)
+        for x in operands(length=length)
+    ]
+
+    def read(q: Any, k: Any, v: Any) -> Any:
+        return op.context_attention(q, k, v, method=method, **options)
+
+    def both(q: Any, k: Any, v: Any, gradient: Any) -> Any:
+        out, pull_back = jax.vjp(read, q, k, v)
+        return out, pull_back(gradient)
+
+    found = {}
+    for name, function in (("forward", read), ("both", both)):
+        mapped = jax.shard_map(
+            function, mesh=mesh.jax, in_specs=SEQUENCES, out_specs=SEQUENCES
+        )
+        count = 3 if name == "forward" else 4
+        compiled = jax.jit(mapped).lower(*given[:count]).compile()
+        totals = collectives(compiled, mesh).totals()
+        assert {axes for axes, _ in totals} <= {("cp",)}
+        found[name] = {kind: (t.calls, t.nbytes) for (_, kind), t in totals.items()}
+    return found
+
+
+def test_the_ring_sends_keys_and_values_once_round():
+    mesh = mesh_of(4)
+    block = 2 * (BATCH // 2) * (LENGTH // 4) * KV_HEADS * WIDTH * 4
+    for method in ("ring", "zigzag"):
+        given = sent(mesh, method)
+        assert given["forward"] == {"collective-permute": (3, 3 * block)}
+        # Again backward, and their gradients on the same way and home.
+        assert given["both"] == {"collective-permute": (3 + 3 + 4, 10 * block)}
+
+
+@pytest.mark.parametrize("length", [48, 96])
+def test_a_window_sends_its_halo_whatever_the_length(length):
+    mesh, window = mesh_of(4), 4
+    halo = 2 * (BATCH // 2) * (window - 1) * KV_HEADS * WIDTH * 4
+    for method, ways in (("ring", 1), ("zigzag", 2), ("all_to_all", 1)):
+        given = sent(mesh, method, length, window=window)
+        assert given["forward"] == {"collective-permute": (ways, ways * halo)}
+        # Its gradients back; the compiler finds that it has the halo already.
+        want = (2 * ways, 2 * ways * halo)
+        assert given["both"] == {"collective-permute": want}
+
+
+def test_all_to_all_sends_queries_keys_values_and_what_is_read():
+    given = sent(mesh_of(4), "all_to_all")
+    heads = (BATCH // 2) * (LENGTH // 4) * WIDTH * 4
+    once = 2 * (HEADS + KV_HEADS) * heads
+    assert given["forward"] == {"all-to-all": (4, once)}
+    # Backward as much, and one number for each query and head.
+    want = (9, 2 * once + HEADS * heads // WIDTH)
+    assert given["both"] == {"all-to-all": want}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast_sends_what_the_matmuls_take(method):
+    mesh, given = mesh_of(4), operands()
+    placed = [spread(x, mesh, method) for x in given[:3]]
+
+    @ts.function
+    def read(q: Any, k: Any, v: Any) -> Any:
+        with ts.autocast("bf16"):
+            return op.context_attention(q, k, v, method=method)
+
+    # The compiler for CPU widens it again, so that the ledger has f32.
+    narrow, wide = r"bf16\[[\d,]+\] = {}", r"f32\[[\d,]+\] = {}"
+    sends = "all_to_all" if method == "all_to_all" else "ppermute"
+    text = read.trace(*placed).as_text()
+    assert re.search(narrow.format(sends), text)
+    assert len(re.findall(wide.format(sends), text)) == (method == "all_to_all")
+    want = plain(*given[:3])
+    got = gathered(read(*placed), mesh, method)
+    assert 1e-4 < np.abs(got - want).max() < 0.05
+
+
+# --- what is computed
+
+
+def pairs_of(order: str, size: int, window: int = NO_WINDOW) -> list[list[int]]:
+    """How many pairs of blocks each device computes, hop by hop."""
+    arrangement = Arrangement(order, size)
+    length = 8 * arrangement.runs
+    places = arrangement.places(size * length).reshape(size, length)
+    tiling, mask = Tiling(arrangement.runs, length), Mask(True, jnp.int32(window))
+
+    def rows(rank: int) -> Rows:
+        return Rows.of(tiling, jnp.asarray(places[rank]), None)
+
+    see = jax.jit(
+        jax.vmap(jax.vmap(mask.may_see, in_axes=(None, 0)), in_axes=(0, None))
+    )
+    return [
+        [int(see(rows(rank), rows((rank - hop) % size)).sum()) for hop in range(size)]
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_zigzag_gives_every_device_as_many_blocks_at_every_hop(size):
+    counts = pairs_of("zigzag", size)
+    assert counts == [[3] + [2] * (size - 1)] * size
+    # In order, the first device would do one block, and the last all.
+    assert [sum(c) for c in pairs_of("contiguous", size)] == [*range(1, size + 1)]
+
+
+def test_a_window_skips_blocks_beyond_it():
+    chunk = 8
+    counts = [sum(c) for c in pairs_of("zigzag", 4, window=chunk + 1)]
+    # Each of the two chunks sees itself and the one before it, but for the first.
+    assert counts == [3, 4, 4, 4]
+
+
+def test_a_block_of_another_document_is_skipped():
+    at = Rows(jnp.arange(8, dtype=jnp.int32), jnp.ones((2, 8), jnp.int32))
+    other = at._replace(segment=2 * at.segment)
+    mixed = at._replace(segment=at.segment.at[1].set(2))
+    mask = Mask(True, jnp.int32(NO_WINDOW))
+    assert mask.may_see(at, at)
+    assert not mask.may_see(at, other)
+    assert mask.may_see(mixed, other)
