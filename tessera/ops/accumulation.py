@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 
-from tessera import _jax
+from tessera import _jax, scope
 from tessera.errors import BatchSizeError, OperandError
 
 Tree: TypeAlias = Any
@@ -71,7 +71,8 @@ def accumulate_gradients(
 
     def flat(*arrays: Any) -> list[Any]:
         nonlocal results
-        given, results = jax.tree.flatten(step(jax.tree.unflatten(tree, arrays)))
+        microbatch = jax.tree.unflatten(tree, arrays)
+        given, results = jax.tree.flatten(scope.as_called(step)(microbatch))
         return [jnp.asarray(leaf) for leaf in given]
 
     # Traced once, for the types of its sums: a second time it would declare the
@@ -118,7 +119,7 @@ def _reduced(
 
 def _parts(batch: Tree, microbatches: int | None) -> tuple[Tree, int]:
     """The batch with a leading dim that counts microbatches, and their number."""
-    if microbatches is None and isinstance(batch, list):
+    if microbatches is None and isinstance(batch, list) and batch:
         batch = jax.tree.map(_stacked, *batch)
     batch = jax.tree.map(jnp.asarray, batch)
     rows = {

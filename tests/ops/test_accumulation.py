@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch in parts gives the gradient of the whole."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import _jax
@@ -163,6 +166,32 @@ def test_rows_stay_on_their_devices(dp_mesh):
     np.testing.assert_allclose(run(w, x), expected, rtol=1e-5, atol=1e-7)
 
 
+def test_each_device_of_a_manual_region_accumulates_its_own_rows(dp_mesh):
+    def mean_square(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=dp_mesh.jax,
+        in_specs=(P(), P("dp")),
+        out_specs=(P("dp"), P("dp")),
+    )
+    def run(w, x):
+        w = jax.lax.pcast(w, "dp", to="varying")  # so each device's gradient is its own
+        step = functools.partial(jax.value_and_grad(mean_square), w)
+        loss, gradient = accumulate_gradients(step, x, 2)
+        return loss[None], gradient[None]
+
+    w, x = WEIGHTS["up"], DRAW.normal(size=(32, 4)).astype("f4")
+    losses, gradients = run(w, x)
+    for device in range(8):
+        own = x[4 * device : 4 * device + 4]
+        np.testing.assert_allclose(losses[device], mean_square(w, own), rtol=1e-5)
+        expected = jax.grad(mean_square)(w, own)
+        np.testing.assert_allclose(gradients[device], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_rows_that_cannot_be_divided_are_an_error_with_the_nearest_numbers():
     with pytest.raises(BatchSizeError) as caught:
         accumulating(5)(WEIGHTS, BATCH)
@@ -182,6 +211,8 @@ def test_arrays_of_different_length_are_an_error_that_lists_them():
     for batch in ({}, np.float32(1.0), np.ones((0, 2))):
         with pytest.raises(BatchSizeError):
             accumulate_gradients(lambda b: b, batch, 2)
+    with pytest.raises(BatchSizeError, match="no arrays"):
+        accumulate_gradients(lambda b: b, [])
 
 
 def test_another_reduction_is_an_error():
