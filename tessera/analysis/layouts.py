@@ -2,13 +2,14 @@
 """``dist.inspect``: where the parts of an array, or of a whole tree, lie.
 
 It reads declarations and shardings, never values: a lazy tensor stays lazy, and a mesh
-of devices that do not exist can be looked at like any other.
+of devices that do not exist can be looked at like any other. How that is drawn is in
+modules of their own, which are imported when something is.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -16,15 +17,17 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax, scope
-from tessera.analysis import html
 from tessera.analysis.memory import format_bytes
-from tessera.analysis.pictures import Block, Picture, draw, listed_ids
 from tessera.analysis.tables import aligned
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, local_shape
 from tessera.spec import axes_of_dims
 
+if TYPE_CHECKING:
+    from tessera.analysis.pictures import Picture
+
 MAX_DEVICES_LISTED = 16
+Block: TypeAlias = tuple[tuple[int, int], ...]
 
 _REPLICATED = PartitionSpec()
 
@@ -118,8 +121,10 @@ class LeafLayout:
         return tuple(bounds)
 
     @property
-    def picture(self) -> Picture:
+    def picture(self) -> "Picture":
         """Which device holds which block, as grids."""
+        from tessera.analysis.pictures import draw
+
         places = range(self.num_devices)
         blocks = [(self.device_at(i), self.block_at(i)) for i in places]
         return draw(blocks, self._axes if self.mesh is not None else ())
@@ -187,6 +192,8 @@ class Inspection:
         return self.as_text()
 
     def _repr_html_(self) -> str:
+        from tessera.analysis import html
+
         leaf = self._single
         if leaf is None:
             table = html.table(_COLUMNS, map(_cells, self.leaves))
@@ -199,6 +206,8 @@ class Inspection:
 
     def _pictures(self) -> Iterator[str]:
         """One picture for all arrays of a tree that are split alike."""
+        from tessera.analysis import html
+
         alike: dict[object, list[LeafLayout]] = {}
         for leaf in self.leaves:
             if leaf.num_devices:
@@ -300,6 +309,8 @@ def _facts(leaf: LeafLayout) -> list[str]:
     if leaf.copies > 1:
         over = f" over {', '.join(leaf.replicated_over)}" if leaf.mesh else ""
         facts.append(f"  replicated {over}: {leaf.copies} copies of every element")
+        from tessera.analysis.pictures import listed_ids
+
         block = leaf.block_at(0)
         same = [i for i in range(leaf.num_devices) if leaf.block_at(i) == block]
         ids = listed_ids([leaf.device_at(position) for position in same])

@@ -10,11 +10,12 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from tessera.analysis.tables import aligned
 
-Block: TypeAlias = tuple[tuple[int, int], ...]
+if TYPE_CHECKING:
+    from tessera.analysis.layouts import Block
 
 MAX_SIDE: Final = 16
 MAX_GRIDS: Final = 6
@@ -77,7 +78,7 @@ class Picture:
 
 
 def draw(
-    placed: Iterable[tuple[int, Block]], axes: Sequence[Sequence[str]] = ()
+    placed: Iterable[tuple[int, "Block"]], axes: Sequence[Sequence[str]] = ()
 ) -> Picture:
     """Draw which device holds which block.
 

@@ -7,25 +7,21 @@ It compiles and never runs, so it works on meshes that this machine does not hav
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
-from tessera.analysis import html
 from tessera.analysis.propagation import OpLayout, op_layouts
 from tessera.analysis.propagation import as_text as layouts_as_text
 from tessera.errors import UnknownPassError, did_you_mean
 from tessera.graph.function import Function
-from tessera.graph.side_by_side import (
-    COLUMNS,
-    SideBySide,
-    of_compiled,
-    of_layouts,
-    of_program,
-    side_by_side,
-)
 from tessera.graph.stages import Compiled, Lowered, Traced
 from tessera.graph.tracing.declarations import Options
 from tessera.graph.training_step import Step
 from tessera.mesh import Mesh
+
+if TYPE_CHECKING:
+    from tessera.graph.side_by_side import SideBySide
+
+_STAGES: Final = ("trace", "passes", "lower", "compile")
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,12 +64,20 @@ class Explanation:
         names = [record.name for record in self.traced.passes[1:]]
         return "\n".join(filter(None, map(self.traced.diff, names)))
 
-    def side_by_side(self, line: str = "") -> SideBySide:
+    def side_by_side(self, line: str = "") -> "SideBySide":
         """What each line of the user's code is at every stage, one row a line.
 
         Args:
           line: A part of the lines to show, such as ``train.py:12``.
         """
+        # It reads compiled modules, which few programs do.
+        from tessera.graph.side_by_side import (
+            of_compiled,
+            of_layouts,
+            of_program,
+            side_by_side,
+        )
+
         stages = (
             of_program(self.traced.origin.graph.program),
             of_program(self.traced.graph.program),
@@ -111,7 +115,7 @@ class Explanation:
         Args:
           hlo: Whether to add the compiled module itself.
         """
-        return "\n\n".join(self.stage(name, hlo=hlo).as_text() for name in COLUMNS)
+        return "\n\n".join(self.stage(name, hlo=hlo).as_text() for name in _STAGES)
 
     def __str__(self) -> str:
         return self.as_text()
@@ -119,10 +123,12 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        from tessera.analysis import html
+
         table = html.section(
             "side by side", self.side_by_side()._repr_html_(), is_open=True
         )
-        return table + "".join(self.stage(name)._repr_html_() for name in COLUMNS)
+        return table + "".join(self.stage(name)._repr_html_() for name in _STAGES)
 
     def _traced(self, _: bool) -> Iterator["Section"]:
         yield Section("1 trace", self.traced.as_text())
@@ -136,7 +142,7 @@ class Explanation:
             diff = self.diff(record.name)
             lines.append(f"--- {record.name}: {record.seconds * 1e3:.1f} ms")
             lines.append(diff or "    changes nothing")
-        yield Section("2 passes", "\n".join(lines), html.diff)
+        yield Section("2 passes", "\n".join(lines), is_diff=True)
 
     def _lowered(self, hlo: bool) -> Iterator["Section"]:
         whole = "one device: every array is whole"
@@ -153,17 +159,13 @@ class Explanation:
             yield Section("4 compile: module", compiled.as_text())
 
 
-def _preformatted(text: str) -> str:
-    return html.lines([text])
-
-
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of an explanation: its title, its text, and how that becomes HTML."""
+    """A part of an explanation: its title, its text, and whether that is a diff."""
 
     title: str
     text: str
-    to_html: Callable[[str], str] = _preformatted
+    is_diff: bool = False
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -180,7 +182,14 @@ class StageView:
     __repr__ = as_text
 
     def _repr_html_(self) -> str:
-        return "".join(html.section(s.title, s.to_html(s.text)) for s in self.sections)
+        from tessera.analysis import html
+
+        return "".join(
+            html.section(
+                s.title, html.diff(s.text) if s.is_diff else html.lines([s.text])
+            )
+            for s in self.sections
+        )
 
 
 def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import tessera as ts
 from tessera import dist, graph, op
 from tessera.errors import AbstractMeshError, NoMeshError
-from tessera.graph import comparison
+from tessera.graph import compared_runs
 from tessera.graph.mesh_runs import MeshRun
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -360,16 +360,16 @@ def test_one_nan_is_a_difference_and_two_are_none(tp_mesh):
 
 
 def test_values_are_fetched_a_few_at_a_time(tp_mesh, monkeypatch):
-    monkeypatch.setattr(comparison, "_MAX_BYTES", 600)
+    monkeypatch.setattr(compared_runs, "_MAX_BYTES", 600)
     chunks = []
-    whole = comparison._chunks
+    whole = compared_runs._chunks
 
     def noted(pairs):
         for chunk in whole(pairs):
             chunks.append(sum(site.nbytes for site, _ in chunk))
             yield chunk
 
-    monkeypatch.setattr(comparison, "_chunks", noted)
+    monkeypatch.setattr(compared_runs, "_chunks", noted)
     step, _ = tensor_parallel_mlp(reduce=False)
     report = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh)
     assert len(chunks) > 3
