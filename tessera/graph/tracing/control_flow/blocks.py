@@ -52,10 +52,19 @@ def traced_block(
     run: Callable[..., Any],
     state: State,
     before: dict[Key, Any],
+    what: str,
     *,
     inputs: Sequence[Any] = (),
 ) -> Block:
-    """Run a block under a trace of its own, and undo what it did to the state."""
+    """Run a block under a trace of its own, and undo what it did to the state.
+
+    Args:
+      run: The block; takes traced values of the types of ``inputs``.
+      state: What it may change.
+      before: What the state holds when it begins.
+      what: What messages call it.
+      inputs: Types.
+    """
     after: dict[Key, Any] = {}
     order: dict[int, int] = {}
 
@@ -73,6 +82,11 @@ def traced_block(
 
     try:
         program = jax.make_jaxpr(flat)(*inputs)
+    except Exception as error:
+        note = f"This was traced as a part of {what}, whether it runs or not"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
     finally:
         state.write(before)
     return Block(program, after, order)
@@ -230,7 +244,8 @@ class Merge:
             f"{self.where}",
             got="\n".join(f"{name}: {text}" for name, text in self.problems),
             fix="give it the same shape and dtype on both ways, e.g. with .astype or "
-            "jnp.broadcast_to",
+            "jnp.broadcast_to\n"
+            "what is no array, nor a tree of arrays, has to be the same on both ways",
         )
 
     def _leaf(self, name: str, first: Any, second: Any) -> Any:

@@ -79,7 +79,7 @@ def choose(
       ControlFlowError: [T319] the condition is not one number.
     """
     predicate = truth(test, what)
-    before = state.read()
+    before, where = state.read(), f"{what} at {user_line()}"
     known = _known(test, before)
     starts = [
         before | {key: sense is way for key, sense in known.items()}
@@ -88,8 +88,8 @@ def choose(
     blocks = []
     for run, start in zip((body, orelse), starts, strict=True):
         state.write(start)
-        blocks.append(traced_block(run, state, start))
-    merge = Merge(f"{what} at {user_line()}", ("if it holds", "if not"))
+        blocks.append(traced_block(run, state, start, where))
+    merge = Merge(where, ("if it holds", "if not"))
     merged: dict[Key, Any] = {}
     for key in dict.fromkeys((*blocks[0].after, *blocks[1].after)):
         if key.holder or key.entry not in dead:

@@ -334,7 +334,7 @@ class _Loop:
 
         inputs = [jax.typeof(0), *rows, *map(jax.typeof, given)]
         structs = [_jax.struct(each) for each in inputs]
-        block = traced_block(run, self._state, self._before, inputs=structs)
+        block = traced_block(run, self._state, self._before, self._what, inputs=structs)
         return self._merged(block, ends_defined)
 
     def _merged(self, block: Block, ends_defined: bool) -> _Turn:

@@ -81,7 +81,10 @@ def _factory(function: FunctionType) -> FunctionType:
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         kind = "a generator" if inspect.isgeneratorfunction(function) else "async"
         raise Unconvertible(f"it is {kind}")
-    definition = _plain(_definition(function))
+    definition = _definition(function)
+    if any(isinstance(node, ast.Match) for node in ast.walk(definition)):
+        raise Unconvertible("it has a match statement")
+    definition = _plain(definition)
     converted, name = _malt_conversion(function, definition)
     if isinstance(converted, ast.expr):
         converted = ast.Assign([ast.Name(name, ast.Store())], converted)
@@ -135,6 +138,9 @@ def _malt_conversion(
         converted = _transpiler().transform_ast(definition, context)
     except errors.PyCTError as error:
         raise Unconvertible(str(error).partition("\n")[0]) from error
+    except (AssertionError, AttributeError, NotImplementedError, ValueError) as error:
+        # How malt says that it does not know a kind of statement.
+        raise Unconvertible(f"it has a statement that is not known: {error}") from error
     if not is_lambda:
         converted.name = name
     return converted, name
@@ -181,11 +187,12 @@ def _transpiler() -> Any:
             return frozenset()
 
         def _get_block_vars(self, node: Any, modified: Any) -> Any:
-            """What is nonlocal may be used wherever it is: no block leaves it dead."""
+            """What is not local may be used anywhere: no block leaves it dead."""
             names, undefined, count = super()._get_block_vars(node, modified)
-            outer = self.state[control_flow._Function].scope.nonlocals
-            live = [name for name in names if name in outer or name in names[:count]]
-            dead = [name for name in names if name not in live]
+            scope = self.state[control_flow._Function].scope
+            outer = sorted(modified & (scope.nonlocals | scope.globals))
+            live = outer + [name for name in names[:count] if name not in outer]
+            dead = [name for name in names[count:] if name not in outer]
             return live + dead, undefined, len(live)
 
     class Transpiler(api.PyToPy):

@@ -25,6 +25,8 @@ from tessera.errors import ControlFlowError
 
 _Result = TypeVar("_Result")
 
+_JITTED: Any = type(jax.jit(len))
+
 # What JAX raises where Python asks a traced value for its number.
 _STEERED = (
     jax.errors.ConcretizationTypeError,
@@ -140,6 +142,8 @@ def _unsupported(error: Exception, conversion: Conversion) -> ControlFlowError:
 def target_of(function: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:
     """The user's function that a call runs, and what it is bound to."""
     bound: tuple[Any, ...] = ()
+    if isinstance(function, _JITTED):  # in a trace it is that function all the same
+        function = function.__wrapped__
     if not isinstance(function, (FunctionType, MethodType, type)):
         own_call = inspect.getattr_static(type(function), "__call__", None)
         if isinstance(own_call, FunctionType):

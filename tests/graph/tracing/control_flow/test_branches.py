@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import tessera as ts
@@ -350,6 +351,55 @@ def test_functions_that_jax_calls():
     np.testing.assert_array_equal(tree["a"], -X)
 
 
+def test_a_helper_that_is_jitted_is_converted_with_the_rest():
+    @jax.jit
+    def helper(x):
+        return x if x[1] > 0 else -x
+
+    @ts.function
+    def function(x):
+        return helper(x)
+
+    np.testing.assert_array_equal(function(X), X)
+
+
+def test_autocast_in_and_around_a_branch():
+    @ts.function
+    def function(x, flag):
+        with ts.autocast(ts.bf16):
+            if flag:
+                y = x @ x
+            else:
+                with ts.autocast(ts.bf16, enabled=False):
+                    y = x @ x
+        return y
+
+    x = jnp.full((1, 1), 1.001)
+    assert function(x, YES)[0, 0] == 1
+    assert function(x, NO)[0, 0] == x[0, 0] * x[0, 0]
+
+
+def test_an_optimizer_that_skips_steps_is_one_program():
+    optimizer = optax.adam(0.1)
+
+    @ts.function
+    def step(params, state, x):
+        loss = jnp.sum((params["w"] * x) ** 2)
+        gradients = ts.grad(loss, params)
+        if jnp.isfinite(loss):
+            updates, state = optimizer.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    params = {"w": jnp.ones(3)}
+    with jax.numpy_dtype_promotion("standard"):  # as Optax has it
+        once, state = step(params, optimizer.init(params), X)
+        again, state = step(once, state, X * jnp.inf)
+    np.testing.assert_array_equal(again["w"], once["w"])
+    assert int(state[0].count) == 1
+    assert step.num_programs() == 1
+
+
 def test_super_in_a_method():
     class Base:
         def double(self, x):
@@ -414,6 +464,21 @@ def test_an_error_in_a_branch_shows_the_users_line():
     assert found.name == "function"
 
 
+def test_an_error_that_a_branch_raises_says_that_both_are_traced():
+    @ts.function
+    def function(x, flag):
+        if flag:  # here
+            raise KeyError("mine")
+        return x
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        function(X, NO)
+    assert caught.value.__notes__[0] == (
+        "This was traced as a part of the `if` at "
+        f"{line_of(function.body, '# here')}, whether it runs or not"
+    )
+
+
 def test_equations_in_a_branch_carry_the_users_lines():
     @ts.function
     def function(x, flag):
@@ -455,6 +520,8 @@ def test_sides_of_another_type_are_named_with_both_types():
         "  got: z['a']: float32[3] if it holds, float32[2] if not\n"
         "  fix: give it the same shape and dtype on both ways, e.g. with .astype or "
         "jnp.broadcast_to\n"
+        "  fix: what is no array, nor a tree of arrays, has to be the same on both "
+        "ways\n"
         "  docs: docs/errors/T318.md"
     )
 

@@ -327,6 +327,8 @@ def test_what_changes_its_type_is_named():
         "  got: x: float32[4] before, float32[8] after a turn\n"
         "  fix: give it the same shape and dtype on both ways, e.g. with .astype or "
         "jnp.broadcast_to\n"
+        "  fix: what is no array, nor a tree of arrays, has to be the same on both "
+        "ways\n"
         "  docs: docs/errors/T318.md"
     )
 

@@ -128,9 +128,26 @@ def with_else(n):
     return n
 
 
+def with_match(n):
+    match n:
+        case 1:
+            return 2
+
+
+def test_global_variables_are_assigned():
+    def function(x):
+        global _count
+        if x:
+            _count = 1
+
+    convert(function, OPERATORS)(True)
+    assert globals().pop("_count") == 1
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
+        (with_match, "it has a match statement"),
         (generator, "it is a generator"),
         (coroutine, "it is async"),
         (with_else, "for/else statement not yet supported"),
