@@ -239,11 +239,10 @@ def _input_axes(compiled: HasText | str) -> list[frozenset[str]]:
 
 def _explained(reasons: Reasons, execution: Execution, row: Collective) -> Collective:
     """A row with its reason."""
-    node, axes = Node(execution.path), frozenset(row.axes)
+    node = Node(execution.path)
     if row.kind == "all-gather" and reasons.copies_whole(node):
         return dataclasses.replace(row, copies_whole=True)
-    reason = reasons.reason(node, row.kind, axes, row.op_name, row.source)
-    return dataclasses.replace(row, reason=reason)
+    return dataclasses.replace(row, reason=reasons.reason(node, row))
 
 
 def _row(module: Module, execution: Execution, mesh: Mesh) -> Collective | None:

@@ -34,6 +34,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from tessera.analysis.collective import Collective
 from tessera.analysis.dataflow import RESULT, Dataflow, Node
 from tessera.analysis.declared import DeclaredLayout
 from tessera.analysis.hlo import Module
@@ -52,7 +53,10 @@ _COLLECTIVES = re.compile(
 # Operations that move data and sum nothing: an all-reduce of one stands for a copy.
 _MOVES = ("concatenate", "pad", "slice", "dynamic_slice", "reshape", "rev", "copy")
 
-_SAME_ARRAY = ("copy", "bitcast", "convert", "reshape", "transpose", "reduce-precision")
+_SAME_ARRAY = (
+    *("copy", "bitcast", "convert", "reshape", "transpose", "reduce-precision"),
+    *("copy-start", "copy-done", "all-gather-done", "collective-permute-done"),
+)
 _PART_OF_ARRAY = (*_SAME_ARRAY, "slice", "dynamic-slice")
 _STOPS = ("dot", "convolution", "reduce", "reduce-window", "custom-call", "parameter")
 
@@ -83,68 +87,69 @@ class Reasons:
         readers = list(self._users(node))
         return bool(readers) and all(self._cuts(reader) for reader in readers)
 
-    def reason(
-        self, node: Node, kind: str, axes: Axes, op_name: str, source: str
-    ) -> str:
+    def reason(self, node: Node, row: Collective) -> str:
         """Why a collective is there; ``""`` where no declared layout implies it.
 
         Args:
           node: The collective.
-          kind: Of ``ledger.KINDS``.
-          axes: The mesh axes it runs over.
-          op_name: JAX's name stack, several where XLA combined collectives.
-          source: The user's line.
+          row: What else is known of it.
         """
-        names = _primitives(op_name)
+        names, axes = _primitives(row.op_name), frozenset(row.axes)
         if all(_COLLECTIVES.fullmatch(name) for name in names):
             return WRITTEN
-        if kind in ("all-reduce", "reduce-scatter"):
+        if row.kind in ("all-reduce", "reduce-scatter"):
             return "" if all(name in _MOVES for name in names) else SUM
-        if kind == "all-gather" and self._is_stored_split(node, axes):
+        if row.kind == "all-gather" and self._is_stored_split(node, axes):
             return STORED_SPLIT
-        if self._is_declared(node, axes, source) or self._is_new_state(node, axes):
+        if self._is_declared(node, row) or self._is_new_state(node, axes):
             return LAYOUT
         return ""
 
     def _is_stored_split(self, node: Node, axes: Axes) -> bool:
-        """Whether an input is gathered for what something else splits over the axis."""
-        stored = any(
-            axes <= self._over(found) for found in self._inputs(node, combined=False)
+        """Whether inputs are gathered for what something else splits over the axis."""
+        stored = all(
+            any(axes <= self._over(found) for found in self._inputs(operand))
+            for operand in self._operands(node)
         )
         return stored and any(axes & self._over(user) for user in self._combined(node))
 
-    def _is_declared(self, node: Node, axes: Axes, source: str) -> bool:
-        varies = self._over(node)
-        size = _size(node)
-        return any(
-            each.size == size and each.axes <= varies and not axes & each.axes
+    def _is_declared(self, node: Node, row: Collective) -> bool:
+        """Whether a layout is declared at the line, for arrays such as the results."""
+        varies, axes = self._over(node), frozenset(row.axes)
+        sizes = {
+            each.size
             for each in self._declared
-            if source in each.lines
-        )
+            if row.source in each.lines and each.axes <= varies and not axes & each.axes
+        }
+        return all(math.prod(array.dims) in sizes for array in row.arrays)
 
     def _is_new_state(self, node: Node, axes: Axes) -> bool:
-        """Whether a result is gathered that stored split arrays were computed into."""
+        """Whether results are gathered that stored split arrays were computed into."""
         if not any(user.element == RESULT for user in self._users(node)):
             return False
-        (operand,) = node.instruction.operands[:1]
-        size = _size(node.beside(operand))
-        return any(
-            axes <= self._over(found) and _size(found) == size
-            for found in self._inputs(node, combined=True)
+        return all(
+            any(
+                axes <= self._over(found) and _size(found) == _size(operand)
+                for found in self._inputs(operand, combined=True)
+            )
+            for operand in self._operands(node)
         )
 
     def _over(self, node: Node) -> Axes:
         return self._varying.over(node.computation, node.instruction)
 
-    def _inputs(self, node: Node, *, combined: bool) -> Iterator[Node]:
-        """Inputs of the program that a collective's operand is computed from.
+    def _operands(self, node: Node) -> list[Node]:
+        return [node.beside(name) for name in node.instruction.operands]
+
+    def _inputs(self, node: Node, *, combined: bool = False) -> Iterator[Node]:
+        """Inputs of the program that a value is computed from.
 
         Args:
-          node: The collective.
+          node: The value.
           combined: Whether to look behind what combines several arrays element by
             element, too; else there is one at most.
         """
-        waiting, seen = list(self._flow.operands(node)), set()
+        waiting, seen = list(self._flow.written(node)), set()
         while waiting:
             found = waiting.pop()
             if found.key in seen:

@@ -23,6 +23,10 @@ def run_rows(job: Job) -> list[tuple[str, str]]:
         f"{'×'.join(axes)}: {total.calls} calls, {format_bytes(total.nbytes)}"
         for axes, total in ledger.by_axis().items()
     ]
+    if ledger.unplanned:
+        size = sum(row.total_bytes for row in ledger.unplanned)
+        found = f"{len(ledger.unplanned)} collectives, {format_bytes(size)}"
+        sent.append(f"of these unplanned: {found}")
     return [
         ("mesh", f"{mesh.topology}{', abstract' if mesh.is_abstract else ''}"),
         ("model", settings.model.name),

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import dist, op
+from tessera.analysis.ledger import collectives
 from tessera.analysis.planned import LAYOUT, STORED_SPLIT, SUM, WRITTEN
 from tessera.errors import BudgetError
 
@@ -141,6 +142,47 @@ def test_parameters_computed_from_state_that_is_split_are_gathered(dp_mesh):
     )
     assert [row.reason for row in found.rows if row.kind == "all-gather"] == [LAYOUT]
     assert found.unplanned == ()
+
+
+class AsOnGpu:
+    """A program whose gathers XLA has combined and made asynchronous."""
+
+    def __init__(self, mesh, *, other):
+        def over(*spec):
+            return NamedSharding(mesh.jax, P(*spec))
+
+        self.input_shardings = (over("dp"), over("dp"), over("dp")), {}
+        self.other = other
+
+    def as_text(self):
+        groups = "replica_groups=[1,8]<=[8]"
+        return "\n".join(
+            (
+                "HloModule step, num_partitions=8",
+                "ENTRY main {",
+                "  x = f32[4,64] parameter(0)",
+                "  up = f32[8,64] parameter(1)",
+                "  down = f32[8,64] parameter(2)",
+                "  sum = f32[8,64] dot(x, up)",
+                "  s = ((f32[8,64], f32[8,64]), (f32[64,64], f32[64,64])) "
+                f"all-gather-start(up, {self.other}), {groups}, dimensions={{0}}, "
+                'metadata={op_name="jit(step)/dot_general"}',
+                "  d = (f32[64,64], f32[64,64]) all-gather-done(s)",
+                "  g = f32[64,64] get-tuple-element(d), index=0",
+                "  h = f32[64,64] get-tuple-element(d), index=1",
+                "  y = f32[4,64] dot(x, g)",
+                "  ROOT r = f32[4,64] dot(y, h)",
+                "}",
+            )
+        )
+
+
+def test_gathers_that_are_combined_and_asynchronous_are_followed(dp_mesh):
+    (row,) = collectives(AsOnGpu(dp_mesh, other="down"), dp_mesh).rows
+    assert row.reason == STORED_SPLIT
+    # Planned is what is planned as a whole.
+    (row,) = collectives(AsOnGpu(dp_mesh, other="sum"), dp_mesh).rows
+    assert row.reason == ""
 
 
 # --- what they do not
