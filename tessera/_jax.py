@@ -473,7 +473,8 @@ def register_array_like(kind: type) -> None:
 # --- whose line is it
 
 _FOLDERS = ("graph", "ops", "analysis", "annotations")
-_FILES = ("scope.py", "shard.py", "spec.py", "grid.py", "mesh.py", "dist.py", "_jax.py")
+_FACADES = ("arrays.py", "dist.py")
+_FILES = (*_FACADES, "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py", "_jax.py")
 _MACHINERY = (*_FOLDERS, *_FILES)
 
 

@@ -12,7 +12,7 @@ A facade: nothing in the package imports it.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import jax
@@ -41,8 +41,7 @@ def _spelled(
         for other, known in spellings.items():
             if other in kwargs:
                 value = kwargs.pop(other)
-                given = inspect.signature(function).bind_partial(*args).arguments
-                if known in kwargs or known in given:
+                if known in kwargs or known in _positional(function, args):
                     raise OperandError(
                         f"{name} is given {known} and {other}, which are one argument",
                         got=f"{other}={value!r}",
@@ -52,10 +51,15 @@ def _spelled(
         return function(*args, **kwargs)
 
     also = ", ".join(f"``{other}=`` for ``{k}=``" for other, k in spellings.items())
-    spelled.__doc__ = (
-        f"{_summary(function)}\n\n``jax.numpy.{name}``, which takes {also} as well."
-    )
+    spelled.__doc__ = f"{_summary(function)}\n\nAs in JAX, and takes {also}."
     return spelled
+
+
+def _positional(function: Callable[..., Any], args: Sequence[Any]) -> Collection[str]:
+    """The names of the arguments that are given by their places."""
+    if len(args) < 2:  # the operand alone: the usual call, and a quick answer
+        return ()
+    return inspect.signature(function).bind_partial(*args).arguments
 
 
 def _summary(function: Callable[..., Any]) -> str:
@@ -288,7 +292,6 @@ def tensor(data: Any, dtype: Any = None) -> jax.Array:
 
 def _made(fill: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """A function of a shape, which takes it as several numbers too."""
-    name = getattr(fill, "__name__", "fill")
 
     @functools.wraps(fill)
     def made(*shape: Any, dtype: Any = None) -> jax.Array:
@@ -297,8 +300,8 @@ def _made(fill: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return fill(_shape(shape), dtype=_dtype(dtype))
 
     made.__doc__ = (
-        f"{_summary(fill)}\n\n``jax.numpy.{name}``, which takes the shape as several "
-        "numbers as well, and a\ndtype by its short name."
+        f"{_summary(fill)}\n\nAs in JAX, and takes the shape as several numbers, and a "
+        "dtype by its short name."
     )
     return made
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tessera as ts
-from tessera import arrays
+from tessera import _jax, arrays
 from tessera.errors import OperandError, TensorFormError
 
 X = np.random.default_rng(0).normal(size=(2, 3, 4)).astype("f4")
@@ -248,3 +248,15 @@ def test_declared_tensors_are_operands():
     assert float(ts.sum(x)) == 12
     assert ts.cat([x, x], dim=1).shape == (2, 12)
     assert ts.exp(x).shape == ts.transpose(x, 0, 1).T.shape
+
+
+def test_operations_come_from_the_users_line():
+    """The ledger, the graph and tracebacks speak of lines, of whoever calls these."""
+
+    @ts.function
+    def step(x):
+        return ts.sum(x, dim=0), *ts.split(x, 2), ts.transpose(x, 0, 1), ts.zeros(2)
+
+    program = step.trace(MATRIX[:2]).graph.program
+    lines = {_jax.source_line(equation) for equation in _jax.equations(program)}
+    assert {line.rpartition(":")[0] for line in lines} == {__file__}
