@@ -2,18 +2,15 @@
 # ruff: noqa: SIM108 - branches are what is tested
 """``if``, ``and``, ``or``, ``not`` and the conditional expression on traced values."""
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import tessera as ts
 from tessera import _jax
-from tessera.errors import BranchError, ControlFlowError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -24,15 +21,6 @@ YES, NO = jnp.array(True), jnp.array(False)
 def primitives(function, *args):
     program = function.trace(*args).graph.program
     return [equation.primitive.name for equation in _jax.equations(program)]
-
-
-def line_of(function, text):
-    """``file.py:12`` of the line of a function's source that has some text."""
-    import inspect
-
-    lines, first = inspect.getsourcelines(function)
-    (place,) = [i for i, line in enumerate(lines) if text in line]
-    return f"{__file__}:{first + place}"
 
 
 def test_an_if_runs_the_side_that_its_condition_means():
@@ -297,72 +285,6 @@ def test_closures_and_nonlocals():
     np.testing.assert_array_equal(function(X, YES), X * 5)
 
 
-def clipped(x, limit):
-    if jnp.max(x) > limit:
-        return x * (limit / jnp.max(x))
-    return x
-
-
-class Model:
-    def __init__(self, scale):
-        self.scale = scale
-
-    def __call__(self, x):
-        if x[0] > 0:
-            return self.scaled(x)
-        return x
-
-    def scaled(self, x):
-        return x * self.scale if x[1] > 0 else -x
-
-
-def test_functions_methods_objects_and_partials_that_are_called():
-    @ts.function
-    def function(x, model):
-        helper = functools.partial(clipped, limit=1.0)
-        return helper(model(x)), model.scaled(x), (lambda v: v if v[0] > 0 else -v)(x)
-
-    found = function(X, Model(2.0))
-    np.testing.assert_allclose(found[0], X * 0.5)
-    np.testing.assert_array_equal(found[1], X * 2)
-    np.testing.assert_array_equal(found[2], -X)
-
-
-def test_functions_that_jax_calls():
-    @ts.function
-    def function(x):
-        def sign(v):
-            if v > 1:
-                return v * 10
-            return v
-
-        def step(carry, v):
-            if v > carry:
-                carry = v
-            return carry, carry
-
-        mapped = jax.vmap(sign)(x)
-        tree = jax.tree.map(lambda v: v if v[0] > 0 else -v, {"a": x})
-        return mapped, jax.lax.scan(step, x[0], x)[0], tree
-
-    mapped, largest, tree = function(X)
-    np.testing.assert_array_equal(mapped, [0, 1, 20])
-    assert float(largest) == 2
-    np.testing.assert_array_equal(tree["a"], -X)
-
-
-def test_a_helper_that_is_jitted_is_converted_with_the_rest():
-    @jax.jit
-    def helper(x):
-        return x if x[1] > 0 else -x
-
-    @ts.function
-    def function(x):
-        return helper(x)
-
-    np.testing.assert_array_equal(function(X), X)
-
-
 def test_autocast_in_and_around_a_branch():
     @ts.function
     def function(x, flag):
@@ -377,247 +299,6 @@ def test_autocast_in_and_around_a_branch():
     x = jnp.full((1, 1), 1.001)
     assert function(x, YES)[0, 0] == 1
     assert function(x, NO)[0, 0] == x[0, 0] * x[0, 0]
-
-
-def test_an_optimizer_that_skips_steps_is_one_program():
-    optimizer = optax.adam(0.1)
-
-    @ts.function
-    def step(params, state, x):
-        loss = jnp.sum((params["w"] * x) ** 2)
-        gradients = ts.grad(loss, params)
-        if jnp.isfinite(loss):
-            updates, state = optimizer.update(gradients, state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state
-
-    params = {"w": jnp.ones(3)}
-    with jax.numpy_dtype_promotion("standard"):  # as Optax has it
-        once, state = step(params, optimizer.init(params), X)
-        again, state = step(once, state, X * jnp.inf)
-    np.testing.assert_array_equal(again["w"], once["w"])
-    assert int(state[0].count) == 1
-    assert step.num_programs() == 1
-
-
-def test_super_in_a_method():
-    class Base:
-        def double(self, x):
-            return x * 2.0
-
-    class Derived(Base):
-        def double(self, x):
-            if x[0] > 0:
-                return super().double(x)
-            return x + super().double(x)
-
-    @ts.function
-    def function(x):
-        return Derived().double(x)
-
-    np.testing.assert_array_equal(function(X), X * 3)
-
-
-def test_functions_of_tessera_inside():
-    @ts.function
-    def inner(x):
-        if x[0] > 0:
-            x = x * 2.0
-        return x
-
-    @ts.function
-    def outer(x, flag):
-        if flag:
-            x = inner(x)
-        return x
-
-    np.testing.assert_array_equal(outer(X + 1, YES), (X + 1) * 2)
-    np.testing.assert_array_equal(jax.jit(lambda x: outer(x, YES))(X + 1), (X + 1) * 2)
-
-
-def test_a_method_as_a_ts_function():
-    class Trainer:
-        def __init__(self):
-            self.rate = 0.5
-
-        @ts.function
-        def step(self, x):
-            return x * self.rate if x[0] > 0 else x
-
-    np.testing.assert_array_equal(Trainer().step(X + 1), (X + 1) * 0.5)
-
-
-def test_an_error_in_a_branch_shows_the_users_line():
-    import traceback
-
-    @ts.function
-    def function(x, flag):
-        if flag:
-            x = x @ jnp.ones((5, 5))  # the line
-        return x
-
-    with pytest.raises(TypeError) as caught:
-        function(X, YES)
-    frames = traceback.extract_tb(caught.value.__traceback__)
-    (found,) = [f for f in frames if f.line == "x = x @ jnp.ones((5, 5))  # the line"]
-    assert f"{found.filename}:{found.lineno}" == line_of(function.body, "the line")
-    assert found.name == "function"
-
-
-def test_an_error_that_a_branch_raises_says_that_both_are_traced():
-    @ts.function
-    def function(x, flag):
-        if flag:  # here
-            raise KeyError("mine")
-        return x
-
-    with pytest.raises(KeyError, match="mine") as caught:
-        function(X, NO)
-    assert caught.value.__notes__[0] == (
-        "This was traced as a part of the `if` at "
-        f"{line_of(function.body, '# here')}, whether it runs or not"
-    )
-
-
-def test_equations_in_a_branch_carry_the_users_lines():
-    @ts.function
-    def function(x, flag):
-        if flag:
-            x = jnp.sin(x)  # in the branch
-        return x
-
-    program = function.trace(X, YES).graph.program
-    (branch,) = [e for e in _jax.equations(program) if e.primitive.name == "cond"]
-    assert _jax.source_line(branch) == line_of(function.body, "if flag")
-    (sine,) = [
-        equation
-        for inner in _jax.inner_programs(branch)
-        for equation in _jax.equations(inner)
-        if equation.primitive.name == "sin"
-    ]
-    assert _jax.source_line(sine) == line_of(function.body, "in the branch")
-
-
-# --- what does not agree
-
-
-def test_sides_of_another_type_are_named_with_both_types():
-    @ts.function
-    def function(x, flag):
-        if flag:  # here
-            y, z = x, {"a": x}
-        else:
-            y, z = x.astype(jnp.bfloat16), {"a": x[:2]}
-        return y, z
-
-    with pytest.raises(BranchError) as caught:
-        function(X, YES)
-    where = line_of(function.body, "# here")
-    assert str(caught.value) == (
-        "[T318] 'y', \"z['a']\" have another type on each side of the `if` at "
-        f"{where}\n"
-        "  got: y: float32[3] if it holds, bfloat16[3] if not\n"
-        "  got: z['a']: float32[3] if it holds, float32[2] if not\n"
-        "  fix: give it the same shape and dtype on both ways, e.g. with .astype or "
-        "jnp.broadcast_to\n"
-        "  fix: what is no array, nor a tree of arrays, has to be the same on both "
-        "ways\n"
-        "  docs: docs/errors/T318.md"
-    )
-
-
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        (None, "y: float32[3] if it holds, None if not"),
-        ("text", "y: float32[3] if it holds, 'text' if not"),
-        ({"a": X}, "y: float32[3] if it holds, a dict of 'a' if not"),
-        ([X, X], "y: float32[3] if it holds, a list of 2 if not"),
-        (2, "y: float32[3] if it holds, the Python number 2 if not"),
-    ],
-)
-def test_sides_of_another_structure(other, text):
-    @ts.function
-    def function(x, flag):
-        if flag:
-            y = x
-        else:
-            y = other
-        return y
-
-    with pytest.raises(BranchError) as caught:
-        function(X, YES)
-    assert caught.value.got == text
-
-
-def test_entries_that_one_side_adds():
-    @ts.function
-    def function(state, flag):
-        if flag:
-            state["new"] = state["old"]
-        return state["old"]
-
-    with pytest.raises(BranchError) as caught:
-        function({"old": X}, YES)
-    assert caught.value.got == "state['new']: float32[3] if it holds, nothing if not"
-
-
-def test_a_variable_of_one_side_may_not_be_used_afterwards():
-    @ts.function
-    def function(x, flag):
-        if flag:  # here
-            y = x
-        return y  # there
-
-    with pytest.raises(BranchError) as caught:
-        function(X, YES)
-    assert str(caught.value) == (
-        "[T318] 'y' has a value on one way only through the `if` at "
-        f"{line_of(function.body, '# here')}, and is used at "
-        f"{line_of(function.body, '# there')}\n"
-        "  fix: give it a value before, or on both ways\n"
-        "  docs: docs/errors/T318.md"
-    )
-
-
-def test_a_variable_of_one_side_that_nobody_uses_is_no_mistake():
-    @ts.function
-    def function(x, flag):
-        if flag:
-            temporary = x.astype(jnp.bfloat16)
-            x = temporary.astype(jnp.float32) + 1.0
-        return x
-
-    np.testing.assert_array_equal(function(X, YES), X + 1)
-
-
-def test_a_value_on_one_way_and_none_on_the_other():
-    @ts.function
-    def function(x, flag):
-        if flag:
-            return x
-
-    with pytest.raises(BranchError, match="returns a value on one way through it"):
-        function(X, YES)
-
-
-def test_a_condition_of_several_numbers():
-    @ts.function
-    def function(x):
-        if x > 1:  # here
-            x = -x
-        return x
-
-    with pytest.raises(ControlFlowError) as caught:
-        function(X)
-    assert str(caught.value) == (
-        "[T319] the condition of the `if` at "
-        f"{line_of(function.body, '# here')} is an array, not one number\n"
-        "  got: bool[3]\n"
-        "  fix: reduce it with .all() or .any(), or choose for each element with "
-        "jnp.where\n"
-        "  docs: docs/errors/T319.md"
-    )
 
 
 def test_a_branch_on_a_mesh(dp_mesh):
