@@ -154,21 +154,15 @@ class Function:
         parts += (self._parameters(traced), compiled.captured)
         if not traced.origin.writes:
             return compiled(*parts)
-        check_apart(traced.origin.writes, *self._form.of(args, kwargs))
-        return self._finished(traced, compiled.outputs(*parts), args, kwargs)
+        assert program.spelling is not None, "a program that runs was spelled"
+        values = program.spelling.values(args, kwargs)
+        check_apart(traced.origin.writes, values)
+        return self._finished(traced, compiled.outputs(*parts), values)
 
-    def _finished(
-        self,
-        traced: Traced,
-        outputs: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def _finished(self, traced: Traced, outputs: Any, values: Sequence[Any]) -> Any:
         """The function's result, once its writes to arguments are given back."""
         origin = traced.origin
-        if origin.writes:
-            given = self._form.of(args, kwargs)
-            give_back(origin.writes, origin.written(outputs), *given)
+        give_back(origin.writes, origin.written(outputs), values)
         return traced.result(outputs)
 
     def _run_new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -205,7 +199,7 @@ class Function:
             # One microbatch has other sizes than annotations speak of.
             check = here is not None and here.row_parts is None
             return checked(body, args, kwargs, name=self.options.name, check=check)
-        given = self._form.of(args, kwargs)
+        given = self._form.values(args, kwargs)
         return inline(body, self._take_apart(args, kwargs), self.options, given)
 
     def _inline(
@@ -222,7 +216,9 @@ class Function:
                 self._inlined[key] = traced, held  # else good for this trace only
         parts = [argument.own_part() for argument in call.arguments]
         outputs = held(*parts, self._parameters(traced), traced.graph.captured)
-        return self._finished(traced, outputs, args, kwargs)
+        if not traced.origin.writes:
+            return traced.result(outputs)
+        return self._finished(traced, outputs, self._form.values(args, kwargs))
 
     def _trace(self, call: Call) -> Traced:
         call = call.abstract()

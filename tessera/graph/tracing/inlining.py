@@ -4,7 +4,7 @@
 Its declared layouts hold there: arguments and results are constrained to them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ def inline(
     function: Callable[..., Any],
     call: Call,
     options: Options,
-    given: tuple[Sequence[Any], Mapping[str, Any]],
+    given: Sequence[Any],
 ) -> Any:
     """Call a function whose options declare a mesh or layouts, inside a trace.
 
@@ -35,7 +35,7 @@ def inline(
       function: The user's function.
       call: Its arguments, taken apart.
       options: What is declared beside the code.
-      given: The arguments as they are, whose dicts and lists it may assign into.
+      given: The arguments themselves, whose dicts and lists it may assign into.
 
     Raises:
       ShardDivisibilityError: [T201] a declared layout does not divide an array.
@@ -52,16 +52,18 @@ def inline(
     check = here.row_parts is None  # one microbatch has other sizes
     binding = bind(function, call.args, call.kwargs, name=options.name, check=check)
     if mesh is None:  # if this trace finds one, the next trace has it
-        result = function(*given[0], **given[1])
+        named = zip(call.keywords, given[call.positional :], strict=True)
+        result = function(*given[: call.positional], **dict(named))
         binding.check_result(result)
         return result
     arrays = [leaf.value for leaf in call.leaves]
     declared = declared_layouts(call, options, mesh, binding.dim_names)
     laid_out = _constrained(arrays, declared, mesh)
     args, kwargs = call.rebuilt(laid_out)
-    watch = Watch(args, kwargs, [argument.name for argument in call.arguments])
+    names = [argument.name for argument in call.arguments]
+    watch = Watch([*args, *kwargs.values()], names)
     result = function(*args, **kwargs)
-    watch.give_back(*given)
+    watch.give_back(given)
     binding.check_result(result)
     names = binding.result_dim_names(result)
     leaves, tree = jax.tree.flatten(result)

@@ -48,6 +48,11 @@ class Form:
         bound.arguments = self._defaults | bound.arguments
         return bound.args, bound.kwargs
 
+    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The same, keywords in their alphabet's order, in one list."""
+        ordered, named = self.of(args, kwargs)
+        return [*ordered, *(named[name] for name in sorted(named))]
+
     def spelling(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Spelling":
         """How these arguments are written, whatever they are."""
         names = tuple(kwargs)
@@ -104,13 +109,18 @@ class Spelling:
         """
         if len(args) != self.positional or kwargs.keys() != self.keywords:
             raise StaleProgram
-        values = (*args, *[kwargs[name] for name in self.names], *self.defaults)
-        if self.places is not None:
-            values = [values[place] for place in self.places]
+        values = self.values(args, kwargs)
         return [
             argument.dynamic_part(value)
             for argument, value in zip(call.arguments, values, strict=True)
         ]
+
+    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """The arguments in the order of the call's form."""
+        values = (*args, *[kwargs[name] for name in self.names], *self.defaults)
+        if self.places is None:
+            return values
+        return [values[place] for place in self.places]
 
 
 def _is_static(default: Any) -> bool:

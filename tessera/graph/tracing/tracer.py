@@ -219,7 +219,7 @@ def _run(
             for value, array in zip(values[count:], arrays[count:], strict=True)
         }
         args, kwargs = call.rebuilt(arrays[:count])
-        watch = Watch(args, kwargs, names, donated)
+        watch = Watch([*args, *kwargs.values()], names, donated)
         with scope.carried_autocast():
             result = scope.as_called(function)(*args, **kwargs)
         leaves, trial.out_tree = jax.tree.flatten(result)

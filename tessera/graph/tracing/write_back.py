@@ -24,7 +24,7 @@ class Write:
     """One dict or list of an argument that a function has changed.
 
     Attributes:
-      argument: Which of the call's arguments: a position, or the name of a keyword.
+      argument: Which of the call's arguments.
       path: The keys and indices from the argument to it.
       name: What messages and programs call it.
       entries: The keys that were given values.
@@ -33,7 +33,7 @@ class Write:
       statics: Leaves of the values that are no arrays, by position.
     """
 
-    argument: int | str
+    argument: int
     path: Path
     name: str
     entries: tuple[Any, ...]
@@ -78,8 +78,7 @@ class Watch:
     """The dicts and lists of some arguments, as they are before a function runs.
 
     Args:
-      args: Positional arguments, copies that the function may change.
-      kwargs: Keyword arguments.
+      values: Copies of the arguments, which the function may change.
       names: What the arguments are called.
       wholly: Names of those of which every entry is given back if any is: arrays that
         are donated are gone after the call.
@@ -87,19 +86,18 @@ class Watch:
 
     def __init__(
         self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        values: Sequence[Any],
         names: Sequence[str],
         wholly: frozenset[str] = frozenset(),
     ) -> None:
-        self._seen: list[tuple[int | str, Path, str, Any, dict[Any, Any]]] = []
+        self._seen: list[tuple[int, Path, str, Any, dict[Any, Any]]] = []
         self._opaque: list[tuple[str, Any, list[Any]]] = []
         self._wholly = wholly
-        values = [*enumerate(args), *kwargs.items()]
-        for (argument, value), name in zip(values, names, strict=True):
+        named = zip(values, names, strict=True)
+        for argument, (value, name) in enumerate(named):
             self._visit(argument, (), name, value)
 
-    def _visit(self, argument: int | str, path: Path, name: str, value: Any) -> None:
+    def _visit(self, argument: int, path: Path, name: str, value: Any) -> None:
         if isinstance(value, (dict, list, tuple)):
             content = dict(_content(value))
             if not isinstance(value, tuple):
@@ -146,10 +144,10 @@ class Watch:
             writes.append(Write(argument, path, name, *keys, tree, statics))
         return writes, arrays
 
-    def give_back(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def give_back(self, values: Sequence[Any]) -> None:
         """Make the caller's arguments what these were changed to, entry by entry."""
         found = [
-            (_at(args, kwargs, argument, path), holder, entries)
+            (_at(values, argument, path), holder, entries)
             for argument, path, _, holder, before in self._seen
             if (entries := _changed(holder, before)) is not None
         ]
@@ -200,33 +198,28 @@ def write_values(
 def give_back(
     writes: Sequence[Write],
     arrays: Sequence[Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    values: Sequence[Any],
 ) -> None:
     """Put what a program computed into the caller's dicts and lists.
 
     Args:
       writes: What the function changed.
       arrays: The program's outputs for it.
-      args: The call's positional arguments.
-      kwargs: Its keyword arguments.
+      values: The call's arguments.
     """
     rest, found = list(arrays), list[Any]()
     for write in writes:
         own, rest = rest[: write.num_arrays], rest[write.num_arrays :]
-        holder = _at(args, kwargs, write.argument, write.path)
+        holder = _at(values, write.argument, write.path)
         found.append((holder, write.values(own), write.kept))
     for holder, values, kept in found:
         _put(holder, values, kept)
 
 
-def check_apart(
-    writes: Sequence[Write], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
+def check_apart(writes: Sequence[Write], values: Sequence[Any]) -> None:
     """Raise [T320] where a dict that is written to was given to the call twice."""
     names = {
-        id(_at(args, kwargs, write.argument, write.path)): write.name
-        for write in writes
+        id(_at(values, write.argument, write.path)): write.name for write in writes
     }
     met = set[int]()
 
@@ -245,13 +238,11 @@ def check_apart(
         for _, item in _content(value):
             visit(item)
 
-    visit((*args, *kwargs.values()))
+    visit(tuple(values))
 
 
-def _at(
-    args: Sequence[Any], kwargs: Mapping[str, Any], argument: int | str, path: Path
-) -> Any:
-    holder = args[argument] if isinstance(argument, int) else kwargs[argument]
+def _at(values: Sequence[Any], argument: int, path: Path) -> Any:
+    holder = values[argument]
     for key in path:
         holder = holder[key]
     return holder
