@@ -11,13 +11,15 @@ what it chose decides: on a GPU or TPU the CPU devices lie idle and cost nothing
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from math import log2, prod
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil, log2, prod
+from typing import NoReturn
 
 import jax
 
 from tessera import _jax
 from tessera.errors import BackendStartedError, DeviceCountError
+from tessera.runtime.agreement import difference_error, differences
 
 
 def simulate_devices(count: int) -> None:
@@ -65,7 +67,11 @@ def simulate_devices(count: int) -> None:
 
 
 def prepare_devices(
-    num_needed: int, platform: str = "auto", *, axes: Mapping[str, int] | None = None
+    num_needed: int,
+    platform: str = "auto",
+    *,
+    axes: Mapping[str, int] | None = None,
+    num_processes: int = 1,
 ) -> str:
     """Make sure that a mesh of ``num_needed`` devices can run, and start the backend.
 
@@ -75,6 +81,7 @@ def prepare_devices(
         which follows ``JAX_PLATFORMS``.
       axes: The mesh's axes and sizes, of which one may be -1: then the mesh takes as
         many devices as there are. An error proposes others like it.
+      num_processes: Processes that have the devices together, already connected.
 
     Returns:
       What the log says of it: ``"simulating 4 CPU devices: …"`` or
@@ -84,18 +91,25 @@ def prepare_devices(
       BackendStartedError: [T701] the backend was started before with fewer CPU devices,
         or on another platform than the one asked for.
       DeviceCountError: [T702] the machine has no such platform, or fewer accelerators
-        than the mesh takes.
+        than the mesh takes; or the mesh leaves processes without a device.
+      RanksDifferError: [T707] the processes have devices of different kinds.
 
     Example:
       >>> prepare_devices(8, "cpu")
       'simulating 8 CPU devices: what they compute is right, how fast is not'
     """
+    num_here = ceil(num_needed / num_processes)
     if platform == "cpu":
-        _choose_cpu(num_needed)
+        _choose_cpu(num_here)
     elif not _jax.backend_started():
-        simulate_devices(num_needed)
+        simulate_devices(num_here)
     devices = _start_backend(platform)
     found, there = devices[0].platform, len(devices)
+    takes_all = axes is not None and -1 in axes.values()
+    if num_processes > 1:
+        check_alike(devices)
+        if not takes_all and there != num_needed:
+            _refuse_idle(num_needed, there, num_processes, axes)
     if found == "cpu":
         simulate_devices(num_needed)
     elif there < num_needed:
@@ -105,15 +119,55 @@ def prepare_devices(
             fix=_smaller_meshes(axes or {"fsdp": num_needed}, there)
             + f"\nor simulate {num_needed} CPU devices: runtime.platform=cpu",
         )
-    takes_all = axes is not None and -1 in axes.values()
     used = there // num_needed * num_needed if takes_all else num_needed
     counted = f"{used} of {there}" if used < there else f"{used}"
+    if num_processes > 1:
+        counted += f" in {num_processes} processes"
     if found != "cpu":
         return f"{counted} {found.upper()} devices ({devices[0].device_kind})"
     if used == 1:
         return "one CPU device"
     return (
         f"simulating {counted} CPU devices: what they compute is right, how fast is not"
+    )
+
+
+def check_alike(devices: Sequence[jax.Device]) -> None:
+    """See that all processes have devices of the same kind, and as many.
+
+    Args:
+      devices: Those of all processes.
+
+    Raises:
+      RanksDifferError: [T707] they have not.
+    """
+    kinds: dict[int, list[str]] = {}
+    for device in devices:
+        kinds.setdefault(device.process_index, []).append(device.device_kind)
+    found = differences(
+        {
+            rank: {
+                "devices": {
+                    "kind": ", ".join(sorted(set(kind))),
+                    "count": str(len(kind)),
+                }
+            }
+            for rank, kind in kinds.items()
+        }
+    )
+    if found:
+        raise difference_error(found)
+
+
+def _refuse_idle(
+    needed: int, there: int, num_processes: int, axes: Mapping[str, int] | None
+) -> NoReturn:
+    raise DeviceCountError(
+        f"the mesh takes {needed} devices, and {num_processes} processes have {there}",
+        got=f"{there // num_processes} devices in each process: all of them have to be "
+        "in the mesh, or a process would have nothing to do",
+        fix=_smaller_meshes(axes or {"fsdp": needed}, there)
+        + "\nor start another number of processes: --nprocs",
     )
 
 

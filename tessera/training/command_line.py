@@ -39,9 +39,10 @@ from tessera.training.overrides import (
     parse,
     refused,
     unknown_key,
+    walk,
 )
 from tessera.training.schema import Schema, as_text, settings_of, typed
-from tessera.training.settings import joined
+from tessera.training.settings import as_yaml, joined
 from tessera.training.usage import usage
 
 # The error for a file that a group does not have; T502 for the others.
@@ -62,6 +63,13 @@ class Composed:
     text: str
     output_dir: Path
 
+    @property
+    def flat(self) -> dict[str, str]:
+        """Every setting by its dotted path, as one would write it."""
+        return {
+            path: as_yaml(value) for path, value in walk(yaml.safe_load(self.text))
+        }
+
 
 def run_from_command_line(
     run: Callable[[Composed], None],
@@ -76,7 +84,7 @@ def run_from_command_line(
       arguments: None takes the process's own.
 
     Returns:
-      The process's exit code: 2 for a mistake of the user, else 0.
+      The process's exit code: that of the error, 2 for a mistake of the user, else 0.
     """
     try:
         flags, overrides = _read_flags(sys.argv[1:] if arguments is None else arguments)
@@ -89,7 +97,7 @@ def run_from_command_line(
             run(composed)
     except TesseraError as error:
         sys.stderr.write(f"{error}\n")
-        return 2
+        return error.exit_code
     return 0
 
 

@@ -23,6 +23,7 @@ from tessera.ops.loss_scale import LossScale
 from tessera.training import offload
 from tessera.training.config import Settings, TrainingConfig
 from tessera.training.data import Corpus, load
+from tessera.training.feeding import Feed
 from tessera.training.optimizers import make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.state import TrainState, abstract_state, state_specs
@@ -206,11 +207,20 @@ class Job:
             seed=training.seed,
             vocab_size=self.settings.model.config.vocab_size,
         )
-        process = jax.process_index(), jax.process_count()
+        part = self.feed.index, self.feed.count
         # The loop would be told as well, but after the step was compiled.
-        corpus.train(self.settings.rows_per_step(self.mesh), *process).close()
-        corpus.validation(self.settings.rows_per_microbatch(self.mesh), *process)
+        corpus.train(
+            self.settings.rows_per_step(self.mesh),
+            *part,
+            microbatches=training.gradient_accumulation_steps,
+        ).close()
+        corpus.validation(self.settings.rows_per_microbatch(self.mesh), *part)
         return corpus
+
+    @cached_property
+    def feed(self) -> Feed:
+        """Which rows of each batch this process reads."""
+        return Feed.of(self.mesh, self.recipe.data_axes)
 
     def _struct(self, shape: Any, spec: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self.mesh.compile_mesh, spec)

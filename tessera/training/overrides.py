@@ -119,7 +119,7 @@ def refused(config: DictConfig) -> Iterator[TesseraError]:
     """What no configuration may hold, wherever it came from."""
     values: Any = OmegaConf.to_container(config, resolve=False)
     run_dir = values.pop("hydra")["run"]["dir"]
-    for path, value in [*_walk(values), (RUN_DIR, run_dir)]:
+    for path, value in [*walk(values), (RUN_DIR, run_dir)]:
         if any(_is_reserved(part) for part in path.split(".")):
             yield SettingValueError(
                 "a configuration holds values, and nothing to instantiate",
@@ -158,7 +158,7 @@ def _unknown(key: str, config: DictConfig, text: str) -> TesseraError | None:
     known = [name for name in known if name != "hydra"]
     last = key.rsplit(".", 1)[-1]
     elsewhere = [
-        found for found, _ in _walk(_plain(config)) if found.endswith(f".{last}")
+        found for found, _ in walk(_plain(config)) if found.endswith(f".{last}")
     ]
     return UnknownSettingError(
         f"there is no setting {key!r}",
@@ -175,13 +175,13 @@ def _plain(config: DictConfig) -> Any:
     return values
 
 
-def _walk(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def walk(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of nested dicts, with its dotted path."""
     if not isinstance(values, dict):
         yield path, values
         return
     for key, value in values.items():
-        yield from _walk(value, f"{path}.{key}" if path else str(key))
+        yield from walk(value, f"{path}.{key}" if path else str(key))
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tessera.errors import (
-    BatchSizeError,
     DataNotFoundError,
     EmptyDataError,
     HeadCountError,
@@ -175,14 +174,6 @@ def test_data_of_less_than_one_step_is_refused_before_the_step_is_compiled():
         job.load_data()
     assert caught.value.what == "the training data is smaller than one batch"
     assert caught.value.got.endswith("= 22 rows, and a batch takes 32")
-
-
-def test_a_microbatch_that_processes_cannot_share_is_refused(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 8)
-    job = job_of(micro_batch_size=4, gradient_accumulation_steps=2)
-    with pytest.raises(BatchSizeError) as caught:
-        job.load_data()
-    assert caught.value.got == "4 rows / 8 processes"
 
 
 # --- memory

@@ -28,21 +28,26 @@ class Share:
     Attributes:
       batch_size: Rows of the global batch, B.
       process_index: p.
-      process_count: P, a divisor of B.
+      process_count: P; P times M divides B.
+      microbatches: M: a batch is so many smaller ones in a row, and each of them is
+        what the processes divide among themselves.
     """
 
     batch_size: int
     process_index: int
     process_count: int
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
         size, count = self.batch_size, self.process_count
         assert 0 <= self.process_index < count, f"no process {self.process_index}"
-        if size < 1 or size % count:
-            below, above = size // count * count, (max(size, 0) // count + 1) * count
+        each = count * self.microbatches
+        if size < 1 or size % each:
+            below, above = size // each * each, (max(size, 0) // each + 1) * each
+            micro = f" / {self.microbatches} microbatches" * (self.microbatches > 1)
             raise BatchSizeError(
                 "the global batch cannot be divided evenly over the processes",
-                got=f"{size} rows / {count} processes",
+                got=f"{size} rows{micro} / {count} processes",
                 fix=f"use {f'{below} or ' if below > 0 else ''}{above} rows",
             )
 
@@ -50,6 +55,12 @@ class Share:
     def local_size(self) -> int:
         """Rows of each batch that this process reads."""
         return self.batch_size // self.process_count
+
+    def row(self, index: int) -> int:
+        """Which row of the order is the ``index``-th that this process reads."""
+        micro = self.local_size // self.microbatches
+        microbatch, offset = divmod(index, micro)
+        return (microbatch * self.process_count + self.process_index) * micro + offset
 
 
 class _SharedRows:
@@ -64,7 +75,7 @@ class _SharedRows:
     def __getitem__(self, index: int) -> Batch | None:
         share = self._share
         batch, offset = divmod(index, share.local_size)
-        first = batch * share.batch_size + share.process_index * share.local_size
+        first, offset = batch * share.batch_size, share.row(offset)
         return self._rows[first + offset]
 
 

@@ -60,6 +60,8 @@ class Corpus:
         process_index: int = 0,
         process_count: int = 1,
         start_step: int = 0,
+        *,
+        microbatches: int = 1,
     ) -> Generator[Batch, None, None]:
         """Shuffled batches without end, made ahead in a thread.
 
@@ -72,6 +74,8 @@ class Corpus:
           process_index: This process.
           process_count: How many processes share each batch; divides ``batch_size``.
           start_step: The first global batch to give.
+          microbatches: Each batch is so many smaller ones in a row, of which a
+            process reads its part one after the other.
 
         Returns:
           Batches of ``batch_size / process_count`` rows. ``close()`` ends the thread.
@@ -80,7 +84,7 @@ class Corpus:
           EmptyDataError: [T602] there are fewer rows than ``batch_size``.
           BatchSizeError: [T503] ``process_count`` does not divide ``batch_size``.
         """
-        share = Share(batch_size, process_index, process_count)
+        share = Share(batch_size, process_index, process_count, microbatches)
         rows = self.train_split.rows
         if len(rows) < batch_size:
             raise _too_small(rows, batch_size)
