@@ -191,3 +191,29 @@ def test_an_unknown_policy_is_an_error_that_knows_the_names():
         "  got: policy='dotz'\n"
         "  fix: did you mean 'dots'? Known: 'none', 'full', 'dots', "
     )
+
+
+def test_dropout_inside_drops_the_same_when_it_is_computed_again():
+    key = jax.random.key(0)
+
+    def dropped(x):
+        return jnp.tanh(ts.nn.dropout(x, 0.5, key=key) * 2.0)
+
+    def keyed(x, key):
+        return jnp.tanh(ts.nn.dropout(x, 0.5, key=key) * 2.0)
+
+    expected = jax.grad(lambda x: dropped(x).sum())(X)
+    for again in (checkpoint(dropped), lambda x: checkpoint(keyed)(x, key)):
+        found = jax.jit(jax.grad(lambda x, f=again: f(x).sum()))(X)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_declared_tensors_are_arguments():
+    table = ts.dist.tensor((16, 4), init="ones", name="table")
+
+    @ts.function
+    def step(x):
+        return ts.grad(checkpoint(lambda x, t: jnp.sin(x @ t))(x, table).sum(), x)
+
+    expected = jax.grad(lambda x: jnp.sin(x @ jnp.ones((16, 4))).sum())(X)
+    np.testing.assert_allclose(step(X), expected, rtol=1e-5)
