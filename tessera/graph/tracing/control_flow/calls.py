@@ -165,6 +165,8 @@ _BUILTINS: dict[Any, Callable[..., Any]] = {
     range: loops.range_,
     enumerate: loops.enumerate_,
     zip: loops.zip_,
+    reversed: loops.reversed_,
+    len: loops.len_,
     int: _number(int),
     float: _number(float),
     bool: _number(bool),

@@ -126,6 +126,21 @@ def enumerate_(value: Any, start: Any = 0) -> Any:
     )
 
 
+def reversed_(value: Any) -> Any:
+    """``reversed``, of traced things too."""
+    items = items_of(value)
+    if items is None:
+        return reversed(value)
+    last = items.length - 1
+    rows = tuple(row[::-1] for row in items.rows)
+    return Items(items.length, rows, lambda place, own: items.item(last - place, own))
+
+
+def len_(value: Any) -> Any:
+    """``len``; of a traced range, a traced number."""
+    return value.length if isinstance(value, Items) else len(value)
+
+
 def zip_(*values: Any, strict: bool = False) -> Any:
     """``zip``, of the rows of traced arrays too."""
     parts = [items_of(value) for value in values]

@@ -171,6 +171,24 @@ def test_what_a_scan_assigns_is_there_afterwards():
     assert float(function(X, jnp.array(True))) == 3
 
 
+def test_reversed_and_len_of_traced_things():
+    @ts.function
+    def function(x, n):
+        turns = range(n)
+        order = 0
+        for i in reversed(turns):
+            order = order * 10 + i
+        for i, value in reversed(list(enumerate(x))):
+            order = order + (i if value > 100 else 0)
+        last = 0.0
+        for value in reversed(x):
+            last = last * 10 + value
+        return order, last, len(turns) + len(x)
+
+    order, last, length = function(X, jnp.int32(3))
+    assert (int(order), float(last), int(length)) == (210, 3210, 7)
+
+
 def test_a_for_over_rows_that_fills_a_list_is_unrolled():
     @ts.function
     def function(x, limit):
