@@ -240,7 +240,7 @@ def _input_axes(compiled: HasText | str) -> list[frozenset[str]]:
 def _explained(reasons: Reasons, execution: Execution, row: Collective) -> Collective:
     """A row with its reason."""
     node = Node(execution.path)
-    if row.kind == "all-gather" and reasons.copies_whole(node):
+    if reasons.copies_whole(node, row):
         return dataclasses.replace(row, copies_whole=True)
     return dataclasses.replace(row, reason=reasons.reason(node, row))
 

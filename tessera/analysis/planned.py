@@ -23,7 +23,7 @@ layout
 Everything else is *unplanned*: the partitioner needed it because the declared layouts
 do not fit each other, or because one is missing. So is a gather that copies a whole
 array to every device only to cut it again, which XLA calls an involuntary full
-rematerialization, whatever asked for it.
+rematerialization, whatever layouts asked for it.
 
 The reasons are read from the compiled program, which no longer says what each layout
 was for. They can err in one way: a gather at the very line of a declared layout, of the
@@ -82,8 +82,10 @@ class Reasons:
         self._flow = Dataflow(module)
         self._varying = Varying(module, mesh_shape, inputs)
 
-    def copies_whole(self, node: Node) -> bool:
-        """Whether a gather gives an array whole to devices that each cut it again."""
+    def copies_whole(self, node: Node, row: Collective) -> bool:
+        """Whether XLA gives an array whole to devices that each cut it again."""
+        if row.kind != "all-gather" or _is_written(row):
+            return False
         readers = list(self._users(node))
         return bool(readers) and all(self._cuts(reader) for reader in readers)
 
@@ -94,11 +96,12 @@ class Reasons:
           node: The collective.
           row: What else is known of it.
         """
-        names, axes = _primitives(row.op_name), frozenset(row.axes)
-        if all(_COLLECTIVES.fullmatch(name) for name in names):
+        axes = frozenset(row.axes)
+        if _is_written(row):
             return WRITTEN
         if row.kind in ("all-reduce", "reduce-scatter"):
-            return "" if all(name in _MOVES for name in names) else SUM
+            moves = all(name in _MOVES for name in _primitives(row.op_name))
+            return "" if moves else SUM
         if row.kind == "all-gather" and self._is_stored_split(node, axes):
             return STORED_SPLIT
         if self._is_declared(node, row) or self._is_new_state(node, axes):
@@ -205,6 +208,11 @@ class Reasons:
             self._varying.over(user.computation, index)
             for index in user.computation.sources(user.instruction)[1:]
         )
+
+
+def _is_written(row: Collective) -> bool:
+    """Whether the program says it, and not only what it serves."""
+    return all(map(_COLLECTIVES.fullmatch, _primitives(row.op_name)))
 
 
 def _primitives(op_name: str) -> list[str]:

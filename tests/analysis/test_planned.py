@@ -273,3 +273,14 @@ def test_a_gathered_table_of_which_a_loop_takes_rows_is_not_one(dp_mesh):
 
     found = ledger(body, dp_mesh, f32(3, 64, 64), f32(8, 64), ws=P(None, "dp"))
     assert not any(row.copies_whole for row in found.rows)
+
+
+def test_what_a_kernel_gathers_and_cuts_by_itself_is_written(dp_mesh):
+    @op.kernel
+    def own_part_of_all(x):
+        whole = lax.all_gather(jnp.sin(x), "dp", tiled=True)
+        return lax.dynamic_slice_in_dim(whole, lax.axis_index("dp"), 1)
+
+    found = ledger(own_part_of_all, dp_mesh, f32(16, 4), x=P("dp"))
+    assert essence(found) == [("all-gather", ("dp",), WRITTEN)]
+    assert not found.rows[0].copies_whole
