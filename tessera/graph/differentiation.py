@@ -6,7 +6,7 @@ The equations between the weights and the loss become one function, run once und
 pass ``differentiate_losses``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,7 +193,7 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
     except ValueError as error:
         if _NO_BACKWARD not in str(error):
             raise
-        raise _undifferentiable(plan.mark, error) from error
+        raise _undifferentiable(plan) from error
     gradients = dict(
         zip((*plan.given, *plan.inner), (*by_given, *by_inner), strict=True)
     )
@@ -209,16 +209,26 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
     )
 
 
-def _undifferentiable(mark: _jax.Equation, error: Exception) -> UndifferentiableError:
-    line = _jax.source_line(mark)
+def _undifferentiable(plan: _Plan) -> UndifferentiableError:
+    line = _jax.source_line(plan.mark)
+    loops = [f"the loop at {place}" for place in dict.fromkeys(_loops(plan.region))]
     return UndifferentiableError(
         "a gradient cannot go through a loop whose number of turns is not known before "
         "it runs",
-        got=str(error).partition("\n")[0]
-        + (f"\nts.grad was called at {line}" if line else ""),
-        fix="loop over a Python number, or with jax.lax.scan over an upper bound\n"
+        got="\n".join([*loops, f"ts.grad was called at {line}"]),
+        fix="loop over a Python number, such as an upper bound, with `if` and `break`, "
+        "or use jax.lax.scan\n"
         "or take the gradient inside of the loop",
     )
+
+
+def _loops(equations: Sequence[_jax.Equation]) -> Iterator[str]:
+    """The lines of the loops among some equations, nested ones included."""
+    for equation in equations:
+        if equation.primitive.name == "while":
+            yield _jax.source_line(equation) or "an unknown line"
+        for inner in _jax.inner_programs(equation):
+            yield from _loops(_jax.equations(inner))
 
 
 def _strong(gradient: jax.Array) -> jax.Array:
