@@ -121,14 +121,16 @@ def prepare_devices(
         )
     used = there // num_needed * num_needed if takes_all else num_needed
     counted = f"{used} of {there}" if used < there else f"{used}"
-    if num_processes > 1:
-        counted += f" in {num_processes} processes"
+    spread = f" in {num_processes} processes" * (num_processes > 1)
     if found != "cpu":
-        return f"{counted} {found.upper()} devices ({devices[0].device_kind})"
+        return (
+            f"{counted} {found.upper()} devices{spread} ({devices[0].device_kind})"
+        )
     if used == 1:
         return "one CPU device"
     return (
-        f"simulating {counted} CPU devices: what they compute is right, how fast is not"
+        f"simulating {counted} CPU devices{spread}: what they compute is right, how "
+        "fast is not"
     )
 
 

@@ -59,8 +59,10 @@ class Processes:
       cluster: This one's place.
       timeouts: How long it waits for others.
       watchdog: Watches it.
-      shared: What rank 0 shares with the others.
+      shared: What rank 0 shares with the others, the same in every attempt.
       attempt: How often the launcher has started the run before.
+      is_launched: Whether this process is one of ``tessera.launch``, which shows its
+        rank in front of each line.
     """
 
     cluster: Cluster
@@ -68,6 +70,7 @@ class Processes:
     watchdog: Watchdog
     shared: str = ""
     attempt: int = 0
+    is_launched: bool = False
     _compared: set[str] = field(default_factory=set)
 
     @property
@@ -80,13 +83,13 @@ class Processes:
         """Processes of the run."""
         return self.cluster.world_size
 
-    def compare(self, section: str, said: Mapping[str, str], key: str) -> None:
+    def compare(self, section: str, key: str, said: Mapping[str, str]) -> None:
         """See that all ranks say the same, once they are connected.
 
         Args:
           section: What it is about: ``"step"``. Each is compared once.
-          said: What this rank says; sent only where keys differ.
-          key: A fingerprint of all that ``said`` stands for.
+          key: A fingerprint of it.
+          said: Parts of it by name, to say where fingerprints differ.
 
         Raises:
           RanksDifferError: [T707] they do not.
@@ -152,8 +155,11 @@ def joined(
       RanksDifferError: [T707] they are not of one run.
     """
     timeouts = timeouts or Timeouts()
-    watchdog = _watchdog(cluster, deadlines or {})
+    launched = Launched.find(os.environ)
+    watchdog = _watchdog(cluster, deadlines or {}, launched)
     watchdog.start()
+    if launched is not None and cluster.rank == 0:
+        shared = launched.first_shared(shared)
     try:
         if cluster.coordinator is not None:
             watchdog.enter("rendezvous")
@@ -166,12 +172,14 @@ def joined(
             shared = meet(
                 cluster, own, timeout=timeouts.rendezvous, shared=shared, say=_say
             )
-            watchdog.enter("start-up")
+            watchdog.enter("startup")
             _connect(cluster, platform, timeouts)
             _publish_phases(watchdog, cluster.rank)
-        watchdog.enter("start-up")
-        attempt = os.environ.get("TESSERA_ATTEMPT", "0")
-        yield Processes(cluster, timeouts, watchdog, shared, int(attempt))
+        watchdog.enter("startup")
+        attempt = launched.attempt if launched else 0
+        yield Processes(
+            cluster, timeouts, watchdog, shared, attempt, launched is not None
+        )
         if cluster.coordinator is not None:
             watchdog.enter("shutdown")
             jax.distributed.shutdown()
@@ -184,18 +192,60 @@ def joined(
         watchdog.stop()
 
 
-def _watchdog(cluster: Cluster, deadlines: Mapping[str, float | None]) -> Watchdog:
-    path, launcher = (os.environ.get(f"TESSERA_{x}") for x in ("STATUS", "LAUNCHER"))
-    # A program that a rank starts inherits the variables, and is no rank.
-    if path is None or launcher is None or os.getppid() != int(launcher):
+@dataclass(frozen=True)
+class Launched:
+    """What ``tessera.launch`` tells its ranks beside their place.
+
+    Attributes:
+      folder: Its own, private and there for all attempts; its page is in it.
+      launcher: Its process.
+      local_rank: This rank's number on the page.
+      attempt: How often it has started the run before.
+    """
+
+    folder: Path
+    launcher: int
+    local_rank: int
+    attempt: int
+
+    @classmethod
+    def find(cls, environ: Mapping[str, str]) -> "Launched | None":
+        """From the environment variables; None in a process of any other parent.
+
+        A program that a rank starts inherits the variables, and is no rank.
+        """
+        names = ("LAUNCHER", "LOCAL_RANK", "ATTEMPT")
+        given = [environ.get(f"TESSERA_{name}", "") for name in names]
+        path = environ.get("TESSERA_STATUS")
+        if path is None or not all(value.isdecimal() for value in given):
+            return None
+        launcher, local_rank, attempt = map(int, given)
+        if os.getppid() != launcher:
+            return None
+        return cls(Path(path).parent, launcher, local_rank, attempt)
+
+    def first_shared(self, shared: str) -> str:
+        """What rank 0 shares: that of the first attempt, which is kept for the next."""
+        kept = self.folder / "shared"
+        if self.attempt and kept.exists():
+            return kept.read_text(encoding="utf-8")
+        kept.write_text(shared, encoding="utf-8")
+        return shared
+
+
+def _watchdog(
+    cluster: Cluster,
+    deadlines: Mapping[str, float | None],
+    launched: Launched | None,
+) -> Watchdog:
+    if launched is None:
         return Watchdog(deadlines, rank=cluster.rank)
-    local_rank = int(os.environ.get("TESSERA_LOCAL_RANK", "0"))
     return Watchdog(
         deadlines,
         rank=cluster.rank,
-        page=StatusPage(Path(path)),
-        local_rank=local_rank,
-        launcher=int(launcher),
+        page=StatusPage(launched.folder / "status"),
+        local_rank=launched.local_rank,
+        launcher=launched.launcher,
     )
 
 

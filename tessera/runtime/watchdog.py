@@ -77,7 +77,7 @@ class Watchdog:
         """Say that a phase begins.
 
         Args:
-          kind: ``"start-up"``, ``"compile"``, ``"step"``, ``"evaluation"``, or any
+          kind: ``"startup"``, ``"compile"``, ``"step"``, ``"evaluation"``, or any
             other, which has no deadline.
           number: Counts phases of one kind.
         """
@@ -144,7 +144,7 @@ class Watchdog:
 
     def _end(self, phase: Phase, seconds: float) -> None:
         self.fail()
-        limit = f"runtime.{phase.kind.replace('-', '')}_deadline"
+        limit = f"runtime.{phase.kind}_deadline"
         error = StalledError(
             f"rank {self._rank} does not get on: phase {phase.name!r} takes longer "
             f"than {limit}",

@@ -127,10 +127,38 @@ class RuntimeConfig:
         the mesh asks for are simulated.
       max_steps_in_flight: Steps that may be queued before the loop waits for the first
         of them; more hides more of Python's time and holds more memory.
+      coordinator_address: Where rank 0 of several processes is, host:port; given to
+        each of them with the next two. null asks the environment, as docs/launch.md
+        says.
+      num_processes: Processes of the run; null asks the environment.
+      process_id: Which of them this one is, from 0; null asks the environment.
+      rendezvous_timeout: Seconds that processes wait for each other, at the start and
+        to compare what they compiled.
+      heartbeat_timeout: Seconds until a process without a sign of life counts as dead.
+      shutdown_timeout: Seconds that a process that is done waits for the others.
+      startup_deadline: Seconds for reading data and making or restoring the state; null
+        is no limit. When a deadline is over the process shows its stacks and the phase
+        of every rank, and ends with code 124.
+      compile_deadline: Seconds for compiling the step; null is no limit.
+      step_deadline: Seconds for one step; null is no limit.
+      evaluation_deadline: Seconds for one evaluation, and for the sample at the end;
+        null is no limit.
+      save_deadline: Seconds for what a checkpoint lets the loop wait; null is no limit.
     """
 
     platform: str = setting("auto", choices=("auto", "cpu", "gpu", "tpu"))
     max_steps_in_flight: int = setting(8, least=1, most=64)
+    coordinator_address: str | None = setting(None)
+    num_processes: int | None = setting(None, least=1)
+    process_id: int | None = setting(None, least=0)
+    rendezvous_timeout: float = setting(300.0, above=0)
+    heartbeat_timeout: int = setting(100, least=1)
+    shutdown_timeout: int = setting(300, least=1)
+    startup_deadline: float | None = setting(1800.0, above=0)
+    compile_deadline: float | None = setting(3600.0, above=0)
+    step_deadline: float | None = setting(900.0, above=0)
+    evaluation_deadline: float | None = setting(3600.0, above=0)
+    save_deadline: float | None = setting(3600.0, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows of each batch this process reads, and how they become global arrays.
 
-A process reads what its own devices take and no more, wherever the mesh puts them. Where
-the axes that split the batch run through its devices only, every process reads another
+A process reads what its own devices take and no more, wherever the mesh puts them. If
+the axes that split the batch run through its devices alone, every process reads another
 part; where they lie inside of others, such as ``tp`` over several machines, those that
 hold copies of the same rows read the same part.
 """
@@ -68,7 +68,8 @@ class Feed:
         mine = array.shape[dim]
         shape = (*array.shape[:dim], mine * self.count, *array.shape[dim + 1 :])
 
-        def block(index: tuple[slice, ...]) -> np.ndarray:
+        def block(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "an array of rows has dims"
             start, stop, _ = index[dim].indices(shape[dim])
             own = slice(start - self.index * mine, stop - self.index * mine)
             return array[(*index[:dim], own, *index[dim + 1 :])]

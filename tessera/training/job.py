@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What settings stand for: the mesh, the model, the data, the step to run."""
 
+import hashlib
+import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, cast
@@ -108,6 +111,16 @@ class Job:
     def compiled(self) -> Compiled:
         """The compiled step, which the first call of ``step`` finds."""
         return self.step.compile(self.abstract_state, self.abstract_batch)
+
+    def step_facts(self) -> tuple[str, dict[str, str]]:
+        """A fingerprint of the lowered step, and how often it has each operation.
+
+        Processes whose fingerprints differ would exchange numbers of other programs.
+        """
+        text = self.compiled.traced.lower().as_text()
+        kinds = Counter(re.findall(r"\b(?:stablehlo|sdy)\.\w+", text))
+        counts = {kind: str(number) for kind, number in sorted(kinds.items())}
+        return hashlib.sha256(text.encode()).hexdigest()[:16], counts
 
     @cached_property
     def abstract_state(self) -> TrainState:
