@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.models.gemma3 import Gemma3
-from tessera.training.clipping import global_norm
+from tessera.ops.clipping import global_norm
 from tessera.training.state import TrainState, state_specs
 from tessera.training.step import Recipe, batch_spec
 
