@@ -66,9 +66,7 @@ class Composed:
     @property
     def flat(self) -> dict[str, str]:
         """Every setting by its dotted path, as one would write it."""
-        return {
-            path: as_yaml(value) for path, value in walk(yaml.safe_load(self.text))
-        }
+        return {path: as_yaml(value) for path, value in walk(yaml.safe_load(self.text))}
 
 
 def run_from_command_line(
