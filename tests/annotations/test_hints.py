@@ -112,7 +112,11 @@ def test_an_object_around_a_function_takes_what_it_says_itself():
     assert read(Vectorized(linear)) == {}
 
 
-@pytest.mark.parametrize("function", [jnp.sin, len, print, dict, object()], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    "function",
+    [jnp.sin, len, print, dict, object()],
+    ids=lambda one: type(one).__name__,
+)
 def test_what_has_no_annotations_of_arrays_has_none(function):
     assert read(function) == {}
 
