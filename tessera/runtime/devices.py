@@ -123,9 +123,7 @@ def prepare_devices(
     counted = f"{used} of {there}" if used < there else f"{used}"
     spread = f" in {num_processes} processes" * (num_processes > 1)
     if found != "cpu":
-        return (
-            f"{counted} {found.upper()} devices{spread} ({devices[0].device_kind})"
-        )
+        return f"{counted} {found.upper()} devices{spread} ({devices[0].device_kind})"
     if used == 1:
         return "one CPU device"
     return (
