@@ -293,6 +293,9 @@ class Group:
             self._show_phases()
             self.page.command = Command.SHOW_STACKS_AND_END
             self._gathered(_STACKS)
+            for rank in self._running:
+                rank.send(signal.SIGABRT)  # shows them without the interpreter's help
+            self._gathered(_BEFORE_ABORT)
         self.page.command = Command.END
         for rank in self._running:
             rank.send(signal.SIGTERM)

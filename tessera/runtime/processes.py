@@ -7,8 +7,10 @@
 A process that is alone joins nothing: it is watched, and JAX is left as it is.
 """
 
+import faulthandler
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -138,6 +140,8 @@ def joined(
 ) -> Iterator[Processes]:
     """Join the other processes for the length of a ``with`` block.
 
+    Until a program handles SIGUSR1 itself, it shows the stacks of all threads.
+
     An exception that leaves the block ends a process of several at once: it shows the
     exception and waits for nobody, so that nothing is written after it.
 
@@ -158,6 +162,11 @@ def joined(
     launched = Launched.find(os.environ)
     watchdog = _watchdog(cluster, deadlines or {}, launched)
     watchdog.start()
+    if (
+        hasattr(signal, "SIGUSR1")
+        and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    ):
+        faulthandler.register(signal.SIGUSR1)
     if launched is not None and cluster.rank == 0:
         shared = launched.first_shared(shared)
     try:

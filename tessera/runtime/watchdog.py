@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Final
@@ -137,7 +138,7 @@ class Watchdog:
         command = Command.CONTINUE if self._page is None else self._page.command
         if command == Command.SHOW_STACKS_AND_END:
             _write(f"stacks of rank {self._rank}, in phase {self._phase.name!r}:\n")
-            faulthandler.dump_traceback(sys.__stderr__ or 2)
+            _show_stacks()
         if command != Command.CONTINUE:
             _flush()
             os._exit(exit_codes.ENDED)
@@ -153,7 +154,7 @@ class Watchdog:
             f"collective holds up the others\nif nothing is wrong, raise {limit}",
         )
         _write(f"stacks of rank {self._rank}, in phase {phase.name!r}:\n")
-        faulthandler.dump_traceback(sys.__stderr__ or 2)
+        _show_stacks()
         _write(f"{error}\n")
         _flush()
         os._exit(StalledError.exit_code)
@@ -188,11 +189,19 @@ class Watchdog:
 def _write(text: str) -> None:
     stream = sys.__stderr__
     if stream is not None:
-        stream.write(text)
-        stream.flush()
+        # Nobody may read it any more: that must not keep the process from its end.
+        with suppress(OSError):
+            stream.write(text)
+            stream.flush()
+
+
+def _show_stacks() -> None:
+    with suppress(OSError, ValueError):
+        faulthandler.dump_traceback(sys.__stderr__ or 2)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
+            with suppress(OSError, ValueError):
+                stream.flush()

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a run when a rank fails: real processes, over the loopback interface.
+
+Every test has a hard limit of time, and kills whatever is left of its processes.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tessera.runtime.launcher import free_port
+
+PROGRAM = Path(__file__).parent / "small_run.py"
+LIMIT = 60.0
+
+
+@dataclass
+class Outcome:
+    """A run that ended: exit code, what it wrote, and how long it took."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def last(self) -> str:
+        """The last line that a person reads."""
+        return self.err.splitlines()[-1]
+
+
+class Launch:
+    """A launcher in a process of its own."""
+
+    def __init__(self, arguments: list[str], environ: dict[str, str]) -> None:
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("JAX_", "XLA_", "TESSERA_", "SLURM_"))
+        }
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tessera.launch", *arguments],
+            env={**inherited, "JAX_PLATFORMS": "cpu", **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self) -> Outcome:
+        out, err = self.process.communicate(timeout=LIMIT)
+        seconds = time.monotonic() - self.started
+        return Outcome(self.process.returncode, out, err, seconds)
+
+    def read_until(self, text: str) -> str:
+        """Its output up to a line that holds a text."""
+        assert self.process.stdout is not None
+        said = ""
+        for line in self.process.stdout:
+            said += line
+            if text in line:
+                return said
+        raise AssertionError(f"{text!r} was not said: {said}")
+
+    def kill(self) -> None:
+        """End it and all of its processes, those in sessions of their own too."""
+        for pid in [*descendants(self.process.pid), self.process.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.communicate()
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process that comes from one."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after_name = entry.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents.setdefault(int(after_name[1]), []).append(int(entry.parent.name))
+    children = parents.get(pid, [])
+    return [*children, *(d for child in children for d in descendants(child))]
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Launch]]:
+    started: list[Launch] = []
+
+    def start(*arguments: str, environ: dict[str, str] | None = None) -> Launch:
+        started.append(Launch([*arguments], environ or {}))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+
+
+@pytest.fixture
+def run(launch) -> Callable[..., Outcome]:
+    def run_two(*options: str, flags: tuple[str, ...] = ()) -> Outcome:
+        given = ["--nprocs=2", "--grace=5", *flags, str(PROGRAM), *options]
+        return launch(*given).wait()
+
+    return run_two
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+# --- runs that go well
+
+
+def test_ranks_compute_together_and_each_line_says_whose_it_is(run):
+    outcome = run()
+    assert outcome.code == 0, outcome.err
+    for rank in (0, 1):
+        assert f"[rank {rank}] step 3: 2\n" in outcome.out
+        assert (
+            f": rank {rank} of 2, by tessera.launch; coordinator 127.0" in outcome.out
+        )
+    first = re.search(r"\[rank 0\] attempt 0 shares (.*)", outcome.out)
+    assert first is not None
+    assert f"[rank 1] attempt 0 shares {first[1]}\n" in outcome.out
+
+
+def test_two_machines_with_exported_variables(launch):
+    """RANK is the first rank of each machine, as in the documents."""
+    exported = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "4",
+    }
+    machines = [
+        launch("--nprocs=2", str(PROGRAM), environ={**exported, "RANK": first})
+        for first in ("0", "2")
+    ]
+    for first, outcome in zip((0, 2), [one.wait() for one in machines], strict=True):
+        assert outcome.code == 0, outcome.err
+        assert f"[rank {first}] step 3: 4\n" in outcome.out
+        assert f"[rank {first + 1}] step 3: 4\n" in outcome.out
+
+
+def test_a_single_process_starts_no_coordinator(launch):
+    outcome = launch("--nprocs=1", str(PROGRAM)).wait()
+    assert outcome.code == 0, outcome.err
+    assert "a single process: tessera.launch started no other" in outcome.out
+    assert "[rank 0] step 3: 1\n" in outcome.out
+
+
+# --- a rank that fails
+
+
+def test_the_traceback_of_the_rank_that_failed_is_the_last_thing_one_reads(run):
+    outcome = run("fault=raise")
+    assert outcome.code == 1
+    assert outcome.last == "[rank 1] RuntimeError: the step is broken"
+    end = outcome.err[outcome.err.rindex("[launch]") :]
+    assert "failed first" in end.splitlines()[0]
+    assert "rank 1: exit code 1 in phase 'step 2'" in end.splitlines()[0]
+    # Its cause is there, and nothing of another rank's.
+    assert "[rank 1] KeyError: 'first'" in end
+    assert "[rank 0]" not in end
+    assert outcome.seconds < 30
+
+
+@pytest.mark.parametrize("phase", ["compile", "step"])
+def test_a_rank_that_is_killed_ends_the_others(run, phase):
+    outcome = run("fault=kill", f"phase={phase}")
+    assert outcome.code == 137
+    where = {"compile": "compile", "step": "step 2"}[phase]
+    assert "failed first" in outcome.err
+    assert f"rank 1: killed by SIGKILL in phase '{where}'" in outcome.err
+    assert outcome.seconds < 30
+
+
+def test_a_rank_that_sleeps_for_ever_is_ended_with_the_stacks_of_all(run):
+    outcome = run("fault=sleep", "deadline=3")
+    assert outcome.code == 124
+    assert "[T708] rank " in outcome.err
+    assert (
+        "does not get on: phase 'step 2' takes longer than runtime.step" in outcome.err
+    )
+    assert re.search(r"stacks of rank 1, in phase 'step 2'", outcome.err)
+    assert re.search(r"small_run.py\", line \d+ in sleep_for_ever", outcome.err)
+    for rank in (0, 1):
+        assert re.search(rf"got: rank {rank}: step \d, for \d", outcome.err)
+        assert re.search(rf"\[launch\] rank {rank} was in: step \d, for", outcome.err)
+
+
+def test_a_rank_whose_interpreter_does_nothing_is_ended_from_outside(run):
+    outcome = run("fault=hold", "deadline=2", "on=0")
+    assert outcome.code != 0
+    assert re.search(r"small_run.py\", line \d+ in misbehave", outcome.err)
+    assert outcome.seconds < 40
+
+
+# --- ranks that are not of one run
+
+
+def test_another_configuration_on_one_rank_is_refused_on_all(run):
+    outcome = run("seed_of_rank_1=5")
+    assert outcome.code == 76
+    for rank in (0, 1):
+        assert f"[rank {rank}] [T707] the ranks have different conf" in outcome.err
+    said = "configuration: training.seed is 0 on rank 0; 5 on rank 1"
+    assert outcome.err.count(said) >= 2
+
+
+def test_another_step_on_one_rank_is_refused_on_all(run):
+    outcome = run("fault=odd")
+    assert outcome.code == 76
+    assert "[T707] the ranks compiled different steps" in outcome.err
+    assert re.search(r"got: step: fingerprint is \w+ on rank 0; \w+ on", outcome.err)
+    assert "step 1" not in outcome.out
+
+
+def parts(
+    launch: Callable[..., Launch], *places: tuple[str, str], port: int | None = None
+) -> list[Outcome]:
+    """Launchers of one process each: first rank and number of ranks."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
+    started = [
+        launch(
+            *("--nprocs=1", "--grace=5", str(PROGRAM), "rendezvous=15"),
+            environ={**where, "RANK": rank, "WORLD_SIZE": size},
+        )
+        for rank, size in places
+    ]
+    return [one.wait() for one in started]
+
+
+def test_a_missing_rank_is_named(launch):
+    port = str(free_port())
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
+    given = ["--nprocs=2", "--grace=5", str(PROGRAM), "rendezvous=2"]
+    outcome = launch(*given, environ={**where, "RANK": "0"}).wait()
+    assert outcome.code == 76
+    assert "[T706] the ranks did not meet within 2 s" in outcome.err
+    assert "got: rank 2 of 3 is missing" in outcome.err
+
+
+def test_a_rank_that_is_there_twice_is_named(launch):
+    outcomes = parts(launch, ("0", "2"), ("0", "2"))
+    for outcome in outcomes:
+        assert outcome.code == 76
+        assert "rank 0 is there 2 times: " in outcome.err
+
+
+def test_a_rank_of_a_run_of_another_size_is_named(launch):
+    for outcome in parts(launch, ("0", "2"), ("1", "3")):
+        assert outcome.code == 76
+        assert "is of a run of 3 ranks, rank 0 of one of 2" in outcome.err
+
+
+def test_a_busy_port_is_named(launch):
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port + 1)):
+        (outcome,) = parts(launch, ("0", "2"), port=port)
+    assert outcome.code == 76
+    assert "[T705] a port of rank 0 is busy" in outcome.err
+    assert f"got: 127.0.0.1:{port + 1}: Address already in use" in outcome.err
+
+
+# --- restarts and signals
+
+
+def test_a_failed_run_is_started_again_and_keeps_what_it_shares(run):
+    outcome = run("fault=raise", "attempts=1", flags=("--max-restarts=2",))
+    assert outcome.code == 0, outcome.err
+    assert "[launch] restart 1 of 2\n" in outcome.err
+    assert "restart 2" not in outcome.err
+    shared = {
+        number: set(re.findall(rf"attempt {number} shares (.*)", outcome.out))
+        for number in (0, 1)
+    }
+    assert shared[0] == shared[1]
+    assert len(shared[0]) == 1
+
+
+def test_signals_reach_the_ranks_which_are_killed_when_they_do_not_end(launch):
+    given = ["--nprocs=2", "--grace=2", str(PROGRAM), "fault=listen"]
+    started = launch(*given)
+    started.read_until("[rank 1] listening")
+    started.process.send_signal(signal.SIGUSR1)
+    started.read_until("[rank 1] got SIGUSR1")
+    started.process.send_signal(signal.SIGTERM)
+    started.read_until("[rank 1] got SIGTERM")
+    outcome = started.wait()
+    assert outcome.code == 137
+    # Rank 0 does not handle SIGUSR1, shows its stacks, and goes on.
+    assert re.search(
+        r'\[rank 0\]   File ".*small_run.py", line \d+ in run', outcome.err
+    )
+    assert "[launch] SIGTERM to all ranks, which have 2 s to end" in outcome.err
+    assert "not ended 2 s after they were asked: SIGKILL" in outcome.err
+
+
+def test_ranks_end_when_their_launcher_is_killed(launch):
+    started = launch("--nprocs=2", str(PROGRAM), "fault=listen")
+    said = started.read_until("[rank 1] listening")
+    pids = [int(pid) for pid in re.findall(r"\] pid (\d+): ", said)]
+    assert len(pids) == 2
+    started.process.kill()
+    until = time.monotonic() + 10
+    while any(map(is_alive, pids)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(map(is_alive, pids))
