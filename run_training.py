@@ -14,6 +14,8 @@ import jax
 from tessera.graph.profile_report import of_program
 from tessera.mesh import Mesh
 from tessera.runtime.devices import prepare_devices
+from tessera.training.checkpoints.resuming import choose
+from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.command_line import Composed, run_from_command_line
 from tessera.training.config import Settings
 from tessera.training.console import Console, log
@@ -38,14 +40,21 @@ def main(composed: Composed) -> None:
         return
     # Nothing is written before everything that can be wrong was looked at.
     corpus = job.load_data()
+    choice = choose(settings.training.resume, composed.output_dir)
+    told += "".join(f"\n{line}" for line in choice.check(job, corpus, composed.text))
     rank, count = jax.process_index(), jax.process_count()
-    folder = open_run_folder(composed.output_dir, composed.text) if rank == 0 else None
+    folder = None
+    if rank == 0:
+        folder = open_run_folder(choice.output_dir, composed.text, choice.own_step)
     log_file = folder.log if folder else None
     with (
         MetricWriter(folder) as writer,
         Console(log_file, rank=rank, num_processes=count) as console,
+        Checkpoints(job, choice.root, composed.text, choice.own_step) as checkpoints,
     ):
         console.show_configuration(composed.text)
+        for line in choice.warnings:
+            log.warning("%s", line)
         log.info("%s", told)
         log.info("%s", corpus.describe())
         log.info("compiling the step")
@@ -60,8 +69,11 @@ def main(composed: Composed) -> None:
                 warmup=training.profile_warmup,
                 active=training.profile_active,
             )
-        Trainer(job, corpus, console, writer, window).run()
-        log.info("the run is in %s", composed.output_dir)
+        Trainer(
+            job, corpus, console, writer, window, checkpoints, choice.checkpoint
+        ).run()
+        checkpoints.wait()
+        log.info("the run is in %s", choice.output_dir)
 
 
 def prepare(settings: Settings) -> str:

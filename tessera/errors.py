@@ -449,3 +449,30 @@ class StalledError(TesseraError, ValueError):
 
     code = "T708"
     exit_code = 124
+
+
+# --- T8xx: checkpoints
+
+
+class CheckpointNotFoundError(TesseraError, ValueError):
+    """There is no checkpoint to resume from, or none that is intact."""
+
+    code = "T801"
+
+
+class CheckpointMismatchError(TesseraError, ValueError):
+    """A checkpoint holds other arrays than the run, or is of another form."""
+
+    code = "T802"
+
+
+class DataChangedError(TesseraError, ValueError):
+    """The data or its order is not what the checkpoint's run was reading."""
+
+    code = "T803"
+
+
+class CheckpointWriteError(TesseraError, ValueError):
+    """A checkpoint cannot be written."""
+
+    code = "T804"

@@ -111,6 +111,7 @@ def test_a_run_shows_and_keeps_everything(tmp_path):
         "metrics.jsonl",
         "tensorboard",
         "config.yaml",
+        "checkpoints",
     }
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     shown = [line for line in seen.splitlines() if re.match(r"\d\d:\d\d:\d\d ", line)]
@@ -167,7 +168,8 @@ def test_a_mesh_on_cpu_is_simulated_and_its_communication_profiled(tmp_path):
     assert "all-reduce" in text
     assert text.splitlines()[0] in seen
     assert figures["measured"]["executions"] == 2
-    assert {tuple(each["axes"]) for each in figures["measured"]["communication"]} == axes
+    measured = figures["measured"]["communication"]
+    assert {tuple(each["axes"]) for each in measured} == axes
     assert "measured on cpu, per device and execution: mean of 2 executions" in seen
     (trace,) = profile.rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))

@@ -29,7 +29,8 @@ from tessera.errors import (
     UnknownSettingError,
     did_you_mean,
 )
-from tessera.training.config import Settings, check
+from tessera.training.checks import check
+from tessera.training.config import Settings
 from tessera.training.optimizers import OPTIMIZERS
 from tessera.training.overrides import (
     GROUPS,
@@ -109,7 +110,7 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
       UnknownSettingError: [T501] a key does not exist.
       SettingValueError: [T502] a setting does not take a value, or an override is of a
         kind that is refused.
-      TesseraError: Any code of ``tessera.training.config.check``, T403 or T505 for a
+      TesseraError: Any code of ``tessera.training.checks.check``, T403 or T505 for a
         file that a group does not have, T405 for a model's sizes.
     """
     parsed: list[Override] = []

@@ -7,7 +7,7 @@ oldest step in flight, which bounds how far it runs ahead and paces the log.
 
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,14 +17,18 @@ from typing import Any, Final, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tessera.analysis.flops import count
 from tessera.analysis.peaks import mfu, peak_flops
 from tessera.errors import LossScaleError
 from tessera.models.sampling import generate
+from tessera.training.checkpoints.folder import Checkpoint
+from tessera.training.checkpoints.restoring import Restoration
+from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.console import Console, Progress
 from tessera.training.data import Corpus
+from tessera.training.data.cursor import Cursor
 from tessera.training.job import Job
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
@@ -32,6 +36,8 @@ from tessera.training.state import TrainState, init_state
 from tessera.training.step import batch_spec, make_eval_step
 
 Numbers: TypeAlias = dict[str, float]
+# Called with what begins, and the step's number: "step", "evaluation", "save".
+Enter: TypeAlias = Callable[[str, int], None]
 
 # Of the numbers that every step writes, those that the log shows beside the loss.
 _SHOWN: Final = (
@@ -63,6 +69,9 @@ class Trainer:
       console: Where a person watches.
       writer: Where the numbers go.
       window: Steps to profile, or None.
+      enter: Told what begins, for the watchdog.
+      checkpoints: Where the state is kept, or None.
+      resumed: The checkpoint to go on from; None begins anew.
     """
 
     def __init__(
@@ -72,75 +81,98 @@ class Trainer:
         console: Console,
         writer: MetricWriter,
         window: Window | None = None,
+        checkpoints: Checkpoints | None = None,
+        resumed: Checkpoint | None = None,
+        *,
+        enter: Enter = lambda kind, step: None,
     ) -> None:
         self.job, self.corpus = job, corpus
         self._console, self._writer, self._window = console, writer, window
+        self._checkpoints, self._resumed = checkpoints, resumed
+        self._enter = enter
         self._evaluate = make_eval_step(job.recipe)
         self._flights: deque[_Flight] = deque()
         self._read_at = 0.0
 
     def run(self) -> TrainState:
-        """Train for all steps, validate, and show a sample.
+        """Train for all steps that are left, validate, and show a sample.
 
         Raises:
+          CheckpointMismatchError: [T802] the checkpoint holds other arrays.
+          DataChangedError: [T803] the checkpoint is of other data.
           LossScaleError: [T506] fp16 overflows at the smallest loss scale.
         """
         job, training = self.job, self.job.settings.training
-        key = jax.random.key(training.seed)
-        state = init_state(
-            job.model,
-            job.recipe.optimizer,
-            key,
-            job.mesh,
-            loss_scale=job.loss_scale,
-            zero_stage=job.recipe.zero_stage,
-            offload_optimizer=job.recipe.offload_optimizer,
-        )
-        state = replace(state, residual=job.recipe.exchange.first_residual())
+        rows = job.settings.rows_per_step(job.mesh)
+        state, done, cursor = self._beginning()
         flops = count(job.compiled.traced.graph.program).total
         self._read_at = time.perf_counter()
         with (
-            closing(self._batches()) as batches,
-            self._console.progress(training.steps) as progress,
+            closing(self._batches(cursor.rows)) as batches,
+            self._console.progress(training.steps, done=done) as progress,
             nullcontext() if self._window is None else closing(self._window),
         ):
-            for step, batch in enumerate(islice(batches, training.steps), 1):
+            left = islice(batches, max(training.steps - done, 0))
+            for step, batch in enumerate(left, done + 1):
+                self._enter("step", step)
                 if self._window is not None:
                     self._window.before(step, partial(self._drain, progress, flops))
                 state, metrics = job.step(state, batch)
+                cursor = cursor.moved(rows)
                 self._flights.append(_Flight(step, metrics))
                 if len(self._flights) >= job.settings.runtime.max_steps_in_flight:
                     self._read_oldest(progress, flops)
                 if self._validates_after(step):
                     self._drain(progress, flops)
                     self._validate(step, state)
+                if self._checkpoints is not None and self._checkpoints.is_due(step):
+                    # First the numbers of its steps: none is missing after a resume.
+                    self._drain(progress, flops)
+                    self._enter("save", step)
+                    self._checkpoints.save(step, state, cursor)
             self._drain(progress, flops)
         self._sample(state)
         return state
 
-    def _batches(self) -> Generator[Any, None, None]:
+    def _beginning(self) -> tuple[TrainState, int, Cursor]:
+        """The state, the steps that it has behind it, and where the data goes on."""
+        job = self.job
+        if self._resumed is not None:
+            metadata = self._resumed.metadata
+            resume_data = job.settings.training.resume_data
+            cursor = metadata.cursor.resumed(self.corpus, resume_data)
+            state = Restoration(metadata, job).run(self._resumed)
+            return state, metadata.step, cursor
+        state = init_state(
+            job.model,
+            job.recipe.optimizer,
+            jax.random.key(job.settings.training.seed),
+            job.mesh,
+            loss_scale=job.loss_scale,
+            zero_stage=job.recipe.zero_stage,
+            offload_optimizer=job.recipe.offload_optimizer,
+        )
+        state = replace(state, residual=job.recipe.exchange.first_residual())
+        return state, 0, Cursor.beginning(self.corpus)
+
+    def _batches(self, start_row: int) -> Generator[Any, None, None]:
         """One step's batch after the other, on its devices."""
         training = self.job.settings.training
         spec = batch_spec(self.job.recipe)
         rows = self.job.settings.rows_per_step(self.job.mesh)
         steps = training.gradient_accumulation_steps
+        feed = self.job.feed
         with closing(
-            self.corpus.train(rows, jax.process_index(), jax.process_count())
+            self.corpus.train(
+                rows, feed.index, feed.count, start_row, microbatches=steps
+            )
         ) as batches:
             for batch in batches:
                 folded = {
                     name: array.reshape(steps, -1, array.shape[-1])
                     for name, array in batch.items()
                 }
-                yield self._placed(folded, spec)
-
-    def _placed(self, batch: dict[str, np.ndarray], spec: PartitionSpec) -> Any:
-        """This process's part of a batch, as global arrays."""
-        sharding = NamedSharding(self.job.mesh.jax, spec)
-        return {
-            name: jax.make_array_from_process_local_data(sharding, array)
-            for name, array in batch.items()
-        }
+                yield feed.placed(folded, spec, dim=1)
 
     def _drain(self, progress: Progress, flops: int) -> None:
         while self._flights:
@@ -198,15 +230,15 @@ class Trainer:
         return bool(training.validate_every) and step % training.validate_every == 0
 
     def _validate(self, step: int, state: TrainState) -> None:
-        rows = self.job.settings.rows_per_microbatch(self.job.mesh)
+        self._enter("evaluation", step)
+        rows, feed = self.job.settings.rows_per_microbatch(self.job.mesh), self.job.feed
         limit = self.job.settings.training.validation_batches
         spec = PartitionSpec(self.job.recipe.data_axes or None)
         total, tokens = 0.0, 0.0
-        with closing(
-            self.corpus.validation(rows, jax.process_index(), jax.process_count())
-        ) as batches:
+        with closing(self.corpus.validation(rows, feed.index, feed.count)) as batches:
             for batch in islice(batches, limit):
-                loss, counted = self._evaluate(state.params, self._placed(batch, spec))
+                placed = feed.placed(batch, spec, dim=0)
+                loss, counted = self._evaluate(state.params, placed)
                 total, tokens = total + float(loss), tokens + float(counted)
         if tokens:
             self._writer.write(step, {"val_loss": total / tokens})
@@ -218,6 +250,7 @@ class Trainer:
         training, tokenizer = self.job.settings.training, self.corpus.tokenizer
         if not training.sample_length:
             return
+        self._enter("evaluation", training.steps)
         prompt, shown = self._prompt()
         key = jax.random.fold_in(jax.random.key(training.seed), training.steps)
         ids = generate(

@@ -2,14 +2,20 @@
 """The folder of one run: what it is called inside, and that it can be written.
 
 ``train.log`` is everything that was said, ``metrics.jsonl`` every number,
-``tensorboard/`` the same for TensorBoard, ``config.yaml`` the resolved configuration.
+``tensorboard/`` the same for TensorBoard, ``config.yaml`` the resolved configuration,
+``checkpoints/`` what another run can go on from.
 """
 
+import json
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from tessera.errors import OutputPathError
+
+CHECKPOINTS: Final = "checkpoints"
 
 _NAMES: Final = (
     *("train.log", "metrics.jsonl", "tensorboard", "profile", "config.yaml"),
@@ -55,7 +61,9 @@ class RunFolder:
         return self.path / "config.yaml"
 
 
-def open_run_folder(path: Path, config_text: str) -> RunFolder:
+def open_run_folder(
+    path: Path, config_text: str, continued_step: int | None = None
+) -> RunFolder:
     """Make a run's folder and write its configuration, before anything is compiled.
 
     What an earlier run left there is neither overwritten nor added to: it is renamed,
@@ -64,16 +72,22 @@ def open_run_folder(path: Path, config_text: str) -> RunFolder:
     Args:
       path: The folder; its parents are made too.
       config_text: For ``config.yaml``.
+      continued_step: The step that the run goes on from where that is the folder's own.
+        Its checkpoints stay, and ``metrics.jsonl`` begins with the numbers up to that
+        step, so that it holds the whole curve.
 
     Raises:
       OutputPathError: [T504] the folder cannot be made or written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        folder = RunFolder(path, kept=_set_aside(path))
+        names = _NAMES if continued_step is not None else (*_NAMES, CHECKPOINTS)
+        folder = RunFolder(path, kept=_set_aside(path, names))
         folder.config.write_text(config_text, encoding="utf-8")
         folder.log.touch()
         folder.metrics.touch()
+        if continued_step is not None:
+            _carry_numbers(folder, continued_step)
         folder.tensorboard.mkdir()
     except (OSError, ValueError) as error:
         raise cannot_write(path, error) from error
@@ -97,13 +111,25 @@ def cannot_write(path: Path, error: Exception) -> OutputPathError:
     )
 
 
-def _set_aside(path: Path) -> tuple[Path, ...]:
+def _carry_numbers(folder: RunFolder, step: int) -> None:
+    """Begin ``metrics.jsonl`` with the earlier run's numbers up to a step."""
+    with folder.metrics.open("w", encoding="utf-8") as lines:
+        for earlier in (path for path in folder.kept if path.suffix == ".jsonl"):
+            with earlier.open(encoding="utf-8", errors="replace") as written:
+                for line in written:
+                    # A run that was killed may leave half a line.
+                    with suppress(ValueError, TypeError, KeyError):
+                        if json.loads(line)["step"] <= step:
+                            lines.write(line)
+
+
+def _set_aside(path: Path, names: Sequence[str]) -> tuple[Path, ...]:
     """Rename an earlier run's files, all with one number that none of them has."""
-    there = [name for name in _NAMES if _exists(path / name)]
+    there = [name for name in names if _exists(path / name)]
     if not there:
         return ()
     number = 1
-    while any(_exists(_numbered(path / name, number)) for name in _NAMES):
+    while any(_exists(_numbered(path / name, number)) for name in names):
         number += 1
     return tuple((path / name).rename(_numbered(path / name, number)) for name in there)
 

@@ -87,3 +87,32 @@ def test_a_full_disk_is_said(tmp_path, monkeypatch):
 def test_an_error_without_a_file_names_the_path_that_was_tried():
     error = cannot_write(Path("x"), OSError(errno.EIO, "Input/output error"))
     assert error.got == "x: Input/output error"
+
+
+# --- a run that goes on
+
+
+def test_a_run_that_goes_on_keeps_checkpoints_and_the_curve_so_far(tmp_path):
+    folder = open_run_folder(tmp_path, "run: 0\n")
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    lines = [f'{{"step": {step}, "loss": 0.1}}\n' for step in (1, 2, 3)]
+    folder.metrics.write_text("".join(lines) + '{"step": 4, "lo')
+    folder = open_run_folder(tmp_path, "run: 1\n", continued_step=2)
+    assert folder.metrics.read_text() == "".join(lines[:2])
+    assert (tmp_path / "checkpoints" / "2").is_dir()
+    assert (tmp_path / "metrics.1.jsonl").read_text().endswith('"lo')
+    assert [path.name for path in folder.kept] == [
+        "train.1.log",
+        "metrics.1.jsonl",
+        "tensorboard.1",
+        "config.1.yaml",
+    ]
+
+
+def test_a_run_that_begins_anew_leaves_another_s_checkpoints_aside(tmp_path):
+    open_run_folder(tmp_path, "run: 0\n")
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    folder = open_run_folder(tmp_path, "run: 1\n")
+    assert folder.kept[-1] == tmp_path / "checkpoints.1"
+    assert (tmp_path / "checkpoints.1" / "2").is_dir()
+    assert not (tmp_path / "checkpoints").exists()

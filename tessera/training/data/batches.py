@@ -4,6 +4,7 @@
 Global batch b holds the rows ``order[b*B : (b+1)*B]``, and process p of P the p-th of
 P equal parts of it, whatever P is. In training ``order`` is one random permutation of
 the rows after another; in validation it is one permutation, the same for every seed.
+Training may begin at any row of ``order``: that is all the state that a reader has.
 """
 
 import hashlib
@@ -66,17 +67,18 @@ class Share:
 class _SharedRows:
     """This process's rows of every global batch, in order; a source for grain."""
 
-    def __init__(self, rows: _Rows, share: Share) -> None:
-        self._rows, self._share = rows, share
+    def __init__(self, rows: _Rows, share: Share, start_row: int) -> None:
+        self._rows, self._share, self._start = rows, share, start_row
 
     def __len__(self) -> int:
-        return len(self._rows) // self._share.batch_size * self._share.local_size
+        batches = (len(self._rows) - self._start) // self._share.batch_size
+        return batches * self._share.local_size
 
     def __getitem__(self, index: int) -> Batch | None:
         share = self._share
         batch, offset = divmod(index, share.local_size)
         first, offset = batch * share.batch_size, share.row(offset)
-        return self._rows[first + offset]
+        return self._rows[self._start + first + offset]
 
 
 class _FilledRows:
@@ -93,18 +95,32 @@ class _FilledRows:
 
 
 def train_batches(
-    rows: PackedRows, share: Share, *, seed: int, start_step: int, prefetch: int
+    rows: PackedRows, share: Share, *, seed: int, start_row: int, prefetch: int
 ) -> Generator[Batch, None, None]:
-    """Batches without end, from global batch ``start_step`` on.
+    """Batches without end, from row ``start_row`` of the order on.
 
     Each pass over the rows has its own order, which ``seed`` decides. A batch may hold
     the end of one pass and the beginning of the next, so that no row is passed over.
     """
+    shuffled = grain.MapDataset.source(rows).shuffle(_grain_seed(seed))
+    return _batches(shuffled.repeat(), share, start_row, prefetch)
+
+
+def order_fingerprint(num_rows: int, seed: int) -> str:
+    """Sixteen hex digits of the order in which training reads its rows.
+
+    Two versions of grain that shuffle in different ways give different ones.
+    """
+    order = grain.MapDataset.range(num_rows).shuffle(_grain_seed(seed)).repeat()
+    first = [order[index] for index in range(64)] if num_rows else []
+    return hashlib.blake2b(repr(first).encode(), digest_size=8).hexdigest()
+
+
+def _grain_seed(seed: int) -> int:
     # grain's order in pass e depends on seed + e: seeds that are neighbors would share
     # their orders.
     digest = hashlib.blake2b(f"shuffle/{seed}".encode(), digest_size=4).digest()
-    shuffled = grain.MapDataset.source(rows).shuffle(int.from_bytes(digest, "big"))
-    return _batches(shuffled.repeat(), share, start_step, prefetch)
+    return int.from_bytes(digest, "big")
 
 
 def validation_batches(
@@ -117,18 +133,16 @@ def validation_batches(
 
 
 def _batches(
-    rows: _Rows, share: Share, start_step: int, prefetch: int
+    rows: _Rows, share: Share, start_row: int, prefetch: int
 ) -> Generator[Batch, None, None]:
-    assert start_step >= 0, f"start_step is {start_step}"
+    assert start_row >= 0, f"start_row is {start_row}"
     # One thread: two would only take turns at the interpreter lock.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
-    source = grain.MapDataset.source(_SharedRows(rows, share))
+    source = grain.MapDataset.source(_SharedRows(rows, share, start_row))
     # Dropping the remainder, of which there is none, keeps the length an integer: grain
     # divides in floats otherwise, and the length of an endless source overflows.
     batches = source.batch(share.local_size, drop_remainder=True)
-    iterator = iter(batches.to_iter_dataset(options))
-    iterator.set_state({"next_index": start_step})
-    return closing(iterator)
+    return closing(iter(batches.to_iter_dataset(options)))
 
 
 def closing(iterator: grain.DatasetIterator[Batch]) -> Generator[Batch, None, None]:

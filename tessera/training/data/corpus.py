@@ -6,14 +6,19 @@ DataConfig -> documents (train, validation) -> ids -> TokenStream -> rows -> bat
 
 import hashlib
 import platform
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
 from tessera.errors import EmptyDataError, SettingValueError, VocabularyError
-from tessera.training.data.batches import Share, train_batches, validation_batches
+from tessera.training.data.batches import (
+    Share,
+    order_fingerprint,
+    train_batches,
+    validation_batches,
+)
 from tessera.training.data.config import DataConfig, check
 from tessera.training.data.documents import Document, list_files, list_stdlib, split
 from tessera.training.data.packing import Batch, PackedRows, TokenStream, join
@@ -27,6 +32,15 @@ class Split:
 
     rows: PackedRows
     num_bytes: int
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits of the tokens, and of where documents begin."""
+        stream, digest = self.rows.stream, hashlib.blake2b(digest_size=8)
+        digest.update(stream.tokens.data)
+        digest.update(stream.starts.data)
+        digest.update(f"{stream.tokens.dtype} {stream.is_separated}".encode())
+        return digest.hexdigest()
 
     def __str__(self) -> str:
         stream, length = self.rows.stream, self.rows.sequence_length
@@ -59,21 +73,21 @@ class Corpus:
         batch_size: int,
         process_index: int = 0,
         process_count: int = 1,
-        start_step: int = 0,
+        start_row: int = 0,
         *,
         microbatches: int = 1,
     ) -> Generator[Batch, None, None]:
         """Shuffled batches without end, made ahead in a thread.
 
-        The order depends on the corpus, its seed and ``batch_size`` alone: any number
-        of processes reads the same global batches, each its own part of them, and
-        ``start_step=k`` goes on where k batches were taken.
+        The order of the rows depends on the corpus and its seed alone. Any number of
+        processes reads the same global batches, each its own part of them, and
+        ``start_row=n`` goes on where n rows were read, in batches of whatever size.
 
         Args:
           batch_size: Rows of the global batch.
           process_index: This process.
           process_count: How many processes share each batch; divides ``batch_size``.
-          start_step: The first global batch to give.
+          start_row: How many rows of the order to pass over.
           microbatches: Each batch is so many smaller ones in a row, of which a
             process reads its part one after the other.
 
@@ -89,7 +103,7 @@ class Corpus:
         if len(rows) < batch_size:
             raise _too_small(rows, batch_size)
         return train_batches(
-            rows, share, seed=self.seed, start_step=start_step, prefetch=self.prefetch
+            rows, share, seed=self.seed, start_row=start_row, prefetch=self.prefetch
         )
 
     def validation(
@@ -120,15 +134,23 @@ class Corpus:
     @cached_property
     def fingerprint(self) -> str:
         """Sixteen hex digits that change when any batch would."""
-        digest = hashlib.blake2b(digest_size=8)
-        for side in (self.train_split, self.validation_split):
-            stream = side.rows.stream
-            digest.update(stream.tokens.data)
-            digest.update(stream.starts.data)
-            digest.update(f"{stream.tokens.dtype} {stream.is_separated}".encode())
         length = self.train_split.rows.sequence_length
-        digest.update(f"{length} {self.seed}".encode())
-        return digest.hexdigest()
+        sides = self.train_split.fingerprint, self.validation_split.fingerprint
+        said = f"{sides} {length} {self.seed}"
+        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+
+    @cached_property
+    def order(self) -> Mapping[str, str | int]:
+        """What decides which row training reads when; a cursor is of one order."""
+        rows, tokenizer = self.train_split.rows, self.tokenizer
+        return {
+            "text": self.train_split.fingerprint,
+            "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab_size} ids",
+            "sequence_length": rows.sequence_length,
+            "rows": len(rows),
+            "seed": self.seed,
+            "shuffle": order_fingerprint(len(rows), self.seed),
+        }
 
     def describe(self) -> str:
         """A few lines for the log: the source, the tokenizer, the two splits."""

@@ -16,6 +16,7 @@ from tessera.errors import BatchSizeError
 from tessera.training.data.batches import (
     Share,
     closing,
+    order_fingerprint,
     train_batches,
     validation_batches,
 )
@@ -32,7 +33,7 @@ def rows_of(count: int) -> PackedRows:
 def train(rows, batch_size, steps, *, process=0, of=1, seed=0, start=0, prefetch=2):
     """Which rows each of the next batches holds: [steps, rows of this process]."""
     share = Share(batch_size, process, of)
-    batches = train_batches(rows, share, seed=seed, start_step=start, prefetch=prefetch)
+    batches = train_batches(rows, share, seed=seed, start_row=start, prefetch=prefetch)
     taken = [batch["tokens"][:, 0] // 2 for batch in islice(batches, steps)]
     batches.close()
     return np.stack(taken)
@@ -80,8 +81,29 @@ def test_processes_together_read_what_one_reads(count, num_rows, seed):
 def test_a_run_goes_on_where_it_stopped(start, prefetch):
     rows = rows_of(500)
     whole = train(rows, 60, 12)  # into the second pass
-    resumed = train(rows, 60, 12 - start, start=start, prefetch=prefetch)
+    resumed = train(rows, 60, 12 - start, start=60 * start, prefetch=prefetch)
     np.testing.assert_array_equal(resumed, whole[start:])
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 9), st.sampled_from([5, 6, 20, 60]), st.sampled_from([1, 5]))
+def test_batches_of_another_size_go_on_with_the_next_row(steps, size, processes):
+    rows = rows_of(70)
+    order = train(rows, 30, 20).reshape(-1)  # into the ninth pass
+    read, size = 30 * steps, size - size % processes or processes
+    parts = [
+        train(rows, size, 4, start=read, process=process, of=processes)
+        for process in range(processes)
+    ]
+    resumed = np.concatenate(parts, axis=1).reshape(-1)
+    np.testing.assert_array_equal(resumed, order[read : read + resumed.size])
+
+
+def test_the_fingerprint_of_an_order_knows_rows_and_seed():
+    marks = [order_fingerprint(50, 0), order_fingerprint(50, 1)]
+    marks += [order_fingerprint(51, 0), order_fingerprint(50, 0)]
+    assert len(set(marks)) == 3
+    assert marks[0] == marks[3]
 
 
 def validate(rows, batch_size, *, process=0, of=1):
@@ -127,9 +149,7 @@ def loader_threads() -> list[threading.Thread]:
 
 def test_no_thread_is_left_when_batches_end_or_are_closed():
     before = loader_threads()
-    endless = train_batches(
-        rows_of(9), Share(3, 0, 1), seed=0, start_step=0, prefetch=2
-    )
+    endless = train_batches(rows_of(9), Share(3, 0, 1), seed=0, start_row=0, prefetch=2)
     next(endless)
     finite = validation_batches(rows_of(9), Share(3, 0, 1), prefetch=2)
     next(finite)

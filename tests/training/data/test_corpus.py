@@ -104,6 +104,20 @@ def test_the_fingerprint_changes_with_text_seed_and_length(folder):
     assert len(set(marks)) == 4
 
 
+def test_the_order_names_what_decides_it(folder):
+    order = corpus(folder).order
+    assert order == {
+        "text": corpus(folder).train_split.fingerprint,
+        "tokenizer": "bytes, 257 ids",
+        "sequence_length": 8,
+        "rows": len(corpus(folder).train_split.rows),
+        "seed": 0,
+        "shuffle": corpus(folder).order["shuffle"],
+    }
+    changed = corpus(folder, seed=1).order
+    assert {key for key in order if order[key] != changed[key]} == {"seed", "shuffle"}
+
+
 def test_synthetic_data_takes_the_model_s_vocabulary():
     made = corpus(
         name="synthetic", vocab_size=99, synthetic=SyntheticConfig(tokens=5000)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays to files and back, by Orbax. Nothing else in Tessera knows Orbax.
+
+Each process writes its own shards, each replica once, and reads the parts that its
+devices need, whatever mesh wrote them. Nothing is compressed: trained numbers hardly
+shrink, and the processor is the training's. Orbax and TensorStore read JSON and bytes;
+there is no pickle on any path.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import orbax.checkpoint as ocp
+
+Arrays: TypeAlias = Mapping[str, jax.Array]
+Structs: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
+
+
+def start_writing(path: Path, arrays: Arrays) -> Callable[[], None]:
+    """Begin to write arrays into a new folder; every process calls it.
+
+    It returns once the arrays may be donated or changed.
+
+    Args:
+      path: Is not there before, and not there again before all is written.
+      arrays: By name.
+
+    Returns:
+      A function that waits for the end of it, for any thread to call once; it raises
+      what went wrong.
+    """
+    _hush()
+    writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+    try:
+        writer.save(path.absolute(), args=ocp.args.PyTreeSave(dict(arrays)))
+    except BaseException:
+        writer.close()
+        raise
+
+    def finish() -> None:
+        try:
+            writer.wait_until_finished()
+        finally:
+            writer.close()
+
+    return finish
+
+
+def read(path: Path, targets: Structs) -> dict[str, jax.Array]:
+    """Read arrays, each with the shape, dtype and sharding that it has here.
+
+    Every process calls it. Shapes and dtypes have to be those that were written: Orbax
+    would cast.
+
+    Args:
+      path: What ``start_writing`` wrote.
+      targets: Some or all of the arrays, with shardings.
+    """
+    _hush()
+
+    def how(target: jax.ShapeDtypeStruct) -> Any:
+        return ocp.ArrayRestoreArgs(
+            sharding=target.sharding, global_shape=target.shape, dtype=target.dtype
+        )
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(
+            path.absolute(),
+            args=ocp.args.PyTreeRestore(
+                item=dict(targets),
+                restore_args={name: how(target) for name, target in targets.items()},
+                partial_restore=True,
+            ),
+        )
+
+
+def _hush() -> None:
+    """Leave out what Orbax logs: what matters of it is in the errors that it raises."""
+    logging.getLogger("absl").addFilter(_is_not_orbax)
+
+
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cursors: rows are counted, and another order is refused unless asked for."""
+
+import dataclasses
+
+import pytest
+
+from tessera.errors import DataChangedError
+from tessera.training.data import DataConfig, SyntheticConfig, load
+from tessera.training.data.cursor import Cursor
+
+
+def corpus(*, tokens=4000, seed=0, sequence_length=8, noise=0.0):
+    config = DataConfig(
+        name="synthetic", synthetic=SyntheticConfig(tokens=tokens, noise=noise)
+    )
+    return load(config, sequence_length=sequence_length, seed=seed, vocab_size=64)
+
+
+def test_a_cursor_counts_rows():
+    cursor = Cursor.beginning(corpus()).moved(16).moved(8)
+    assert cursor.rows == 24
+    assert cursor.resumed(corpus()) == cursor
+
+
+def test_a_cursor_goes_on_where_only_validation_has_changed():
+    before = corpus()
+    after = dataclasses.replace(before, validation_split=before.train_split)
+    assert before.fingerprint != after.fingerprint
+    assert Cursor(8, before.order).resumed(after).rows == 8
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"seed": 1}, "training.seed: 0 -> 1"),
+        ({"sequence_length": 16}, "training.sequence_length: 8 -> 16"),
+        ({"tokens": 4100}, "the text that is trained on: "),
+        ({"noise": 0.5}, "the text that is trained on: "),
+    ],
+)
+def test_another_order_is_refused_by_name(changed, named):
+    cursor = Cursor.beginning(corpus()).moved(1234)
+    with pytest.raises(DataChangedError) as caught:
+        cursor.resumed(corpus(**changed))
+    assert named in str(caught.value)
+    assert "cannot go on at row 1,234" in str(caught.value)
+
+
+def test_the_message_lists_what_differs_and_both_ways_out():
+    with pytest.raises(DataChangedError) as caught:
+        Cursor(5, {**corpus().order, "tokenizer": "bytes, 257 ids"}).resumed(corpus())
+    assert str(caught.value) == (
+        "[T803] the run cannot go on at row 5: its data has changed\n"
+        "  got: data.tokenizer: bytes, 257 ids -> synthetic, 64 ids\n"
+        "  fix: use the data, seed and sequence length of the checkpoint, or begin "
+        "this data at its first row: training.resume_data=restart\n"
+        "  docs: docs/errors/T803.md"
+    )
+
+
+def test_a_restart_begins_at_the_first_row_of_what_there_is_now():
+    now = corpus(seed=1)
+    cursor = Cursor.beginning(corpus()).moved(1234)
+    assert cursor.resumed(now, "restart") == Cursor(0, now.order)
