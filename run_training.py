@@ -6,15 +6,17 @@
 ``--help`` lists every setting; docs/configuration.md explains them.
 """
 
+import os
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
-
-import jax
 
 from tessera.graph.profile_report import of_program
 from tessera.mesh import Mesh
+from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.devices import prepare_devices
-from tessera.training.checkpoints.resuming import choose
+from tessera.runtime.processes import Processes, Timeouts, joined
+from tessera.training.checkpoints.resuming import Choice, choose
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.command_line import Composed, run_from_command_line
 from tessera.training.config import Settings
@@ -28,9 +30,15 @@ from tessera.training.summary import dry_run_text, run_rows
 
 
 def main(composed: Composed) -> None:
-    """One run, from its composed configuration."""
+    """One run, from its composed configuration, in this process and others."""
+    with join(composed) as here:
+        train(composed, here)
+
+
+def train(composed: Composed, here: Processes) -> None:
+    """This process's part of the run."""
     settings = composed.settings
-    told = prepare(settings)
+    told = f"{here.cluster}\n{prepare(settings, here.count)}"
     job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))
     job.check()
     if settings.training.dry_run:
@@ -40,16 +48,20 @@ def main(composed: Composed) -> None:
         return
     # Nothing is written before everything that can be wrong was looked at.
     corpus = job.load_data()
-    choice = choose(settings.training.resume, composed.output_dir)
+    choice = choose_start(settings.training.resume, here)
     told += "".join(f"\n{line}" for line in choice.check(job, corpus, composed.text))
-    rank, count = jax.process_index(), jax.process_count()
     folder = None
-    if rank == 0:
+    if here.rank == 0:
         folder = open_run_folder(choice.output_dir, composed.text, choice.own_step)
     log_file = folder.log if folder else None
     with (
         MetricWriter(folder) as writer,
-        Console(log_file, rank=rank, num_processes=count) as console,
+        # The launcher says whose line it is.
+        Console(
+            log_file,
+            rank=here.rank,
+            num_processes=1 if here.is_launched else here.count,
+        ) as console,
         Checkpoints(job, choice.root, composed.text, choice.own_step) as checkpoints,
     ):
         console.show_configuration(composed.text)
@@ -58,7 +70,11 @@ def main(composed: Composed) -> None:
         log.info("%s", told)
         log.info("%s", corpus.describe())
         log.info("compiling the step")
+        here.watchdog.enter("compile")
         console.show_run_table(run_rows(job))
+        if here.count > 1:
+            here.compare("step", *job.step_facts())
+        here.watchdog.enter("startup")
         window = None
         training = settings.training
         if training.profile_communication and folder is not None:
@@ -70,13 +86,50 @@ def main(composed: Composed) -> None:
                 active=training.profile_active,
             )
         Trainer(
-            job, corpus, console, writer, window, checkpoints, choice.checkpoint
+            *(job, corpus, console, writer, window, checkpoints, choice.checkpoint),
+            enter=here.watchdog.enter,
         ).run()
+        here.watchdog.enter("save")
         checkpoints.wait()
         log.info("the run is in %s", choice.output_dir)
 
 
-def prepare(settings: Settings) -> str:
+def join(composed: Composed) -> AbstractContextManager[Processes]:
+    """The processes of the run; a dry run is one of its own."""
+    runtime = composed.settings.runtime
+    same = {k: v for k, v in composed.flat.items() if k != "runtime.process_id"}
+    return joined(
+        Cluster(source="a dry run")
+        if composed.settings.training.dry_run
+        else detect(
+            os.environ,
+            coordinator_address=runtime.coordinator_address,
+            num_processes=runtime.num_processes,
+            process_id=runtime.process_id,
+        ),
+        {"configuration": same},
+        shared=str(composed.output_dir.absolute()),
+        platform=runtime.platform,
+        timeouts=Timeouts(
+            runtime.rendezvous_timeout,
+            runtime.heartbeat_timeout,
+            runtime.shutdown_timeout,
+        ),
+        deadlines={
+            phase: getattr(runtime, f"{phase}_deadline")
+            for phase in ("startup", "compile", "step", "evaluation", "save")
+        },
+    )
+
+
+def choose_start(resume: str, here: Processes) -> Choice:
+    """What the run begins with; what it left itself, when the launcher restarts it."""
+    folder = Path(here.shared)
+    own = choose("auto", folder) if here.attempt else None
+    return own if own and own.checkpoint else choose(resume, folder)
+
+
+def prepare(settings: Settings, num_processes: int) -> str:
     """Find the devices that the mesh asks for, or simulate them; what the log says."""
     sizes, axes = settings.model.mesh_shape
     return prepare_devices(
@@ -84,6 +137,7 @@ def prepare(settings: Settings) -> str:
         1 if settings.training.dry_run else settings.model.num_devices,
         settings.runtime.platform,
         axes=dict(zip(axes, sizes, strict=True)),
+        num_processes=num_processes,
     )
 
 

@@ -140,7 +140,8 @@ def joined(
 ) -> Iterator[Processes]:
     """Join the other processes for the length of a ``with`` block.
 
-    Until a program handles SIGUSR1 itself, it shows the stacks of all threads.
+    Unless the program handles SIGUSR1 itself, it shows the stacks of all threads where
+    there are several processes or a launcher.
 
     An exception that leaves the block ends a process of several at once: it shows the
     exception and waits for nobody, so that nothing is written after it.
@@ -162,11 +163,8 @@ def joined(
     launched = Launched.find(os.environ)
     watchdog = _watchdog(cluster, deadlines or {}, launched)
     watchdog.start()
-    if (
-        hasattr(signal, "SIGUSR1")
-        and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    ):
-        faulthandler.register(signal.SIGUSR1)
+    if launched is not None or cluster.coordinator is not None:
+        _show_stacks_on_request()
     if launched is not None and cluster.rank == 0:
         shared = launched.first_shared(shared)
     try:
@@ -285,6 +283,13 @@ def _connect(cluster: Cluster, platform: str, timeouts: Timeouts) -> None:
         shutdown_timeout_seconds=timeouts.shutdown,
         coordinator_bind_address=address if is_loopback(host) else None,
     )
+
+
+def _show_stacks_on_request() -> None:
+    """Let SIGUSR1 show stacks, which would end the process otherwise."""
+    stream, number = sys.__stderr__, signal.SIGUSR1
+    if stream is not None and signal.getsignal(number) == signal.SIG_DFL:
+        faulthandler.register(number, file=stream)
 
 
 def _publish_phases(watchdog: Watchdog, rank: int) -> None:
