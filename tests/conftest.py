@@ -59,5 +59,5 @@ def quick_compile() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
-    # JAX would run a program that it has, and a test of bits finds the last one changed.
+    # JAX would run the programs that it has, and tests of bits would see it.
     jax.clear_caches()
