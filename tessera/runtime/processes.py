@@ -310,6 +310,8 @@ def _end(error: BaseException) -> None:
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else exit_codes.FAILURE
     else:
+        if isinstance(error, KeyboardInterrupt):
+            code = exit_codes.exit_code_of(-signal.SIGINT)
         traceback.print_exception(error)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

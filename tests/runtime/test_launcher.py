@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher's own parts, without ranks of JAX."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tessera import errors
+from tessera.runtime import exit_codes
+from tessera.runtime.launcher import Launcher, Plan
+
+ROOT = Path(__file__).parents[2]
+
+# The package tessera imports JAX, and Python imports it before any of its modules.
+WITHOUT_THE_PACKAGE = """
+import sys, types
+package = types.ModuleType("tessera")
+package.__path__ = [sys.argv[1]]
+sys.modules["tessera"] = package
+import tessera.runtime.launch_options, tessera.runtime.launcher
+print("jax" in sys.modules)
+"""
+
+
+def test_no_module_of_the_launcher_imports_jax():
+    command = [sys.executable, "-c", WITHOUT_THE_PACKAGE, str(ROOT / "tessera")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n"
+
+
+def test_every_exit_code_is_in_the_table():
+    page = (ROOT / "docs/reliability.md").read_text()
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
+    codes = {
+        value
+        for value in vars(exit_codes).values()
+        if type(value) is int and value != exit_codes.ENDED
+    }
+    assert codes <= listed
+    assert str(exit_codes.ENDED) in page
+    assert {
+        kind.exit_code
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.TesseraError)
+    } <= listed
+
+
+@pytest.mark.parametrize(("returncode", "code"), [(0, 0), (76, 76), (-9, 137)])
+def test_a_signal_is_128_and_its_number(returncode, code):
+    assert exit_codes.exit_code_of(returncode) == code
+
+
+def launch(program: str, **options) -> int:
+    """The exit code of two ranks of a program that is given as text."""
+    plan = Plan(
+        (sys.executable, "-c", program),
+        num_local=2,
+        first_rank=0,
+        world_size=2,
+        coordinator=None,
+        grace=2.0,
+        **options,
+    )
+    return Launcher(plan, os.environ).run()
+
+
+def test_any_program_can_be_launched_and_sees_torchruns_variables(capfdbinary):
+    program = "import os; e = os.environ; print(e['RANK'], e['WORLD_SIZE'])"
+    assert launch(program) == 0
+    said = capfdbinary.readouterr().out.decode().splitlines()
+    assert sorted(said) == ["[rank 0] 0 2", "[rank 1] 1 2"]
+
+
+def test_a_mistake_of_the_user_is_not_tried_again(capfd):
+    assert launch("import sys; sys.exit(2)", max_restarts=3) == 2
+    assert "restart" not in capfd.readouterr().err
+
+
+def test_restarts_are_bounded(capfd):
+    assert launch("import sys; sys.exit(5)", max_restarts=2) == 5
+    assert capfd.readouterr().err.count("] restart ") == 2
+
+
+def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path, capfd):
+    program = (
+        "import os, subprocess, sys\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(600)'])\n"
+        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+    )
+    assert launch(program) == 0
+    pid = int((tmp_path / "pid").read_text())
+    stat = Path(f"/proc/{pid}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    capfd.readouterr()
+
+
+def test_output_that_is_not_text_or_has_no_end_is_shown_as_it_is(capfdbinary):
+    program = (
+        "import os, sys\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    sys.stdout.buffer.write(b'\\xff half a line')\n"
+    )
+    assert launch(program) == 0
+    assert capfdbinary.readouterr().out == b"[rank 1] \xff half a line\n"
