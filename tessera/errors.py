@@ -363,6 +363,12 @@ class SettingConflictError(TesseraError, ValueError):
     code = "T507"
 
 
+class NonFiniteError(TesseraError, ValueError):
+    """The loss or the gradients were not finite for too many steps in a row."""
+
+    code = "T508"
+
+
 # --- T6xx: data
 
 

@@ -64,6 +64,9 @@ class TrainingConfig:
         pipeline's microbatches are those of gradient_accumulation_steps.
       pipeline_chunks: Runs of layers on each device of pp; 1 but for interleaved.
       clip_norm: Scale the gradients down to this global norm; null never does.
+      max_skipped_steps: Steps in a row that may be skipped, which is what becomes of a
+        step whose loss or gradients are not finite: nothing is learned from it. One
+        more ends the run. fp16 has a bound of its own, the smallest loss scale.
       log_every: Steps between two log lines.
       validate_every: Steps between two validations; 0 validates after the last only.
       validation_batches: Batches in each validation.
@@ -102,6 +105,7 @@ class TrainingConfig:
     pipeline_schedule: str = setting("1f1b", choices=SCHEDULE_NAMES)
     pipeline_chunks: int = setting(1, least=1)
     clip_norm: float | None = setting(1.0, above=0)
+    max_skipped_steps: int = setting(3, least=0)
     log_every: int = setting(10, least=1)
     validate_every: int = setting(100, least=0)
     validation_batches: int = setting(8, least=1)

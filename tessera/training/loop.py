@@ -5,10 +5,11 @@ The loop never waits for the step that it has just started. It reads the metrics
 oldest step in flight, which bounds how far it runs ahead and paces the log.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -21,12 +22,12 @@ from jax.sharding import PartitionSpec
 
 from tessera.analysis.flops import count
 from tessera.analysis.peaks import mfu, peak_flops
-from tessera.errors import LossScaleError
+from tessera.errors import CheckpointWriteError, LossScaleError, NonFiniteError
 from tessera.models.sampling import generate
 from tessera.training.checkpoints.folder import Checkpoint
 from tessera.training.checkpoints.restoring import Restoration
 from tessera.training.checkpoints.saving import Checkpoints
-from tessera.training.console import Console, Progress
+from tessera.training.console import Console, Progress, log
 from tessera.training.data import Corpus
 from tessera.training.data.cursor import Cursor
 from tessera.training.job import Job
@@ -93,6 +94,7 @@ class Trainer:
         self._evaluate = make_eval_step(job.recipe)
         self._flights: deque[_Flight] = deque()
         self._read_at = 0.0
+        self._skipped_in_a_row = 0
 
     def run(self) -> TrainState:
         """Train for all steps that are left, validate, and show a sample.
@@ -101,6 +103,7 @@ class Trainer:
           CheckpointMismatchError: [T802] the checkpoint holds other arrays.
           DataChangedError: [T803] the checkpoint is of other data.
           LossScaleError: [T506] fp16 overflows at the smallest loss scale.
+          NonFiniteError: [T508] too many steps in a row were skipped.
         """
         job, training = self.job, self.job.settings.training
         rows = job.settings.rows_per_step(job.mesh)
@@ -184,6 +187,7 @@ class Trainer:
         now = time.perf_counter()
         seconds, self._read_at = now - self._read_at, now
         self._check_scale(flight.step, numbers)
+        self._count_skipped(flight.step, numbers)
         training, mesh = self.job.settings.training, self.job.mesh
         numbers["tokens_per_second"] = numbers.pop("tokens") / seconds
         numbers["step_seconds"] = seconds
@@ -215,6 +219,40 @@ class Trainer:
             f"fp16 gradients overflow at step {step} with the smallest loss scale",
             got=f"loss scale {numbers['loss_scale']:g}, loss {numbers['loss']:g}",
             fix="use training.mixed_precision=bf16, or a lower optimizer.learning_rate",
+        )
+
+    def _count_skipped(self, step: int, numbers: Numbers) -> None:
+        """Add to the numbers whether the step was skipped; stop at one too many.
+
+        The step itself has decided it by the same two numbers. Those that were started
+        since change nothing that is kept: no checkpoint is begun with steps unread.
+        """
+        loss, norm = numbers["loss"], numbers["grad_norm"]
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._skipped_in_a_row = in_a_row
+        numbers |= {"skipped": float(skipped), "skipped_in_a_row": float(in_a_row)}
+        if not skipped or self.job.loss_scale is not None:
+            return
+        log.warning(
+            "step %d is skipped, the parameters stay as they are: loss %g, norm of the "
+            "gradients %g",
+            *(step, loss, norm),
+        )
+        most = self.job.settings.training.max_skipped_steps
+        if in_a_row <= most:
+            return
+        last = "the run keeps no checkpoints"
+        if self._checkpoints is not None:
+            with suppress(CheckpointWriteError):  # which the log has said
+                self._checkpoints.wait()
+            last = self._checkpoints.last_said()
+        raise NonFiniteError(
+            f"no finite loss and gradients at step {step}, and so {in_a_row} times in "
+            f"a row, of which training.max_skipped_steps={most} may be skipped",
+            got=f"loss {loss:g}, norm of the gradients {norm:g}",
+            fix="look for the cause in the data or in a learning rate that is too "
+            f"high; {last}",
         )
 
     def _peak_memory(self) -> int | None:

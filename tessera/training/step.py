@@ -9,14 +9,14 @@ batch, however many tokens of each microbatch count.
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tessera.graph.function import Function, function
 from tessera.graph.pipelining.table import Schedule
@@ -25,6 +25,7 @@ from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.models.rules import Placement
 from tessera.ops.clipping import global_norm
+from tessera.ops.loss_scale import LossScale
 from tessera.ops.losses import cross_entropy
 from tessera.scope import autocast, constrain
 from tessera.training.compression import AXIS, CompressedExchange
@@ -118,6 +119,10 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
     (``overflow``), how many steps' did so far (``overflows``), and how many in a row
     did with the smallest scale (``stalled_overflows``).
 
+    Where ``loss`` or ``grad_norm`` is not finite nothing is learned: but for a loss
+    scale the new state is the old one. Both are sums over all devices, so that all of
+    them decide alike.
+
     Args:
       recipe: What the step is made of.
       state: A state or its shapes, for the layouts.
@@ -142,9 +147,12 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
         }
         if recipe.offload_optimizer:
             state = replace(state, optimizer=fetched(state.optimizer))
-        new = replace(_updated(recipe, state, gradients), residual=residual)
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        new = _updated(recipe, state, gradients, residual, finite)
         if state.loss_scale is not None:
-            new, metrics = _unless_overflow(state, new, metrics)
+            scale = state.loss_scale.adjust(finite)
+            metrics |= _scale_metrics(state.loss_scale, scale, finite)
+            new = replace(new, loss_scale=scale)
         if recipe.offload_optimizer:
             new = replace(new, optimizer=stored(new.optimizer))
         return new, metrics
@@ -367,29 +375,38 @@ def _sum_of_copies(gradient: Array) -> Array:
     return gradient.sum(axis=0)
 
 
-def _updated(recipe: Recipe, state: TrainState, gradients: Tree) -> TrainState:
+def _updated(
+    recipe: Recipe,
+    state: TrainState,
+    gradients: Tree,
+    residual: Tree | None,
+    finite: Bool[Array, ""],
+    norm: Float[Array, ""],
+) -> TrainState:
+    """The state after the step; the one before, where the step is not finite.
+
+    A choice of each element, and not a branch: it becomes part of the loop that
+    computes the element and has read the old one, and arrays stay where they are.
+    """
     shares = recipe.zero.hold_shares(state.params)
-    updates, optimizer = recipe.optimizer.update(gradients, state.optimizer, shares)
+    update = optax.with_extra_args_support(recipe.optimizer).update
+    if recipe.fixed_order is not None:
+        specs = state_specs(
+            recipe.model, recipe.optimizer, recipe.mesh, zero_stage=recipe.zero_stage
+        )
+        layouts = recipe.zero.optimizer_state
+        update = recipe.fixed_order.by_element(update, layouts, specs.optimizer)
+    updates, optimizer = update(gradients, state.optimizer, shares, norm=norm)
     params = optax.apply_updates(shares, recipe.zero.hold_shares(updates))
-    return replace(state, step=state.step + 1, params=params, optimizer=optimizer)
+    old = replace(state, params=shares)
+    new = TrainState(state.step + 1, params, optimizer, state.loss_scale, residual)
+    return jax.tree.map(partial(jnp.where, finite), new, old)
 
 
-def _unless_overflow(
-    old: TrainState, new: TrainState, metrics: Tree
-) -> tuple[TrainState, Tree]:
-    """The new state, or with overflowed gradients the old one, and the next scale."""
-    assert old.loss_scale is not None
-    finite = jnp.isfinite(metrics["grad_norm"])
-
-    def kept(after: Array, before: Array) -> Array:
-        return jnp.where(finite, after, before)
-
-    scale = old.loss_scale.adjust(finite)
-    metrics = {
-        **metrics,
-        "loss_scale": old.loss_scale.value,
+def _scale_metrics(used: LossScale, scale: LossScale, finite: Bool[Array, ""]) -> Tree:
+    return {
+        "loss_scale": used.value,
         "overflow": 1.0 - finite.astype(jnp.float32),
         "overflows": scale.overflows.astype(jnp.float32),
         "stalled_overflows": scale.stalled.astype(jnp.float32),
     }
-    return replace(jax.tree.map(kept, new, old), loss_scale=scale), metrics

@@ -176,9 +176,10 @@ class Checkpoints:
         self._failure = folder.cannot_write(path, error)
         if self._is_first:
             shutil.rmtree(path, ignore_errors=True)
-            log.error("%s\n%s", self._failure, self._last_said())
+            log.error("%s\n%s", self._failure, self.last_said())
 
-    def _last_said(self) -> str:
+    def last_said(self) -> str:
+        """Which checkpoint is the last complete one, as a sentence."""
         step = self.durable_step
         if step is None:
             return "there is no complete checkpoint of this run yet"
@@ -214,7 +215,7 @@ class Checkpoints:
             return
         self._join()
         if self._is_first:
-            log.warning("%s", self._last_said())
+            log.warning("%s", self.last_said())
 
 
 def named(tree: Tree) -> dict[str, Any]:
@@ -233,7 +234,7 @@ def metadata_of(job: Job, step: int, cursor: Cursor, config: str) -> Metadata:
         stages = split.stages, tuple((run.start, run.stop) for run in split.layers)
     return Metadata(
         step=step,
-        arrays={n: _stored(leaf) for n, leaf in named(job.abstract_state).items()},
+        arrays={n: Stored.of(leaf) for n, leaf in named(job.abstract_state).items()},
         mesh={axis: job.mesh.shape[axis] for axis in job.mesh.axes},
         processes=jax.process_count(),
         stages=stages,
@@ -245,17 +246,6 @@ def metadata_of(job: Job, step: int, cursor: Cursor, config: str) -> Metadata:
         config=config,
         versions=_versions(),
     )
-
-
-def _stored(leaf: jax.ShapeDtypeStruct) -> Stored:
-    spec = getattr(leaf.sharding, "spec", ())
-    axes = [() if entry is None else _as_tuple(entry) for entry in spec]
-    axes += [()] * (len(leaf.shape) - len(axes))
-    return Stored(tuple(leaf.shape), leaf.dtype.name, tuple(axes))
-
-
-def _as_tuple(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _versions() -> dict[str, str]:
