@@ -54,12 +54,17 @@ def clip_by_global_norm(gradients: Tree, max_norm: Any) -> tuple[Tree, jax.Array
     """
     _check_positive("max_norm", max_norm)
     norm = global_norm(gradients)
+    return scaled_down(gradients, norm, max_norm), norm
+
+
+def scaled_down(gradients: Tree, norm: jax.Array, max_norm: Any) -> Tree:
+    """Gradients of a known global norm, scaled down to ``max_norm`` if it is above."""
     scale = jnp.where(norm > max_norm, max_norm / norm, 1.0)
 
     def scaled(leaf: jax.Array) -> jax.Array:
         return leaf * scale.astype(leaf.dtype)
 
-    return jax.tree.map(scaled, gradients), norm
+    return jax.tree.map(scaled, gradients)
 
 
 def clip_by_value(gradients: Tree, limit: Any) -> Tree:

@@ -29,6 +29,7 @@ from tessera.training.config import (
 )
 from tessera.training.data import config as data_config
 from tessera.training.data.config import DataConfig
+from tessera.training.numerics_checks import numerics_problems
 from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.settings import as_yaml, problems_of
 
@@ -51,6 +52,7 @@ def check(settings: Settings) -> list[TesseraError]:
         *_check_profile(settings.training),
         *_check_remat(settings, mesh),
         *_check_compression(settings.training, mesh),
+        *([] if mesh is None else numerics_problems(settings, mesh)),
         *_check_pipeline(settings, mesh),
         *_check_sequences(settings, mesh),
         *_check_data(settings.data),

@@ -60,6 +60,10 @@ class TrainingConfig:
         is all of them, bf16 and int8 round them, and top_k sends the largest and keeps
         the others for later steps.
       compression_ratio: The share of its gradients that each device sends under top_k.
+      numerics: How sums over the batch are made; fast in any order, deterministic in
+        one that gives the same bits in every run and on every mesh of dp and fsdp.
+      microshards: With deterministic numerics, into how many parts the rows of a
+        microbatch are cut; the same on every mesh that is to give the same bits.
       pipeline_schedule: The order of forwards and backwards over the stages of pp. The
         pipeline's microbatches are those of gradient_accumulation_steps.
       pipeline_chunks: Runs of layers on each device of pp; 1 but for interleaved.
@@ -102,6 +106,8 @@ class TrainingConfig:
     remat: Any = setting("none")  # noqa: RUF009 - it gives a field
     gradient_compression: str = setting("none", choices=COMPRESSIONS)
     compression_ratio: float = setting(0.01, above=0, most=1)
+    numerics: str = setting("fast", choices=("fast", "deterministic"))
+    microshards: int = setting(8, least=1)
     pipeline_schedule: str = setting("1f1b", choices=SCHEDULE_NAMES)
     pipeline_chunks: int = setting(1, least=1)
     clip_norm: float | None = setting(1.0, above=0)

@@ -27,8 +27,10 @@ from tessera.training import offload
 from tessera.training.config import Settings, TrainingConfig
 from tessera.training.data import Corpus, load
 from tessera.training.feeding import Feed
+from tessera.training.numerics_checks import check_accelerator, numerics_problems
 from tessera.training.optimizers import make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
+from tessera.training.settings import joined
 from tessera.training.state import TrainState, abstract_state, state_specs
 from tessera.training.step import Recipe, batch_spec, make_train_step
 
@@ -93,6 +95,9 @@ class Job:
             offload_optimizer=training.offload_optimizer,
             schedule=self.schedule,
             compression=training.gradient_compression,
+            microshards=(
+                training.microshards if training.numerics == "deterministic" else None
+            ),
             compression_ratio=training.compression_ratio,
         )
 
@@ -200,7 +205,14 @@ class Job:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
           ShardDivisibilityError: [T201] a parameter cannot be split over its axes.
           HostMemoryError: [T703] there is no host memory to offload to.
+          SettingConflictError: [T507] numerics cannot be deterministic here.
+          BatchSizeError: [T503] a microbatch cannot be cut into its microshards.
         """
+        # A size of -1 is known only now.
+        if problems := numerics_problems(self.settings, self.mesh):
+            raise joined(problems)
+        if self.settings.training.numerics == "deterministic":
+            check_accelerator()
         self.model.layouts(self.mesh)
         if self.recipe.offload_optimizer:
             offload.check_host_memory(self.mesh)

@@ -23,12 +23,13 @@ from tessera.graph.pipelining.table import Schedule
 from tessera.graph.tracing.gradient import grad
 from tessera.mesh import Mesh
 from tessera.models.model import Model
-from tessera.models.rules import Placement
+from tessera.models.rules import NO_MESH, Placement
 from tessera.ops.clipping import global_norm
 from tessera.ops.loss_scale import LossScale
 from tessera.ops.losses import cross_entropy
 from tessera.scope import autocast, constrain
 from tessera.training.compression import AXIS, CompressedExchange
+from tessera.training.numerics import FixedOrder
 from tessera.training.offload import fetched, stored
 from tessera.training.optimizers import Schedule as LearningRate
 from tessera.training.pipelined import PipelinedModel
@@ -65,6 +66,8 @@ class Recipe:
       compression_ratio: The share of them that ``top_k`` sends.
       schedule: The order of a pipeline over ``pp``, whose microbatches are those of the
         step; None where the mesh has no such axis.
+      microshards: With deterministic numerics, into how many parts the rows of a
+        microbatch are cut; None adds in any order.
     """
 
     model: Model
@@ -79,6 +82,7 @@ class Recipe:
     compression: str = "none"
     compression_ratio: float = 0.01
     schedule: Schedule | None = None
+    microshards: int | None = None
 
     @cached_property
     def pipeline(self) -> PipelinedModel | None:
@@ -100,6 +104,13 @@ class Recipe:
         return CompressedExchange(
             self.model, self.mesh, self.compression, self.compression_ratio
         )
+
+    @cached_property
+    def fixed_order(self) -> FixedOrder | None:
+        """How sums are made where their order is fixed."""
+        if self.microshards is None:
+            return None
+        return FixedOrder(self.mesh, self.data_axes, self.microshards)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -127,6 +138,7 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
       recipe: What the step is made of.
       state: A state or its shapes, for the layouts.
     """
+    norm_of = recipe.fixed_order.norm if recipe.fixed_order else global_norm
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Tree]:
         batch = _arranged(recipe, batch)
@@ -138,17 +150,18 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
         scale = None if state.loss_scale is None else state.loss_scale.value / tokens
         share = 1.0 / _scaled(tokens, scale)
         sums, gradients, residual = _mean_gradients(recipe, state, batch, scale, share)
-        gradients = recipe.zero.hold_shares(gradients)
+        if recipe.fixed_order is None:
+            gradients = recipe.zero.hold_shares(gradients)
         metrics = {
             **jax.tree.map(share.__mul__, sums),
-            "grad_norm": global_norm(gradients),
+            "grad_norm": norm_of(gradients),
             "learning_rate": recipe.learning_rate(state.step),
             "tokens": counted,
         }
         if recipe.offload_optimizer:
             state = replace(state, optimizer=fetched(state.optimizer))
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-        new = _updated(recipe, state, gradients, residual, finite)
+        new = _updated(recipe, state, gradients, residual, finite, metrics["grad_norm"])
         if state.loss_scale is not None:
             scale = state.loss_scale.adjust(finite)
             metrics |= _scale_metrics(state.loss_scale, scale, finite)
@@ -188,6 +201,13 @@ def make_eval_step(recipe: Recipe) -> Function:
         tokens = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
         if recipe.pipeline is not None:
             return recipe.pipeline.loss(params, batch), tokens
+        if recipe.fixed_order is not None:
+            rows = {name: array[None] for name, array in batch.items()}
+
+            def loss(params: Tree, rows: Batch) -> Float[Array, ""]:
+                return _losses(recipe, params, rows, NO_MESH)[1]["loss"]
+
+            return recipe.fixed_order.summed(loss, params, rows), tokens
         place = recipe.model.place(recipe.mesh)
         return _losses(recipe, params, batch, place)[1]["loss"], tokens
 
@@ -271,6 +291,8 @@ def _summed_gradients(
         seed = _scaled(jnp.float32(1.0), scale)
         sums, gradients = recipe.pipeline.gradients(params, batch, seed)
         return _scaled(sums, scale), gradients
+    if recipe.fixed_order is not None:
+        return _summed_in_order(recipe, recipe.fixed_order, params, batch, scale)
     if recipe.sync_every > 1 and recipe.mesh.axis_size(recipe.data_axes) > 1:
         return _summed_in_groups(recipe, params, batch, scale)
     place = recipe.model.place(recipe.mesh)
@@ -297,6 +319,30 @@ def _summed_in_groups(
     groups = recipe.accumulation // recipe.sync_every
     zeros = _no_sums(recipe), _zeros(params)
     return _accumulated(group, zeros, _reshaped(batch, 0, groups))
+
+
+def _summed_in_order(
+    recipe: Recipe,
+    order: FixedOrder,
+    params: Tree,
+    batch: Batch,
+    scale: Float[Array, ""] | None,
+) -> tuple[Sums, Tree]:
+    """The same, every sum in the order that is the same on all meshes."""
+    scale = jnp.float32(1.0) if scale is None else scale
+
+    def losses(
+        params: Tree, scale: Float[Array, ""], micro: Batch
+    ) -> tuple[Float[Array, ""], Sums]:
+        return _scaled(_losses(recipe, params, micro, NO_MESH), scale)
+
+    differentiated = jax.value_and_grad(losses, has_aux=True)
+
+    def one(inputs: Tree, micro: Batch) -> tuple[Sums, Tree]:
+        (_, sums), gradients = differentiated(*inputs, micro)
+        return sums, gradients
+
+    return order.summed(one, (params, scale), batch)
 
 
 def _gradients_of_copies(

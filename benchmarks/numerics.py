@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``training.numerics=deterministic`` costs over ``fast``.
+
+For each mesh: the trainer's step with either, of one model and one batch. The times
+of a step alternate in one run, and their ratio is that of the medians.
+
+    python benchmarks/numerics.py [--quick] [--json PATH]
+"""
+
+import argparse
+from dataclasses import replace
+from statistics import median
+
+from tessera.runtime.devices import simulate_devices
+
+simulate_devices(8)
+
+import report  # noqa: E402
+from runs import Runner, prepared, random_batch  # noqa: E402
+
+from tessera.mesh import Mesh  # noqa: E402
+from tessera.models.model import Model  # noqa: E402
+from tessera.models.registry import config_of  # noqa: E402
+from tessera.training.optimizers import AdamWConfig, make_optimizer  # noqa: E402
+from tessera.training.step import Recipe  # noqa: E402
+
+MESHES = {"one device": ("dp", 1), "dp": ("dp", 4), "fsdp": ("fsdp", 4)}
+ROWS, LENGTH, MICROSHARDS = 16, 128, 8
+
+
+def recipe_on(axis: str, size: int) -> Recipe:
+    """The trainer's recipe for a small Gemma 3 on one mesh."""
+    config = replace(
+        config_of("tiny"), d_model=64, num_layers=2, mlp_dim=128, global_every=2
+    )
+    optimizer, learning_rate = make_optimizer(AdamWConfig(), steps=100, clip_norm=1.0)
+    return Recipe(
+        model=Model(config),
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        mesh=Mesh((axis,), devices=range(size)),
+    )
+
+
+def compare(name: str, rounds: int) -> report.Row:
+    """One row of the table: both step times, and their ratio."""
+    report.progress(name)
+    fast = recipe_on(*MESHES[name])
+    batch = random_batch(fast, ROWS, LENGTH)
+    steps = []
+    for recipe in (fast, replace(fast, microshards=MICROSHARDS)):
+        found = prepared(recipe, batch, None)
+        steps.append(Runner(found.step, found.state, batch))
+    report.alternate(steps, 2)
+    ours, theirs = report.alternate(steps, rounds)
+    return {
+        "mesh": name,
+        "fast ms [quartiles]": report.spread(ours),
+        "deterministic ms [quartiles]": report.spread(theirs),
+        "ratio": f"{median(theirs) / median(ours):.2f}",
+    }
+
+
+def main(options: argparse.Namespace) -> None:
+    """Print the table."""
+    rounds = 6 if options.quick else 20
+    title = f"{ROWS} × {LENGTH} tokens a step, {MICROSHARDS} microshards"
+    report.show(title, [compare(name, rounds) for name in MESHES], options.json)
+
+
+if __name__ == "__main__":
+    main(report.arguments(__doc__))

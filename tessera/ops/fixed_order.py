@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Sums in an order that no mesh changes: the same bits on 1, 2, 4 or 8 devices.
+
+A batch is cut into microshards, as many on every mesh. What is computed of each is
+compiled apart from its surroundings, and their results are added in one binary tree:
+its lower levels on each device, its upper ones between devices.
+
+  microshard   0   1   2   3   4   5   6   7
+                \ /     \ /     \ /     \ /     on 4 devices: each by itself
+                  \_____/         \_____/       devices 0-1 and 2-3
+                      \_____________/           devices 0-2 and 1-3
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+Tree: TypeAlias = Any
+
+
+def sealed(function: Callable[..., Tree], *arguments: Tree) -> Tree:
+    """``function(*arguments)``, compiled the same whatever is computed around it.
+
+    The compiler would fuse it with its neighbors, which differ from mesh to mesh, and
+    round otherwise where a product and a sum become one instruction. A branch whose
+    condition it cannot know is a border; it is always taken. (A loop is none: all that
+    it does the same in each turn is moved out of it.)
+
+    Args:
+      function: Gives a tree of arrays.
+      arguments: Trees of arrays; the first array is not empty.
+
+    Example:
+      >>> sealed(jnp.add, jnp.float32(1.0), jnp.float32(2.0))
+      Array(3., dtype=float32)
+    """
+    first = jnp.ravel(jax.tree.leaves(arguments)[0])[0]
+    bits = jax.lax.bitcast_convert_type(first, jnp.dtype(f"i{first.dtype.itemsize}"))
+    # The lowest bit of anything is at most 1.
+    always = (bits.astype(jnp.int32) & 1) < 2
+
+    def empty(*arguments: Tree) -> Tree:
+        return _zeros_like(function, *arguments)
+
+    return jax.lax.cond(always, function, empty, *arguments)
+
+
+def pairwise_sum(function: Callable[[jax.Array], Tree], count: int) -> Tree:
+    """``function(0) + ... + function(count - 1)``, added pair by pair.
+
+    At most log2(count) sums are kept at a time.
+
+    Args:
+      function: Takes an int32 scalar and gives a tree of arrays.
+      count: How many there are, a power of two.
+
+    Example:
+      >>> pairwise_sum(lambda row: row + 1, 8)
+      Array(36, dtype=int32)
+    """
+
+    def run(start: jax.Array, count: int) -> Tree:
+        if count == 1:
+            return function(start)
+        half = count // 2
+        return _sum_of_scan(lambda part: run(start + half * part, half), 2)
+
+    return run(jnp.int32(0), count)
+
+
+def sequential_sum(function: Callable[[jax.Array], Tree], count: int) -> Tree:
+    """The same from left to right, for any count."""
+    return function(jnp.int32(0)) if count == 1 else _sum_of_scan(function, count)
+
+
+def sum_over_devices(tree: Tree, axes: tuple[str, ...], size: int) -> Tree:
+    """The upper levels of the tree: inside a manual region, the sum over mesh axes.
+
+    Neighbors exchange their sums, then neighbors of pairs, and so on: log2(size)
+    exchanges of the whole. Each pair adds the same two numbers, so all devices get the
+    same bits.
+
+    Args:
+      tree: Of arrays, each device's own.
+      axes: Mesh axes, outer first.
+      size: Devices along them together, a power of two.
+    """
+    distance = 1
+    while distance < size:
+        pairs = [(device, device ^ distance) for device in range(size)]
+
+        def add(own: jax.Array, pairs: Any = pairs) -> jax.Array:
+            return own + jax.lax.ppermute(own, axes, pairs)
+
+        tree = jax.tree.map(add, tree)
+        distance *= 2
+    return tree
+
+
+def _sum_of_scan(function: Callable[[jax.Array], Tree], count: int) -> Tree:
+    empty = _zeros_like(function, jnp.int32(0))
+
+    def add(total: Tree, index: jax.Array) -> tuple[Tree, None]:
+        # Not from zero: a sum of negative zeros between devices is a negative zero.
+        def one(before: jax.Array, value: jax.Array) -> jax.Array:
+            return jnp.where(index == 0, value, before + value)
+
+        return jax.tree.map(one, total, function(index)), None
+
+    return jax.lax.scan(add, empty, jnp.arange(count, dtype=jnp.int32))[0]
+
+
+def _zeros_like(function: Callable[..., Tree], *arguments: Tree) -> Tree:
+    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(zeros, jax.eval_shape(function, *arguments))

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which runs can have deterministic numerics; the others are told why they cannot."""
+
+import os
+
+import jax
+
+from tessera.errors import (
+    BatchSizeError,
+    SettingConflictError,
+    SettingValueError,
+    TesseraError,
+)
+from tessera.mesh import Mesh
+from tessera.models.rules import Placement
+from tessera.training.config import Settings, TrainingConfig
+
+_FLAG = "--xla_gpu_deterministic_ops=true"
+
+
+def numerics_problems(settings: Settings, mesh: Mesh) -> list[TesseraError]:
+    """What keeps a run from ``training.numerics``: T502, T503 and T507."""
+    training, parts = settings.training, settings.training.microshards
+    if training.numerics != "deterministic":
+        return _unused(training)
+    if parts < 1 or parts & (parts - 1):
+        below = 1 << max(parts.bit_length() - 1, 0)
+        return [
+            SettingValueError(
+                "microshards are added in pairs, so their number is a power of two",
+                got=f"training.microshards={parts}",
+                fix=f"use training.microshards={below} or {2 * below}",
+            )
+        ]
+    conflicts = [*_of_mesh(settings, mesh), *_of_settings(settings)]
+    errors: list[TesseraError] = [
+        SettingConflictError(
+            "numerics cannot be deterministic in this run",
+            got=f"training.numerics=deterministic; {got}",
+            fix=f"{fix}, or training.numerics=fast",
+        )
+        for found, got, fix in conflicts
+        if found
+    ]
+    rows = settings.rows_per_microbatch(mesh)
+    if not errors and rows % parts:
+        each = -(-rows // parts) * parts // Placement(mesh).size("batch")
+        errors.append(
+            BatchSizeError(
+                "a microbatch cannot be cut into its microshards",
+                got=f"{rows} rows, training.microshards={parts}: {rows} / {parts} "
+                f"leaves {rows % parts}",
+                fix=f"use training.micro_batch_size={each}, or fewer microshards",
+            )
+        )
+    return errors
+
+
+def check_accelerator() -> None:
+    """Demand of GPUs the flag without which their kernels add in any order.
+
+    Raises:
+      SettingConflictError: [T507] the flag is not set.
+    """
+    if jax.default_backend() == "gpu" and _FLAG not in os.environ.get("XLA_FLAGS", ""):
+        raise SettingConflictError(
+            "kernels of GPUs add in any order unless XLA is told not to",
+            got="training.numerics=deterministic, "
+            f"XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}",
+            fix=f"set XLA_FLAGS={_FLAG} before the run, or use training.numerics=fast",
+        )
+
+
+def _unused(training: TrainingConfig) -> list[TesseraError]:
+    default = TrainingConfig.microshards
+    if training.microshards == default:
+        return []
+    return [
+        SettingValueError(
+            "training.microshards has no meaning with fast numerics",
+            got=f"training.microshards={training.microshards}, training.numerics=fast",
+            fix="leave it out, or use training.numerics=deterministic",
+        )
+    ]
+
+
+def _of_mesh(settings: Settings, mesh: Mesh) -> list[tuple[bool, str, str]]:
+    parts, groups = settings.training.microshards, Placement(mesh).size("batch")
+    others = [
+        axis
+        for axis, size in mesh.shape.items()
+        if axis == "pp" or (axis not in ("dp", "fsdp") and size > 1)
+    ]
+    return [
+        (
+            bool(others),
+            f"mesh axis {', '.join(map(repr, others))}, which changes the order of "
+            "sums inside the model",
+            "use a mesh of dp and fsdp alone",
+        ),
+        (
+            not others and parts % groups != 0,
+            f"training.microshards={parts} for {groups} data-parallel groups: "
+            f"{parts} / {groups} leaves {parts % groups}",
+            "use as many groups as divide training.microshards",
+        ),
+    ]
+
+
+def _of_settings(settings: Settings) -> list[tuple[bool, str, str]]:
+    training, optimizer = settings.training, settings.optimizer
+    return [
+        (
+            settings.model.config.num_experts > 0,
+            f"num_experts={settings.model.config.num_experts}, whose routers balance a "
+            "whole microbatch",
+            "use a model without experts",
+        ),
+        (
+            training.gradient_compression != "none",
+            f"training.gradient_compression={training.gradient_compression}",
+            "use training.gradient_compression=none",
+        ),
+        (
+            training.sync_gradients_every > 1,
+            f"training.sync_gradients_every={training.sync_gradients_every}, while "
+            "gradients in a fixed order are exchanged once in a step",
+            "use training.sync_gradients_every=1",
+        ),
+        (
+            optimizer.name == "adafactor",
+            "optimizer.name=adafactor, which sums over rows and columns that a mesh "
+            "may split",
+            "use optimizer=adamw",
+        ),
+        (
+            optimizer.scale_learning_rate != "none",
+            f"optimizer.scale_learning_rate={optimizer.scale_learning_rate}, which "
+            "follows the size of the mesh",
+            "use optimizer.scale_learning_rate=none",
+        ),
+    ]
