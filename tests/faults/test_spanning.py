@@ -4,8 +4,12 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,39 +26,74 @@ SMALL = (
     "training.gradient_accumulation_steps=2",
     "training.validation_batches=1",
     "training.sample_length=3",
+    "training.checkpoint_every=2",
 )
+LAUNCHER = ("-m", "tessera.launch", "--nprocs=2", "--grace=5", "--max-restarts=1")
 
 
-def run(folder: Path, *command: str) -> tuple[str, list[dict]]:
-    """What a run writes to its log and to ``metrics.jsonl``."""
+def run(
+    folder: Path, *command: str, watch: Callable[[int, str], None] | None = None
+) -> tuple[str, list[dict]]:
+    """What a run says, and what it writes to ``metrics.jsonl``.
+
+    Args:
+      folder: Its folder.
+      command: The program and its flags.
+      watch: Takes the process's number and each line that it says.
+    """
     environ = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     # Half the time to compile; the partitioning and the collectives are the same.
     environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    ended = subprocess.run(
+    started = subprocess.Popen(
         [sys.executable, *command, *SMALL, f"hydra.run.dir={folder}"],
         cwd=ROOT,
         env=environ,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
-        check=False,
     )
-    assert ended.returncode == 0, ended.stderr
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return ended.stdout, [json.loads(line) for line in lines]
+    # The launcher's ranks end with it.
+    limit = threading.Timer(240, started.kill)
+    limit.start()
+    said: list[str] = []
+    try:
+        assert started.stdout is not None
+        with started.stdout as lines:
+            for line in lines:
+                said.append(line)
+                if watch is not None:
+                    watch(started.pid, line)
+        code = started.wait(timeout=10)
+    finally:
+        limit.cancel()
+        started.kill()
+        started.wait()
+    assert code == 0, "".join(said)
+    written = (folder / "metrics.jsonl").read_text().splitlines()
+    return "".join(said), [json.loads(line) for line in written]
+
+
+def numbers(lines: list[dict]) -> list[dict[str, float]]:
+    """What of the metrics does not depend on the time."""
+    return [
+        {name: v for name, v in line.items() if "loss" in name or name == "grad_norm"}
+        for line in lines
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The numbers of one process with four devices."""
+    return numbers(run(tmp_path_factory.mktemp("one"), "run_training.py")[1])
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_numbers_of_one(tmp_path):
-    _, one = run(tmp_path / "one", "run_training.py")
-    launcher = ("-m", "tessera.launch", "--nprocs=2", "--grace=5", "run_training.py")
-    said, two = run(tmp_path / "two", *launcher)
-    assert len(one) == len(two) == 5
-    for alone, together in zip(one, two, strict=True):
-        names = {name for name in alone if "loss" in name or name == "grad_norm"}
-        assert names
-        for name in names:
-            assert together[name] == pytest.approx(alone[name], rel=1e-6), name
+def test_two_processes_give_the_numbers_of_one(tmp_path, alone):
+    said, lines = run(tmp_path / "two", *LAUNCHER, "run_training.py")
+    together = numbers(lines)
+    assert len(together) == len(alone) == 5
+    for mine, theirs in zip(together, alone, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
     assert "simulating 4 CPU devices in 2 processes" in said
     # One folder, which rank 0 alone wrote.
     written = re.findall(r"\[rank (\d)\] .*the run is in (.*)", said)
@@ -62,3 +101,31 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     log = (tmp_path / "two/train.log").read_text()
     assert "rank 0 of 2, by tessera.launch" in log
     assert "rank 1 of 2" not in log
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_is_killed_is_restarted_and_goes_on(tmp_path, alone):
+    """``kill -9`` of one of two ranks after the first checkpoint."""
+    killed: list[int] = []
+
+    def kill(launcher: int, line: str) -> None:
+        if "the checkpoint of step 2 is complete" in line and not killed:
+            killed.append(ranks_of(launcher)[-1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    said, lines = run(tmp_path / "run", *LAUNCHER, "run_training.py", watch=kill)
+    assert killed
+    assert "killed by SIGKILL in phase" in said
+    assert "[launch] restart 1 of 1\n" in said
+    assert f"going on from {tmp_path / 'run/checkpoints'}" in said
+    assert numbers(lines) == [pytest.approx(line, rel=1e-6) for line in alone]
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that a launcher has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if stat.read_text().rpartition(")")[2].split()[1] == str(launcher):
+                found.append(int(stat.parent.name))
+    return sorted(found)
