@@ -33,6 +33,7 @@ from tessera.ops.clipping import global_norm as global_norm
 from tessera.scope import autocast as autocast
 from tessera.shard import DistTensor as DistTensor
 from tessera.shard import ShardSpec as ShardSpec
+from tessera.training.checkpoints.plan import resume_plan as resume_plan
 
 distributed = dist
 
@@ -61,6 +62,7 @@ __all__ = [
     "mesh",
     "nn",
     "op",
+    "resume_plan",
     "schedule",
     "value_and_grad",
     *_arrays,

@@ -136,6 +136,7 @@ def test_the_public_names_are_these():
         "mesh",
         "nn",
         "op",
+        "resume_plan",
         "schedule",
         "value_and_grad",
         *arrays.__all__,

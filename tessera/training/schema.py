@@ -6,6 +6,7 @@ from typing import Any, Final, TypeVar, cast, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from tessera.models.config import Gemma3Config
 from tessera.training.config import (
@@ -15,7 +16,7 @@ from tessera.training.config import (
     TrainingConfig,
 )
 from tessera.training.data.config import DataConfig
-from tessera.training.optimizers import OptimizerConfig
+from tessera.training.optimizers import OPTIMIZERS, OptimizerConfig
 
 T = TypeVar("T")
 
@@ -86,6 +87,26 @@ def settings_of(config: DictConfig) -> Settings:
         optimizer=_value(OptimizerConfig, config.optimizer),
         runtime=_value(RuntimeConfig, config.runtime),
     )
+
+
+def settings_of_text(text: str) -> Settings:
+    """The settings that ``as_text`` wrote, from a checkpoint for instance.
+
+    Raises:
+      ModelShapeError: [T405] the sizes of the model contradict each other.
+      ValueError: It is not such a text, or not of this version.
+    """
+    try:
+        values = yaml.safe_load(text)
+        # Everything is resolved in what was written: a reference is somebody else's.
+        if not isinstance(values, dict) or "${" in text:
+            raise ValueError("it is no resolved configuration")
+        config = typed(Schema)
+        cls, _ = OPTIMIZERS[values["optimizer"]["name"]]
+        config.optimizer = typed(cls)
+        return settings_of(cast(DictConfig, OmegaConf.merge(config, values)))
+    except (OmegaConfBaseException, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ValueError(str(error).splitlines()[0]) from error
 
 
 def as_text(config: DictConfig) -> str:

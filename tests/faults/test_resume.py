@@ -86,12 +86,15 @@ class Run:
 
     def kill_at(self, text: str) -> None:
         """Kill it when it says something."""
+        self.read_until(text)
+        self.kill()
+        assert self.process.returncode == -signal.SIGKILL, f"{text!r} came too late"
+
+    def read_until(self, text: str) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if re.search(text, line):
                 break
-        self.kill()
-        assert self.process.returncode == -signal.SIGKILL, f"{text!r} came too late"
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -184,28 +187,28 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(
 def test_kills_at_random_times_never_cost_more_than_the_last_steps(
     start, uninterrupted, tmp_path
 ):
-    """Every step is saved, so most kills hit a save."""
-    draw, folder = random.Random(KILLS), tmp_path / "run"
-    begun = time.monotonic()
-    run = start(folder)
-    run.kill_at(r"step 2/")
-    starting = time.monotonic() - begun
-    reached = [assert_latest_is_readable(run)]
-    for _ in range(KILLS - 1):
-        run = start(folder, "training.resume=auto")
-        time.sleep(draw.uniform(0.3, 1.2) * starting)
-        over = run.process.poll() is not None
+    """Every step is saved, so most kills hit a save; a quarter hit the beginning."""
+    draw, number = random.Random(KILLS), 0
+    reached, runs = [0], [tmp_path / "run0"]
+    for _ in range(KILLS):
+        run = start(runs[-1], "training.resume=auto")
+        if draw.random() < 0.25:
+            time.sleep(draw.uniform(0, 4))
+        else:
+            run.read_until(r"step \d+/")
+            time.sleep(draw.uniform(0, 1))
         run.kill()
         reached.append(assert_latest_is_readable(run))
         assert reached[-1] >= reached[-2]
-        if over:
-            # The last step is reached: begin anew, or the other kills hit nothing.
-            assert curve(folder) == uninterrupted
-            folder = tmp_path / f"run{len(reached)}"
+        if reached[-1] == STEPS:
+            # Nothing is left to hit: another run, from the beginning.
+            number += 1
+            runs.append(tmp_path / f"run{number}")
             reached.append(0)
     sys.stdout.write(f"newest checkpoint after each kill: {reached}\n")
-    start(folder, "training.resume=auto").finish()
-    assert curve(folder) == uninterrupted
+    for folder in runs:
+        start(folder, "training.resume=auto").finish()
+        assert curve(folder) == uninterrupted
 
 
 def test_a_damaged_checkpoint_is_said_loudly_and_the_one_before_is_used(
@@ -269,9 +272,7 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint_and_the_run(
 ):
     folder = small_disk / "run"
     run = start(folder, "training.checkpoint_every=4", "training.keep=1")
-    for line in run.process.stdout:
-        if "the checkpoint of step 4 is complete" in line:
-            break
+    run.read_until("the checkpoint of step 4 is complete")
     free = shutil.disk_usage(small_disk).free
     (small_disk / "ballast").write_bytes(bytes(free - 100_000))
     said = run.finish(2)

@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import jax
+from jax.sharding import NamedSharding
+
 from tessera.errors import CheckpointMismatchError
 from tessera.training.checkpoints.manifest import write_durably
 from tessera.training.data.cursor import Cursor
@@ -32,6 +35,15 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     layout: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, leaf: jax.ShapeDtypeStruct) -> "Stored":
+        """The form of an array on a mesh."""
+        assert isinstance(leaf.sharding, NamedSharding), "an array of a run has a mesh"
+        spec = [*leaf.sharding.spec]
+        spec += [None] * (len(leaf.shape) - len(spec))
+        layout = tuple(map(_axes, spec))
+        return cls(tuple(leaf.shape), leaf.dtype.name, layout)
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,13 @@ def _metadata(read: dict[str, Any]) -> Metadata:
         versions={str(k): str(v) for k, v in read["versions"].items()},
         schema=_int(read["schema"]),
     )
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that split one dim."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _run(start: Any, stop: Any) -> tuple[int, int]:

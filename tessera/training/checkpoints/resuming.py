@@ -134,7 +134,11 @@ def changed_settings(before: str, now: str) -> Iterator[str]:
 
     Those that are meant to differ, how to resume and where, are left out.
     """
-    old, new = dict(_flat(yaml.safe_load(before))), dict(_flat(yaml.safe_load(now)))
+    try:
+        old, new = (dict(_flat(yaml.safe_load(text))) for text in (before, now))
+    except yaml.YAMLError:
+        yield "what the checkpoint has as its configuration is none"
+        return
     for name in sorted(old.keys() | new.keys()):
         if name.startswith("training.resume") or old.get(name) == new.get(name):
             continue

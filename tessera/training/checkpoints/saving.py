@@ -234,7 +234,7 @@ def metadata_of(job: Job, step: int, cursor: Cursor, config: str) -> Metadata:
         stages = split.stages, tuple((run.start, run.stop) for run in split.layers)
     return Metadata(
         step=step,
-        arrays={n: _stored(leaf) for n, leaf in named(job.abstract_state).items()},
+        arrays={n: Stored.of(leaf) for n, leaf in named(job.abstract_state).items()},
         mesh={axis: job.mesh.shape[axis] for axis in job.mesh.axes},
         processes=jax.process_count(),
         stages=stages,
@@ -246,17 +246,6 @@ def metadata_of(job: Job, step: int, cursor: Cursor, config: str) -> Metadata:
         config=config,
         versions=_versions(),
     )
-
-
-def _stored(leaf: jax.ShapeDtypeStruct) -> Stored:
-    spec = getattr(leaf.sharding, "spec", ())
-    axes = [() if entry is None else _as_tuple(entry) for entry in spec]
-    axes += [()] * (len(leaf.shape) - len(axes))
-    return Stored(tuple(leaf.shape), leaf.dtype.name, tuple(axes))
-
-
-def _as_tuple(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _versions() -> dict[str, str]:

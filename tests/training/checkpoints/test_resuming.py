@@ -209,6 +209,13 @@ def test_settings_are_compared_one_by_one():
     ]
 
 
+def test_a_configuration_that_is_none_runs_nothing():
+    hostile = "!!python/object/apply:os.getcwd []"
+    assert list(changed_settings(hostile, CONFIG)) == [
+        "what the checkpoint has as its configuration is none"
+    ]
+
+
 def test_a_checkpoint_knows_its_run(run):
     checkpoint = choose("auto", run).checkpoint
     assert isinstance(checkpoint, Checkpoint)
