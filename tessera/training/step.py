@@ -427,6 +427,7 @@ def _updated(
     gradients: Tree,
     residual: Tree | None,
     finite: Bool[Array, ""],
+    norm: Float[Array, ""],
 ) -> TrainState:
     """The state after the step; the one before, where the step is not finite.
 
@@ -434,7 +435,14 @@ def _updated(
     computes the element and has read the old one, and arrays stay where they are.
     """
     shares = recipe.zero.hold_shares(state.params)
-    updates, optimizer = recipe.optimizer.update(gradients, state.optimizer, shares)
+    update = optax.with_extra_args_support(recipe.optimizer).update
+    if recipe.fixed_order is not None:
+        specs = state_specs(
+            recipe.model, recipe.optimizer, recipe.mesh, zero_stage=recipe.zero_stage
+        )
+        layouts = recipe.zero.optimizer_state
+        update = recipe.fixed_order.by_element(update, layouts, specs.optimizer)
+    updates, optimizer = update(gradients, state.optimizer, shares, norm=norm)
     params = optax.apply_updates(shares, recipe.zero.hold_shares(updates))
     old = replace(state, params=shares)
     new = TrainState(state.step + 1, params, optimizer, state.loss_scale, residual)
