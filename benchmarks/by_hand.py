@@ -136,17 +136,20 @@ def step_of(recipe: Recipe, summed_loss: Loss) -> Callable[..., Any]:
         tokens = (batch["targets"] != -100).sum(dtype=jnp.float32)
         share = 1.0 / jnp.maximum(tokens, 1.0)
         gradients = jax.tree.map(lambda g: g * share, gradients)
-        updates, optimizer = recipe.optimizer.update(
-            gradients, state.optimizer, state.params
-        )
+        norm = global_norm(gradients)
+        update = optax.with_extra_args_support(recipe.optimizer).update
+        updates, optimizer = update(gradients, state.optimizer, state.params, norm=norm)
         metrics = {
             "loss": loss * share,
-            "grad_norm": global_norm(gradients),
+            "grad_norm": norm,
             "learning_rate": recipe.learning_rate(state.step),
             "tokens": tokens,
         }
         params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, optimizer), metrics
+        new = TrainState(state.step + 1, params, optimizer)
+        # As Tessera's step: nothing is learned from what is not finite.
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+        return jax.tree.map(partial(jnp.where, finite), new, state), metrics
 
     states = jax.tree.map(named, specs)
     return jax.jit(
