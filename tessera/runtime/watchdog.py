@@ -123,11 +123,12 @@ class Watchdog:
         while not self._stopped.wait(_TICK):
             now = time.monotonic()
             gap, before = now - before, now
+            counted = gap if gap < _LONGEST_TICK else _TICK
             self._obey()
             if self._phase is not phase:
-                phase, awake = self._phase, now - self._phase.since
-                continue
-            awake += gap if gap < _LONGEST_TICK else _TICK
+                phase, awake = self._phase, 0.0
+                counted = min(counted, now - phase.since)
+            awake += counted
             if awake > self._limit(phase.kind):
                 self._end(phase, awake)
 

@@ -49,7 +49,7 @@ def main() -> None:
         shared=f"{options['folder']} of process {os.getpid()}",
         platform="cpu",
         timeouts=Timeouts(float(options["rendezvous"]), 10, 10),
-        deadlines=dict.fromkeys(("compile", "step"), float(options["deadline"])),
+        deadlines={"compile": 60.0, "step": float(options["deadline"])},
     ) as here:
         say(f"attempt {here.attempt} shares {here.shared}")
         run(here, options)

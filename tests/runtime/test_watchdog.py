@@ -18,11 +18,11 @@ from pathlib import Path
 from tessera.runtime.status_page import StatusPage
 from tessera.runtime.watchdog import Watchdog
 page = StatusPage(Path(sys.argv[1])) if len(sys.argv) > 1 else None
-dog = Watchdog({"step": 1.0, "compile": None}, rank=3, page=page)
+dog = Watchdog({"step": 2.0, "compile": None}, rank=3, page=page)
 dog.connect(lambda said: None, lambda: {"2": "step 7, for 1.2 s"})
 dog.start()
 dog.enter("compile")
-time.sleep(1.5)
+time.sleep(2.5)
 dog.enter("step", 7)
 print("in step 7", flush=True)
 time.sleep(60)
@@ -51,9 +51,9 @@ def test_a_phase_that_takes_too_long_ends_the_process_and_tells_where_all_are():
     assert 'File "<string>", line ' in stacks
     assert error.startswith(
         "rank 3 does not get on: phase 'step 7' takes longer than "
-        "runtime.step_deadline\n  got: 1."
+        "runtime.step_deadline\n  got: 2."
     )
-    assert "  got: rank 2: step 7, for 1.2 s\n  got: rank 3: step 7, for 1." in error
+    assert "  got: rank 2: step 7, for 1.2 s\n  got: rank 3: step 7, for 2." in error
 
 
 def test_time_that_the_process_was_stopped_for_is_no_phases():
