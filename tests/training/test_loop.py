@@ -141,6 +141,8 @@ def test_every_step_has_a_line_in_order(ran):
             "learning_rate",
             "tokens_per_second",
             "step_seconds",
+            "skipped",
+            "skipped_in_a_row",
         }
         for line in ran.steps
     )
