@@ -288,14 +288,16 @@ class Group:
     ) -> list[Failure]:
         """End the ranks that still run; those that had failed by themselves before."""
         failures = self._gathered(_SETTLE)
-        stalled = failure.returncode == exit_codes.STALLED
-        if stalled or failure.rank - self.ranks[0].rank in self._late:
+        asked = self.page.command == Command.SHOW_STACKS_AND_END
+        if asked or failure.rank - self.ranks[0].rank in self._late:
             self._show_phases()
             self.page.command = Command.SHOW_STACKS_AND_END
-            self._gathered(_STACKS)
+            later = self._gathered(_STACKS)
             for rank in self._running:
                 rank.send(signal.SIGABRT)  # shows them without the interpreter's help
             self._gathered(_BEFORE_ABORT)
+            # Of those that end now, only one that said so earlier may be the first.
+            failures += [one for one in later if one.failed_at]
         self.page.command = Command.END
         for rank in self._running:
             rank.send(signal.SIGTERM)

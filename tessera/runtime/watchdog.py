@@ -28,6 +28,7 @@ _PUBLISH_EVERY: Final = 2.0
 # Ctrl-Z or a suspended machine; that time is no phase's.
 _LONGEST_TICK: Final = 2.0
 _ASK_FOR: Final = 3.0
+_OTHERS_SHOW: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Watchdog:
         self._page, self._local_rank = page, local_rank
         self._launcher = launcher
         self._stopped = threading.Event()
+        self._is_ending = False
         self._phase = Phase("start", "start", time.monotonic())
         self._publish: Callable[[str], None] | None = None
         self._read: Callable[[], Mapping[str, str]] | None = None
@@ -98,7 +100,12 @@ class Watchdog:
         self.enter("end")
 
     def fail(self) -> None:
-        """Tell the launcher that this rank failed, and when."""
+        """Tell the launcher that this rank failed, and when.
+
+        Where the watchdog is ending the process, what fails meanwhile waits for it.
+        """
+        if self._is_ending and threading.current_thread() is threading.main_thread():
+            time.sleep(_ASK_FOR + 2 * _OTHERS_SHOW)
         if self._page is not None:
             self._page.fail(self._local_rank, time.monotonic())
 
@@ -140,12 +147,17 @@ class Watchdog:
         if command == Command.SHOW_STACKS_AND_END:
             _write(f"stacks of rank {self._rank}, in phase {self._phase.name!r}:\n")
             _show_stacks()
+            # The rank that asked for it goes first: its end is no consequence.
+            time.sleep(2 * _OTHERS_SHOW)
         if command != Command.CONTINUE:
             _flush()
             os._exit(exit_codes.ENDED)
 
     def _end(self, phase: Phase, seconds: float) -> None:
+        self._is_ending = True
         self.fail()
+        _write(f"stacks of rank {self._rank}, in phase {phase.name!r}:\n")
+        _show_stacks()
         limit = f"runtime.{phase.kind}_deadline"
         error = StalledError(
             f"rank {self._rank} does not get on: phase {phase.name!r} takes longer "
@@ -154,8 +166,10 @@ class Watchdog:
             fix="the stacks show what each rank waits for; the one that is not in a "
             f"collective holds up the others\nif nothing is wrong, raise {limit}",
         )
-        _write(f"stacks of rank {self._rank}, in phase {phase.name!r}:\n")
-        _show_stacks()
+        if self._page is not None:
+            # With the end of this rank JAX may abort the others, which show theirs now.
+            self._page.command = Command.SHOW_STACKS_AND_END
+            time.sleep(_OTHERS_SHOW)
         _write(f"{error}\n")
         _flush()
         os._exit(StalledError.exit_code)
