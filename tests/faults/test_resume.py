@@ -73,10 +73,11 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            preexec_fn=lambda: resource.setrlimit(
-                resource.RLIMIT_FSIZE, (largest_file, largest_file)
-            ),
         )
+        # Set from outside, long before the run writes: a function that runs between
+        # fork and exec would fork this process, whose JAX has threads.
+        limit = (largest_file, largest_file)
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, limit)
 
     def finish(self, code: int = 0) -> str:
         """Everything that it says until it ends by itself."""
