@@ -6,6 +6,7 @@ Orbax writes and commits, then the files are read once more for their checksums,
 manifest is written. From then on, and not before, the checkpoint counts.
 """
 
+import errno
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,12 +76,12 @@ class Checkpoints:
         self._failure: CheckpointWriteError | None = None
         self.saved: Saved | None = None
         """What the last complete one took; None before, and where others write."""
+        self._nbytes = sum(
+            leaf.size * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(job.abstract_state)
+        )
         if self._is_first and job.settings.training.checkpoint_every is not None:
-            nbytes = sum(
-                leaf.size * leaf.dtype.itemsize
-                for leaf in jax.tree.leaves(job.abstract_state)
-            )
-            for line in folder.open_root(root, resumed_step, nbytes):
+            for line in folder.open_root(root, resumed_step, self._nbytes):
                 log.warning("%s", line)
 
     @property
@@ -128,6 +129,7 @@ class Checkpoints:
             with suppress(OSError):  # Orbax finds it out again, on every process
                 path.mkdir()
         try:
+            self._check_room()
             finish = storage.start_writing(path / folder.STATE, named(state))
         except (OSError, ValueError, RuntimeError) as error:
             self._give_up(path, error)
@@ -147,6 +149,19 @@ class Checkpoints:
 
         self._thread = Thread(target=complete, name="tessera-checkpoint")
         self._thread.start()
+
+    def _check_room(self) -> None:
+        """Raise OSError if the disk has no room for a checkpoint.
+
+        Tried nevertheless, a write that finds none was seen to be waited for for ever.
+        Of several processes each may see another disk, and all have to write or none.
+        """
+        free = shutil.disk_usage(self._root).free
+        if free < self._nbytes and jax.process_count() == 1:
+            said = (
+                f"it takes {format_bytes(self._nbytes)}, {format_bytes(free)} are free"
+            )
+            raise OSError(errno.ENOSPC, said)
 
     def _complete(
         self, path: Path, metadata: Metadata, begun: float, blocked: float
