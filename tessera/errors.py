@@ -482,3 +482,9 @@ class CheckpointWriteError(TesseraError, ValueError):
     """A checkpoint cannot be written."""
 
     code = "T804"
+
+
+class WeightFileError(TesseraError, ValueError):
+    """A file of weights is malformed, or holds no parameters of this model."""
+
+    code = "T805"

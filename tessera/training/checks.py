@@ -116,6 +116,16 @@ def _check_resume(training: TrainingConfig) -> list[TesseraError]:
                 fix="use none, auto, or the folder of a run",
             )
         ]
+    if training.init_from is not None and training.resume not in ("none", "auto"):
+        return [
+            SettingConflictError(
+                "two settings say what the run begins with",
+                got=f"training.init_from={training.init_from}, "
+                f"training.resume={training.resume}",
+                fix="leave one of them out; with training.resume=auto, init_from is "
+                "for a run that finds no checkpoint",
+            )
+        ]
     if training.resume == "none" and training.resume_data != "exact":
         return [
             SettingValueError(

@@ -76,6 +76,8 @@ class TrainingConfig:
       validation_batches: Batches in each validation.
       sample_prompt: What the sample at the end of the run continues.
       sample_length: Tokens of that sample; 0 makes none.
+      init_from: A safetensors file with the parameters to begin with, where the run
+        goes on from no checkpoint; null makes them from the seed.
       checkpoint_every: Steps between two checkpoints; 0 keeps one after the last step
         only, null none at all.
       keep: Checkpoints that are kept, the newest ones; null keeps all. With 1 there is
@@ -117,6 +119,7 @@ class TrainingConfig:
     validation_batches: int = setting(8, least=1)
     sample_prompt: str = setting("def __init__(self")
     sample_length: int = setting(200, least=0)
+    init_from: str | None = setting(None)
     checkpoint_every: int | None = setting(100, least=0)
     keep: int | None = setting(3, least=1)
     resume: str = setting("none")

@@ -21,6 +21,7 @@ from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.models.rules import Placement
 from tessera.models.stages import layer_costs
+from tessera.models.weights import check_weights
 from tessera.ops.attention.spread import Method
 from tessera.ops.loss_scale import LossScale
 from tessera.training import offload
@@ -207,6 +208,7 @@ class Job:
           HostMemoryError: [T703] there is no host memory to offload to.
           SettingConflictError: [T507] numerics cannot be deterministic here.
           BatchSizeError: [T503] a microbatch cannot be cut into its microshards.
+          WeightFileError: [T805] the file to begin with has other parameters.
         """
         # A size of -1 is known only now.
         if problems := numerics_problems(self.settings, self.mesh):
@@ -214,6 +216,8 @@ class Job:
         if self.settings.training.numerics == "deterministic":
             check_accelerator()
         self.model.layouts(self.mesh)
+        if self.settings.training.init_from is not None:
+            check_weights(self.settings.training.init_from, self.model)
         if self.recipe.offload_optimizer:
             offload.check_host_memory(self.mesh)
 

@@ -24,6 +24,7 @@ from tessera.analysis.flops import count
 from tessera.analysis.peaks import mfu, peak_flops
 from tessera.errors import CheckpointWriteError, LossScaleError, NonFiniteError
 from tessera.models.sampling import generate
+from tessera.models.weights import import_weights
 from tessera.training.checkpoints.folder import Checkpoint
 from tessera.training.checkpoints.restoring import Restoration
 from tessera.training.checkpoints.saving import Checkpoints
@@ -156,6 +157,10 @@ class Trainer:
             offload_optimizer=job.recipe.offload_optimizer,
         )
         state = replace(state, residual=job.recipe.exchange.first_residual())
+        if (path := job.settings.training.init_from) is not None:
+            layouts = job.recipe.zero.params
+            params = import_weights(path, job.model, job.mesh, layouts=layouts)
+            state = replace(state, params=params)
         return state, 0, Cursor.beginning(self.corpus)
 
     def _batches(self, start_row: int) -> Generator[Any, None, None]:

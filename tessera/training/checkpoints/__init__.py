@@ -9,5 +9,5 @@ saving       checkpoints written behind the training loop
 resuming     which checkpoint a run goes on with
 restoring    the arrays of a checkpoint on the mesh of this run
 plan         what restoring would read and move, before anything is allocated
-weights      parameters to safetensors and back
+exporting    the parameters of one as a safetensors file
 """

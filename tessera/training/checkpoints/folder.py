@@ -16,12 +16,18 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 from typing import Final
 
 from tessera.analysis.memory import format_bytes
-from tessera.errors import CheckpointMismatchError, CheckpointWriteError
+from tessera.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+)
 from tessera.training.checkpoints import manifest
 from tessera.training.checkpoints.metadata import Metadata, read_metadata
+from tessera.training.outputs import CHECKPOINTS
 
 STATE: Final = "state"
 
@@ -53,6 +59,27 @@ def complete_steps(root: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, the newest first."""
     return sorted(
         (step for step in _steps(root) if is_complete(root / str(step))), reverse=True
+    )
+
+
+def find_newest(path: Path) -> Path:
+    """The newest complete checkpoint; none of its bytes is looked at.
+
+    Args:
+      path: The folder of a run, of its checkpoints, or of one of them.
+
+    Raises:
+      CheckpointNotFoundError: [T801] there is none.
+    """
+    if is_complete(path):
+        return path
+    root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    for step in complete_steps(root):
+        return root / str(step)
+    raise CheckpointNotFoundError(
+        f"there is no complete checkpoint in {root}",
+        got="none is complete" if root.is_dir() else "no such folder",
+        fix="name the folder of a run, of its checkpoints or of one of them",
     )
 
 
@@ -96,6 +123,21 @@ def remove(path: Path) -> None:
     """Remove a checkpoint; wherever this stops, no half of one counts."""
     if path.exists():
         shutil.rmtree(set_aside(path, _REMOVED))
+
+
+def remove_failed(path: Path) -> None:
+    """Remove what a save has left that failed.
+
+    When one array cannot be written others are still on their way, and make their
+    folders again. What comes later than this waits, the next ``open_root`` removes.
+    """
+    absent = 0
+    for _ in range(50):
+        shutil.rmtree(path, ignore_errors=True)
+        sleep(0.1)
+        absent = 0 if path.exists() else absent + 1
+        if absent == 5:
+            return
 
 
 def open_root(root: Path, resumed_step: int | None, nbytes: int) -> list[str]:

@@ -18,13 +18,13 @@ from tessera.errors import (
     TesseraError,
 )
 from tessera.mesh import Mesh
-from tessera.training.checkpoints import folder, manifest
+from tessera.training.checkpoints import manifest
+from tessera.training.checkpoints.folder import find_newest
 from tessera.training.checkpoints.metadata import Metadata, Stored, read_metadata
 from tessera.training.checkpoints.restoring import Reading, Restoration
 from tessera.training.checks import check
 from tessera.training.config import Settings
 from tessera.training.job import Job
-from tessera.training.outputs import CHECKPOINTS
 from tessera.training.schema import settings_of_text
 
 
@@ -169,16 +169,7 @@ def planned(
 
 
 def _newest(path: Path) -> tuple[Path, Metadata]:
-    if not folder.is_complete(path):
-        root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-        steps = folder.complete_steps(root)
-        if not steps:
-            raise CheckpointNotFoundError(
-                f"there is no complete checkpoint in {root}",
-                got="none is complete" if root.is_dir() else "no such folder",
-                fix="name the folder of a run, of its checkpoints or of one of them",
-            )
-        path = root / str(steps[0])
+    path = find_newest(path)
     try:
         return path, read_metadata(path / manifest.LAST)
     except CheckpointMismatchError:

@@ -85,10 +85,7 @@ class Restoration:
 
     @cached_property
     def _saved_split(self) -> StageSplit | None:
-        if self.metadata.stages is None:
-            return None
-        stages, runs = self.metadata.stages
-        return StageSplit(stages, tuple(range(*run) for run in runs))
+        return split_of(self.metadata)
 
     def differences(self) -> list[str]:
         """Every array that does not fit, with both sides; optional parts aside."""
@@ -199,13 +196,13 @@ class Restoration:
     def _saved_form(self, name: str, stored: Stored | None) -> str:
         if stored is None:
             return "has none"
-        shape = _without_stages(self._saved_split, name, stored.shape)
+        shape = plain_shape(self._saved_split, name, stored.shape)
         return _form(name, shape, stored.dtype)
 
     def _plain_form(self, name: str, leaf: jax.ShapeDtypeStruct | None) -> str:
         if leaf is None:
             return "has none"
-        shape = _without_stages(self.job.model.split, name, tuple(leaf.shape))
+        shape = plain_shape(self.job.model.split, name, tuple(leaf.shape))
         return _form(name, shape, leaf.dtype.name)
 
 
@@ -216,9 +213,18 @@ def _stage_dims(split: StageSplit | None, name: str, shape: tuple[int, ...]) -> 
     return shape[:3] == (split.chunks, split.stages, split.depth)
 
 
-def _without_stages(
+def split_of(metadata: Metadata) -> StageSplit | None:
+    """By which stages the arrays of layers are stored; None is in their order."""
+    if metadata.stages is None:
+        return None
+    stages, runs = metadata.stages
+    return StageSplit(stages, tuple(range(*run) for run in runs))
+
+
+def plain_shape(
     split: StageSplit | None, name: str, shape: tuple[int, ...]
 ) -> tuple[int, ...]:
+    """The shape of an array of a state without stages."""
     if split is None or not _stage_dims(split, name, shape):
         return shape
     return (split.num_layers, *shape[3:])

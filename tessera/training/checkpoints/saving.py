@@ -190,7 +190,7 @@ class Checkpoints:
         """Say that a checkpoint could not be written, and make room again."""
         self._failure = folder.cannot_write(path, error)
         if self._is_first:
-            shutil.rmtree(path, ignore_errors=True)
+            folder.remove_failed(path)
             log.error("%s\n%s", self._failure, self.last_said())
 
     def last_said(self) -> str:

@@ -8,7 +8,9 @@ there is no pickle on any path.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -77,9 +79,22 @@ def read(path: Path, targets: Structs) -> dict[str, jax.Array]:
         )
 
 
+@cache
 def _hush() -> None:
-    """Leave out what Orbax logs: what matters of it is in the errors that it raises."""
+    """Leave out what Orbax writes beside the errors that it raises, which have it all.
+
+    That is its log, and, of each array that was still being written when another one
+    failed, the traceback of a callback that comes too late.
+    """
     logging.getLogger("absl").addFilter(_is_not_orbax)
+    shown = sys.unraisablehook
+
+    def show(what: Any) -> None:
+        late = isinstance(what.exc_value, RuntimeError) and what.object is None
+        if not (late and str(what.exc_value) == "Event loop is closed"):
+            shown(what)
+
+    sys.unraisablehook = show
 
 
 def _is_not_orbax(record: logging.LogRecord) -> bool:

@@ -2,6 +2,7 @@
 """Checkpoints behind the loop: what is safe when, how many stay, what fails how."""
 
 import logging
+import resource
 import threading
 from types import SimpleNamespace
 
@@ -179,10 +180,19 @@ def test_an_error_of_the_run_is_not_hidden_and_the_last_one_is_named(
     assert f"the last complete checkpoint is {tmp_path}/2" in caplog.text
 
 
-def test_orbax_s_own_errors_are_ours(job, state, tmp_path, caplog):
+@pytest.fixture
+def small_files():
+    """No file grows above four kilobytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_orbax_s_own_errors_are_ours(job, state, tmp_path, caplog, small_files):
     checkpoints = Checkpoints(job, tmp_path, "")
-    (tmp_path / "2").touch()  # where a folder should be
     checkpoints.save(2, state, CURSOR)
-    with pytest.raises(CheckpointWriteError):
+    with pytest.raises(CheckpointWriteError, match="File too large"):
         checkpoints.wait()
     assert {record.name for record in caplog.records} == {"tessera"}
+    assert list(tmp_path.iterdir()) == []
