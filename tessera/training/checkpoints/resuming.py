@@ -43,7 +43,7 @@ class Choice:
     """What a run begins with.
 
     Attributes:
-      output_dir: The folder of the run, the same one in every process.
+      output_dir: The folder of the run.
       checkpoint: What it goes on from; None begins anew.
       warnings: What a person has to know of how it was found.
     """
@@ -98,35 +98,27 @@ class Choice:
 def choose(resume: str, output_dir: Path) -> Choice:
     """Find the checkpoint that ``training.resume`` means, and see that it holds.
 
-    Of several processes the first one looks, and all go by what it found. Their folders
-    may be named differently, for the time at which each started; the first one's is
-    taken.
+    Of several processes the first one looks, and all go by what it found.
 
     Args:
       resume: ``none``; ``auto``, which is the newest one in ``output_dir`` if there is
         any; or the folder of a run, of its checkpoints, or of one of them.
-      output_dir: The folder of this run.
+      output_dir: The folder of this run, the same one in every process.
 
     Raises:
       CheckpointNotFoundError: [T801] there is none, or none that holds.
       CheckpointMismatchError: [T802] a newer Tessera wrote it.
     """
+    output_dir = output_dir.absolute()
 
     def find() -> dict[str, Any]:
-        found, warnings = _find(resume, output_dir.absolute())
-        return {
-            "output_dir": str(output_dir.absolute()),
-            "path": str(found.path) if found else None,
-            "warnings": warnings,
-        }
+        found, warnings = _find(resume, output_dir)
+        return {"path": str(found.path) if found else None, "warnings": warnings}
 
     said = _of_first_process(find)
     path = Path(said["path"]) if said["path"] else None
-    return Choice(
-        Path(said["output_dir"]),
-        None if path is None else Checkpoint(path, _metadata(path)),
-        tuple(said["warnings"]),
-    )
+    checkpoint = None if path is None else Checkpoint(path, _metadata(path))
+    return Choice(output_dir, checkpoint, tuple(said["warnings"]))
 
 
 def changed_settings(before: str, now: str) -> Iterator[str]:

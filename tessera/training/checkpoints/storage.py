@@ -12,13 +12,16 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import orbax.checkpoint as ocp
 
 Arrays: TypeAlias = Mapping[str, jax.Array]
 Structs: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
+
+# Bytes of the least part of an array that one of several devices that hold it writes.
+_LEAST_SLICE: Final = 1 << 24
 
 
 def start_writing(path: Path, arrays: Arrays) -> Callable[[], None]:
@@ -35,7 +38,11 @@ def start_writing(path: Path, arrays: Arrays) -> Callable[[], None]:
       what went wrong.
     """
     _hush()
-    writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+    writer = ocp.AsyncCheckpointer(
+        ocp.PyTreeCheckpointHandler(
+            use_compression=False, type_handler_registry=_handlers()
+        )
+    )
     try:
         writer.save(path.absolute(), args=ocp.args.PyTreeSave(dict(arrays)))
     except BaseException:
@@ -77,6 +84,19 @@ def read(path: Path, targets: Structs) -> dict[str, jax.Array]:
                 partial_restore=True,
             ),
         )
+
+
+@cache
+def _handlers() -> Any:
+    """How Orbax writes: a copy is shared out among its devices only if it is large.
+
+    By default each small array is cut as well, by a program for each shape: the first
+    checkpoint of a run let the loop wait for most of a second.
+    """
+    handler = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=_LEAST_SLICE
+    )
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
 
 
 @cache

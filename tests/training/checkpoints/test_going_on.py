@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that goes on: bit for bit, on other meshes, with given weights."""
+
+import io
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tessera.models.weights import export_weights
+from tessera.training.checkpoints.folder import complete_steps
+from tessera.training.checkpoints.resuming import Choice, choose
+from tessera.training.checkpoints.saving import Checkpoints
+from tessera.training.console import Console
+from tessera.training.job import Job
+from tessera.training.loop import Trainer
+from tessera.training.metrics import MetricWriter
+from tessera.training.outputs import open_run_folder
+from tessera.training.state import TrainState
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def run(job: Job, path: Path, resume: str = "none") -> tuple[TrainState, Choice]:
+    """What ``run_training.py`` does with a job."""
+    corpus, choice = job.load_data(), choose(resume, path)
+    choice.check(job, corpus, "")
+    folder = open_run_folder(path, "", choice.own_step)
+    with (
+        MetricWriter(folder) as writer,
+        Console(None, stream=io.StringIO(), terminal=False) as console,
+        Checkpoints(job, choice.root, "", choice.own_step) as checkpoints,
+    ):
+        trainer = Trainer(
+            *(job, corpus, console, writer, None, checkpoints, choice.checkpoint)
+        )
+        return trainer.run(), choice
+
+
+def losses(path: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def whole(job_of, tmp_path_factory):
+    """Eight steps in one go, with a checkpoint after every second."""
+    path = tmp_path_factory.mktemp("whole")
+    job = job_of(micro_batch_size=8)
+    state, _ = run(job, path)
+    assert complete_steps(path / "checkpoints") == [8, 6, 4]
+    return job, state, path
+
+
+def test_every_step_s_checkpoint_leads_to_the_same_bits(whole, tmp_path):
+    job, state, path = whole
+    for step in (4, 6):
+        folder = tmp_path / str(step)
+        resumed, choice = run(job, folder, str(path / "checkpoints" / str(step)))
+        assert choice.own_step is None
+        assert int(resumed.step) == 8
+        for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(state), strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        after = [line["loss"] for line in losses(path)[step:]]
+        assert [line["loss"] for line in losses(folder)] == after
+        assert complete_steps(folder / "checkpoints") == [*range(8, step, -2)]
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"fsdp": 4, "micro_batch_size": 2},
+        {"tp": 2, "micro_batch_size": 8},
+        {"pp": 2, "micro_batch_size": 2},
+    ],
+    ids=["fsdp", "tp", "pp"],
+)
+def test_another_mesh_goes_on_with_the_same_rows(whole, job_of, tmp_path, mesh):
+    _, _, path = whole
+    state, _ = run(job_of(**mesh), tmp_path, str(path / "checkpoints" / "4"))
+    assert int(state.step) == 8
+    for alone, here in zip(losses(path)[4:], losses(tmp_path), strict=True):
+        assert here["step"] == alone["step"]
+        assert here["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert here["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+
+
+def test_a_run_that_is_done_has_nothing_left_to_do(whole, tmp_path):
+    job, state, path = whole
+    resumed, choice = run(job, tmp_path, str(path))
+    assert choice.checkpoint.metadata.step == 8
+    assert losses(tmp_path) == []
+    for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(state), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_an_earlier_step_of_its_own_folder_sets_the_later_ones_aside(whole, tmp_path):
+    job, _, path = whole
+    folder = tmp_path / "run"
+    run(job, folder, str(path / "checkpoints" / "4"))
+    assert complete_steps(folder / "checkpoints") == [8, 6]
+    _, choice = run(job, folder, str(folder / "checkpoints" / "6"))
+    assert choice.own_step == 6
+    names = sorted(entry.name for entry in (folder / "checkpoints").iterdir())
+    assert names == ["6", "8", "8.replaced"]
+    steps = [line["step"] for line in losses(folder)]
+    assert all(after == before + 1 for before, after in pairwise(steps))
+    assert steps[-1] == 8
+
+
+def test_given_weights_are_what_a_run_begins_with(whole, job_of, tmp_path):
+    _, state, path = whole
+    file = tmp_path / "weights.safetensors"
+    export_weights(state.params, file)
+    given = job_of(micro_batch_size=8, steps=1, init_from=str(file))
+    run(given, tmp_path / "run")
+    first = losses(tmp_path / "run")[0]["loss"]
+    # The first batch again, after eight steps of learning.
+    assert first < losses(path)[0]["loss"] - 0.2
+    again, _ = run(given, tmp_path / "run", "auto")
+    assert int(again.step) == 1
