@@ -128,6 +128,8 @@ def test_a_run_shows_and_keeps_everything(tmp_path):
             "learning_rate",
             "tokens_per_second",
             "step_seconds",
+            "skipped",
+            "skipped_in_a_row",
         }
     # A model that has learnt nothing: ln(264) + 1/2, or so.
     assert abs(steps[0]["loss"] - math.log(264)) < 1
