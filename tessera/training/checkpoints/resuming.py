@@ -60,7 +60,10 @@ class Choice:
     @property
     def own_step(self) -> int | None:
         """The step to go on from where it is in the run's own folder."""
-        if self.checkpoint is None or self.checkpoint.path.parent != self.root:
+        if self.checkpoint is None:
+            return None
+        # Resolved: a link to the run's own folder is its own folder.
+        if self.checkpoint.path.parent.resolve() != self.root.resolve():
             return None
         return self.checkpoint.metadata.step
 

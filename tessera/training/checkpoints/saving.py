@@ -166,7 +166,7 @@ class Checkpoints:
     def _complete(
         self, path: Path, metadata: Metadata, begun: float, blocked: float
     ) -> Saved:
-        """Make what Orbax has committed count, and remove what is too old."""
+        """Make what Orbax has committed count."""
         committed = perf_counter()
         write_metadata(path / manifest.LAST, metadata)
         nbytes = manifest.write_manifest(path)
@@ -178,13 +178,18 @@ class Checkpoints:
             done - begun,
             blocked,
         )
-        keep = self._job.settings.training.keep
-        if keep is not None:
-            for step in folder.complete_steps(self._root)[keep:]:
-                folder.remove(self._root / str(step))
+        self._remove_old()
         return Saved(
             metadata.step, nbytes, blocked, committed - begun, done - committed
         )
+
+    def _remove_old(self) -> None:
+        keep = self._job.settings.training.keep
+        for step in folder.complete_steps(self._root)[keep:] if keep else ():
+            try:
+                folder.remove(self._root / str(step))
+            except OSError as error:
+                log.warning("the checkpoint of step %d is not removed: %s", step, error)
 
     def _give_up(self, path: Path, error: Exception) -> None:
         """Say that a checkpoint could not be written, and make room again."""

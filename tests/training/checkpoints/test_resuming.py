@@ -82,6 +82,12 @@ def test_an_earlier_one_of_the_run_s_own_folder_is_its_own(run, monkeypatch):
     assert choice.own_step == 4
 
 
+def test_a_link_to_the_run_s_own_folder_is_its_own(run, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    for resume in (tmp_path / "link", run / ".." / run.name):
+        assert choose(str(resume), run).own_step == 6
+
+
 @pytest.mark.parametrize("resume", ["nowhere", "run/checkpoints/5", "empty"])
 def test_a_path_without_checkpoints_is_an_error(run, tmp_path, monkeypatch, resume):
     monkeypatch.chdir(tmp_path)

@@ -104,6 +104,17 @@ def test_the_newest_ones_are_kept(job, replaced, state, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == set(map(str, kept))
 
 
+def test_an_old_one_that_cannot_be_removed_costs_no_new_one(
+    job, replaced, state, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(saving.folder, "remove", fail)
+    with Checkpoints(replaced(job, keep=1), tmp_path, "") as checkpoints:
+        for step in (2, 4):
+            checkpoints.save(step, state, CURSOR)
+    assert complete_steps(tmp_path) == [4, 2]
+    assert "the checkpoint of step 2 is not removed: " in caplog.text
+
+
 @pytest.mark.parametrize(
     ("every", "due"), [(3, [3, 6, 8]), (0, [8]), (8, [8]), (100, [8]), (None, [])]
 )
