@@ -7,6 +7,7 @@ each kind of parallelism has to send. A float32 has four bytes, a mesh has two d
 
 from pathlib import Path
 
+import jax
 import pytest
 
 from tessera.mesh import Mesh
@@ -35,6 +36,7 @@ ACTIVATION = B * S * D
 
 
 def ledger(axis, *more):
+    jax.clear_caches()  # as in a process of its own, without what others have traced
     overrides = ["model=tiny", f"model.mesh_shape=[[2],[{axis}]]", *more]
     settings = compose(overrides, CONFIGS).settings
     job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))
