@@ -130,15 +130,15 @@ class Checkpoints:
                 path.mkdir()
         try:
             self._check_room()
-            finish = storage.start_writing(path / folder.STATE, named(state))
-        except (OSError, ValueError, RuntimeError) as error:
+            writing = storage.Writing(path / folder.STATE, named(state))
+        except OSError as error:
             self._give_up(path, error)
             return
         blocked = perf_counter() - begun
 
         def complete() -> None:
             try:
-                finish()
+                writing.finish()
                 if self._is_first:
                     metadata = metadata_of(self._job, step, cursor, self._config)
                     self.saved = self._complete(path, metadata, begun, blocked)
@@ -196,6 +196,7 @@ class Checkpoints:
         self._failure = folder.cannot_write(path, error)
         if self._is_first:
             folder.remove_failed(path)
+            storage.clear_up()
             log.error("%s\n%s", self._failure, self.last_said())
 
     def last_said(self) -> str:

@@ -7,11 +7,15 @@ shrink, and the processor is the training's. Orbax and TensorStore read JSON and
 there is no pickle on any path.
 """
 
+import gc
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Final, TypeAlias
 
 import jax
@@ -24,38 +28,59 @@ Structs: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 _LEAST_SLICE: Final = 1 << 24
 
 
-def start_writing(path: Path, arrays: Arrays) -> Callable[[], None]:
-    """Begin to write arrays into a new folder; every process calls it.
+class Writing:
+    """Arrays on their way into a new folder; every process makes one.
 
-    It returns once the arrays may be donated or changed.
+    Making it takes until the arrays may be donated or changed.
 
     Args:
       path: Is not there before, and not there again before all is written.
       arrays: By name.
 
-    Returns:
-      A function that waits for the end of it, for any thread to call once; it raises
-      what went wrong.
+    Raises:
+      OSError: It cannot even begin.
     """
-    _hush()
-    writer = ocp.AsyncCheckpointer(
-        ocp.PyTreeCheckpointHandler(
+
+    def __init__(self, path: Path, arrays: Arrays) -> None:
+        _hush()
+        handler = ocp.PyTreeCheckpointHandler(
             use_compression=False, type_handler_registry=_handlers()
         )
-    )
-    try:
-        writer.save(path.absolute(), args=ocp.args.PyTreeSave(dict(arrays)))
-    except BaseException:
-        writer.close()
-        raise
+        self._writer = ocp.AsyncCheckpointer(handler)
+        self._try(
+            lambda writer: writer.save(
+                path.absolute(), args=ocp.args.PyTreeSave(dict(arrays))
+            )
+        )
 
-    def finish() -> None:
+    def finish(self) -> None:
+        """Wait for the end of it, in any thread; once.
+
+        Raises:
+          OSError: What went wrong.
+        """
+        self._try(lambda writer: writer.wait_until_finished())
+        self._writer.close()
+
+    def _try(self, act: Callable[[Any], None]) -> None:
+        said: str | None = None
         try:
-            writer.wait_until_finished()
-        finally:
-            writer.close()
+            act(self._writer)
+        except Exception as error:  # of many kinds; TensorStore's is ValueError
+            said = str(error) or type(error).__name__
+        if said is not None:
+            # Outside of the handler: the error would hold on to all that Orbax was at.
+            with suppress(Exception):
+                self._writer.close()
+            del self._writer
+            raise OSError(said)
 
-    return finish
+
+def clear_up() -> None:
+    """Collect what a failed writing left, without a word of each part of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        gc.collect()
 
 
 def read(path: Path, targets: Structs) -> dict[str, jax.Array]:
@@ -65,7 +90,7 @@ def read(path: Path, targets: Structs) -> dict[str, jax.Array]:
     would cast.
 
     Args:
-      path: What ``start_writing`` wrote.
+      path: What ``Writing`` wrote.
       targets: Some or all of the arrays, with shardings.
     """
     _hush()
@@ -104,9 +129,10 @@ def _hush() -> None:
     """Leave out what Orbax writes beside the errors that it raises, which have it all.
 
     That is its log, and, of each array that was still being written when another one
-    failed, the traceback of a callback that comes too late.
+    failed, its error too, or the traceback of a callback that comes too late.
     """
     logging.getLogger("absl").addFilter(_is_not_orbax)
+    logging.getLogger("asyncio").addFilter(_is_not_orbax)
     shown = sys.unraisablehook
 
     def show(what: Any) -> None:
@@ -118,4 +144,8 @@ def _hush() -> None:
 
 
 def _is_not_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
+    trace = record.exc_info[2] if record.exc_info else None
+    files = [frame.f_code.co_filename for frame, _ in walk_tb(trace)]
+    return not any(
+        "orbax" in said for said in (record.pathname, str(record.msg), *files)
+    )
