@@ -318,6 +318,12 @@ class ModelShapeError(TesseraError, ValueError):
     code = "T405"
 
 
+class ImplementationError(TesseraError, ValueError):
+    """An implementation of an operation is asked for that cannot serve the call."""
+
+    code = "T406"
+
+
 # --- T5xx: configuration
 
 

@@ -2,6 +2,7 @@
 """Operations on arrays, as ``from tessera import op``."""
 
 from tessera.ops.attention import context_attention as context_attention
+from tessera.ops.attention import flash_attention as flash_attention
 from tessera.ops.attention import unzigzag as unzigzag
 from tessera.ops.attention import zigzag as zigzag
 from tessera.ops.kernel import kernel as kernel

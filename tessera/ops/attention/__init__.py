@@ -4,3 +4,4 @@
 from tessera.ops.attention.context import context_attention as context_attention
 from tessera.ops.attention.context import unzigzag as unzigzag
 from tessera.ops.attention.context import zigzag as zigzag
+from tessera.ops.attention.flash import flash_attention as flash_attention

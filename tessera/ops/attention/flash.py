@@ -1,38 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention whose memory grows with the sequence, not with its square.
+"""``op.flash_attention``: attention to whole sequences, by the fastest way there is.
 
-The blocks of ``blockwise`` on whole sequences. What is kept for the backward pass is
-the operands, the result and one number for each query; the weights are computed again.
-
-Source: T. Dao et al., FlashAttention, arXiv 2205.14135.
+flash          checks what is asked for
+  choice       which implementation serves it on this device
+    reference, xla, cudnn   what is computed
 """
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from tessera.errors import OperandError
-from tessera.ops.attention.blockwise import (
-    Keys,
-    Mask,
-    Queries,
-    Rows,
-    Saved,
-    Softmax,
-    Tiling,
-    fold,
-    fold_gradients,
-    varying_alike,
-    zeros_like,
-)
-from tessera.ops.attention.spread import NO_WINDOW
+from tessera.ops.attention.blockwise import varying_alike
+from tessera.ops.attention.choice import Device, attend, check_choice, choose
+from tessera.ops.attention.operands import Operands, Setting
 
 
-def flash_attention(
+def flash_attention(  # noqa: PLR0913
     q: Any,
     k: Any,
     v: Any,
@@ -42,135 +28,108 @@ def flash_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     segment_ids: Any = None,
+    query_offset: Any = None,
+    implementation: str | None = None,
 ) -> Array:
     """Attention of every query to the keys that it may see.
 
-    Scores and sums are f32 whatever the dtype of the operands; no array is as large as
-    the square of the sequence, in the backward pass neither. Query head h reads
-    key/value head ``h // (H / G)``. Global arrays may be split over B and over heads;
-    for sequences that are split over devices there is ``op.context_attention``.
+    Scores and sums are f32 whatever the dtype of the operands, f64 for f64; but for the
+    implementation ``reference`` no array is as large as the square of the sequence, in
+    the backward pass neither. Query head h reads key/value head ``h // (H / G)``.
+    Global arrays may be split over B and over heads; for sequences that are split over
+    devices there is ``op.context_attention``.
 
     Args:
       q: Queries ``[B, H, S, D]``.
       k: Keys ``[B, G, T, D]``, G dividing H.
       v: Values ``[B, G, T, D]``.
-      causal: Whether a query sees only the keys up to its own place; S is T then.
+      causal: Whether a query sees only the keys up to its own place.
       scale: What scores are multiplied by; ``D ** -0.5`` when not given.
-      window: How many tokens back a query sees, its own included; None is all.
+      window: How many keys back a causal query sees, its own place included; None is
+        all.
       soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; None leaves them.
-      segment_ids: Integers ``[B, S]``; a token sees those of its own segment. S is T.
+      segment_ids: A query sees the keys of its own segment. Integers ``[B, S]`` where S
+        is T, or a pair of those of queries and of keys, ``[B, S]`` and ``[B, T]``.
+      query_offset: The place of the first query among those of the keys, which is how
+        many keys lie before it: an integer, or an array of shape () that holds one.
+        None is 0, and S is T where the places make a difference.
+      implementation: ``cudnn``, ``xla`` or ``reference``; None is the first of these
+        that this device and these arguments allow.
 
     Returns:
-      ``[B, H, S, D]`` in the dtype of the operands.
+      ``[B, H, S, D]`` in the dtype of the operands. A query that sees no key reads
+      zeros.
 
     Raises:
       OperandError: [T401] shapes, dtypes or settings that do not fit.
+      ImplementationError: [T406] the implementation cannot serve this call.
 
     Example:
       >>> q = jnp.ones((1, 4, 16, 8))
       >>> kv = jnp.ones((1, 2, 16, 8))
       >>> flash_attention(q, kv, kv, causal=True).shape
       (1, 4, 16, 8)
+
+    Source: T. Dao et al., FlashAttention, arXiv 2205.14135.
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
-    segments = None if segment_ids is None else jnp.asarray(segment_ids)
     _check_operands(q, k, v)
-    _check_settings(q, k, causal, window, soft_cap, segments)
-    setting = _Setting(
-        causal, NO_WINDOW if window is None else window, soft_cap, segments is not None
-    )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    # Rows before heads, as the blocks have them.
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    q = q * jnp.asarray(scale, q.dtype)
-    out = _compiled(setting, *varying_alike(q, k, v, segments))
-    return jnp.swapaxes(out, 1, 2)
+    segments = _segments(q, k, segment_ids)
+    fixed, offset = _offset(query_offset)
+    if not causal and window is None:
+        fixed, offset = 0, None  # places make no difference
+    _check_settings(q, k, causal, window, soft_cap, query_offset)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    setting = Setting(causal, scale, window, soft_cap, fixed)
+    operands = Operands(*varying_alike(q, k, v, *segments, offset))
+    device = Device.here()
+    if implementation is None:
+        name = choose(operands, setting, device)
+    else:
+        name = check_choice(implementation, operands, setting, device)
+    return attend(name, operands, setting)
 
 
-class _WholeBatch(Mask):
-    """A mask whose blocks are skipped by places alone.
-
-    Where a batch is split over devices, whether a segment is met anywhere in it would
-    be a collective for each pair of blocks.
-    """
-
-    def may_see(self, queries: Rows, keys: Rows) -> Array:
-        """False only where no row of the batch may see a key, segments aside."""
-        return super().may_see(
-            queries._replace(segment=None), keys._replace(segment=None)
+def _offset(query_offset: Any) -> tuple[int, Array | None]:
+    """What is known of the offset now, and what only at run time."""
+    if query_offset is None:
+        return 0, None
+    if isinstance(query_offset, (int, np.integer)):
+        return int(query_offset), None
+    offset = jnp.asarray(query_offset)
+    if offset.shape or not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise OperandError(
+            "flash_attention takes one query_offset for all queries",
+            got=f"query_offset {offset.dtype.name}{list(offset.shape)}",
+            fix="pass an integer, or an array of shape () and an integer dtype",
         )
+    return 0, offset.astype(jnp.int32)
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """What a call asks for, besides its arrays."""
-
-    causal: bool
-    window: int
-    soft_cap: float | None
-    has_segments: bool
-
-    @property
-    def mask(self) -> Mask:
-        kind = _WholeBatch if self.has_segments else Mask
-        return kind(self.causal, jnp.int32(self.window), self.soft_cap)
-
-
-def _blocks(
-    q: Array, k: Array, v: Array, segments: Array | None
-) -> tuple[Queries, Tiling, Keys, Tiling]:
-    """Queries and keys cut into blocks."""
-    rows, columns = Tiling(1, q.shape[1]), Tiling(1, k.shape[1])
-
-    def placed(tiling: Tiling) -> Rows:
-        return Rows.of(tiling, jnp.arange(tiling.length, dtype=jnp.int32), segments)
-
-    queries = Queries(rows.heads(q, k.shape[2]), placed(rows))
-    keys = Keys(columns.heads(k), columns.heads(v), placed(columns))
-    return queries, rows, keys, columns
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    setting: _Setting, q: Array, k: Array, v: Array, segments: Array | None
-) -> Array:
-    return _forward(setting, q, k, v, segments)[0]
-
-
-def _forward(
-    setting: _Setting, q: Array, k: Array, v: Array, segments: Array | None
-) -> Any:
-    queries, rows, keys, _ = _blocks(q, k, v, segments)
-    state = fold(Softmax.before(queries), queries, keys, setting.mask)
-    read, log_total = state.result()
-    out = rows.unheads(read).astype(q.dtype)
-    log_total = rows.unheads(log_total[..., None])[..., 0]
-    return out, (q, k, v, segments, out, log_total)
-
-
-def _backward(setting: _Setting, kept: Any, gradient: Array) -> Any:
-    q, k, v, segments, out, log_total = kept
-    queries, rows, keys, columns = _blocks(q, k, v, segments)
-    saved = Saved.of(rows, k.shape[2], log_total, out, gradient)
-    zeros = zeros_like(queries.q), zeros_like(keys.k), zeros_like(keys.v)
-    of_q, of_k, of_v = fold_gradients(zeros, queries, saved, keys, setting.mask)
-    return (
-        rows.unheads(of_q).astype(q.dtype),
-        columns.unheads(of_k).astype(k.dtype),
-        columns.unheads(of_v).astype(v.dtype),
-        None,
-    )
-
-
-_attend.defvjp(_forward, _backward)
-# Calls that are alike share a program where nothing is traced around them.
-_compiled = jax.jit(_attend, static_argnums=0)
+def _segments(q: Array, k: Array, segment_ids: Any) -> tuple[Array | None, ...]:
+    """Segments of queries and of keys, int32; or twice None."""
+    if segment_ids is None:
+        return None, None
+    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,) * 2
+    found = tuple(jnp.asarray(ids) for ids in pair)
+    shapes = [(q.shape[0], q.shape[2]), (k.shape[0], k.shape[2])]
+    integers = all(jnp.issubdtype(ids.dtype, jnp.integer) for ids in found)
+    if [ids.shape for ids in found] != shapes or not integers:
+        raise OperandError(
+            "flash_attention takes a segment id for each query and for each key",
+            got="segment_ids "
+            + ", ".join(f"{ids.dtype.name}{list(ids.shape)}" for ids in found),
+            fix=f"pass integers of shape {shapes[0]}"
+            if shapes[0] == shapes[1]
+            else f"pass a pair of integer arrays of shapes {shapes[0]} and {shapes[1]}",
+        )
+    return tuple(ids.astype(jnp.int32) for ids in found)
 
 
 def _check_operands(q: Array, k: Array, v: Array) -> None:
     fits = q.ndim == k.ndim == 4 and k.shape == v.shape and min(q.shape) > 0
     fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
-    if not fits or q.shape[1] % k.shape[1]:
+    if not fits or min(k.shape) == 0 or q.shape[1] % k.shape[1]:
         raise OperandError(
             "flash_attention takes queries [B, H, S, D], and keys and values "
             "[B, G, T, D] whose G divides H",
@@ -192,14 +151,16 @@ def _check_settings(
     causal: bool,
     window: int | None,
     soft_cap: float | None,
-    segments: Array | None,
+    query_offset: Any,
 ) -> None:
-    length, wrong = q.shape[2], list[tuple[str, str]]()
-    if (causal or segments is not None) and k.shape[2] != length:
+    queries, keys = q.shape[2], k.shape[2]
+    wrong = list[tuple[str, str]]()
+    if causal and queries != keys and query_offset is None:
         wrong.append(
             (
-                f"{length} queries, {k.shape[2]} keys, and causal=True or segment_ids",
-                "give every query the key of its own place, or pass causal=False",
+                f"{queries} queries, {keys} keys, causal=True and no query_offset",
+                f"say which place the first query has: query_offset={keys - queries} "
+                "where the queries are the last, or pass causal=False",
             )
         )
     if window is not None and (window < 1 or not causal):
@@ -208,16 +169,6 @@ def _check_settings(
         )
     if soft_cap is not None and not soft_cap > 0:
         wrong.append((f"soft_cap={soft_cap}", "use a positive soft_cap, or None"))
-    if segments is not None and (
-        segments.shape != (q.shape[0], length)
-        or not jnp.issubdtype(segments.dtype, jnp.integer)
-    ):
-        wrong.append(
-            (
-                f"segment_ids {segments.dtype.name}{list(segments.shape)}",
-                f"pass integers of shape {(q.shape[0], length)}",
-            )
-        )
     if wrong:
         raise OperandError(
             "flash_attention cannot do this",
