@@ -115,7 +115,15 @@ def choose(resume: str, output_dir: Path) -> Choice:
     output_dir = output_dir.absolute()
 
     def find() -> dict[str, Any]:
-        found, warnings = _find(resume, output_dir)
+        try:
+            found, warnings = _find(resume, output_dir)
+        except OSError as error:  # a name that is too long, a folder without leave
+            raise CheckpointNotFoundError(
+                "it cannot be seen whether there is a checkpoint",
+                got=f"{error.filename}: {error.strerror}",
+                fix="give leave to read there, or name another folder: "
+                "training.resume=<folder>, hydra.run.dir=<folder>",
+            ) from error
         return {"path": str(found.path) if found else None, "warnings": warnings}
 
     said = _of_first_process(find)

@@ -6,9 +6,11 @@ depend on those relative paths alone, so that every machine and every process wi
 same files sees the same documents in the same split.
 """
 
+import errno
 import glob
 import hashlib
 import os
+import stat
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -47,9 +49,12 @@ class Document:
         """The document's bytes.
 
         Raises:
-          DataNotFoundError: [T601] the file cannot be opened or read.
+          DataNotFoundError: [T601] the file cannot be opened or read, or is none: a
+            pipe might be waited for and a device read for ever.
         """
         try:
+            if not stat.S_ISREG(self.path.stat().st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
             return self.path.read_bytes()[self.begin : self.end]
         except OSError as error:
             raise DataNotFoundError(
@@ -98,36 +103,44 @@ def list_files(path: str) -> list[Document]:
         folders, and by a glob's wildcards.
 
     Raises:
-      DataNotFoundError: [T601] nothing is there.
+      DataNotFoundError: [T601] nothing is there, or it cannot be looked at.
       EmptyDataError: [T602] the folder holds no text files.
     """
-    place = Path(path).expanduser()
-    if place.is_dir():
-        documents = list(_walk(place, TEXT_SUFFIXES))
-        if not documents:
+    try:
+        place = Path(path).expanduser()
+        if documents := _found_at(place):
+            return documents
+        if place.is_dir():
             raise EmptyDataError(
                 f"the folder {path!r} holds no text files",
                 got=f"no file ending in {', '.join(TEXT_SUFFIXES)}, at any depth",
                 fix=f"for other files give a glob: data.path='{path}/**/*.html'",
             )
-        return documents
+        got = _last_that_exists(place.absolute())
+    # A name that is too long, a folder without leave, ~ of a user who is none.
+    except (OSError, RuntimeError) as error:
+        got = getattr(error, "strerror", None) or str(error)
+    raise DataNotFoundError(
+        f"there is no data at {path!r}",
+        got=got,
+        fix="give data.path a file, a folder or a glob that exists",
+    )
+
+
+def _found_at(place: Path) -> list[Document]:
+    if place.is_dir():
+        return list(_walk(place, TEXT_SUFFIXES))
     if place.exists():
         return [Document(place.name, place)]
-    documents = _expand(place) if glob.has_magic(str(place)) else []
-    if not documents:
-        raise DataNotFoundError(
-            f"there is no data at {path!r}",
-            got=_last_that_exists(place.absolute()),
-            fix="give data.path a file, a folder or a glob that exists",
-        )
-    return documents
+    is_glob = glob.has_magic(str(place)) and "\0" not in str(place)
+    return _expand(place) if is_glob else []
 
 
 def _walk(
     root: Path, suffixes: tuple[str, ...], skip: frozenset[str] = frozenset()
 ) -> Iterator[Document]:
     found: list[Path] = []
-    for folder, subfolders, files in os.walk(root):
+    for folder, subfolders, files in os.walk(root, onerror=_refuse_folder):
         # site-packages alone can be a hundred times the size of what is looked for.
         subfolders[:] = [
             name
@@ -141,6 +154,15 @@ def _walk(
         ]
     named = {path.relative_to(root).as_posix(): path for path in found}
     return (Document(name, named[name]) for name in sorted(named))
+
+
+def _refuse_folder(error: OSError) -> None:
+    """Raise, where ``os.walk`` would leave a folder out without a word."""
+    raise DataNotFoundError(
+        "a folder of the data cannot be read",
+        got=f"{error.filename}: {error.strerror}",
+        fix="mend its permissions, or point data.path elsewhere",
+    ) from error
 
 
 def _expand(pattern: Path) -> list[Document]:

@@ -89,6 +89,7 @@ class JsonTokenizer:
 
     def __init__(self, path: Path) -> None:
         library = _import_extra("tokenizers", path)
+        self._path = path
         try:
             self._tokenizer: Any = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
@@ -106,7 +107,14 @@ class JsonTokenizer:
     def encode(self, text: str | bytes) -> Ids:
         """Token ids of UTF-8 text."""
         content = text if isinstance(text, str) else text.decode()
-        encoding = self._tokenizer.encode(content, add_special_tokens=False)
+        try:
+            encoding = self._tokenizer.encode(content, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(
+                f"the tokenizer {str(self._path)!r} has no ids for this text",
+                got=" ".join(str(error).split()),
+                fix="give it an unknown token that its vocabulary has, or use another",
+            ) from error
         return np.array(encoding.ids, np.int32)
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
@@ -157,7 +165,15 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+        there = path.is_file()
+    # A name that is too long, a folder without leave, ~ of a user who is none.
+    except (OSError, RuntimeError) as error:
+        path, there = Path(name), False
+        why = f": {getattr(error, 'strerror', None) or error}"
+    else:
+        why = ""
     if path.suffix not in (".json", ".model"):
         raise TokenizerError(
             f"there is no tokenizer {name!r}",
@@ -165,10 +181,10 @@ def load_tokenizer(name: str) -> Tokenizer:
             fix=did_you_mean(name, ["bytes"]) + ", the path of a tokenizers file "
             "(.json) or of a sentencepiece model (.model)",
         )
-    if not path.is_file():
+    if not there:
         raise TokenizerError(
             f"the tokenizer file {name!r} does not exist",
-            got=f"no file at {path.absolute()}",
+            got=f"no file at {path.absolute()}{why}",
             fix="give data.tokenizer a file on this machine, or use bytes; nothing is "
             "downloaded",
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which files, in which order, on which side."""
 
+import errno
 import os
 import sysconfig
 import tempfile
@@ -165,3 +166,22 @@ def test_one_file_is_cut_between_lines_or_characters(content, fraction):
 def test_a_file_name_may_be_no_text():
     documents = [Document(os.fsdecode(b"\xff.txt"), Path()), Document("b", Path())]
     assert len(split(documents, 0.5)[0]) == 1
+
+
+def test_a_folder_that_cannot_be_read_is_named_and_not_left_out(folder, monkeypatch):
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path) == f"{folder}/a/deep":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataNotFoundError) as caught:
+        list_files(str(folder))
+    assert str(caught.value) == (
+        "[T601] a folder of the data cannot be read\n"
+        f"  got: {folder}/a/deep: Permission denied\n"
+        "  fix: mend its permissions, or point data.path elsewhere\n"
+        "  docs: docs/errors/T601.md"
+    )

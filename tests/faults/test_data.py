@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data that is empty, too small, corrupt or no data, given to ``run_training.py``.
+
+Each is a coded error before anything is compiled, and an earlier run in the same folder
+stays as it is; the fixture ``refuse`` sees to that. There is no file of tokens that
+could be damaged: text is tokenized in memory, by each run.
+"""
+
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = "All happy families are alike.\n"
+WORDS = '{"version":"1.0","model":{"type":"WordLevel","vocab":%s,"unk_token":"?"}}'
+
+FILES = {
+    "empty.txt": b"",
+    "byte.txt": b"a",
+    "short.txt": TEXT.encode(),
+    "text.txt": TEXT.encode() * 500,
+    "latin.txt": "Tolstoï\n".encode("latin-1") * 500,
+    "words.json": (WORDS % '{"?": 0, "All": 1}').encode(),
+    "broken.json": (WORDS % '{"?": 0, "All": 1}').encode()[:-9],
+    "pickle.json": pickle.dumps({"?": 0}),
+    "large.json": (WORDS % '{"?": 0, "All": 4000000000}').encode(),
+    "unknown.json": (WORDS % '{"All": 1}').encode(),
+    "empty.model": b"",
+    "broken.model": b"\x0a\x07\x0a\x03<unk" + bytes(40),
+    "pickle.model": pickle.dumps({"?": 0}),
+}
+
+# What is given besides data=text -> how the error begins.
+CASES = {
+    "no such path": (
+        ["data.path=nowhere/text"],
+        "[T601] there is no data at 'nowhere/text'\n  got: {here} has no 'nowhere'\n",
+    ),
+    "a glob of nothing": (
+        ["data.path=*.tex"],
+        "[T601] there is no data at '*.tex'\n  got: no file matches {here}/*.tex\n",
+    ),
+    "a name that is too long": (
+        ["data.path=" + "n" * 300],
+        "[T601] there is no data at '" + "n" * 300 + "'\n  got: File name too long\n",
+    ),
+    "a name with NUL": (["data.path='a\0b'"], "[T601] there is no data at 'a\\x00b'\n"),
+    "a glob with NUL": (["data.path='a\0/*'"], "[T601] there is no data at "),
+    "the home of nobody": (
+        ["data.path='~no-such-user/text'"],
+        "[T601] there is no data at '~no-such-user/text'\n",
+    ),
+    "a link to nowhere": (
+        ["data.path=links"],
+        "[T601] the data file 'a.txt' cannot be read\n"
+        "  got: links/a.txt: No such file or directory\n",
+    ),
+    "a pipe": (
+        ["data.path=pipes"],
+        "[T601] the data file 'a.txt' cannot be read\n"
+        "  got: pipes/a.txt: it is no regular file\n",
+    ),
+    "a device without end": (
+        ["data.path=/dev/zero"],
+        "[T601] the data file 'zero' cannot be read\n",
+    ),
+    "a folder without text": (
+        ["data.path=nothing"],
+        "[T602] the folder 'nothing' holds no text files\n",
+    ),
+    "an empty file": (
+        ["data.path=empty.txt"],
+        "[T602] there is no text in the data: text at 'empty.txt'\n",
+    ),
+    "a byte": (["data.path=byte.txt"], "[T602] "),
+    "less than a sequence": (
+        ["data.path=short.txt"],
+        "[T602] the training data is smaller than one batch\n"
+        "  got: 29 tokens / sequence length 128 = 0 rows, and a batch takes 8\n",
+    ),
+    "less than a batch": (
+        ["data.path=text.txt", "training.micro_batch_size=200"],
+        "[T602] the training data is smaller than one batch\n",
+    ),
+    "bytes that are no UTF-8": (
+        ["data.path=latin.txt", "data.tokenizer=words.json"],
+        "[T602] the data file 'latin.txt' is not UTF-8 text\n"
+        "  got: latin.txt: byte 0xef at offset 6\n",
+    ),
+    "ids that the model has not": (
+        ["data.path=text.txt", "data.tokenizer=large.json"],
+        "[T603] the tokenizer's vocabulary is larger than the model's\n"
+        "  got: tokenizers tokenizer: 4000000001 ids, model: 264\n",
+    ),
+    "words that the tokenizer has not": (
+        ["data.path=text.txt", "data.tokenizer=unknown.json"],
+        "[T605] the tokenizer 'unknown.json' has no ids for this text\n",
+    ),
+    "no such tokenizer": (
+        ["data.path=text.txt", "data.tokenizer=nowhere.json"],
+        "[T605] the tokenizer file 'nowhere.json' does not exist\n",
+    ),
+    "a tokenizer with a name that is too long": (
+        ["data.path=text.txt", f"data.tokenizer={'n' * 300}.json"],
+        "[T605] the tokenizer file ",
+    ),
+    "the tokenizer of nobody": (
+        ["data.path=text.txt", "data.tokenizer='~no-such-user/a.json'"],
+        "[T605] the tokenizer file '~no-such-user/a.json' does not exist\n",
+    ),
+    **{
+        f"a tokenizer that is {name}": (
+            ["data.path=text.txt", f"data.tokenizer={name}"],
+            f"[T605] the library {library!r} cannot read '{name}'\n",
+        )
+        for name, library in {
+            "broken.json": "tokenizers",
+            "pickle.json": "tokenizers",
+            "empty.model": "sentencepiece",
+            "broken.model": "sentencepiece",
+            "pickle.model": "sentencepiece",
+        }.items()
+    },
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder of bad data, and of a run that was there before."""
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    for name in ("nothing", "links", "pipes", "run/checkpoints/4/state"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "links/a.txt").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipes/a.txt")
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 4, "loss": 1.5}\n')
+    (tmp_path / "run/checkpoints/4/state/a").write_text("1 2 3")
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_told_before_anything_is_compiled_or_written(refuse, here, case):
+    arguments, begins = CASES[case]
+    for suffix, library in ((".json", "tokenizers"), (".model", "sentencepiece")):
+        if suffix in arguments[-1] and importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    said = refuse("data=text", *arguments, f"hydra.run.dir={here}/run")
+    assert said.startswith(begins.replace("{here}", str(here))), said
+
+
+def test_ranks_say_it_and_are_not_started_again(here):
+    """In processes of their own, as a person starts them."""
+    command = ["-m", "tessera.launch", "--nprocs=2", "--max-restarts=2", "--grace=5"]
+    settings = ["model.mesh_shape=[[2],[dp]]", "runtime.platform=cpu", "data=text"]
+    ended = subprocess.run(
+        [
+            *(sys.executable, *command, str(ROOT / "run_training.py"), *settings),
+            *("data.path=empty.txt", "hydra.run.dir=new"),
+        ],
+        cwd=here,
+        env={k: v for k, v in os.environ.items() if not k.startswith("JAX_")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "[T602] there is no text in the data: text at 'empty.txt'" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "] restart " not in ended.stderr
+    assert not (here / "new").exists()
