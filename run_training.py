@@ -14,6 +14,7 @@ from pathlib import Path
 from tessera.graph.profile_report import of_program
 from tessera.mesh import Mesh
 from tessera.runtime.cluster import Cluster, detect
+from tessera.runtime.compile_cache import open_compile_cache
 from tessera.runtime.devices import prepare_devices
 from tessera.runtime.processes import Processes, Timeouts, joined
 from tessera.training.checkpoints.resuming import Choice, choose
@@ -134,6 +135,7 @@ def prepare(settings: Settings, num_processes: int) -> str:
     sizes, axes = settings.model.mesh_shape
     return prepare_devices(
         # A dry run compiles for devices that need not exist, on a platform that must.
+    open_compile_cache(settings.runtime.compile_cache)
         1 if settings.training.dry_run else settings.model.num_devices,
         settings.runtime.platform,
         axes=dict(zip(axes, sizes, strict=True)),

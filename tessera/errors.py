@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every mistake a user can make, as a class with a stable code.
 
-A message says what is wrong, what was got (with the arithmetic), what to do, and
-where the documentation is:
+A message says what is wrong, what was got (with the arithmetic), and what to do:
 
     [T201] parameter 'up' cannot be split evenly over mesh axes ('tp',)
       got: shape (2560, 10242), dim 1 = 10242, axis size 4
       fix: use 10240 or 10244, or drop 'tp' from the spec
       docs: docs/errors/T201.md
 
-Codes: T1xx meshes, T2xx shards and layouts, T3xx tracing and pipelines, T4xx operations
-and models, T5xx configuration, T6xx data, T7xx the machine. ``assert`` is for Tessera's
-own bugs.
+The first digit of a code says what it is about, as the sections below do. ``assert`` is
+for Tessera's own bugs.
 """
 
 from collections.abc import Iterable
@@ -461,6 +459,12 @@ class StalledError(TesseraError, ValueError):
 
     code = "T708"
     exit_code = 124
+
+
+class CompileCacheError(TesseraError, ValueError):
+    """The folder of compiled programs, which are code, is not the user's alone."""
+
+    code = "T709"
 
 
 # --- T8xx: checkpoints

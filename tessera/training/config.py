@@ -138,6 +138,9 @@ class RuntimeConfig:
     Attributes:
       platform: What to run on; auto takes what JAX prefers. On cpu, the devices that
         the mesh asks for are simulated.
+      compile_cache: A folder, private to the user, for what takes longer than a second
+        to compile; a later run of the same programs takes them from there. null takes
+        JAX_COMPILATION_CACHE_DIR if that is given.
       max_steps_in_flight: Steps that may be queued before the loop waits for the first
         of them; more hides more of Python's time and holds more memory.
       coordinator_address: Where rank 0 of several processes is, host:port; given to
@@ -162,6 +165,7 @@ class RuntimeConfig:
     platform: str = setting("auto", choices=("auto", "cpu", "gpu", "tpu"))
     max_steps_in_flight: int = setting(8, least=1, most=64)
     coordinator_address: str | None = setting(None)
+    compile_cache: str | None = setting(None)
     num_processes: int | None = setting(None, least=1)
     process_id: int | None = setting(None, least=0)
     rendezvous_timeout: float = setting(300.0, above=0)
