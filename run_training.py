@@ -23,7 +23,7 @@ from tessera.training.command_line import Composed, run_from_command_line
 from tessera.training.config import Settings
 from tessera.training.console import Console, log
 from tessera.training.job import Job
-from tessera.training.loop import Trainer
+from tessera.training.loop import Guard, Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
 from tessera.training.profiling import Window
@@ -88,7 +88,7 @@ def train(composed: Composed, here: Processes) -> None:
             )
         Trainer(
             *(job, corpus, console, writer, window, checkpoints, choice.checkpoint),
-            enter=here.watchdog.enter,
+            guard=Guard(here.watchdog.enter, here.goes_on),
         ).run()
         here.watchdog.enter("save")
         checkpoints.wait()
@@ -120,6 +120,7 @@ def join(composed: Composed) -> AbstractContextManager[Processes]:
             phase: getattr(runtime, f"{phase}_deadline")
             for phase in ("startup", "compile", "step", "evaluation", "save")
         },
+        grace=runtime.grace_period,
     )
 
 
@@ -132,10 +133,10 @@ def choose_start(resume: str, here: Processes) -> Choice:
 
 def prepare(settings: Settings, num_processes: int) -> str:
     """Find the devices that the mesh asks for, or simulate them; what the log says."""
+    open_compile_cache(settings.runtime.compile_cache)
     sizes, axes = settings.model.mesh_shape
     return prepare_devices(
         # A dry run compiles for devices that need not exist, on a platform that must.
-    open_compile_cache(settings.runtime.compile_cache)
         1 if settings.training.dry_run else settings.model.num_devices,
         settings.runtime.platform,
         axes=dict(zip(axes, sizes, strict=True)),

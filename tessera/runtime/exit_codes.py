@@ -5,7 +5,7 @@ A supervisor reads nothing else of a process that ended, so each reason to do so
 else about it has a number of its own.
 """
 
-from signal import SIGTERM
+from signal import SIGINT, SIGTERM
 from typing import Final
 
 SUCCESS: Final = 0
@@ -13,10 +13,14 @@ FAILURE: Final = 1
 """An exception that nothing caught."""
 MISTAKE: Final = 2
 """A coded error: another try with the same command ends alike."""
+REQUEUE: Final = 75
+"""Asked to end, and did: the same command goes on from there (``EX_TEMPFAIL``)."""
 DISAGREEMENT: Final = 76
 """The ranks did not find each other, or are not of one run (``EX_PROTOCOL``)."""
 STALLED: Final = 124
 """The watchdog: a phase took longer than its deadline (that of ``timeout``)."""
+INTERRUPTED: Final = 128 + SIGINT
+"""Ended by a person, by Ctrl-C."""
 ENDED: Final = 128 + SIGTERM
 """Ended with its group, for no fault of its own."""
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from tessera.runtime import exit_codes
+
 # A process that is killed writes nothing, so others may write of their own errors
 # before its end is seen. SIGABRT is how JAX ends a process for the death of another.
 _HEAD_START: Final = 1.0
@@ -41,6 +43,11 @@ class Failure:
     phase: str = ""
 
     @property
+    def is_as_asked(self) -> bool:
+        """Whether the rank had been asked to end, and ended in good order."""
+        return self.returncode in (exit_codes.REQUEUE, exit_codes.INTERRUPTED)
+
+    @property
     def _order(self) -> float:
         if self.failed_at:
             return self.failed_at
@@ -53,8 +60,8 @@ class Failure:
 
 
 def first_of(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others come from."""
-    return min(failures, key=lambda failure: failure._order)
+    """The failure that the others come from; one as asked only where all are."""
+    return min(failures, key=lambda failure: (failure.is_as_asked, failure._order))
 
 
 def how_it_ended(returncode: int) -> str:

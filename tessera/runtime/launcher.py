@@ -26,7 +26,10 @@ from tessera.runtime.failures import Failure, first_of, how_it_ended, what_to_re
 from tessera.runtime.ranks import Ended, Rank
 from tessera.runtime.status_page import Command, StatusPage
 
-FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+FORWARDED: Final = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
 # Exit codes after which the same command would end alike.
 _FINAL: Final = (exit_codes.MISTAKE,)
 _LOOPBACK: Final = "127.0.0.1"
@@ -95,6 +98,9 @@ class Launcher:
                 if failure is None:
                     return exit_codes.SUCCESS
                 code = exit_codes.exit_code_of(failure.returncode)
+                if failure.is_as_asked:
+                    self._say(f"all ranks ended as asked: exit code {code}")
+                    return code
                 last = attempt == plan.max_restarts or code in _FINAL
                 self._report(group, failure)
                 if last or group.was_asked_to_end:
@@ -200,13 +206,16 @@ class Group:
         """Wait for all ranks; the first failure, or None where there was none."""
         failures: list[Failure] = []
         try:
-            while not (self._all_done or failures):
+            while not self._all_done and all(one.is_as_asked for one in failures):
+                if failures and self._end_by is None:
+                    # The others know of it, and may have to write what they save.
+                    self._end_by = time.monotonic() + self.grace
                 self._forward(signals)
                 failures += self._gathered(_TICK)
                 self._end_the_late()
-            if failures:
-                self.say(str(failures[0]))
-                failures += self._end_all(failures[0], signals)
+            if failures and not (first := first_of(failures)).is_as_asked:
+                self.say(str(first))
+                failures += self._end_all(first, signals)
         finally:
             for rank in self._running:
                 rank.kill()
@@ -245,7 +254,7 @@ class Group:
             name = signal.Signals(number).name
             if number == signal.SIGUSR1:
                 self.say(f"{name} to all ranks")
-            elif self._end_by is None:
+            elif not self.was_asked_to_end:
                 self.was_asked_to_end = True
                 self._end_by = time.monotonic() + self.grace
                 self.say(f"{name} to all ranks, which have {self.grace:g} s to end")

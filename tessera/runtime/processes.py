@@ -30,6 +30,7 @@ from tessera.runtime.agreement import Facts, difference_error, differences, list
 from tessera.runtime.cluster import Cluster
 from tessera.runtime.rendezvous import meet
 from tessera.runtime.status_page import StatusPage
+from tessera.runtime.stopping import Stopping
 from tessera.runtime.watchdog import Watchdog
 
 _log: Final = logging.getLogger("tessera.runtime")
@@ -65,6 +66,7 @@ class Processes:
       attempt: How often the launcher has started the run before.
       is_launched: Whether this process is one of ``tessera.launch``, which shows its
         rank in front of each line.
+      stopping: Hears signals; None where the program does.
     """
 
     cluster: Cluster
@@ -73,6 +75,7 @@ class Processes:
     shared: str = ""
     attempt: int = 0
     is_launched: bool = False
+    stopping: Stopping | None = None
     _compared: set[str] = field(default_factory=set)
 
     @property
@@ -84,6 +87,15 @@ class Processes:
     def count(self) -> int:
         """Processes of the run."""
         return self.cluster.world_size
+
+    def goes_on(self) -> bool:
+        """Whether to begin what comes next; else to save, and leave.
+
+        All ranks call it in the same places: before each step, and before each other
+        thing in which all of them take part. It is true unless ``joined`` was given a
+        grace period.
+        """
+        return self.stopping is None or self.stopping.goes_on()
 
     def compare(self, section: str, key: str, said: Mapping[str, str]) -> None:
         """See that all ranks say the same, once they are connected.
@@ -137,6 +149,7 @@ def joined(
     platform: str = "auto",
     timeouts: Timeouts | None = None,
     deadlines: Mapping[str, float | None] | None = None,
+    grace: float | None = None,
 ) -> Iterator[Processes]:
     """Join the other processes for the length of a ``with`` block.
 
@@ -153,8 +166,11 @@ def joined(
       platform: What the run asks for; ``"cpu"`` takes no accelerator.
       timeouts: How long to wait for others.
       deadlines: Seconds for each kind of phase, as ``Watchdog`` takes them.
+      grace: Seconds from SIGTERM to the end of the process, saved or not, of a program
+        that asks ``goes_on``; None leaves signals to the program.
 
     Raises:
+      SystemExit: After the block, with code 75 or 130, where ``goes_on`` said no.
       CoordinatorError: [T705] rank 0's address is not known or its ports are busy.
       MissingRanksError: [T706] ranks are missing, or there twice, or count otherwise.
       RanksDifferError: [T707] they are not of one run.
@@ -167,36 +183,52 @@ def joined(
         _show_stacks_on_request()
     if launched is not None and cluster.rank == 0:
         shared = launched.first_shared(shared)
-    try:
-        if cluster.coordinator is not None:
-            watchdog.enter("rendezvous")
-            own = {
-                **said,
-                "versions": facts.versions(),
-                "code": facts.code(),
-                "devices": facts.devices(cluster, platform, os.environ),
-            }
-            shared = meet(
-                cluster, own, timeout=timeouts.rendezvous, shared=shared, say=_say
-            )
+    with _stopped(grace, cluster.rank) as stopping:
+        try:
+            if cluster.coordinator is not None:
+                watchdog.enter("rendezvous")
+                own = {
+                    **said,
+                    "versions": facts.versions(),
+                    "code": facts.code(),
+                    "devices": facts.devices(cluster, platform, os.environ),
+                }
+                shared = meet(
+                    cluster, own, timeout=timeouts.rendezvous, shared=shared, say=_say
+                )
+                watchdog.enter("startup")
+                _connect(cluster, platform, timeouts)
+                _use_board(watchdog, stopping, cluster)
             watchdog.enter("startup")
-            _connect(cluster, platform, timeouts)
-            _publish_phases(watchdog, cluster.rank)
-        watchdog.enter("startup")
-        attempt = launched.attempt if launched else 0
-        yield Processes(
-            cluster, timeouts, watchdog, shared, attempt, launched is not None
-        )
-        if cluster.coordinator is not None:
-            watchdog.enter("shutdown")
-            jax.distributed.shutdown()
-    except BaseException as error:
-        watchdog.fail()
-        if cluster.coordinator is None:
-            raise
-        _end(error)
-    finally:
-        watchdog.stop()
+            attempt, is_launched = (
+                launched.attempt if launched else 0,
+                launched is not None,
+            )
+            yield Processes(
+                *(cluster, timeouts, watchdog, shared, attempt, is_launched, stopping)
+            )
+            if cluster.coordinator is not None:
+                watchdog.enter("shutdown")
+                jax.distributed.shutdown()
+        except BaseException as error:
+            watchdog.fail()
+            if cluster.coordinator is None:
+                raise
+            _end(error)
+        finally:
+            watchdog.stop()
+
+
+@contextmanager
+def _stopped(grace: float | None, rank: int) -> Iterator[Stopping | None]:
+    """Hear signals, where there is a grace period, and end as they ask."""
+    if grace is None:
+        yield None
+        return
+    with Stopping(grace, rank=rank) as stopping:
+        yield stopping
+    if stopping.exit_code is not None:
+        raise SystemExit(stopping.exit_code)
 
 
 @dataclass(frozen=True)
@@ -272,6 +304,8 @@ def _connect(cluster: Cluster, platform: str, timeouts: Timeouts) -> None:
     found = find_accelerators(os.environ) * (platform != "cpu")
     mine = share_of(cluster.local_rank, cluster.local_size, len(found))
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    # It takes SIGTERM for itself for good, whatever else the program does with it.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         address,
         cluster.world_size,
@@ -292,13 +326,16 @@ def _show_stacks_on_request() -> None:
         faulthandler.register(number, file=stream)
 
 
-def _publish_phases(watchdog: Watchdog, rank: int) -> None:
-    board = _jax_processes.board()
-    if board is not None:
-        watchdog.connect(
-            lambda said: board.put(f"tessera/phase/{rank}", said),
-            lambda: board.texts("tessera/phase"),
-        )
+def _use_board(watchdog: Watchdog, stopping: Stopping | None, cluster: Cluster) -> None:
+    board, rank = _jax_processes.board(), cluster.rank
+    if board is None:
+        return
+    watchdog.connect(
+        lambda said: board.put(f"tessera/phase/{rank}", said),
+        lambda: board.texts("tessera/phase"),
+    )
+    if stopping is not None:
+        stopping.connect(board, cluster.world_size)
 
 
 def _end(error: BaseException) -> None:

@@ -160,12 +160,14 @@ class RuntimeConfig:
       evaluation_deadline: Seconds for one evaluation, and for the sample at the end;
         null is no limit.
       save_deadline: Seconds for what a checkpoint lets the loop wait; null is no limit.
+      grace_period: Seconds from SIGTERM to the end of the process, in which it saves;
+        less than what its scheduler and the launcher's --grace leave it.
     """
 
     platform: str = setting("auto", choices=("auto", "cpu", "gpu", "tpu"))
+    compile_cache: str | None = setting(None)
     max_steps_in_flight: int = setting(8, least=1, most=64)
     coordinator_address: str | None = setting(None)
-    compile_cache: str | None = setting(None)
     num_processes: int | None = setting(None, least=1)
     process_id: int | None = setting(None, least=0)
     rendezvous_timeout: float = setting(300.0, above=0)
@@ -176,6 +178,7 @@ class RuntimeConfig:
     step_deadline: float | None = setting(900.0, above=0)
     evaluation_deadline: float | None = setting(3600.0, above=0)
     save_deadline: float | None = setting(3600.0, above=0)
+    grace_period: float = setting(25.0, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

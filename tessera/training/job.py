@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.graph.function import Function
 from tessera.graph.pipelining.microbatches import fewer_microbatches_warning
@@ -33,7 +33,7 @@ from tessera.training.optimizers import make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.settings import joined
 from tessera.training.state import TrainState, abstract_state, state_specs
-from tessera.training.step import Recipe, batch_spec, make_train_step
+from tessera.training.step import Recipe, batch_spec, make_eval_step, make_train_step
 
 _DTYPES: Final = {"f32": "f32", "bf16": "bf16", "fp16": "f16"}
 _BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
@@ -117,6 +117,31 @@ class Job:
     def compiled(self) -> Compiled:
         """The compiled step, which the first call of ``step`` finds."""
         return self.step.compile(self.abstract_state, self.abstract_batch)
+
+    @cached_property
+    def evaluate(self) -> Function:
+        """The loss of one batch: ``(params, batch) -> (summed loss, tokens)``."""
+        return make_eval_step(self.recipe)
+
+    def compile_evaluation(self, corpus: Corpus) -> None:
+        """Compile it before the first step, where there is anything to evaluate.
+
+        A run that is asked to end cannot do so in the middle of a compilation.
+        """
+        if not len(corpus.validation_split.rows):
+            return
+        rows = self.settings.rows_per_microbatch(self.mesh)
+        shape = rows, self.settings.training.sequence_length
+        struct = self._struct(
+            jax.ShapeDtypeStruct(shape, jnp.int32), self.validation_spec
+        )
+        batch = dict.fromkeys(_BATCH, struct)
+        self.evaluate.compile(self.abstract_state.params, batch)
+
+    @property
+    def validation_spec(self) -> PartitionSpec:
+        """The layout of the arrays of a batch that is evaluated."""
+        return PartitionSpec(self.recipe.data_axes or None)
 
     def step_facts(self) -> tuple[str, dict[str, str]]:
         """A fingerprint of the lowered step, and how often it has each operation.

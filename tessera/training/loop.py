@@ -18,7 +18,6 @@ from typing import Any, Final, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from tessera.analysis.flops import count
 from tessera.analysis.peaks import mfu, peak_flops
@@ -31,15 +30,14 @@ from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.console import Console, Progress, log
 from tessera.training.data import Corpus
 from tessera.training.data.cursor import Cursor
+from tessera.training.interrupts import Shield
 from tessera.training.job import Job
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
 from tessera.training.state import TrainState, init_state
-from tessera.training.step import batch_spec, make_eval_step
+from tessera.training.step import batch_spec
 
 Numbers: TypeAlias = dict[str, float]
-# Called with what begins, and the step's number: "step", "evaluation", "save".
-Enter: TypeAlias = Callable[[str, int], None]
 
 # Of the numbers that every step writes, those that the log shows beside the loss.
 _SHOWN: Final = (
@@ -62,8 +60,41 @@ class _Flight:
     metrics: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Guard:
+    """What a run tells and asks the process that it runs in.
+
+    Attributes:
+      enter: Told what begins, ``"step"``, ``"evaluation"``, ``"save"`` or
+        ``"compile"``, and the step's number.
+      goes_on: Asked before each step and each batch of an evaluation; where it says no
+        the run saves, and ``Trainer.run`` returns.
+    """
+
+    enter: Callable[[str, int], None] = lambda kind, step: None
+    goes_on: Callable[[], bool] = lambda: True
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is.
+
+    Attributes:
+      step: Optimizer steps begun.
+      state: The state after them, which no other step has taken.
+      cursor: How far the data was read for them.
+    """
+
+    step: int
+    state: TrainState
+    cursor: Cursor
+
+
 class Trainer:
     """One run from its first array to its last line.
+
+    Ctrl-C in a notebook leaves it where it is: ``position`` has the state after the
+    last step that was begun, and another ``run()`` goes on as if nothing had been.
 
     Args:
       job: What to run.
@@ -71,7 +102,7 @@ class Trainer:
       console: Where a person watches.
       writer: Where the numbers go.
       window: Steps to profile, or None.
-      enter: Told what begins, for the watchdog.
+      guard: What the run tells and asks its process.
       checkpoints: Where the state is kept, or None.
       resumed: The checkpoint to go on from; None begins anew.
     """
@@ -86,13 +117,18 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         resumed: Checkpoint | None = None,
         *,
-        enter: Enter = lambda kind, step: None,
+        guard: Guard | None = None,
     ) -> None:
         self.job, self.corpus = job, corpus
         self._console, self._writer, self._window = console, writer, window
         self._checkpoints, self._resumed = checkpoints, resumed
-        self._enter = enter
-        self._evaluate = make_eval_step(job.recipe)
+        guard = guard or Guard()
+        self._enter, self._goes_on = guard.enter, guard.goes_on
+        self._shield = Shield()
+        self.position: Position | None = None
+        """Where the run is; None before ``run`` has made or read a state."""
+        # The last steps that were evaluated and saved, here or before a resume.
+        self._validated = self._saved = 0
         self._flights: deque[_Flight] = deque()
         self._read_at = 0.0
         self._skipped_in_a_row = 0
@@ -106,47 +142,107 @@ class Trainer:
           LossScaleError: [T506] fp16 overflows at the smallest loss scale.
           NonFiniteError: [T508] too many steps in a row were skipped.
         """
-        job, training = self.job, self.job.settings.training
-        rows = job.settings.rows_per_step(job.mesh)
-        state, done, cursor = self._beginning()
-        flops = count(job.compiled.traced.graph.program).total
-        self._read_at = time.perf_counter()
-        with (
-            closing(self._batches(cursor.rows)) as batches,
-            self._console.progress(training.steps, done=done) as progress,
-            nullcontext() if self._window is None else closing(self._window),
-        ):
-            left = islice(batches, max(training.steps - done, 0))
-            for step, batch in enumerate(left, done + 1):
-                self._enter("step", step)
-                if self._window is not None:
-                    self._window.before(step, partial(self._drain, progress, flops))
-                state, metrics = job.step(state, batch)
-                cursor = cursor.moved(rows)
-                self._flights.append(_Flight(step, metrics))
-                if len(self._flights) >= job.settings.runtime.max_steps_in_flight:
-                    self._read_oldest(progress, flops)
-                if self._validates_after(step):
-                    self._drain(progress, flops)
-                    self._validate(step, state)
-                if self._checkpoints is not None and self._checkpoints.is_due(step):
-                    # First the numbers of its steps: none is missing after a resume.
-                    self._drain(progress, flops)
-                    self._enter("save", step)
-                    self._checkpoints.save(step, state, cursor)
-            self._drain(progress, flops)
-        self._sample(state)
-        return state
+        training = self.job.settings.training
+        with self._shield.raised():
+            self.position = at = self.position or self._beginning()
+            self._enter("compile", at.step)
+            self.job.compile_evaluation(self.corpus)
+            flops = count(self.job.compiled.traced.graph.program).total
+            self._read_at = time.perf_counter()
+            with (
+                closing(self._batches(at.cursor.rows)) as batches,
+                self._console.progress(training.steps, done=at.step) as progress,
+                nullcontext() if self._window is None else closing(self._window),
+            ):
+                drain = partial(self._drain, progress, flops)
+                # First what the last step left to do, where it was interrupted.
+                going = self._settle(drain)
+                for batch in islice(batches, max(training.steps - at.step, 0)):
+                    going = going and self._goes_on()
+                    if not going:
+                        break
+                    self._step(batch, drain)
+                    if (
+                        len(self._flights)
+                        >= self.job.settings.runtime.max_steps_in_flight
+                    ):
+                        self._read_oldest(progress, flops)
+                    going = self._settle(drain)
+                drain()
+            if going and self._goes_on():
+                self._sample(self._at.state)
+            else:
+                self._stop()
+        return self._at.state
 
-    def _beginning(self) -> tuple[TrainState, int, Cursor]:
-        """The state, the steps that it has behind it, and where the data goes on."""
+    def _step(self, batch: Any, drain: Callable[[], None]) -> None:
+        at = self._at
+        step = at.step + 1
+        self._enter("step", step)
+        if self._window is not None:
+            self._window.before(step, drain)
+        rows = self.job.settings.rows_per_step(self.job.mesh)
+        with self._shield:
+            state, metrics = self.job.step(at.state, batch)
+            self.position = Position(step, state, at.cursor.moved(rows))
+            self._flights.append(_Flight(step, metrics))
+
+    def _settle(self, drain: Callable[[], None]) -> bool:
+        """Do what is due after a step and was not done; False where the run stops."""
+        at = self._at
+        if self._is_validation_due:
+            drain()
+            if not self._validate(at.step, at.state):
+                return False
+        checkpoints = self._checkpoints
+        if checkpoints and checkpoints.is_due(at.step) and self._saved < at.step:
+            # First the numbers of its steps: none is missing after a resume.
+            drain()
+            self._save(checkpoints)
+        return True
+
+    def _stop(self) -> None:
+        """Save what no checkpoint has, at the step where all ranks are."""
+        at, checkpoints = self._at, self._checkpoints
+        left = ": it keeps no checkpoints to go on from"
+        if checkpoints is not None and checkpoints.is_kept:
+            if self._saved < at.step:
+                self._save(checkpoints)
+            checkpoints.wait()
+            left = f": {checkpoints.last_said()}; training.resume goes on from it"
+        # The first process alone knows what is complete.
+        left *= jax.process_index() == 0
+        steps = self.job.settings.training.steps
+        log.warning("the run is stopped after step %d of %d%s", at.step, steps, left)
+
+    def _save(self, checkpoints: Checkpoints) -> None:
+        at, is_validated = self._at, not self._is_validation_due
+        self._enter("save", at.step)
+        with self._shield:
+            checkpoints.save(at.step, at.state, at.cursor, is_validated=is_validated)
+            self._saved = at.step
+
+    @property
+    def _at(self) -> Position:
+        assert self.position is not None, "a run has a position once it is begun"
+        return self.position
+
+    @property
+    def _is_validation_due(self) -> bool:
+        step = self._at.step
+        return self._validates_after(step) and self._validated < step
+
+    def _beginning(self) -> Position:
+        """Where the run begins, or goes on."""
         job = self.job
         if self._resumed is not None:
             metadata = self._resumed.metadata
             resume_data = job.settings.training.resume_data
             cursor = metadata.cursor.resumed(self.corpus, resume_data)
             state = Restoration(metadata, job).run(self._resumed)
-            return state, metadata.step, cursor
+            self._saved = metadata.step
+            self._validated = metadata.step - (not metadata.is_validated)
+            return Position(metadata.step, state, cursor)
         state = init_state(
             job.model,
             job.recipe.optimizer,
@@ -161,7 +257,7 @@ class Trainer:
             layouts = job.recipe.zero.params
             params = import_weights(path, job.model, job.mesh, layouts=layouts)
             state = replace(state, params=params)
-        return state, 0, Cursor.beginning(self.corpus)
+        return Position(0, state, Cursor.beginning(self.corpus))
 
     def _batches(self, start_row: int) -> Generator[Any, None, None]:
         """One step's batch after the other, on its devices."""
@@ -187,12 +283,20 @@ class Trainer:
             self._read_oldest(progress, flops)
 
     def _read_oldest(self, progress: Progress, flops: int) -> None:
-        flight = self._flights.popleft()
+        flight = self._flights[0]
         numbers = {name: float(value) for name, value in flight.metrics.items()}
+        with self._shield:
+            self._flights.popleft()
+            self._take_in(flight.step, numbers, progress, flops)
+
+    def _take_in(
+        self, step: int, numbers: Numbers, progress: Progress, flops: int
+    ) -> None:
+        """Write and show the numbers of a step, which is done."""
         now = time.perf_counter()
         seconds, self._read_at = now - self._read_at, now
-        self._check_scale(flight.step, numbers)
-        self._count_skipped(flight.step, numbers)
+        self._check_scale(step, numbers)
+        self._count_skipped(step, numbers)
         training, mesh = self.job.settings.training, self.job.mesh
         numbers["tokens_per_second"] = numbers.pop("tokens") / seconds
         numbers["step_seconds"] = seconds
@@ -205,11 +309,11 @@ class Trainer:
             numbers["mfu"] = share
         if (memory := self._peak_memory()) is not None:
             numbers["peak_memory_bytes"] = memory
-        self._writer.write(flight.step, numbers)
-        progress.advance(flight.step)
-        if flight.step % training.log_every == 0 or flight.step in (1, training.steps):
+        self._writer.write(step, numbers)
+        progress.advance(step)
+        if step % training.log_every == 0 or step in (1, training.steps):
             progress.update(
-                flight.step,
+                step,
                 loss=numbers["loss"],
                 tokens_per_second=numbers["tokens_per_second"],
                 others={name: numbers[name] for name in _SHOWN if name in numbers},
@@ -272,22 +376,28 @@ class Trainer:
             return True
         return bool(training.validate_every) and step % training.validate_every == 0
 
-    def _validate(self, step: int, state: TrainState) -> None:
+    def _validate(self, step: int, state: TrainState) -> bool:
+        """Evaluate and show the loss; False where the run stops meanwhile."""
         self._enter("evaluation", step)
-        rows, feed = self.job.settings.rows_per_microbatch(self.job.mesh), self.job.feed
-        limit = self.job.settings.training.validation_batches
-        spec = PartitionSpec(self.job.recipe.data_axes or None)
+        job, feed = self.job, self.job.feed
+        rows = job.settings.rows_per_microbatch(job.mesh)
+        limit = job.settings.training.validation_batches
         total, tokens = 0.0, 0.0
         with closing(self.corpus.validation(rows, feed.index, feed.count)) as batches:
             for batch in islice(batches, limit):
-                placed = feed.placed(batch, spec, dim=0)
-                loss, counted = self._evaluate(state.params, placed)
+                if not self._goes_on():
+                    return False
+                placed = feed.placed(batch, job.validation_spec, dim=0)
+                loss, counted = job.evaluate(state.params, placed)
                 total, tokens = total + float(loss), tokens + float(counted)
-        if tokens:
-            self._writer.write(step, {"val_loss": total / tokens})
-            self._console.show_validation(step, total / tokens)
+        with self._shield:
+            if tokens:
+                self._writer.write(step, {"val_loss": total / tokens})
+                self._console.show_validation(step, total / tokens)
+            self._validated = step
         # Validation is not part of any step's time.
         self._read_at = time.perf_counter()
+        return True
 
     def _sample(self, state: TrainState) -> None:
         training, tokenizer = self.job.settings.training, self.corpus.tokenizer

@@ -61,6 +61,7 @@ class Metadata:
       random: The seed and the kind of the random keys.
       config: The configuration of the run, YAML.
       versions: Of Tessera, JAX and others that wrote it.
+      is_validated: Whether the evaluation that is due after the step is done.
       schema: The form of this file and of the checkpoint.
     """
 
@@ -73,6 +74,7 @@ class Metadata:
     random: Mapping[str, str | int]
     config: str
     versions: Mapping[str, str]
+    is_validated: bool = True
     schema: int = SCHEMA
 
 
@@ -128,6 +130,7 @@ def _metadata(read: dict[str, Any]) -> Metadata:
         random=dict(read["random"]),
         config=str(read["config"]),
         versions={str(k): str(v) for k, v in read["versions"].items()},
+        is_validated=bool(read.get("is_validated", True)),
         schema=_int(read["schema"]),
     )
 

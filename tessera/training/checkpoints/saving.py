@@ -9,7 +9,7 @@ manifest is written. From then on, and not before, the checkpoint counts.
 import errno
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
@@ -80,7 +80,7 @@ class Checkpoints:
             leaf.size * leaf.dtype.itemsize
             for leaf in jax.tree.leaves(job.abstract_state)
         )
-        if self._is_first and job.settings.training.checkpoint_every is not None:
+        if self._is_first and self.is_kept:
             for line in folder.open_root(root, resumed_step, self._nbytes):
                 log.warning("%s", line)
 
@@ -89,16 +89,28 @@ class Checkpoints:
         """The newest step whose checkpoint is complete on the disk, or None."""
         return next(iter(folder.complete_steps(self._root)), None)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the run keeps checkpoints at all."""
+        return self._job.settings.training.checkpoint_every is not None
+
     def is_due(self, step: int) -> bool:
         """Whether there is to be a checkpoint after this step."""
         training = self._job.settings.training
-        if training.checkpoint_every is None or step <= self._started:
+        if not self.is_kept or step <= self._started:
             return False
         if step == training.steps:
             return True
         return bool(training.checkpoint_every) and step % training.checkpoint_every == 0
 
-    def save(self, step: int, state: TrainState, cursor: Cursor) -> None:
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        cursor: Cursor,
+        *,
+        is_validated: bool = True,
+    ) -> None:
         """Begin a checkpoint; the state may be donated when this returns.
 
         One that cannot be written is said in the log and removed, and training goes on:
@@ -108,6 +120,7 @@ class Checkpoints:
           step: Optimizer steps done; more than at the last call.
           state: The state after them.
           cursor: How far the data was read for them.
+          is_validated: Whether the evaluation that is due after the step is done.
 
         Raises:
           CheckpointWriteError: [T804] there is one of this step, or of a later one.
@@ -140,7 +153,10 @@ class Checkpoints:
             try:
                 writing.finish()
                 if self._is_first:
-                    metadata = metadata_of(self._job, step, cursor, self._config)
+                    metadata = replace(
+                        metadata_of(self._job, step, cursor, self._config),
+                        is_validated=is_validated,
+                    )
                     self.saved = self._complete(path, metadata, begun, blocked)
             except Exception as error:
                 self._give_up(path, error)
