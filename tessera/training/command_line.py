@@ -6,7 +6,7 @@ file that each group chooses, then the overrides.
 """
 
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,10 +215,17 @@ def _unknown_files(
 
 def _read_flags(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     """The flags that are taken, and the overrides among which they stood."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, usage=SUPPRESS)
+    parser = ArgumentParser(
+        add_help=False, allow_abbrev=False, usage=SUPPRESS, exit_on_error=False
+    )
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
-    flags, rest = parser.parse_known_args(arguments)
+    try:
+        flags, rest = parser.parse_known_args(arguments)
+    except ArgumentError as error:
+        raise UnknownSettingError(
+            "a flag does not take this value", got=str(error), fix="use --cfg job"
+        ) from error
     for flag in (argument for argument in rest if argument.startswith("-")):
         several = flag in ("--multirun", "-m")
         raise UnknownSettingError(

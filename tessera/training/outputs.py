@@ -77,8 +77,11 @@ def open_run_folder(
         step, so that it holds the whole curve.
 
     Raises:
-      OutputPathError: [T504] the folder cannot be made or written.
+      OutputPathError: [T504] the folder cannot be made or written, or its checkpoints
+        are elsewhere.
     """
+    if continued_step is not None:
+        check_inside(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         names = _NAMES if continued_step is not None else (*_NAMES, CHECKPOINTS)
@@ -92,6 +95,22 @@ def open_run_folder(
     except (OSError, ValueError) as error:
         raise cannot_write(path, error) from error
     return folder
+
+
+def check_inside(path: Path) -> None:
+    """See that a run that goes on in its folder writes nothing outside of it.
+
+    Raises:
+      OutputPathError: [T504] its folder of checkpoints is a link.
+    """
+    checkpoints = path / CHECKPOINTS
+    if checkpoints.is_symlink():
+        raise OutputPathError(
+            "a run that goes on would write outside of its folder",
+            got=f"{checkpoints} is a link to {checkpoints.resolve()}",
+            fix="put the folder itself there, or take the run's folder to where there "
+            "is room: hydra.run.dir=<folder>",
+        )
 
 
 def cannot_write(path: Path, error: Exception) -> OutputPathError:

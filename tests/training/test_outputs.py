@@ -116,3 +116,20 @@ def test_a_run_that_begins_anew_leaves_another_s_checkpoints_aside(tmp_path):
     assert folder.kept[-1] == tmp_path / "checkpoints.1"
     assert (tmp_path / "checkpoints.1" / "2").is_dir()
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_does_not_go_on_through_a_link_to_checkpoints_elsewhere(tmp_path):
+    outside, run = tmp_path / "outside", tmp_path / "run"
+    outside.mkdir()
+    open_run_folder(run, "run: 0\n")
+    (run / "checkpoints").symlink_to(outside)
+    with pytest.raises(OutputPathError) as caught:
+        open_run_folder(run, "run: 1\n", continued_step=2)
+    assert str(caught.value) == (
+        "[T504] a run that goes on would write outside of its folder\n"
+        f"  got: {run}/checkpoints is a link to {outside}\n"
+        "  fix: put the folder itself there, or take the run's folder to where there "
+        "is room: hydra.run.dir=<folder>\n"
+        "  docs: docs/errors/T504.md"
+    )
+    assert (run / "config.yaml").read_text() == "run: 0\n"

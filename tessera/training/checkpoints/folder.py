@@ -122,7 +122,15 @@ def damaged_ones(root: Path) -> list[Path]:
 def remove(path: Path) -> None:
     """Remove a checkpoint; wherever this stops, no half of one counts."""
     if path.exists():
-        shutil.rmtree(set_aside(path, _REMOVED))
+        _delete(set_aside(path, _REMOVED))
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder; of a link only the link, and nothing of where it leads."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def remove_failed(path: Path) -> None:
@@ -199,18 +207,18 @@ def _tidied(root: Path, resumed_step: int | None) -> list[str]:
     """Clear away what earlier runs left in the way; what was done."""
     said: list[str] = []
     for path in root.glob(f"*.{_REMOVED}*"):
-        shutil.rmtree(path)
+        _delete(path)
     for step in sorted(_steps(root)):
         path = root / str(step)
         if not is_complete(path):
-            if (path / STATE).exists():
+            if not _is_remainder(path):
                 kept = set_aside(path, _UNFINISHED)
                 said.append(
                     f"the checkpoint of step {step} has no {manifest.NAME}; it does "
                     f"not count and is kept as {kept.name}"
                 )
             else:
-                shutil.rmtree(path)
+                _delete(path)
                 said.append(f"removed the unfinished checkpoint of step {step}")
         elif step > (resumed_step or 0):
             kept = set_aside(path, _REPLACED)
@@ -219,3 +227,9 @@ def _tidied(root: Path, resumed_step: int | None) -> list[str]:
                 f"is kept as {kept.name}"
             )
     return said
+
+
+def _is_remainder(path: Path) -> bool:
+    """Whether a folder has nothing but what a save leaves that wrote no arrays."""
+    ours = f"{STATE}.", manifest.LAST, manifest.NAME
+    return all(child.name.startswith(ours) for child in path.iterdir())

@@ -32,7 +32,7 @@ from tessera.training.checkpoints.metadata import read_metadata
 from tessera.training.checkpoints.restoring import Restoration
 from tessera.training.data import Corpus
 from tessera.training.job import Job
-from tessera.training.outputs import CHECKPOINTS
+from tessera.training.outputs import CHECKPOINTS, check_inside
 
 NONE: Final = "none"
 AUTO: Final = "auto"
@@ -111,6 +111,7 @@ def choose(resume: str, output_dir: Path) -> Choice:
     Raises:
       CheckpointNotFoundError: [T801] there is none, or none that holds.
       CheckpointMismatchError: [T802] a newer Tessera wrote it.
+      OutputPathError: [T504] the run's own checkpoints are outside of its folder.
     """
     output_dir = output_dir.absolute()
 
@@ -161,6 +162,7 @@ def _find(resume: str, output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     if resume == NONE:
         return None, warnings
     if resume == AUTO:
+        check_inside(output_dir)
         root = output_dir / CHECKPOINTS
         found = _newest(root, warnings)
         if found is None and (damaged := damaged_ones(root)):

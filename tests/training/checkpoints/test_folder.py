@@ -110,6 +110,31 @@ def test_what_is_unfinished_is_removed_and_what_is_later_is_kept(tmp_path):
     assert damaged_ones(tmp_path) == []
 
 
+def test_what_a_link_leads_to_is_not_removed(tmp_path):
+    outside, root = tmp_path / "outside", tmp_path / "checkpoints"
+    write(outside, 2)
+    write(outside, 4, complete=False)
+    root.mkdir()
+    for step in (2, 4):
+        (root / str(step)).symlink_to(outside / str(step))
+    assert complete_steps(root) == [2]
+    open_root(root, 2, 0)
+    assert names(root) == {"2", "4.unfinished"}
+    remove(root / "2")
+    assert names(root) == {"4.unfinished"}
+    assert complete_steps(outside) == [2]
+    assert (outside / "4/state/numbers").exists()
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_removed(tmp_path):
+    photos = tmp_path / "2026"
+    photos.mkdir()
+    (photos / "sea.jpeg").touch()
+    open_root(tmp_path, None, 0)
+    assert names(tmp_path) == {"2026.unfinished"}
+    assert names(tmp_path / "2026.unfinished") == {"sea.jpeg"}
+
+
 def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointWriteError) as caught:
