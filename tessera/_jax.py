@@ -354,18 +354,18 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
 
 
-def weak_types(values: Sequence[Any]) -> list[bool | None]:
-    """Whether each value's dtype is weak; None for what is no array.
+def weak_types(values: Sequence[Any]) -> tuple[list[bool | None], bool]:
+    """Whether each dtype is weak, None for what has none; whether all are arrays.
 
     Every call of a compiled step asks this of every array: the usual case is quick.
     """
     try:
-        return [value.aval.weak_type for value in values]
+        return [value.aval.weak_type for value in values], True
     except AttributeError:
         return [
             getattr(value, "weak_type", False) if hasattr(value, "dtype") else None
             for value in values
-        ]
+        ], False
 
 
 def underlying(value: Any) -> Any:

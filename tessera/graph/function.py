@@ -184,10 +184,7 @@ class Function:
                 traced.require_devices()
             placed = self._key(traced.call_as_placed())
             held = self._programs.get(placed)
-            if held is None or not traced.call.takes_parts_like(held.call):
-                compiled = traced.lower().compile()
-            else:
-                compiled = held.compiled
+            compiled = held.compiled if held else traced.lower().compile()
             self._programs[key] = _Program(traced.call, _surroundings(), compiled)
             self._programs.setdefault(placed, self._programs[key])
         return self._programs[key]

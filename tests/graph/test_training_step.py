@@ -345,7 +345,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_anything_compiles(dp_mes
 def test_numpy_batches_are_split_over_the_data_axes(grid_mesh):
     step = table_step(mesh=grid_mesh)
     step(np.asarray(ROWS))
-    assert step.last.jax.input_shardings[0][0].spec == P("dp")
+    assert step.last.jax.input_shardings[0][0][0].spec == P("dp")
 
 
 def test_data_parallel_steps_only_sum_gradients_and_losses(dp_mesh):

@@ -159,7 +159,7 @@ def test_outputs_and_gradients_are_the_same_on_every_mesh(
         found,
         on_one_device,
     )
-    assert step.last.jax.input_shardings[0][0].spec == batch
+    assert step.last.jax.input_shardings[0][0][0].spec == batch
     gradient = found[2]["block"]["up"]
     spec = P(None, *(axis if axis in axes else None for axis in ("fsdp", "tp")))
     assert gradient.sharding.is_equivalent_to(NamedSharding(mesh.jax, spec), 3)

@@ -19,15 +19,15 @@ from tessera.graph.tracing.tracer import Trace
 
 
 def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
-    """A graph, after its passes, as ``jax.jit`` for a call's argument structure.
+    """A graph, after its passes, as ``jax.jit`` for a call's arguments.
 
     Args:
       trace: How the call was traced: its parameters and the tree of its result.
       graph: Its graph after the passes.
-      call: The call; an argument that is all arrays keeps its tree.
+      call: The call.
 
     Returns:
-      A jitted function. It takes one part for each argument of the call, then the
+      A jitted function. It takes the list of arrays of each argument, then the
       tuple of parameters, then the tuple of captured arrays; it gives the function's
       result, or a list of arrays: where some leaves of the result are no arrays, and
       where arguments are written back.
@@ -73,7 +73,7 @@ def _parts(call: Call, graph: Graph, entries: Sequence[Any]) -> tuple[Any, ...]:
     parts = []
     for argument in call.arguments:
         taken, rest = rest[: len(argument.leaves)], rest[len(argument.leaves) :]
-        parts.append(argument.rebuilt(taken) if argument.is_whole else tuple(taken))
+        parts.append(taken)
     count = sum(value.role is Role.PARAMETER for value in graph.inputs)
     return (*parts, tuple(rest[:count]), tuple(rest[count:]))
 

@@ -2,8 +2,7 @@
 """The arguments of one call, taken apart: what is traced, what is held static.
 
 Arrays are traced. Python scalars, strings, callables and whatever else sits in the
-arguments is static, by value: another value is another program. An argument that is
-all arrays is handed to the compiled program whole, so JAX's own fast path flattens it.
+arguments is static, by value: another value is another program.
 """
 
 import functools
@@ -129,13 +128,6 @@ class Argument:
     statics: tuple[tuple[int, Static], ...]
 
     @functools.cached_property
-    def is_whole(self) -> bool:
-        """Whether the compiled program can take the argument as it is."""
-        return not self.statics and not any(
-            isinstance(leaf.value, (DistTensor, np.generic)) for leaf in self.leaves
-        )
-
-    @functools.cached_property
     def _dynamic(self) -> list[int]:
         fixed = {place for place, _ in self.statics}
         total = len(self.leaves) + len(fixed)
@@ -149,8 +141,8 @@ class Argument:
     def _placed(self) -> list[int]:
         return [place for place, leaf in enumerate(self.leaves) if leaf.layout]
 
-    def dynamic_part(self, value: Any) -> Any:
-        """What the compiled program takes for this argument.
+    def dynamic_part(self, value: Any) -> list[Any]:
+        """What the compiled program takes for this argument: its arrays.
 
         Raises:
           StaleProgram: The value has another structure or other static leaves.
@@ -162,31 +154,19 @@ class Argument:
             found = flat[place]
             if found is not static.value and not static.is_like(found):
                 raise StaleProgram
-        if not self.leaves:
-            return value if self.is_whole else ()
         arrays = [flat[place] for place in self._dynamic] if self.statics else flat
         # JAX would take a Python number for an array, and weak dtypes for strong ones.
-        if _jax.weak_types(arrays) != self._weak:
+        weak, are_arrays = _jax.weak_types(arrays)
+        if weak != self._weak:
             raise StaleProgram
         # It would also take what lies nowhere yet for what lives on the mesh.
         if not all(_is_placed(arrays[place]) for place in self._placed):
             raise StaleProgram
-        if self.is_whole:
-            return value
-        return tuple(
-            leaf.materialize() if isinstance(leaf, DistTensor) else leaf
-            for leaf in arrays
-        )
+        return arrays if are_arrays else _materialized(arrays)
 
-    def own_part(self) -> Any:
+    def own_part(self) -> list[Any]:
         """What the compiled program takes for the argument that this is of."""
-        values = [
-            leaf.value.materialize()
-            if isinstance(leaf.value, DistTensor)
-            else leaf.value
-            for leaf in self.leaves
-        ]
-        return self.rebuilt(values) if self.is_whole else tuple(values)
+        return _materialized([leaf.value for leaf in self.leaves])
 
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
         """The argument with other arrays, such as tracers, in place of its own."""
@@ -243,12 +223,6 @@ class Call:
             leaves = tuple(leaf.laid_out(next(rest)) for leaf in argument.leaves)
             arguments.append(replace(argument, leaves=leaves))
         return replace(self, arguments=tuple(arguments))
-
-    def takes_parts_like(self, other: "Call") -> bool:
-        """Whether programs of both calls take the same trees of arrays."""
-        return [argument.is_whole for argument in self.arguments] == [
-            argument.is_whole for argument in other.arguments
-        ]
 
     def abstract(self) -> "Call":
         """The same call without the numbers of its arrays."""
@@ -321,6 +295,10 @@ def _static(name: str, leaf: Any) -> Static:
             "a frozen dataclass, a function",
         ) from None
     return static
+
+
+def _materialized(values: list[Any]) -> list[Any]:
+    return [v.materialize() if isinstance(v, DistTensor) else v for v in values]
 
 
 def _is_placed(value: Any) -> bool:

@@ -69,7 +69,7 @@ def test_declared_layouts_are_those_of_the_module(grid_mesh):
         out_specs=P("dp", "tp"),
     )
     compiled = lowered(step.trace(X, X.T)).compile()
-    x, y = compiled.input_shardings[0][:2]
+    (x,), (y,) = compiled.input_shardings[0][:2]
     assert (x.spec, y.spec) == (P("dp"), P())
     assert compiled.output_shardings.spec == P("dp", "tp")
 

@@ -151,17 +151,23 @@ def test_a_call_without_its_numbers_is_alike_and_keeps_no_array():
 # --- parts for the compiled program
 
 
-def test_an_argument_that_is_all_arrays_is_handed_over_whole():
+def test_the_program_takes_the_arrays_of_an_argument_as_they_are():
     (argument,) = apart({"x": X, "n": np.ones(3)}).abstract().arguments
     other = {"x": X + 1, "n": np.zeros(3)}
-    assert argument.is_whole
-    assert argument.dynamic_part(other) is other
+    part = argument.dynamic_part(other)
+    assert part[0] is other["n"]
+    assert part[1] is other["x"]
+
+
+def test_a_tensor_may_come_where_an_array_came():
+    (argument,) = apart((X,)).abstract().arguments
+    (part,) = argument.dynamic_part((tensor(X.shape, init="ones", name="t"),))
+    assert isinstance(part, jax.Array)
 
 
 def test_statics_are_left_out_and_tensors_created():
     table = tensor((2,), init="ones", name="table")
     (argument,) = apart((X, 3, table)).arguments
-    assert not argument.is_whole
     part = argument.dynamic_part((X, 3, table))
     assert part[0] is X
     assert isinstance(part[1], jax.Array)
@@ -192,7 +198,7 @@ def test_what_a_program_was_not_made_for_is_stale(first, then):
 def test_a_value_that_is_not_equal_to_itself_is_still_the_same():
     nan = float("nan")
     (argument,) = apart((X, nan)).arguments
-    assert argument.dynamic_part((X, nan)) == (X,)
+    assert argument.dynamic_part((X, nan)) == [X]
 
 
 def test_arguments_are_put_together_again_around_other_arrays():

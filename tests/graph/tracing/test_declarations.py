@@ -73,7 +73,7 @@ def test_a_declared_layout_is_what_runs(grid_mesh):
     assert result.sharding.is_equivalent_to(
         NamedSharding(grid_mesh.jax, P(None, "tp")), 2
     )
-    assert step.last.jax.input_shardings[0][0].spec == P("dp", "tp")
+    assert step.last.jax.input_shardings[0][0][0].spec == P("dp", "tp")
 
 
 def test_an_array_keeps_the_layout_it_comes_with(grid_mesh):
