@@ -30,7 +30,7 @@ from jax import Array
 from tessera.errors import ImplementationError, did_you_mean
 from tessera.ops.attention.operands import Operands, Setting
 
-Name: TypeAlias = Literal["cudnn", "xla", "reference"]
+Name: TypeAlias = Literal["cudnn", "pallas", "xla", "reference"]
 IMPLEMENTATIONS: Final[tuple[str, ...]] = get_args(Name)
 _PACKAGE = "tessera.ops.attention"
 
@@ -75,7 +75,13 @@ def choose(operands: Operands, setting: Setting, device: Device) -> Name:
         cast("Name", name)
         for name in IMPLEMENTATIONS
         if reason_against(name, operands, setting, device) is None
+        and _is_fast(name, operands, setting, device)
     )
+
+
+def _is_fast(name: str, operands: Operands, setting: Setting, device: Device) -> bool:
+    why_not = getattr(_module(name), "why_not_unasked", None)
+    return why_not is None or why_not(operands, setting, device) is None
 
 
 def reason_against(

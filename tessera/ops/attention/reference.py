@@ -27,7 +27,7 @@ def why_not(operands: Operands, setting: Setting, device: "Device") -> str | Non
 
 def attend(operands: Operands, setting: Setting) -> Array:
     """What the queries read: ``[B, H, S, D]``."""
-    wide = jnp.promote_types(operands.q.dtype, jnp.float32)
+    wide = jnp.float64 if operands.q.dtype == jnp.float64 else jnp.float32
     q_BHSD, k_BGTD, v_BGTD = (x.astype(wide) for x in operands[:3])
     B, H, S, D = q_BHSD.shape
     G = k_BGTD.shape[1]

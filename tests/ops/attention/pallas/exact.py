@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and its gradients written out in NumPy in f64, and how far others are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tessera.ops.attention import reference
+from tessera.ops.attention.operands import Operands, Setting
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def drawn(
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    groups: int = 1,
+    queries: int = 48,
+    keys: int = 48,
+    width: int = 16,
+    segments: int = 0,
+    dtype: Any = "float32",
+) -> tuple[Operands, jax.Array]:
+    """Operands, and a gradient of the result."""
+    rng = np.random.default_rng(0)
+    sizes = [(heads, queries), (groups, keys), (groups, keys), (heads, queries)]
+    q, k, v, gradient = (
+        jnp.asarray(rng.normal(size=(batch, *size, width)), dtype) for size in sizes
+    )
+    ids = [None, None]
+    if segments:
+        ids = [
+            jnp.asarray(np.sort(rng.integers(0, segments, (batch, n))), jnp.int32)
+            for n in (queries, keys)
+        ]
+        ids[1] = ids[0] if queries == keys else ids[1]
+    return Operands(q, k, v, *ids), gradient
+
+
+def exact(
+    operands: Operands, setting: Setting, gradient: Any, *, size: bool = False
+) -> tuple[Any, ...]:
+    """The result and the gradients of q, k and v, f64.
+
+    With ``size`` the terms of every sum are added up without their signs: rounding them
+    once to f32 is an error of at most these times half a step.
+    """
+    q, k, v, d = (np.asarray(x, np.float64) for x in (*operands[:3], gradient))
+    repeats, groups = q.shape[1] // k.shape[1], k.shape[1]
+    k, v = k.repeat(repeats, 1), v.repeat(repeats, 1)
+    scores, bend = q @ k.swapaxes(2, 3) * setting.scale, 1.0
+    if setting.soft_cap is not None:
+        bent = np.tanh(scores / setting.soft_cap)
+        scores, bend = bent * setting.soft_cap, 1 - bent**2
+    seen = np.asarray(reference.visible(operands, setting))[:, None]
+    scores = np.where(seen, scores, -np.inf)
+    highest = np.maximum(scores.max(-1, keepdims=True), -1e9)
+    weights = np.exp(scores - highest)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / np.where(total == 0, 1, total)
+    out = weights @ v
+    of_weights, share = d @ v.swapaxes(2, 3), -(out * d).sum(-1, keepdims=True)
+    if size:
+        q, k, v, d = (np.abs(x) for x in (q, k, v, d))
+        out, of_weights, share = weights @ v, d @ v.swapaxes(2, 3), np.abs(share)
+    of_scores = weights * (of_weights + share) * bend * setting.scale
+
+    def over_heads(x: Any) -> Any:
+        return x.reshape(x.shape[0], groups, repeats, *x.shape[2:]).sum(2)
+
+    of_k = over_heads(of_scores.swapaxes(2, 3) @ q)
+    return out, of_scores @ k, of_k, over_heads(weights.swapaxes(2, 3) @ d)
+
+
+def with_gradients(
+    attend: Callable[[Operands], jax.Array], operands: Operands, gradient: jax.Array
+) -> tuple[Any, ...]:
+    """What :func:`exact` gives, of another implementation, in one program."""
+
+    def run(arrays: Any, gradient: Any) -> Any:
+        out, back = jax.vjp(lambda *x: attend(operands._replace(**named(x))), *arrays)
+        return out, *back(gradient)
+
+    return jax.jit(run)(operands[:3], gradient)
+
+
+def named(arrays: Any) -> dict[str, Any]:
+    return dict(zip("qkv", arrays, strict=True))
+
+
+def errors(results: tuple[Any, ...], wanted: tuple[Any, ...]) -> np.ndarray:
+    """The largest difference in each."""
+    return np.array(
+        [
+            np.abs(np.asarray(a, np.float64) - b).max()
+            for a, b in zip(results, wanted, strict=True)
+        ]
+    )
+
+
+def check_as_exact_as_the_reference(
+    attend: Callable[[Operands], jax.Array],
+    operands: Operands,
+    setting: Setting,
+    gradient: jax.Array,
+) -> None:
+    """Errors against f64 are within twice those of the reference in the same dtype.
+
+    The reference is sometimes exact by chance. It is granted what rounds the largest
+    result, and what rounds the terms of the largest sum to f32 once.
+    """
+    wanted = exact(operands, setting, gradient)
+    sizes = exact(operands, setting, gradient, size=True)
+    ours = errors(with_gradients(attend, operands, gradient), wanted)
+    plain = with_gradients(lambda x: reference.attend(x, setting), operands, gradient)
+    step, fine = (float(jnp.finfo(x).eps) / 2 for x in (operands.q.dtype, "float32"))
+    floor = [
+        step * np.abs(x).max() + fine * y.max()
+        for x, y in zip(wanted, sizes, strict=True)
+    ]
+    theirs = np.maximum(errors(plain, wanted), floor)
+    assert np.all(ours <= 2 * theirs), dict(zip(NAMES, ours / theirs, strict=True))
