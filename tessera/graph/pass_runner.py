@@ -13,6 +13,7 @@ from tessera.graph.ir import Graph, verify
 from tessera.graph.passes.assign_output_layouts import assign_output_layouts
 from tessera.graph.passes.autocast_matmuls import autocast_matmuls
 from tessera.graph.passes.differentiate_losses import differentiate_losses
+from tessera.graph.passes.orient_matmuls import orient_matmuls
 from tessera.graph.passes.schedule_pipelines import schedule_pipelines
 from tessera.graph.program_diff import diff_programs
 
@@ -21,11 +22,12 @@ _logger = logging.getLogger("tessera.passes")
 Pass: TypeAlias = Callable[[Graph], Graph]
 
 # Pipelines come first: differentiation meets the loop's loss, not what is inside.
-# Autocast comes after differentiation so that it sees the backward matmuls too.
+# Those that deal with matmuls come after differentiation, to see the backward's too.
 PASSES: Final[tuple[Pass, ...]] = (
     schedule_pipelines,
     differentiate_losses,
     autocast_matmuls,
+    orient_matmuls,
     assign_output_layouts,
 )
 

@@ -17,6 +17,7 @@ NAMES = [
     "schedule_pipelines",
     "differentiate_losses",
     "autocast_matmuls",
+    "orient_matmuls",
     "assign_output_layouts",
 ]
 
@@ -67,7 +68,8 @@ def test_a_pass_that_does_not_exist_cannot_be_skipped(graph):
     assert str(caught.value) == (
         "[T307] there is no pass 'autocast_matmul' to skip\n"
         "  fix: did you mean 'autocast_matmuls'? Known: 'schedule_pipelines', "
-        "'differentiate_losses', 'autocast_matmuls', 'assign_output_layouts'\n"
+        "'differentiate_losses', 'autocast_matmuls', "
+        "'orient_matmuls', 'assign_output_layouts'\n"
         "  docs: docs/errors/T307.md"
     )
 
