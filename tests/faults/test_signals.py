@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that are asked to end save, exit with a code of their own, and go on exactly."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera.training.checkpoints.folder import complete_steps, read_checkpoint
+
+ROOT = Path(__file__).parents[2]
+PATIENT = Path(__file__).parent / "patient_run.py"
+LIMIT = 120.0
+STEPS = 48
+LAUNCHER = ("-m", "tessera.launch", "--nprocs=2", "--grace=60", "--max-restarts=1")
+SMALL = (
+    *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
+    *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=64"),
+    *("model.mesh_shape=[[2],[fsdp]]", "runtime.grace_period=50"),
+    *("data=synthetic", "data.synthetic.tokens=60000", "data.synthetic.vocab_size=64"),
+    *("data.validation_fraction=0.3", "training.validation_batches=120"),
+    *("training.sequence_length=16", "training.micro_batch_size=4"),
+    *(f"training.steps={STEPS}", "training.sample_length=0", "training.log_every=1"),
+    *(f"training.validate_every={STEPS // 2}", "training.resume=auto"),
+    *("training.checkpoint_every=0", "optimizer.warmup_steps=4"),
+)
+
+
+class Running:
+    """A program in a process of its own."""
+
+    def __init__(self, cache: Path, *command: str) -> None:
+        self.said = ""
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={
+                **{k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS",)},
+                "PYTHONUNBUFFERED": "1",
+                "JAX_PLATFORMS": "cpu",
+                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+                "JAX_COMPILATION_CACHE_DIR": str(cache),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def read_until(self, pattern: str) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said += line
+            if re.search(pattern, line):
+                return
+        raise AssertionError(f"{pattern!r} was not said: {self.said}")
+
+    def finish(self, code: int = 0) -> str:
+        """Everything that it said, once it ends by itself."""
+        said, _ = self.process.communicate(timeout=LIMIT)
+        self.said += said
+        assert self.process.returncode == code, self.said
+        assert "Traceback" not in self.said
+        return self.said
+
+    def rank(self, local_rank: int) -> int:
+        """The process of a rank, of a launcher."""
+        pid = self.process.pid
+        return int(
+            Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[local_rank]
+        )
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts programs, and kills those that are left, a launcher's ranks with it."""
+    running: list[Running] = []
+
+    def begin(*command: str) -> Running:
+        running.append(Running(tmp_path_factory.getbasetemp() / "compiled", *command))
+        return running[-1]
+
+    yield begin
+    for one in running:
+        one.process.kill()
+        one.process.communicate(timeout=LIMIT)
+
+
+@pytest.fixture
+def train(start: Start) -> Start:
+    """Starts or resumes the run in a folder."""
+
+    def begin(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> Running:
+        given = (f"hydra.run.dir={folder}", *arguments)
+        return start(*launcher, str(ROOT / "run_training.py"), *SMALL, *given)
+
+    return begin
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """What the run learnt, without what depends on the clock."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [
+        {name: value for name, value in line.items() if "second" not in name}
+        for line in lines
+    ]
+
+
+def stopped_after(said: str, ranks: int) -> int:
+    """The step after which all ranks say that the run is stopped."""
+    steps = re.findall(rf"stopped after step (\d+) of {STEPS}", said)
+    assert len(steps) == ranks
+    assert len(set(steps)) == 1
+    return int(steps[0])
+
+
+def test_a_run_that_is_asked_to_end_goes_on_bit_for_bit(train, tmp_path):
+    """One run, asked five times; a sum of two devices has one order."""
+    train(tmp_path / "whole").finish()
+    folder = tmp_path / "parts"
+    root = folder / "checkpoints"
+
+    # One of two ranks, in a step: both save the same one, and are not restarted.
+    run = train(folder, launcher=LAUNCHER)
+    run.read_until(r"rank 0.* step 6/")
+    os.kill(run.rank(1), signal.SIGTERM)
+    said = run.finish(75)
+    assert "the run is to save and end: rank 1 is asked to" in said
+    assert "[launch] all ranks ended as asked: exit code 75" in said
+    assert "restart" not in said
+    assert complete_steps(root) == [step := stopped_after(said, 2)]
+    assert 6 <= step < STEPS // 2
+
+    # All ranks, in an evaluation: it is cut short, and the step before it saved.
+    run = train(folder, launcher=LAUNCHER)
+    run.read_until(rf"rank 0.* step {STEPS // 2}/")
+    run.process.send_signal(signal.SIGTERM)
+    said = run.finish(75)
+    assert f"going on from {root}/{step}" in said
+    assert stopped_after(said, 2) == STEPS // 2
+    saved = read_checkpoint(root / str(STEPS // 2)).metadata
+    assert saved.processes == 2
+    assert not saved.is_validated
+
+    # A process that compiles: there is nothing to save.
+    run = train(folder)
+    run.read_until("compiling the step")
+    run.process.send_signal(signal.SIGTERM)
+    said = run.finish(75)
+    assert "SIGTERM: nothing is to be saved before the first step" in said
+    assert "validation after" not in said
+
+    # Ctrl-C while checkpoints are written, after the evaluation that was cut short.
+    run = train(folder, "training.checkpoint_every=1", "training.keep=100")
+    run.read_until(rf"step {STEPS // 2 + 6}/")
+    run.process.send_signal(signal.SIGINT)
+    said = run.finish(130)
+    assert f"validation after step {STEPS // 2}: " in said
+    assert "SIGINT: the run is to save and end; a second one ends it at once" in said
+    step = stopped_after(said, 1)
+    assert f"the last complete checkpoint is {root}/{step}" in said
+    assert complete_steps(root)[0] == step < STEPS
+
+    train(folder).finish()
+    assert curve(folder) == curve(tmp_path / "whole")
+
+
+def test_one_that_does_not_get_to_its_next_step_ends_with_its_grace_period(start):
+    run = start(str(PATIENT), "2")
+    run.read_until("waiting")
+    asked = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)  # of a scheduler and of a launcher
+    assert "SIGTERM: rank 0 did not end in 2 s" in run.finish(75)
+    assert 2 <= time.monotonic() - asked < 30
+
+
+def test_a_second_signal_ends_a_run_at_once(start):
+    run = start(str(PATIENT), "600")
+    run.read_until("waiting")
+    run.process.send_signal(signal.SIGTERM)
+    run.read_until("a second one ends it at once")
+    run.process.send_signal(signal.SIGINT)
+    said = run.finish(130)
+    assert "a second signal, SIGINT: rank 0 ends at once" in said
