@@ -116,6 +116,7 @@ def _listening(host: str, port: int, address: Address) -> socket.socket:
             f"a port of rank 0 {what}",
             got=f"{address[0]}:{address[1]}: "
             + (os.strerror(error.errno) if error.errno else str(error)),
-            fix="end what listens there, or use another port (two in a row are taken): "
-            "--master-port, or MASTER_PORT on every machine",
+            fix="end what listens there, if it is not this run, started before; or use "
+            "another port (two in a row are taken): --master-port, or MASTER_PORT on "
+            "every machine",
         ) from error

@@ -152,13 +152,8 @@ class _Meeting:
     def hold(self, coordinator: Address, shared: str) -> str:
         """Receive the others, and answer all of them alike."""
         try:
-            self._receive()
-            error = self._mistake()
-            if error is None:
-                try:
-                    check_port(coordinator)
-                except CoordinatorError as busy:
-                    error = busy
+            self._receive(coordinator)
+            error = _busy(coordinator) or self._mistake()
             answer: dict[str, Any] = {"agreed": error is None, "shared": shared}
             if error is not None:
                 answer |= {"code": error.code, "what": error.what}
@@ -172,8 +167,16 @@ class _Meeting:
             raise error
         return shared
 
-    def _receive(self) -> None:
-        until = time.monotonic() + self._timeout
+    def _receive(self, coordinator: Address) -> None:
+        started = time.monotonic()
+        if _busy(coordinator):
+            # Most often by this run, started before; or by one that is about to end.
+            self._receive_until(started + min(_SETTLE, self._timeout))
+            if _busy(coordinator):
+                return
+        self._receive_until(started + self._timeout)
+
+    def _receive_until(self, until: float) -> None:
         while self._absent and time.monotonic() < until:
             for key, _ in self._selector.select(_PAUSE):
                 connection = key.fileobj
@@ -268,6 +271,14 @@ class _Meeting:
         )
 
 
+def _busy(coordinator: Address) -> CoordinatorError | None:
+    try:
+        check_port(coordinator)
+    except CoordinatorError as busy:
+        return busy
+    return None
+
+
 def _visit(
     address: Address, hello: Hello, until: float, say: Callable[[str], None]
 ) -> str:
@@ -276,9 +287,16 @@ def _visit(
     answer, refusal = _ask(address, hello, until, say)
     if answer:
         return _read_answer(answer, address)
+    got = f"no rank 0 at {_shown(address)}: {refusal or 'no answer'}"
+    host, port = address
+    if _listens(coordinator := (host, port - 1)):
+        got += (
+            f"\nsomething listens at {_shown(coordinator)}, as rank 0 does later: the "
+            f"run may have begun with another rank {hello.rank}"
+        )
     raise MissingRanksError(
         f"rank {hello.rank} met nobody within {time.monotonic() - started:.0f} s",
-        got=f"no rank 0 at {_shown(address)}: {refusal or 'no answer'}",
+        got=got,
         fix="see whether rank 0 runs, whether that is the address of its machine, and "
         "whether a firewall is between",
     )
@@ -303,6 +321,14 @@ def _ask(
             told = True
         time.sleep(_PAUSE)
     return b"", refusal
+
+
+def _listens(address: Address) -> bool:
+    try:
+        socket.create_connection(address, timeout=_SETTLE).close()
+    except OSError:
+        return False
+    return True
 
 
 def _read_line(connection: socket.socket, until: float) -> bytes:

@@ -128,19 +128,6 @@ def is_alive(pid: int) -> bool:
 # --- runs that go well
 
 
-def test_ranks_compute_together_and_each_line_says_whose_it_is(run):
-    outcome = run()
-    assert outcome.code == 0, outcome.err
-    for rank in (0, 1):
-        assert f"[rank {rank}] step 3: 2\n" in outcome.out
-        assert (
-            f": rank {rank} of 2, by tessera.launch; coordinator 127.0" in outcome.out
-        )
-    first = re.search(r"\[rank 0\] attempt 0 shares (.*)", outcome.out)
-    assert first is not None
-    assert f"[rank 1] attempt 0 shares {first[1]}\n" in outcome.out
-
-
 def test_two_machines_with_exported_variables(launch):
     """RANK is the first rank of each machine, as in the documents."""
     exported = {
@@ -264,6 +251,24 @@ def test_a_rank_that_is_there_twice_is_named(launch):
         assert "rank 0 is there 2 times: " in outcome.err
 
 
+def test_a_rank_0_that_comes_late_is_told_soon_and_disturbs_nobody(launch):
+    port = free_port()
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    given = ["--nprocs=2", f"--master-port={port}", str(PROGRAM), "fault=listen"]
+    going_on = launch("--grace=2", *given)
+    going_on.read_until("[rank 1] listening")
+    # By itself it would wait for ten minutes, which is longer than this test does.
+    late = launch(
+        *("--nprocs=1", "--grace=2", str(PROGRAM), "rendezvous=600"),
+        environ={**where, "RANK": "0"},
+    ).wait()
+    assert late.code == 76
+    assert "[T705] a port of rank 0 is busy" in late.err
+    assert f"got: 127.0.0.1:{port}: Address already in use" in late.err
+    going_on.process.send_signal(signal.SIGUSR1)
+    going_on.read_until("[rank 1] got SIGUSR1")
+
+
 def test_a_rank_of_a_run_of_another_size_is_named(launch):
     for outcome in parts(launch, ("0", "2"), ("1", "3")):
         assert outcome.code == 76
@@ -287,12 +292,15 @@ def test_a_failed_run_is_started_again_and_keeps_what_it_shares(run):
     assert outcome.code == 0, outcome.err
     assert "[launch] restart 1 of 2\n" in outcome.err
     assert "restart 2" not in outcome.err
-    shared = {
-        number: set(re.findall(rf"attempt {number} shares (.*)", outcome.out))
-        for number in (0, 1)
-    }
-    assert shared[0] == shared[1]
-    assert len(shared[0]) == 1
+    for rank in (0, 1):
+        # Each line says whose it is.
+        assert f"[rank {rank}] step 3: 2\n" in outcome.out
+        assert (
+            f": rank {rank} of 2, by tessera.launch; coordinator 127.0" in outcome.out
+        )
+    shared = re.findall(r"\[rank \d\] attempt (\d) shares (.*)", outcome.out)
+    assert [number for number, _ in sorted(shared)] == ["0", "0", "1", "1"]
+    assert len({said for _, said in shared}) == 1
 
 
 def test_signals_reach_the_ranks_which_are_killed_when_they_do_not_end(launch):

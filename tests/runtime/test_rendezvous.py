@@ -103,6 +103,43 @@ def test_two_ranks_0_are_told_of_each_other():
         assert "rank 0 is there 2 times" in error.got
 
 
+def test_a_second_rank_0_of_a_run_that_goes_on_is_told_soon():
+    """Where the first one has met the others, JAX listens and no rank comes."""
+    port = free_port()
+    with socket.create_server((HOST, port)):
+        error = alone(port, timeout=600)
+    assert isinstance(error, CoordinatorError)
+    assert error.got == f"{HOST}:{port}: Address already in use"
+    assert "if it is not this run, started before" in error.fix
+
+
+def test_a_port_that_becomes_free_is_no_mistake(monkeypatch):
+    port, seen, look = free_port(), list[Any](), rendezvous._busy
+    server = socket.create_server((HOST, port))
+
+    def look_once(address: Any) -> Any:
+        seen.append(look(address))
+        server.close()
+        return seen[-1]
+
+    monkeypatch.setattr(rendezvous, "_busy", look_once)
+    assert met((0, 2, SAME), (1, 2, SAME), port=port) == ["of 0"] * 2
+    assert isinstance(seen[0], CoordinatorError)
+    assert set(seen[1:]) == {None}
+
+
+def test_a_second_rank_1_of_a_run_that_goes_on_is_told_that_it_does():
+    port = free_port()
+    with socket.create_server((HOST, port)):
+        (error,) = met((1, 2, SAME), timeout=0.5, port=port)
+    assert isinstance(error, MissingRanksError)
+    assert "refused" in error.got
+    assert error.got.endswith(
+        f"something listens at {HOST}:{port}, as rank 0 does later: the run may have "
+        "begun with another rank 1"
+    )
+
+
 def test_a_rank_of_a_run_of_another_size_is_named():
     errors = met((0, 2, SAME), (1, 3, SAME))
     for error in errors:
