@@ -7,6 +7,7 @@ the operands, the result and one number for each query; the weights are computed
 Source: T. Dao et al., FlashAttention, arXiv 2205.14135.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from tessera.ops.attention.blockwise import (
     Tiling,
     fold,
     fold_gradients,
+    share_of,
     zeros_like,
 )
 from tessera.ops.attention.operands import Operands, Setting
@@ -34,10 +36,8 @@ if TYPE_CHECKING:
 
 
 def why_not(operands: Operands, setting: Setting, device: "Device") -> str | None:
-    """Why it cannot serve such a call on that device; or None."""
-    del setting, device
-    if operands.q.dtype == jnp.float64:
-        return "its scores are f32, and the operands f64"
+    """It serves every call."""
+    del operands, setting, device
     return None
 
 
@@ -48,31 +48,31 @@ def attend(operands: Operands, setting: Setting) -> Array:
 
 
 def _forward(operands: Operands, setting: Setting) -> Any:
-    queries, rows, keys, _ = _blocks(operands, setting)
-    state = fold(Softmax.before(queries), queries, keys, _mask(operands, setting))
+    call = _Call(operands, setting)
+    queries = call.queries
+    state = fold(Softmax.before(queries), queries, call.keys, call.mask)
     read, log_total = state.result()
-    out = rows.unheads(read).astype(operands.q.dtype)
-    log_total = rows.unheads(log_total[..., None])[..., 0]
-    return jnp.swapaxes(out, 1, 2), (operands, out, log_total)
+    out = call.rows.unblocks(read).astype(operands.q.dtype)
+    return out, (operands, out, log_total)
 
 
 def _backward(setting: Setting, kept: Any, gradient: Array) -> Any:
     operands, out, log_total = kept
-    queries, rows, keys, columns = _blocks(operands, setting)
-    gradient = jnp.swapaxes(gradient, 1, 2)
-    saved = Saved.of(rows, operands.k.shape[1], log_total, out, gradient)
+    call = _Call(operands, setting)
+    queries, keys, rows = call.queries, call.keys, call.rows
+    share = rows.blocks(share_of(out, gradient)[..., None], call.groups)[..., 0]
+    saved = Saved(rows.blocks(gradient, call.groups), log_total, share)
     zeros = zeros_like(queries.q), zeros_like(keys.k), zeros_like(keys.v)
-    mask = _mask(operands, setting)
-    of_q, of_k, of_v = fold_gradients(zeros, queries, saved, keys, mask)
-    of_q = of_q * setting.scale
-
-    def whole(tiling: Tiling, x: Array, like: Array) -> Array:
-        return jnp.swapaxes(tiling.unheads(x), 1, 2).astype(like.dtype)
-
-    q, k, v = operands[:3]
-    none = (None, None, None)
-    of = whole(rows, of_q, q), whole(columns, of_k, k), whole(columns, of_v, v)
-    return (Operands(*of, *none),)
+    of_q, of_k, of_v = fold_gradients(zeros, queries, saved, keys, call.mask)
+    q, k, v, *others = operands
+    return (
+        Operands(
+            rows.unblocks(of_q).astype(q.dtype),
+            call.columns.unblocks(of_k).astype(k.dtype),
+            call.columns.unblocks(of_v).astype(v.dtype),
+            *(None for _ in others),
+        ),
+    )
 
 
 attend.defvjp(_forward, _backward)
@@ -92,30 +92,49 @@ class _WholeBatch(Mask):
         )
 
 
-def _mask(operands: Operands, setting: Setting) -> Mask:
-    kind = Mask if operands.query_segments is None else _WholeBatch
-    window = NO_WINDOW if setting.window is None else setting.window
-    return kind(setting.causal, jnp.int32(window), setting.soft_cap)
+@dataclass(frozen=True)
+class _Call:
+    """A call, cut into blocks."""
 
+    operands: Operands
+    setting: Setting
 
-def _blocks(
-    operands: Operands, setting: Setting
-) -> tuple[Queries, Tiling, Keys, Tiling]:
-    """Queries and keys cut into blocks."""
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
-    rows, columns = Tiling(1, q.shape[1]), Tiling(1, k.shape[1])
-    first = jnp.int32(setting.offset)
-    if operands.offset is not None:
-        first = first + operands.offset
-    places = jnp.arange(rows.length, dtype=jnp.int32) + first
-    queries = Queries(
-        rows.heads(q * jnp.asarray(setting.scale, q.dtype), k.shape[2]),
-        Rows.of(rows, places, operands.query_segments),
-    )
-    places = jnp.arange(columns.length, dtype=jnp.int32)
-    keys = Keys(
-        columns.heads(k),
-        columns.heads(v),
-        Rows.of(columns, places, operands.key_segments),
-    )
-    return queries, rows, keys, columns
+    @property
+    def groups(self) -> int:
+        return self.operands.k.shape[1]
+
+    @property
+    def rows(self) -> Tiling:
+        return self._tiling(self.operands.q)
+
+    @property
+    def columns(self) -> Tiling:
+        return self._tiling(self.operands.k)
+
+    def _tiling(self, x: Array) -> Tiling:
+        batch, heads = self.operands.q.shape[:2]
+        return Tiling(1, x.shape[2], batch * heads)
+
+    @property
+    def mask(self) -> Mask:
+        setting = self.setting
+        kind = Mask if self.operands.query_segments is None else _WholeBatch
+        window = NO_WINDOW if setting.window is None else setting.window
+        return kind(setting.causal, jnp.int32(window), setting.scale, setting.soft_cap)
+
+    @property
+    def queries(self) -> Queries:
+        operands, rows = self.operands, self.rows
+        first = jnp.int32(self.setting.offset)
+        if operands.offset is not None:
+            first = first + operands.offset
+        places = jnp.arange(rows.length, dtype=jnp.int32) + first
+        at = Rows.of(rows, places, operands.query_segments)
+        return Queries(rows.blocks(operands.q, self.groups), at)
+
+    @property
+    def keys(self) -> Keys:
+        operands, columns = self.operands, self.columns
+        places = jnp.arange(columns.length, dtype=jnp.int32)
+        at = Rows.of(columns, places, operands.key_segments)
+        return Keys(columns.blocks(operands.k), columns.blocks(operands.v), at)
