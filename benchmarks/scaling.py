@@ -71,7 +71,8 @@ def unrolled(count: int) -> list[str]:
 def devices(count: int) -> list[str]:
     """Tensor parallel over eight of them at most."""
     tp = min(count, 8)
-    return [mesh([count // tp, tp], ["fsdp", "tp"]), "model.num_heads=8", "model.num_kv_heads=8"]
+    heads = ["model.num_heads=8", "model.num_kv_heads=8"]
+    return [mesh([count // tp, tp], ["fsdp", "tp"]), *heads]
 
 
 def accumulated(count: int) -> list[str]:
