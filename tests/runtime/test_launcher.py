@@ -81,6 +81,34 @@ def test_a_mistake_of_the_user_is_not_tried_again(capfd):
     assert "restart" not in capfd.readouterr().err
 
 
+def test_ranks_that_end_as_asked_are_waited_for_and_not_started_again(capfd):
+    program = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    time.sleep(1.2)\n"  # it writes what both save
+        "    print('saved', flush=True)\n"
+        "sys.exit(75)\n"
+    )
+    assert launch(program, max_restarts=3) == exit_codes.REQUEUE
+    seen = capfd.readouterr()
+    assert "[rank 0] saved" in seen.out
+    assert seen.err.splitlines()[1:] == [
+        "[launch] all ranks ended as asked: exit code 75"
+    ]
+
+
+def test_a_rank_that_fails_while_others_end_as_asked_is_the_one_that_counts(capfd):
+    program = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    time.sleep(0.3)\n"
+        "    sys.exit('no room for what is saved')\n"
+        "sys.exit(75)\n"
+    )
+    assert launch(program) == 1
+    assert capfd.readouterr().err.endswith("[rank 0] no room for what is saved\n")
+
+
 def test_restarts_are_bounded(capfd):
     assert launch("import sys; sys.exit(5)", max_restarts=2) == 5
     assert capfd.readouterr().err.count("] restart ") == 2
