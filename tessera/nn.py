@@ -12,6 +12,9 @@ from tessera.ops.activations import silu as silu
 from tessera.ops.activations import softmax as softmax
 from tessera.ops.attention.flash import flash_attention as flash_attention
 from tessera.ops.embedding import embedding as embedding
+from tessera.ops.fused_losses import (
+    fused_linear_cross_entropy as fused_linear_cross_entropy,
+)
 from tessera.ops.linear import linear as linear
 from tessera.ops.losses import cross_entropy as cross_entropy
 from tessera.ops.norms import layer_norm as layer_norm

@@ -15,6 +15,7 @@ def test_the_names_are_these():
         "dropout",
         "embedding",
         "flash_attention",
+        "fused_linear_cross_entropy",
         "gelu",
         "layer_norm",
         "linear",

@@ -18,6 +18,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> jax.Array:
     """Negative log-likelihood of integer labels under a softmax of the logits.
 
@@ -33,6 +34,8 @@ def cross_entropy(
         over them, or ``none``: one value for each position, 0 where ignored.
       label_smoothing: The part of each target that is spread evenly over the
         vocabulary, from 0 to 1 (arXiv 1512.00567).
+      z_loss: Weight of the squared log of the softmax's denominator, which is added to
+        each position's loss (arXiv 2204.02311); 1e-4 is usual.
 
     Returns:
       f32 scalar, or ``[...]`` f32 with ``reduction="none"``, in nats. A label outside
@@ -46,13 +49,14 @@ def cross_entropy(
       1.3863
     """
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
-    _check(logits, labels, reduction, label_smoothing)
+    _check(logits, labels)
+    check_settings("cross_entropy", reduction, label_smoothing, z_loss)
     scores = logits.astype(jnp.float32)
     # Relative to the largest, so that rounding is that of the loss, not of the logits.
-    scores -= jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    highest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    scores -= highest
     log_total = jnp.log(jnp.exp(scores).sum(axis=-1))
-    # Bytes cannot count a large vocabulary, nor unsigned numbers hold -100.
-    labels = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+    labels = as_labels(labels)
     vocabulary = jax.lax.broadcasted_iota(labels.dtype, scores.shape, scores.ndim - 1)
     chosen = jnp.where(vocabulary == labels[..., None], scores, 0.0).sum(-1)
     counts = labels != ignore_index
@@ -61,18 +65,31 @@ def cross_entropy(
     if label_smoothing:
         of_all = log_total - scores.mean(axis=-1)
         losses = (1.0 - label_smoothing) * losses + label_smoothing * of_all
+    if z_loss:
+        losses = losses + z_loss * (log_total + highest[..., 0]) ** 2
     losses = jnp.where(legal, losses, jnp.nan)
     losses = jnp.where(counts, losses, 0.0)
     if reduction == "none":
         return losses
+    return reduced(losses.sum(), counts, reduction)
+
+
+def as_labels(labels: jax.Array) -> jax.Array:
+    """Labels in a dtype that can count a vocabulary, which bytes cannot.
+
+    Nor can unsigned numbers hold -100.
+    """
+    return labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+
+
+def reduced(total: jax.Array, counts: jax.Array, reduction: Reduction) -> jax.Array:
+    """The ``sum`` or ``mean`` of losses, from their sum and which of them count."""
     if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / jnp.maximum(counts.sum(dtype=jnp.float32), 1.0)
+        return total
+    return total / jnp.maximum(counts.sum(dtype=jnp.float32), 1.0)
 
 
-def _check(
-    logits: jax.Array, labels: jax.Array, reduction: str, label_smoothing: float
-) -> None:
+def _check(logits: jax.Array, labels: jax.Array) -> None:
     if logits.shape[:-1] != labels.shape or not logits.ndim:
         raise OperandError(
             "cross_entropy needs one label for each row of logits",
@@ -91,6 +108,12 @@ def _check(
             got=f"logits of dtype {logits.dtype.name}",
             fix="pass unnormalized scores, before any softmax",
         )
+
+
+def check_settings(
+    name: str, reduction: str, label_smoothing: float, z_loss: float
+) -> None:
+    """Raise [T401] where a loss called ``name`` cannot be taken so."""
     if reduction not in ("mean", "sum", "none"):
         raise OperandError(
             f"there is no reduction {reduction!r}", fix="use 'mean', 'sum' or 'none'"
@@ -100,4 +123,10 @@ def _check(
             "label_smoothing is a part of each target",
             got=f"label_smoothing={label_smoothing}",
             fix="use a number from 0 to 1",
+        )
+    if not 0.0 <= z_loss < float("inf"):
+        raise OperandError(
+            f"the z_loss of {name} is a weight",
+            got=f"z_loss={z_loss}",
+            fix="use 0 or a positive number, such as 1e-4",
         )
