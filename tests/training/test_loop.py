@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: numbers read behind, bounded run-ahead, validation, a sample."""
+"""The loop: numbers read behind, bounded run-ahead, validation, a sample, Ctrl-C."""
 
 import dataclasses
 import io
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from tessera.training.config import (
 from tessera.training.console import Console
 from tessera.training.data.config import DataConfig, SyntheticConfig
 from tessera.training.job import Job
-from tessera.training.loop import Trainer
+from tessera.training.loop import Guard, Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.optimizers import AdamWConfig, SgdConfig
 from tessera.training.outputs import open_run_folder
@@ -81,7 +83,8 @@ def job_of(settings: Settings) -> Job:
 def with_program_of(ran: "Ran", settings: Settings) -> Job:
     """A job that runs the compiled step of another, which differs in no array."""
     job = job_of(settings)
-    vars(job).update(step=ran.job.step, compiled=ran.job.compiled)
+    names = ("step", "compiled", "evaluate")
+    vars(job).update({name: getattr(ran.job, name) for name in names})
     return job
 
 
@@ -368,6 +371,89 @@ def test_three_hundred_steps_on_eight_simulated_devices_pass(tmp_path):
     assert len(ran.steps) == 300
     assert ran.job.step.num_programs() == 1
     assert ran.steps[-1]["loss"] < ran.steps[0]["loss"]
+
+
+# --- a run that is stopped
+
+
+class Interrupted:
+    """A compiled function, with Ctrl-C in the middle of some of its calls."""
+
+    def __init__(self, function: Any, *calls: int) -> None:
+        self.function, self.calls, self.count = function, calls, 0
+        self.compile = function.compile
+
+    def __call__(self, *args: Any) -> Any:
+        self.count += 1
+        results = self.function(*args)
+        if self.count in self.calls:
+            os.kill(os.getpid(), signal.SIGINT)
+        return results
+
+
+class InterruptedWriter(MetricWriter):
+    """Has Ctrl-C come while the numbers of step 8 are written."""
+
+    def write(self, step: int, values: Any) -> None:
+        if step == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+        super().write(step, values)
+
+
+def test_ctrl_c_leaves_the_state_and_going_on_is_exact(ran, tmp_path):
+    """In a step, in an evaluation, where numbers are written, in the last step."""
+    job = with_program_of(ran, ran.job.settings)
+    vars(job)["step"] = Interrupted(ran.job.step, 3, STEPS)
+    vars(job)["evaluate"] = Interrupted(ran.job.evaluate, 2)
+    folder, left = open_run_folder(tmp_path, ""), list[int]()
+    with (
+        InterruptedWriter(folder) as writer,
+        Console(None, stream=io.StringIO(), terminal=False) as console,
+    ):
+        trainer = Trainer(job, job.load_data(), console, writer)
+        while True:
+            try:
+                state = trainer.run()
+                break
+            except KeyboardInterrupt:
+                at = trainer.position
+                assert at is not None
+                assert int(at.state.step) == at.step  # none of it was donated
+                left.append(at.step)
+    assert left[:2] == [3, 5]
+    assert left[2] in (8, 9, 10)
+    assert left[3:] == [STEPS]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert_same(state, tmp_path, ran)
+
+
+def test_a_run_that_is_told_to_stop_ends_where_it_is_and_can_go_on(ran, tmp_path):
+    answers = iter([True] * 6 + [False] + [True] * 100)
+    job, folder = with_program_of(ran, ran.job.settings), open_run_folder(tmp_path, "")
+    with (
+        MetricWriter(folder) as writer,
+        Console(folder.log, stream=io.StringIO(), terminal=False) as console,
+    ):
+        guard = Guard(goes_on=lambda: next(answers))
+        trainer = Trainer(job, job.load_data(), console, writer, guard=guard)
+        # Five steps, and one of two batches of the evaluation after them.
+        assert int(trainer.run().step) == 5
+        state = trainer.run()
+    assert_same(state, tmp_path, ran)
+    assert (
+        "the run is stopped after step 5 of 12: it keeps no" in folder.log.read_text()
+    )
+
+
+def assert_same(state: TrainState, folder: Path, ran: Ran) -> None:
+    """Bit for bit, without what depends on the clock."""
+    for one, two in zip(
+        jax.tree.leaves(state), jax.tree.leaves(ran.state), strict=True
+    ):
+        assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
+    written = (folder / "metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in written]
+    assert numbers(dataclasses.replace(ran, lines=lines)) == numbers(ran)
 
 
 # --- the edges
