@@ -7,15 +7,49 @@
 Each task is a rank: srun says which in variables that Tessera reads, so that no
 launcher is needed. Where a machine's output should be one stream, let one task of each
 machine start the launcher instead: ``--launcher``.
+
+Before the job's time is over, and before it is preempted, the run saves, and the job is
+queued again and goes on.
 """
 
 import argparse
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import submitit
 
 ROOT = Path(__file__).resolve().parents[1]
+REQUEUE = 75  # what a run exits with that was asked to end
+WARNING = 120  # seconds before the end of its time
+
+
+class Run:
+    """A command that a job runs, and runs again each time that it is queued again."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+
+    def __call__(self) -> None:
+        """Run it, in a folder of the job's own, from the newest checkpoint there."""
+        job = os.environ["SLURM_JOB_ID"]
+        folder = ROOT / "outputs/slurm" / job / "run"
+        resume = [f"hydra.run.dir={folder}", "training.resume=auto"]
+        self._process = subprocess.Popen([*self.command, *resume])
+        code = self._process.wait()
+        if code == REQUEUE and os.environ["SLURM_PROCID"] == "0":
+            subprocess.run(["scontrol", "requeue", job], check=False)
+        elif code not in (0, REQUEUE):
+            sys.exit(code)
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        """Let it save; submitit calls this at the warning, and queues the job again."""
+        self._process.send_signal(signal.SIGUSR2)
+        # Not its wait(), in the middle of which the handler of the warning runs.
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        return submitit.helpers.DelayedSubmission(Run(self.command))
 
 
 def main() -> None:
@@ -28,7 +62,9 @@ def main() -> None:
     parser.add_argument("--launcher", action="store_true", help="one task a machine")
     options, settings = parser.parse_known_args()
 
-    executor = submitit.AutoExecutor(folder=ROOT / "outputs/slurm/%j")
+    executor = submitit.AutoExecutor(
+        folder=ROOT / "outputs/slurm/%j", slurm_max_num_timeout=1000
+    )
     executor.update_parameters(
         name="tessera",
         nodes=options.nodes,
@@ -36,17 +72,20 @@ def main() -> None:
         gpus_per_node=options.gpus,
         timeout_min=60 * options.hours,
         slurm_partition=options.partition,
+        slurm_signal_delay_s=WARNING,
         # Ranks wait for each other in collectives: one that is gone ends the step.
         slurm_srun_args=["--kill-on-bad-exit=1"],
     )
-    launcher = ["-m", "tessera.launch", f"--nprocs={options.gpus}"]
+    grace = f"--grace={WARNING - 20}"
+    launcher = ["-m", "tessera.launch", f"--nprocs={options.gpus}", grace]
     command = [
         sys.executable,
         *(launcher if options.launcher else []),
         str(ROOT / "run_training.py"),
+        f"runtime.grace_period={WARNING - 30}",
         *settings,
     ]
-    job = executor.submit(submitit.helpers.CommandFunction(command))
+    job = executor.submit(Run(command))
     sys.stdout.write(f"job {job.job_id}, its logs are in {job.paths.folder}\n")
 
 
