@@ -9,12 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
+import jax
 from jax._src import core, dtypes
 from jax._src.interpreters import batching, partial_eval
 from jax._src.lax import lax
 
 # Newer ones are told which mutable inputs are read later on.
 _RULES_TAKE_LIVE_INPUTS = partial_eval._default_dce_rule.__code__.co_argcount == 3
+
+# Before it Mosaic GPU's kernels had other names for their parts.
+HAS_MOSAIC_GPU_KERNELS = jax.__version_info__ >= (0, 12)
 
 BatchingRule: TypeAlias = Callable[[Sequence[Any], Sequence[int | None]], Any]
 

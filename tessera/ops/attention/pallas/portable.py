@@ -12,7 +12,7 @@ Source: T. Dao, FlashAttention-2, arXiv 2307.08691.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from tessera.ops.attention.operands import Operands
+from tessera.ops.attention.pallas.blocks import Blocks
 from tessera.ops.attention.pallas.rules import Rules
 
 Segments = tuple[Array, Array] | None
-
-
-class Blocks(NamedTuple):
-    """Rows of queries and of keys that a kernel holds at a time."""
-
-    queries: int
-    keys: int
 
 
 def forward(operands: Operands, rules: Rules, blocks: Blocks) -> Any:

@@ -14,8 +14,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from tessera.ops.attention.operands import Operands
+from tessera.ops.attention.pallas.blocks import Blocks
 from tessera.ops.attention.pallas.portable import (
-    Blocks,
     block_spec,
     call,
     product,

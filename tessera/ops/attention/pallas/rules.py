@@ -41,6 +41,23 @@ class Rules:
             start = _divided(place - self.setting.window + 1, block)
         return lax.min(start, stop), stop
 
+    def whole_key_blocks(
+        self, place: Any, rows: int, block: int
+    ) -> tuple[Array, Array]:
+        """Blocks of keys, from and to, that each of these queries sees whole.
+
+        Example:
+          >>> rules = Rules(Setting(causal=True, scale=1.0, window=96), 256, False)
+          >>> [int(i) for i in rules.whole_key_blocks(128, 64, 32)]
+          [3, 4]
+        """
+        start, stop = jnp.int32(0), jnp.int32(self.num_keys // block)
+        if self.setting.causal:
+            stop = lax.min(_divided(place + 1, block), stop)
+        if self.setting.window is not None:
+            start = _divided(place + rows - self.setting.window + block - 1, block)
+        return start, stop
+
     def query_blocks(
         self, place: Any, keys: int, block: int, count: int
     ) -> tuple[Array, Array]:
@@ -60,6 +77,25 @@ class Rules:
             last = place + keys + self.setting.window - 1
             stop = lax.min(_divided(last + block - 1, block), stop)
         return lax.min(start, stop), stop
+
+    def whole_query_blocks(
+        self, place: Any, keys: int, block: int, count: int
+    ) -> tuple[Array, Array]:
+        """Blocks of queries, from and to, that see each of these keys.
+
+        Keys that are not there count as seen: the caller knows whether there are any.
+
+        Example:
+          >>> rules = Rules(Setting(causal=True, scale=1.0, window=192), 256, False)
+          >>> [int(i) for i in rules.whole_query_blocks(64, 32, block=64, count=4)]
+          [2, 4]
+        """
+        start, stop = jnp.int32(0), jnp.int32(count)
+        if self.setting.causal:
+            start = _divided(place + keys - 1 + block - 1, block)
+        if self.setting.window is not None:
+            stop = lax.min(_divided(place + self.setting.window, block), stop)
+        return start, stop
 
     def visible(self, query: Array, key: Array) -> Array | None:
         """Whether queries at some places see keys at others; None where all do."""

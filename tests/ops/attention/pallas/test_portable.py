@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from tessera.mesh import Mesh
 from tessera.ops.attention.choice import Device
 from tessera.ops.attention.operands import Operands, Setting
-from tessera.ops.attention.pallas.attending import attend_portably, why_not
-from tessera.ops.attention.pallas.portable import Blocks
+from tessera.ops.attention.pallas.attending import attend_by, why_not
+from tessera.ops.attention.pallas.blocks import Blocks, Portable
 from tests.ops.attention.pallas.exact import (
     check_as_exact_as_the_reference,
     drawn,
@@ -27,7 +27,7 @@ BLOCKS = Blocks(16, 32)
 
 
 def attended(setting, blocks=BLOCKS):
-    return lambda operands: attend_portably(operands, setting, blocks)
+    return lambda operands: attend_by(Portable(blocks), operands, setting)
 
 
 CASES = {
@@ -133,7 +133,7 @@ def test_a_region_that_checks_what_varies_is_told_why_not(dp_mesh: Mesh):
 
     def block(check, q, k, v):
         reasons.append(why_not(Operands(q, k, v), setting, Device("cpu")))
-        return q if check else attend_portably(Operands(q, k, v), setting, BLOCKS)
+        return q if check else attend_by(Portable(BLOCKS), Operands(q, k, v), setting)
 
     def run(check):
         def body(q, k, v):
