@@ -2,22 +2,34 @@
 """The numbers of a run: ``metrics.jsonl``, and the same for TensorBoard.
 
 The JSON lines are what tests and other programs read, so nothing is lost in them: every
-float is written so that it reads back as the same number.
+float is written so that it reads back as the same number. TensorBoard's file is for the
+eye, and a run goes on without it.
 """
 
 import json
+import logging
 import math
+import socket
+import struct
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO, Final
 
 import jax
 import numpy as np
-from tensorboardX import SummaryWriter
+from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.record_writer import masked_crc32c
 
 from tessera.training.outputs import RunFolder, cannot_write
 
-_TENSORBOARD_FLUSH_SECONDS = 30
+_log: Final = logging.getLogger("tessera")
+_TENSORBOARD_FLUSH_SECONDS: Final = 30.0
+# Classes that are made as their modules are imported.
+_Event: Final[Any] = vars(event_pb2)["Event"]
+_Summary: Final[Any] = vars(summary_pb2)["Summary"]
 
 
 class MetricWriter:
@@ -41,9 +53,7 @@ class MetricWriter:
         try:
             # Line by line, so that a run that is killed leaves whole lines.
             self._lines = folder.metrics.open("a", buffering=1, encoding="utf-8")
-            self._board = SummaryWriter(
-                str(folder.tensorboard), flush_secs=_TENSORBOARD_FLUSH_SECONDS
-            )
+            self._board = _Board(folder.tensorboard)
         except OSError as error:
             raise cannot_write(folder.metrics, error) from error
 
@@ -64,12 +74,10 @@ class MetricWriter:
         line = {"step": step} | {name: _json(n) for name, n in numbers.items()}
         try:
             self._lines.write(json.dumps(line, allow_nan=False) + "\n")
-            for name, number in numbers.items():
-                if math.isfinite(number):
-                    self._board.add_scalar(name, number, step)
         except OSError as error:
             self.close(lost=True)
             raise cannot_write(folder.metrics, error) from error
+        self._board.add(step, {n: x for n, x in numbers.items() if math.isfinite(x)})
 
     def close(self, *, lost: bool = False) -> None:
         """Flush and close both; a second call does nothing.
@@ -83,9 +91,9 @@ class MetricWriter:
         folder, self._folder = self._folder, None
         if folder is None:
             return
+        self._board.close()
         try:
-            with self._board:
-                self._lines.close()
+            self._lines.close()
         except OSError as error:
             if not lost:
                 raise cannot_write(folder.metrics, error) from error
@@ -100,6 +108,48 @@ class MetricWriter:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class _Board:
+    """TensorBoard's file of a run, in the thread of the run.
+
+    tensorboardX has a thread for it, which ends when the disk is full; its queue then
+    fills up, and the run would wait for ever.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+        self._file: BinaryIO | None = (folder / name).open("wb")
+        self._flush_at = 0.0
+        self._write(_Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write numbers of one step; where they cannot be, say so once and give up."""
+        values = [_Summary.Value(tag=n, simple_value=x) for n, x in numbers.items()]
+        summary = _Summary(value=values)
+        self._write(_Event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        """Write what is left."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+
+    def _write(self, event: Any) -> None:
+        if self._file is None:
+            return
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        sums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+        try:
+            self._file.write(length + sums[0] + data + sums[1])
+            if time.monotonic() >= self._flush_at:
+                self._file.flush()
+                self._flush_at = time.monotonic() + _TENSORBOARD_FLUSH_SECONDS
+        except OSError as error:
+            self.close()
+            _log.warning("TensorBoard gets no more numbers: %s", error)
 
 
 def _number(value: Any) -> int | float:

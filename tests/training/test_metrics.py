@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import resource
 
 import hypothesis
 import hypothesis.strategies as st
@@ -13,6 +14,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from tessera.errors import OutputPathError
+from tessera.training import metrics
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
 
@@ -135,3 +137,25 @@ def test_a_disk_that_fills_up_is_said(folder):
     with pytest.raises(OutputPathError) as caught, MetricWriter(folder) as writer:
         writer.write(1, {"loss": 1.0})
     assert caught.value.got == f"{folder.metrics}: No space left on device"
+
+
+def test_a_run_goes_on_without_tensorboard(folder, monkeypatch, caplog):
+    """Each write of a file that cannot grow fails; that is said once."""
+    monkeypatch.setattr(metrics, "_TENSORBOARD_FLUSH_SECONDS", 0.0)
+    with MetricWriter(folder) as writer:
+        writer.write(1, {"loss": 1.0})
+        size = (folder.tensorboard / os.listdir(folder.tensorboard)[0]).stat().st_size
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            # The other file stays below that.
+            for step in (2, 3):
+                writer.write(step, {"x": 1.0})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [line["step"] for line in lines(folder)] == [1, 2, 3]
+    assert scalars(folder) == [("loss", 1, 1.0)]
+    (record,) = caplog.records
+    assert record.message == (
+        "TensorBoard gets no more numbers: [Errno 27] File too large"
+    )
