@@ -17,6 +17,7 @@ from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.compile_cache import open_compile_cache
 from tessera.runtime.devices import prepare_devices
 from tessera.runtime.processes import Processes, Timeouts, joined
+from tessera.runtime.xla_options import set_xla_options
 from tessera.training.checkpoints.resuming import Choice, choose
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.command_line import Composed, run_from_command_line
@@ -134,6 +135,8 @@ def choose_start(resume: str, here: Processes) -> Choice:
 def prepare(settings: Settings, num_processes: int) -> str:
     """Find the devices that the mesh asks for, or simulate them; what the log says."""
     open_compile_cache(settings.runtime.compile_cache)
+    flags = (settings.runtime.xla_flags or "").split()
+    set_xla_options(flags, settings.runtime.optimization_level)
     sizes, axes = settings.model.mesh_shape
     return prepare_devices(
         # A dry run compiles for devices that need not exist, on a platform that must.

@@ -144,6 +144,10 @@ class RuntimeConfig:
       max_steps_in_flight: Steps that may be queued before the loop waits for the first
         of them; more hides more of Python's time and holds more memory.
       coordinator_address: Where rank 0 of several processes is, host:port; given to
+      xla_flags: Flags of XLA as in XLA_FLAGS, ``--xla_name=value --xla_other=value``,
+        which come after those of the environment; another process tries them first.
+      optimization_level: How much XLA may do for a faster program, O0 to O3; O1 has
+        GPUs overlap collectives with computation. null leaves JAX's.
         each of them with the next two. null asks the environment, as docs/launch.md
         says.
       num_processes: Processes of the run; null asks the environment.
@@ -169,6 +173,8 @@ class RuntimeConfig:
     max_steps_in_flight: int = setting(8, least=1, most=64)
     coordinator_address: str | None = setting(None)
     num_processes: int | None = setting(None, least=1)
+    xla_flags: str | None = setting(None)
+    optimization_level: str | None = setting(None, choices=("O0", "O1", "O2", "O3"))
     process_id: int | None = setting(None, least=0)
     rendezvous_timeout: float = setting(300.0, above=0)
     heartbeat_timeout: int = setting(100, least=1)
