@@ -26,6 +26,7 @@ from tessera.graph.tracing.gradient import grad as grad
 from tessera.graph.value_and_grad import value_and_grad as value_and_grad
 from tessera.mesh import Mesh as Mesh
 from tessera.ops.accumulation import accumulate_gradients as accumulate_gradients
+from tessera.ops.attention.pallas.tuning import tune_attention as tune_attention
 from tessera.ops.checkpointing import checkpoint as checkpoint
 from tessera.ops.clipping import clip_by_global_norm as clip_by_global_norm
 from tessera.ops.clipping import clip_by_value as clip_by_value
@@ -64,6 +65,7 @@ __all__ = [
     "op",
     "resume_plan",
     "schedule",
+    "tune_attention",
     "value_and_grad",
     *_arrays,
     *_dtypes,

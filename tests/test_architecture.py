@@ -138,6 +138,7 @@ def test_the_public_names_are_these():
         "op",
         "resume_plan",
         "schedule",
+        "tune_attention",
         "value_and_grad",
         *arrays.__all__,
         *dtypes.__all__,

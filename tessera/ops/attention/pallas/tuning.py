@@ -8,12 +8,13 @@ case, in a folder of the user's own.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from tessera.ops.attention.choice import Device
 
 FORMAT = 1  # of the files; raised when kernels change what is best
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def kernel_for(operands: Operands, setting: Setting, device: "Device") -> Kernel:
@@ -106,9 +108,16 @@ def tune_attention(  # noqa: PLR0913 - a call, and how to measure it
     operands = Operands(q, _normal(2, kv, dtype), _normal(3, kv, dtype))
     setting = Setting(causal, width**-0.5, window, soft_cap)
     device = Device.here()
-    default = kernel_for(operands, setting, device)
-    tried = list(candidates or _candidates(default, operands))
-    best, seconds = _fastest(tried, operands, setting, gradient, rounds)
+    best, seconds = kernel_for(operands, setting, device), 0.0
+    stages: list[Callable[[Kernel, int], Sequence[Kernel]]] = [
+        _forward_variants,
+        _backward_variants,
+    ]
+    if candidates is not None:
+        stages = [lambda _best, _width: candidates]
+    for stage in stages:
+        tried = stage(best, width)
+        best, seconds = _fastest(tried, operands, setting, gradient, rounds)
     _write(_case(operands, setting, device), best, seconds)
     return best
 
@@ -117,30 +126,33 @@ def _normal(key: int, shape: Sequence[int], dtype: Any) -> Any:
     return jax.random.normal(jax.random.key(key), tuple(shape)).astype(as_dtype(dtype))
 
 
-def _candidates(default: Kernel, operands: Operands) -> Iterator[Kernel]:
-    """The default first, so that it is kept when nothing is faster."""
-    yield default
-    if isinstance(default, Portable):
-        for rows in (32, 64, 128, 256):
-            yield Portable(Blocks(rows, rows))
-        return
-    width = padded_width(operands.q.shape[3])
-    for rows in (128, 192):
-        for columns in (64, 128):
-            for slots in (1, 2, 3):
-                # Elements of 2 bytes; queries, and slots of keys and of values.
-                shared = 2 * width * (rows + 2 * columns * slots)
-                if shared <= 220 * 1024:
-                    yield Hopper(Tiles(rows, columns, slots), default.backward)
-    for columns in (64, 128):
-        for slots in (1, 2, 3):
-            shared = 2 * width * (2 * 128 + 2 * columns * slots)
-            if shared <= 220 * 1024 and columns * width <= 128 * 128:
-                yield Hopper(default.forward, Tiles(128, columns, slots))
+def _forward_variants(best: Kernel, width: int) -> Sequence[Kernel]:
+    """The best so far, which is kept when nothing is faster, and others."""
+    if isinstance(best, Portable):
+        return [best, *(Portable(Blocks(rows, rows)) for rows in (32, 64, 128, 256))]
+    tiles = itertools.product((64, 128, 192), (64, 128), (1, 2, 3))
+    return [
+        best,
+        *(best._replace(forward=Tiles(*t)) for t in tiles if _fits(*t, width)),
+    ]
+
+
+def _backward_variants(best: Kernel, width: int) -> Sequence[Kernel]:
+    if isinstance(best, Portable):
+        return [best]
+    tiles = itertools.product((64, 128), (64, 128), (1, 2, 3))
+    # Queries and gradients, or keys and values, lie beside the slots.
+    fit = [t for t in tiles if _fits(2 * t[0], *t[1:], width)]
+    return [best, *(best._replace(backward=Tiles(*t)) for t in fit)]
+
+
+def _fits(rows: int, columns: int, slots: int, width: int) -> bool:
+    """Whether tiles of 2-byte numbers go into shared memory, beside some vectors."""
+    return 2 * padded_width(width) * (rows + 2 * columns * slots) <= 220 * 1024
 
 
 def _fastest(
-    tried: list[Kernel],
+    tried: Sequence[Kernel],
     operands: Operands,
     setting: Setting,
     gradient: Any,
@@ -221,15 +233,16 @@ def _read(path: str) -> Kernel | None:
     try:
         with open(path) as file:
             status = os.fstat(file.fileno())
-            if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
+            if status.st_uid != os.getuid() or status.st_mode & _OTHERS_WRITE:
                 return None
             kept = json.load(file)["kernel"]
         if "blocks" in kept:
-            return Portable(Blocks(*map(int, kept["blocks"])))
-        forward, backward = (
-            Tiles(*map(int, kept[way])) for way in ("forward", "backward")
-        )
-        return Hopper(forward, backward)
+            blocks = Blocks(*map(int, kept["blocks"]))
+            return Portable(blocks) if min(blocks) > 0 else None
+        ways = [Tiles(*map(int, kept[way])) for way in ("forward", "backward")]
+        if any(t.rows % 64 or t.columns % 64 or min(t) < 1 for t in ways):
+            return None
+        return Hopper(*ways)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

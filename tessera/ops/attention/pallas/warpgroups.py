@@ -25,8 +25,6 @@ from tessera.ops.attention.pallas.rules import Rules
 
 LOWEST = -1e30  # of scores: finite, so that differences are numbers
 LOG2_E = 1.4426950408889634
-COPIER_REGISTERS = 40
-REGISTERS = 504  # of each of 128 threads, for all warpgroups of a block
 MATRIX, ROW, COLUMN = (
     plgpu.Layout.WGMMA,
     plgpu.Layout.WGMMA.reduce(1),
@@ -118,16 +116,19 @@ def divide_work(
 ) -> None:
     """Give each warpgroup what it does, and the registers for it."""
     index = lax.axis_index("warpgroup")
-    each = (REGISTERS - COPIER_REGISTERS) // tiles.warpgroups // 8 * 8
+    # 512 for each of 128 threads, shared out evenly at launch; then the copier gives.
+    all_of_them = 512 // (tiles.warpgroups + 1) // 8 * 8 * (tiles.warpgroups + 1)
+    copier = 40 if tiles.warpgroups < 3 else 32
+    each = min((all_of_them - copier) // tiles.warpgroups // 8 * 8, 240)
 
     @pl.when(index < tiles.warpgroups)
     def _compute() -> None:
-        plgpu.set_max_registers(min(each, 240), action="increase")
+        plgpu.set_max_registers(each, action="increase")
         compute(index)
 
     @pl.when(index == tiles.warpgroups)
     def _copy() -> None:
-        plgpu.set_max_registers(COPIER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(copier, action="decrease")
         copy()
 
 
