@@ -23,13 +23,23 @@ TRAIN_READY := $(VENV)/.train-ready-$(VERSION)
 DEV_READY := $(VENV)/.dev-ready-$(VERSION)
 DOCS_READY := $(VENV)/.docs-ready-$(VERSION)
 
+# For bench-gpu: JAX's extra for the machine's driver, PyTorch in an environment of its
+# own, as both bring CUDA along, and the dense bf16 TFLOP/s that MFU is a share of.
+CUDA ?= cuda12
+PEAK ?= 989
+GPU_READY := $(VENV)/.$(CUDA)-ready-$(VERSION)
+TORCH_VENV := .venv-torch
+TORCH_READY := $(TORCH_VENV)/.ready
+GPU_RESULTS := benchmarks/results/gpu
+ON_GPU = JAX_PLATFORMS=cuda,cpu $(BIN)/python
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test lint format docs bench constraints clean
+.PHONY: help train test lint format docs bench bench-gpu constraints clean
 
 help: ## Say what there is to make
-	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
 
 train: $(TRAIN_READY) ## Train the default model: run_training.py $(ARGS)
 	$(BIN)/python run_training.py $(ARGS)
@@ -54,6 +64,22 @@ bench: $(TRAIN_READY) ## Run every benchmark, one after another; ARGS=--quick fo
 	@set -e; for benchmark in $$(grep -l __main__ benchmarks/*.py); do \
 	  echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
 
+# What fails is told at the end: a GPU is too dear to stop at the first thing.
+bench-gpu: $(GPU_READY) $(TORCH_READY) ## Test kernels and measure on a GPU: CUDA=cuda13 PEAK=989
+	$(ON_GPU) -c 'import jax; print(jax.devices("cuda"))'
+	@mkdir -p $(GPU_RESULTS)
+	@failed=; measure() { json=$(GPU_RESULTS)/$$1.json; shift; echo "== $$*"; \
+	  $(ON_GPU) "$$@" --json $$json $(ARGS) || failed="$$failed $$1"; }; \
+	$(ON_GPU) -m pytest -m gpu -n0 tests || failed=tests; \
+	for name in attention loss; do \
+	  if test -e benchmarks/$$name.py; then measure $$name benchmarks/$$name.py; fi; done; \
+	if test -e benchmarks/peers.py; then \
+	  for size in 0.3B 1B 1.3B; do for length in 2048 4096 8192; do \
+	    measure peers-$$size-$$length benchmarks/peers.py --size $$size --length $$length \
+	      --rows $$((16384 / length)) --peak-tflops $(PEAK) \
+	      --torch-python $(TORCH_VENV)/bin/python; done; done; fi; \
+	test -z "$$failed" || { echo "failed: $$failed" >&2; exit 1; }
+
 $(MADE): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Tessera needs Python 3.11 or newer, and '$(PYTHON)' is $(or $(VERSION),not there)." >&2; \
@@ -73,6 +99,15 @@ $(DEV_READY): $(MADE)
 	@$(PINNED) -e '.[dev]'
 	@-$(BIN)/python -m compileall -qq -j0 $(VENV)/lib
 	@touch $@ $(TRAIN_READY)
+
+$(GPU_READY): $(DEV_READY)
+	@$(PINNED) -e '.[dev,$(CUDA)]'
+	@touch $@
+
+$(TORCH_READY):
+	@$(PYTHON) -m venv --clear $(TORCH_VENV)
+	@$(TORCH_VENV)/bin/python -m pip --disable-pip-version-check --quiet install torch numpy
+	@touch $@
 
 $(DOCS_READY): $(DEV_READY)
 	@$(PINNED) -e '.[docs]'
