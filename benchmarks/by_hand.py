@@ -135,12 +135,12 @@ def step_of(recipe: Recipe, summed_loss: Loss) -> Callable[..., Any]:
         gradients = jax.lax.with_sharding_constraint(gradients, layouts)
         tokens = (batch["targets"] != -100).sum(dtype=jnp.float32)
         share = 1.0 / jnp.maximum(tokens, 1.0)
-        gradients = jax.tree.map(lambda g: g * share, gradients)
+        gradients = jax.tree.map(lambda g: share * g, gradients)
         norm = global_norm(gradients)
         update = optax.with_extra_args_support(recipe.optimizer).update
         updates, optimizer = update(gradients, state.optimizer, state.params, norm=norm)
         metrics = {
-            "loss": loss * share,
+            "loss": share * loss,
             "grad_norm": norm,
             "learning_rate": recipe.learning_rate(state.step),
             "tokens": tokens,

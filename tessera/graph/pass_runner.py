@@ -32,6 +32,10 @@ PASSES: Final[tuple[Pass, ...]] = (
 )
 
 
+# Those that change what everyone would have written for the sake of a backend.
+BACKEND_PASSES: Final = ("orient_matmuls",)
+
+
 @dataclass(frozen=True)
 class PassRecord:
     """What one pass did to one graph.
