@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -206,13 +207,18 @@ class Group:
         """Wait for all ranks; the first failure, or None where there was none."""
         failures: list[Failure] = []
         try:
-            while not self._all_done and all(one.is_as_asked for one in failures):
+            while not self._all_done and (
+                self._are_killed or all(one.is_as_asked for one in failures)
+            ):
                 if failures and self._end_by is None:
                     # The others know of it, and may have to write what they save.
                     self._end_by = time.monotonic() + self.grace
                 self._forward(signals)
                 failures += self._gathered(_TICK)
                 self._end_the_late()
+            if self._are_killed:
+                # Where others had saved and ended, the run goes on from that.
+                failures = [one for one in failures if one.is_as_asked] or failures
             if failures and not (first := first_of(failures)).is_as_asked:
                 self.say(str(first))
                 failures += self._end_all(first, signals)
@@ -224,6 +230,11 @@ class Group:
     @property
     def _running(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.ended is None]
+
+    @property
+    def _are_killed(self) -> bool:
+        """Whether ranks did not end in time, and were killed for it."""
+        return self._end_by == inf
 
     @property
     def _all_done(self) -> bool:
@@ -268,7 +279,7 @@ class Group:
                 self.say(f"not ended {self.grace:g} s after they were asked: SIGKILL")
             for rank in self._running:
                 rank.kill()
-            self._end_by = float("inf")
+            self._end_by = inf
 
     def _end_the_late(self) -> None:
         """End ranks whose own watchdog should have ended them, and could not.

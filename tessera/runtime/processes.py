@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -340,18 +340,20 @@ def _use_board(watchdog: Watchdog, stopping: Stopping | None, cluster: Cluster) 
 
 def _end(error: BaseException) -> None:
     """Show an exception, and end: JAX's own end would wait for the others."""
-    code = exit_codes.FAILURE
+    code, said = exit_codes.FAILURE, "".join(traceback.format_exception(error))
     if isinstance(error, TesseraError):
-        code = error.exit_code
-        sys.stderr.write(f"{error}\n")
+        code, said = error.exit_code, f"{error}\n"
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else exit_codes.FAILURE
-    else:
-        if isinstance(error, KeyboardInterrupt):
-            code = exit_codes.exit_code_of(-signal.SIGINT)
-        traceback.print_exception(error)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        said = ""
+    elif isinstance(error, KeyboardInterrupt):
+        code = exit_codes.INTERRUPTED
+    # Nobody may read it any more: that must not keep the process from its end.
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        sys.stderr.write(said)
+        sys.stderr.flush()
     os._exit(code)
 
 

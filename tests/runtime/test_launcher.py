@@ -97,6 +97,19 @@ def test_ranks_that_end_as_asked_are_waited_for_and_not_started_again(capfd):
     ]
 
 
+def test_a_rank_that_does_not_end_with_the_others_is_killed_and_no_failure(capfd):
+    program = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    time.sleep(600)\n"
+        "sys.exit(75)\n"
+    )
+    assert launch(program, max_restarts=3) == exit_codes.REQUEUE
+    said = capfd.readouterr().err
+    assert "not ended 2 s after they were asked: SIGKILL" in said
+    assert "restart" not in said
+
+
 def test_a_rank_that_fails_while_others_end_as_asked_is_the_one_that_counts(capfd):
     program = (
         "import os, sys, time\n"
