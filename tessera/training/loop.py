@@ -382,14 +382,19 @@ class Trainer:
         job, feed = self.job, self.job.feed
         rows = job.settings.rows_per_microbatch(job.mesh)
         limit = job.settings.training.validation_batches
-        total, tokens = 0.0, 0.0
+        sums, flights = np.zeros(2), deque[Any]()
         with closing(self.corpus.validation(rows, feed.index, feed.count)) as batches:
             for batch in islice(batches, limit):
                 if not self._goes_on():
                     return False
                 placed = feed.placed(batch, job.validation_spec, dim=0)
-                loss, counted = job.evaluate(state.params, placed)
-                total, tokens = total + float(loss), tokens + float(counted)
+                flights.append(job.evaluate(state.params, placed))
+                # Read behind, as the numbers of steps are.
+                if len(flights) >= job.settings.runtime.max_steps_in_flight:
+                    sums += np.asarray(flights.popleft(), np.float64)
+        for numbers in flights:
+            sums += np.asarray(numbers, np.float64)
+        total, tokens = sums.tolist()
         with self._shield:
             if tokens:
                 self._writer.write(step, {"val_loss": total / tokens})
