@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``training.numerics=deterministic`` of ``run_training.py``: the same bits, again and
+on any number of devices.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera.training.command_line import run_from_command_line
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROOT = Path(__file__).parents[2]
+ROWS = 8
+SMALL = (
+    *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
+    *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=32"),
+    *("data=synthetic", "data.synthetic.tokens=20000", "data.synthetic.vocab_size=64"),
+    *("training.sequence_length=16", "training.steps=4", "training.sample_length=0"),
+    *("training.validation_batches=1", "training.checkpoint_every=null"),
+    *("optimizer.warmup_steps=0", "training.numerics=deterministic"),
+)
+
+
+def arguments(folder: Path, devices: int) -> list[str]:
+    return [
+        *(*SMALL, f"model.mesh_shape=[[{devices}],[dp]]", f"hydra.run.dir={folder}"),
+        f"training.micro_batch_size={ROWS // devices}",
+    ]
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """What a run learnt, without what depends on the clock."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if "second" not in k} for line in lines]
+
+
+def test_runs_on_one_two_and_four_devices_and_another_process_have_the_same_bits(
+    program, tmp_path, capsys
+):
+    found = {}
+    for devices in (1, 2, 4):
+        folder = tmp_path / f"on {devices}"
+        given = arguments(folder, devices)
+        code = run_from_command_line(program.main, ROOT / "configs", given)
+        assert code == 0, capsys.readouterr().err
+        found[devices] = numbers(folder)
+    # Again, by a compiler that knows nothing of the first time.
+    subprocess.run(
+        [sys.executable, str(ROOT / "run_training.py"), *arguments(tmp_path / "b", 2)],
+        env=os.environ
+        | {"JAX_NUM_CPU_DEVICES": "8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert [line["step"] for line in found[1]] == [1, 2, 3, 4, 4]
+    assert len({line["loss"] for line in found[1][:4]}) == 4
+    assert found[2] == found[1]
+    assert found[4] == found[1]
+    assert numbers(tmp_path / "b") == found[2]
