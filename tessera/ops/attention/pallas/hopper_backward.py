@@ -146,15 +146,15 @@ def _one_tile_of_queries(
             def one_block(j: Any, of_q: Array) -> Array:
                 key_block = keys.wait(j - start)
                 products = product(own_q, key_block.transpose((1, 0)))
-                value_block = values.wait(j - start)
-                of_weights = product(own_gradient, value_block.transpose((1, 0)))
-                values.done(j - start)
                 seen = None
                 if masked:
                     key = places(j * tiles.columns, shape, 1)
                     seen = rules.visible(places(place + w * ROWS, shape, 0), key)
-                rows = over(log_total, shape, 0), over(share, shape, 0)
-                _, of_scores = _weights(products, of_weights, rows, seen, rules)
+                _, slope = _weights(products, over(log_total, shape, 0), seen, rules)
+                value_block = values.wait(j - start)
+                of_weights = product(own_gradient, value_block.transpose((1, 0)))
+                values.done(j - start)
+                of_scores = slope * (of_weights - over(share, shape, 0))
                 of_scores = of_scores.astype(own_q.dtype)
                 of_q = plus_product(of_q, of_scores, key_block, spare)
                 keys.done(j - start)
@@ -175,16 +175,17 @@ def _one_tile_of_queries(
 
 
 def _weights(
-    products: Array, of_weights: Array, rows: Any, seen: Array | None, rules: Rules
+    products: Array, log_total: Array, seen: Array | None, rules: Rules
 ) -> tuple[Array, Array]:
-    """Weights, and the gradient of scores short of ``scale``: f32."""
-    log_total, share = rows
+    """Weights; and these times the bend of a cap, for the gradient of products: f32.
+
+    One of them is all that has to wait for the gradient of weights: registers are few.
+    """
     scores, bend = rules.scores(products)
     weights = jnp.exp2(scores * LOG2_E - log_total)
     if seen is not None:
         weights = jnp.where(seen, weights, 0.0)
-    of_scores = weights * (of_weights - share)
-    return weights, of_scores if bend is None else of_scores * bend
+    return weights, weights if bend is None else weights * bend
 
 
 def _of_keys(
@@ -319,18 +320,17 @@ def _one_block_of_queries(
     blocks = {name: ring.wait(number) for name, ring in rings.items()}
     products = product(scratch["k"].at[w], blocks["q"].transpose((1, 0)))
     log_total = row_numbers(blocks["log_total"], COLUMN) * LOG2_E
-    of_weights = share = filled(shape, 0.0, MATRIX)
+    weights, slope = _weights(products, over(log_total, shape, 1), seen, rules)
+    sums = dict(zip(which, sums, strict=True))
+    if "v" in which:
+        weights = weights.astype(dtype)
+        sums["v"] = plus_product(sums["v"], weights, blocks["gradient"], spare)
     if "k" in which:
         gradient = blocks["gradient"].transpose((1, 0))
         of_weights = product(scratch["v"].at[w], gradient)
         share = over(row_numbers(blocks["share"], COLUMN), shape, 1)
-    rows = over(log_total, shape, 1), share
-    weights, of_scores = _weights(products, of_weights, rows, seen, rules)
-    parts = {"k": (of_scores, blocks["q"]), "v": (weights, blocks["gradient"])}
-    sums = tuple(
-        plus_product(total, parts[name][0].astype(dtype), parts[name][1], spare)
-        for name, total in zip(which, sums, strict=True)
-    )
+        of_scores = (slope * (of_weights - share)).astype(dtype)
+        sums["k"] = plus_product(sums["k"], of_scores, blocks["q"], spare)
     for ring in rings.values():
         ring.done(number)
-    return sums
+    return tuple(sums[name] for name in which)
