@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``docs/reliability.md`` says was tried is what the tests try."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/reliability.md"
+
+
+def test_every_test_that_the_page_names_is_there():
+    named = re.findall(r"`([\w/]+): (\w+)` \|$", PAGE.read_text(), re.MULTILINE)
+    assert len(named) > 50
+    for file, begins in named:
+        source = (ROOT / "tests" / f"{file}.py").read_text()
+        assert f"\ndef test_{begins}" in source, f"{file}: {begins}"
