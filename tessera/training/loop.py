@@ -102,9 +102,9 @@ class Trainer:
       console: Where a person watches.
       writer: Where the numbers go.
       window: Steps to profile, or None.
-      guard: What the run tells and asks its process.
       checkpoints: Where the state is kept, or None.
       resumed: The checkpoint to go on from; None begins anew.
+      guard: What the run tells and asks its process.
     """
 
     def __init__(
@@ -141,39 +141,42 @@ class Trainer:
           DataChangedError: [T803] the checkpoint is of other data.
           LossScaleError: [T506] fp16 overflows at the smallest loss scale.
           NonFiniteError: [T508] too many steps in a row were skipped.
+          CheckpointWriteError: [T804] a run that is stopped cannot save.
         """
-        training = self.job.settings.training
         with self._shield.raised():
-            self.position = at = self.position or self._beginning()
-            self._enter("compile", at.step)
+            self.position = self.position or self._beginning()
+            self._enter("compile", self._at.step)
             self.job.compile_evaluation(self.corpus)
-            flops = count(self.job.compiled.traced.graph.program).total
-            self._read_at = time.perf_counter()
-            with (
-                closing(self._batches(at.cursor.rows)) as batches,
-                self._console.progress(training.steps, done=at.step) as progress,
-                nullcontext() if self._window is None else closing(self._window),
-            ):
-                drain = partial(self._drain, progress, flops)
-                # First what the last step left to do, where it was interrupted.
-                going = self._settle(drain)
-                for batch in islice(batches, max(training.steps - at.step, 0)):
-                    going = going and self._goes_on()
-                    if not going:
-                        break
-                    self._step(batch, drain)
-                    if (
-                        len(self._flights)
-                        >= self.job.settings.runtime.max_steps_in_flight
-                    ):
-                        self._read_oldest(progress, flops)
-                    going = self._settle(drain)
-                drain()
-            if going and self._goes_on():
+            if self._train() and self._goes_on():
                 self._sample(self._at.state)
             else:
                 self._stop()
         return self._at.state
+
+    def _train(self) -> bool:
+        """Take the steps that are left; False where the run stops before."""
+        steps, done = self.job.settings.training.steps, self._at.step
+        most = self.job.settings.runtime.max_steps_in_flight
+        flops = count(self.job.compiled.traced.graph.program).total
+        self._read_at = time.perf_counter()
+        with (
+            closing(self._batches(self._at.cursor.rows)) as batches,
+            self._console.progress(steps, done=done) as progress,
+            nullcontext() if self._window is None else closing(self._window),
+        ):
+            drain = partial(self._drain, progress, flops)
+            # First what the last step left to do, where it was interrupted.
+            going = self._settle(drain)
+            for batch in islice(batches, max(steps - done, 0)):
+                going = going and self._goes_on()
+                if not going:
+                    break
+                self._step(batch, drain)
+                if len(self._flights) >= most:
+                    self._read_oldest(progress, flops)
+                going = self._settle(drain)
+            drain()
+        return going
 
     def _step(self, batch: Any, drain: Callable[[], None]) -> None:
         at = self._at
