@@ -25,7 +25,6 @@ from tests.ops.attention.pallas.exact import (
     check_as_exact_as_the_reference,
     drawn,
     exact,
-    with_gradients,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -36,7 +35,7 @@ needs_kernels = pytest.mark.skipif(
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 
 
-def interpreted(setting, forward=(128, 64, 2), backward=(128, 64, 2)):
+def interpreted(setting, forward=(128, 64, 2), backward=(64, 64, 2)):
     params = plgpu.InterpretGPUParams(detect_races=True)
     kernel = Hopper(Tiles(*forward), Tiles(*backward), params)
     return lambda operands: attend_by(kernel, operands, setting)
@@ -46,11 +45,11 @@ CASES = {
     "plain": ({}, {"queries": 128, "keys": 128}),
     "causal, in groups, padded heads and rows": (
         {"causal": True},
-        {"queries": 150, "keys": 150, "heads": 2, "width": 80},
+        {"queries": 120, "keys": 120, "heads": 2, "width": 80},
     ),
     "window and cap, after the keys": (
         {"causal": True, "window": 70, "soft_cap": 4.0, "offset": 100},
-        {"queries": 128, "keys": 192, "dtype": "float16"},
+        {"queries": 64, "keys": 192, "dtype": "float16"},
     ),
 }
 
@@ -69,17 +68,15 @@ def test_it_is_as_exact_as_the_reference_and_races_with_nobody(name):
 def test_blocks_that_the_mask_empties_are_not_read():
     setting = Setting(causal=True, scale=0.125)
     operands, gradient = drawn(
-        heads=1, width=64, queries=256, keys=256, dtype="bfloat16"
+        heads=1, width=64, queries=128, keys=128, dtype="bfloat16"
     )
-    wanted = exact(operands, setting, gradient)
+    wanted = exact(operands, setting, gradient)[0]
     operands = operands._replace(
-        k=operands.k.at[:, :, 128:].set(jnp.nan),
-        v=operands.v.at[:, :, 128:].set(jnp.nan),
+        k=operands.k.at[:, :, 64:].set(jnp.nan), v=operands.v.at[:, :, 64:].set(jnp.nan)
     )
-    out, of_q, *_ = with_gradients(interpreted(setting), operands, gradient)
-    for ours, theirs in zip((out, of_q), wanted[:2], strict=True):
-        ours = np.asarray(ours[:, :, :128], np.float64)
-        np.testing.assert_allclose(ours, theirs[:, :, :128], atol=0.02)
+    out = interpreted(setting, forward=(64, 64, 2))(operands)[:, :, :64]
+    out = np.asarray(out, np.float64)
+    np.testing.assert_allclose(out, wanted[:, :, :64], atol=0.02)
 
 
 def lowered_for_h200(function, *arguments):

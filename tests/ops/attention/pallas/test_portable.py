@@ -31,7 +31,6 @@ def attended(setting, blocks=BLOCKS):
 
 
 CASES = {
-    "plain": ({}, {}),
     "head dim 80": ({}, {"width": 80}),
     "head dim 256": ({"causal": True}, {"width": 256}),
     "bf16": ({"causal": True}, {"dtype": "bfloat16", "width": 64}),
@@ -59,7 +58,7 @@ def test_it_is_as_exact_as_the_reference(name):
     check_as_exact_as_the_reference(attended(setting), operands, setting, gradient)
 
 
-@settings(max_examples=4, phases=[Phase.generate])  # to shrink one takes minutes
+@settings(max_examples=3, phases=[Phase.generate])  # to shrink one takes minutes
 @given(
     queries=st.integers(1, 48),
     keys=st.integers(1, 70),
