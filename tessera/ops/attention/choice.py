@@ -12,7 +12,8 @@ An implementation is a module with two functions:
 ``why_not`` looks at shapes and dtypes alone: what it is given may be tracers or
 ``jax.ShapeDtypeStruct``. The first one of ``IMPLEMENTATIONS`` that has no reason
 against a call serves it, so the faster come first; ``reference`` comes last and serves
-all.
+all. One that can do more than it is fast at has a third function, ``why_not_unasked``,
+like ``why_not``: for what that names, it serves only calls that ask for it by name.
 
 Modules are imported when they are first asked, so that ``import tessera`` loads no
 kernel language. A call is traced inside a scope and a program of its implementation's

@@ -53,8 +53,8 @@ def flash_attention(  # noqa: PLR0913
       query_offset: The place of the first query among those of the keys, which is how
         many keys lie before it: an integer, or an array of shape () that holds one.
         None is 0, and S is T where the places make a difference.
-      implementation: ``cudnn``, ``xla`` or ``reference``; None is the first of these
-        that this device and these arguments allow.
+      implementation: ``cudnn``, ``pallas``, ``xla`` or ``reference``; None is the first
+        of these that is fast on this device and that these arguments allow.
 
     Returns:
       ``[B, H, S, D]`` in the dtype of the operands. A query that sees no key reads
