@@ -77,8 +77,7 @@ def train(composed: Composed, here: Processes) -> None:
         if here.count > 1:
             here.compare("step", *job.step_facts())
         here.watchdog.enter("startup")
-        window = None
-        training = settings.training
+        window, training = None, settings.training
         if training.profile_communication and folder is not None:
             window = Window(
                 folder.profile,
