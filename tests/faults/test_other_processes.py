@@ -19,7 +19,7 @@ SMALL = (
     *("model.d_model=32", "model.num_layers=2", "model.num_heads=2"),
     *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=64"),
     *("training.sequence_length=16", "training.sample_length=0"),
-    *("training.checkpoint_every=0", "data.validation_fraction=0"),
+    *("training.checkpoint_every=3", "data.validation_fraction=0"),
     *("optimizer.schedule=constant", "optimizer.warmup_steps=1"),
 )
 
@@ -62,23 +62,24 @@ def losses(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_run_goes_on_in_two_processes_and_then_in_four(tmp_path):
-    run(tmp_path / "whole", 1, 9)
-    folder = tmp_path / "run"
-    run(folder, 1, 3)
-    for processes, steps in ((2, 6), (4, 9)):
-        said = run(folder, processes, steps, "training.resume=auto")
-        assert f"going on from {folder}/checkpoints/{steps - 3}, at row " in said
-        assert f"at row {8 * (steps - 3)}" in said
-    whole, parts = losses(tmp_path / "whole"), losses(folder)
-    assert [line["step"] for line in parts] == [*range(1, 10)]
-    assert [line["loss"] for line in parts[:3]] == [line["loss"] for line in whole[:3]]
-    for alone, together in zip(whole, parts, strict=True):
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    run(whole, 1, 9)
+    # The run that is in one process up to its third step is that one.
+    start = f"training.resume={whole}/checkpoints/3"
+    assert f"going on from {whole}/checkpoints/3, at row 24" in run(folder, 2, 6, start)
+    said = run(folder, 4, 9, "training.resume=auto")
+    assert f"going on from {folder}/checkpoints/6, at row 48" in said
+    alone, together = losses(whole)[3:], losses(folder)
+    assert [line["step"] for line in together] == [*range(4, 10)]
+    for one, other in zip(alone, together, strict=True):
         # Sums over devices are made in another order.
-        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
-    root = folder / "checkpoints"
-    assert complete_steps(root) == [9, 6, 3]
-    written = [read_checkpoint(root / str(step)).metadata for step in (3, 6, 9)]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    written = [
+        read_checkpoint(root / "checkpoints" / str(step)).metadata
+        for root, step in ((whole, 3), (folder, 6), (folder, 9))
+    ]
+    assert complete_steps(folder / "checkpoints") == [9, 6]
     assert [metadata.processes for metadata in written] == [1, 2, 4]
     assert [metadata.cursor.rows for metadata in written] == [24, 48, 72]
     assert len({metadata.cursor.order["shuffle"] for metadata in written}) == 1

@@ -88,24 +88,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_numbers_of_one(tmp_path, alone):
-    said, lines = run(tmp_path / "two", *LAUNCHER, "run_training.py")
-    together = numbers(lines)
-    assert len(together) == len(alone) == 5
-    for mine, theirs in zip(together, alone, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-6)
-    assert "simulating 4 CPU devices in 2 processes" in said
-    # One folder, which rank 0 alone wrote.
-    written = re.findall(r"\[rank (\d)\] .*the run is in (.*)", said)
-    assert sorted(written) == [(rank, str(tmp_path / "two")) for rank in "01"]
-    log = (tmp_path / "two/train.log").read_text()
-    assert "rank 0 of 2, by tessera.launch" in log
-    assert "rank 1 of 2" not in log
-
-
-@pytest.mark.slow
-def test_a_run_whose_rank_is_killed_is_restarted_and_goes_on(tmp_path, alone):
-    """``kill -9`` of one of two ranks after the first checkpoint."""
+def test_two_processes_of_which_one_is_killed_give_the_numbers_of_one(tmp_path, alone):
+    """``kill -9`` of one of two ranks after the first checkpoint; both start again."""
     killed: list[int] = []
 
     def kill(launcher: int, line: str) -> None:
@@ -118,7 +102,17 @@ def test_a_run_whose_rank_is_killed_is_restarted_and_goes_on(tmp_path, alone):
     assert "killed by SIGKILL in phase" in said
     assert "[launch] restart 1 of 1\n" in said
     assert f"going on from {tmp_path / 'run/checkpoints'}" in said
+    # The first steps are of the first two processes, the others of the next two.
+    assert len(lines) == len(alone) == 5
     assert numbers(lines) == [pytest.approx(line, rel=1e-6) for line in alone]
+    assert "simulating 4 CPU devices in 2 processes" in said
+    # One folder, which rank 0 alone wrote.
+    written = re.findall(r"\[rank (\d)\] .*the run is in (.*)", said)
+    assert sorted(written) == [(rank, str(tmp_path / "run")) for rank in "01"]
+    for log in ("train.log", "train.1.log"):
+        text = (tmp_path / "run" / log).read_text()
+        assert "rank 0 of 2, by tessera.launch" in text
+        assert "rank 1 of 2" not in text
 
 
 def ranks_of(launcher: int) -> list[int]:
