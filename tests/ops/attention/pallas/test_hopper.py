@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from tessera._jax_traces import HAS_MOSAIC_GPU_KERNELS
 from tessera.ops.attention.choice import Device
@@ -103,6 +104,28 @@ def test_it_is_lowered_for_cuda_forward_and_backward(width):
     text = lowered_for_h200(run, queries, keys, keys, queries)
     # Forward, of queries, and of keys and values: of both at once if registers allow.
     assert text.count("custom_call @mosaic_gpu") == (4 if width == 256 else 3)
+
+
+@needs_kernels
+def test_it_goes_with_vmap_recomputation_and_regions_that_check_what_varies():
+    setting, kernel = Setting(causal=True, scale=0.125), default_for_hopper(64)
+
+    @jax.vmap
+    def run(q, k, v, gradient):
+        attend = jax.checkpoint(lambda *x: attend_by(kernel, Operands(*x), setting))
+        out, back = jax.vjp(attend, q, k, v)
+        return out, back(gradient)
+
+    device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = AbstractMesh((1,), ("dp",), axis_types=auto, abstract_device=device)
+    x = jax.ShapeDtypeStruct((2, 1, 1, 256, 64), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh):
+        region = jax.shard_map(run, in_specs=P("dp"), out_specs=P("dp"))
+        traced = jax.jit(region).trace(x, x, x, x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Forward once more, in the backward pass.
+    assert text.count("custom_call @mosaic_gpu") == 4
 
 
 @needs_kernels

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.mesh import Mesh
@@ -123,6 +124,15 @@ def test_it_goes_with_vmap_and_recomputation():
     results = jax.jit(jax.vmap(one))(*operands[:3], gradient)
     for ours, wanted in zip(results, exact(operands, setting, gradient), strict=True):
         np.testing.assert_allclose(ours, wanted, atol=2e-5)
+
+
+def test_operands_may_be_split_over_a_mesh(grid_mesh: Mesh):
+    setting = Setting(causal=True, scale=0.25)
+    operands, gradient = drawn(batch=2, heads=8, groups=4)
+    split = NamedSharding(grid_mesh.jax, P("dp", "tp"))
+    arrays = jax.device_put(operands[:3], split)
+    out = jax.jit(lambda *x: attended(setting)(Operands(*x)))(*arrays)
+    np.testing.assert_allclose(out, exact(operands, setting, gradient)[0], atol=1e-5)
 
 
 def test_a_region_that_checks_what_varies_is_told_why_not(dp_mesh: Mesh):
