@@ -13,7 +13,6 @@ Source: M. Milakov, N. Gimelshein, arXiv 1805.02867; T. Dao et al., arXiv 2205.1
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +24,11 @@ from tessera import _jax
 
 # A block of scores of one head takes 1 MiB.
 MOST_ROWS = 512
-# Those of all heads are to stay in the caches of a few cores.
-_MOST_SCORES = 2**21
+# Blocks are smaller where those of all heads, 4 MiB, would not stay in the caches of
+# two cores, and where a sequence had less than eight: half of those on a causal mask's
+# diagonal are computed for nothing.
+_MOST_SCORES = 2**20
+_FEWEST_BLOCKS = 8
 _FEWEST_ROWS = 128
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -49,7 +51,10 @@ class Tiling:
     def most_rows(self) -> int:
         """Rows of a block at most."""
         rows = MOST_ROWS
-        while rows > _FEWEST_ROWS and self.heads_at_once * rows**2 > _MOST_SCORES:
+        while rows > _FEWEST_ROWS and (
+            self.heads_at_once * rows**2 > _MOST_SCORES
+            or _FEWEST_BLOCKS * rows > self.length // self.runs
+        ):
             rows //= 2
         return rows
 
@@ -287,54 +292,41 @@ class Mask:
         return seen & ((queries.segment is None) | (keys.segment is None))
 
 
-class Visits(NamedTuple):
-    """Which blocks of keys the blocks of queries have to do with.
+def met(queries: Rows, keys: Rows, mask: Mask) -> Array:
+    """What each block of queries has to do with each of keys: int32 ``[N, M]``.
 
-    Attributes:
-      order: int32 ``[N, M]``: those that all its queries see whole, those that some
-        see in part, and those that none sees.
-      whole: int32 ``[N]``: how many are the first.
-      seen: int32 ``[N]``: how many are the first and the second.
+    0 where all its queries see all its keys, 1 where some see some, 2 where none does.
     """
 
-    order: Array
-    whole: Array
-    seen: Array
+    def kind(queries: Rows, keys: Rows) -> Array:
+        some = jnp.where(mask.may_see(queries, keys), jnp.int32(1), jnp.int32(2))
+        return jnp.where(mask.sees_all(queries, keys), jnp.int32(0), some)
 
-    @classmethod
-    def of(cls, queries: Rows, keys: Rows, mask: Mask) -> "Visits":
-        """From where they lie."""
-
-        def rank(queries: Rows, keys: Rows) -> Array:
-            some = jnp.where(mask.may_see(queries, keys), jnp.int32(1), jnp.int32(2))
-            return jnp.where(mask.sees_all(queries, keys), jnp.int32(0), some)
-
-        ranks = jax.vmap(jax.vmap(rank, (None, 0)), (0, None))(queries, keys)
-        order = jnp.argsort(ranks, axis=1, stable=True).astype(jnp.int32)
-        counts = ((ranks < n).sum(axis=1, dtype=jnp.int32) for n in (1, 2))
-        return cls(order, *counts)
+    return jax.vmap(jax.vmap(kind, (None, 0)), (0, None))(queries, keys)
 
 
 def fold(state: Softmax, queries: Queries, keys: Keys, mask: Mask) -> Softmax:
     """The state of all queries after they have seen some more keys."""
-    visits = Visits.of(queries.at, keys.at, mask)
 
-    def one_query_block(_: None, block: tuple[Softmax, Queries, Visits]) -> Any:
-        state, queries, visits = block
+    def one_query_block(_: None, block: tuple[Softmax, Queries, Array]) -> Any:
+        state, queries, kinds = block
 
-        def one_key_block(masked: bool) -> Any:
-            def step(n: Array, state: Softmax) -> Softmax:
-                met = _at(keys, visits.order[n])
-                return _folded(state, queries, met, mask, masked=masked)
+        def one_key_block(state: Softmax, block: tuple[Keys, Array]) -> Any:
+            keys, kind = block
+            now = state, queries, keys
+            return lax.switch(
+                kind,
+                (
+                    lambda: _folded(*now, mask, masked=False),
+                    lambda: _folded(*now, mask, masked=True),
+                    lambda: state,
+                ),
+            ), None
 
-            return step
+        return None, lax.scan(one_key_block, state, (keys, kinds))[0]
 
-        state = lax.fori_loop(0, visits.whole, one_key_block(False), state)
-        return None, lax.fori_loop(
-            visits.whole, visits.seen, one_key_block(True), state
-        )
-
-    return lax.scan(one_query_block, None, (state, queries, visits))[1]
+    kinds = met(queries.at, keys.at, mask)
+    return lax.scan(one_query_block, None, (state, queries, kinds))[1]
 
 
 def fold_gradients(
@@ -353,55 +345,51 @@ def fold_gradients(
       keys: Blocks of keys.
       mask: Which of them each query sees.
     """
-    visits = Visits.of(queries.at, keys.at, mask)
 
-    def one_query_block(sums: tuple[Array, Array], block: Any) -> Any:
-        of_query, queries, saved, visits = block
+    def one_query_block(of_key_blocks: tuple[Array, Array], block: Any) -> Any:
+        of_query, queries, saved, kinds = block
         turned = _turned(queries.q), _turned(saved.out_gradient)
 
-        def one_key_block(masked: bool) -> Any:
-            def step(n: Array, carry: tuple[Array, Array, Array]) -> Any:
-                at = visits.order[n]
-                met, (of_query, of_keys, of_values) = _at(keys, at), carry
-                weights, of_scores = _of_scores(
-                    queries, saved, met, mask, masked=masked
-                )
-                return (
-                    of_query + _product("bgxt,bgtk->bgxk", of_scores, met.k),
-                    _added(of_keys, at, turned[0], of_scores),
-                    _added(of_values, at, turned[1], weights),
-                )
+        def one_key_block(carry: tuple[Array, Array, Array], block: Any) -> Any:
+            of_query, of_keys, of_values = carry
+            keys, kind, n = block
+            before = of_query, _at(of_keys, n), _at(of_values, n)
+            now = before, queries, turned, saved, keys
+            of_query, of_key, of_value = lax.switch(
+                kind,
+                (
+                    lambda: _with_gradients(*now, mask, masked=False),
+                    lambda: _with_gradients(*now, mask, masked=True),
+                    lambda: before,
+                ),
+            )
+            of_keys = lax.dynamic_update_index_in_dim(of_keys, of_key, n, 0)
+            of_values = lax.dynamic_update_index_in_dim(of_values, of_value, n, 0)
+            return (of_query, of_keys, of_values), None
 
-            return step
-
-        carry = of_query, *sums
-        carry = lax.fori_loop(0, visits.whole, one_key_block(False), carry)
-        carry = lax.fori_loop(visits.whole, visits.seen, one_key_block(True), carry)
+        numbers = jnp.arange(kinds.size, dtype=jnp.int32)
+        carry, _ = lax.scan(
+            one_key_block, (of_query, *of_key_blocks), (keys, kinds, numbers)
+        )
         return carry[1:], carry[0]
 
+    kinds = met(queries.at, keys.at, mask)
     # Of keys and values turned: XLA multiplies on CPU at less than half the speed where
-    # a product contracts the first dim of its left operand.
-    sums = _turned(gradients[1]), _turned(gradients[2])
-    sums, of_queries = lax.scan(
-        one_query_block, sums, (gradients[0], queries, saved, visits)
+    # a product contracts the first dim of its left operand. And carried, since what a
+    # scan stacks is copied from one query block to the next.
+    of_key_blocks = _turned(gradients[1]), _turned(gradients[2])
+    (of_keys, of_values), of_queries = lax.scan(
+        one_query_block, of_key_blocks, (gradients[0], queries, saved, kinds)
     )
-    return of_queries, _turned(sums[0]), _turned(sums[1])
+    return of_queries, _turned(of_keys), _turned(of_values)
 
 
-def _at(blocks: Any, n: Array) -> Any:
-    return jax.tree.map(
-        partial(lax.dynamic_index_in_dim, index=n, keepdims=False), blocks
-    )
+def _at(blocks: Array, n: Array) -> Array:
+    return lax.dynamic_index_in_dim(blocks, n, keepdims=False)
 
 
 def _turned(x: Array) -> Array:
     return jnp.swapaxes(x, -1, -2)
-
-
-def _added(sums: Array, at: Array, rows: Array, weights: Array) -> Array:
-    """``[M, B, G, K, T]``, to one block of which a product of rows is added."""
-    block = _at(sums, at) + _product("bgkx,bgxt->bgkt", rows, weights)
-    return lax.dynamic_update_index_in_dim(sums, block, at, 0)
 
 
 def _scores(products: Array, queries: Queries, keys: Keys, mask: Mask) -> Array:
@@ -435,10 +423,21 @@ def _folded(
     )
 
 
-def _of_scores(
-    queries: Queries, saved: Saved, keys: Keys, mask: Mask, *, masked: bool
-) -> tuple[Array, Array]:
-    """The weights of one block of each, and the gradient of its products."""
+def _with_gradients(
+    gradients: tuple[Array, Array, Array],
+    queries: Queries,
+    turned: tuple[Array, Array],
+    saved: Saved,
+    keys: Keys,
+    mask: Mask,
+    *,
+    masked: bool,
+) -> tuple[Array, Array, Array]:
+    """Those of one block of each; of keys and values they are turned: ``[…, K, T]``.
+
+    As ``turned``, the queries and the gradients of what they read, ``[…, K, X]``, are.
+    """
+    of_query, of_key, of_value = gradients
     products = _product("bgxk,bgtk->bgxt", queries.q, keys.k)
     scores = mask.scores(products)
     if masked:
@@ -446,7 +445,12 @@ def _of_scores(
     weights = jnp.exp(scores - saved.log_total[..., None])
     of_weights = _product("bgxk,bgtk->bgxt", saved.out_gradient, keys.v)
     of_scores = weights * (of_weights - saved.share[..., None]) * mask.slope(products)
-    return weights.astype(queries.q.dtype), of_scores.astype(queries.q.dtype)
+    of_scores, weights = (x.astype(queries.q.dtype) for x in (of_scores, weights))
+    return (
+        of_query + _product("bgxt,bgtk->bgxk", of_scores, keys.k),
+        of_key + _product("bgkx,bgxt->bgkt", turned[0], of_scores),
+        of_value + _product("bgkx,bgxt->bgkt", turned[1], weights),
+    )
 
 
 def _product(equation: str, left: Array, right: Array) -> Array:

@@ -33,6 +33,8 @@ from tessera.ops.attention.operands import Operands, Setting
 
 Name: TypeAlias = Literal["cudnn", "pallas", "xla", "reference"]
 IMPLEMENTATIONS: Final[tuple[str, ...]] = get_args(Name)
+# Those that take a window which is known only at run time.
+_LATER_WINDOWS: Final = ("xla", "reference")
 _PACKAGE = "tessera.ops.attention"
 
 
@@ -89,6 +91,8 @@ def reason_against(
     name: str, operands: Operands, setting: Setting, device: Device
 ) -> str | None:
     """Why an implementation cannot serve such a call there; or None."""
+    if operands.window is not None and name not in _LATER_WINDOWS:
+        return f"{name} has to know the window before the call runs"
     return _module(name).why_not(operands, setting, device)
 
 

@@ -25,7 +25,7 @@ def flash_attention(  # noqa: PLR0913
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: int | None = None,
+    window: Any = None,
     soft_cap: float | None = None,
     segment_ids: Any = None,
     query_offset: Any = None,
@@ -45,8 +45,8 @@ def flash_attention(  # noqa: PLR0913
       v: Values ``[B, G, T, D]``.
       causal: Whether a query sees only the keys up to its own place.
       scale: What scores are multiplied by; ``D ** -0.5`` when not given.
-      window: How many keys back a causal query sees, its own place included; None is
-        all.
+      window: How many keys back a causal query sees, its own place included: an
+        integer, or an array of shape () that holds one. None is all.
       soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; None leaves them.
       segment_ids: A query sees the keys of its own segment. Integers ``[B, S]`` where S
         is T, or a pair of those of queries and of keys, ``[B, S]`` and ``[B, T]``.
@@ -75,13 +75,14 @@ def flash_attention(  # noqa: PLR0913
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     _check_operands(q, k, v)
     segments = _segments(q, k, segment_ids)
-    fixed, offset = _offset(query_offset)
-    if not causal and window is None:
-        fixed, offset = 0, None  # places make no difference
     _check_settings(q, k, causal, window, soft_cap, query_offset)
+    place, offset = _now_or_later("query_offset", query_offset)
+    width, later_width = _now_or_later("window", window)
+    if not causal:
+        place, offset = None, None  # places make no difference
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    setting = Setting(causal, scale, window, soft_cap, fixed)
-    operands = Operands(*varying_alike(q, k, v, *segments, offset))
+    setting = Setting(causal, scale, width, soft_cap, place or 0)
+    operands = Operands(*varying_alike(q, k, v, *segments, offset, later_width))
     device = Device.here()
     if implementation is None:
         name = choose(operands, setting, device)
@@ -90,20 +91,18 @@ def flash_attention(  # noqa: PLR0913
     return attend(name, operands, setting)
 
 
-def _offset(query_offset: Any) -> tuple[int, Array | None]:
-    """What is known of the offset now, and what only at run time."""
-    if query_offset is None:
-        return 0, None
-    if isinstance(query_offset, (int, np.integer)):
-        return int(query_offset), None
-    offset = jnp.asarray(query_offset)
-    if offset.shape or not jnp.issubdtype(offset.dtype, jnp.integer):
+def _now_or_later(name: str, value: Any) -> tuple[int | None, Array | None]:
+    """An integer that is known now, or one that is known at run time."""
+    if value is None or isinstance(value, (int, np.integer)):
+        return None if value is None else int(value), None
+    found = jnp.asarray(value)
+    if found.shape or not jnp.issubdtype(found.dtype, jnp.integer):
         raise OperandError(
-            "flash_attention takes one query_offset for all queries",
-            got=f"query_offset {offset.dtype.name}{list(offset.shape)}",
+            f"flash_attention takes one {name} for all queries",
+            got=f"{name} {found.dtype.name}{list(found.shape)}",
             fix="pass an integer, or an array of shape () and an integer dtype",
         )
-    return 0, offset.astype(jnp.int32)
+    return None, found.astype(jnp.int32)
 
 
 def _segments(q: Array, k: Array, segment_ids: Any) -> tuple[Array | None, ...]:
@@ -149,7 +148,7 @@ def _check_settings(
     q: Array,
     k: Array,
     causal: bool,
-    window: int | None,
+    window: Any,
     soft_cap: float | None,
     query_offset: Any,
 ) -> None:
@@ -163,7 +162,8 @@ def _check_settings(
                 "where the queries are the last, or pass causal=False",
             )
         )
-    if window is not None and (window < 1 or not causal):
+    known = isinstance(window, (int, np.integer))
+    if window is not None and (not causal or (known and window < 1)):
         wrong.append(
             (f"window={window}, causal={causal}", "use a window of 1 or more, causal")
         )

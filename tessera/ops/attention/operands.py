@@ -23,6 +23,7 @@ class Operands(NamedTuple):
       query_segments: int32 ``[B, S]``, or None where all is one segment.
       key_segments: int32 ``[B, T]``, None where ``query_segments`` is.
       offset: int32 scalar that is added to ``Setting.offset``, or None.
+      window: int32 scalar that stands for ``Setting.window``, or None.
     """
 
     q: Array
@@ -31,6 +32,7 @@ class Operands(NamedTuple):
     query_segments: Array | None = None
     key_segments: Array | None = None
     offset: Array | None = None
+    window: Array | None = None
 
 
 @dataclass(frozen=True)

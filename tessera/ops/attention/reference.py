@@ -57,8 +57,9 @@ def visible(operands: Operands, setting: Setting) -> Array:
     seen = jnp.ones_like(distance, bool)
     if setting.causal:
         seen = seen & (distance >= 0)
-    if setting.window is not None:
-        seen = seen & (distance < setting.window)
+    window = setting.window if operands.window is None else operands.window
+    if window is not None:
+        seen = seen & (distance < window)
     if operands.query_segments is None or operands.key_segments is None:
         return seen[None]
     same = operands.query_segments[:, :, None] == operands.key_segments[:, None]

@@ -119,8 +119,11 @@ class _Call:
     def mask(self) -> Mask:
         setting = self.setting
         kind = Mask if self.operands.query_segments is None else _WholeBatch
-        window = NO_WINDOW if setting.window is None else setting.window
-        return kind(setting.causal, jnp.int32(window), setting.scale, setting.soft_cap)
+        window = self.operands.window
+        if window is None:
+            fixed = NO_WINDOW if setting.window is None else setting.window
+            window = jnp.int32(fixed)
+        return kind(setting.causal, window, setting.scale, setting.soft_cap)
 
     @property
     def queries(self) -> Queries:
