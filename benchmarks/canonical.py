@@ -1,32 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimised program as text that is equal where the programs are.
 
-XLA's canonical printing numbers instructions in order and leaves out where they come
-from. What is left of names, those of the module and of computations, is numbered here.
-Constants, layouts, donation, shardings and the schedule stay in the text. JAX has no
-public way to print so, and XLA's own fingerprint is the same for other constants.
+XLA's text with its names numbered as they appear, and without what says where
+operations come from. Constants, layouts, donation, shardings, fusions and the schedule
+stay in it. XLA's own fingerprint would not do: it is the same for other constants.
 """
 
 import re
 from collections import Counter
 from typing import Any
 
-from jaxlib import _hlo  # noqa: TID251 - printing options are nowhere else
-
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\([^\n]*)?\{$", re.MULTILINE)
-_OPERATION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
+_SOURCE = re.compile(r', metadata=\{(?:[^{}"]|"[^"]*")*\}')
+_NAME = re.compile(r"%[\w.\-]+")
+_SIGNATURE = re.compile(r"^(?:ENTRY )?%.*\{$", re.MULTILINE)
+_PARAMETER = re.compile(r"[\w.\-]+: ")
+_FIRST_COMPUTATION = re.compile(r"^(?:ENTRY )?%", re.MULTILINE)
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
 
 
 def canonical(compiled: Any) -> str:
     """The text of a ``jax.stages.Compiled``."""
-    options = _hlo.HloPrintOptions.canonical()
-    options.print_metadata = False
-    (module,) = compiled.runtime_executable().hlo_modules()
-    text = re.sub(r"^HloModule [^,]+,", "HloModule step,", module.to_string(options))
-    numbers = {name: f"c{i}" for i, name in enumerate(_COMPUTATION.findall(text))}
-    return re.sub(
-        r"[\w.\-]+", lambda word: numbers.get(word.group(), word.group()), text
-    )
+    text = compiled.as_text()
+    head = re.sub(r"^HloModule [^,]+", "HloModule step", text.split("\n", 1)[0])
+    # Between them are the tables of files and lines.
+    first = _FIRST_COMPUTATION.search(text)
+    assert first is not None, "a program has computations"
+    body = _SOURCE.sub("", text[first.start() :])
+    body = _SIGNATURE.sub(lambda line: _PARAMETER.sub("", line.group()), body)
+    numbers: dict[str, str] = {}
+
+    def number(match: re.Match[str]) -> str:
+        return numbers.setdefault(match.group(), f"%{len(numbers)}")
+
+    return f"{head}\n{_NAME.sub(number, body)}"
 
 
 def operations(text: str) -> Counter[str]:
