@@ -23,6 +23,9 @@ from tessera.models.reading import layer_reads
 from tessera.models.remat import NONE, policies_of, policies_of_stage, scan_layers
 from tessera.models.rules import NO_MESH, Placement
 from tessera.ops.embedding import look_up
+from tessera.ops.fused_losses import Split, fused_loss
+from tessera.ops.fused_losses_chunks import Head, Terms
+from tessera.ops.losses import cross_entropy
 
 RESIDUAL = ("batch", "sequence", None)
 GATHERED = ("batch", "context", None)
@@ -225,6 +228,45 @@ class Gemma3(nnx.Module):
                 preferred_element_type=jnp.float32,
             )
             return place.constrain(scores, "batch", "context", "vocab")
+
+    def loss(
+        self,
+        hidden: Float[Array, "batch seq d_model"],
+        targets: Int[Array, "batch seq"],
+        *,
+        ignore_index: int,
+        chunk: int | str = "auto",
+        place: Placement = NO_MESH,
+    ) -> Float[Array, ""]:
+        """Cross-entropy of the logits, in nats, summed over the targets that count.
+
+        Args:
+          hidden: What the logits would be made of.
+          targets: The token after each one, or ``ignore_index``.
+          ignore_index: Target of positions that do not count.
+          chunk: Of how many tokens a device makes logits at a time; ``auto`` as
+            ``op.fused_linear_cross_entropy`` does, ``none`` makes all of them.
+          place: Where it runs.
+        """
+        if chunk == "none":
+            logits = self.logits(hidden, place=place)
+            return cross_entropy(
+                logits, targets, ignore_index=ignore_index, reduction="sum"
+            )
+        split = None
+        if place.mesh is not None:
+            tokens = place.resolve(GATHERED[:2], targets.shape, "targets")
+            split = Split(place.mesh, tokens, place.axes("vocab"))
+        with jax.named_scope("logits"):
+            return fused_loss(
+                Terms(ignore_index),
+                Head(place.constrain(self.embedding[...], "vocab", None)),
+                hidden,
+                targets,
+                split,
+                "sum",
+                None if chunk == "auto" else int(chunk),
+            )
 
     def _angles(
         self, positions: Int[Array, "#batch seq"], sees_all: Bool[Array, ""]

@@ -51,6 +51,7 @@ def check(settings: Settings) -> list[TesseraError]:
         *_check_zero(settings.training),
         *_check_profile(settings.training),
         *_check_remat(settings, mesh),
+        *_check_loss_chunk(settings.training.loss_chunk),
         *_check_compression(settings.training, mesh),
         *([] if mesh is None else numerics_problems(settings, mesh)),
         *_check_pipeline(settings, mesh),
@@ -271,6 +272,18 @@ def _check_remat(settings: Settings, mesh: Mesh | None) -> list[TesseraError]:
     except TesseraError as error:
         return [error]
     return []
+
+
+def _check_loss_chunk(given: int | str) -> list[TesseraError]:
+    if given in ("auto", "none") or (isinstance(given, int) and given >= 1):
+        return []
+    return [
+        SettingValueError(
+            "training.loss_chunk is a number of tokens",
+            got=f"training.loss_chunk={given}",
+            fix="use a number from 1 up, auto or none",
+        )
+    ]
 
 
 def _check_sequences(settings: Settings, mesh: Mesh | None) -> list[TesseraError]:

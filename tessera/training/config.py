@@ -56,6 +56,8 @@ class TrainingConfig:
         every layer, dots all but the matmuls, or a policy of jax.checkpoint_policies by
         its name. A list has one for each layer, {global full, local none} one for each
         kind of layer.
+      loss_chunk: Of how many tokens each device makes logits at a time, for the loss
+        and its gradient; auto chooses by their bytes, none makes all of them at once.
       gradient_compression: What is sent of the gradients over dp, once in a step; none
         is all of them, bf16 and int8 round them, and top_k sends the largest and keeps
         the others for later steps.
@@ -106,6 +108,7 @@ class TrainingConfig:
     zero_stage: int = setting(0, least=0, most=3)
     offload_optimizer: bool = setting(False)
     remat: Any = setting("none")  # noqa: RUF009 - it gives a field
+    loss_chunk: int | str = setting("auto")
     gradient_compression: str = setting("none", choices=COMPRESSIONS)
     compression_ratio: float = setting(0.01, above=0, most=1)
     numerics: str = setting("fast", choices=("fast", "deterministic"))
@@ -141,13 +144,13 @@ class RuntimeConfig:
       compile_cache: A folder, private to the user, for what takes longer than a second
         to compile; a later run of the same programs takes them from there. null takes
         JAX_COMPILATION_CACHE_DIR if that is given.
-      max_steps_in_flight: Steps that may be queued before the loop waits for the first
-        of them; more hides more of Python's time and holds more memory.
-      coordinator_address: Where rank 0 of several processes is, host:port; given to
       xla_flags: Flags of XLA as in XLA_FLAGS, ``--xla_name=value --xla_other=value``,
         which come after those of the environment; another process tries them first.
       optimization_level: How much XLA may do for a faster program, O0 to O3; O1 has
         GPUs overlap collectives with computation. null leaves JAX's.
+      max_steps_in_flight: Steps that may be queued before the loop waits for the first
+        of them; more hides more of Python's time and holds more memory.
+      coordinator_address: Where rank 0 of several processes is, host:port; given to
         each of them with the next two. null asks the environment, as docs/launch.md
         says.
       num_processes: Processes of the run; null asks the environment.
@@ -170,11 +173,11 @@ class RuntimeConfig:
 
     platform: str = setting("auto", choices=("auto", "cpu", "gpu", "tpu"))
     compile_cache: str | None = setting(None)
+    xla_flags: str | None = setting(None)
+    optimization_level: str | None = setting(None, choices=("O0", "O1", "O2", "O3"))
     max_steps_in_flight: int = setting(8, least=1, most=64)
     coordinator_address: str | None = setting(None)
     num_processes: int | None = setting(None, least=1)
-    xla_flags: str | None = setting(None)
-    optimization_level: str | None = setting(None, choices=("O0", "O1", "O2", "O3"))
     process_id: int | None = setting(None, least=0)
     rendezvous_timeout: float = setting(300.0, above=0)
     heartbeat_timeout: int = setting(100, least=1)

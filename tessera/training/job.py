@@ -100,6 +100,7 @@ class Job:
                 training.microshards if training.numerics == "deterministic" else None
             ),
             compression_ratio=training.compression_ratio,
+            loss_chunk=training.loss_chunk,
         )
 
     @cached_property

@@ -26,7 +26,6 @@ from tessera.models.gemma3 import RESIDUAL, Gemma3
 from tessera.models.model import Model
 from tessera.models.rules import Placement
 from tessera.models.stages import StageSplit
-from tessera.ops.losses import cross_entropy
 from tessera.scope import autocast, constrain
 from tessera.spec import axes_of_dims
 from tessera.training.data.packing import NO_TARGET
@@ -45,6 +44,7 @@ class PipelinedModel:
       schedule: The table, for as many microbatches as a step has.
       dtype: Dtype of matmuls.
       gradient_layouts: Where gradients lie; None is like their parameters.
+      loss_chunk: Of how many tokens the last stage makes logits at a time.
     """
 
     model: Model
@@ -52,6 +52,7 @@ class PipelinedModel:
     schedule: Schedule
     dtype: str = "f32"
     gradient_layouts: Tree | None = None
+    loss_chunk: int | str = "none"
 
     def gradients(
         self, params: Tree, batch: Tree, seed: Float[Array, ""]
@@ -161,8 +162,13 @@ class PipelinedModel:
 
     def _loss(self, module: Gemma3, x_BSD: Array, targets: Array) -> Float[Array, ""]:
         place = self._place
-        logits = module.logits(module.normalized(x_BSD, place=place), place=place)
-        return cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="sum")
+        return module.loss(
+            module.normalized(x_BSD, place=place),
+            targets,
+            ignore_index=NO_TARGET,
+            chunk=self.loss_chunk,
+            place=place,
+        )
 
     @property
     def _split(self) -> StageSplit:

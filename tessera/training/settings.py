@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from inspect import getdoc
+from types import UnionType
 from typing import Any, get_type_hints
 
 from tessera.errors import SettingValueError, TesseraError
@@ -178,7 +179,7 @@ def _type_name(hint: Any) -> str:
         "Any": "text or list or dict",
     }
     options = getattr(hint, "__args__", ()) if not isinstance(hint, type) else ()
-    if type(None) in options:
+    if type(None) in options or isinstance(hint, UnionType):
         return " or ".join(_type_name(option) for option in options)
     name = getattr(hint, "__name__", str(hint))
     return names.get(name, name.lower())

@@ -26,7 +26,6 @@ from tessera.models.model import Model
 from tessera.models.rules import NO_MESH, Placement
 from tessera.ops.clipping import global_norm
 from tessera.ops.loss_scale import LossScale
-from tessera.ops.losses import cross_entropy
 from tessera.scope import autocast, constrain
 from tessera.training.compression import AXIS, CompressedExchange
 from tessera.training.numerics import FixedOrder
@@ -68,6 +67,8 @@ class Recipe:
         step; None where the mesh has no such axis.
       microshards: With deterministic numerics, into how many parts the rows of a
         microbatch are cut; None adds in any order.
+      loss_chunk: Of how many tokens each device makes logits at a time: a number,
+        ``auto``, or ``none`` for all of them.
     """
 
     model: Model
@@ -83,6 +84,7 @@ class Recipe:
     compression_ratio: float = 0.01
     schedule: Schedule | None = None
     microshards: int | None = None
+    loss_chunk: int | str = "none"
 
     @cached_property
     def pipeline(self) -> PipelinedModel | None:
@@ -90,7 +92,12 @@ class Recipe:
         if self.schedule is None:
             return None
         return PipelinedModel(
-            self.model, self.mesh, self.schedule, self.dtype, self.zero.gradients
+            self.model,
+            self.mesh,
+            self.schedule,
+            self.dtype,
+            self.zero.gradients,
+            self.loss_chunk,
         )
 
     @cached_property
@@ -253,10 +260,13 @@ def _losses(
             segment_ids=batch["segment_ids"],
             place=place,
         )
-        logits = module.logits(hidden, place=place)
-    loss = cross_entropy(
-        logits, batch["targets"], ignore_index=IGNORED, reduction="sum"
-    )
+        loss = module.loss(
+            hidden,
+            batch["targets"],
+            ignore_index=IGNORED,
+            chunk=recipe.loss_chunk,
+            place=place,
+        )
     tokens = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
     routers = router_sums(recipe.model.config, statistics, tokens)
     return loss + routers.get("router_loss", 0.0), {"loss": loss, **routers}

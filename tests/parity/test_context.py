@@ -126,6 +126,7 @@ def train(model: Model, mesh: Mesh, sync_every: int) -> Run:
         accumulation=MICROBATCHES,
         sync_every=sync_every,
         schedule=schedule_of(mesh, "1f1b", 1, MICROBATCHES),
+        loss_chunk=6,
     )
     state = init_state(model, ADAMW, KEY, mesh)
     step, losses = make_train_step(recipe, state), []

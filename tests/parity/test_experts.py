@@ -87,6 +87,7 @@ def train(
         accumulation=accumulation,
         sync_every=sync_every,
         schedule=schedule_of(mesh, "1f1b", 1, accumulation),
+        loss_chunk="auto",
     )
     state = init_state(model, optimizer, KEY, mesh)
     step = make_train_step(recipe, state)

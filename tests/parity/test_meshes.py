@@ -102,7 +102,14 @@ def expected() -> Run:
 def train(axes: tuple[str, ...], sizes: tuple[int, ...]) -> Run:
     """The same steps by Tessera on a mesh."""
     mesh = Mesh(axes, devices=range(math.prod(sizes)), shape=sizes)
-    recipe = Recipe(model=MODEL, optimizer=OPTIMIZER, learning_rate=RATE, mesh=mesh)
+    recipe = Recipe(
+        model=MODEL,
+        optimizer=OPTIMIZER,
+        learning_rate=RATE,
+        mesh=mesh,
+        # On every mesh several chunks, on some of them an uneven one.
+        loss_chunk=6,
+    )
     state = init_state(MODEL, OPTIMIZER, KEY, mesh)
     step = make_train_step(recipe, state)
     place = NamedSharding(mesh.jax, batch_spec(recipe))

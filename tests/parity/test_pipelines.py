@@ -141,6 +141,7 @@ def train(
         accumulation=microbatches,
         zero_stage=zero_stage,
         dtype=dtype,
+        loss_chunk=6,
         schedule=schedule_of(mesh, schedule, chunks, microbatches),
     )
     scale = LossScale.dynamic() if dtype == "f16" else None

@@ -124,6 +124,7 @@ def train(name: str, stage: int) -> Run:
         accumulation=MICROBATCHES,
         zero_stage=stage,
         schedule=schedule_of(mesh, "1f1b", 1, MICROBATCHES),
+        loss_chunk="auto",
     )
     state = init_state(model, ADAMW, KEY, mesh, zero_stage=stage)
     step = make_train_step(recipe, state)

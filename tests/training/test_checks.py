@@ -305,6 +305,19 @@ def test_there_is_no_fourth_stage():
     assert (error.code, error.fix) == ("T502", "use a number from 0 to 3")
 
 
+@pytest.mark.parametrize("chunk", ["auto", "none", 1, 512])
+def test_logits_are_made_for_so_many_tokens_at_a_time(chunk):
+    assert check(settings(loss_chunk=chunk)) == []
+
+
+@pytest.mark.parametrize("chunk", [0, -1, "all"])
+def test_a_chunk_of_logits_that_is_none(chunk):
+    (error,) = check(settings(loss_chunk=chunk))
+    assert error.code == "T502"
+    assert error.got == f"training.loss_chunk={chunk}"
+    assert error.fix == "use a number from 1 up, auto or none"
+
+
 @pytest.mark.parametrize(
     "remat", ["none", "full", "dots_saveable", ["full", "none"] * 3, {"global": "full"}]
 )

@@ -80,7 +80,7 @@ def recipe_of(mesh: Mesh, *, sequence_parallel: bool = False, **options: Any) ->
         optimizer=optax.chain(optax.trace(decay=0.0), ADAMW),
         learning_rate=RATE,
         mesh=mesh,
-        **{"accumulation": MICROBATCHES, **options},
+        **{"accumulation": MICROBATCHES, "loss_chunk": 6, **options},
     )
 
 
