@@ -275,6 +275,33 @@ def test_devices_chunk_their_own_tokens_and_words(
     assert sent["all-reduce"] == 4 * (softmax + head + scalars)
 
 
+def test_in_a_manual_region_each_device_takes_what_it_has(dp_mesh):
+    (hidden, weight, bias), labels = drawn(9, 16)
+
+    def own(hidden, weight, bias, labels):
+        losses = fused(hidden, weight, bias, labels, reduction="sum", chunk_size=1)
+        return jax.lax.psum(losses, "dp")
+
+    specs = (P("dp"), P(), P(), P("dp"))
+    region = jax.shard_map(own, mesh=dp_mesh.jax, in_specs=specs, out_specs=P())
+    gradients = jax.jit(jax.value_and_grad(region, (0, 1, 2)))
+    found = gradients(hidden, weight, bias, labels)
+    expected = jax.value_and_grad(
+        lambda *operands: whole(*operands, labels, reduction="sum"), (0, 1, 2)
+    )(hidden, weight, bias)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_may_be_mapped_over():
+    (hidden, weight, bias), labels = drawn(10, 3, 4)
+    found = jax.vmap(lambda h, y: fused(h, weight, bias, y, chunk_size=3))
+    expected = jax.vmap(lambda h, y: whole(h, weight, bias, y))
+    np.testing.assert_allclose(
+        found(hidden, labels), expected(hidden, labels), rtol=1e-6
+    )
+
+
 # --- mistakes
 
 
