@@ -5,7 +5,7 @@ A parameter of a block is made with a leading ``layers`` dim. The scan over laye
 each block its own slice, so a part's ``__call__`` sees one layer and no leading dim.
 
 Shape suffixes: B batch, S query position, T key position, D d_model, F mlp, H query
-heads, G key/value heads, R query heads of one key/value head, X = R · S, K head_dim.
+heads, G key/value heads, K head_dim.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from tessera.models.config import Gemma3Config
 from tessera.models.rules import Placement
@@ -107,43 +107,6 @@ def rotate(
     first, second = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x_BSHK.dtype)
-
-
-def attend(
-    q_BSHK: Float[Array, "batch seq heads head_dim"],
-    k_BTGK: Float[Array, "batch seq kv_heads head_dim"],
-    v_BTGK: Float[Array, "batch seq kv_heads head_dim"],
-    mask_BST: Bool[Array, "#batch seq seq"],
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Grouped-query attention over the positions that the mask allows.
-
-    Query head h reads key/value head h // (heads / kv_heads). Scores and softmax are
-    float32. Every position must be allowed at least one.
-
-    Source: arXiv 2305.13245.
-    """
-    B, S, H, K = q_BSHK.shape
-    G, R = k_BTGK.shape[2], H // k_BTGK.shape[2]
-    # Queries of one group side by side: every matmul, those of the gradient too, then
-    # contracts one dim, which XLA runs several times faster on CPU than two.
-    q_BGXK = jnp.moveaxis(q_BSHK, 1, 2).reshape(B, G, R * S, K)
-    k_BGTK, v_BGTK = jnp.moveaxis(k_BTGK, 1, 2), jnp.moveaxis(v_BTGK, 1, 2)
-    scores = jnp.einsum(
-        "bgxk,bgtk->bgxt", q_BGXK, k_BGTK, preferred_element_type=jnp.float32
-    )
-    bias_BST = jnp.where(mask_BST, 0.0, jnp.finfo(jnp.float32).min)
-    scores = scores + jnp.tile(bias_BST, (1, R, 1))[:, None]
-    # Dividing last, the gradient keeps one array as large as the scores, not two.
-    highest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.exp(scores - highest)
-    read_BGXK = jnp.einsum(
-        "bgxt,bgtk->bgxk",
-        weights.astype(v_BGTK.dtype),
-        v_BGTK,
-        preferred_element_type=jnp.float32,
-    )
-    out_BGXK = read_BGXK / jnp.sum(weights, axis=-1, keepdims=True)
-    return jnp.moveaxis(out_BGXK.reshape(B, H, S, K), 1, 2).astype(q_BSHK.dtype)
 
 
 class Attention(nnx.Module):

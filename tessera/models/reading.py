@@ -11,14 +11,22 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from tessera.mesh import manual_axes
 from tessera.models.config import Gemma3Config
-from tessera.models.layers import HEADS, Read, attend
+from tessera.models.layers import HEADS, Read
 from tessera.models.rules import Placement
 from tessera.ops.attention.arrangement import Spread
-from tessera.ops.attention.spread import Plan, attend_in_region, wire_of
+from tessera.ops.attention.choice import Device
+from tessera.ops.attention.flash import flash_attention
+from tessera.ops.attention.spread import (
+    NO_WINDOW,
+    Plan,
+    attend_in_region,
+    wire_of,
+)
 from tessera.ops.layouts import region_mesh
 
 # From whether a layer sees everything to how it reads.
@@ -51,18 +59,35 @@ def layer_reads(
 def _from_whole(
     config: Gemma3Config, length: int, segment_ids: Int[Array, "batch seq"] | None
 ) -> LayerRead:
-    index = jnp.arange(length, dtype=jnp.int32)
-    distance_ST = index[:, None] - index[None]
-    allowed_BST = (distance_ST >= 0)[None]
-    if segment_ids is not None:
-        same = segment_ids[:, :, None] == segment_ids[:, None, :]
-        allowed_BST = allowed_BST & same
+    def read(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, window: Any) -> Array:
+        heads_first = (jnp.swapaxes(x, 1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
+        out_BHSK = flash_attention(
+            *heads_first,
+            causal=True,
+            scale=1.0,
+            window=window,
+            segment_ids=segment_ids,
+        )
+        return jnp.swapaxes(out_BHSK, 1, 2)
 
     def reads(sees_all: Bool[Array, ""]) -> Read:
-        mask_BST = allowed_BST & (sees_all | (distance_ST < config.window))
-        return partial(attend, mask_BST=mask_BST)
+        if config.window >= length:
+            return partial(read, window=None)
+        if _windows_may_come_late():
+            return partial(read, window=jnp.where(sees_all, NO_WINDOW, config.window))
+        ways = (partial(read, window=None), partial(read, window=config.window))
+        return partial(lax.cond, sees_all, *ways)
 
     return reads
+
+
+def _windows_may_come_late() -> bool:
+    """Whether the attention of this device is as fast with a window it does not know.
+
+    The kernels of GPUs are compiled for one window, and those of both kinds of layers
+    stand side by side in the program.
+    """
+    return Device.here().platform != "cuda"
 
 
 def _from_spread(

@@ -18,10 +18,18 @@ from tessera import scope
 from tessera.errors import SettingValueError, did_you_mean
 
 NONE: Final = "none"
+# The name, for ``jax.ad_checkpoint``, of what attention keeps for its gradient.
+KEPT_BY_ATTENTION: Final = "attention"
 
 
-def keep_matmuls(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy that keeps the results of matmuls, those of experts among them."""
+def keep_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy that keeps the results of matmuls, those of experts among them.
+
+    And what queries read and the sums of their weights, for which attention by blocks
+    would do its matmuls again.
+    """
+    if primitive.name == "name":
+        return params.get("name") == KEPT_BY_ATTENTION
     return primitive.name in ("dot_general", "ragged_dot_general")
 
 

@@ -6,13 +6,15 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from tessera.errors import HeadCountError, ShardDivisibilityError
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model, Placement, config_of, generate
+from tessera.models import Gemma3Config, Model, Placement, config_of, generate, reading
+from tessera.models.rules import NO_MESH
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -120,3 +122,21 @@ def test_heads_and_sequences_that_cp_does_not_divide():
     model = Model(CONFIG)
     with pytest.raises(ShardDivisibilityError, match="16 tokens: 16 / 6 leaves 4"):
         model.apply(model.init(KEY), TOKENS, mesh=mesh_of(cp=3))
+
+
+def test_kernels_that_know_their_window_stand_side_by_side(monkeypatch):
+    """As on GPUs: each kind of layer has a call of its own, with its own window."""
+    q, k, v = (
+        jax.random.normal(jax.random.key(n), (1, 12, heads, 4))
+        for n, heads in enumerate((4, 2, 2))
+    )
+
+    def read(sees_all):
+        return reading.layer_reads(CONFIG, 12, None, NO_MESH)(sees_all)(q, k, v)
+
+    flags = [jnp.asarray(flag) for flag in (True, False)]
+    expected = [read(flag) for flag in flags]
+    monkeypatch.setattr(reading, "_windows_may_come_late", lambda: False)
+    for flag, want in zip(flags, expected, strict=True):
+        np.testing.assert_allclose(jax.jit(read)(flag), want, atol=1e-6)
+    assert abs(expected[0] - expected[1]).max() > 0.1

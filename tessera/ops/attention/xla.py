@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from tessera.ops.attention.blockwise import (
     Keys,
@@ -30,6 +31,7 @@ from tessera.ops.attention.blockwise import (
 )
 from tessera.ops.attention.operands import Operands, Setting
 from tessera.ops.attention.spread import NO_WINDOW
+from tessera.ops.checkpointing import KEPT_BY_ATTENTION
 
 if TYPE_CHECKING:
     from tessera.ops.attention.choice import Device
@@ -53,6 +55,8 @@ def _forward(operands: Operands, setting: Setting) -> Any:
     state = fold(Softmax.before(queries), queries, call.keys, call.mask)
     read, log_total = state.result()
     out = call.rows.unblocks(read).astype(operands.q.dtype)
+    out = checkpoint_name(out, KEPT_BY_ATTENTION)
+    log_total = checkpoint_name(log_total, KEPT_BY_ATTENTION)
     return out, (operands, out, log_total)
 
 
