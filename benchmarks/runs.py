@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tessera.graph.function import Function
+from tessera.graph.pass_runner import BACKEND_PASSES
 from tessera.graph.stages import Compiled
 from tessera.training.state import TrainState, init_state
 from tessera.training.step import Recipe, batch_spec, make_train_step
@@ -73,11 +74,12 @@ class Prepared:
 def prepared(
     recipe: Recipe, batch: Any, by_hand: Callable[[Recipe], Any] | None
 ) -> Prepared:
-    """Make a state and compile."""
+    """Make a state and compile; beside a step by hand, without backend passes."""
     state = init_state(recipe.model, recipe.optimizer, jax.random.key(0), recipe.mesh)
     step = make_train_step(recipe, state)
     if by_hand is None:
         return Prepared(state, batch, step, step.compile(state, batch))
+    step = Function(step.body, step.options, skip_passes=BACKEND_PASSES)
     theirs = by_hand(recipe)
     # XLA compiles one program on one core; two take no longer than one.
     with ThreadPoolExecutor() as pool:

@@ -17,7 +17,7 @@ from tessera.graph.ir import Graph
 Dims: TypeAlias = tuple[int, ...]
 
 # Multiplications below which one more operation costs more than the form saves.
-_WORTH_IT: Final = 1 << 20
+_WORTH_IT: Final = 1 << 22
 
 
 def orient_matmuls(graph: Graph) -> Graph:

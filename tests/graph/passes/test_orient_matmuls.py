@@ -205,7 +205,7 @@ def test_small_matmuls_those_of_integers_and_those_of_other_devices_are_left_alo
     assert orient_matmuls(whole).program is not whole.program
     assert orient_matmuls(numbers.graph).program is numbers.graph.program
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_WORTH_IT", 1 << 20)
+        patch.setattr(module, "_WORTH_IT", 1 << 22)
         assert orient_matmuls(whole).program is whole.program
     monkeypatch.setattr(Graph, "platform", property(lambda graph: "gpu"))
     assert orient_matmuls(whole).program is whole.program
