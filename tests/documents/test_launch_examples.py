@@ -48,19 +48,19 @@ def test_the_slurm_example_submits_a_task_for_each_rank_or_launcher(
     asked: dict[str, Any] = {}
 
     class Executor:
-        def __init__(self, folder: Path) -> None:
-            asked["folder"] = folder
+        def __init__(self, **parameters: Any) -> None:
+            asked.update(parameters)
 
         def update_parameters(self, **parameters: Any) -> None:
             asked.update(parameters)
 
-        def submit(self, command: list[str]) -> Any:
-            asked["command"] = command
+        def submit(self, run: Any) -> Any:
+            asked["command"] = run.command
             return SimpleNamespace(job_id="7", paths=SimpleNamespace(folder="logs"))
 
     submitit: Any = ModuleType("submitit")
     submitit.AutoExecutor = Executor
-    submitit.helpers = SimpleNamespace(CommandFunction=list)
+    submitit.helpers = SimpleNamespace(DelayedSubmission=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "submitit", submitit)
     given = ["slurm.py", "--nodes=2", "--gpus=4", *flags, "model=tiny"]
     monkeypatch.setattr(sys, "argv", given)

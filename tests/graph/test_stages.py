@@ -70,7 +70,7 @@ def test_shapes_without_numbers_are_enough_for_every_stage():
 
 def test_a_compiled_step_runs_on_its_parts():
     compiled = ts.function(loss_and_slope).compile(W, X)
-    loss, slope = compiled(W, X, (), ())
+    loss, slope = compiled([W], [X], (), ())
     expected = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(X @ w)))(W)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     np.testing.assert_allclose(slope, expected[1], rtol=1e-6)
@@ -127,7 +127,7 @@ def test_a_step_does_not_run_on_a_mesh_of_other_machines(large_mesh):
     step = ts.function(loss_and_slope, mesh=large_mesh)
     compiled = step.compile(W, X)
     with pytest.raises(AbstractMeshError, match="T105"):
-        compiled(W, X, (), ())
+        compiled([W], [X], (), ())
 
 
 def test_a_call_on_a_mesh_of_other_machines_is_refused_before_it_compiles(large_mesh):
