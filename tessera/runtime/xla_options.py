@@ -69,7 +69,7 @@ def set_xla_options(flags: Sequence[str], optimization_level: str | None) -> Non
 
 
 def _why_not(flags: Sequence[str]) -> str | None:
-    """Why XLA refuses some flags, tried in a process of their own; None if it does not."""
+    """Why XLA refuses some flags, in a process of their own; None if it does not."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     tried = subprocess.run(
         [sys.executable, "-c", _TRY],

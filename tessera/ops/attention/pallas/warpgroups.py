@@ -156,7 +156,9 @@ def plus_product(total: Array, a: Array, b: Any, spare: Any) -> Array:
         plgpu.wgmma(total, a, b)
         plgpu.wgmma_wait(0)
 
-    return pl.run_state(body)(plgpu.ACC.init(total))
+    # By its types a reference; what a state leaves behind is the array.
+    added: Any = pl.run_state(body)(plgpu.ACC.init(total))
+    return added
 
 
 def filled(shape: tuple[int, ...], value: float, layout: Any) -> Array:
