@@ -33,6 +33,8 @@ from tessera.ops.attention.operands import Operands, Setting
 
 Name: TypeAlias = Literal["cudnn", "pallas", "xla", "reference"]
 IMPLEMENTATIONS: Final[tuple[str, ...]] = get_args(Name)
+# Those whose matmuls are in the dtype of the operands, which nothing can change later.
+KERNELS: Final = ("cudnn", "pallas")
 # Those that take a window which is known only at run time.
 _LATER_WINDOWS: Final = ("xla", "reference")
 _PACKAGE = "tessera.ops.attention"

@@ -6,16 +6,27 @@ flash          checks what is asked for
     reference, xla, cudnn   what is computed
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from tessera.errors import OperandError
 from tessera.ops.attention.blockwise import varying_alike
-from tessera.ops.attention.choice import Device, attend, check_choice, choose
+from tessera.ops.attention.choice import (
+    KERNELS,
+    Device,
+    Name,
+    attend,
+    check_choice,
+    choose,
+)
 from tessera.ops.attention.operands import Operands, Setting
+from tessera.ops.attention.spread import wire_of
 
 
 def flash_attention(  # noqa: PLR0913
@@ -33,7 +44,8 @@ def flash_attention(  # noqa: PLR0913
 ) -> Array:
     """Attention of every query to the keys that it may see.
 
-    Scores and sums are f32 whatever the dtype of the operands, f64 for f64; but for the
+    Scores and sums are f32 whatever the dtype of the operands, f64 for f64; under
+    ``ts.autocast`` the matmuls of f32 operands are in its dtype. But for the
     implementation ``reference`` no array is as large as the square of the sequence, in
     the backward pass neither. Query head h reads key/value head ``h // (H / G)``.
     Global arrays may be split over B and over heads; for sequences that are split over
@@ -83,12 +95,28 @@ def flash_attention(  # noqa: PLR0913
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     setting = Setting(causal, scale, width, soft_cap, place or 0)
     operands = Operands(*varying_alike(q, k, v, *segments, offset, later_width))
+    if narrow := wire_of(q.dtype):
+        # No pass reaches the matmuls inside of a kernel.
+        def cast(x: Array) -> Array:
+            return x.astype(narrow)
+
+        wanted = _in_dtype(operands, partial(jax.eval_shape, cast))
+        name = _chosen(implementation, wanted, setting)
+        if name in KERNELS:
+            return attend(name, _in_dtype(operands, cast), setting).astype(q.dtype)
+    return attend(_chosen(implementation, operands, setting), operands, setting)
+
+
+def _in_dtype(operands: Operands, cast: Callable[[Array], Any]) -> Operands:
+    q, k, v = (cast(x) for x in operands[:3])
+    return operands._replace(q=q, k=k, v=v)
+
+
+def _chosen(implementation: str | None, operands: Operands, setting: Setting) -> Name:
     device = Device.here()
     if implementation is None:
-        name = choose(operands, setting, device)
-    else:
-        name = check_choice(implementation, operands, setting, device)
-    return attend(name, operands, setting)
+        return choose(operands, setting, device)
+    return check_choice(implementation, operands, setting, device)
 
 
 def _now_or_later(name: str, value: Any) -> tuple[int | None, Array | None]:

@@ -149,3 +149,23 @@ def test_the_kernels_of_cudnn_are_in_the_program_for_cuda(monkeypatch):
         assert "\\22sliding_window_length\\22: 7" in text
         assert "CAUSAL" in text
         assert "32x32" not in text
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("pallas", "bfloat16"), ("xla", None)])
+def test_a_kernel_is_given_what_autocast_makes_of_the_operands(name, dtype):
+    """The pass casts the matmuls of the others, which it can see."""
+    seen = []
+
+    @ts.function
+    def read(q):
+        with ts.autocast("bf16"):
+            out = op.flash_attention(q, q, q, implementation=name)
+        seen.append(out.dtype)
+        return out
+
+    q = jax.random.normal(jax.random.key(0), (1, 2, 16, 8))
+    text = read.trace(q).as_text()
+    assert ("to bfloat16" in text or "new_dtype=bfloat16" in text) == bool(dtype), text
+    assert seen == [jnp.float32]
+    exact = op.flash_attention(q, q, q, implementation="reference")
+    assert 0 < jnp.abs(read(q) - exact).max() < 0.05
