@@ -2,11 +2,16 @@
 """Eight simulated CPU devices for every test, set once, before any backend starts."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 # XLA sizes its thread pool from this. With one thread a device, a queued step holds a
 # thread that another step's collective waits for, and both wait for ever.
 os.environ.setdefault("PJRT_NPROC", "32")
+
+# A job in the background ignores Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import jax
