@@ -122,6 +122,12 @@ def _of_settings(settings: Settings) -> list[tuple[bool, str, str]]:
             "use training.gradient_compression=none",
         ),
         (
+            training.loss_chunk not in ("auto", "none"),
+            f"training.loss_chunk={training.loss_chunk}, whose sums XLA orders "
+            "otherwise on another mesh",
+            "use training.loss_chunk=auto, which makes all logits at once then",
+        ),
+        (
             training.sync_gradients_every > 1,
             f"training.sync_gradients_every={training.sync_gradients_every}, while "
             "gradients in a fixed order are exchanged once in a step",

@@ -73,7 +73,6 @@ def run(name: str, microshards: int | None = 8, **options: Any) -> dict[str, str
         mesh=mesh,
         accumulation=MICROBATCHES,
         microshards=microshards,
-        loss_chunk=6,
         **options,
     )
     state = init_state(
