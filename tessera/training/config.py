@@ -57,7 +57,8 @@ class TrainingConfig:
         its name. A list has one for each layer, {global full, local none} one for each
         kind of layer.
       loss_chunk: Of how many tokens each device makes logits at a time, for the loss
-        and its gradient; auto chooses by their bytes, none makes all of them at once.
+        and its gradient; auto chooses by their bytes, none makes all of them at once,
+        as auto does with deterministic numerics.
       gradient_compression: What is sent of the gradients over dp, once in a step; none
         is all of them, bf16 and int8 round them, and top_k sends the largest and keeps
         the others for later steps.
