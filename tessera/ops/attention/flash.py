@@ -3,7 +3,7 @@
 
 flash          checks what is asked for
   choice       which implementation serves it on this device
-    reference, xla, cudnn   what is computed
+    reference, xla, cudnn, pallas   what is computed
 """
 
 from collections.abc import Callable
