@@ -36,7 +36,7 @@ ON_GPU = JAX_PLATFORMS=cuda,cpu $(BIN)/python
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test lint format docs bench bench-gpu constraints clean
+.PHONY: help train test fuzz lint format docs bench bench-gpu constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
@@ -46,6 +46,9 @@ train: $(TRAIN_READY) ## Train the default model: run_training.py $(ARGS)
 
 test: $(DEV_READY) ## Run the tests: pytest $(ARGS)
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(DEV_READY) ## Compare drawn programs with Python, NumPy and JAX: all seeds
+	TESSERA_FUZZ=$(or $(TESSERA_FUZZ),whole) $(BIN)/python -m pytest $(or $(ARGS),tests/fuzz)
 
 lint: $(DEV_READY) ## Check style, types and the direction of imports
 	$(BIN)/ruff check
