@@ -474,7 +474,8 @@ def register_array_like(kind: type) -> None:
 
 _FOLDERS = ("graph", "ops", "analysis", "annotations")
 _FACADES = ("arrays.py", "dist.py")
-_FILES = (*_FACADES, "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py", "_jax.py")
+_OWN = ("_jax.py", "_jax_traces.py", "_jax_processes.py")
+_FILES = (*_FACADES, "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py", *_OWN)
 _MACHINERY = (*_FOLDERS, *_FILES)
 
 

@@ -5,8 +5,12 @@ A second door beside ``_jax``, which has no room left: like it, this module may 
 ``jax._src``, and nothing else may.
 """
 
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from types import FrameType
 from typing import Any, TypeAlias
 
 import jax
@@ -79,3 +83,45 @@ def let_batch(primitive: Any, rule: BatchingRule) -> None:
         parameters; gives the results and such a dim for each.
     """
     batching.primitive_batchers[primitive] = rule
+
+
+# --- who asks a traced value for its number
+
+_Watcher: TypeAlias = Callable[[str, FrameType], None]
+_watcher: ContextVar[_Watcher | None] = ContextVar("tessera_watcher", default=None)
+_NUMBERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__")
+_TEXTS = ("__str__", "__repr__", "__format__")
+
+
+@contextmanager
+def values_watched(watcher: _Watcher) -> Iterator[None]:
+    """Let a function know who asks traced values for numbers and text.
+
+    JAX answers the first with an exception and the second with a description. Its
+    class of traced values is changed once and for good, and asks the context each time.
+
+    Args:
+      watcher: Takes ``"number"`` or ``"text"`` and the frame of the code that asks.
+    """
+    for kind, names in (("number", _NUMBERS), ("text", _TEXTS)):
+        for name in names:
+            method = getattr(core.Tracer, name)
+            if not hasattr(method, "_tells_watcher"):
+                type.__setattr__(core.Tracer, name, _watched(kind, method))
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def _watched(kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def ask(self: Any, *args: Any) -> Any:
+        watcher = _watcher.get()
+        if watcher is not None:
+            watcher(kind, sys._getframe(1))
+        return method(self, *args)
+
+    ask._tells_watcher = True  # type: ignore[attr-defined]
+    return ask

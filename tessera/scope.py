@@ -111,11 +111,12 @@ class Scope:
 
     def mark(self) -> tuple[Any, ...]:
         """What to go back to, where a part of the function is traced again."""
-        return dict(self.declared), dict(self.counts), list(self.inner)
+        containers = dict(self.declared), dict(self.counts), list(self.inner)
+        return *containers, self.backward_calls
 
     def go_back(self, before: tuple[Any, ...]) -> None:
         """Forget what was met since ``mark``."""
-        self.declared, self.counts, self.inner = before
+        self.declared, self.counts, self.inner, self.backward_calls = before
 
     def fresh(self, stem: str) -> str:
         """``stem``, numbered from its second use under the open path."""

@@ -30,7 +30,8 @@ from tessera.graph.captures import lift_captures
 from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.pipelining.mark import PipelineCall, pipeline_p
 from tessera.graph.tracing.arguments import Call, Leaf, common_mesh
-from tessera.graph.tracing.control_flow.steering import with_control_flow
+from tessera.graph.tracing.control_flow.autograph import Outside, with_control_flow
+from tessera.graph.tracing.control_flow.results import require_known
 from tessera.graph.tracing.declarations import (
     Options,
     argument_values,
@@ -107,10 +108,15 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
     _jax.hide_machinery()
     let_transpose_swap()
     statics = [value.value for each in call.arguments for _, value in each.statics]
-    return with_control_flow(lambda: _trace(function, call, options), function, statics)
+    outside = Outside(function, statics)
+    return with_control_flow(
+        lambda: _trace(function, call, options, outside), function, outside
+    )
 
 
-def _trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
+def _trace(
+    function: Callable[..., Any], call: Call, options: Options, outside: Outside
+) -> Trace:
     # What is open around a manual region is no mesh for the blocks inside it.
     opened = None if manual_axes() else opened_or_none()
     owners: list[tuple[str, Mesh | None]] = [("the step", options.mesh or opened)]
@@ -121,6 +127,7 @@ def _trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
     unreached: dict[int, frozenset[str]] = {}
     binding = bind(function, call.args, call.kwargs, name=options.name)
     for _ in range(_MOST_TRIALS):
+        outside.put_back()
         leaves = (*call.leaves, *map(Leaf, known, known.values()))
         mesh = common_mesh(leaves, owners)
         if options.strategy is not None and mesh is not None:
@@ -151,7 +158,7 @@ def _trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
         missed = _unreached(graph.program)
         if not missed:
             return Trace(
-                graph=_with_microbatch(graph, function, call, unreached),
+                graph=_with_microbatch(graph, function, call, unreached, outside),
                 parameters=found,
                 donated=options.donate,
                 out_tree=trial.out_tree,
@@ -223,6 +230,7 @@ def _run(
         with scope.carried_autocast():
             result = scope.as_called(function)(*args, **kwargs)
         leaves, trial.out_tree = jax.tree.flatten(result)
+        require_known(leaves)
         trial.out_statics = {
             i: leaf for i, leaf in enumerate(leaves) if not is_number(leaf)
         }
@@ -280,6 +288,7 @@ def _with_microbatch(
     function: Callable[..., Any],
     call: Call,
     unreached: dict[int, frozenset[str]],
+    outside: Outside,
 ) -> Graph:
     """The graph, with the program of one microbatch where it has a pipeline."""
     calls = _pipelined_calls(graph.program)
@@ -294,6 +303,7 @@ def _with_microbatch(
         for value, variable in inputs
         if value.role is not Role.CAPTURED
     ]
+    outside.put_back()
     try:
         trial = _run(
             function, call, values, graph.mesh, unreached, row_parts=first.parts

@@ -12,17 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tessera import _jax
-from tessera.graph.tracing.control_flow.blocks import (
-    ABSENT,
-    Block,
-    Merge,
-    traced_block,
-    truth,
-    user_line,
-    with_results,
-)
-from tessera.graph.tracing.control_flow.state import Key, State
+from tessera import _jax, scope
+from tessera.graph.tracing.control_flow.blocks import Block, traced_block, truth
+from tessera.graph.tracing.control_flow.conversion import current
+from tessera.graph.tracing.control_flow.merge import Filled, Merge, OneSided
+from tessera.graph.tracing.control_flow.state import ABSENT, Key, State
+from tessera.graph.tracing.control_flow.user_code import user_line
 
 Run = Callable[[], Any]
 
@@ -45,22 +40,38 @@ def if_stmt(
     choose(test, body, orelse, state, dead=dead, what="the `if`")
 
 
-def if_exp(test: Any, body: Run, orelse: Run, text: str) -> Any:
+def if_exp(test: Any, body: Run, orelse: Run) -> Any:
     """``body if test else orelse``."""
-    del text
     if not isinstance(test, _jax.Tracer):
         return body() if test else orelse()
-    box: list[Any] = [None]
+    value = _Value()
+    state = value.state(body, orelse)
+    ways = value.of(body), value.of(orelse)
+    choose(test, *ways, state, what="the conditional expression")
+    return value.now
 
-    def put(values: tuple[Any, ...]) -> None:
-        box[0] = values[0]
 
-    def run(way: Run) -> Run:
-        return lambda: put((way(),))
+class _Value:
+    """The value of an expression, as a variable that its operands assign."""
 
-    state = State(("its value",), lambda: (box[0],), put, (body, orelse))
-    choose(test, run(body), run(orelse), state, what="the conditional expression")
-    return box[0]
+    def __init__(self) -> None:
+        self.now: Any = None
+
+    def state(self, *functions: Run) -> State:
+        """What the operands can change, their value among it."""
+
+        def put(values: tuple[Any, ...]) -> None:
+            self.now = values[0]
+
+        return State(("its value",), lambda: (self.now,), put, functions)
+
+    def of(self, operand: Run) -> Run:
+        """The operand as a block."""
+
+        def run() -> None:
+            self.now = operand()
+
+        return run
 
 
 def choose(
@@ -76,7 +87,8 @@ def choose(
 
     Raises:
       BranchError: [T318] they leave values of different types.
-      ControlFlowError: [T319] the condition is not one number.
+      ControlFlowError: [T319] the condition is not one number, or a block does what
+        cannot be traced.
     """
     predicate = truth(test, what)
     before, where = state.read(), f"{what} at {user_line()}"
@@ -89,18 +101,25 @@ def choose(
     for run, start in zip((body, orelse), starts, strict=True):
         state.write(start)
         blocks.append(traced_block(run, state, start, where))
-    merge = Merge(where, ("if it holds", "if not"))
+    state.write(before)
+    ways = ("if it holds", "if not")
+    merge = Merge(where, ways, state, (blocks[0].side, blocks[1].side))
     merged: dict[Key, Any] = {}
     for key in dict.fromkeys((*blocks[0].after, *blocks[1].after)):
-        if key.holder or key.entry not in dead:
-            ways = [
-                block.after.get(key, start.get(key, ABSENT))
-                for block, start in zip(blocks, starts, strict=True)
-            ]
-            merged[key] = merge.value(key.name, *ways)
+        values = [
+            block.after.get(key, start.get(key, ABSENT))
+            for block, start in zip(blocks, starts, strict=True)
+        ]
+        if key.holder == 0 and key.entry in dead:
+            merged[key] = OneSided(key.name, where)
+        else:
+            merged[key] = merge.place(key, *values)
     merge.require_agreement()
-    results = _cond(predicate, blocks, merge)
-    state.write(with_results(before, merged, results))
+    filled = Filled(before, merged, _cond(predicate, blocks, merge))
+    state.write(filled.values)
+    conversion = current()
+    if conversion is not None:
+        conversion.ambiguous += merge.ambiguous(filled)
 
 
 def _cond(predicate: Any, blocks: Sequence[Block], merge: Merge) -> Sequence[Any]:
@@ -156,26 +175,47 @@ def _known(test: Any, before: dict[Key, Any]) -> dict[Key, bool]:
     }
 
 
-def and_(first: Run, second: Run) -> Any:
-    """``first() and second()``."""
-    value = first()
+def and_(value: Any, second: Run) -> Any:
+    """``value and second()``."""
     if not isinstance(value, _jax.Tracer):
         return value and second()
-    other = second()
+    other, is_certain = _operand(second)
+    if not is_certain:
+        return if_exp(value, second, lambda: value)
     if _are_conditions(value, other):
         return jnp.logical_and(value, other)
-    return if_exp(value, lambda: other, lambda: value, "")
+    return if_exp(value, lambda: other, lambda: value)
 
 
-def or_(first: Run, second: Run) -> Any:
-    """``first() or second()``."""
-    value = first()
+def or_(value: Any, second: Run) -> Any:
+    """``value or second()``."""
     if not isinstance(value, _jax.Tracer):
         return value or second()
-    other = second()
+    other, is_certain = _operand(second)
+    if not is_certain:
+        return if_exp(value, lambda: value, second)
     if _are_conditions(value, other):
         return jnp.logical_or(value, other)
-    return if_exp(value, lambda: value, lambda: other, "")
+    return if_exp(value, lambda: value, lambda: other)
+
+
+def _operand(second: Run) -> tuple[Any, bool]:
+    """The second operand, computed in any case; whether that makes no difference.
+
+    It does where the operand changes or prints something: then it is a branch.
+    """
+    result, here = _Value(), scope.current()
+    state = result.state(second)
+    before, where = state.read(), f"`and` or `or` at {user_line()}"
+    mark = None if here is None else here.mark()
+    block = traced_block(result.of(second), state, before, where)
+    if block.program.effects or any(key.holder for key in block.after):
+        if here is not None and mark is not None:
+            here.go_back(mark)
+        return None, False
+    outputs = _jax.evaluate(block.program)
+    (value,) = block.after.values() or (None,)
+    return jax.tree.map(lambda leaf: block.value(leaf, outputs), value), True
 
 
 def _are_conditions(*values: Any) -> bool:

@@ -5,114 +5,142 @@ A call of a user's function calls it converted; a library's is called as it is, 
 user's functions that it is handed are converted.
 """
 
+import collections
 import functools
 import inspect
-import operator
+import io
+import sys
 import weakref
 from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, MethodType
 from typing import Any
 
 import jax.numpy as jnp
 
 from tessera import _jax, _jax_traces
-from tessera.errors import BranchError
-from tessera.graph.tracing.control_flow import branches, loops, printing
-from tessera.graph.tracing.control_flow.source import Unconvertible, convert
+from tessera.errors import BranchError, ControlFlowError
+from tessera.graph.tracing.control_flow import branches, iterables, loops, printing
+from tessera.graph.tracing.control_flow.conversion import current
+from tessera.graph.tracing.control_flow.definition import Unconvertible
+from tessera.graph.tracing.control_flow.reach import Reach
+from tessera.graph.tracing.control_flow.source import convert
 from tessera.graph.tracing.control_flow.state import NotReturned, Undefined
-from tessera.graph.tracing.control_flow.steering import current, is_users, target_of
+from tessera.graph.tracing.control_flow.user_code import (
+    is_users,
+    target_of,
+    user_line,
+)
 
-# --- the operators that converted code calls
+# --- what converted functions do besides control flow
 
 
-class _FunctionScope:
-    """The body of a converted function."""
-
-    def __init__(self, function_name: str, name: str, options: None) -> None:
-        del options
-        self.function_name, self.name = function_name, name
-
-    def __enter__(self) -> "_FunctionScope":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+def _returned(value: Any, returned: Any) -> Any:
+    """What a function returns at its end."""
+    if isinstance(value, NotReturned):
         return None
-
-    def ret(self, value: Any, returned: Any) -> Any:
-        """What the function returns."""
-        if isinstance(value, NotReturned):
-            return None
-        if isinstance(returned, _jax.Tracer) and value is not None:
-            raise BranchError(
-                f"{self.function_name!r} returns a value on one way through it, and "
-                "None on another",
-                got="a `return` in a branch or a loop, and no `return` at the end",
-                fix="return a value of the same type at the end",
-            )
-        return value
-
-
-def _with_function_scope(body: Callable[[Any], Any], name: str, options: None) -> Any:
-    with _FunctionScope("<lambda>", name, options) as function_scope:
-        return body(function_scope)
+    if isinstance(returned, _jax.Tracer) and value is not None:
+        raise BranchError(
+            f"the function at {user_line()} returns a value on one way through it, and "
+            "None on another",
+            got="a `return` in a branch or a loop, and no `return` at the end",
+            fix="return a value of the same type at the end",
+        )
+    return value
 
 
 def _load(value: Any) -> Any:
+    """A variable's value; an error where it has none that can be used."""
     return value.read() if isinstance(value, Undefined) else value
 
 
-def _load_or_undefined(load: Callable[[], Any], name: str) -> Any:
+def _peek(load: Callable[[], Any], name: str) -> Any:
+    """A variable's value, or that it has none."""
     try:
         return load()
-    except (LookupError, AttributeError, NameError, TypeError):
+    except NameError:
         return Undefined(name)
 
 
-def _mark_converted(function: Any) -> Any:
-    function.__tessera_converted__ = True
-    return function
+def _keywords(**named: Any) -> dict[str, Any]:
+    return named
 
 
 def converted_call(
     function: Any,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    caller: Any = None,
+    kwargs: dict[str, Any],
 ) -> Any:
     """Call what a converted function calls."""
-    kwargs = kwargs or {}
     if isinstance(function, functools.partial):
         kwargs = {**function.keywords, **kwargs}
-        return converted_call(function.func, (*function.args, *args), kwargs, caller)
-    if caller is not None and any(
-        map(functools.partial(operator.is_, function), _FRAMES)
-    ):
-        return _in_frame_of(caller, function, args)
+        return converted_call(function.func, (*function.args, *args), kwargs)
     builtin = _builtin(function)
     if builtin is not None:
         return builtin(*args, **kwargs)
+    if _has_plain_constructor(function):
+        made = object.__new__(function)
+        converted_call(function.__init__, (made, *args), kwargs)
+        return made
     target, bound = target_of(function)
     made = None if target is None else converted(target)
     if made is not None:
         return made(*bound, *args, **kwargs)
+    _require_no_input_or_output(function)
     args = tuple(map(_callback, args))
-    return function(*args, **{name: _callback(v) for name, v in kwargs.items()})
+    kwargs = {name: _callback(value) for name, value in kwargs.items()}
+    result = function(*args, **kwargs)
+    _note_hidden(result, function, args, kwargs)
+    return result
 
 
-_FRAMES = (super, eval, globals, locals)
+def _has_plain_constructor(function: Any) -> bool:
+    """Whether a call makes an object of a user's class, by its ``__init__`` alone."""
+    return (
+        type(function) is type
+        and function.__new__ is object.__new__
+        and isinstance(function.__init__, FunctionType)
+        and is_users(function.__init__)
+    )
 
 
-def _in_frame_of(caller: Any, function: Any, args: tuple[Any, ...]) -> Any:
-    """What depends on the frame that it is called from."""
-    from malt.operators import py_builtins
+def _require_no_input_or_output(function: Any) -> None:
+    """Refuse reading and writing of files in a block, which is traced in any case."""
+    conversion = current()
+    is_file = isinstance(getattr(function, "__self__", None), io.IOBase)
+    if conversion is None or not conversion.blocks:
+        return
+    if is_file or function is open or function is input:
+        raise ControlFlowError(
+            f"a file is used at {user_line()} in a block that is traced whether it runs "
+            "or not",
+            got=f"a call of {getattr(function, '__name__', function)!r}",
+            fix="print, or call a function of the host with jax.debug.callback",
+        )
 
-    if function is super:
-        return py_builtins.super_in_original_context(super, args, caller)
-    if function is eval:
-        return py_builtins.eval_in_original_context(eval, args, caller)
-    if function is locals:
-        return py_builtins.locals_in_original_context(caller)
-    return py_builtins.globals_in_original_context(caller)
+
+def _note_hidden(
+    result: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Note a container that a library keeps: a block must not change it.
+
+    Something else than the result refers to it, and it was not among the arguments.
+    """
+    conversion = current()
+    is_container = isinstance(result, (dict, list, set, collections.deque))
+    if conversion is None or not is_container or sys.getrefcount(result) <= _UNSHARED:
+        return
+    arguments = [("", value) for value in (*args, *kwargs.values())]
+    known = Reach([function], arguments, conversion.outside)
+    if id(result) not in {id(holder.thing) for holder in known.holders}:
+        conversion.outside[id(result)] = result
+
+
+def _count_of(result: Any) -> int:
+    return sys.getrefcount(result)
+
+
+# What that is of a result that nothing else refers to: one more for a caller's variable.
+_UNSHARED = _count_of([]) + 1
 
 
 def _builtin(function: Any) -> Callable[..., Any] | None:
@@ -120,8 +148,7 @@ def _builtin(function: Any) -> Callable[..., Any] | None:
     if inspect.isbuiltin(function) or isinstance(function, type):
         owner = getattr(function, "__self__", None)
         if isinstance(owner, str):
-            is_format = function.__name__ == "format"
-            return printing.format_method(owner) if is_format else None
+            return printing.method_of_text(owner, function.__name__)
         return _BUILTINS.get(function)
     return None
 
@@ -154,7 +181,7 @@ def _quantifier(
         values = list(values)
         if not any(isinstance(value, _jax.Tracer) for value in values):
             return function(values)
-        return functools.reduce(lambda a, b: pair(lambda: a, lambda: b), values)
+        return functools.reduce(lambda a, b: pair(a, lambda: b), values)
 
     return over
 
@@ -162,11 +189,11 @@ def _quantifier(
 _BUILTINS: dict[Any, Callable[..., Any]] = {
     print: printing.print_,
     str: printing.str_,
-    range: loops.range_,
-    enumerate: loops.enumerate_,
-    zip: loops.zip_,
-    reversed: loops.reversed_,
-    len: loops.len_,
+    range: iterables.range_,
+    enumerate: iterables.enumerate_,
+    zip: iterables.zip_,
+    reversed: iterables.reversed_,
+    len: iterables.len_,
     int: _number(int),
     float: _number(float),
     bool: _number(bool),
@@ -176,24 +203,26 @@ _BUILTINS: dict[Any, Callable[..., Any]] = {
     any: _quantifier(any, branches.or_),
 }
 
-OPERATORS = SimpleNamespace(
-    FunctionScope=_FunctionScope,
-    with_function_scope=_with_function_scope,
-    autograph_artifact=_mark_converted,
-    converted_call=converted_call,
-    if_stmt=branches.if_stmt,
-    if_exp=branches.if_exp,
-    and_=branches.and_,
-    or_=branches.or_,
-    not_=branches.not_,
-    while_stmt=loops.while_stmt,
-    for_stmt=loops.for_stmt,
-    format_string=printing.format_string,
-    ld=_load,
-    ldu=_load_or_undefined,
-    Undefined=Undefined,
-    UndefinedReturnValue=NotReturned,
-)
+
+
+class Operators:
+    """What converted code calls in the place of statements and operators."""
+
+    call = staticmethod(converted_call)
+    keywords = staticmethod(_keywords)
+    returned = staticmethod(_returned)
+    load = staticmethod(_load)
+    peek = staticmethod(_peek)
+    if_stmt = staticmethod(branches.if_stmt)
+    if_exp = staticmethod(branches.if_exp)
+    and_ = staticmethod(branches.and_)
+    or_ = staticmethod(branches.or_)
+    not_ = staticmethod(branches.not_)
+    while_stmt = staticmethod(loops.while_stmt)
+    for_stmt = staticmethod(loops.for_stmt)
+    format_string = staticmethod(printing.format_string)
+    format_percent = staticmethod(printing.format_percent)
+    NotReturned = NotReturned
 
 
 # --- functions, converted
@@ -201,15 +230,17 @@ OPERATORS = SimpleNamespace(
 _converted: "weakref.WeakKeyDictionary[FunctionType, FunctionType | None]" = (
     weakref.WeakKeyDictionary()
 )
+_made: "weakref.WeakSet[FunctionType]" = weakref.WeakSet()
 
 
 def converted(function: FunctionType) -> FunctionType | None:
     """A function, converted; itself where it is already; None where it cannot be."""
-    if getattr(function, "__tessera_converted__", False):
+    if function in _made:
         return function
     if function not in _converted:
         try:
-            _converted[function] = _mark_converted(convert(function, OPERATORS))
+            _converted[function] = made = convert(function, Operators)
+            _made.add(made)
         except Unconvertible as error:
             _converted[function] = None
             conversion = current()
@@ -220,6 +251,15 @@ def converted(function: FunctionType) -> FunctionType | None:
 
 def _callback(value: Any) -> Any:
     """A function that is handed to a library, converted."""
-    if isinstance(value, FunctionType) and is_users(value):
-        return converted(value) or value
+    if isinstance(value, (FunctionType, MethodType, functools.partial)):
+        target, _ = target_of(getattr(value, "func", value))
+        if target is not None and converted(target) is not None:
+            if isinstance(value, FunctionType):
+                return converted(target)
+
+            @functools.wraps(target)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return converted_call(value, args, kwargs)
+
+            return run
     return value

@@ -6,13 +6,17 @@ branch is taken, and text that was formatted from traced values keeps them until
 """
 
 import builtins
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from tessera import _jax, scope
+from tessera.errors import ControlFlowError
+from tessera.graph.tracing.control_flow.conversion import current
+from tessera.graph.tracing.control_flow.user_code import user_line
 
 _Part = str | tuple[Any, str, str]
 
@@ -20,7 +24,8 @@ _Part = str | tuple[Any, str, str]
 class RuntimeText(str):
     """Text with values in it that are known when the program runs.
 
-    Everywhere but in ``print`` it is the text that it was formatted to while tracing.
+    It can be printed, and become a part of other such text. Whatever asks for its
+    characters gets [T319].
 
     Attributes:
       parts: Text, and tuples of a value, its conversion and its format.
@@ -54,9 +59,45 @@ class RuntimeText(str):
         return RuntimeText.of([(other, "", ""), (self, "", "")])
 
 
+def _refused(name: str) -> Callable[..., Any]:
+    def method(self: RuntimeText, *_: Any, **__: Any) -> Any:
+        error, conversion = text_error(f"str.{name}"), current()
+        if conversion is not None:
+            conversion.refuse(error)
+        raise error
+
+    return method
+
+
+# What a string does for JAX and for messages, which show what it was traced as.
+_KEPT = {
+    *("__new__", "__init__", "__getattribute__", "__getnewargs__", "__sizeof__"),
+    *("__str__", "__repr__", "__format__"),
+}
+for _name, _method in vars(str).items():
+    if callable(_method) and _name not in _KEPT | vars(RuntimeText).keys():
+        setattr(RuntimeText, _name, _refused(_name))
+
+
+def text_error(use: str) -> ControlFlowError:
+    """What is raised where Python needs text that is known when the program runs."""
+    return ControlFlowError(
+        f"Python needs text at {user_line()} that is only known when the program runs",
+        got=f"{use} of text with traced values in it",
+        fix="print it, or give back the values and make the text from them",
+    )
+
+
 def format_string(*parts: _Part) -> str:
     """An f-string, from its parts."""
     return RuntimeText.of(parts)
+
+
+def format_percent(text: str, values: Any) -> Any:
+    """``text % values``."""
+    if not _is_traced(values):
+        return text % values
+    return RuntimeText.of([((text, values), "percent", "")])
 
 
 def str_(*args: Any, **kwargs: Any) -> str:
@@ -66,8 +107,12 @@ def str_(*args: Any, **kwargs: Any) -> str:
     return str(*args, **kwargs)
 
 
-def format_method(text: str) -> Callable[..., str]:
-    """The method ``format`` of some text."""
+def method_of_text(text: str, name: str) -> Callable[..., Any] | None:
+    """``format`` and ``join`` of some text; None for other methods."""
+    if name == "join":
+        return functools.partial(_join, text)
+    if name != "format":
+        return None
 
     def formatted(*args: Any, **kwargs: Any) -> str:
         if not any(map(_is_traced, (*args, *kwargs.values()))):
@@ -75,6 +120,14 @@ def format_method(text: str) -> Callable[..., str]:
         return RuntimeText.of([((text, args, kwargs), "call", "")])
 
     return formatted
+
+
+def _join(text: str, parts: Iterable[str]) -> str:
+    parts = list(parts)
+    if not any(map(_is_traced, parts)):
+        return text.join(parts)
+    between = [each for part in parts for each in ((text, "", ""), (part, "", ""))]
+    return RuntimeText.of(between[1:])
 
 
 def print_(*values: Any, **options: Any) -> None:
@@ -113,6 +166,9 @@ def _formatted(value: Any, conversion: str, spec: str) -> str:
     if conversion == "call":
         text, args, kwargs = jax.tree.map(_readable, value)
         return text.format(*args, **kwargs)
+    if conversion == "percent":
+        text, values = jax.tree.map(_readable, value)
+        return text % values
     if conversion or not isinstance(value, np.generic):
         value = jax.tree.map(_readable, value)
     if conversion:

@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a block of code can change: variables, and what dicts, lists and objects hold.
+"""What a block of code can change, read before and after it, and put back.
 
 A branch or a loop's body is traced by running it. What it changed is found by
 comparing this state before and after, and is then undone: what the traced program
 computes takes its place.
 """
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Final
 
-import jax
 import numpy as np
 
-from tessera import _jax
-from tessera.graph.tracing.control_flow.steering import free_variables
-from tessera.shard import DistTensor
-
-_PLAIN = frozenset(
-    {*sys.stdlib_module_names, "jax", "jaxlib", "numpy", "flax", "optax", "tessera"}
+from tessera.graph.tracing.control_flow.containers import Side
+from tessera.graph.tracing.control_flow.conversion import current
+from tessera.graph.tracing.control_flow.holders import (
+    Entries,
+    Holder,
+    Items,
+    differences,
 )
-_ARRAYS = (jax.Array, np.ndarray, np.generic, DistTensor)
+from tessera.graph.tracing.control_flow.lower_jumps import PREFIX, RESULT
+from tessera.graph.tracing.control_flow.reach import Reach
+
+ABSENT: Final = object()  # what an entry has that is not there
 
 
 class Undefined:
@@ -45,9 +47,9 @@ class NotReturned:
 
 @dataclass(frozen=True)
 class Key:
-    """One place that has a value: a variable, or an entry of a container."""
+    """One place that has a value: a variable, or an entry of a holder."""
 
-    holder: int  # 0 for variables, else the container's number
+    holder: int  # 0 for variables, else the holder's number
     entry: Any
     name: str
 
@@ -62,7 +64,7 @@ class Key:
 
 
 class State:
-    """The variables of a block, and the containers that its code can reach.
+    """The variables of a block, and everything else that its code can change.
 
     Args:
       names: Its variables.
@@ -79,12 +81,22 @@ class State:
         functions: Sequence[Callable[..., Any] | None],
     ) -> None:
         self.names, self._get, self._put = tuple(names), get, put
-        reached = _Reached()
-        for name, value in zip(names, get(), strict=True):
-            reached.visit(spoken(name), value)
-        for function in functions:
-            reached.visit_closure(function)
-        self._containers = reached.containers
+        conversion = current()
+        outside = conversion.outside if conversion else {}
+        values = [
+            (spoken(name), value) for name, value in zip(names, get(), strict=True)
+        ]
+        reach = Reach([each for each in functions if each], values, outside)
+        own = set(map(id, getattr(get, "__closure__", None) or ()))
+        self._holders = [h for h in reach.holders if id(h.thing) not in own]
+        self._arrays = reach.arrays
+        self._things = {id(holder.thing) for holder in self._holders}
+
+    def holds(self, thing: Any) -> bool:
+        """Whether a thing was there before the block."""
+        conversion = current()
+        is_outside = conversion is not None and id(thing) in conversion.outside
+        return is_outside or id(thing) in self._things
 
     def read(self) -> dict[Key, Any]:
         """Every place and its value."""
@@ -92,98 +104,63 @@ class State:
             Key(0, name, spoken(name)): value
             for name, value in zip(self.names, self._get(), strict=True)
         }
-        for number, (path, holder) in enumerate(self._containers, start=1):
-            for entry, value in _content(holder):
-                values[Key(number, entry, _entry_name(path, holder, entry))] = value
+        for number, holder in enumerate(self._holders, start=1):
+            for entry, value in holder.content().items():
+                values[Key(number, entry, holder.entry_name(entry))] = value
         return values
 
     def write(self, values: dict[Key, Any]) -> None:
         """Give every place its value; entries that are not among them go."""
         self._put(tuple(values[Key(0, name, name)] for name in self.names))
-        contents: list[dict[Any, Any]] = [{} for _ in self._containers]
+        contents: list[dict[Any, Any]] = [{} for _ in self._holders]
         for key, value in values.items():
             if key.holder:
                 contents[key.holder - 1][key.entry] = value
-        for (_, holder), content in zip(self._containers, contents, strict=True):
-            _fill(holder, content)
+        for holder, content in zip(self._holders, contents, strict=True):
+            if differences(holder.content(), content):
+                holder.fill(content)
+
+    def side(self, values: dict[Key, Any], changed: Iterable[Key] = ()) -> Side:
+        """What containers hold in some reading of the state, and what else changed."""
+        found: dict[int, dict[Any, Any]] = {
+            id(holder.thing): {} for holder in self._holders if _has_parts(holder)
+        }
+        for key, value in values.items():
+            holder = self.holder(key)
+            if holder is not None and _has_parts(holder):
+                found[id(holder.thing)][key.entry] = value
+        others = filter(None, map(self.holder, changed))
+        return Side(found, frozenset(id(h.thing) for h in others if not _has_parts(h)))
+
+    def holder(self, key: Key) -> Holder | None:
+        """What a place is an entry of; None of a variable."""
+        return self._holders[key.holder - 1] if key.holder else None
+
+    @contextmanager
+    def arrays_locked(self) -> Iterator[None]:
+        """Let NumPy refuse to write into arrays that were there before."""
+        locked = [array for array in self._arrays if array.flags.writeable]
+        for array in locked:
+            array.flags.writeable = False
+        try:
+            yield
+        finally:
+            for array in sorted(locked, key=_depth):  # a view after what it is a view of
+                array.flags.writeable = True
+
+
+def _has_parts(holder: Holder) -> bool:
+    return isinstance(holder, (Entries, Items))
+
+
+def _depth(array: Any) -> int:
+    return 1 + _depth(array.base) if isinstance(array, np.ndarray) else 0
 
 
 def spoken(name: str) -> str:
     """What a variable is called in messages."""
-    if name.startswith("retval_"):
+    if name == RESULT:
         return "the value returned"
-    if name.startswith(("do_return", "break_", "continue_")):
+    if name.startswith(PREFIX):
         return "whether to go on"
     return name
-
-
-def _content(holder: Any) -> list[tuple[Any, Any]]:
-    if isinstance(holder, dict):
-        return list(holder.items())
-    if isinstance(holder, list):
-        return list(enumerate(holder))
-    return list(vars(holder).items())
-
-
-def _fill(holder: Any, content: dict[Any, Any]) -> None:
-    """Make a container hold just this; one that does already is left alone."""
-    now = _content(holder)
-    if len(now) == len(content) and all(
-        entry in content and content[entry] is value for entry, value in now
-    ):
-        return
-    if isinstance(holder, list):
-        holder[:] = [content[place] for place in sorted(content)]
-        return
-    target = holder if isinstance(holder, dict) else vars(holder)
-    for entry, _ in now:
-        if entry not in content:
-            del target[entry]
-    target.update(content)
-
-
-def _entry_name(path: str, holder: Any, entry: Any) -> str:
-    return (
-        f"{path}[{entry!r}]" if isinstance(holder, (dict, list)) else f"{path}.{entry}"
-    )
-
-
-class _Reached:
-    """The containers that can be reached from some values, each once."""
-
-    def __init__(self) -> None:
-        self.containers: list[tuple[str, Any]] = []
-        self._seen: dict[int, Any] = {}
-
-    def visit(self, path: str, value: Any) -> None:
-        """Add what is reached from a value that is found under a name."""
-        if isinstance(value, (*_ARRAYS, str, int, float, type(None), type)):
-            return
-        if id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, tuple):
-            for place, item in enumerate(value):
-                self.visit(f"{path}[{place}]", item)
-        elif isinstance(value, (FunctionType, MethodType)):
-            self.visit_closure(value)
-        elif isinstance(value, (dict, list)) or _is_plain_object(value):
-            self.containers.append((path, value))
-            for entry, item in _content(value):
-                self.visit(_entry_name(path, value, entry), item)
-
-    def visit_closure(self, function: Any) -> None:
-        """Add what a function closes over, and the object that a method is of."""
-        if isinstance(function, MethodType):
-            self.visit("self", function.__self__)
-            function = function.__func__
-        if isinstance(function, FunctionType):
-            for name, value in free_variables(function):
-                self.visit(name, value)
-
-
-def _is_plain_object(value: Any) -> bool:
-    """Whether a value is an instance of a user's class, whose attributes may change."""
-    if isinstance(value, _jax.Tracer) or not hasattr(value, "__dict__"):
-        return False
-    return type(value).__module__.partition(".")[0] not in _PLAIN

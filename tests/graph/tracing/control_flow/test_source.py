@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tessera.graph.tracing.control_flow.calls import OPERATORS
-from tessera.graph.tracing.control_flow.source import Unconvertible, convert
+from tessera.graph.tracing.control_flow.calls import Operators
+from tessera.graph.tracing.control_flow.definition import Unconvertible
+from tessera.graph.tracing.control_flow.source import convert
 
 
 def test_a_converted_function_computes_the_same_without_traced_values():
@@ -27,7 +28,7 @@ def test_a_converted_function_computes_the_same_without_traced_values():
             total -= 1
         return total, rest, sorted(more)
 
-    made = convert(function, OPERATORS)
+    made = convert(function, Operators)
     for arguments in ((3,), (9, 2), (9, 2, "a"), (90, 200)):
         assert made(*arguments, b=1) == function(*arguments, b=1)
         assert made(*arguments, flag=True) == function(*arguments, flag=True)
@@ -38,7 +39,7 @@ def test_it_has_the_name_the_file_and_the_lines_of_the_original():
         if x:
             raise KeyError(x)
 
-    made = convert(function, OPERATORS)
+    made = convert(function, Operators)
     assert made.__qualname__ == function.__qualname__
     assert made.__code__.co_filename == __file__
     with pytest.raises(KeyError) as caught:
@@ -56,13 +57,13 @@ def test_closures_are_shared_with_the_original():
         count += 1
         return count
 
-    made = convert(function, OPERATORS)
+    made = convert(function, Operators)
     assert [made(), function(), made()] == [1, 2, 3]
 
 
 def test_lambdas_of_one_line_are_told_apart():
     first, second = (lambda x: 1 if x else 0), (lambda x: 2 if x else 0)
-    made = [convert(each, OPERATORS) for each in (first, second)]
+    made = [convert(each, Operators) for each in (first, second)]
     assert [each(True) for each in made] == [1, 2]
 
 
@@ -78,7 +79,7 @@ def test_decorators_and_annotations_are_not_run_again():
         return x
 
     before = list(runs)
-    assert convert(function, OPERATORS)() == 1
+    assert convert(function, Operators)() == 1
     assert runs == before
 
 
@@ -93,7 +94,7 @@ two"""
             raise KeyError(text)
     # fmt: on
 
-    made = convert(function, OPERATORS)
+    made = convert(function, Operators)
     with pytest.raises(KeyError) as caught:
         made(1)
     assert caught.traceback[-1].lineno == function.__code__.co_firstlineno + 5
@@ -107,7 +108,7 @@ def test_a_block_of_a_page_that_is_not_all_python(tmp_path, indent):
     code = "\n" * 3 + ("if True:\n" if indent else "\n") + block
     names = {}
     exec(compile(code[1:], str(page), "exec"), names)
-    made = convert(names["function"], OPERATORS)
+    made = convert(names["function"], Operators)
     assert (made(True), made(False)) == (1, 2)
     assert made.__code__.co_firstlineno == 4
 
@@ -140,7 +141,7 @@ def test_global_variables_are_assigned():
         if x:
             _count = 1
 
-    convert(function, OPERATORS)(True)
+    convert(function, Operators)(True)
     assert globals().pop("_count") == 1
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import tessera as ts
 from tessera import op
 from tessera.errors import ControlFlowError
-from tessera.graph.tracing.control_flow import calls, steering
+from tessera.graph.tracing.control_flow import calls, user_code
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -81,11 +81,11 @@ def test_prints_is_found_through_what_is_called():
         def __call__(self, x):
             return caller(x)
 
-    assert steering.prints(caller)
-    assert steering.prints(Model())
-    assert steering.prints(ts.function(caller))
-    assert not steering.prints(jnp.sum)
-    assert not steering.prints(lambda x: x)
+    assert user_code.prints(caller)
+    assert user_code.prints(Model())
+    assert user_code.prints(ts.function(caller))
+    assert not user_code.prints(jnp.sum)
+    assert not user_code.prints(lambda x: x)
 
 
 def test_a_filter_of_a_comprehension_cannot_be_converted():

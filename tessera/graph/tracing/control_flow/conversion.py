@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conversion that is under way: a trace of functions whose source is converted.
+
+It remembers what was refused. A refusal is an exception, and the user's code may catch
+it, where Python would have caught nothing; so it is raised again when the trace ends.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from tessera import scope
+from tessera.errors import ControlFlowError
+from tessera.graph.tracing.control_flow.holders import (
+    Holder,
+    differences,
+    holder_of,
+)
+
+# What JAX raises where Python asks for the numbers of a traced value.
+NEEDS_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Ambiguous:
+    """A container that is one of two, which the program decides when it runs.
+
+    Reading it is fine. Changing it would have to change the one that it is.
+    """
+
+    holder: Holder
+    content: Mapping[Any, Any]
+    where: str
+
+    @classmethod
+    def now(cls, thing: Any, name: str, where: str) -> "Ambiguous":
+        """A thing that must not be changed from now on."""
+        holder = holder_of(thing, name, False)
+        return cls(holder, holder.content(), where)
+
+    def check(self) -> None:
+        """Raise [T319] if it was changed."""
+        if differences(self.content, self.holder.content()):
+            raise ControlFlowError(
+                f"{self.holder.path!r} is one of two after {self.where}, and is changed",
+                got=f"a {type(self.holder.thing).__name__} that is another object on "
+                "each way; which one is only known when the program runs",
+                fix="change a copy, such as dict(x) or list(x), or assign to its "
+                "entries on both ways instead of to the variable",
+            )
+
+
+@dataclass(eq=False)
+class Conversion:
+    """A trace whose functions are converted.
+
+    Attributes:
+      package: The top-level package of the function that is traced.
+      outside: Things that hold values and outlive the trace, by id.
+      failures: Functions that could not be converted, and why.
+      ambiguous: Containers that must not be changed any more.
+      asked: The user's lines that asked a traced value for its number.
+      blocks: How many branches and turns are being traced, one inside the other.
+    """
+
+    package: str
+    outside: dict[int, Any] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    ambiguous: list[Ambiguous] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    blocks: int = 0
+    _refusal: BaseException | None = None
+
+    def refuse(self, error: BaseException) -> None:
+        """Let the trace fail with this error, whoever may catch it before."""
+        if self._refusal is None:
+            self._refusal = error
+
+    def require_nothing_refused(self, but: BaseException | None = None) -> None:
+        """Raise what was refused first, or what was changed and must not be.
+
+        Args:
+          but: What ends the trace by itself.
+        """
+        if self._refusal is not None and self._refusal is not but:
+            raise self._refusal
+        if but is not None:
+            return
+        if self.asked:
+            raise self.value_error(f" at {self.asked[0]}", "an error that was caught")
+        for each in self.ambiguous:
+            each.check()
+
+    def value_error(self, where: str, got: str) -> ControlFlowError:
+        """What is raised where Python needs a number that only the program knows."""
+        runs_plainly = "".join(
+            f"\n{name} runs as it is: {why}" for name, why in self.failures.items()
+        )
+        return ControlFlowError(
+            f"Python needs a value{where} that is only known when the program runs",
+            got=got + runs_plainly,
+            fix="use `if`, `while` or `for` in a function that is defined in a file, or "
+            "jnp.where, jax.lax.cond and jax.lax.while_loop\n"
+            "a setting that Python decides on has to be a Python value, not an array",
+        )
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Forget what is refused inside, if it ends with an exception."""
+        refusal, counts = self._refusal, (len(self.ambiguous), len(self.asked))
+        try:
+            yield
+        except Exception:
+            self._refusal = refusal
+            del self.ambiguous[counts[0] :], self.asked[counts[1] :]
+            raise
+
+
+_open: ContextVar[Conversion | None] = ContextVar("tessera_conversion", default=None)
+
+
+def current() -> Conversion | None:
+    """The conversion of the function that is being traced, if it is converted."""
+    return _open.get()
+
+
+@contextmanager
+def opened(conversion: Conversion | None) -> Iterator[None]:
+    """Let functions that are called be converted, or not."""
+    token = _open.set(conversion)
+    try:
+        with scope.calling(None if conversion is None else _converted):
+            yield
+    finally:
+        _open.reset(token)
+
+
+def _converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's function that is called in the middle of a conversion."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from tessera.graph.tracing.control_flow.calls import converted_call
+
+        return converted_call(function, args, kwargs)
+
+    return run

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What some code can change: everything that its names lead to.
+
+The walk begins at the variables that functions close over and at the globals that they
+name, and goes on through containers, objects, classes, modules and the functions that
+are found there. Of an object only attributes that some of the code names are followed,
+so a data loader that a step never mentions is left alone.
+"""
+
+import argparse
+import collections
+import functools
+import inspect
+from collections.abc import Collection, Iterable, Sequence
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any
+
+import jax
+import numpy as np
+
+from tessera.graph.tracing.control_flow.holders import (
+    Attributes,
+    Elements,
+    Globals,
+    Holder,
+    Position,
+    holder_of,
+    is_iterator,
+    is_random_generator,
+)
+from tessera.graph.tracing.control_flow.user_code import (
+    free_variables,
+    is_users,
+    is_users_module,
+    names_in,
+)
+from tessera.shard import DistTensor
+
+_ATOMS = (str, bytes, int, float, complex, type(None), np.generic, jax.Array, DistTensor)
+_CONTAINERS = (dict, list, collections.deque, set, bytearray, CellType)
+_NAMESPACES = (SimpleNamespace, argparse.Namespace)
+
+# Code that names one of these can name any attribute.
+_REFLECTION = frozenset({"vars", "setattr", "getattr", "delattr", "__dict__"})
+
+
+class Reach:
+    """The holders and NumPy arrays that some code can reach, each once.
+
+    Args:
+      code: The functions that are the code.
+      values: Values that it begins with, and what messages call them.
+      outside: Ids of things that outlive the trace; None where everything does.
+    """
+
+    def __init__(
+        self,
+        code: Sequence[Any],
+        values: Iterable[tuple[str, Any]],
+        outside: Collection[int] | None,
+    ) -> None:
+        self._outside = outside or ()
+        start = [*(("", function) for function in code), *values]
+        self._names: frozenset[str] = frozenset()
+        while True:  # what is found names more attributes
+            self._found: dict[tuple[int, type], Holder] = {}
+            self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
+            self._seen: dict[int, tuple[Any, bool]] = {}
+            names = self._names
+            for path, value in start:
+                self._visit(path, value, outside is None)
+            if names == self._names:
+                break
+        known = [Globals(*each) for each in self._global_variables()]
+        self.holders: list[Holder] = [*self._found.values(), *known]
+        seen = (value for value, _ in self._seen.values())
+        self.arrays = [value for value in seen if isinstance(value, np.ndarray)]
+
+    def _global_variables(self) -> Iterable[tuple[Any, str, bool, frozenset[str]]]:
+        for variables, names in self._globals.values():
+            yield variables, "", True, frozenset(names)
+
+    def _visit(self, path: str, value: Any, outside: bool) -> None:
+        if isinstance(value, _ATOMS):
+            return
+        outside = outside or id(value) in self._outside
+        if self._seen.get(id(value), (None, -1))[1] >= outside:
+            return
+        self._seen[id(value)] = value, outside
+        match value:
+            case FunctionType():
+                self._function(path, value, outside)
+            case MethodType():
+                self._each(path, (value.__self__, value.__func__), outside)
+            case BuiltinMethodType():
+                self._visit(path, value.__self__, outside)
+            case functools.partial():
+                parts = (value.func, *value.args, *value.keywords.values())
+                self._each(path, parts, outside)
+            case ModuleType():
+                self._module(value)
+            case type():
+                self._class(value)
+            case tuple() | frozenset():
+                for place, item in enumerate(value):
+                    self._visit(f"{path}[{place}]", item, outside)
+            case np.ndarray():
+                pass
+            case _:
+                self._object(path, value, outside)
+        if is_users_module(type(value).__module__):
+            self._visit("", type(value), True)
+
+    def _each(self, path: str, values: Iterable[Any], outside: bool) -> None:
+        for value in values:
+            self._visit(path, value, outside)
+
+    def _hold(self, holder: Holder) -> None:
+        """Add a holder, and visit what it holds."""
+        self._found[id(holder.thing), type(holder)] = holder
+        if isinstance(holder, Elements):
+            self._each(holder.path, holder.thing, holder.outside)
+        elif not isinstance(holder, Position):
+            for entry, item in holder.content().items():
+                self._visit(holder.entry_name(entry), item, holder.outside)
+
+    def _attributes(self, path: str, value: Any, outside: bool) -> None:
+        names = None if self._names & _REFLECTION else self._names
+        self._hold(Attributes(value, path, outside, names))
+
+    def _object(self, path: str, value: Any, outside: bool) -> None:
+        is_own = isinstance(value, _CONTAINERS) or is_iterator(value)
+        if is_own or is_random_generator(value):
+            self._hold(holder_of(value, path, outside))
+        if is_users_module(type(value).__module__) or isinstance(value, _NAMESPACES):
+            self._attributes(path, value, outside)
+        elif not is_own:  # of a library: perhaps a function that it wraps
+            for name in ("__wrapped__", "body"):
+                inner = inspect.getattr_static(value, name, None)
+                if isinstance(inner, (FunctionType, MethodType, functools.partial)):
+                    self._visit(path, inner, outside)
+
+    def _function(self, path: str, function: FunctionType, outside: bool) -> None:
+        self._visit(path, getattr(function, "__wrapped__", None), outside)
+        if not is_users(function):  # such as what a decorator of a library made
+            for _, cell in free_variables(function):
+                for inner in holder_of(cell, "", outside).content().values():
+                    if callable(inner):
+                        self._visit(path, inner, outside)
+            return
+        names = names_in(function.__code__)
+        self._names |= names
+        for name, cell in free_variables(function):
+            self._visit(name, cell, outside)
+        defaults = function.__defaults__ or (), function.__kwdefaults__ or {}
+        self._each(path, (*defaults[0], *defaults[1].values()), outside)
+        self._attributes(function.__name__, function, True)
+        variables = function.__globals__
+        self._globals.setdefault(id(variables), (variables, set()))[1].update(names)
+        for name in names & variables.keys():
+            self._visit(name, variables[name], True)
+
+    def _module(self, module: ModuleType) -> None:
+        """Follow the names of a user's module; of a library's, its random generators."""
+        del self._seen[id(module)]
+        own = is_users_module(module.__name__)
+        variables = vars(module)
+        named = {name for name in self._names if name in variables}
+        if own:
+            self._globals.setdefault(id(variables), (variables, set()))[1].update(named)
+        for name in named:
+            value = variables[name]
+            generator = getattr(value, "__self__", None)
+            if own:
+                self._visit(name, value, True)
+            elif is_random_generator(generator):
+                self._visit(f"{module.__name__}.{name}", generator, True)
+            elif isinstance(value, ModuleType) and name == "random":
+                self._module(value)
+
+    def _class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if is_users_module(base.__module__):
+                self._attributes(base.__name__, base, True)
+                for name, value in vars(base).items():
+                    if name in self._names or name.startswith("__"):
+                        inner = [getattr(value, each, None) for each in _ACCESSORS]
+                        for function in (value, *inner):
+                            if isinstance(function, FunctionType):
+                                self._visit(base.__name__, function, True)
+
+
+# Where a property, a class method and a static method keep their functions.
+_ACCESSORS = ("fget", "fset", "__func__")
