@@ -11,11 +11,13 @@ that int32 arithmetic is Python's. Loops are bounded.
 import random
 from collections.abc import Callable
 
-HEADER = '''
+HEADER = """
 import collections
 import contextlib
 import functools
 import itertools
+import random
+import typing
 
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,15 @@ class Quiet:
         return error[0] is not None and issubclass(error[0], ValueError)
 
 
+class Pair(typing.NamedTuple):
+    left: object
+    right: object
+
+
+class Bag(collections.UserDict):
+    pass
+
+
 GLOBAL_BOX = Box(2)
 
 
@@ -113,6 +124,53 @@ def mode_of(value, mode):
             return value
 
 
+def classify(value):
+    if value < 0:
+        return -1
+    for i in range(3):
+        if value == i:
+            return i
+        elif value == 7:
+            continue
+    else:
+        value = value + 1
+    return value % 5
+
+
+def first_even(values, default):
+    for value in values:
+        if value % 2 == 0:
+            break
+    else:
+        return default
+    return value
+
+
+def factorial(n):
+    return 1 if n <= 1 else n * factorial(n - 1)
+
+
+def guarded(value):
+    try:
+        if value > 3:
+            return value
+        return -value
+    finally:
+        value = 100
+
+
+def both(first, /, second=2, *rest, third=3, **named):
+    if first > second:
+        return first + third + len(rest) + len(named)
+    return second
+
+
+def replaced(state, by):
+    if by > 0:
+        return {"m": state["m"] + by}
+    return state
+
+
 def numbers(n):
     for i in range(n):
         yield i
@@ -121,7 +179,7 @@ def numbers(n):
 @functools.lru_cache
 def shared():
     return {"n": 1}
-'''
+"""
 
 
 class Writer:
@@ -177,17 +235,51 @@ class Writer:
             )
             return f"({first} if {test} else {second})"
         options = [
-            'd["k"]', 'd["inner"]["m"]', "items[0]", "items[-1]", "box.v", "alias[\"k\"]",
-            's["n"]', 's["opt"]["m"]', 's["rows"][1]', "pair[0]", "len(items)", "len(d)",
-            f"clip({self.expression(inner)})", f"box.choose({self.expression(inner)})",
-            f"max({self.expression(inner)}, {self.expression(inner)})", "sum(items[:2])",
+            'd["k"]',
+            'd["inner"]["m"]',
+            "items[0]",
+            "items[-1]",
+            "box.v",
+            'alias["k"]',
+            's["n"]',
+            's["opt"]["m"]',
+            's["rows"][1]',
+            "pair[0]",
+            "len(items)",
+            "len(d)",
+            f"clip({self.expression(inner)})",
+            f"box.choose({self.expression(inner)})",
+            f"max({self.expression(inner)}, {self.expression(inner)})",
+            "sum(items[:2])",
             f"mode_of({self.expression(inner)}, 'a')",
             f"mode_of({self.expression(inner)}, [2, 3])",
             f"sum(v for v in [{self.expression(inner)}, 1] if v is not None)",
             f"(lambda q: q + 1)({self.expression(inner)})",
+            f"classify({self.expression(inner)})",
+            f"first_even([{self.expression(inner)}, 3, b], a)",
+            "factorial(3)",
+            f"guarded({self.expression(inner)})",
+            f"both({self.expression(inner)}, *(1, 2), third=a, **dict(fourth=1))",
+            f"(not {self.expression(inner)}) + 1",
+            "sum(k for k, v in enumerate(items) if k < 1)",
+            "max(items[0], items[-1], a)",
+            "point.left",
+            "rows[1]",
+            "nest[0]['q']",
+            "nest[1][0]",
+            "int(flag)",
+            "len([v for v in items])",
+            "bag['k']",
+            f"[{self.expression(inner)}, b][0]",
+            f"{{'z': {self.expression(inner)}}}['z']",
             f"functools.partial(clip, high=4)({self.expression(inner)})",
             f"functools.partial(box.choose)({self.expression(inner)})",
-            "box.double", "dq[0]", "cnt['p']", "len(tags)", "slot.v", "int(NUMBERS[1])",
+            "box.double",
+            "dq[0]",
+            "cnt['p']",
+            "len(tags)",
+            "slot.v",
+            "int(NUMBERS[1])",
         ]
         if self.wild:
             options += [
@@ -195,7 +287,9 @@ class Writer:
                 "LOG[0]", "TABLE['k']", "len(LOG)", "box.add(1)", "GLOBAL_BOX.v",
                 "GLOBAL_BOX.add(1)", "next(gen)", "(w := a + 1)", "sum(it)", "Box.made",
                 "box.hidden(1)", "functools.partial(box.add)(2)", "update(s, 1)",
-                "shared()['n']", "(2 in it)", "box.items.pop() if len(box.items) > 1 else 0",
+                "shared()['n']", "replaced(s['opt'], a)['m']", "random.randint(1, 3)",
+                "(lambda: (bump(1), a)[1])()", "[bump(1) for _ in range(2)][1]",
+                "(a if (m := b) > 1 else m)", "list(map(bump, [1, 2]))[-1]", "(2 in it)", "box.items.pop() if len(box.items) > 1 else 0",
             ]  # fmt: skip
         return self.random.choice(options)
 
@@ -211,7 +305,9 @@ class Writer:
             return f"not {self.condition(depth - 1)}"
         if draw < 0.92:
             return f"0 < {self.expression(depth - 1)} <= 4"
-        return self.pick("len(items) > 1", "1 in tags", "'k' in d", "flag", "alias is d")
+        return self.pick(
+            "len(items) > 1", "1 in tags", "'k' in d", "flag", "alias is d"
+        )
 
     # --- statements
 
@@ -230,7 +326,16 @@ class Writer:
         self.budget -= 1
         compound = [self.if_, self.if_, self.if_, self.for_, self.while_, self.for_rows]
         if self.wild:
-            compound += [self.try_, self.with_, self.nested, self.lambdas, self.match]
+            compound += [
+                self.try_,
+                self.while_true,
+                self.else_,
+                self.class_,
+                self.with_,
+                self.nested,
+                self.lambdas,
+                self.match,
+            ]
         if self.budget > 0 and self.depth < 5 and self.random.random() < 0.45:
             self.random.choice(compound)()
         else:
@@ -272,6 +377,34 @@ class Writer:
         self.put(f"{count} = 0")
         self.loop(f"while {count} < 3 and {self.condition(1)}:", f"{count} += 1")
 
+    def while_true(self) -> None:
+        count = self.name("turn")
+        self.put(f"{count} = 0")
+        self.put("while True:")
+        self.depth += 1
+        self.put(f"{count} += 1")
+        self.put(f"if {count} > 2 or {self.condition(1)}:")
+        self.put("    break")
+        self.depth -= 1
+        self.loops += 1
+        self.block()
+        self.loops -= 1
+
+    def else_(self) -> None:
+        self.for_()
+        self.put("else:")
+        self.block(1)
+
+    def class_(self) -> None:
+        name = self.name("Local")
+        self.put(f"class {name}:")
+        self.put("    shared = a")
+        self.put("    def get(self, by):")
+        self.put("        if by > 1:")
+        self.put("            return by - 1")
+        self.put("        return self.shared")
+        self.put(f"b = {name}().get({self.expression(1)})")
+
     def loop(self, head: str, first: str = "") -> None:
         self.put(head)
         if first:
@@ -290,7 +423,9 @@ class Writer:
             self.put(f"if {self.condition()}:")
             self.put(f"    raise {self.pick('ValueError', 'KeyError(1)', 'TypeError')}")
             self.depth -= 1
-        kind = self.pick("ValueError", "Exception", "(KeyError, TypeError)", "LookupError")
+        kind = self.pick(
+            "ValueError", "Exception", "(KeyError, TypeError)", "LookupError"
+        )
         self.put(f"except {kind}:")
         self.block(1)
         if self.random.random() < 0.3:
@@ -356,12 +491,12 @@ class Writer:
             lambda: f'd["inner"]["m"] = {value()}',
             lambda: f"items[0] = {value()}",
             lambda: f'{self.pick("d", "alias")}["k"] -= {value()}',
-            lambda: f'alias = {self.pick("d", "dict(d)")}',
+            lambda: f"alias = {self.pick('d', 'dict(d)')}",
             lambda: f'd = {{"k": {value()}, "inner": {{"m": {value()}}}}}',
             lambda: f'd["inner"] = {{"m": {value()}}}',
             lambda: f"items = [{value()}, {value()}]",
             lambda: f'items[0], d["k"] = d["k"], {value()}',
-            lambda: f'd.update(k={value()})',
+            lambda: f"d.update(k={value()})",
             lambda: f"box.v = {value()}",
             lambda: f"box.items[0] = {value()}",
             lambda: f's["n"] = {value()}',
@@ -374,6 +509,17 @@ class Writer:
             lambda: f"dq[0] = {value()}",
             lambda: f"cnt['p'] += {value()}",
             lambda: f"slot.v = {value()}",
+            lambda: f"nest[0]['q'] = {value()}",
+            lambda: f"nest[1] = [{value()}]",
+            lambda: f"nest[0] = {{'q': {value()}}}",
+            lambda: f"point = Pair({value()}, point.left)",
+            lambda: f"point = point._replace(right={value()})",
+            lambda: f"bag['k'] = {value()}",
+            lambda: f"items[:1] = [{value()}]",
+            lambda: f"box.v, a = a, {value()}",
+            lambda: f"inner = d['inner']; inner['m'] += {value()}",
+            lambda: f"d['inner'], s['opt'] = s['opt'], d['inner']",
+            lambda: f"s['opt'] = replaced(s['opt'], {value()})",
         ]
         growing = [
             lambda: f"items.append({value()})",
@@ -388,7 +534,7 @@ class Writer:
             lambda: 's["opt"] = dict(s["opt"])',
         ]
         wild = [
-            lambda: f"COUNT = {value()}" if False else f"bump_global({value()})",
+            lambda: f"bump_global({value()})",
             lambda: f"bump({value()})",
             lambda: f'TABLE["k"] = {value()}',
             lambda: f"LOG.append({value()})",
@@ -423,6 +569,26 @@ class Writer:
             lambda: "vars(box)['v'] = 3",
             lambda: "clip.calls = getattr(clip, 'calls', 0) + 1",
             lambda: f"raise ValueError('mine')",
+            lambda: f"nest.append(nest[1])",
+            lambda: f"nest[1].append({value()})",
+            lambda: f"alias = nest[0]",
+            lambda: f"nest[0] = d",
+            lambda: f"del d['inner']['m']; d['inner']['m'] = {value()}",
+            lambda: f"items, s['rows'] = s['rows'], items",
+            lambda: "assert a is not None",
+            lambda: f"text = f'{{a}}'",
+            lambda: "bag.update(k=3)",
+            lambda: "random.shuffle(LOG)",
+            lambda: f"globals()['COUNT'] = {value()}",
+            lambda: "type(box).made = 4",
+            lambda: f"object.__setattr__(box, 'v', {value()})",
+            lambda: f"rows = rows + {value()}",
+            lambda: f"items.sort(key=lambda v: 0)",
+            lambda: f"dq.extend([{value()}])",
+            lambda: f"cnt = cnt + collections.Counter(p=1)",
+            lambda: "tags -= {1}",
+            lambda: "gen.close()",
+            lambda: f"d |= {{'k': {value()}}}",
         ]
         if self.loops and self.random.random() < 0.12:
             self.put(self.pick("break", "continue", f"return {self.result()}"))
@@ -435,7 +601,7 @@ class Writer:
     def result(self) -> str:
         return (
             "(x, y, a, b, d, items, box.v, pair, s, sorted(tags), list(dq), "
-            "dict(cnt), slot.v)"
+            "dict(cnt), slot.v, point, nest, dict(bag))"
         )
 
     def program(self) -> str:
@@ -446,6 +612,10 @@ class Writer:
         self.put("pair = (x, 2)")
         self.put("box = Box(y)")
         self.put("slot = Slotted(1)")
+        self.put("point = Pair(1, y)")
+        self.put("nest = [{'q': 1}, [y]]")
+        self.put("bag = Bag(k=2)")
+        self.put("random.seed(3)")
         self.put("tags = {1, 2}")
         self.put("dq = collections.deque([y, 1], maxlen=3)")
         self.put("cnt = collections.Counter({'p': 1})")

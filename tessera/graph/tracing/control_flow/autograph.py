@@ -59,15 +59,14 @@ class Outside:
           ControlFlowError: [T319] it used up an iterator.
         """
         for holder, before in self._before:
-            if differences(before, holder.content()):
-                holder.fill(before)
-                if isinstance(holder, Position) and differences(before, holder.content()):
-                    raise ControlFlowError(
-                        f"{holder.path!r} is moved on by a function that is traced more "
-                        "than once",
-                        got=f"a {type(holder.thing).__name__} from outside of it",
-                        fix="take from it before the call, and pass what it gives",
-                    )
+            holder.fill(before)
+            if isinstance(holder, Position) and differences(before, holder.content()):
+                raise ControlFlowError(
+                    f"{holder.path!r} is moved on by a function that is traced more "
+                    "than once",
+                    got=f"a {type(holder.thing).__name__} from outside of it",
+                    fix="take from it before the call, and pass what it gives",
+                )
 
 
 def with_control_flow(

@@ -215,7 +215,9 @@ def _operand(second: Run) -> tuple[Any, bool]:
         return None, False
     outputs = _jax.evaluate(block.program)
     (value,) = block.after.values() or (None,)
-    return jax.tree.map(lambda leaf: block.value(leaf, outputs), value), True
+    leaves, tree = jax.tree.flatten(value)
+    computed = [block.value(leaf, outputs) for leaf in leaves]
+    return jax.tree.unflatten(tree, computed), True
 
 
 def _are_conditions(*values: Any) -> bool:

@@ -8,13 +8,13 @@ user's functions that it is handed are converted.
 import collections
 import functools
 import inspect
-import io
 import sys
 import weakref
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tessera import _jax, _jax_traces
@@ -22,7 +22,7 @@ from tessera.errors import BranchError, ControlFlowError
 from tessera.graph.tracing.control_flow import branches, iterables, loops, printing
 from tessera.graph.tracing.control_flow.conversion import current
 from tessera.graph.tracing.control_flow.definition import Unconvertible
-from tessera.graph.tracing.control_flow.reach import Reach
+from tessera.graph.tracing.control_flow.reach import Reach, is_followed
 from tessera.graph.tracing.control_flow.source import convert
 from tessera.graph.tracing.control_flow.state import NotReturned, Undefined
 from tessera.graph.tracing.control_flow.user_code import (
@@ -85,7 +85,7 @@ def converted_call(
     made = None if target is None else converted(target)
     if made is not None:
         return made(*bound, *args, **kwargs)
-    _require_no_input_or_output(function)
+    _require_followed(function)
     args = tuple(map(_callback, args))
     kwargs = {name: _callback(value) for name, value in kwargs.items()}
     result = function(*args, **kwargs)
@@ -103,19 +103,61 @@ def _has_plain_constructor(function: Any) -> bool:
     )
 
 
-def _require_no_input_or_output(function: Any) -> None:
-    """Refuse reading and writing of files in a block, which is traced in any case."""
+# What these hold or do is not followed, and not undone.
+_STATEFUL = frozenset(
+    {"_contextvars", "_io", "_queue", "_socket", "_thread", "_weakref", "array"}
+    | {"asyncio", "contextvars", "io", "multiprocessing", "os", "posix", "queue"}
+    | {"shutil", "socket", "subprocess", "threading", "weakref"}
+)
+
+
+def _require_followed(function: Any) -> None:
+    """Refuse a call in a block that reads or changes what cannot be followed."""
     conversion = current()
-    is_file = isinstance(getattr(function, "__self__", None), io.IOBase)
     if conversion is None or not conversion.blocks:
         return
-    if is_file or function is open or function is input:
-        raise ControlFlowError(
-            f"a file is used at {user_line()} in a block that is traced whether it runs "
-            "or not",
-            got=f"a call of {getattr(function, '__name__', function)!r}",
-            fix="print, or call a function of the host with jax.debug.callback",
-        )
+    owner = getattr(function, "__self__", None)
+    has_owner = owner is not None and not isinstance(owner, (ModuleType, type))
+    kinds = type(owner).__mro__ if has_owner else (function,)
+    modules = {getattr(kind, "__module__", None) or "" for kind in kinds}
+    if function is input or any(m.partition(".")[0] in _STATEFUL for m in modules):
+        name = getattr(function, "__qualname__", repr(function))
+        raise not_followed(f"a call of {name}()")
+
+
+def written(value: Any) -> Any:
+    """An object that code assigns into.
+
+    Raises:
+      ControlFlowError: [T319] a block does, and would not notice.
+    """
+    conversion = current()
+    if conversion is not None and conversion.blocks:
+        if not is_followed(value) and not isinstance(value, jax.Array):
+            kind = type(value)
+            raise not_followed(
+                f"an assignment into a {kind.__module__}.{kind.__name__}"
+            )
+    return value
+
+
+def not_followed(use: str) -> ControlFlowError:
+    """What is raised where a block uses what outlives it in a way that is not seen."""
+    return ControlFlowError(
+        f"a branch or loop that is traced whether it runs or not does at {user_line()} "
+        "what cannot be undone",
+        got=use,
+        fix="do it before or after; to write something when the program runs, print it "
+        "or use jax.debug.callback",
+    )
+
+
+def _setattr(value: Any, name: str, attribute: Any) -> None:
+    setattr(written(value), name, attribute)
+
+
+def _delattr(value: Any, name: str) -> None:
+    delattr(written(value), name)
 
 
 def _note_hidden(
@@ -139,7 +181,7 @@ def _count_of(result: Any) -> int:
     return sys.getrefcount(result)
 
 
-# What that is of a result that nothing else refers to: one more for a caller's variable.
+# What that is of a result that only a caller's variable refers to.
 _UNSHARED = _count_of([]) + 1
 
 
@@ -201,8 +243,9 @@ _BUILTINS: dict[Any, Callable[..., Any]] = {
     min: _extreme(min, jnp.minimum),
     all: _quantifier(all, branches.and_),
     any: _quantifier(any, branches.or_),
+    setattr: _setattr,
+    delattr: _delattr,
 }
-
 
 
 class Operators:
@@ -212,6 +255,7 @@ class Operators:
     keywords = staticmethod(_keywords)
     returned = staticmethod(_returned)
     load = staticmethod(_load)
+    written = staticmethod(written)
     peek = staticmethod(_peek)
     if_stmt = staticmethod(branches.if_stmt)
     if_exp = staticmethod(branches.if_exp)

@@ -56,9 +56,11 @@ def parts_of(value: Any, contents: Contents) -> Parts | None:
         if content is None:
             content = holder_of(value, "", False).content()
         return _parts_of_entries(value, content)
-    paths, tree = jax.tree_util.tree_flatten_with_path(
-        value, is_leaf=lambda each: each is not value
-    )
+
+    def is_part(each: Any) -> bool:
+        return each is not value
+
+    paths, tree = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_part)
     if jax.tree_util.treedef_is_leaf(tree) or value is None:
         return None
     parts = {jax.tree_util.keystr(path): part for path, part in paths}

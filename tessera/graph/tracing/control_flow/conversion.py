@@ -52,7 +52,8 @@ class Ambiguous:
         """Raise [T319] if it was changed."""
         if differences(self.content, self.holder.content()):
             raise ControlFlowError(
-                f"{self.holder.path!r} is one of two after {self.where}, and is changed",
+                f"{self.holder.path!r} is changed after {self.where}, where it is one "
+                "of two",
                 got=f"a {type(self.holder.thing).__name__} that is another object on "
                 "each way; which one is only known when the program runs",
                 fix="change a copy, such as dict(x) or list(x), or assign to its "

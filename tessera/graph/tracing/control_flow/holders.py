@@ -53,14 +53,24 @@ class Holder:
 
     def content(self) -> dict[Any, Any]:
         """What it holds now, by entry."""
-        raise NotImplementedError
+        return self._content()
 
     def fill(self, content: Mapping[Any, Any]) -> None:
-        """Make it hold just this."""
-        raise NotImplementedError
+        """Make it hold just this; what holds it already is left alone."""
+        if differences(self._content(), content):
+            self._fill(content)
 
     def entry_name(self, entry: Any) -> str:
         """What messages call one of its entries."""
+        return self._entry_name(entry)
+
+    def _content(self) -> dict[Any, Any]:
+        raise NotImplementedError
+
+    def _fill(self, content: Mapping[Any, Any]) -> None:
+        raise NotImplementedError
+
+    def _entry_name(self, entry: Any) -> str:
         del entry
         return self.path
 
@@ -68,42 +78,42 @@ class Holder:
 class Entries(Holder):
     """A dict."""
 
-    def content(self) -> dict[Any, Any]:
+    def _content(self) -> dict[Any, Any]:
         return dict(dict.items(self.thing))
 
-    def fill(self, content: Mapping[Any, Any]) -> None:
+    def _fill(self, content: Mapping[Any, Any]) -> None:
         for entry in dict.keys(self.thing) - content.keys():
             dict.__delitem__(self.thing, entry)
         dict.update(self.thing, content)
 
-    def entry_name(self, entry: Any) -> str:
+    def _entry_name(self, entry: Any) -> str:
         return f"{self.path}[{entry!r}]"
 
 
 class Items(Holder):
     """A list, or a deque."""
 
-    def content(self) -> dict[Any, Any]:
+    def _content(self) -> dict[Any, Any]:
         return dict(enumerate(self.thing))
 
-    def fill(self, content: Mapping[Any, Any]) -> None:
+    def _fill(self, content: Mapping[Any, Any]) -> None:
         self.thing.clear()
         self.thing.extend(content[i] for i in sorted(content))
 
-    def entry_name(self, entry: Any) -> str:
+    def _entry_name(self, entry: Any) -> str:
         return f"{self.path}[{entry!r}]"
 
 
 class Cell(Holder):
     """A variable that functions close over."""
 
-    def content(self) -> dict[Any, Any]:
+    def _content(self) -> dict[Any, Any]:
         try:
             return {WHOLE: self.thing.cell_contents}
         except ValueError:  # not assigned yet
             return {}
 
-    def fill(self, content: Mapping[Any, Any]) -> None:
+    def _fill(self, content: Mapping[Any, Any]) -> None:
         if content:
             self.thing.cell_contents = content[WHOLE]
         else:
@@ -120,7 +130,7 @@ class Attributes(Holder):
 
     names: frozenset[str] | None = None
 
-    def content(self) -> dict[Any, Any]:
+    def _content(self) -> dict[Any, Any]:
         held = vars(self.thing) if hasattr(self.thing, "__dict__") else {}
         found = {name: value for name, value in held.items() if self._is_named(name)}
         if not isinstance(self.thing, (type, ModuleType)):
@@ -131,16 +141,16 @@ class Attributes(Holder):
                     continue
         return found
 
-    def fill(self, content: Mapping[Any, Any]) -> None:
+    def _fill(self, content: Mapping[Any, Any]) -> None:
         owner = type if isinstance(self.thing, type) else object
-        now = self.content()
+        now = self._content()
         for name in now.keys() - content.keys():
             owner.__delattr__(self.thing, name)
         for name, value in content.items():
             if name not in now or now[name] is not value:
                 owner.__setattr__(self.thing, name, value)
 
-    def entry_name(self, entry: Any) -> str:
+    def _entry_name(self, entry: Any) -> str:
         return f"{self.path}.{entry}"
 
     def _is_named(self, name: str) -> bool:
@@ -153,15 +163,15 @@ class Globals(Holder):
 
     names: frozenset[str]
 
-    def content(self) -> dict[Any, Any]:
+    def _content(self) -> dict[Any, Any]:
         return {name: self.thing[name] for name in self.names & self.thing.keys()}
 
-    def fill(self, content: Mapping[Any, Any]) -> None:
+    def _fill(self, content: Mapping[Any, Any]) -> None:
         for name in (self.names & self.thing.keys()) - content.keys():
             del self.thing[name]
         self.thing.update(content)
 
-    def entry_name(self, entry: Any) -> str:
+    def _entry_name(self, entry: Any) -> str:
         return str(entry)
 
 
@@ -175,11 +185,11 @@ class Snapshot:
 class Elements(Holder):
     """A set, or an array of bytes."""
 
-    def content(self) -> dict[Any, Any]:
+    def _content(self) -> dict[Any, Any]:
         kind = frozenset if isinstance(self.thing, set) else bytes
         return {WHOLE: Snapshot(kind(self.thing))}
 
-    def fill(self, content: Mapping[Any, Any]) -> None:
+    def _fill(self, content: Mapping[Any, Any]) -> None:
         self.thing.clear()
         add = self.thing.update if isinstance(self.thing, set) else self.thing.extend
         add(content[WHOLE].value)
@@ -188,11 +198,11 @@ class Elements(Holder):
 class Position(Holder):
     """An iterator or a random generator: code that uses it moves it on."""
 
-    def content(self) -> dict[Any, Any]:
+    def _content(self) -> dict[Any, Any]:
         return {WHOLE: Snapshot(_position(self.thing))}
 
-    def fill(self, content: Mapping[Any, Any]) -> None:
-        """Put a random generator back; nothing can put back an iterator."""
+    def _fill(self, content: Mapping[Any, Any]) -> None:
+        # Nothing can put back an iterator.
         if isinstance(self.thing, _RANDOM):
             _set_state(self.thing, pickle.loads(content[WHOLE].value))
 

@@ -101,7 +101,13 @@ def {block.name("body")}(): pass
 """
         test, body, *rest = parsed(text, _head(node, node.test))
         holds = self.visit(_without(_flags(node), node.test))
-        _fill(test, [*block.declarations(node), ast.copy_location(ast.Return(holds), node.test)])
+        _fill(
+            test,
+            [
+                *block.declarations(node),
+                ast.copy_location(ast.Return(holds), node.test),
+            ],
+        )
         _fill(body, [*block.declarations(node), *self._block(node.body)])
         return [test, body, *rest]
 
@@ -178,10 +184,18 @@ def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
             return _operator("load", node, node)
         return node
 
+    def _place(self, node: ast.Attribute | ast.Subscript) -> ast.AST:
+        """An attribute or an entry; what is assigned into is looked at."""
+        self.generic_visit(node)
+        if not isinstance(node.ctx, ast.Load):
+            node.value = _operator("written", node.value, node.value)
+        return node
+
+    visit_Attribute = visit_Subscript = _place
+
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
         """``and`` and ``or``: the second operand is a function."""
-        first, *rest = node.values
-        if _assigns(rest):
+        if _assigns(node.values[1:]):
             return self.generic_visit(node)
         values = [self.visit(value) for value in node.values]
         name = "and_" if isinstance(node.op, ast.And) else "or_"
@@ -224,7 +238,8 @@ def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
         """A call, which may be of a function that has to be converted."""
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name == "super" and not node.args:  # in a block it would not know the method
-            owner = [ast.Name(each, ast.Load()) for each in ("__class__", self._first)]
+            names = ("__class__", self._first)
+            owner: list[ast.expr] = [ast.Name(each, ast.Load()) for each in names]
             return ast.copy_location(ast.Call(node.func, owner, []), node)
         if name in _FRAME_READERS and not (name in ("vars", "dir") and node.args):
             raise Unconvertible(f"it calls {name}()")
@@ -310,7 +325,9 @@ class _Names:
                 f"def {self.name('put')}(values): pass\n"
             )
         names = ", ".join(self._variables)
-        values = "".join(f"{PREFIX}.peek(lambda: {v}, {v!r}), " for v in self._variables)
+        values = "".join(
+            f"{PREFIX}.peek(lambda: {v}, {v!r}), " for v in self._variables
+        )
         return (
             f"def {self.name('get')}(): return ({values})\n"
             f"def {self.name('put')}(values):\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a traced loop goes over: ranges, rows of arrays, and these numbered or zipped."""
+"""What a traced loop goes over: ranges and rows of arrays, numbered or zipped."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

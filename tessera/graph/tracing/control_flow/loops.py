@@ -93,7 +93,10 @@ def for_stmt(
     if items is None:
         _unrolled(iterated, extra_test, guarded)
         return
-    state, dead = State(names, get, put, (extra_test, body)), frozenset(names[num_live:])
+    state, dead = (
+        State(names, get, put, (extra_test, body)),
+        frozenset(names[num_live:]),
+    )
     if _is_traced(items.length):
         _Loop(state, "the `for`", body, dead, extra_test, items).run_while()
         return

@@ -76,9 +76,9 @@ class _Lowering:
             rest = list(statements[place + 1 :])
             if isinstance(statement, ast.If) and rest:
                 if _always_jumps(statement.body):
-                    statement.orelse, rest = [*statement.orelse, *rest], []
+                    statement.orelse, rest = [*statement.orelse, *rest], rest[:0]
                 elif _always_jumps(statement.orelse):
-                    statement.body, rest = [*statement.body, *rest], []
+                    statement.body, rest = [*statement.body, *rest], rest[:0]
             lowered = self._statement(statement)
             found += lowered
             flags = _assigned(lowered) & self._flags()
@@ -135,7 +135,8 @@ class _Lowering:
         used = _assigned(body)
         if continued in used:
             body = [_assign(continued, ast.Constant(False), node), *body]
-        orelse, node.body, node.orelse = self.block(node.orelse), body, []
+        orelse, node.body = self.block(node.orelse), body
+        del node.orelse[:]
         flags = [flag for flag in (broken, RETURNED) if flag in used]
         node.flags = flags  # type: ignore[union-attr]
         for flag in flags if orelse else ():

@@ -61,7 +61,9 @@ class Rebuilt:
 
     def structure(self) -> tuple[Any, ...]:
         """Equal to that of another one that a loop can carry in its place."""
-        inner = (p.structure() if isinstance(p, Rebuilt) else type(p) for p in self.parts)
+        inner = (
+            p.structure() if isinstance(p, Rebuilt) else type(p) for p in self.parts
+        )
         return tuple(inner)
 
 

@@ -43,9 +43,25 @@ from tessera.graph.tracing.control_flow.user_code import (
 )
 from tessera.shard import DistTensor
 
-_ATOMS = (str, bytes, int, float, complex, type(None), np.generic, jax.Array, DistTensor)
+_ATOMS = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    np.generic,
+    jax.Array,
+    DistTensor,
+)
 _CONTAINERS = (dict, list, collections.deque, set, bytearray, CellType)
-_NAMESPACES = (SimpleNamespace, argparse.Namespace)
+_NAMESPACES = (
+    SimpleNamespace,
+    argparse.Namespace,
+    collections.ChainMap,
+    collections.UserDict,
+    collections.UserList,
+)
 
 # Code that names one of these can name any attribute.
 _REFLECTION = frozenset({"vars", "setattr", "getattr", "delattr", "__dict__"})
@@ -108,11 +124,6 @@ class Reach:
                 self._module(value)
             case type():
                 self._class(value)
-            case tuple() | frozenset():
-                for place, item in enumerate(value):
-                    self._visit(f"{path}[{place}]", item, outside)
-            case np.ndarray():
-                pass
             case _:
                 self._object(path, value, outside)
         if is_users_module(type(value).__module__):
@@ -132,14 +143,19 @@ class Reach:
                 self._visit(holder.entry_name(entry), item, holder.outside)
 
     def _attributes(self, path: str, value: Any, outside: bool) -> None:
-        names = None if self._names & _REFLECTION else self._names
+        # What a library's methods change need not be named in the user's code.
+        every = self._names & _REFLECTION or _has_methods_of_library(type(value))
+        names = None if every else self._names
         self._hold(Attributes(value, path, outside, names))
 
     def _object(self, path: str, value: Any, outside: bool) -> None:
+        if isinstance(value, (tuple, frozenset)):
+            for place, item in enumerate(value):
+                self._visit(f"{path}[{place}]", item, outside)
         is_own = isinstance(value, _CONTAINERS) or is_iterator(value)
         if is_own or is_random_generator(value):
             self._hold(holder_of(value, path, outside))
-        if is_users_module(type(value).__module__) or isinstance(value, _NAMESPACES):
+        if has_attributes(value):
             self._attributes(path, value, outside)
         elif not is_own:  # of a library: perhaps a function that it wraps
             for name in ("__wrapped__", "body"):
@@ -169,7 +185,6 @@ class Reach:
 
     def _module(self, module: ModuleType) -> None:
         """Follow the names of a user's module; of a library's, its random generators."""
-        del self._seen[id(module)]
         own = is_users_module(module.__name__)
         variables = vars(module)
         named = {name for name in self._names if name in variables}
@@ -183,7 +198,7 @@ class Reach:
             elif is_random_generator(generator):
                 self._visit(f"{module.__name__}.{name}", generator, True)
             elif isinstance(value, ModuleType) and name == "random":
-                self._module(value)
+                self._visit(name, value, True)
 
     def _class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -195,6 +210,29 @@ class Reach:
                         for function in (value, *inner):
                             if isinstance(function, FunctionType):
                                 self._visit(base.__name__, function, True)
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether a value is an object whose attributes are followed and compared."""
+    is_users = is_users_module(type(value).__module__)
+    return isinstance(value, _NAMESPACES) or (is_users and not isinstance(value, tuple))
+
+
+def is_followed(value: Any) -> bool:
+    """Whether a change of a value is noticed: of its entries or its attributes."""
+    kinds = (*_CONTAINERS, np.ndarray, FunctionType, type, ModuleType)
+    return isinstance(value, kinds) or has_attributes(value)
+
+
+def _has_methods_of_library(kind: type) -> bool:
+    own = (object, tuple, *_CONTAINERS)
+    return any(
+        not (
+            issubclass(base, own[2:]) or base in own or is_users_module(base.__module__)
+        )
+        and any(isinstance(value, FunctionType) for value in vars(base).values())
+        for base in kind.__mro__
+    )
 
 
 # Where a property, a class method and a static method keep their functions.

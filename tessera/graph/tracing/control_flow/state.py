@@ -19,7 +19,6 @@ from tessera.graph.tracing.control_flow.holders import (
     Entries,
     Holder,
     Items,
-    differences,
 )
 from tessera.graph.tracing.control_flow.lower_jumps import PREFIX, RESULT
 from tessera.graph.tracing.control_flow.reach import Reach
@@ -117,8 +116,7 @@ class State:
             if key.holder:
                 contents[key.holder - 1][key.entry] = value
         for holder, content in zip(self._holders, contents, strict=True):
-            if differences(holder.content(), content):
-                holder.fill(content)
+            holder.fill(content)
 
     def side(self, values: dict[Key, Any], changed: Iterable[Key] = ()) -> Side:
         """What containers hold in some reading of the state, and what else changed."""
@@ -145,7 +143,9 @@ class State:
         try:
             yield
         finally:
-            for array in sorted(locked, key=_depth):  # a view after what it is a view of
+            for array in sorted(
+                locked, key=_depth
+            ):  # a view after what it is a view of
                 array.flags.writeable = True
 
 
