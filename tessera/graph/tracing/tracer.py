@@ -230,11 +230,12 @@ def _run(
         with scope.carried_autocast():
             result = scope.as_called(function)(*args, **kwargs)
         leaves, trial.out_tree = jax.tree.flatten(result)
-        require_known(leaves)
         trial.out_statics = {
             i: leaf for i, leaf in enumerate(leaves) if not is_number(leaf)
         }
         trial.writes, written = watch.changes()
+        statics = [value for each in trial.writes for value in each.statics.values()]
+        require_known([*trial.out_statics.values(), *statics])
         returned = [leaf for leaf in leaves if is_number(leaf)]
         return [jnp.asarray(leaf) for leaf in (*returned, *written)]
 

@@ -14,7 +14,11 @@ import jax.numpy as jnp
 from tessera import _jax
 from tessera.errors import ControlFlowError, TesseraError
 from tessera.graph.tracing.control_flow.containers import Side, leaves_in
-from tessera.graph.tracing.control_flow.conversion import NEEDS_VALUE, current
+from tessera.graph.tracing.control_flow.conversion import (
+    NEEDS_VALUE,
+    current,
+    outlives,
+)
 from tessera.graph.tracing.control_flow.holders import Position, differences
 from tessera.graph.tracing.control_flow.merge import SCALARS, described
 from tessera.graph.tracing.control_flow.state import ABSENT, Key, State
@@ -78,7 +82,7 @@ def traced_block(
         return [jnp.asarray(leaf) for leaf in arrays.values()]
 
     try:
-        with state.arrays_locked(), _counted(), _refused(what):
+        with state.arrays_locked(), _refused(what), _noted(what):
             program = jax.make_jaxpr(flat)(*inputs)
     finally:
         state.write(before)
@@ -103,25 +107,23 @@ def _require_traceable(state: State, after: Mapping[Key, Any], what: str) -> Non
                 "use jax.random with a key",
             )
         if holder is not None and holder.outside:
-            raise ControlFlowError(
-                f"{key.name!r} is changed in {what}, and outlives the call",
-                got="a global variable, or what a function that is there before the "
-                "call closes over: a program cannot change it when it runs",
-                fix="pass it as an argument and assign into that, or return the new "
-                "value",
-            )
+            raise outlives(key.name, what)
 
 
 @contextmanager
-def _counted() -> Iterator[None]:
+def _noted(what: str) -> Iterator[None]:
     """Count the block among those that are being traced."""
     conversion = current()
     if conversion is None:
         yield
         return
+    if not conversion.blocks:
+        held = [(holder, holder.content()) for holder, _ in conversion.hidden]
+        conversion.hidden[:] = held
     conversion.blocks += 1
     try:
         yield
+        conversion.require_hidden_unchanged(what)
     finally:
         conversion.blocks -= 1
 

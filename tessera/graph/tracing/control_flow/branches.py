@@ -14,9 +14,13 @@ import jax.numpy as jnp
 
 from tessera import _jax, scope
 from tessera.graph.tracing.control_flow.blocks import Block, traced_block, truth
-from tessera.graph.tracing.control_flow.conversion import current
 from tessera.graph.tracing.control_flow.merge import Filled, Merge, OneSided
-from tessera.graph.tracing.control_flow.state import ABSENT, Key, State
+from tessera.graph.tracing.control_flow.state import (
+    ABSENT,
+    Key,
+    State,
+    Undefined,
+)
 from tessera.graph.tracing.control_flow.user_code import user_line
 
 Run = Callable[[], Any]
@@ -48,7 +52,7 @@ def if_exp(test: Any, body: Run, orelse: Run) -> Any:
     state = value.state(body, orelse)
     ways = value.of(body), value.of(orelse)
     choose(test, *ways, state, what="the conditional expression")
-    return value.now
+    return value.now.read() if isinstance(value.now, Undefined) else value.now
 
 
 class _Value:
@@ -117,9 +121,7 @@ def choose(
     merge.require_agreement()
     filled = Filled(before, merged, _cond(predicate, blocks, merge))
     state.write(filled.values)
-    conversion = current()
-    if conversion is not None:
-        conversion.ambiguous += merge.ambiguous(filled)
+    merge.note_ambiguous(filled)
 
 
 def _cond(predicate: Any, blocks: Sequence[Block], merge: Merge) -> Sequence[Any]:

@@ -36,6 +36,9 @@ from tessera.graph.tracing.control_flow.user_code import (
 
 def _returned(value: Any, returned: Any) -> Any:
     """What a function returns at its end."""
+    conversion = current()
+    if conversion is not None:
+        conversion.end_function()
     if isinstance(value, NotReturned):
         return None
     if isinstance(returned, _jax.Tracer) and value is not None:
@@ -85,7 +88,7 @@ def converted_call(
     made = None if target is None else converted(target)
     if made is not None:
         return made(*bound, *args, **kwargs)
-    _require_followed(function)
+    _require_followed(function, args)
     args = tuple(map(_callback, args))
     kwargs = {name: _callback(value) for name, value in kwargs.items()}
     result = function(*args, **kwargs)
@@ -104,6 +107,7 @@ def _has_plain_constructor(function: Any) -> bool:
 
 
 # What these hold or do is not followed, and not undone.
+_FRAME_READERS = (globals, locals, vars, dir, eval, exec, super)
 _STATEFUL = frozenset(
     {"_contextvars", "_io", "_queue", "_socket", "_thread", "_weakref", "array"}
     | {"asyncio", "contextvars", "io", "multiprocessing", "os", "posix", "queue"}
@@ -111,8 +115,13 @@ _STATEFUL = frozenset(
 )
 
 
-def _require_followed(function: Any) -> None:
-    """Refuse a call in a block that reads or changes what cannot be followed."""
+def _require_followed(function: Any, args: tuple[Any, ...]) -> None:
+    """Refuse a call that depends on where it stands, or on what is not followed."""
+    if not args and any(function is each for each in _FRAME_READERS):
+        raise ControlFlowError(
+            f"{function.__name__}() at {user_line()} is called under another name",
+            fix="call it by its own name",
+        )
     conversion = current()
     if conversion is None or not conversion.blocks:
         return
@@ -174,7 +183,9 @@ def _note_hidden(
     arguments = [("", value) for value in (*args, *kwargs.values())]
     known = Reach([function], arguments, conversion.outside)
     if id(result) not in {id(holder.thing) for holder in known.holders}:
-        conversion.outside[id(result)] = result
+        name = getattr(function, "__qualname__", repr(function))
+        kept = Reach([], [(f"{name}()", result)], conversion.outside)
+        conversion.note_hidden(kept.holders)
 
 
 def _count_of(result: Any) -> int:
@@ -251,22 +262,43 @@ _BUILTINS: dict[Any, Callable[..., Any]] = {
 class Operators:
     """What converted code calls in the place of statements and operators."""
 
-    call = staticmethod(converted_call)
-    keywords = staticmethod(_keywords)
-    returned = staticmethod(_returned)
-    load = staticmethod(_load)
-    written = staticmethod(written)
-    peek = staticmethod(_peek)
-    if_stmt = staticmethod(branches.if_stmt)
-    if_exp = staticmethod(branches.if_exp)
-    and_ = staticmethod(branches.and_)
-    or_ = staticmethod(branches.or_)
-    not_ = staticmethod(branches.not_)
-    while_stmt = staticmethod(loops.while_stmt)
-    for_stmt = staticmethod(loops.for_stmt)
-    format_string = staticmethod(printing.format_string)
-    format_percent = staticmethod(printing.format_percent)
     NotReturned = NotReturned
+
+
+def _recorded(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator whose refusals end the trace, whoever catches them."""
+
+    @functools.wraps(operator)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return operator(*args, **kwargs)
+        except (BranchError, ControlFlowError) as error:
+            conversion = current()
+            if conversion is not None:
+                conversion.refuse(error)
+            raise
+
+    return run
+
+
+for _name, _operator in {
+    "call": converted_call,
+    "keywords": _keywords,
+    "returned": _returned,
+    "load": _load,
+    "peek": _peek,
+    "written": written,
+    "if_stmt": branches.if_stmt,
+    "if_exp": branches.if_exp,
+    "and_": branches.and_,
+    "or_": branches.or_,
+    "not_": branches.not_,
+    "while_stmt": loops.while_stmt,
+    "for_stmt": loops.for_stmt,
+    "format_string": printing.format_string,
+    "format_percent": printing.format_percent,
+}.items():
+    setattr(Operators, _name, staticmethod(_recorded(_operator)))
 
 
 # --- functions, converted

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from tessera.graph.tracing.control_flow.holders import holder_of
+from tessera.graph.tracing.control_flow.holders import holder_of, is_iterator
 
 Contents = Mapping[int, Mapping[Any, Any]]
 
@@ -51,6 +51,8 @@ class Parts:
 
 def parts_of(value: Any, contents: Contents) -> Parts | None:
     """The parts of a dict, list, tuple or registered pytree; None of other values."""
+    if is_iterator(value):
+        return None
     if isinstance(value, _CONTAINERS):
         content = contents.get(id(value))
         if content is None:

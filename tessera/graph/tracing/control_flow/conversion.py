@@ -6,7 +6,7 @@ it, where Python would have caught nothing; so it is raised again when the trace
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -29,6 +29,10 @@ NEEDS_VALUE = (
     jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+
+
+# What messages call the value that a function returns.
+RETURNED_NAME = "the value returned"
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +74,8 @@ class Conversion:
       outside: Things that hold values and outlive the trace, by id.
       failures: Functions that could not be converted, and why.
       ambiguous: Containers that must not be changed any more.
+      returned: Those that must not be once the function that returns them has ended.
+      hidden: What libraries keep and have given to the code, and what it held before.
       asked: The user's lines that asked a traced value for its number.
       blocks: How many branches and turns are being traced, one inside the other.
     """
@@ -78,6 +84,8 @@ class Conversion:
     outside: dict[int, Any] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     ambiguous: list[Ambiguous] = field(default_factory=list)
+    returned: list[tuple[Any, str, str]] = field(default_factory=list)
+    hidden: list[tuple[Holder, Mapping[Any, Any]]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     blocks: int = 0
     _refusal: BaseException | None = None
@@ -86,6 +94,31 @@ class Conversion:
         """Let the trace fail with this error, whoever may catch it before."""
         if self._refusal is None:
             self._refusal = error
+
+    def note_ambiguous(self, thing: Any, name: str, where: str) -> None:
+        """Let a container not be changed any more, as it is one of two."""
+        if name.startswith(RETURNED_NAME):
+            self.returned.append((thing, name, where))
+        else:
+            self.ambiguous.append(Ambiguous.now(thing, name, where))
+
+    def end_function(self) -> None:
+        """Let what a function returns not be changed by others, if it is one of two."""
+        self.ambiguous += [Ambiguous.now(*each) for each in self.returned]
+        self.returned.clear()
+
+    def note_hidden(self, holders: Iterable[Holder]) -> None:
+        """Let blocks not change what a library keeps, which no code of the user's names."""
+        for holder in holders:
+            self.outside[id(holder.thing)] = holder.thing
+            self.hidden.append((holder, holder.content()))
+
+    def require_hidden_unchanged(self, what: str) -> None:
+        """Raise [T319] if a block changed what a library keeps."""
+        for holder, content in self.hidden:
+            if differences(content, holder.content()):
+                holder.fill(content)
+                raise outlives(holder.path, what)
 
     def require_nothing_refused(self, but: BaseException | None = None) -> None:
         """Raise what was refused first, or what was changed and must not be.
@@ -118,13 +151,25 @@ class Conversion:
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Forget what is refused inside, if it ends with an exception."""
-        refusal, counts = self._refusal, (len(self.ambiguous), len(self.asked))
+        lists: list[list[Any]] = [self.ambiguous, self.returned, self.asked]
+        refusal, counts = self._refusal, list(map(len, lists))
         try:
             yield
         except Exception:
             self._refusal = refusal
-            del self.ambiguous[counts[0] :], self.asked[counts[1] :]
+            for each, count in zip(lists, counts, strict=True):
+                del each[count:]
             raise
+
+
+def outlives(name: str, what: str) -> ControlFlowError:
+    """What is raised where a block changes what is there after the call."""
+    return ControlFlowError(
+        f"{name!r} is changed in {what}, and outlives the call",
+        got="a global variable, or what a function that is there before the call "
+        "closes over: a program cannot change it when it runs",
+        fix="pass it as an argument and assign into that, or return the new value",
+    )
 
 
 _open: ContextVar[Conversion | None] = ContextVar("tessera_conversion", default=None)

@@ -33,13 +33,14 @@ class InsertOperators(ast.NodeTransformer):
 
     Args:
       definition: The function.
+      free: The variables that it closes over.
 
     Raises:
       Unconvertible: It asks for its own local variables.
     """
 
-    def __init__(self, definition: ast.FunctionDef) -> None:
-        self._definition = definition
+    def __init__(self, definition: ast.FunctionDef, free: Sequence[str]) -> None:
+        self._definition, self._free = definition, frozenset(free)
         self._count = 0
         body = list(within(definition.body))
         self._globals = _declared(body, ast.Global)
@@ -180,7 +181,7 @@ def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         """A variable of a block may have no value, or none that can be used."""
-        if isinstance(node.ctx, ast.Load) and node.id in self._variables:
+        if isinstance(node.ctx, ast.Load) and node.id in self._variables | self._free:
             return _operator("load", node, node)
         return node
 
@@ -247,6 +248,7 @@ def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
             node.args = [self.visit(each) for each in node.args]
             return node
         is_stop = name == "breakpoint" or getattr(node.func, "attr", "") == "set_trace"
+        is_stop = is_stop or name == "globals"
         self.generic_visit(node)
         if is_stop:
             return node
@@ -321,8 +323,9 @@ class _Names:
     def accessors(self) -> str:
         """The functions that read and write the block's variables."""
         if not self._variables:
-            return f"def {self.name('get')}(): return ()\n" + (
-                f"def {self.name('put')}(values): pass\n"
+            return (
+                f"def {self.name('get')}(): return ()\n"
+                f"def {self.name('put')}({PREFIX}values): pass\n"
             )
         names = ", ".join(self._variables)
         values = "".join(
@@ -330,9 +333,9 @@ class _Names:
         )
         return (
             f"def {self.name('get')}(): return ({values})\n"
-            f"def {self.name('put')}(values):\n"
+            f"def {self.name('put')}({PREFIX}values):\n"
             f"    nonlocal {names}\n"
-            f"    {names}, = values\n"
+            f"    {names}, = {PREFIX}values\n"
         )
 
     @property

@@ -238,9 +238,7 @@ class _Loop:
     def _leave(self, turn: _Turn, results: Sequence[Any]) -> None:
         filled = Filled(self._before, turn.merged, results)
         self._state.write(filled.values)
-        conversion = current()
-        if conversion is not None:
-            conversion.ambiguous += turn.merge.ambiguous(filled)
+        turn.merge.note_ambiguous(filled)
 
     def _turn(self, *, ends_defined: bool) -> _Turn:
         """One turn, which gives back what it is given in the same types."""

@@ -8,7 +8,7 @@ program runs, so it can be read but not changed, unless both are new and stand f
 other wherever they are found.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from tessera import _jax
 from tessera.errors import BranchError
 from tessera.graph.tracing.control_flow.containers import Side, parts_of
-from tessera.graph.tracing.control_flow.conversion import Ambiguous
+from tessera.graph.tracing.control_flow.conversion import current
 from tessera.graph.tracing.control_flow.holders import Snapshot
 from tessera.graph.tracing.control_flow.state import (
     ABSENT,
@@ -203,10 +203,12 @@ class Merge:
             "what is no array, nor a tree of arrays, has to be the same on both ways",
         )
 
-    def ambiguous(self, filled: Filled) -> Iterator[Ambiguous]:
-        """What must not be changed after the merge: see ``Ambiguous``."""
-        for thing, name in (*filled.ambiguous, *self._reachable.values()):
-            yield Ambiguous.now(thing, name, self.where)
+    def note_ambiguous(self, filled: Filled) -> None:
+        """Let what is one of two from now on not be changed."""
+        conversion = current()
+        if conversion is not None:
+            for thing, name in (*filled.ambiguous, *self._reachable.values()):
+                conversion.note_ambiguous(thing, name, self.where)
 
     # --- numbers
 

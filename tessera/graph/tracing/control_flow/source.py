@@ -8,6 +8,7 @@ debuggers and the source lines in JAX's programs are the user's own.
 import __future__
 
 import ast
+import collections
 import inspect
 import threading
 import weakref
@@ -24,8 +25,9 @@ from tessera.graph.tracing.control_flow.lower_jumps import (
 
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in ("annotations",))
 _lock = threading.RLock()
-_factories: "weakref.WeakKeyDictionary[CodeType, FunctionType]" = (
-    weakref.WeakKeyDictionary()
+# By file as well: code of two files is equal where it says the same in the same lines.
+_factories: dict[str, "weakref.WeakKeyDictionary[CodeType, FunctionType]"] = (
+    collections.defaultdict(weakref.WeakKeyDictionary)
 )
 
 
@@ -39,9 +41,10 @@ def convert(function: FunctionType, operators: Any) -> FunctionType:
     """
     code = function.__code__
     with _lock:
-        if code not in _factories:
-            _factories[code] = _factory(function)
-        factory = _factories[code]
+        known = _factories[code.co_filename]
+        if code not in known:
+            known[code] = _factory(function)
+        factory = known[code]
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     closure = tuple(cells[name] for name in factory.__code__.co_freevars)
     bound = FunctionType(
@@ -78,7 +81,7 @@ def _factory(function: FunctionType) -> FunctionType:
         raise Unconvertible(f"it is {kind}")
     definition = _plain(definition_of(function))
     lower_jumps(definition)
-    InsertOperators(definition).insert()
+    InsertOperators(definition, code.co_freevars).insert()
     module = ast.parse(_FACTORY)
     outer = module.body[0]
     assert isinstance(outer, ast.FunctionDef)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from tessera.graph.tracing.control_flow.containers import Side
-from tessera.graph.tracing.control_flow.conversion import current
+from tessera.graph.tracing.control_flow.conversion import RETURNED_NAME, current
 from tessera.graph.tracing.control_flow.holders import (
     Entries,
     Holder,
@@ -38,6 +38,15 @@ class Undefined:
             f"cannot access local variable {self.name!r} where it is not associated "
             "with a value"
         )
+
+    def _used(self, *_: Any) -> Any:
+        return self.read()
+
+    # Code that is not converted, such as a generator's, would take it for a value.
+    __bool__ = __call__ = __iter__ = __len__ = __getitem__ = __neg__ = _used
+    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __pow__ = _used
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rmatmul__ = __rpow__ = _used
+    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __index__ = _used
 
 
 class NotReturned:
@@ -160,7 +169,7 @@ def _depth(array: Any) -> int:
 def spoken(name: str) -> str:
     """What a variable is called in messages."""
     if name == RESULT:
-        return "the value returned"
+        return RETURNED_NAME
     if name.startswith(PREFIX):
         return "whether to go on"
     return name

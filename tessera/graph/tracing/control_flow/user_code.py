@@ -119,7 +119,7 @@ def prints(function: Any, seen: set[int] | None = None) -> bool:
             continue
     for value in called:
         if isinstance(value, ModuleType):
-            there = [getattr(value, name, None) for name in names]
+            there = [vars(value).get(name) for name in names]
             if any(
                 prints(each, seen) for each in there if isinstance(each, FunctionType)
             ):

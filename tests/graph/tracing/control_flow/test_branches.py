@@ -11,6 +11,7 @@ import pytest
 
 import tessera as ts
 from tessera import _jax
+from tessera.errors import ControlFlowError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -143,6 +144,106 @@ def test_a_conditional_expression():
 
     np.testing.assert_array_equal(function(X, YES), X + 1)
     np.testing.assert_array_equal(function(X, NO), -X)
+
+
+def test_nested_conditional_expressions():
+    @ts.function
+    def function(x):
+        y = 3 if x > 10 else 2 if x > 5 else (1 if x > 0 else 0)
+        return y + (x if (x > 1 if x > 0 else x < -1) else -x)
+
+    found = [float(function(jnp.float32(x))) for x in (20, 6, 0.5, -0.5, -3)]
+    assert found == [23, 8, 0.5, 0.5, -3]
+
+
+def test_a_function_with_a_match_statement_and_a_traced_condition():
+    @ts.function
+    def function(x, mode):
+        match mode:
+            case "double" | "twice":
+                if x > 0:
+                    x = x * 2
+            case {"scale": scale}:
+                x = x * scale if x > 1 else x
+            case [first, *_] if first > 1:
+                return x - first
+            case _:
+                pass
+        return x + 1
+
+    x = jnp.float32(3)
+    assert float(function(x, "double")) == 7
+    assert float(function(-x, "twice")) == -2
+    assert float(function(x, {"scale": 4.0})) == 13
+    assert float(function(x, (2.0, 1.0))) == 1
+    assert float(function(x, None)) == 4
+
+
+def test_a_pattern_on_a_traced_value_is_refused():
+    @ts.function
+    def function(x):
+        match x:
+            case 1:  # here
+                return -x
+        return x
+
+    with pytest.raises(ControlFlowError, match="Python needs a value"):
+        function(jnp.int32(1))
+
+
+def test_methods_with_private_names():
+    class Model:
+        def __init__(self, scale):
+            self.__scale = scale
+
+        def __scaled(self, x):
+            return x * self.__scale
+
+        def __call__(self, x):
+            return self.__scaled(x) if x[1] > 0 else -x
+
+    model = Model(3.0)
+
+    @ts.function
+    def function(x):
+        return model(x)
+
+    np.testing.assert_array_equal(function(X), X * 3)
+    np.testing.assert_array_equal(function(-X), X)
+
+
+def test_loops_with_an_else():
+    @ts.function
+    def function(x, n):
+        found = -2
+        for i in range(3):
+            if x[i] > n.astype(x.dtype):
+                found = i
+                break
+        else:
+            found = -1
+        while n > 0:
+            n = n - 1
+            if n == 5:
+                break
+        else:
+            found = found + 10
+        return found
+
+    assert [int(function(X, jnp.int32(n))) for n in (1, 4, 7)] == [12, 9, -1]
+
+
+def test_an_assignment_expression_in_conditions_and_branches():
+    @ts.function
+    def function(x, flag):
+        if (y := x * 2.0)[1] > 1 and flag:
+            y = y + (z := y + 1.0)
+        else:
+            z = y
+        return y, z
+
+    np.testing.assert_array_equal(function(X, YES)[0], X * 4 + 1)
+    np.testing.assert_array_equal(function(X, NO)[1], X * 2)
 
 
 def test_max_min_any_all_and_casts_of_traced_numbers():

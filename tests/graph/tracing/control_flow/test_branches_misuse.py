@@ -2,6 +2,7 @@
 # ruff: noqa: SIM108 - branches are what is tested
 """Branches whose sides do not agree; the lines that errors and equations have."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,21 +41,6 @@ def test_an_error_in_a_branch_shows_the_users_line():
     (found,) = [f for f in frames if f.line == "x = x @ jnp.ones((5, 5))  # the line"]
     assert f"{found.filename}:{found.lineno}" == line_of(function.body, "the line")
     assert found.name == "function"
-
-
-def test_an_error_that_a_branch_raises_says_that_both_are_traced():
-    @ts.function
-    def function(x, flag):
-        if flag:  # here
-            raise KeyError("mine")
-        return x
-
-    with pytest.raises(KeyError, match="mine") as caught:
-        function(X, NO)
-    assert caught.value.__notes__[0] == (
-        "This was traced as a part of the `if` at "
-        f"{line_of(function.body, '# here')}, whether it runs or not"
-    )
 
 
 def test_equations_in_a_branch_carry_the_users_lines():
@@ -156,6 +142,46 @@ def test_a_variable_of_one_side_may_not_be_used_afterwards():
         "  fix: give it a value before, or on both ways\n"
         "  docs: docs/errors/T318.md"
     )
+
+
+def test_a_conditional_expression_of_different_types_is_refused_where_it_stands():
+    @ts.function
+    def function(x, flag):
+        return [x if flag else "text"][0]
+
+    with pytest.raises(BranchError, match="'its value' has another type"):
+        function(X, YES)
+
+
+@pytest.mark.parametrize("use", [lambda get: get(), lambda get: jax.tree.map(get, 1)])
+def test_a_function_inside_does_not_read_a_variable_of_one_side(use):
+    @ts.function
+    def function(x, flag):
+        if flag:
+            y = x
+        else:
+            y = x[:1]
+        return use(lambda *_: y)
+
+    with pytest.raises(BranchError, match="'y' has another type on each side"):
+        function(X, YES)
+
+
+def test_a_generator_inside_does_not_read_a_variable_of_one_side():
+    @ts.function
+    def function(x, flag):
+        if flag:
+            y = x
+        else:
+            y = x[:1]
+
+        def values():
+            yield y + 1.0
+
+        return list(values())
+
+    with pytest.raises(BranchError, match="'y' has another type on each side"):
+        function(X, YES)
 
 
 def test_a_variable_of_one_side_that_nobody_uses_is_no_mistake():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import tessera as ts
+from tessera.errors import ControlFlowError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -90,6 +91,50 @@ def test_formats_conversions_and_text_that_is_put_together(capsys):
         "7 and 1.0, +7",
         "n=7 0.00",
     ]
+
+
+def test_text_that_is_joined_and_old_formats(capsys):
+    @ts.function
+    def function(x, n):
+        print(", ".join(str(v) for v in (n, x[1], "text")))
+        print("%d of %5.2f: %s" % (n, x[1], x[0]))
+        return x
+
+    function(X, jnp.int32(7))
+    assert printed(capsys) == ["7, 1.0, text", "7 of  1.00: 0.0"]
+
+
+def text_of(x):
+    return f"value {x}"
+
+
+USES = {
+    "a result": text_of,
+    "an entry of the result": lambda x: {"text": f"{x}", "x": x},
+    "a key": lambda x: {f"{x}": x},
+    "a comparison": lambda x: x if text_of(x) == "value 1.0" else -x,
+    "a slice": lambda x: x * (text_of(x)[0] == "v"),
+    "a method": lambda x: x * len(text_of(x).upper()),
+    "a length": lambda x: x * len(str(x)),
+}
+
+
+@pytest.mark.parametrize("function", USES.values(), ids=USES)
+def test_text_that_is_only_known_when_the_program_runs_is_not_used_before(function):
+    with pytest.raises(ControlFlowError, match="Python needs text at"):
+        ts.function(function)(jnp.float32(1))
+
+
+def test_text_that_is_written_into_an_argument_is_refused():
+    @ts.function
+    def function(state, x):
+        state["text"] = f"{x}"
+        return x
+
+    state = {}
+    with pytest.raises(ControlFlowError, match="Python needs text at"):
+        function(state, jnp.float32(1))
+    assert state == {}
 
 
 def test_trees_of_arrays(capsys):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A definition is found in its file, converted, and keeps its lines and names."""
 
-import subprocess
-import sys
+import linecache
 from types import SimpleNamespace
 
 import pytest
@@ -121,18 +120,15 @@ async def coroutine(n):
     return n
 
 
-def with_else(n):
-    for _ in range(n):
-        pass
-    else:
-        n = 1
-    return n
+def leaves_finally(n):
+    try:
+        return n
+    finally:
+        return -n  # noqa: B012 - what is tested
 
 
-def with_match(n):
-    match n:
-        case 1:
-            return 2
+def asks_for_its_variables(n):
+    return locals()
 
 
 def test_global_variables_are_assigned():
@@ -148,10 +144,10 @@ def test_global_variables_are_assigned():
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (with_match, "it has a match statement"),
         (generator, "it is a generator"),
         (coroutine, "it is async"),
-        (with_else, "for/else statement not yet supported"),
+        (leaves_finally, "a jump leaves its finally block"),
+        (asks_for_its_variables, "it calls locals()"),
         (eval("lambda x: x"), "its source is not to be had, from <string>"),
     ],
 )
@@ -161,9 +157,107 @@ def test_what_cannot_be_converted_says_why(function, why):
     assert str(caught.value) == why
 
 
-def test_importing_tessera_does_not_import_malt():
-    command = "import sys, tessera; print(any(m == 'malt' for m in sys.modules))"
-    found = subprocess.run(
-        [sys.executable, "-c", command], capture_output=True, check=True, text=True
-    )
-    assert found.stdout == "False\n"
+def with_every_statement(n, values):
+    """What a function may hold that is not control flow on traced values."""
+    import math as maths
+
+    found: list[object] = []
+    for value in values:
+        if value == n:
+            found.append("n")
+            break
+    else:
+        found.append("no n")
+    count = 0
+    while count < 3:
+        count += 1
+        if count == n:
+            continue
+        found.append(count)
+    else:
+        found.append("end")
+    match values:
+        case [int(first), *rest] if first > 1:
+            found.append((first, rest))
+        case {"key": value} | [value]:
+            found.append(value)
+        case _:
+            found.append("other")
+    try:
+        found.append([1, 2][n])
+    except IndexError as error:
+        found.append(type(error).__name__)
+    else:
+        found.append("no error")
+    finally:
+        found.append("finally")
+    if (half := n / 2) > 0.5 and (double := n * 2) > 1:
+        found.append((half, double))
+    del count
+    first, *rest = "abc"
+    found.append(f"{first!r:>4}{rest}{maths.floor(half):03d}" + "%s-%d" % ("a", n))
+
+    class Local:
+        size = n
+
+        def get(self, *more, **named):
+            return self.size, more, named
+
+    found.append(Local().get(*[1], 2, key=3, **{"other": 4}))
+    found.append([i * j for i in range(3) if i for j in (1, 2)])
+    found.append({k: (lambda v=v: v)() for k, v in {"a": n}.items()})
+    return found
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+@pytest.mark.parametrize("values", [(1, 2, 3), [2], {"key": 5}, []])
+def test_every_statement_does_what_python_does(n, values):
+    made = convert(with_every_statement, Operators)
+    assert made(n, values) == with_every_statement(n, values)
+
+
+class Model:
+    """A class with private names."""
+
+    __scale = 3
+
+    def __init__(self, __start):
+        self.__start = __start
+
+    def scaled(self, by):
+        def inner(value):
+            return value + self.__start
+
+        return inner(by) * self.__scale
+
+    def total(self):
+        return sum(self.__start for _ in range(2)) + Model.__scale
+
+    def base(self):
+        return [super().__init__, __class__]
+
+
+@pytest.mark.parametrize("name", ["scaled", "total"])
+def test_private_names_are_those_of_the_class(name):
+    function = vars(Model)[name]
+    arguments = (2,) if name == "scaled" else ()
+    made = convert(function, Operators)
+    assert made(Model(4), *arguments) == function(Model(4), *arguments)
+
+
+def test_super_in_a_converted_method_is_that_of_its_class():
+    made = convert(Model.base, Operators)
+    found, owner = made(Model(4))
+    assert found.__objclass__ is object
+    assert owner is Model
+
+
+def test_functions_that_are_alike_keep_the_files_that_they_are_from():
+    text = "def function(x):\n    return 1 if x else 2\n"
+    found = []
+    for name in ("<first>", "<second>"):
+        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+        names = {}
+        exec(compile(text, name, "exec"), names)
+        found.append(convert(names["function"], Operators).__code__.co_filename)
+    assert found == ["<first>", "<second>"]

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What branches and loops change of what the call itself made: both ways count."""
+
+import collections
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tessera as ts
+from tessera.errors import BranchError, ControlFlowError
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+X = jnp.float32(2.0)
+YES, NO = jnp.array(True), jnp.array(False)
+
+
+def both(function, *args):
+    """The results for both values of the condition, as Python numbers."""
+    compiled = ts.function(function)
+    return [compiled(*args, flag) for flag in (YES, NO)]
+
+
+# --- containers that are assigned anew on one way
+
+
+def test_a_nested_dict_that_one_way_replaces_keeps_the_update_of_the_other():
+    def function(x, flag):
+        state = {"opt": {"m": x}}
+        if flag:
+            state["opt"] = {"m": x * 10.0}
+        else:
+            state["opt"]["m"] += 1.0
+        return state["opt"]["m"]
+
+    assert [float(v) for v in both(function, X)] == [20, 3]
+
+
+def test_the_state_of_an_optimizer_that_one_way_replaces_is_written_back():
+    @ts.function
+    def step(state, flag):
+        if flag:
+            state["opt"] = {"m": jnp.zeros(())}
+        else:
+            state["opt"]["m"] += 1.0
+        return state["opt"]["m"] * 1.0
+
+    for flag, expected in ((YES, 0), (NO, 6)):
+        state = {"opt": {"m": jnp.float32(5)}}
+        assert float(step(state, flag)) == expected
+        assert float(state["opt"]["m"]) == expected
+
+
+def test_another_name_of_a_replaced_dict_sees_what_its_own_way_did():
+    def function(x, flag):
+        state = {"opt": {"m": x}}
+        opt = state["opt"]
+        if flag:
+            state["opt"] = {"m": x * 10.0}
+        else:
+            state["opt"]["m"] += 1.0
+        return opt["m"], state["opt"]["m"]
+
+    first, second = both(function, X)
+    assert [float(v) for v in first] == [2, 20]
+    assert [float(v) for v in second] == [3, 3]
+
+
+def test_a_container_that_is_one_of_two_is_not_changed():
+    @ts.function
+    def function(x, flag):
+        state = {"opt": {"m": x}}
+        opt = state["opt"]
+        if flag:  # here
+            state["opt"] = {"m": x * 10.0}
+        state["opt"]["m"] += 1.0
+        return opt["m"]
+
+    line = function.body.__code__.co_firstlineno + 4
+    with pytest.raises(ControlFlowError) as caught:
+        function(X, YES)
+    assert str(caught.value) == (
+        f"[T319] \"state['opt']\" is changed after the `if` at {__file__}:{line}, where "
+        "it is one of two\n"
+        "  got: a dict that is another object on each way; which one is only known when "
+        "the program runs\n"
+        "  fix: change a copy, such as dict(x) or list(x), or assign to its entries on "
+        "both ways instead of to the variable\n"
+        "  docs: docs/errors/T319.md"
+    )
+
+
+def test_an_argument_that_is_one_of_two_is_not_changed():
+    @ts.function
+    def function(state, flag):
+        if flag:
+            state = dict(state)
+        state["n"] = state["n"] + 1.0
+        return state["n"]
+
+    with pytest.raises(ControlFlowError, match="'state' is changed after the `if`"):
+        function({"n": X}, YES)
+
+
+def test_a_copy_of_what_is_one_of_two_may_be_changed():
+    def function(x, flag):
+        state = {"n": x}
+        if flag:
+            state = {"n": x * 10.0}
+        state = dict(state)
+        state["n"] += 1.0
+        return state["n"]
+
+    assert [float(v) for v in both(function, X)] == [21, 3]
+
+
+def test_containers_that_both_ways_make_are_one_object_each():
+    def function(x, flag):
+        if flag:
+            first = {"n": x}
+            second = first
+        else:
+            first = {"n": -x}
+            second = first
+        first["n"] += 1.0
+        return second["n"]
+
+    assert [float(v) for v in both(function, X)] == [3, -1]
+
+
+def test_containers_that_are_one_object_on_one_way_only_are_not_changed():
+    @ts.function
+    def function(x, flag):
+        if flag:
+            first = {"n": x}
+            second = first
+        else:
+            first, second = {"n": x}, {"n": x}
+        first["n"] += 1.0
+        return second["n"]
+
+    with pytest.raises(ControlFlowError, match="where it is one of two"):
+        function(X, YES)
+
+
+def test_a_dict_that_each_turn_makes_anew_is_carried():
+    @ts.function
+    def function(x, n):
+        state = {"n": x}
+        for _ in range(n):
+            state = {"n": state["n"] + 1.0}
+        return state["n"]
+
+    assert float(function(X, jnp.int32(3))) == 5
+
+
+def test_a_dict_that_turns_replace_and_change_is_refused():
+    @ts.function
+    def function(state, n):
+        first = state
+        while n > 0:
+            state["n"] = state["n"] + 1.0
+            state = dict(state)
+            n = n - 1
+        return first["n"]
+
+    with pytest.raises(ControlFlowError, match="is changed after the `while`"):
+        function({"n": X}, jnp.int32(2))
+
+
+def test_what_is_returned_early_has_the_changes_of_its_way():
+    def function(x, flag):
+        state = {"n": x}
+        for _ in range(2):
+            if flag:
+                state["n"] = state["n"] * 10.0
+                return state
+        return {"n": state["n"] + 1.0}
+
+    assert [float(v["n"]) for v in both(function, X)] == [20, 3]
+
+
+# --- closures
+
+
+def test_a_variable_that_a_called_function_assigns_is_one_of_the_branch():
+    def function(x, flag):
+        count = 0
+
+        def bump(by):
+            nonlocal count
+            count = count + by
+            return count
+
+        if flag:
+            bump(2)
+        return x * count
+
+    assert [float(v) for v in both(function, X)] == [4, 0]
+
+
+def test_a_variable_that_a_called_function_assigns_is_carried_by_a_loop():
+    @ts.function
+    def function(x, n):
+        count = 0
+
+        def bump():
+            nonlocal count
+            count = count + 1
+
+        while n > 0:
+            bump()
+            n = n - 1
+        return x * count
+
+    assert float(function(X, jnp.int32(3))) == 6
+
+
+def test_a_partial_of_a_method_changes_its_object():
+    class Counter:
+        def __init__(self, n):
+            self.n = n
+
+        def add(self, by):
+            self.n = self.n + by
+
+    import functools
+
+    def function(x, flag):
+        counter = Counter(x)
+        if flag:
+            functools.partial(counter.add, by=1.0)()
+        return counter.n
+
+    assert [float(v) for v in both(function, X)] == [3, 2]
+
+
+def test_functions_that_a_loop_makes_see_the_variable_as_it_is_at_the_end():
+    def function(x, flag):
+        calls = []
+        for i in range(3):
+            scale = i * 10
+            calls.append(lambda: i + scale)  # noqa: B023 - what is tested
+        if flag:
+            x = x + 1.0
+        return x, [call() for call in calls]
+
+    for _, values in both(function, X):
+        assert values == [22, 22, 22]
+
+
+def test_functions_that_branches_make_see_what_their_variable_became():
+    def function(x, flag):
+        if flag:
+            value = x
+        else:
+            value = -x
+        call = lambda: value  # noqa: E731 - what is tested
+        if flag:
+            value = value * 10.0
+        return call()
+
+    assert [float(v) for v in both(function, X)] == [20, -2]
+
+
+# --- other containers
+
+
+def test_deques_counters_slots_and_sets_are_changed_on_the_way_that_is_taken():
+    class Slots:
+        __slots__ = ("n",)
+
+    def function(x, flag):
+        window = collections.deque([x, x], maxlen=2)
+        votes = collections.Counter(a=1)
+        slots = Slots()
+        slots.n = x
+        seen = {1}
+        if flag:
+            window.append(x * 10.0)
+            votes["a"] += 6
+            slots.n = slots.n + 1.0
+            seen.add(2)
+        else:
+            seen.add(2)
+        return list(window), votes["a"], slots.n, len(seen)
+
+    (window, votes, slots, seen), other = both(function, X)
+    assert ([float(v) for v in window], int(votes), float(slots), seen) == (
+        [2, 20],
+        7,
+        3,
+        2,
+    )
+    assert ([float(v) for v in other[0]], int(other[1]), float(other[2])) == (
+        [2, 2],
+        1,
+        2,
+    )
+
+
+def test_a_set_of_different_elements_is_named():
+    @ts.function
+    def function(x, flag):
+        seen = {1}
+        if flag:
+            seen.add(2)
+        return x * len(seen)
+
+    with pytest.raises(BranchError) as caught:
+        function(X, YES)
+    assert caught.value.got == (
+        "seen: frozenset({1, 2}) if it holds, frozenset({1}) if not"
+    )
+
+
+def test_a_numpy_array_from_before_is_not_written_in_a_branch():
+    @ts.function
+    def function(x, flag):
+        values = np.zeros(2, np.float32)
+        if flag:
+            values[0] = 1
+        return x + values
+
+    with pytest.raises(
+        ControlFlowError, match="ValueError at .* is raised in the `if`"
+    ):
+        function(X, YES)
+
+
+def test_a_numpy_array_that_a_branch_makes_is_its_own():
+    def function(x, flag):
+        if flag:
+            values = np.zeros(2, np.float32)
+            values[0] = 1
+            x = x + values[0]
+        return x
+
+    assert [float(v) for v in both(function, X)] == [3, 2]
+
+
+# --- operands that change something
+
+
+def test_the_second_operand_changes_something_only_where_python_evaluates_it():
+    def function(x, flag):
+        count = 0
+
+        def bump():
+            nonlocal count
+            count = count + 1
+            return True
+
+        y = flag and bump()
+        z = flag or bump()
+        return count, y, z
+
+    values = both(function, X)
+    assert [[int(v) for v in each] for each in values] == [[1, 1, 1], [1, 0, 1]]
+
+
+def test_the_middle_of_a_chain_of_comparisons_is_evaluated_once():
+    def function(x, flag):
+        count = 0
+
+        def bump():
+            nonlocal count
+            count = count + 1
+            return x
+
+        holds = 0 < bump() < 5
+        return count, holds and flag
+
+    values = both(function, X)
+    assert [[int(v) for v in each] for each in values] == [[1, 1], [1, 0]]
+
+
+def test_a_condition_of_a_loop_that_changes_something_is_refused():
+    @ts.function
+    def function(x, n):
+        count = 0
+
+        def bump():
+            nonlocal count
+            count = count + 1
+            return count
+
+        while bump() < n:
+            x = x + 1.0
+        return x
+
+    with pytest.raises(
+        ControlFlowError, match="the condition of the `while` .* changes"
+    ):
+        function(X, jnp.int32(3))

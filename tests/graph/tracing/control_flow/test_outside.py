@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What outlives a call is not changed by branches and loops, nor twice by one call."""
+
+import collections
+import contextvars
+import functools
+import io
+import itertools
+import random
+import threading
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tessera as ts
+from tessera.errors import ControlFlowError
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+X = jnp.float32(2.0)
+YES, NO = jnp.array(True), jnp.array(False)
+
+count = 0
+table = {"n": 0, "inner": {"n": 0}}
+log = [1]
+tags = {1}
+window = collections.deque([1], maxlen=3)
+votes = collections.Counter(a=1)
+namespace = SimpleNamespace(n=0)
+numbers = np.zeros(3)
+view = numbers[1:]
+generator = np.random.default_rng(0)
+context = contextvars.ContextVar("context", default=0)
+
+
+class Box:
+    made = 0
+
+    def __init__(self):
+        self.n = 0
+
+    def add(self):
+        self.n = self.n + 1
+
+
+class Slots:
+    __slots__ = ("n",)
+
+    def __init__(self):
+        self.n = 0
+
+
+class Bag(collections.UserDict):
+    pass
+
+
+box, slots, bag = Box(), Slots(), Bag(n=0)
+
+
+@functools.cache
+def shared():
+    return {"n": 0}
+
+
+def assign_global():
+    global count
+    count = count + 1
+
+
+def assign_by_globals():
+    globals()["count"] = 1
+
+
+def add_to_argument(values=[]):  # noqa: B006 - what is tested
+    values.append(1)
+
+
+def set_attribute():
+    setattr(box, "n", 1)  # noqa: B010 - what is tested
+
+
+def set_function_attribute():
+    set_attribute.calls = 1
+
+
+def add_in_place():
+    global log
+    log += [2]
+
+
+CHANGES = {
+    "a global variable": assign_global,
+    "a global variable by globals()": assign_by_globals,
+    "a global dict": lambda: table.update(n=1),
+    "an inner dict": lambda: table["inner"].__setitem__("n", 1),
+    "a global list": lambda: log.append(2),
+    "a global list in place": add_in_place,
+    "a set": lambda: tags.add(2),
+    "a deque": lambda: window.append(2),
+    "a Counter": lambda: votes.update("a"),
+    "an object": lambda: box.add(),
+    "an object by a partial of its method": lambda: functools.partial(box.add)(),
+    "an object by setattr": set_attribute,
+    "an object with slots": lambda: slots.__setattr__("n", 1),
+    "a class": lambda: setattr(Box, "made", 1),
+    "a function": set_function_attribute,
+    "a namespace": lambda: setattr(namespace, "n", 1),
+    "a user's dict": lambda: bag.update(n=1),
+    "a default argument": add_to_argument,
+    "a cached value": lambda: shared().update(n=1),
+    "an array": lambda: numbers.fill(1),
+    "a view of an array": lambda: view.__setitem__(0, 1),
+    "an array by out=": lambda: np.add(1, 2, out=numbers[:1]),
+    "a random generator": lambda: generator.random(),
+    "the random module": lambda: random.random(),
+    "NumPy's random numbers": lambda: np.random.rand(),
+    "a context variable": lambda: context.set(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_branch_that_changes_what_outlives_the_call_is_refused(change):
+    @ts.function
+    def function(x, flag):
+        if flag:
+            change()
+        return x
+
+    before = held()
+    with pytest.raises(ControlFlowError) as caught:
+        function(X, NO)
+    assert f" {__file__}:" in str(caught.value)
+    assert held() == before
+
+
+def held():
+    """Everything that the changes above could have changed."""
+    return repr(
+        [
+            (count, table, log, tags, window, votes, namespace, bag, shared(), box.n),
+            (slots.n, Box.made, vars(set_attribute), add_to_argument.__defaults__),
+            (numbers.tolist(), generator.bit_generator.state, random.getstate()),
+            (np.random.get_state(), context.get()),
+        ]
+    )
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_loop_that_changes_what_outlives_the_call_is_refused(change):
+    @ts.function
+    def function(x, n):
+        while n > 0:
+            change()
+            n = n - 1
+        return x
+
+    before = held()
+    with pytest.raises(ControlFlowError):
+        function(X, jnp.int32(0))
+    assert held() == before
+
+
+ITERATORS = {
+    "iter": lambda: iter([1, 2, 3]),
+    "zip": lambda: zip([1, 2], [3, 4], strict=True),
+    "enumerate": lambda: enumerate([1, 2]),
+    "map": lambda: map(abs, [1, 2]),
+    "a generator": lambda: (i for i in [1, 2, 3]),
+    "count": itertools.count,
+    "cycle": lambda: itertools.cycle([1, 2]),
+    "islice": lambda: itertools.islice([1, 2, 3], 2),
+}
+
+
+@pytest.mark.parametrize("make", ITERATORS.values(), ids=ITERATORS)
+@pytest.mark.parametrize(
+    "use",
+    [next, lambda it: [v for v in it][:1], lambda it: 1 in it, lambda it: (*it,)[:1]],
+    ids=["next", "comprehension", "in", "unpacking"],
+)
+def test_an_iterator_from_before_a_branch_is_not_moved_on_in_it(make, use):
+    @ts.function
+    def function(x, flag):
+        values = make()
+        if flag:
+            use(values)
+        return x
+
+    if make in (ITERATORS["count"], ITERATORS["cycle"]):
+        use = next  # they do not end
+    with pytest.raises(ControlFlowError, match="'values' is moved on in the `if`"):
+        function(X, NO)
+
+
+def test_an_iterator_that_a_branch_makes_is_its_own():
+    @ts.function
+    def function(x, flag):
+        if flag:
+            values = iter([1.0, 2.0])
+            next(values)
+            x = x + next(values)
+        return x
+
+    assert [float(function(X, f)) for f in (YES, NO)] == [4, 2]
+
+
+def test_an_iterator_is_not_left_by_a_break_that_only_the_program_knows():
+    @ts.function
+    def function(x):
+        values = iter([1.0, 2.0, 3.0])
+        for value in values:
+            if x > value:
+                break
+        return x + next(values)
+
+    with pytest.raises(ControlFlowError, match="an iterator is left by a `break`"):
+        function(X)
+
+
+def test_a_file_is_not_written_in_a_branch():
+    file = io.StringIO()
+
+    @ts.function
+    def function(x, flag):
+        if flag:
+            file.write("text")
+        return x
+
+    with pytest.raises(ControlFlowError, match="what cannot be undone"):
+        function(X, NO)
+    assert file.getvalue() == ""
+
+
+def test_an_object_of_a_library_is_not_assigned_into_in_a_branch():
+    local = threading.local()
+
+    @ts.function
+    def function(x, flag):
+        if flag:
+            local.n = x
+        return x
+
+    with pytest.raises(ControlFlowError, match="an assignment into a _thread._local"):
+        function(X, NO)
+
+
+def test_a_random_generator_that_a_branch_makes_is_its_own():
+    @ts.function
+    def function(x, flag):
+        if flag:
+            x = x + random.Random(3).randint(1, 6)
+        return x
+
+    expected = 2 + random.Random(3).randint(1, 6)
+    assert [float(function(X, f)) for f in (YES, NO)] == [expected, 2]
+
+
+def test_what_straight_code_changes_outside_is_changed_once_by_a_call():
+    calls, seen = [], {"n": 0}
+
+    @ts.function
+    def function(x, flag):
+        calls.append("call")
+        seen["n"] += 1
+        return x * seen["n"] if flag else x
+
+    assert float(function(X, YES)) == 2
+    assert (calls, seen) == (["call"], {"n": 1})
+
+
+def test_parameters_that_are_found_by_tracing_again_do_not_repeat_changes():
+    from tessera import graph, op
+
+    names = []
+
+    @graph.training_step
+    def step(x):
+        names.append("step")
+        return op.transformer_block(x, depth=1, num_heads=2)
+
+    step.init(jax.random.key(0), jnp.ones((1, 2, 4)))
+    assert names == ["step"]
+
+
+def test_a_function_that_is_traced_twice_does_not_use_up_an_iterator():
+    values = iter([1.0, 2.0, 3.0])
+
+    @ts.function
+    def function(x, flag):
+        y = next(values)
+        return x + y if flag else x
+
+    with pytest.raises(
+        ControlFlowError, match="by a function that is traced more than"
+    ):
+        function(X, YES)
