@@ -141,12 +141,10 @@ def written(value: Any) -> Any:
       ControlFlowError: [T319] a block does, and would not notice.
     """
     conversion = current()
-    if conversion is not None and conversion.blocks:
-        if not is_followed(value) and not isinstance(value, jax.Array):
-            kind = type(value)
-            raise not_followed(
-                f"an assignment into a {kind.__module__}.{kind.__name__}"
-            )
+    in_block = conversion is not None and conversion.blocks
+    if in_block and not is_followed(value) and not isinstance(value, jax.Array):
+        kind = type(value)
+        raise not_followed(f"an assignment into a {kind.__module__}.{kind.__name__}")
     return value
 
 

@@ -25,7 +25,6 @@ from tessera.graph.tracing.control_flow.holders import (
 # What JAX raises where Python asks for the numbers of a traced value.
 NEEDS_VALUE = (
     jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
     jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
 )
@@ -108,7 +107,7 @@ class Conversion:
         self.returned.clear()
 
     def note_hidden(self, holders: Iterable[Holder]) -> None:
-        """Let blocks not change what a library keeps, which no code of the user's names."""
+        """Let blocks not change what a library keeps and has given to their code."""
         for holder in holders:
             self.outside[id(holder.thing)] = holder.thing
             self.hidden.append((holder, holder.content()))
@@ -143,8 +142,8 @@ class Conversion:
         return ControlFlowError(
             f"Python needs a value{where} that is only known when the program runs",
             got=got + runs_plainly,
-            fix="use `if`, `while` or `for` in a function that is defined in a file, or "
-            "jnp.where, jax.lax.cond and jax.lax.while_loop\n"
+            fix="use `if`, `while` or `for` in a function that is defined in a file, "
+            "or jnp.where, jax.lax.cond and jax.lax.while_loop\n"
             "a setting that Python decides on has to be a Python value, not an array",
         )
 

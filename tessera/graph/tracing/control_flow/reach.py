@@ -17,6 +17,7 @@ from types import (
     CellType,
     FunctionType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
     SimpleNamespace,
 )
@@ -115,7 +116,7 @@ class Reach:
                 self._function(path, value, outside)
             case MethodType():
                 self._each(path, (value.__self__, value.__func__), outside)
-            case BuiltinMethodType():
+            case BuiltinMethodType() | MethodWrapperType():
                 self._visit(path, value.__self__, outside)
             case functools.partial():
                 parts = (value.func, *value.args, *value.keywords.values())
@@ -184,7 +185,7 @@ class Reach:
             self._visit(name, variables[name], True)
 
     def _module(self, module: ModuleType) -> None:
-        """Follow the names of a user's module; of a library's, its random generators."""
+        """Follow what a user's module holds; of a library's, random generators."""
         own = is_users_module(module.__name__)
         variables = vars(module)
         named = {name for name in self._names if name in variables}

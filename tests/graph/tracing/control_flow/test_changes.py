@@ -81,12 +81,12 @@ def test_a_container_that_is_one_of_two_is_not_changed():
     with pytest.raises(ControlFlowError) as caught:
         function(X, YES)
     assert str(caught.value) == (
-        f"[T319] \"state['opt']\" is changed after the `if` at {__file__}:{line}, where "
-        "it is one of two\n"
-        "  got: a dict that is another object on each way; which one is only known when "
-        "the program runs\n"
-        "  fix: change a copy, such as dict(x) or list(x), or assign to its entries on "
-        "both ways instead of to the variable\n"
+        f"[T319] \"state['opt']\" is changed after the `if` at {__file__}:{line}, "
+        "where it is one of two\n"
+        "  got: a dict that is another object on each way; which one is only known "
+        "when the program runs\n"
+        "  fix: change a copy, such as dict(x) or list(x), or assign to its entries "
+        "on both ways instead of to the variable\n"
         "  docs: docs/errors/T319.md"
     )
 
@@ -252,10 +252,7 @@ def test_functions_that_a_loop_makes_see_the_variable_as_it_is_at_the_end():
 
 def test_functions_that_branches_make_see_what_their_variable_became():
     def function(x, flag):
-        if flag:
-            value = x
-        else:
-            value = -x
+        value = x if flag else -x
         call = lambda: value  # noqa: E731 - what is tested
         if flag:
             value = value * 10.0
@@ -324,7 +321,7 @@ def test_a_numpy_array_from_before_is_not_written_in_a_branch():
         return x + values
 
     with pytest.raises(
-        ControlFlowError, match="ValueError at .* is raised in the `if`"
+        ControlFlowError, match=r"ValueError at .* is raised in the `if`"
     ):
         function(X, YES)
 
@@ -391,6 +388,6 @@ def test_a_condition_of_a_loop_that_changes_something_is_refused():
         return x
 
     with pytest.raises(
-        ControlFlowError, match="the condition of the `while` .* changes"
+        ControlFlowError, match=r"the condition of the `while` .* changes"
     ):
         function(X, jnp.int32(3))

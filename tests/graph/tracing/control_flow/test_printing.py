@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: T201, UP032 - printing, and ways to format, are what is tested
+# ruff: noqa: T201, UP031, UP032 - printing, and ways to format, are what is tested
 """``print`` in a traced function prints when the program runs."""
 
 import sys

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: UP031, SIM107 - what may be written is what is tested
 """A definition is found in its file, converted, and keeps its lines and names."""
 
 import linecache
