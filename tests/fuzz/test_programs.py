@@ -57,7 +57,7 @@ def called(function: Callable[..., Any], x: int, y: int) -> Any:
 
 
 def outcome(seed: int) -> str:
-    """``equal``, the code of an error, ``raises`` where Python does, or what is wrong."""
+    """``equal``, an error's code, ``raises`` where Python does, or what is wrong."""
     load = loader(seed)
     expected = [called(load(), *pair) for pair in INPUTS]
     function = ts.function(load())
