@@ -99,6 +99,7 @@ class Writer:
             "rows[1]",
             "nest[0]['q']",
             "nest[1][0]",
+            "held['m']",
             "int(flag)",
             "len([v for v in items])",
             "bag['k']",
@@ -348,6 +349,9 @@ class Writer:
             lambda: f"point = Pair({value()}, point.left)",
             lambda: f"point = point._replace(right={value()})",
             lambda: f"bag['k'] = {value()}",
+            lambda: f"held['m'] += {value()}",
+            lambda: "held = s['opt']",
+            lambda: "held = d['inner']",
             lambda: f"items[:1] = [{value()}]",
             lambda: f"box.v, a = a, {value()}",
             lambda: f"inner = d['inner']; inner['m'] += {value()}",
@@ -433,7 +437,7 @@ class Writer:
 
     def result(self) -> str:
         return (
-            "(x, y, a, b, d, items, box.v, pair, s, sorted(tags), list(dq), "
+            "(x, y, a, b, d, alias, held, items, box.v, pair, s, sorted(tags), list(dq), "
             "dict(cnt), slot.v, point, nest, dict(bag))"
         )
 
@@ -442,6 +446,7 @@ class Writer:
         self.put('d = {"k": x, "inner": {"m": 2}}')
         self.put("items = [x, 3]")
         self.put("alias = d")
+        self.put('held = s["opt"]')
         self.put("pair = (x, 2)")
         self.put("box = Box(y)")
         self.put("slot = Slotted(1)")

@@ -104,6 +104,8 @@ def with_control_flow(
         raise _unsupported(error, conversion) from error
     except Exception as error:
         conversion.require_nothing_refused(but=error)
+        if conversion.locked and "read-only" in str(error):
+            raise _written(error) from error
         raise
     conversion.require_nothing_refused()
     return result
@@ -128,10 +130,24 @@ def _needs_value(error: Exception) -> bool:
     return isinstance(error, NEEDS_VALUE) or str(error).startswith(_AMBIGUOUS)
 
 
+def _written(error: Exception) -> ControlFlowError:
+    return ControlFlowError(
+        f"a NumPy array is written that is one of two{_user_line_of(error)[0]}",
+        got=str(error),
+        fix="write before a branch chooses it, or into a copy",
+    )
+
+
 def _unsupported(error: Exception, conversion: Conversion) -> ControlFlowError:
+    where, line = _user_line_of(error)
+    got = str(error).strip().partition("\n")[0] + (f"\nin: {line}" if line else "")
+    return conversion.value_error(where, got)
+
+
+def _user_line_of(error: Exception) -> tuple[str, str]:
+    """`` at file.py:12`` of the user's line that an error is from, and its text."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not _jax.is_machinery(frame.filename)]
-    where = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
-    line = f"\nin: {users[-1].line}" if users and users[-1].line else ""
-    got = str(error).strip().partition("\n")[0] + line
-    return conversion.value_error(where, got)
+    if not users:
+        return "", ""
+    return f" at {users[-1].filename}:{users[-1].lineno}", users[-1].line or ""

@@ -2,7 +2,6 @@
 """A block of code, run under a trace of its own: a program, and what it changed."""
 
 import dis
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,21 +148,15 @@ def _refused(what: str) -> Iterator[None]:
 
 
 def _raised(error: Exception, what: str) -> ControlFlowError:
-    frames = list(traceback.walk_tb(error.__traceback__))
-    frame, _ = frames[-1]
-    place = next(
-        (
-            f"{each.f_code.co_filename}:{line}"
-            for each, line in reversed(frames)
-            if not _jax.is_machinery(each.f_code.co_filename)
-        ),
-        "an unknown line",
-    )
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    code = frame.f_code.co_code[last.tb_lasti] if last is not None else 0
-    is_statement = dis.opname[code] == "RAISE_VARARGS"
+    place, is_statement = "an unknown line", False
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not _jax.is_machinery(code.co_filename):
+            place = f"{code.co_filename}:{trace.tb_lineno}"
+        operation = dis.opname[code.co_code[trace.tb_lasti]]
+        is_statement = operation == "RAISE_VARARGS"
+        trace = trace.tb_next
     return ControlFlowError(
         f"{type(error).__name__} at {place} is raised in {what}, which is traced "
         "whether it runs or not",

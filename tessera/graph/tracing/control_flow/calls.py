@@ -298,6 +298,8 @@ for _name, _operator in {
 }.items():
     setattr(Operators, _name, staticmethod(_recorded(_operator)))
 
+loops.measure_references(Operators.for_stmt)  # type: ignore[attr-defined]
+
 
 # --- functions, converted
 

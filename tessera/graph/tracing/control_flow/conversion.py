@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from tessera import scope
 from tessera.errors import ControlFlowError
@@ -75,6 +76,7 @@ class Conversion:
       ambiguous: Containers that must not be changed any more.
       returned: Those that must not be once the function that returns them has ended.
       hidden: What libraries keep and have given to the code, and what it held before.
+      locked: NumPy arrays that must not be written into until the trace ends.
       asked: The user's lines that asked a traced value for its number.
       blocks: How many branches and turns are being traced, one inside the other.
     """
@@ -85,6 +87,7 @@ class Conversion:
     ambiguous: list[Ambiguous] = field(default_factory=list)
     returned: list[tuple[Any, str, str]] = field(default_factory=list)
     hidden: list[tuple[Holder, Mapping[Any, Any]]] = field(default_factory=list)
+    locked: list[np.ndarray[Any, Any]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     blocks: int = 0
     _refusal: BaseException | None = None
@@ -96,7 +99,11 @@ class Conversion:
 
     def note_ambiguous(self, thing: Any, name: str, where: str) -> None:
         """Let a container not be changed any more, as it is one of two."""
-        if name.startswith(RETURNED_NAME):
+        if isinstance(thing, np.ndarray):
+            if thing.flags.writeable:
+                thing.flags.writeable = False
+                self.locked.append(thing)
+        elif name.startswith(RETURNED_NAME):
             self.returned.append((thing, name, where))
         else:
             self.ambiguous.append(Ambiguous.now(thing, name, where))
@@ -188,6 +195,8 @@ def opened(conversion: Conversion | None) -> Iterator[None]:
             yield
     finally:
         _open.reset(token)
+        for array in [] if conversion is None else conversion.locked:
+            array.flags.writeable = True
 
 
 def _converted(function: Callable[..., Any]) -> Callable[..., Any]:

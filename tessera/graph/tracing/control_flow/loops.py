@@ -8,6 +8,8 @@ run by Python, and their turns stand in the program one after the other.
 """
 
 import contextlib
+import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,18 +60,23 @@ def while_stmt(
     put: Put,
     names: Sequence[str],
     num_live: int,
+    test_acts: bool,
 ) -> None:
-    """A ``while``: Python's own until its condition is traced."""
+    """A ``while``: Python's own until its condition is traced.
+
+    ``test_acts``: whether the condition may change something.
+    """
     while True:
-        state = State(names, get, put, (test, body))
-        before = state.read()
+        before = State(names, get, put, (test, body)).read() if test_acts else None
         holds = test()
         if _is_traced(holds):
             break
         if not holds:
             return
         body()
-    state.write(before)  # the program evaluates the condition once more
+    state = State(names, get, put, (test, body))
+    if before is not None:
+        state.write(before)  # the program evaluates the condition once more
     dead = frozenset(names[num_live:])
     _Loop(state, "the `while`", lambda _: body(), dead, test).run_while()
 
@@ -84,6 +91,7 @@ def for_stmt(
     num_live: int,
 ) -> None:
     """A ``for``; ``extra_test`` is whether no ``break`` or ``return`` was met."""
+    references = sys.getrefcount(iterated)
 
     def guarded(item: Any) -> None:
         goes_on = True if extra_test is None else extra_test()
@@ -91,7 +99,8 @@ def for_stmt(
 
     items = items_of(iterated)
     if items is None:
-        _unrolled(iterated, extra_test, guarded)
+        is_shared = is_iterator(iterated) and _is_shared(iterated, references)
+        _unrolled(iterated, extra_test, guarded, is_shared=is_shared)
         return
     state, dead = (
         State(names, get, put, (extra_test, body)),
@@ -120,14 +129,50 @@ def _attempt(state: State) -> Iterator[None]:
         raise
 
 
+# How many references an iterator has in ``for_stmt`` that only the loop refers to, and
+# how many what it goes over has in ``_is_shared``; ``measure_references`` finds both.
+_own_references = [0, 0]
+
+
+def measure_references(for_stmt: Callable[..., None]) -> None:
+    """Find out how many references this Python makes by calling ``for_stmt``."""
+    counts = _own_references
+    counts[:] = 0, 0
+
+    def nothing(_: Any) -> None:
+        """Stand for a body, and for what writes its variables."""
+
+    for_stmt(enumerate([None]), None, nothing, tuple, nothing, (), 0)
+
+
+def _is_shared(iterated: Any, references: int) -> bool:
+    """Whether other code could go on with an iterator after the loop."""
+    inner, waiting = list[Any](), [iterated]
+    while waiting:
+        parts = gc.get_referents(waiting.pop())
+        parts += [each for part in parts if type(part) is tuple for each in part]
+        found = [each for each in parts if is_iterator(each)]
+        inner, waiting = inner + found, waiting + found
+        del parts, found
+    counts = [references, max(map(sys.getrefcount, inner), default=0)]
+    if not _own_references[0]:
+        _own_references[:] = counts
+    pairs = zip(counts, _own_references, strict=True)
+    return any(count > own for count, own in pairs)
+
+
 def _unrolled(
-    items: Any, extra_test: Callable[[], Any] | None, turn: Callable[[Any], None]
+    items: Any,
+    extra_test: Callable[[], Any] | None,
+    turn: Callable[[Any], None],
+    *,
+    is_shared: bool = False,
 ) -> None:
     """Let Python go round; a turn after a traced ``break`` is a branch."""
     for item in items:
         if extra_test is not None:
             goes_on = extra_test()
-            if _is_traced(goes_on) and is_iterator(items):
+            if _is_traced(goes_on) and is_shared:
                 raise ControlFlowError(
                     f"an iterator is left by a `break` or `return` at {user_line()}, "
                     "which is only known when the program runs",

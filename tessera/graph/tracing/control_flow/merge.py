@@ -219,6 +219,9 @@ class Merge:
         common = _common(jax.typeof(first), jax.typeof(second))
         if common is None:
             return self._mismatch(name, first, second)
+        for value in (first, second):  # it may be written into under another name
+            if isinstance(value, np.ndarray) and self.state.holds(value):
+                self._reachable[id(value)] = value, name
         return self._slot(Meeting(first, second, *common))
 
     def _slot(self, meeting: Meeting) -> Slot:
@@ -231,6 +234,8 @@ class Merge:
         given = (first, second)[way]
         if is_number(given):
             return self._slot(Meeting(first, second, jax.typeof(given).dtype, False))
+        if id(given) in self.sides[way].changed:
+            return self._mismatch(name, first, second)
         parts = parts_of(given, self.sides[way].contents)
         if parts is None:
             return given

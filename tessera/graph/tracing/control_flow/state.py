@@ -99,6 +99,7 @@ class State:
         self._holders = [h for h in reach.holders if id(h.thing) not in own]
         self._arrays = reach.arrays
         self._things = {id(holder.thing) for holder in self._holders}
+        self._things |= {id(array) for array in self._arrays}
 
     def holds(self, thing: Any) -> bool:
         """Whether a thing was there before the block."""

@@ -326,6 +326,18 @@ def test_a_numpy_array_from_before_is_not_written_in_a_branch():
         function(X, YES)
 
 
+def test_a_numpy_array_that_is_one_of_two_is_not_written():
+    @ts.function
+    def function(x, flag):
+        first, second = np.zeros(2, np.float32), np.ones(2, np.float32)
+        values = first if flag else second
+        first[0] = 5
+        return x + values
+
+    with pytest.raises(ControlFlowError, match="a NumPy array is written that is"):
+        function(X, YES)
+
+
 def test_a_numpy_array_that_a_branch_makes_is_its_own():
     def function(x, flag):
         if flag:

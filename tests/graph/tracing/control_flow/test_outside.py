@@ -178,7 +178,12 @@ ITERATORS = {
 @pytest.mark.parametrize("make", ITERATORS.values(), ids=ITERATORS)
 @pytest.mark.parametrize(
     "use",
-    [next, lambda it: [-v for v in it][:1], lambda it: 1 in it, lambda it: (*it,)[:1]],
+    [
+        next,
+        lambda it: [(v,) for v in it][:1],
+        lambda it: 1 in it,
+        lambda it: (*it,)[:1],
+    ],
     ids=["next", "comprehension", "in", "unpacking"],
 )
 def test_an_iterator_from_before_a_branch_is_not_moved_on_in_it(make, use):
@@ -213,6 +218,41 @@ def test_an_iterator_is_not_left_by_a_break_that_only_the_program_knows():
         values = iter([1.0, 2.0, 3.0])
         for value in values:
             if x > value:
+                break
+        return x + next(values)
+
+    with pytest.raises(ControlFlowError, match="an iterator is left by a `break`"):
+        function(X)
+
+
+def test_a_loop_over_what_only_it_refers_to_may_be_left():
+    @ts.function
+    def function(x):
+        total = 0.0
+        names = {"a": 1.0, "b": 2.0, "c": 3.0}
+        for i, (name, value) in enumerate(zip(names, names.values(), strict=True)):
+            if x < value:
+                break
+            total = total + value + i
+        for value in reversed([1.0, 2.0, 3.0]):
+            if x > value:
+                break
+            total = total + value * 100.0
+        for value in (v + 1.0 for v in names.values()):
+            if x < value:
+                break
+            total = total + value * 10000.0
+        return total
+
+    assert [float(function(jnp.float32(x))) for x in (0.5, 2.5)] == [600, 20304]
+
+
+def test_an_iterator_inside_of_another_is_not_left_by_a_break():
+    @ts.function
+    def function(x):
+        values = iter([1.0, 2.0, 3.0])
+        for i, value in enumerate(values):
+            if x > value + i:
                 break
         return x + next(values)
 
