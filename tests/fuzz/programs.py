@@ -437,8 +437,8 @@ class Writer:
 
     def result(self) -> str:
         return (
-            "(x, y, a, b, d, alias, held, items, box.v, pair, s, sorted(tags), list(dq), "
-            "dict(cnt), slot.v, point, nest, dict(bag))"
+            "(x, y, a, b, d, alias, held, items, box.v, pair, s, sorted(tags), "
+            "list(dq), dict(cnt), slot.v, point, nest, dict(bag))"
         )
 
     def program(self) -> str:

@@ -94,14 +94,13 @@ def {block.name("else")}(): pass
         """A ``while``: its condition and its body are functions."""
         live = self._live.carried(node)
         block = self._names([node.test, *node.body], live)
-        acts = any(
-            isinstance(n, (ast.Call, ast.NamedExpr)) for n in ast.walk(node.test)
-        )
+        acts = any(isinstance(n, ast.Call | ast.NamedExpr) for n in ast.walk(node.test))
+        functions = f"{block.name('test')}, {block.name('body')}"
         text = f"""
 def {block.name("test")}(): pass
 def {block.name("body")}(): pass
 {block.accessors}
-{PREFIX}.while_stmt({block.name("test")}, {block.name("body")}, {block.arguments}, {acts})
+{PREFIX}.while_stmt({functions}, {block.arguments}, {acts})
 """
         test, body, *rest = parsed(text, _head(node, node.test))
         holds = self.visit(_without(_flags(node), node.test))

@@ -230,7 +230,7 @@ def test_a_loop_over_what_only_it_refers_to_may_be_left():
     def function(x):
         total = 0.0
         names = {"a": 1.0, "b": 2.0, "c": 3.0}
-        for i, (name, value) in enumerate(zip(names, names.values(), strict=True)):
+        for i, (_name, value) in enumerate(zip(names, names.values(), strict=True)):
             if x < value:
                 break
             total = total + value + i
