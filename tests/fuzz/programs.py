@@ -140,7 +140,12 @@ class Writer:
         if draw < 0.92:
             return f"0 < {self.expression(depth - 1)} <= 4"
         return self.pick(
-            "len(items) > 1", "1 in tags", "'k' in d", "flag", "alias is d"
+            "len(items) > 1",
+            "1 in tags",
+            "'k' in d",
+            "flag",
+            "alias is d",
+            "held is s['opt']",
         )
 
     # --- statements

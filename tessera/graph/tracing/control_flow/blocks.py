@@ -18,7 +18,11 @@ from tessera.graph.tracing.control_flow.conversion import (
     current,
     outlives,
 )
-from tessera.graph.tracing.control_flow.holders import Position, differences
+from tessera.graph.tracing.control_flow.holders import (
+    Numbers,
+    Position,
+    differences,
+)
 from tessera.graph.tracing.control_flow.merge import SCALARS, described
 from tessera.graph.tracing.control_flow.state import ABSENT, Key, State
 from tessera.graph.tracing.control_flow.user_code import user_line
@@ -97,6 +101,12 @@ def _require_traceable(state: State, after: Mapping[Key, Any], what: str) -> Non
     """Refuse a change of what outlives the trace, or cannot be put back."""
     for key in after:
         holder = state.holder(key)
+        if isinstance(holder, Numbers) and not holder.outside:
+            raise ControlFlowError(
+                f"the NumPy array {key.name!r} is written into in {what}",
+                got="a program computes new arrays, and writes into none",
+                fix="use a jax.numpy array and x = x.at[i].set(v), or write before",
+            )
         if isinstance(holder, Position):
             raise ControlFlowError(
                 f"{key.name!r} is moved on in {what}, which is traced whether it runs "

@@ -64,6 +64,28 @@ def _peek(load: Callable[[], Any], name: str) -> Any:
         return Undefined(name)
 
 
+def _is(first: Any, second: Any) -> bool:
+    """``first is second``, of which a merge of two objects may be either."""
+    conversion = current()
+    if first is second or conversion is None:
+        return first is second
+    arrays = isinstance(first, jax.Array) and isinstance(second, jax.Array)
+    merged = any(id(each) in conversion.merged for each in (first, second))
+    if merged and (arrays or type(first) is type(second)):
+        raise ControlFlowError(
+            f"whether two objects are one is asked at {user_line()}, and only known when "
+            "the program runs",
+            got=f"a {type(first).__name__} that a branch or a loop has left, where "
+            "another one was before",
+            fix="compare what they hold, or remember it in a variable",
+        )
+    return False
+
+
+def _is_not(first: Any, second: Any) -> bool:
+    return not _is(first, second)
+
+
 def _keywords(**named: Any) -> dict[str, Any]:
     return named
 
@@ -286,6 +308,8 @@ for _name, _operator in {
     "load": _load,
     "peek": _peek,
     "written": written,
+    "is_": _is,
+    "is_not": _is_not,
     "if_stmt": branches.if_stmt,
     "if_exp": branches.if_exp,
     "and_": branches.and_,

@@ -76,6 +76,7 @@ class Conversion:
       ambiguous: Containers that must not be changed any more.
       returned: Those that must not be once the function that returns them has ended.
       hidden: What libraries keep and have given to the code, and what it held before.
+      merged: What merges of two ways made, by id.
       locked: NumPy arrays that must not be written into until the trace ends.
       asked: The user's lines that asked a traced value for its number.
       blocks: How many branches and turns are being traced, one inside the other.
@@ -87,6 +88,7 @@ class Conversion:
     ambiguous: list[Ambiguous] = field(default_factory=list)
     returned: list[tuple[Any, str, str]] = field(default_factory=list)
     hidden: list[tuple[Holder, Mapping[Any, Any]]] = field(default_factory=list)
+    merged: dict[int, Any] = field(default_factory=dict)
     locked: list[np.ndarray[Any, Any]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     blocks: int = 0

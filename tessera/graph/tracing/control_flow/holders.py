@@ -195,6 +195,31 @@ class Elements(Holder):
         add(content[WHOLE].value)
 
 
+class Numbers(Holder):
+    """A NumPy array that is small enough to be compared each time."""
+
+    def _content(self) -> dict[Any, Any]:
+        return {WHOLE: Snapshot(_Copy(self.thing))}
+
+    def _fill(self, content: Mapping[Any, Any]) -> None:
+        self.thing[...] = content[WHOLE].value.array
+
+
+class _Copy:
+    """A copy of an array, which equals one of the same bytes."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array.copy()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Copy) and self._bytes() == other._bytes()
+
+    def _bytes(self) -> bytes:
+        return self.array.tobytes()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Position(Holder):
     """An iterator or a random generator: code that uses it moves it on."""
 
@@ -217,6 +242,8 @@ def holder_of(thing: Any, path: str, outside: bool) -> Holder:
         return Elements(thing, path, outside)
     if isinstance(thing, CellType):
         return Cell(thing, path, outside)
+    if isinstance(thing, np.ndarray):
+        return Numbers(thing, path, outside)
     if is_random_generator(thing) or is_iterator(thing):
         return Position(thing, path, outside)
     return Attributes(thing, path, outside)

@@ -223,14 +223,17 @@ def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         """``a < b < c`` evaluates ``b`` once, and ``c`` only if ``a < b``."""
-        if len(node.ops) == 1 or _assigns(node.comparators[1:]):
+        if len(node.ops) == 1:
+            self.generic_visit(node)
+            return _identity(node)
+        if _assigns(node.comparators[1:]):
             return self.generic_visit(node)
         self._count += 1
         names = [f"{PREFIX}{side}_{self._count}" for side in ("left", "right")]
         left, right = (ast.Name(name, ast.Load()) for name in names)
         rest = ast.Compare(right, node.ops[1:], node.comparators[1:])
         first = ast.Compare(left, node.ops[:1], [ast.Name(names[1], ast.Load())])
-        both = _operator("and_", node, first, _thunk(self.visit(rest)))
+        both = _operator("and_", node, _identity(first), _thunk(self.visit(rest)))
         two = [ast.arg(name) for name in names]
         arguments = ast.arguments([], two, None, [], [], None, [])
         values = [self.visit(node.left), self.visit(node.comparators[0])]
@@ -395,6 +398,17 @@ def _call(statement: ast.stmt) -> ast.Call:
 def _assigns(nodes: Iterable[ast.AST]) -> bool:
     """Whether an expression assigns a variable, which it could not from a function."""
     return any(isinstance(node, ast.NamedExpr) for node in within(nodes))
+
+
+def _identity(node: ast.Compare) -> ast.expr:
+    """``a is b``, where whether it is may be known only when the program runs."""
+    is_not = isinstance(node.ops[0], ast.IsNot)
+    sides = [node.left, *node.comparators]
+    if not (is_not or isinstance(node.ops[0], ast.Is)):
+        return node
+    if any(isinstance(side, ast.Constant) for side in sides):
+        return node
+    return _operator("is_not" if is_not else "is_", node, *sides)
 
 
 def _thunk(value: ast.expr) -> ast.expr:

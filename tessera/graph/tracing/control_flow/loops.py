@@ -102,12 +102,13 @@ def for_stmt(
         is_shared = is_iterator(iterated) and _is_shared(iterated, references)
         _unrolled(iterated, extra_test, guarded, is_shared=is_shared)
         return
-    state, dead = (
-        State(names, get, put, (extra_test, body)),
-        frozenset(names[num_live:]),
-    )
+    state = State(names, get, put, (extra_test, body))
+    dead = frozenset(names[num_live:])
     if _is_traced(items.length):
         _Loop(state, "the `for`", body, dead, extra_test, items).run_while()
+        return
+    if state.has_iterators:  # a trial would use them up
+        _unrolled(items, extra_test, guarded)
         return
     # A turn may be no program of its own, such as one that fills a list. Python runs
     # it then, and raises what is to be raised.

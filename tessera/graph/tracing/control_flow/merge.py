@@ -72,6 +72,7 @@ class Filled:
 
     Attributes:
       values: Every place after the merge.
+      made: The objects that are new in them.
       ambiguous: Containers in them that must not be changed, and what they are called.
     """
 
@@ -86,6 +87,7 @@ class Filled:
         filled = {key: self._fill(value) for key, value in merged.items()}
         now = {**before, **filled}
         self.values = {key: v for key, v in now.items() if v is not ABSENT}
+        self.made = [*self._made.values(), *results]
 
     def _fill(self, value: Any) -> Any:
         if isinstance(value, Slot):
@@ -209,6 +211,7 @@ class Merge:
         if conversion is not None:
             for thing, name in (*filled.ambiguous, *self._reachable.values()):
                 conversion.note_ambiguous(thing, name, self.where)
+            conversion.merged |= {id(each): each for each in filled.made}
 
     # --- numbers
 

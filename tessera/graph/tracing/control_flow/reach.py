@@ -31,6 +31,7 @@ from tessera.graph.tracing.control_flow.holders import (
     Elements,
     Globals,
     Holder,
+    Numbers,
     Position,
     holder_of,
     is_iterator,
@@ -64,12 +65,15 @@ _NAMESPACES = (
     collections.UserList,
 )
 
+# Larger arrays are locked instead of copied; a handler may hide that they were.
+_MOST_COPIED = 2**26
+
 # Code that names one of these can name any attribute.
 _REFLECTION = frozenset({"vars", "setattr", "getattr", "delattr", "__dict__"})
 
 
 class Reach:
-    """The holders and NumPy arrays that some code can reach, each once.
+    """The holders, and large NumPy arrays, that some code can reach, each once.
 
     Args:
       code: The functions that are the code.
@@ -90,6 +94,7 @@ class Reach:
             self._found: dict[tuple[int, type], Holder] = {}
             self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
             self._seen: dict[int, tuple[Any, bool]] = {}
+            self._classes: dict[type, bool] = {}
             names = self._names
             for path, value in start:
                 self._visit(path, value, outside is None)
@@ -98,7 +103,8 @@ class Reach:
         known = [Globals(*each) for each in self._global_variables()]
         self.holders: list[Holder] = [*self._found.values(), *known]
         seen = (value for value, _ in self._seen.values())
-        self.arrays = [value for value in seen if isinstance(value, np.ndarray)]
+        arrays = [value for value in seen if isinstance(value, np.ndarray)]
+        self.arrays = [array for array in arrays if array.nbytes > _MOST_COPIED]
 
     def _global_variables(self) -> Iterable[tuple[Any, str, bool, frozenset[str]]]:
         for variables, names in self._globals.values():
@@ -106,6 +112,9 @@ class Reach:
 
     def _visit(self, path: str, value: Any, outside: bool) -> None:
         if isinstance(value, _ATOMS):
+            return
+        if isinstance(value, type):
+            self._class(value, is_called=bool(path))
             return
         outside = outside or id(value) in self._outside
         if self._seen.get(id(value), (None, -1))[1] >= outside:
@@ -123,8 +132,6 @@ class Reach:
                 self._each(path, parts, outside)
             case ModuleType():
                 self._module(value)
-            case type():
-                self._class(value)
             case _:
                 self._object(path, value, outside)
         if is_users_module(type(value).__module__):
@@ -139,7 +146,7 @@ class Reach:
         self._found[id(holder.thing), type(holder)] = holder
         if isinstance(holder, Elements):
             self._each(holder.path, holder.thing, holder.outside)
-        elif not isinstance(holder, Position):
+        elif not isinstance(holder, Position | Numbers):
             for entry, item in holder.content().items():
                 self._visit(holder.entry_name(entry), item, holder.outside)
 
@@ -154,7 +161,8 @@ class Reach:
             for place, item in enumerate(value):
                 self._visit(f"{path}[{place}]", item, outside)
         is_own = isinstance(value, _CONTAINERS) or is_iterator(value)
-        if is_own or is_random_generator(value):
+        is_array = isinstance(value, np.ndarray) and value.nbytes <= _MOST_COPIED
+        if is_own or is_array or is_random_generator(value):
             self._hold(holder_of(value, path, outside))
         if has_attributes(value):
             self._attributes(path, value, outside)
@@ -201,12 +209,18 @@ class Reach:
             elif isinstance(value, ModuleType) and name == "random":
                 self._visit(name, value, True)
 
-    def _class(self, kind: type) -> None:
+    def _class(self, kind: type, *, is_called: bool) -> None:
+        """Follow a class; what makes its objects only where code names the class."""
+        if self._classes.get(kind, -1) >= is_called:
+            return
+        self._classes[kind] = is_called
         for base in kind.__mro__:
             if is_users_module(base.__module__):
                 self._attributes(base.__name__, base, True)
                 for name, value in vars(base).items():
-                    if name in self._names or name.startswith("__"):
+                    makes = name in ("__init__", "__new__")
+                    is_implied = name.startswith("__") and (is_called or not makes)
+                    if name in self._names or is_implied:
                         inner = [getattr(value, each, None) for each in _ACCESSORS]
                         for function in (value, *inner):
                             if isinstance(function, FunctionType):

@@ -19,6 +19,7 @@ from tessera.graph.tracing.control_flow.holders import (
     Entries,
     Holder,
     Items,
+    is_iterator,
 )
 from tessera.graph.tracing.control_flow.lower_jumps import PREFIX, RESULT
 from tessera.graph.tracing.control_flow.reach import Reach
@@ -100,6 +101,11 @@ class State:
         self._arrays = reach.arrays
         self._things = {id(holder.thing) for holder in self._holders}
         self._things |= {id(array) for array in self._arrays}
+
+    @property
+    def has_iterators(self) -> bool:
+        """Whether the code can move on an iterator that was there before."""
+        return any(is_iterator(holder.thing) for holder in self._holders)
 
     def holds(self, thing: Any) -> bool:
         """Whether a thing was there before the block."""

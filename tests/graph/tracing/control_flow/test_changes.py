@@ -2,6 +2,7 @@
 """What branches and loops change of what the call itself made: both ways count."""
 
 import collections
+import contextlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -181,6 +182,43 @@ def test_what_is_returned_early_has_the_changes_of_its_way():
     assert [float(v["n"]) for v in both(function, X)] == [20, 3]
 
 
+def test_whether_a_merged_container_is_another_one_is_refused():
+    @ts.function
+    def function(x, flag):
+        first = {"n": x}
+        second = first
+        if flag:
+            first = {"n": -x}
+        return x if first is second else -x
+
+    with pytest.raises(ControlFlowError, match="whether two objects are one is asked"):
+        function(X, YES)
+
+
+@pytest.mark.parametrize("other", [None, "text", (), 3])
+def test_whether_a_merged_container_is_something_else_is_known(other):
+    def function(x, flag):
+        first = {"n": x}
+        if flag:
+            first = {"n": -x}
+        return x if first is other or first is not first else first["n"]
+
+    assert [float(v) for v in both(function, X)] == [-2, 2]
+
+
+def test_whether_a_merged_array_is_another_one_is_refused():
+    @ts.function
+    def function(x, flag):
+        first = x + 1.0
+        second = first
+        if flag:
+            first = x * 2.0
+        return x if first is not second else -x
+
+    with pytest.raises(ControlFlowError, match="whether two objects are one is asked"):
+        function(X, YES)
+
+
 # --- closures
 
 
@@ -312,17 +350,27 @@ def test_a_set_of_different_elements_is_named():
     )
 
 
-def test_a_numpy_array_from_before_is_not_written_in_a_branch():
+def writes(values):
+    values[0] = 1
+
+
+def writes_and_hides_it(values):
+    with contextlib.suppress(ValueError):
+        values[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("write", "size"), [(writes, 2), (writes_and_hides_it, 2), (writes, 2**25)]
+)
+def test_a_numpy_array_from_before_is_not_written_in_a_branch(write, size):
     @ts.function
     def function(x, flag):
-        values = np.zeros(2, np.float32)
+        values = np.zeros(size, np.float32)
         if flag:
-            values[0] = 1
-        return x + values
+            write(values)
+        return x + values[:2]
 
-    with pytest.raises(
-        ControlFlowError, match=r"ValueError at .* is raised in the `if`"
-    ):
+    with pytest.raises(ControlFlowError, match=r"is written into|is raised in"):
         function(X, YES)
 
 

@@ -212,6 +212,28 @@ def test_an_iterator_that_a_branch_makes_is_its_own():
     assert [float(function(X, f)) for f in (YES, NO)] == [4, 2]
 
 
+def test_a_loop_over_rows_may_move_on_an_iterator():
+    @ts.function
+    def function(x, rows):
+        values = iter([1.0, 2.0, 3.0])
+        for row in rows:
+            x = x + row * next(values) if row > 0 else x
+        return x
+
+    with pytest.raises(ControlFlowError, match="'values' is moved on"):
+        function(X, jnp.arange(3.0))
+
+    @ts.function
+    def weighted(x, rows):
+        values = iter([1.0, 2.0, 3.0])
+        for row in rows:
+            weight = next(values)
+            x = x + row * weight if row > 0 else x
+        return x
+
+    assert float(weighted(X, jnp.arange(3.0))) == 2 + 2 + 6
+
+
 def test_an_iterator_is_not_left_by_a_break_that_only_the_program_knows():
     @ts.function
     def function(x):
