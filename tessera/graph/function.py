@@ -194,7 +194,7 @@ class Function:
         body, here = scope.as_called(self.body), scope.current()
         if self.options.mesh is None and not self.options.declares_layouts:
             # One microbatch has other sizes than annotations speak of.
-            check = here is not None and here.row_parts is None
+            check = here is not None and here.is_whole_batch
             return checked(body, args, kwargs, name=self.options.name, check=check)
         given = self._form.values(args, kwargs)
         return inline(body, self._take_apart(args, kwargs), self.options, given)

@@ -21,7 +21,12 @@ import jax.numpy as jnp
 
 from tessera import _jax
 from tessera.errors import PipelineFormError
-from tessera.graph.pipelining.rows import Rows, have_same_equations, variables
+from tessera.graph.pipelining.rows import (
+    Rows,
+    have_same_equations,
+    have_same_parameters,
+    variables,
+)
 
 Kind = Literal["rows", "whole", "sum"]
 
@@ -138,12 +143,17 @@ class _Separation:
         if "sum" in kinds:
             self._check_linear(equation)
             return "sum"
-        if self.rows.are_kept_apart(equation, twin):
+        is_apart = self.rows.are_kept_apart(equation, twin)
+        is_same = have_same_parameters(equation, twin)
+        if is_apart and is_same:
             reads_rows = "rows" in kinds or is_tainted
             if reads_rows or not self.rows.of(equation.invars):
                 return "rows"
         if not is_tainted:
             return "whole"
+        if is_apart and not is_same:
+            name = equation.primitive.name
+            self._refuse(equation, f"{name} depends on the size of the batch")
         if not self._sums_rows(equation):
             self._refuse(equation, f"{equation.primitive.name} mixes rows of the batch")
         self.frontier.update(equation.outvars)

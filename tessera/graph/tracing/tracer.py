@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core.primitives import copy_p
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
@@ -22,13 +21,11 @@ from tessera.annotations import Binding, bind
 from tessera.errors import (
     NoMeshError,
     ParameterNameError,
-    PipelineFormError,
-    TesseraError,
     UnconnectedGradientError,
 )
-from tessera.graph.captures import lift_captures
 from tessera.graph.ir import Graph, Role, Value
-from tessera.graph.pipelining.mark import PipelineCall, pipeline_p
+from tessera.graph.pipelining.mark import Decision, argument_rows
+from tessera.graph.rewriting import without_jits
 from tessera.graph.tracing.arguments import Call, Leaf, common_mesh
 from tessera.graph.tracing.control_flow.steering import with_control_flow
 from tessera.graph.tracing.declarations import (
@@ -39,7 +36,10 @@ from tessera.graph.tracing.declarations import (
     parameter_value,
 )
 from tessera.graph.tracing.gradient import gradient_p
+from tessera.graph.tracing.microbatch import BatchRows, has_pipeline
+from tessera.graph.tracing.roles import updated, uses_of
 from tessera.graph.tracing.strategies import Strategy
+from tessera.graph.tracing.strategy_roles import BATCH
 from tessera.graph.tracing.swapping import let_transpose_swap
 from tessera.graph.tracing.write_back import Watch, Write, write_values
 from tessera.mesh import Mesh, manual_axes, opened_or_none
@@ -111,59 +111,128 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
 
 
 def _trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
-    # What is open around a manual region is no mesh for the blocks inside it.
-    opened = None if manual_axes() else opened_or_none()
-    owners: list[tuple[str, Mesh | None]] = [("the step", options.mesh or opened)]
-    if options.strategy is not None and common_mesh(call.leaves, owners) is None:
-        owners.append(("the strategy", options.strategy.default_mesh()))
-    known: dict[str, DistTensor] = {}
-    before = known
-    unreached: dict[int, frozenset[str]] = {}
-    binding = bind(function, call.args, call.kwargs, name=options.name)
+    tracing = _Tracing(function, call, options)
+    before: Mapping[str, DistTensor] = {}
     for _ in range(_MOST_TRIALS):
-        leaves = (*call.leaves, *map(Leaf, known, known.values()))
-        mesh = common_mesh(leaves, owners)
-        if options.strategy is not None and mesh is not None:
-            options.strategy.check_mesh(mesh)
-        arguments = argument_values(call, options, mesh, binding.dim_names)
-        parameters = [parameter_value(name, known[name], mesh) for name in known]
-        trial = _run(
-            function,
-            call,
-            (*arguments, *parameters),
-            mesh,
-            unreached,
-            donated=options.donate,
-        )
-        before, found = known, trial.scope.declared
-        if _inputs_of(found) != _inputs_of(known):
-            known = found  # the next trace has inputs for them
-            continue
-        graph = _graph(trial, (*arguments, *parameters), mesh, options, binding)
-        if options.strategy is not None and options.out_specs is None:
-            graph = _with_results(graph, trial, call, options.strategy)
-        met = _meshes_met(trial, graph)
-        if common_mesh(leaves, [*owners, *met]) != mesh:
-            owners += met  # the next trace is on the mesh that this one met
-            continue
-        if mesh is None:
-            _refuse_layouts(trial, options)
-        missed = _unreached(graph.program)
-        if not missed:
-            return Trace(
-                graph=_with_microbatch(graph, function, call, unreached),
-                parameters=found,
-                donated=options.donate,
-                out_tree=trial.out_tree,
-                out_statics=trial.out_statics,
-                writes=tuple(trial.writes),
-            )
-        unreached |= missed  # the next trace leaves these gradients out
+        before = tracing.parameters
+        if (found := tracing.next_trial()) is not None:
+            return found
     raise ParameterNameError(
         f"the parameters of {options.name!r} are others every time that it is traced",
-        got=f"{_listed(known)}, before {_listed(before)}",
+        got=f"{_listed(tracing.parameters)}, before {_listed(before)}",
         fix="name them after what they are: a step is traced more than once",
     )
+
+
+class _Tracing:
+    """The traces of one call, each of which knows what those before it found out."""
+
+    def __init__(
+        self, function: Callable[..., Any], call: Call, options: Options
+    ) -> None:
+        self.function, self.call, self.options = function, call, options
+        self.parameters: dict[str, DistTensor] = {}
+        self.unreached: dict[int, frozenset[str]] = {}
+        self.batch_arguments: dict[int, Decision] = {}
+        self.binding = bind(function, call.args, call.kwargs, name=options.name)
+        # What is open around a manual region is no mesh for the blocks inside it.
+        opened = None if manual_axes() else opened_or_none()
+        self.owners: list[tuple[str, Mesh | None]] = [
+            ("the step", options.mesh or opened)
+        ]
+        if options.strategy is not None and self._common_mesh() is None:
+            self.owners.append(("the strategy", options.strategy.default_mesh()))
+
+    def next_trial(self) -> Trace | None:
+        """The traced call; None where another trace has to know what this one found."""
+        options, mesh = self.options, self._common_mesh()
+        if options.strategy is not None and mesh is not None:
+            options.strategy.check_mesh(mesh)
+        inputs = (
+            *argument_values(self.call, options, mesh, self.binding.dim_names),
+            *(parameter_value(name, p, mesh) for name, p in self.parameters.items()),
+        )
+        here = self._scope(mesh)
+        trial = _run(self.function, self.call, inputs, here, donated=options.donate)
+        if _inputs_of(here.declared) != _inputs_of(self.parameters):
+            self.parameters = here.declared  # the next trace has inputs for them
+            return None
+        graph = _graph(trial, inputs, mesh, options, self.binding)
+        met = _meshes_met(trial, graph)
+        if self._common_mesh(met) != mesh:
+            self.owners += met  # the next trace is on the mesh that this one met
+            return None
+        if mesh is None:
+            _refuse_layouts(trial, options)
+        if missed := _unreached(graph.program):
+            self.unreached |= missed  # the next trace leaves these gradients out
+            return None
+        if self._learned_roles(graph):
+            return None
+        if has_pipeline(graph.program):
+            rows = self._rows(graph)
+            if found := rows.decisions():
+                self.batch_arguments |= found  # the next trace cuts these arguments
+                return None
+            graph = replace(graph, microbatch=rows.microbatch())
+        if options.strategy is not None and mesh is not None:
+            options.strategy.warn(self.call, mesh)
+            if options.out_specs is None:
+                graph = _with_results(graph, trial, self.call, options.strategy)
+        return Trace(
+            graph=graph,
+            parameters=here.declared,
+            donated=options.donate,
+            out_tree=trial.out_tree,
+            out_statics=trial.out_statics,
+            writes=tuple(trial.writes),
+        )
+
+    def _learned_roles(self, graph: Graph) -> bool:
+        """Whether the trace shows what some arguments are, and the last one did not."""
+        before, strategy = self.options, self.options.strategy
+        if strategy is not None:
+            self.options = replace(before, strategy=strategy.informed(graph, self.call))
+        elif before.split_batch and before.batch is None:
+            by = uses_of(graph.program).differentiated
+            inputs = zip(graph.inputs, _jax.inputs(graph.program), strict=True)
+            found = {value.name: False for value, x in inputs if x in by}
+            self.options = replace(before, found=found)
+        elif before.split_batch:  # a pipeline by itself
+            self.options = replace(before, found=argument_rows(graph.program))
+        return self.options != before
+
+    def _common_mesh(self, met: Sequence[tuple[str, Mesh | None]] = ()) -> Mesh | None:
+        held = self.parameters
+        leaves = (*self.call.leaves, *map(Leaf, held, held.values()))
+        return common_mesh(leaves, [*self.owners, *met])
+
+    def _scope(self, mesh: Mesh | None, *, is_whole_batch: bool = True) -> scope.Scope:
+        return scope.Scope(
+            mesh=mesh,
+            unreached=self.unreached,
+            plan=scope.current_plan(),
+            is_whole_batch=is_whole_batch,
+            batch_arguments=self.batch_arguments,
+        )
+
+    def _rows(self, graph: Graph) -> BatchRows:
+        def retrace(values: Sequence[Value], here: scope.Scope) -> _jax.Program:
+            return _run(self.function, self.call, values, here).program
+
+        def opened() -> scope.Scope:
+            return self._scope(graph.mesh, is_whole_batch=False)
+
+        return BatchRows(graph, self._is_batch, retrace, opened)
+
+    def _is_batch(self, path: str) -> bool | None:
+        """Whether an array is declared to be a batch; None where nothing is declared."""
+        options = self.options
+        if options.strategy is not None:
+            role = options.strategy.role(path)
+            return None if role is None else role == BATCH
+        is_undeclared = options.batch is not None and not options.batch
+        return None if is_undeclared else options.is_batch(path)
 
 
 def _listed(parameters: Mapping[str, DistTensor]) -> str:
@@ -192,18 +261,11 @@ def _run(
     function: Callable[..., Any],
     call: Call,
     values: Sequence[Value],
-    mesh: Mesh | None,
-    unreached: dict[int, frozenset[str]],
+    here: scope.Scope,
     *,
-    row_parts: int | None = None,
     donated: frozenset[str] = frozenset(),
 ) -> _Trial:
-    here = scope.Scope(
-        mesh=mesh,
-        unreached=unreached,
-        plan=scope.current_plan(),
-        row_parts=row_parts,
-    )
+    mesh = here.mesh
     trial = _Trial(here, None, None, {}, [])
     names = [argument.name for argument in call.arguments]
 
@@ -275,94 +337,20 @@ def _graph(
     return described.with_program(trial.program)  # lifts what the trial captured
 
 
-def _with_microbatch(
-    graph: Graph,
-    function: Callable[..., Any],
-    call: Call,
-    unreached: dict[int, frozenset[str]],
-) -> Graph:
-    """The graph, with the program of one microbatch where it has a pipeline."""
-    calls = _pipelined_calls(graph.program)
-    if not calls:
-        return graph
-    first = calls[0]
-    weights = _weights(graph.program)
-    inputs = zip(graph.inputs, _jax.inputs(graph.program), strict=True)
-    # Layouts are left out: rows of a microbatch need not divide as the batch's do.
-    values = [
-        value if variable in weights else _one_microbatch(value, first)
-        for value, variable in inputs
-        if value.role is not Role.CAPTURED
-    ]
-    try:
-        trial = _run(
-            function, call, values, graph.mesh, unreached, row_parts=first.parts
-        )
-    except TesseraError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise _no_rows_of_a_batch(first, str(error).partition("\n")[0]) from error
-    for whole, micro in zip(calls, _pipelined_calls(trial.program), strict=False):
-        if whole.rows != micro.rows:
-            raise _no_rows_of_a_batch(first, f"{micro.rows} rows in {whole.rows}")
-    program, _ = lift_captures(trial.program)
-    return replace(graph, microbatch=program)
-
-
-def _pipelined_calls(program: _jax.Program) -> list[PipelineCall]:
-    """Every pipelined call in a program, nested programs included."""
-    found: list[PipelineCall] = []
-    for equation in _jax.equations(program):
-        if equation.primitive is pipeline_p:
-            found.append(equation.params["call"])
-        for inner in _jax.inner_programs(equation):
-            found += _pipelined_calls(inner)
-    return found
-
-
-def _weights(program: _jax.Program) -> set[Any]:
-    """What has no rows, however long it is: weights of gradients and of pipelines."""
-    found: set[Any] = set()
-    for equation in _jax.equations(program):
-        if equation.primitive is gradient_p:
-            found.update(equation.invars[1:])
-        elif equation.primitive is pipeline_p:
-            found.update(equation.invars[equation.params["call"].staged.num_inputs :])
-    # By a copy of its own ts.value_and_grad differentiates.
-    found.update(
-        equation.invars[0]
-        for equation in _jax.equations(program)
-        if equation.primitive is copy_p and equation.outvars[0] in found
-    )
-    return {atom for atom in found if not isinstance(atom, _jax.Literal)}
-
-
-def _one_microbatch(value: Value, call: PipelineCall) -> Value:
-    shape = value.aval.shape
-    if value.role is Role.PARAMETER or shape[:1] != (call.rows,):
-        return value
-    rows = call.rows // call.parts
-    aval = jax.ShapeDtypeStruct((rows, *shape[1:]), value.aval.dtype)
-    return replace(value, aval=aval, spec=None)
-
-
-def _no_rows_of_a_batch(call: PipelineCall, problem: str) -> PipelineFormError:
-    return PipelineFormError(
-        "a step with a pipeline cannot be traced for one microbatch",
-        got=f"{call.rows // call.parts} of {call.rows} rows of each "
-        f"argument that has {call.rows}: {problem}",
-        fix="give the pipeline the rows of the step's arguments, as many and in the "
-        "same order",
-    )
-
-
 def _with_results(graph: Graph, trial: _Trial, call: Call, strategy: Strategy) -> Graph:
     """The graph with the layouts that a strategy gives its results."""
     assert graph.mesh is not None, "a strategy has a mesh"
     result = trial.result(value.aval for value in graph.outputs)
-    layouts = strategy.result_layouts(result, call, graph.mesh)
+    count = trial.out_tree.num_leaves - len(trial.out_statics)
+    program = without_jits(graph.program)
+    names = {
+        variable: value.name
+        for variable, value in zip(_jax.inputs(program), graph.inputs, strict=True)
+    }
+    new = [{names[v] for v in found.any} for found in updated(program)[:count]]
+    layouts = strategy.result_layouts(result, call, graph.mesh, new)
     known = [layout for i, layout in enumerate(layouts) if i not in trial.out_statics]
-    returned, written = graph.outputs[: len(known)], graph.outputs[len(known) :]
+    returned, written = graph.outputs[:count], graph.outputs[count:]
     laid_out = [replace(v, spec=s) for v, s in zip(returned, known, strict=True)]
     return graph.with_outputs([*laid_out, *written])
 

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from tessera import _jax
-from tessera.graph.pipelining.rows import Rows, have_same_literals
+from tessera.graph.pipelining.rows import Rows, have_same_numbers
 from tessera.graph.rewriting import without_jits
 
 ROWS, MICRO, OTHER = 8, 2, 3
@@ -34,7 +34,7 @@ def keeps_apart(function: Function, *arrays: jax.Array) -> bool:
         rows.pair(equation.outvars, twin.outvars)
         if not rows.of((*equation.invars, *equation.outvars)):
             continue
-        same = have_same_literals(equation, twin)
+        same = have_same_numbers(equation, twin)
         if not same or not rows.are_kept_apart(equation, twin):
             return False
     return True
