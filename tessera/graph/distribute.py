@@ -16,6 +16,7 @@ from tessera.annotations import annotations_of
 from tessera.errors import StrategyError, did_you_mean
 from tessera.graph.function import Function
 from tessera.graph.pipeline import PipelineOfArguments
+from tessera.graph.tracing.arguments import as_names
 from tessera.graph.tracing.declarations import Options
 from tessera.graph.tracing.owners import AsOwner
 from tessera.graph.tracing.per_device import PerDevice, TensorParallel
@@ -47,7 +48,7 @@ STRATEGIES: Final[Mapping[str, tuple[str, int | None]]] = MappingProxyType(
 )
 
 
-def distribute(
+def distribute(  # noqa: PLR0913 - a keyword for each role
     strategy: str,
     *,
     stage: int | None = None,
@@ -160,7 +161,7 @@ def distribute(
     }
     _check_results(strategy, results)
     axes = tuple(mesh_axes) if mesh_axes is not None else (default_axis,)
-    named = _names(experts)
+    named = as_names(experts)
     if (strategy == "expert_parallel") != bool(named):
         raise StrategyError(
             "strategy 'expert_parallel' has to know which parameters are experts"
@@ -262,7 +263,7 @@ def _said(
     has_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
     said: dict[str, str] = {}
     for role, names in given.items():
-        for path in _names(names):
+        for path in as_names(names):
             if path.partition("/")[0] not in known and not has_more:
                 raise StrategyError(
                     f"{name!r} has no argument {path!r}",
@@ -272,9 +273,3 @@ def _said(
             if role in ROLES:
                 said[path] = role
     return said
-
-
-def _names(names: Names) -> tuple[str, ...]:
-    if names is None:
-        return ()
-    return (names,) if isinstance(names, str) else tuple(names)

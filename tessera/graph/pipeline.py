@@ -29,7 +29,7 @@ from tessera.graph.pipelining.cutting import stage_end_p
 from tessera.graph.pipelining.mark import Decision, PipelineCall, struct_of
 from tessera.graph.pipelining.schedules import schedule as schedule_of
 from tessera.graph.pipelining.table import Schedule
-from tessera.graph.tracing.arguments import is_in
+from tessera.graph.tracing.arguments import as_names, is_in
 from tessera.graph.tracing.declarations import Options, is_number
 from tessera.graph.training_step import Stage, Step
 from tessera.graph.zero import split_further
@@ -89,18 +89,12 @@ def pipeline(
     Sources: arXiv 1811.06965, 1806.03377, 2104.04473, 2401.10241.
     """
     names = tuple(map(_name, stages))
-    rows = (
-        None
-        if batch is None
-        else frozenset((batch,) if isinstance(batch, str) else batch)
-    )
+    rows = None if batch is None else frozenset(as_names(batch))
     wanted = _Pipeline(names, axis, schedule, microbatches, batch=rows)
     if mesh is not None:
         wanted.check(mesh)
 
     def decorate(body: Callable[..., Any]) -> Step:
-        wanted.check_names(body)
-
         @functools.wraps(body)
         def piped(*args: Any, **kwargs: Any) -> Any:
             return wanted.call(body, mesh, args, kwargs)
@@ -214,16 +208,6 @@ class _Pipeline:
             "schedule='interleaved', or another mesh",
         )
 
-    def check_names(self, body: Callable[..., Any]) -> None:
-        """Raise [T324] where ``batch`` names no argument of a function."""
-        parameters = inspect.signature(body).parameters.values()
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return
-        known = [p.name for p in parameters]
-        for name in self.batch or ():
-            if name.partition("/")[0].partition("[")[0] not in known:
-                raise _no_argument(name, known)
-
     def call(
         self, body: Callable[..., Any], mesh: Mesh | None, args: Any, kwargs: Any
     ) -> Any:
@@ -275,7 +259,7 @@ class _Pipeline:
         if not any(row is not False for row in by_row):
             raise PipelineFormError(
                 "a pipeline has no batch to cut into microbatches",
-                got=f"arguments {', '.join(str(jax.typeof(a)) for a in function.arrays)}",
+                got=f"arguments {', '.join(map(str, map(jax.typeof, function.arrays)))}",
                 fix="pass an array whose leading dim counts the rows of the batch",
             )
         return Decision(by_row, "said")

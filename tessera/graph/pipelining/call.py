@@ -38,7 +38,9 @@ class OfArrays(Protocol):
 
     arrays: list[Any]
 
-    def __call__(self, *arrays: Any) -> list[Any]: ...
+    def __call__(self, *arrays: Any) -> list[Any]:
+        """Its results for other arrays."""
+        ...
 
 
 def marked_as_given(function: OfArrays, call: PipelineCall) -> list[Any]:

@@ -96,16 +96,14 @@ class PipelineCall:
 
     def undecided(self, why: str) -> UndecidedRoleError:
         """The error where nothing decides which arguments have rows."""
-        names = [
-            p
-            for p, row in zip(self.paths, self.by_row, strict=True)
-            if row is not False
-        ]
+        by_path = zip(self.paths, self.by_row, strict=True)
+        names = [path for path, row in by_path if row is not False] or ["x"]
         return UndecidedRoleError(
-            f"it is not decided which arguments of pipeline {self.name!r} have a row for "
-            "each example",
-            got=f"{', '.join(names) or 'none'}: {why}",
-            fix=f"name them: {self.say.format(names[0] if names else 'x')}; all others are whole in every stage",
+            f"it is not decided which arguments of pipeline {self.name!r} have a row "
+            "for each example",
+            got=f"{', '.join(names)}: {why}",
+            fix=f"name them: {self.say.format(names[0])}\n"
+            "all others are whole in every stage that reads them",
         )
 
     def warn(self) -> None:
@@ -116,8 +114,8 @@ class PipelineCall:
         """
         if self.mixes:
             warnings.warn(
-                f"a stage of pipeline {self.name!r} sees one microbatch, not the batch, "
-                f"and mixes its rows: {self.mixes}",
+                f"a stage of pipeline {self.name!r} sees one microbatch at a time, and "
+                f"its rows are not kept apart: {self.mixes}",
                 TesseraWarning,
                 stacklevel=2,
             )
@@ -149,13 +147,13 @@ def bind(call: PipelineCall, arguments: Sequence[Any], weights: Sequence[Any]) -
 
 
 def argument_rows(program: _jax.Program) -> dict[str, bool]:
-    """Which arguments of a program's pipelined calls have rows, as far as is known."""
+    """Which arguments of a program's pipelined calls have rows, where it is known."""
     found: dict[str, bool] = {}
     for equation in _jax.equations(program):
         if equation.primitive is pipeline_p:
             call: PipelineCall = equation.params["call"]
-            pairs = zip(call.paths, call.by_row, strict=True)
-            found |= {path: row for path, row in pairs if row is not None}
+            if None not in call.by_row:
+                found.update(zip(call.paths, map(bool, call.by_row), strict=True))
         for inner in _jax.inner_programs(equation):
             found |= argument_rows(inner)
     return found

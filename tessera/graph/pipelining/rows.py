@@ -144,7 +144,8 @@ class Rows:
             elif equation.outvars and not have_same_numbers(equation, other):
                 return _said("depends on the number of rows", equation)
             elif has_rows and numbers.keys().isdisjoint(indices):
-                if found := self._mixed_in(equation, other):
+                found = self._mixed_in(equation, other)
+                if found is not None:
                     return found
         for atom in variables(_jax.outputs(program)):
             if atom in numbers:

@@ -269,11 +269,18 @@ def take_apart(
     return Call(len(args), keywords, tuple(arguments))
 
 
+def as_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
+    """One name or several, as users say them."""
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 def is_in(path: str, names: Iterable[str]) -> bool:
     """Whether an array is one of some arguments, or inside of them.
 
     Example:
-      >>> is_in("batch/x", ["batch"]), is_in("batch/x", ["batch/x"]), is_in("b", ["batch"])
+      >>> is_in("batch/x", ["batch"]), is_in("batch/x", ["batch/x"]), is_in("b", ["bc"])
       (True, True, False)
     """
     return any(path == name or path.startswith(f"{name}/") for name in names)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeAlias
 import jax
 
 from tessera import _jax
-from tessera.errors import PipelineFormError, TesseraError, UndecidedRoleError
+from tessera.errors import PipelineFormError, TesseraError
 from tessera.graph.captures import lift_captures
 from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.pipelining.mark import Decision, PipelineCall, pipeline_p

@@ -14,12 +14,11 @@ from tessera.graph.rewriting import nested_with_operands
 from tessera.graph.tracing.gradient import gradient_p
 
 # A gradient by what one of these gives is one by what it was given.
-_VIEWS: Final = frozenset(
-    """
+_VIEW_WORDS = """
     convert_element_type copy copy_p device_put optimization_barrier reduce_precision
     reshape sharding_constraint squeeze transpose
-    """.split()
-)
+"""
+_VIEWS: Final = frozenset(_VIEW_WORDS.split())
 
 
 @dataclass(frozen=True)

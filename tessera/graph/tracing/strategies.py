@@ -86,9 +86,7 @@ class Strategy:
                     got=f"{self.said[name]}={name!r}",
                     fix=did_you_mean(name, paths),
                 )
-        said = {
-            p: role for p in paths if (role := replace(self, found={}).role(p))
-        }
+        said = {p: role for p in paths if (role := replace(self, found={}).role(p))}
         return replace(self, found=find_roles(self.name, self.stage, said, graph))
 
     def default_mesh(self) -> Mesh:

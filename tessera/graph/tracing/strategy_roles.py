@@ -137,8 +137,8 @@ class _Finding:
             f"strategy {self.name!r} cannot tell what the arguments {listed} of "
             f"{self.graph.name!r} are",
             got=f"{', '.join(paths)}: {why}",
-            fix=f"say it: ts.distribute({self.name!r}, {role}=[{listed}]), and likewise "
-            + ", ".join(f"{other}=" for other in ROLES if other != role),
+            fix=f"say it: ts.distribute({self.name!r}, {role}=[{listed}])\n"
+            f"and likewise {', '.join(f'{other}=' for other in ROLES if other != role)}",
         )
 
 
@@ -147,7 +147,7 @@ def is_like(
 ) -> bool:
     """Whether an array is what an optimizer keeps for a weight.
 
-    It has the weight's shape, and the weight's path in its argument is a part of its own.
+    It has the weight's shape, and the weight's path in its argument is part of its own.
 
     Example:
       >>> is_like("state/0/mu/up/w", (4, 8), "weights/up/w", (4, 8))

@@ -134,6 +134,7 @@ class _Tracing:
         self.parameters: dict[str, DistTensor] = {}
         self.unreached: dict[int, frozenset[str]] = {}
         self.batch_arguments: dict[int, Decision] = {}
+        self.weights: dict[str, bool] | None = None
         self.binding = bind(function, call.args, call.kwargs, name=options.name)
         # What is open around a manual region is no mesh for the blocks inside it.
         opened = None if manual_axes() else opened_or_none()
@@ -145,7 +146,7 @@ class _Tracing:
 
     def next_trial(self) -> Trace | None:
         """The traced call; None where another trace has to know what this one found."""
-        options, mesh = self.options, self._common_mesh()
+        options, mesh = self._options(), self._common_mesh()
         if options.strategy is not None and mesh is not None:
             options.strategy.check_mesh(mesh)
         inputs = (
@@ -154,7 +155,8 @@ class _Tracing:
         )
         here = self._scope(mesh)
         trial = _run(self.function, self.call, inputs, here, donated=options.donate)
-        if _inputs_of(here.declared) != _inputs_of(self.parameters):
+        is_new = self._learned_weights(trial.program, inputs)
+        if is_new or _inputs_of(here.declared) != _inputs_of(self.parameters):
             self.parameters = here.declared  # the next trace has inputs for them
             return None
         graph = _graph(trial, inputs, mesh, options, self.binding)
@@ -188,17 +190,32 @@ class _Tracing:
             writes=tuple(trial.writes),
         )
 
+    def _options(self) -> Options:
+        """What is declared; no batch is split before it is known to be one."""
+        is_known = self.weights is not None or not self._asks_for_weights
+        return self.options if is_known else replace(self.options, split_batch=False)
+
+    @property
+    def _asks_for_weights(self) -> bool:
+        """Whether all arguments are batches but those that gradients are taken by."""
+        return self.options.split_batch and self.options.batch is None
+
+    def _learned_weights(self, program: _jax.Program, inputs: Sequence[Value]) -> bool:
+        """Whether a trace shows for the first time what gradients are taken by."""
+        if not self._asks_for_weights:
+            return False
+        before, by = self.weights, uses_of(program).differentiated
+        pairs = zip(inputs, _jax.inputs(program), strict=True)
+        self.weights = {value.name: False for value, x in pairs if x in by}
+        self.options = replace(self.options, found=self.weights)
+        return self.weights != before
+
     def _learned_roles(self, graph: Graph) -> bool:
-        """Whether the trace shows what some arguments are, and the last one did not."""
+        """Whether a trace shows for the first time what some arguments are."""
         before, strategy = self.options, self.options.strategy
         if strategy is not None:
             self.options = replace(before, strategy=strategy.informed(graph, self.call))
-        elif before.split_batch and before.batch is None:
-            by = uses_of(graph.program).differentiated
-            inputs = zip(graph.inputs, _jax.inputs(graph.program), strict=True)
-            found = {value.name: False for value, x in inputs if x in by}
-            self.options = replace(before, found=found)
-        elif before.split_batch:  # a pipeline by itself
+        elif before.split_batch and not before.batch and not self._asks_for_weights:
             self.options = replace(before, found=argument_rows(graph.program))
         return self.options != before
 
@@ -226,7 +243,7 @@ class _Tracing:
         return BatchRows(graph, self._is_batch, retrace, opened)
 
     def _is_batch(self, path: str) -> bool | None:
-        """Whether an array is declared to be a batch; None where nothing is declared."""
+        """Whether an array is declared to be a batch; None where nothing is said."""
         options = self.options
         if options.strategy is not None:
             role = options.strategy.role(path)
