@@ -121,7 +121,9 @@ class Scope:
 
     def go_back(self, before: tuple[Any, ...]) -> None:
         """Forget what was met since ``mark``."""
-        self.declared, self.counts, self.inner, self.pipelined = before
+        declared, counts, inner, pipelined = before
+        self.declared, self.counts = dict(declared), dict(counts)
+        self.inner, self.pipelined = list(inner), list(pipelined)
 
     def fresh(self, stem: str) -> str:
         """``stem``, numbered from its second use under the open path."""

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -141,21 +141,15 @@ class PipelineOfArguments:
           PipelineSizeError: [T311] it has not as many stages as the axis has devices.
           UndecidedRoleError: [T324] nothing decides which arguments have rows.
         """
-        body = scope.as_called(self._body)
-        stages = _stages_called(body, args, kwargs)
-        say = 'ts.distribute("pipeline_parallel", batch="{}")'
+        say = "ts.distribute('pipeline_parallel', batch=[...])"
         wanted = _Pipeline(
-            stages, self._axis, "1f1b", None, self._batch, self._weights, say
+            None, self._axis, "1f1b", None, self._batch, self._weights, say
         )
-        return wanted.call(body, None, args, kwargs)
+        return wanted.call(scope.as_called(self._body), None, args, kwargs)
 
 
-def _stages_called(
-    body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[str, ...]:
+def _stages_called(function: "_OfArrays", here: scope.Scope) -> tuple[str, ...]:
     """The names of the stages that a function calls, in order; inner ones left out."""
-    here = scope.current()
-    assert here is not None, "a step is being traced"
     found: list[str] = []
     before, depth, end = here.mark(), len(here.path), here.stage_end
 
@@ -164,7 +158,6 @@ def _stages_called(
             found.append(name)
         return results
 
-    function = _OfArrays(body, args, kwargs)
     here.stage_end = note
     try:
         jax.eval_shape(function, *(struct_of(array, None) for array in function.arrays))
@@ -176,26 +169,27 @@ def _stages_called(
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """What ``pipeline`` was told, its stages by name.
+    """What ``pipeline`` was told.
 
     Attributes:
+      stages: Its stages by name; None for those that the function calls.
       batch: Arguments that have rows, all others being whole; None where nobody says.
       weights: Arguments that are whole.
       say: How a user says which arguments have rows.
     """
 
-    stages: tuple[str, ...]
+    stages: tuple[str, ...] | None
     axis: str
     schedule: str | Schedule
     microbatches: int | None
     batch: frozenset[str] | None = None
     weights: frozenset[str] = frozenset()
-    say: str = 'graph.pipeline(..., batch="{}")'
+    say: str = "graph.pipeline(..., batch=[...])"
 
     def check(self, mesh: Mesh) -> int:
         """Virtual stages for each device; raises [T103] and [T311]."""
         size = mesh.axis_size(self.axis)
-        count = len(self.stages)
+        count = len(self.stages or ())
         is_interleaved = self.schedule == "interleaved" or (
             isinstance(self.schedule, Schedule) and self.schedule.chunks > 1
         )
@@ -220,22 +214,24 @@ class _Pipeline:
                 "a pipeline needs a mesh",
                 fix="pass mesh= to graph.pipeline, or call the step in 'with mesh:'",
             )
-        chunks = self.check(mesh)
         function = _OfArrays(body, args, kwargs)
         number = len(here.pipelined)
         here.pipelined.append(tuple(map(jax.typeof, function.arrays)))
+        if self.stages is None:
+            self = replace(self, stages=_stages_called(function, here))
+        assert self.stages is not None, "the function calls them"
         decision = here.batch_arguments.get(number) or self._said(function)
         call = PipelineCall(
             number=number,
             name=getattr(body, "__name__", "pipeline"),
-            schedule=self._schedule(mesh, chunks, here),
+            schedule=self._schedule(mesh, self.check(mesh), here),
             mesh=mesh,
             axis=self.axis,
             paths=function.paths,
             by_row=decision.by_row,
             say=self.say,
         )
-        with self._telling_stages_apart(here, mesh):
+        with self._telling_stages_apart(here, mesh, self.stages):
             if here.is_whole_batch and None not in decision.by_row:
                 marked = Split(function, call, decision, self.stages, here).marked()
             else:
@@ -259,7 +255,8 @@ class _Pipeline:
         if not any(row is not False for row in by_row):
             raise PipelineFormError(
                 "a pipeline has no batch to cut into microbatches",
-                got=f"arguments {', '.join(map(str, map(jax.typeof, function.arrays)))}",
+                got="arguments "
+                + ", ".join(str(jax.typeof(a)) for a in function.arrays),
                 fix="pass an array whose leading dim counts the rows of the batch",
             )
         return Decision(by_row, "said")
@@ -273,9 +270,10 @@ class _Pipeline:
         return schedule_of(self.schedule, size, count, given)
 
     @contextmanager
-    def _telling_stages_apart(self, here: scope.Scope, mesh: Mesh) -> Iterator[None]:
+    def _telling_stages_apart(
+        self, here: scope.Scope, mesh: Mesh, names: Sequence[str]
+    ) -> Iterator[None]:
         """Let stages mark their results, and parameters be stored over the axis."""
-        names = self.stages
 
         def end(name: str, results: Any) -> Any:
             if name not in names:

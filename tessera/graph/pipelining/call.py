@@ -11,23 +11,31 @@ what one device does, whatever the arguments are.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from tessera import _jax, scope
-from tessera.errors import BatchSizeError, PipelineFormError, TesseraError
+from tessera.errors import BatchSizeError, TesseraError
 from tessera.graph.differentiation import differentiated
-from tessera.graph.pipelining.cutting import StagedProgram, cut
-from tessera.graph.pipelining.mark import Decision, PipelineCall, bind, struct_of
+from tessera.graph.pipelining.cutting import cut
+from tessera.graph.pipelining.mark import (
+    Decision,
+    PipelineCall,
+    bind,
+    check_results,
+    struct_of,
+)
 from tessera.graph.pipelining.microbatches import check_batch
 from tessera.graph.pipelining.rows import Rows
 from tessera.graph.rewriting import contains, without_jits
 from tessera.ops.layouts import layout_of
 from tessera.spec import axes_of_dims
+
+# A program, and what its function closes over: inputs after its own.
+Traced: TypeAlias = tuple[_jax.Program, list[Any]]
 
 # Weights are split over fsdp, too.
 _ROWS_ALONE = ("dp",)
@@ -78,12 +86,17 @@ class Split:
         """
         check_batch(self._rows, self.call.schedule.microbatches)
         before = self.here.mark()
-        whole = self._whole_batch()
+        whole = self._of_batch(self._rows, before)
         call, captured = self._staged(self._data_axes)
         if call.data_axes and _is_for_all_rows(call):
             self.here.go_back(before)
             call, captured = self._staged(())
-        if problem := self._problem(whole, (call.stages.program, captured), call.parts):
+        if call.rows == call.parts > 1:  # JAX does other things where there is one row
+            problem = self._problem_of_larger(whole, before)
+        else:
+            part = call.stages.program, captured
+            problem = self._problem(whole, part, call.parts)
+        if problem is not None:
             if self.decision.origin in ("declared", "guessed"):
                 raise self._undecided(problem)
             call = replace(call, mixes=problem)
@@ -129,7 +142,7 @@ class Split:
 
     # --- its programs
 
-    def _program(self, rows: int) -> tuple[_jax.Program, list[Any]]:
+    def _program(self, rows: int) -> Traced:
         """The function of so many rows; its weights are inputs after those."""
         order = [i for i, row in enumerate(self.decision.by_row) if row]
         order += [i for i, row in enumerate(self.decision.by_row) if not row]
@@ -142,10 +155,15 @@ class Split:
         structs += [struct_of(array, None) for array in self._others]
         return _traced(ordered, structs)
 
-    def _whole_batch(self) -> tuple[_jax.Program, list[Any]]:
-        before = self.here.mark()
-        program, captured = self._program(self._rows)
+    def _of_batch(self, rows: int, before: tuple[Any, ...]) -> Traced:
+        """The function as one device would run it, to compare with."""
+        after, self.here.is_whole_batch = self.here.mark(), rows == self._rows
         self.here.go_back(before)
+        try:
+            program, captured = self._program(rows)
+        finally:
+            self.here.is_whole_batch = True
+            self.here.go_back(after)
         return differentiated(program), captured
 
     def _staged(self, axes: tuple[str, ...]) -> tuple[PipelineCall, list[Any]]:
@@ -157,27 +175,22 @@ class Split:
         except TesseraError:
             raise
         except (TypeError, ValueError) as error:  # it could be traced for the batch
-            problem = f"{part} of {call.rows} rows: {str(error).partition(chr(10))[0]}"
+            problem = f"{part} of {call.rows} rows: {_first_line(error)}"
             raise self._undecided(problem) from error
         finally:
             self.here.is_whole_batch = True
         staged = cut(differentiated(program), len(self._data), self.names)
-        _check_results(staged, part)
         avals = [atom.aval for atom in _jax.outputs(staged.program)]
+        check_results(avals, part)
         results = tuple(a.update(shape=(call.rows, *a.shape[1:])) for a in avals)
         layouts = tuple(map(_layout, (*self._others, *captured)))
         return replace(call, staged=staged, results=results, layouts=layouts), captured
 
-    def _problem(
-        self,
-        whole: tuple[_jax.Program, list[Any]],
-        part: tuple[_jax.Program, list[Any]],
-        parts: int,
-    ) -> str | None:
+    def _problem(self, whole: Traced, part: Traced, parts: int) -> str | None:
         """Why it is not sure that the stages treat each row by itself, or None."""
         if parts == 1:
             return None
-        if not all(map(_is_same, whole[1], part[1])) or len(whole[1]) != len(part[1]):
+        if len(whole[1]) != len(part[1]) or not all(map(_is_same, whole[1], part[1])):
             return "an array that it makes depends on the number of rows"
         programs = [
             _jax.without_dead_code(without_jits(program), keep_inputs=True)
@@ -188,13 +201,26 @@ class Split:
             return rows.unproven(*programs)
         return rows.mixed(*programs)
 
+    def _problem_of_larger(self, whole: Traced, before: tuple[Any, ...]) -> str | None:
+        """The same, where the batch is the part of a larger one."""
+        rows = 2 * self._rows
+        try:
+            larger = self._of_batch(rows, before)
+        except (TypeError, ValueError) as error:
+            return f"for {rows} rows: {_first_line(error)}"
+        return self._problem(larger, whole, 2)
+
     def _undecided(self, problem: str) -> TesseraError:
         found = zip(self.call.by_row, self.decision.by_row, strict=True)
         by_row = tuple(None if row else known for known, row in found)
         return replace(self.call, by_row=by_row).undecided(problem)
 
 
-def _traced(function: Any, arrays: Sequence[Any]) -> tuple[_jax.Program, list[Any]]:
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _traced(function: Any, arrays: Sequence[Any]) -> Traced:
     structs = [struct_of(array, None) for array in arrays]
     return _jax.lift_constants(jax.make_jaxpr(function)(*structs))
 
@@ -206,20 +232,6 @@ def _is_same(first: Any, second: Any) -> bool:
     if isinstance(first, _jax.Tracer) or isinstance(second, _jax.Tracer):
         return False
     return first.shape == second.shape and np.array_equal(first, second)
-
-
-def _check_results(staged: StagedProgram, rows: int) -> None:
-    for atom in _jax.outputs(staged.program):
-        aval = atom.aval
-        is_float = jnp.issubdtype(aval.dtype, jnp.floating)
-        if is_float and aval.shape and aval.shape[0] == rows:
-            continue
-        raise PipelineFormError(
-            "a pipelined function returns a row for each row of its batch",
-            got=f"{aval.dtype.name}{list(aval.shape)} for a microbatch of {rows} rows",
-            fix="return floating-point arrays with the batch as leading dim, and "
-            "reduce them in the step",
-        )
 
 
 def _is_for_all_rows(call: PipelineCall) -> bool:

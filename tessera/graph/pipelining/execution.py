@@ -242,9 +242,10 @@ class Execution:
 
 def _loss(tail: Separated, outputs: Any, rows: Sequence[Array], same: Any) -> Array:
     """One microbatch's part of the loss."""
+    outputs = [_copied(array, tail.copies) for array in outputs]
     values: dict[Any, Any] = dict(zip(tail.outputs, outputs, strict=True))
     for (_, variable, dim), array in zip(tail.rows, rows, strict=True):
-        values[variable] = jnp.moveaxis(array, 0, dim)
+        values[variable] = jnp.moveaxis(_copied(array, tail.copies), 0, dim)
     values.update((v, same["wholes"][i]) for i, (_, v) in enumerate(tail.wholes))
     env = Environment.of(values)
     for equation, atoms in tail.equations:
@@ -254,7 +255,12 @@ def _loss(tail: Separated, outputs: Any, rows: Sequence[Array], same: Any) -> Ar
     for number, (_, variable) in enumerate(tail.sums):
         part = jnp.sum(same["coefficients"][number] * env.read(variable))
         loss += part.astype(jnp.float32)
-    return loss
+    return loss / tail.copies if tail.copies > 1 else loss
+
+
+def _copied(rows: Array, copies: int) -> Array:
+    """Rows, several times one after the other."""
+    return jnp.concatenate([rows] * copies) if copies > 1 else rows
 
 
 def _with_gradients(

@@ -12,10 +12,16 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tessera import _jax
-from tessera.errors import OutsideTraceError, TesseraWarning, UndecidedRoleError
+from tessera.errors import (
+    OutsideTraceError,
+    PipelineFormError,
+    TesseraWarning,
+    UndecidedRoleError,
+)
 from tessera.graph.pipelining.cutting import StagedProgram
 from tessera.graph.pipelining.table import Schedule
 from tessera.mesh import Mesh
@@ -81,7 +87,7 @@ class PipelineCall:
     layouts: tuple[PartitionSpec, ...] = ()
     data_axes: tuple[str, ...] = ()
     mixes: str = ""
-    say: str = 'graph.pipeline(..., batch="{}")'
+    say: str = "graph.pipeline(..., batch=[...])"
 
     @property
     def stages(self) -> StagedProgram:
@@ -97,12 +103,12 @@ class PipelineCall:
     def undecided(self, why: str) -> UndecidedRoleError:
         """The error where nothing decides which arguments have rows."""
         by_path = zip(self.paths, self.by_row, strict=True)
-        names = [path for path, row in by_path if row is not False] or ["x"]
+        names = [path for path, row in by_path if row is not False]
         return UndecidedRoleError(
             f"it is not decided which arguments of pipeline {self.name!r} have a row "
             "for each example",
             got=f"{', '.join(names)}: {why}",
-            fix=f"name them: {self.say.format(names[0])}\n"
+            fix=f"name those that have: {self.say}\n"
             "all others are whole in every stage that reads them",
         )
 
@@ -157,6 +163,22 @@ def argument_rows(program: _jax.Program) -> dict[str, bool]:
         for inner in _jax.inner_programs(equation):
             found |= argument_rows(inner)
     return found
+
+
+def check_results(avals: Sequence[Any], rows: int | None) -> None:
+    """Raise [T312] unless results have as many rows as the batch, or as each other."""
+    for aval in avals:
+        is_float = jnp.issubdtype(aval.dtype, jnp.floating)
+        rows = aval.shape[0] if rows is None and aval.shape else rows
+        if is_float and aval.shape and aval.shape[0] == rows:
+            continue
+        of = "" if rows is None else f" for {rows} rows"
+        raise PipelineFormError(
+            "a pipelined function returns a row for each row of its batch",
+            got=f"{aval.dtype.name}{list(aval.shape)}{of}",
+            fix="return floating-point arrays with the batch as leading dim, and "
+            "reduce them in the step",
+        )
 
 
 def struct_of(leaf: Any, rows: int | None) -> jax.ShapeDtypeStruct:

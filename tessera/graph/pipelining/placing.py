@@ -6,6 +6,7 @@ The work of the pass ``schedule_pipelines``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -117,7 +118,9 @@ def _with_loss(
     try:
         if call.parts == 1:
             return _Planned(equation)  # forward and backward, one after the other
-        tail = separate(whole, micro, place, mark, call.parts)
+        rows = _jax.equations(micro)[place].outvars[0].aval.shape[0]
+        copies = rows // (call.rows // call.parts)
+        tail = separate(whole, micro, place, mark, Fraction(call.rows, rows), copies)
     except PipelineFormError:
         # The forward of all microbatches, then the backward of all, is its order.
         if call.schedule.name == "gpipe":

@@ -11,6 +11,7 @@ them.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Final
 
 import numpy as np
@@ -64,11 +65,11 @@ class Rows:
     """The variables of a batch's program beside those of a microbatch's.
 
     Attributes:
-      microbatches: How many make the batch.
+      microbatches: How many times the rows of a microbatch the batch has.
       twin: For each variable of the batch's program, that of the microbatch's.
     """
 
-    microbatches: int
+    microbatches: int | Fraction
     twin: dict[Any, Any] = field(default_factory=dict)
 
     def pair(self, whole: Sequence[Any], micro: Sequence[Any]) -> None:

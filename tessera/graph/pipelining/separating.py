@@ -14,7 +14,8 @@ What is computed from the batch alone and mixes its rows (that number of tokens)
 taken from the program of the whole batch.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Final, Literal, NoReturn
 
 import jax.numpy as jnp
@@ -44,7 +45,8 @@ class Separated:
     """The way from a pipeline's output to a loss.
 
     Attributes:
-      microbatches: How many.
+      copies: How many of a microbatch of one row the equations are for: JAX does other
+        things where there is one row.
       outputs: The microbatch's variables of the pipeline's output.
       equations: Of the microbatch's program, from its output to the sums over rows,
         each with its operands; the numbers among these are the whole batch's.
@@ -55,7 +57,7 @@ class Separated:
       tainted: Everything in the whole batch's program that the output leads to.
     """
 
-    microbatches: int
+    copies: int
     outputs: list[Any]
     equations: list[tuple[_jax.Equation, list[_jax.Atom]]] = field(default_factory=list)
     sums: list[tuple[Any, Any]] = field(default_factory=list)
@@ -66,7 +68,12 @@ class Separated:
 
 
 def separate(
-    whole: _jax.Program, micro: _jax.Program, output: int, loss: int, microbatches: int
+    whole: _jax.Program,
+    micro: _jax.Program,
+    output: int,
+    loss: int,
+    microbatches: int | Fraction,
+    copies: int = 1,
 ) -> Separated:
     """Find the sums over rows between two equations.
 
@@ -75,12 +82,14 @@ def separate(
       micro: The same of one microbatch.
       output: The place of the equation whose results are the pipeline's output.
       loss: The place of the equation whose first input is the loss.
-      microbatches: How many make the batch; at least 2.
+      microbatches: How many times the rows of ``micro`` the batch has; not 1.
+      copies: How many times the rows of a microbatch ``micro`` has.
 
     Raises:
       PipelineFormError: [T312] the loss is not such a sum.
     """
-    return _Separation(whole, micro, output, loss, microbatches).run()
+    found = _Separation(whole, micro, output, loss, microbatches).run()
+    return replace(found, copies=copies)
 
 
 class _Separation:
@@ -92,7 +101,7 @@ class _Separation:
         micro: _jax.Program,
         output: int,
         loss: int,
-        microbatches: int,
+        microbatches: int | Fraction,
     ) -> None:
         if not have_same_equations(whole, micro):
             raise PipelineFormError(
@@ -202,7 +211,7 @@ class _Separation:
 
     def _collected(self, loss: Any) -> Separated:
         outputs = list(self.micro[self.output].outvars)
-        found = Separated(self.rows.microbatches, outputs, tainted=self.tainted)
+        found = Separated(1, outputs, tainted=self.tainted)
         wanted, after = {loss}, list[_jax.Equation]()
         for equation in reversed(self.whole[:-1]):
             made = wanted.intersection(equation.outvars)

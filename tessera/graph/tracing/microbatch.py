@@ -11,6 +11,7 @@ when its stages are cut.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, NoReturn, TypeAlias
 
@@ -20,8 +21,14 @@ from tessera import _jax
 from tessera.errors import PipelineFormError, TesseraError
 from tessera.graph.captures import lift_captures
 from tessera.graph.ir import Graph, Role, Value
-from tessera.graph.pipelining.mark import Decision, PipelineCall, pipeline_p
+from tessera.graph.pipelining.mark import (
+    Decision,
+    PipelineCall,
+    check_results,
+    pipeline_p,
+)
 from tessera.graph.pipelining.microbatches import fewer_microbatches_warning
+from tessera.graph.pipelining.rows import have_same_equations
 from tessera.graph.rewriting import contains, without_jits
 from tessera.graph.tracing.roles import Uses, uses_of, views_of
 from tessera.scope import Scope
@@ -68,10 +75,12 @@ class BatchRows:
         rows = {arguments.rows for arguments in found.values()}
         factor = _factor(rows, self.graph.inputs)
         read = set[Any]().union(*(each.read for each in found.values()))
+        whole = set[Any]().union(*(each.closed_over for each in found.values()))
         atoms = [atom for each in found.values() for atom in each.candidate_atoms]
         grown = {
             variable: factor * value.aval.shape[0]
             for variable, value in self._with_rows(rows, read, atoms)
+            if variable in read or variable not in whole
         }
         here = self.scope()
         try:
@@ -80,7 +89,8 @@ class BatchRows:
             # What comes after the last call does not matter.
             if len(here.pipelined) <= max(found):
                 call = found[max(found)].call
-                raise _no_rows_of_a_batch(call, factor, _first_line(error)) from error
+                size = Fraction(factor)
+                raise _no_rows_of_a_batch(call, size, _first_line(error)) from error
         return {
             number: arguments.decision(here.pipelined[number], factor)
             for number, arguments in found.items()
@@ -109,27 +119,46 @@ class BatchRows:
             atoms += equation.invars[:count]
             rows |= self.sources(equation.invars[:count], place)
             whole |= self.sources(equation.invars[count:], place)
-        shrunk = {
-            variable: value.aval.shape[0] // first.parts
-            for variable, value in self._with_rows(
-                {call.rows for *_, call in calls}, rows, atoms
-            )
+        known = [
+            variable
+            for variable, _ in self._with_rows({c.rows for *_, c in calls}, rows, atoms)
             if variable in rows or variable not in whole
-        }
+        ]
+        program = self._of_rows(known, calls, Fraction(1, first.parts))
+        if first.rows == first.parts > 1 and not self._has_equations_of(program):
+            # JAX does some things otherwise where there is one row: two are copies.
+            size = Fraction(2 if first.rows != 2 else 3, first.rows)
+            program = self._of_rows(known, calls, size)
+        return program
+
+    def _has_equations_of(self, program: _jax.Program) -> bool:
+        return have_same_equations(self.program, without_jits(program))
+
+    def _of_rows(
+        self, known: Sequence[Any], calls: Sequence[Any], size: Fraction
+    ) -> _jax.Program:
+        """The program of another number of rows.
+
+        Args:
+          known: The inputs that have rows.
+          calls: The pipelined calls.
+          size: How many times the rows of the batch.
+        """
+        values, first = self.values, calls[0][2]
+        rows = {v: int(values[v].aval.shape[0] * size) for v in known}
         here = self.scope()
         try:
-            program = self.retrace(self._resized(shrunk), here)
+            program = self.retrace(self._resized(rows), here)
         except TesseraError:
             raise
         except (TypeError, ValueError) as error:
-            problem = _first_line(error)
-            raise _no_rows_of_a_batch(first, 1 / first.parts, problem) from error
+            raise _no_rows_of_a_batch(first, size, _first_line(error)) from error
         for _, _, call in calls:
             types = zip(call.by_row, here.pipelined[call.number], strict=True)
             for found in {aval.shape[0] for has_rows, aval in types if has_rows}:
-                if found * call.parts != call.rows:
+                if found != call.rows * size:
                     problem = f"{found} rows in {call.rows}"
-                    raise _no_rows_of_a_batch(first, 1 / first.parts, problem)
+                    raise _no_rows_of_a_batch(first, size, problem)
         return lift_captures(program)[0]
 
     # --- the inputs of the step
@@ -258,14 +287,21 @@ class _Arguments:
         return set[Any]().union(*(self.origins[number] for number in self.candidates))
 
     @property
+    def closed_over(self) -> set[Any]:
+        """Inputs of the step that the function reads, other than by its arguments."""
+        atoms = self.equation.invars[len(self.call.paths) :]
+        return self.batch.sources(atoms, self.place)
+
+    @property
     def rows(self) -> int:
-        """How many rows the batch would have."""
+        """How many rows the batch has: those of the call's results."""
         if not self.candidates:
             raise self.call.undecided(
                 "all of them are made of parameters, captured arrays and what a "
                 "gradient is taken by"
             )
-        return self.equation.invars[self.candidates[0]].aval.shape[0]
+        check_results(self.call.results, None)
+        return self.call.results[0].shape[0]
 
     def decision(self, grown: Sequence[Any], factor: int) -> Decision:
         """Which have rows, from their types in a step of more rows."""
@@ -283,10 +319,9 @@ class _Arguments:
                     f"{self.call.paths[number]!r} of shape {shape} is {larger} where "
                     f"the batch has {factor} times as many rows"
                 )
-        first, *others = self.candidates
-        if not by_row[first]:
-            self._refuse_rows(first)
-        if not others:
+        if not any(by_row):
+            self._refuse_rows(self.candidates[0])
+        if len(self.candidates) == 1:
             return Decision(tuple(by_row), "sole")
         declared = {v for v in self.read & self.batch.free if self._is_declared(v)}
         is_declared = declared == self.read & self.batch.free
@@ -297,11 +332,11 @@ class _Arguments:
         return self.batch.is_batch(self.batch.values[variable].name) is True
 
     def _refuse_rows(self, number: int) -> NoReturn:
-        path, rows = self.call.paths[number], self.rows
+        path, shape = self.call.paths[number], self.equation.invars[number].aval.shape
         raise PipelineFormError(
             "the rows of a pipeline are not those of the step's arguments",
-            got=f"{path!r} has {rows} rows, and no other number of them where the "
-            f"arguments that have {rows} have others",
+            got=f"{self.call.name!r} returns {self.rows} rows, and {path!r} of shape "
+            f"{shape} has them from no argument of the step",
             fix=_ROWS_OF_THE_STEP,
         )
 
@@ -333,16 +368,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _no_rows_of_a_batch(
-    call: PipelineCall, times: float, problem: str
+    call: PipelineCall, size: Fraction, problem: str
 ) -> PipelineFormError:
-    number = (
-        f"{call.rows // call.parts} of {call.rows} rows"
-        if times < 1
-        else (f"{times} times as many rows")
-    )
+    number = f"{int(call.rows * size)} of {call.rows}" if call.rows else f"{size} times"
     return PipelineFormError(
         "a step with a pipeline cannot be traced for another number of rows",
-        got=f"{number} in each argument that may be a batch: {problem}",
+        got=f"{number} rows in each argument that may be a batch: {problem}",
         fix=_ROWS_OF_THE_STEP + "\n"
         "or say which arguments are batches: graph.training_step(batch=...)",
     )

@@ -2,9 +2,9 @@
 """Which part of the arguments each result of a step replaces in the next one.
 
 A result that has the tree, the shapes and the dtypes of an argument, or of a part of
-one, is laid out like it, so that the next call finds it where it wants it. Where several
-parts are alike and lie differently, it replaces the one that it is a new value of, or
-the one that no other result replaces.
+one, is laid out like it, so that the next call finds it where it wants it. Of several
+that are alike and lie differently, it replaces the one that it is a new value of, or the
+one that no other result replaces.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -138,7 +138,7 @@ class _Finding:
             f"{self.graph.name!r} are",
             got=f"{', '.join(paths)}: {why}",
             fix=f"say it: ts.distribute({self.name!r}, {role}=[{listed}])\n"
-            f"and likewise {', '.join(f'{other}=' for other in ROLES if other != role)}",
+            f"and likewise {', '.join(f'{r}=' for r in ROLES if r != role)}",
         )
 
 
