@@ -220,7 +220,8 @@ class _Pipeline:
         if self.stages is None:
             self = replace(self, stages=_stages_called(function, here))
         assert self.stages is not None, "the function calls them"
-        decision = here.batch_arguments.get(number) or self._said(function)
+        decision = here.batch_arguments.get(number)
+        by_row = self._said(function) if decision is None else decision.by_row
         call = PipelineCall(
             number=number,
             name=getattr(body, "__name__", "pipeline"),
@@ -228,17 +229,18 @@ class _Pipeline:
             mesh=mesh,
             axis=self.axis,
             paths=function.paths,
-            by_row=decision.by_row,
+            by_row=by_row,
             say=self.say,
         )
         with self._telling_stages_apart(here, mesh, self.stages):
-            if here.is_whole_batch and None not in decision.by_row:
-                marked = Split(function, call, decision, self.stages, here).marked()
+            if here.is_whole_batch and None not in by_row:
+                known = decision or Decision(tuple(map(bool, by_row)), "said")
+                marked = Split(function, call, known, self.stages, here).marked()
             else:
                 marked = marked_as_given(function, call)
         return jax.tree.unflatten(function.results, marked)
 
-    def _said(self, function: "_OfArrays") -> Decision:
+    def _said(self, function: "_OfArrays") -> tuple[bool | None, ...]:
         """Which arguments have rows, as far as the user says."""
 
         def known(path: str, array: Any) -> bool | None:
@@ -259,7 +261,7 @@ class _Pipeline:
                 + ", ".join(str(jax.typeof(a)) for a in function.arrays),
                 fix="pass an array whose leading dim counts the rows of the batch",
             )
-        return Decision(by_row, "said")
+        return by_row
 
     def _schedule(self, mesh: Mesh, chunks: int, here: scope.Scope) -> Schedule:
         if isinstance(self.schedule, Schedule):

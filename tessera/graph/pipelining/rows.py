@@ -139,7 +139,7 @@ class Rows:
             values, indices = _values_and_indices(equation)
             made_of = [numbers[v] for v in values if v in numbers]
             if has_rows and equation.primitive.name == "iota":
-                made_of = [] if self.are_kept_apart(equation, other) else [equation]
+                made_of += [equation] * (not self.are_kept_apart(equation, other))
             if made_of:
                 numbers.update(dict.fromkeys(equation.outvars, made_of[0]))
             elif equation.outvars and not have_same_numbers(equation, other):

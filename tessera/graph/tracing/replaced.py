@@ -3,8 +3,8 @@
 
 A result that has the tree, the shapes and the dtypes of an argument, or of a part of
 one, is laid out like it, so that the next call finds it where it wants it. Of several
-that are alike and lie differently, it replaces the one that it is a new value of, or the
-one that no other result replaces.
+that are alike and lie differently it replaces the one that it is a new value of, or
+the one that no other result replaces.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from tessera.errors import UndecidedRoleError
@@ -71,8 +72,9 @@ class Part:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, or the type of one."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    """Whether a leaf is the type of an array; what is static may be one of strings."""
+    is_typed = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return is_typed and not isinstance(leaf, np.ndarray)
 
 
 def results_in_parts(result: Part, arguments: Sequence[Part]) -> list[Part]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tessera import _jax
-from tessera.graph.rewriting import nested_with_operands
+from tessera.graph.rewriting import nested_with_operands, without_jits
 from tessera.graph.tracing.gradient import gradient_p
 
 # A gradient by what one of these gives is one by what it was given.
@@ -130,6 +130,13 @@ def updated(program: _jax.Program) -> list[NewValue]:
         for number, variable in enumerate(equation.outvars):
             known[variable] = _result(equation, number, operands)
     return [of(atom) for atom in _jax.outputs(program)]
+
+
+def replaced(program: _jax.Program) -> list[list[int]]:
+    """The same by number, in a program that may call jitted functions."""
+    program = without_jits(program)
+    numbers = {variable: i for i, variable in enumerate(_jax.inputs(program))}
+    return [sorted(numbers[v] for v in found.any) for found in updated(program)]
 
 
 _NONE: Final = NewValue()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final, Self
 
+import jax
 from jax.sharding import PartitionSpec
 
 from tessera.analysis.memory import format_bytes
@@ -26,9 +27,11 @@ from tessera.graph.pipelining.mark import argument_rows
 from tessera.graph.tracing.arguments import Argument, Call, Leaf, is_in
 from tessera.graph.tracing.replaced import (
     Part,
+    is_array,
     layouts_of_results,
     results_in_parts,
 )
+from tessera.graph.tracing.roles import replaced
 from tessera.graph.tracing.strategy_roles import (
     BATCH,
     GRADIENTS,
@@ -176,24 +179,21 @@ class Strategy:
             for axes in axes_of_dims(spec, rank)
         )
 
-    def result_layouts(
-        self, result: Any, call: Call, mesh: Mesh, updated: Sequence[set[str]]
-    ) -> list[PartitionSpec | None]:
-        """The layout of each leaf of a result, None for what is like no argument.
+    def with_results(self, graph: Graph, result: Any, call: Call) -> Graph:
+        """A graph with the layouts of its results, None for what is like no argument.
 
         Args:
-          result: The tree of the result: arrays as ``jax.ShapeDtypeStruct``.
+          graph: The function, as it was traced.
+          result: The tree of its result: arrays as their types.
           call: The arguments.
-          mesh: The mesh of both.
-          updated: For each array of the result, the arguments that it is a new value
-            of, by path.
 
         Raises:
           StrategyError: [T313] ``results`` is not of as many as there are.
           UndecidedRoleError: [T324] nothing decides what a result replaces.
         """
+        assert graph.mesh is not None, "a strategy has a mesh"
         layouts = {
-            leaf.name: self.layout(argument, leaf, mesh)
+            leaf.name: self.layout(argument, leaf, graph.mesh)
             for argument in call.arguments
             for leaf in argument.leaves
         }
@@ -207,14 +207,25 @@ class Strategy:
                 self.role(leaf.name) not in (None, BATCH) for leaf in argument.leaves
             )
         ]
-        whole = Part.of(result, range(len(updated)))
+        count = sum(map(is_array, jax.tree.leaves(result)))
+        whole = Part.of(result, range(count))
         if self.results is None:
             parts = results_in_parts(whole, arguments)
-            found = layouts_of_results(parts, arguments, layouts, updated)
+            new = [{graph.inputs[i].name for i in f} for f in replaced(graph.program)]
+            found = layouts_of_results(parts, arguments, layouts, new)
         else:
             parts = list(whole.children()) or [whole]
             found = self._said_layouts(parts, arguments, layouts)
-        return [layout for part in found for layout in part]
+        pairs = zip(parts, found, strict=True)
+        known = [
+            layout
+            for part, laid_out in pairs
+            for key, layout in zip(part.keys, laid_out, strict=True)
+            if key is not None
+        ]
+        returned = zip(graph.outputs[:count], known, strict=True)
+        specs = [replace(value, spec=spec) for value, spec in returned]
+        return graph.with_outputs([*specs, *graph.outputs[count:]])
 
     def _said_layouts(
         self,

@@ -25,7 +25,6 @@ from tessera.errors import (
 )
 from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.pipelining.mark import Decision, argument_rows
-from tessera.graph.rewriting import without_jits
 from tessera.graph.tracing.arguments import Call, Leaf, common_mesh
 from tessera.graph.tracing.control_flow.steering import with_control_flow
 from tessera.graph.tracing.declarations import (
@@ -37,8 +36,7 @@ from tessera.graph.tracing.declarations import (
 )
 from tessera.graph.tracing.gradient import gradient_p
 from tessera.graph.tracing.microbatch import BatchRows, has_pipeline
-from tessera.graph.tracing.roles import updated, uses_of
-from tessera.graph.tracing.strategies import Strategy
+from tessera.graph.tracing.roles import uses_of
 from tessera.graph.tracing.strategy_roles import BATCH
 from tessera.graph.tracing.swapping import let_transpose_swap
 from tessera.graph.tracing.write_back import Watch, Write, write_values
@@ -180,7 +178,8 @@ class _Tracing:
         if options.strategy is not None and mesh is not None:
             options.strategy.warn(self.call, mesh)
             if options.out_specs is None:
-                graph = _with_results(graph, trial, self.call, options.strategy)
+                result = trial.result(value.aval for value in graph.outputs)
+                graph = options.strategy.with_results(graph, result, self.call)
         return Trace(
             graph=graph,
             parameters=here.declared,
@@ -352,24 +351,6 @@ def _graph(
         plan=trial.scope.plan,
     )
     return described.with_program(trial.program)  # lifts what the trial captured
-
-
-def _with_results(graph: Graph, trial: _Trial, call: Call, strategy: Strategy) -> Graph:
-    """The graph with the layouts that a strategy gives its results."""
-    assert graph.mesh is not None, "a strategy has a mesh"
-    result = trial.result(value.aval for value in graph.outputs)
-    count = trial.out_tree.num_leaves - len(trial.out_statics)
-    program = without_jits(graph.program)
-    names = {
-        variable: value.name
-        for variable, value in zip(_jax.inputs(program), graph.inputs, strict=True)
-    }
-    new = [{names[v] for v in found.any} for found in updated(program)[:count]]
-    layouts = strategy.result_layouts(result, call, graph.mesh, new)
-    known = [layout for i, layout in enumerate(layouts) if i not in trial.out_statics]
-    returned, written = graph.outputs[:count], graph.outputs[count:]
-    laid_out = [replace(v, spec=s) for v, s in zip(returned, known, strict=True)]
-    return graph.with_outputs([*laid_out, *written])
 
 
 def _refuse_layouts(trial: _Trial, options: Options) -> None:
