@@ -270,9 +270,9 @@ class Case:
                 lambda given: run(given, own, fixed)
             )(given)
         if self.passed == "one_dict":
-            says = tuple(f"all/given/{name}" for name in given)
+            says = tuple(f"both/given/{name}" for name in given)
             body = make(says=says, stages=stages)(
-                lambda all: run(all["given"], all["own"], all["fixed"])
+                lambda both: run(both["given"], both["own"], both["fixed"])
             )
             return body({"given": given, "own": own, "fixed": fixed})
         body = make(says="given", stages=stages)(

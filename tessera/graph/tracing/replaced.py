@@ -27,8 +27,8 @@ class Part:
     Attributes:
       tree: Its structure.
       leaves: Its leaves; of arrays their types.
-      keys: What stands for each leaf elsewhere: its path in the arguments, its number
-        among a program's results; None for what is no array.
+      keys: The path of each array, in the arguments or in the result; None for what is
+        no array.
     """
 
     tree: Any
@@ -36,8 +36,8 @@ class Part:
     keys: tuple[Any, ...]
 
     @classmethod
-    def of(cls, tree: Any, keys: Sequence[Any]) -> "Part":
-        """A whole tree; ``keys`` are those of its arrays, in order."""
+    def of(cls, tree: Any, keys: Sequence[str]) -> "Part":
+        """A whole tree; ``keys`` are the paths of its arrays, in order."""
         leaves, structure = jax.tree.flatten(tree)
         rest = iter(keys)
         given = tuple(next(rest) if is_array(leaf) else None for leaf in leaves)
@@ -78,25 +78,33 @@ def is_array(leaf: Any) -> bool:
 
 
 def results_in_parts(result: Part, arguments: Sequence[Part]) -> list[Part]:
-    """A result as a whole where it is like a part of the arguments, or its elements."""
+    """A result, taken apart as far as its parts are like no part of the arguments."""
     forms = [part.form for argument in arguments for part in argument.parts()]
-    return [result] if result.form in forms else list(result.children()) or [result]
+
+    def split(part: Part) -> Iterator[Part]:
+        children = list(part.children())
+        if part.form in forms or not children:
+            yield part
+        for child in children if part.form not in forms else ():
+            yield from split(child)
+
+    return list(split(result))
 
 
 def layouts_of_results(
     results: Sequence[Part],
     arguments: Sequence[Part],
     layouts: Mapping[str, PartitionSpec],
-    updated: Sequence[Collection[str]],
+    updated: Mapping[str, Collection[str]],
 ) -> list[Layouts]:
     """The layout of each leaf of some results; None for what replaces nothing.
 
     Args:
-      results: The results; their keys are their numbers.
-      arguments: The arguments; their keys are paths.
+      results: The results.
+      arguments: The arguments.
       layouts: Where the arguments' arrays lie, by path.
-      updated: For each array among the results, the arguments that it is a new value
-        of, by path.
+      updated: For each array of the results, by path, the arrays of the arguments that
+        it is a new value of.
 
     Raises:
       UndecidedRoleError: [T324] nothing decides which one a result replaces.
@@ -121,20 +129,24 @@ def layouts_of_results(
         for number in open_:
             settle(number, [p for p in alike[number] if taken.isdisjoint(p.keys)])
         if found.keys().isdisjoint(open_):
-            raise _undecided(open_[0], alike[open_[0]])
+            raise _undecided(results[open_[0]], alike[open_[0]])
     blank = [(None,) * len(result.leaves) for result in results]
     return [found.get(number, blank[number]) for number in range(len(results))]
 
 
-def _is_new_value(result: Part, part: Part, updated: Sequence[Collection[str]]) -> bool:
+def _is_new_value(
+    result: Part, part: Part, updated: Mapping[str, Collection[str]]
+) -> bool:
     pairs = zip(part.keys, result.keys, strict=True)
-    return all(key is None or key in updated[number] for key, number in pairs)
+    return all(key is None or key in updated[new] for key, new in pairs)
 
 
-def _undecided(number: int, parts: Sequence[Part]) -> UndecidedRoleError:
-    named = [next(key for key in part.keys if key is not None) for part in parts]
+def _undecided(result: Part, parts: Sequence[Part]) -> UndecidedRoleError:
+    first, *others = [next(filter(None, part.keys)) for part in (result, *parts)]
     return UndecidedRoleError(
-        f"it is not decided which part of the arguments result {number} replaces",
-        got=f"those of {', '.join(named)} are like it, and lie differently",
+        f"it is not decided which part of the arguments {first!r} and what is beside "
+        "it replace",
+        got=f"{', '.join(others)} and what is beside them are like it, and lie "
+        "differently",
         fix="say for each result what it is: results=['params', 'optimizer_state']",
     )

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tessera import _jax
 from tessera.graph.rewriting import nested_with_operands, without_jits
-from tessera.graph.tracing.gradient import gradient_p
+from tessera.graph.tracing.gradient import gradient_p, taken_p
 
 # A gradient by what one of these gives is one by what it was given.
 _VIEW_WORDS = """
@@ -62,7 +62,7 @@ def _uses(program: _jax.Program) -> tuple[set[Any], set[Any]]:
     made: dict[Any, tuple[_jax.Equation, int]] = {}
     for place, equation in enumerate(_jax.equations(program)):
         made.update((v, (equation, i)) for i, v in enumerate(equation.outvars))
-        if equation.primitive is gradient_p:
+        if equation.primitive in (gradient_p, taken_p):
             loss, *weights = equation.invars
             differentiated.update(_viewed(weights, made))
             read |= _jax.sources(program, loss, before=place)

@@ -208,10 +208,12 @@ class Strategy:
             )
         ]
         count = sum(map(is_array, jax.tree.leaves(result)))
-        whole = Part.of(result, range(count))
+        names = [value.name for value in graph.outputs[:count]]
+        whole = Part.of(result, names)
         if self.results is None:
             parts = results_in_parts(whole, arguments)
-            new = [{graph.inputs[i].name for i in f} for f in replaced(graph.program)]
+            of = [{graph.inputs[i].name for i in f} for f in replaced(graph.program)]
+            new = dict(zip(names, of[:count], strict=True))
             found = layouts_of_results(parts, arguments, layouts, new)
         else:
             parts = list(whole.children()) or [whole]
