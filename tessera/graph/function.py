@@ -238,9 +238,12 @@ class Function:
         if inspect.Parameter.VAR_KEYWORD in kinds.values():
             return
         known = [n for n in kinds if kinds[n] is not inspect.Parameter.VAR_POSITIONAL]
+        has_more = len(known) < len(kinds)
         uses = dict.fromkeys(self.options.batch or (), "take for a batch")
         uses |= dict.fromkeys((*self.options.in_specs, *self.options.donate), _LAID_OUT)
         for name, use in uses.items():
+            if has_more and name.startswith("args["):
+                continue
             if name.partition("/")[0] not in known:
                 raise SpecFormError(
                     f"{self.options.name!r} has no argument {name!r} to {use}",

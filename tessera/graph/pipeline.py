@@ -310,7 +310,11 @@ class _OfArrays:
         self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         self._body = body
-        names = [*inspect.signature(body).parameters]
+        names = [
+            parameter.name
+            for parameter in inspect.signature(body).parameters.values()
+            if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
+        ]
         self._leaves, self._tree = jax.tree.flatten((tuple(args), dict(kwargs)))
         paths = [
             _path(names, path)

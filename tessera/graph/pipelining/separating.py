@@ -103,15 +103,15 @@ class _Separation:
         loss: int,
         microbatches: int | Fraction,
     ) -> None:
-        if not have_same_equations(whole, micro):
+        self.whole = _jax.equations(whole)[: loss + 1]
+        self.micro = _jax.equations(micro)[: loss + 1]
+        if not have_same_equations(self.whole, self.micro):
             raise PipelineFormError(
                 "a step does other things for a microbatch than for the whole batch",
                 got=f"{len(_jax.equations(whole))} equations for the batch, "
                 f"{len(_jax.equations(micro))} for a microbatch",
                 fix="do not branch on the batch size, and take no rows by their number",
             )
-        self.whole = _jax.equations(whole)[: loss + 1]
-        self.micro = _jax.equations(micro)[: loss + 1]
         self.output = output
         self.rows = Rows(microbatches)
         self.kind: dict[Any, Kind] = {}

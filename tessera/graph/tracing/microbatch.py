@@ -30,6 +30,7 @@ from tessera.graph.pipelining.mark import (
 from tessera.graph.pipelining.microbatches import fewer_microbatches_warning
 from tessera.graph.pipelining.rows import have_same_equations
 from tessera.graph.rewriting import contains, without_jits
+from tessera.graph.tracing.gradient import gradient_p
 from tessera.graph.tracing.roles import Uses, uses_of, views_of
 from tessera.scope import Scope
 
@@ -132,7 +133,11 @@ class BatchRows:
         return program
 
     def _has_equations_of(self, program: _jax.Program) -> bool:
-        return have_same_equations(self.program, without_jits(program))
+        """Whether another program does the same up to the last loss."""
+        first, second = map(_jax.equations, (self.program, without_jits(program)))
+        ends = [i for i, e in enumerate(first) if e.primitive is gradient_p]
+        last = ends[-1] + 1 if ends else 0
+        return have_same_equations(first[:last], second[:last])
 
     def _of_rows(
         self, known: Sequence[Any], calls: Sequence[Any], size: Fraction
