@@ -76,8 +76,9 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
     ``experts`` along their leading dim.
 
     ``tensor_parallel`` runs the body once for each device of the axes, on its blocks.
-    Every array has to be annotated. A dim is split if the first array has none of its
-    symbols; of several the first. ``3*F`` means three blocks, each of which is split by
+    Every array has to be annotated. A dim is split if the first array, or the one that
+    ``batch`` names, has none of its symbols; of several the first. ``3*F`` means three
+    blocks, each of which is split by
     itself. A result that differs from device to device is put together along its dim
     of that kind; collectives are written by hand, and ``ts.mesh.current()`` is the mesh
     of the axes.
@@ -181,10 +182,12 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
             "axes": axes,
             "results": tuple(results) if results is not None else None,
         }
+        said = _said(body, options.name, {**given, "experts": named})
         if strategy == "tensor_parallel":
+            known["common"] = _common(said, results)
             split = TensorParallel(**known, annotations=annotations_of(body))
             return Function(PerDevice(body, split), replace(options, strategy=split))
-        known["said"] = _said(body, options.name, {**given, "experts": named})
+        known["said"] = said
         plan: Strategy
         match strategy:
             case "expert_parallel":
@@ -199,6 +202,21 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
         return Function(body, replace(options, strategy=plan))
 
     return decorate
+
+
+def _common(
+    said: Mapping[str, str], results: Sequence[str | None] | None
+) -> str | None:
+    """The argument whose dims are whole under ``tensor_parallel``, if it is said."""
+    if results is None and len(said) <= 1 and set(said.values()) <= {BATCH}:
+        return next(iter(said), None)
+    raise StrategyError(
+        "strategy 'tensor_parallel' goes by annotations, and by one array of the batch",
+        got=", ".join(f"{path!r} is {role}" for path, role in said.items())
+        or f"results={results!r}",
+        fix="leave roles out; batch='x' names the array whose dims are whole, if it is "
+        "not the first",
+    )
 
 
 def _pipelined(body: Callable[..., Any], plan: Strategy) -> PipelineOfArguments:

@@ -55,8 +55,8 @@ def pipeline(
     the function closes over, are whole in every stage that reads them.
 
     Which arguments have rows is what ``batch`` says. Without it, it is what comes from
-    the step's arguments and not from its weights alone, where one argument does so, or
-    where several do and the stages can be seen to treat each row by itself.
+    the step's arguments and not from its weights alone: one argument, or several as
+    long as each other, if the stages can be seen to treat each row by itself.
 
     Args:
       stages: The stages in order, made by ``graph.stage``: as many as the axis has
@@ -234,7 +234,7 @@ class _Pipeline:
         )
         with self._telling_stages_apart(here, mesh, self.stages):
             if here.is_whole_batch and None not in by_row:
-                known = decision or Decision(tuple(map(bool, by_row)), "said")
+                known = decision or Decision(tuple(map(bool, by_row)))
                 marked = Split(function, call, known, self.stages, here).marked()
             else:
                 marked = marked_as_given(function, call)

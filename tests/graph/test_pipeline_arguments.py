@@ -438,12 +438,10 @@ MIXING: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("name", MIXING)
 def test_a_stage_that_does_not_keep_rows_apart_says_so(name):
     first, why = MIXING[name]
+    start = "a stage of pipeline '<lambda>' sees one microbatch at a time, and its rows"
     with pytest.warns(ts.TesseraWarning) as caught:
         chain(pipes(), first).trace(X)
-    assert str(caught[0].message).startswith(
-        "a stage of pipeline '<lambda>' sees one microbatch at a time, and its rows are "
-        f"not kept apart: {why}"
-    )
+    assert str(caught[0].message).startswith(f"{start} are not kept apart: {why}")
 
 
 ALONE: dict[str, Callable[..., Any]] = {

@@ -97,7 +97,7 @@ class Split:
             part = call.stages.program, captured
             problem = self._problem(whole, part, call.parts)
         if problem is not None:
-            if self.decision.origin in ("declared", "guessed"):
+            if self.decision.is_guess:
                 raise self._undecided(problem)
             call = replace(call, mixes=problem)
         return bind(call, self._data, [*self._others, *captured])
@@ -197,9 +197,8 @@ class Split:
             for program, _ in (whole, part)
         ]
         rows = Rows(parts)
-        if self.decision.origin == "guessed":
-            return rows.unproven(*programs)
-        return rows.mixed(*programs)
+        find = rows.unproven if self.decision.is_guess else rows.mixed
+        return find(*programs)
 
     def _problem_of_larger(self, whole: Traced, before: tuple[Any, ...]) -> str | None:
         """The same, where the batch is the part of a larger one."""

@@ -9,7 +9,7 @@ place, together with the loss, where there is one.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -35,17 +35,16 @@ pipeline_p.multiple_results = True
 
 @dataclass(frozen=True)
 class Decision:
-    """Which arguments of a pipelined call have the batch's rows, and who says so.
+    """Which arguments of a pipelined call have the batch's rows.
 
     Attributes:
       by_row: For each, whether its leading dim counts rows.
-      origin: ``said`` by the user; ``sole``, where no other can; ``declared``, where
-        all come from arguments that are batches; ``guessed`` by the number of rows,
-        which takes a proof.
+      is_guess: Whether that is a guess by their numbers of rows, which takes a proof:
+        nobody says it, and several might.
     """
 
     by_row: tuple[bool, ...]
-    origin: Literal["said", "sole", "declared", "guessed"]
+    is_guess: bool = False
 
 
 @dataclass(frozen=True, eq=False)

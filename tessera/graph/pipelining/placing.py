@@ -119,7 +119,13 @@ def _with_loss(
         if call.parts == 1:
             return _Planned(equation)  # forward and backward, one after the other
         rows = _jax.equations(micro)[place].outvars[0].aval.shape[0]
-        copies = rows // (call.rows // call.parts)
+        copies, rest = divmod(rows * call.parts, call.rows)
+        if rest:
+            raise PipelineFormError(
+                "the pipelines of a step have microbatches of unlike sizes",
+                got=f"{call.rows // call.parts} rows, and in another one {rows}",
+                fix="use numbers of microbatches that are multiples of each other",
+            )
         tail = separate(whole, micro, place, mark, Fraction(call.rows, rows), copies)
     except PipelineFormError:
         # The forward of all microbatches, then the backward of all, is its order.

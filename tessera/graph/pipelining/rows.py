@@ -134,31 +134,35 @@ class Rows:
 
         Nothing is said of equations that are not understood, such as kernels.
         """
-        numbers: dict[Any, _jax.Equation] = {}  # what depends on a row's own number
+        numbered: dict[Any, _jax.Equation] = {}  # what depends on a row's own number
         for equation, other, has_rows in self._pairs(program, twin):
             values, indices = _values_and_indices(equation)
-            made_of = [numbers[v] for v in values if v in numbers]
+            origin = next((numbered[v] for v in values if v in numbered), None)
             if has_rows and equation.primitive.name == "iota":
-                made_of += [equation] * (not self.are_kept_apart(equation, other))
-            if made_of:
-                numbers.update(dict.fromkeys(equation.outvars, made_of[0]))
+                origin = None if self.are_kept_apart(equation, other) else equation
+            if origin is not None:
+                numbered.update(dict.fromkeys(equation.outvars, origin))
             elif equation.outvars and not have_same_numbers(equation, other):
                 return _said("depends on the number of rows", equation)
-            elif has_rows and numbers.keys().isdisjoint(indices):
-                found = self._mixed_in(equation, other)
+            looks_itself_up = not numbered.keys().isdisjoint(indices)
+            if has_rows and not (origin is equation or looks_itself_up):
+                found = self._mixed_in(equation, other, is_numbered=origin is not None)
                 if found is not None:
                     return found
         for atom in variables(_jax.outputs(program)):
-            if atom in numbers:
-                return _said("numbers the rows", numbers[atom])
+            if atom in numbered:
+                return _said("numbers the rows", numbered[atom])
         return _other_equations(program, twin)
 
-    def _mixed_in(self, equation: _jax.Equation, twin: _jax.Equation) -> str | None:
+    def _mixed_in(
+        self, equation: _jax.Equation, twin: _jax.Equation, *, is_numbered: bool
+    ) -> str | None:
         if self.are_kept_apart(equation, twin) or _jax.is_manual_region(equation):
             return None
         if inner := _jax.inner_programs(equation):
             pairs = zip(inner, _jax.inner_programs(twin), strict=True)
-            return next(filter(None, (self.mixed(*pair) for pair in pairs)), None)
+            found = (None if is_numbered else self.mixed(*pair) for pair in pairs)
+            return next(filter(None, found), None)
         is_understood = equation.primitive.name in _UNDERSTOOD
         if is_understood and -1 not in self.of(equation.invars).values():
             return _said("mixes the rows", equation)

@@ -10,7 +10,7 @@ when its stages are cut.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, NoReturn, TypeAlias
@@ -48,14 +48,14 @@ class BatchRows:
 
     Attributes:
       graph: The step, as it was traced.
-      is_batch: Whether an argument's array, by path, is declared to be a batch; None
-        where nothing is declared of it.
+      may_be_batch: Whether an argument's array, by path, is not said to be another
+        thing.
       retrace: Traces the step for other inputs.
       scope: Gives a scope to do so in.
     """
 
     graph: Graph
-    is_batch: Callable[[str], bool | None]
+    may_be_batch: Callable[[str], bool]
     retrace: Retrace
     scope: Callable[[], Scope]
 
@@ -89,9 +89,8 @@ class BatchRows:
         except Exception as error:
             # What comes after the last call does not matter.
             if len(here.pipelined) <= max(found):
-                call = found[max(found)].call
-                size = Fraction(factor)
-                raise _no_rows_of_a_batch(call, size, _first_line(error)) from error
+                problem = f"{factor} times as many rows: {_first_line(error)}"
+                raise found[max(found)].call.undecided(problem) from error
         return {
             number: arguments.decision(here.pipelined[number], factor)
             for number, arguments in found.items()
@@ -113,7 +112,7 @@ class BatchRows:
         for _, _, call in calls:
             fewer_microbatches_warning(call.schedule)
             call.warn()
-        first = calls[0][2]
+        first = min((call for *_, call in calls), key=lambda call: call.parts)
         atoms, rows, whole = list[_jax.Atom](), set[Any](), set[Any]()
         for place, equation, call in calls:
             count = call.stages.num_inputs
@@ -125,11 +124,11 @@ class BatchRows:
             for variable, _ in self._with_rows({c.rows for *_, c in calls}, rows, atoms)
             if variable in rows or variable not in whole
         ]
-        program = self._of_rows(known, calls, Fraction(1, first.parts))
+        program = self._of_rows(known, first, Fraction(1, first.parts))
         if first.rows == first.parts > 1 and not self._has_equations_of(program):
             # JAX does some things otherwise where there is one row: two are copies.
             size = Fraction(2 if first.rows != 2 else 3, first.rows)
-            program = self._of_rows(known, calls, size)
+            program = self._of_rows(known, first, size)
         return program
 
     def _has_equations_of(self, program: _jax.Program) -> bool:
@@ -140,17 +139,16 @@ class BatchRows:
         return have_same_equations(first[:last], second[:last])
 
     def _of_rows(
-        self, known: Sequence[Any], calls: Sequence[Any], size: Fraction
+        self, known: Sequence[Any], first: PipelineCall, size: Fraction
     ) -> _jax.Program:
         """The program of another number of rows.
 
         Args:
           known: The inputs that have rows.
-          calls: The pipelined calls.
+          first: What errors speak of.
           size: How many times the rows of the batch.
         """
-        values, first = self.values, calls[0][2]
-        rows = {v: int(values[v].aval.shape[0] * size) for v in known}
+        rows = {v: int(self.values[v].aval.shape[0] * size) for v in known}
         here = self.scope()
         try:
             program = self.retrace(self._resized(rows), here)
@@ -158,7 +156,7 @@ class BatchRows:
             raise
         except (TypeError, ValueError) as error:
             raise _no_rows_of_a_batch(first, size, _first_line(error)) from error
-        for _, _, call in calls:
+        for _, _, call in self._calls():
             types = zip(call.by_row, here.pipelined[call.number], strict=True)
             for found in {aval.shape[0] for has_rows, aval in types if has_rows}:
                 if found != call.rows * size:
@@ -186,13 +184,14 @@ class BatchRows:
 
     @cached_property
     def free(self) -> frozenset[Any]:
-        """Inputs that may have rows: arguments that are declared to, or undeclared."""
+        """Inputs that may have rows: arguments that no gradient is taken by."""
         return frozenset(
             variable
             for variable, value in self.values.items()
             if value.role is Role.ARGUMENT
+            and value.aval.shape
             and variable not in self.uses.differentiated
-            and self.is_batch(value.name) is not False
+            and self.may_be_batch(value.name)
         )
 
     def sources(self, atoms: Sequence[_jax.Atom], place: int) -> set[Any]:
@@ -231,7 +230,7 @@ class BatchRows:
             if variable not in free or not rows.issuperset(value.aval.shape[:1]):
                 continue
             is_read = variable in self.uses.read or variable in read
-            if value.aval.shape and (is_read or not _is_like(value, weights)):
+            if is_read or not _is_like(value, weights):
                 yield variable, value
 
     def _resized(self, rows: Mapping[Any, int]) -> list[Value]:
@@ -262,10 +261,11 @@ class _Arguments:
     batch: BatchRows
     equation: _jax.Equation
     place: int
-    call: PipelineCall = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "call", self.equation.params["call"])
+    @property
+    def call(self) -> PipelineCall:
+        """What is known of it."""
+        return self.equation.params["call"]
 
     @cached_property
     def origins(self) -> list[set[Any]]:
@@ -326,15 +326,7 @@ class _Arguments:
                 )
         if not any(by_row):
             self._refuse_rows(self.candidates[0])
-        if len(self.candidates) == 1:
-            return Decision(tuple(by_row), "sole")
-        declared = {v for v in self.read & self.batch.free if self._is_declared(v)}
-        is_declared = declared == self.read & self.batch.free
-        is_sure = is_declared and all(by_row[number] for number in self.candidates)
-        return Decision(tuple(by_row), "declared" if is_sure else "guessed")
-
-    def _is_declared(self, variable: Any) -> bool:
-        return self.batch.is_batch(self.batch.values[variable].name) is True
+        return Decision(tuple(by_row), is_guess=len(self.candidates) > 1)
 
     def _refuse_rows(self, number: int) -> NoReturn:
         path, shape = self.call.paths[number], self.equation.invars[number].aval.shape
@@ -375,10 +367,10 @@ def _first_line(error: Exception) -> str:
 def _no_rows_of_a_batch(
     call: PipelineCall, size: Fraction, problem: str
 ) -> PipelineFormError:
-    number = f"{int(call.rows * size)} of {call.rows}" if call.rows else f"{size} times"
+    number = f"{int(call.rows * size)} of {call.rows} rows"
     return PipelineFormError(
         "a step with a pipeline cannot be traced for another number of rows",
-        got=f"{number} rows in each argument that may be a batch: {problem}",
+        got=f"{number} in each argument that may be a batch: {problem}",
         fix=_ROWS_OF_THE_STEP + "\n"
         "or say which arguments are batches: graph.training_step(batch=...)",
     )

@@ -25,7 +25,7 @@ from tessera.errors import (
 )
 from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.pipelining.mark import Decision, argument_rows
-from tessera.graph.tracing.arguments import Call, Leaf, common_mesh
+from tessera.graph.tracing.arguments import Call, Leaf, common_mesh, is_in
 from tessera.graph.tracing.control_flow.steering import with_control_flow
 from tessera.graph.tracing.declarations import (
     Options,
@@ -239,16 +239,14 @@ class _Tracing:
         def opened() -> scope.Scope:
             return self._scope(graph.mesh, is_whole_batch=False)
 
-        return BatchRows(graph, self._is_batch, retrace, opened)
+        return BatchRows(graph, self._may_be_batch, retrace, opened)
 
-    def _is_batch(self, path: str) -> bool | None:
-        """Whether an array is declared to be a batch; None where nothing is said."""
+    def _may_be_batch(self, path: str) -> bool:
+        """Whether an array is not said to be anything else, nor found to be."""
         options = self.options
         if options.strategy is not None:
-            role = options.strategy.role(path)
-            return None if role is None else role == BATCH
-        is_undeclared = options.batch is not None and not options.batch
-        return None if is_undeclared else options.is_batch(path)
+            return options.strategy.role(path) in (None, BATCH)
+        return not options.batch or is_in(path, options.batch)
 
 
 def _listed(parameters: Mapping[str, DistTensor]) -> str:
