@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -92,7 +92,7 @@ def pipeline(
     rows = None if batch is None else frozenset(as_names(batch))
     wanted = _Pipeline(names, axis, schedule, microbatches, batch=rows)
     if mesh is not None:
-        wanted.check(mesh)
+        wanted.check(mesh, names)
 
     def decorate(body: Callable[..., Any]) -> Step:
         @functools.wraps(body)
@@ -186,10 +186,9 @@ class _Pipeline:
     weights: frozenset[str] = frozenset()
     say: str = "graph.pipeline(..., batch=[...])"
 
-    def check(self, mesh: Mesh) -> int:
+    def check(self, mesh: Mesh, stages: Sequence[str]) -> int:
         """Virtual stages for each device; raises [T103] and [T311]."""
-        size = mesh.axis_size(self.axis)
-        count = len(self.stages or ())
+        size, count = mesh.axis_size(self.axis), len(stages)
         is_interleaved = self.schedule == "interleaved" or (
             isinstance(self.schedule, Schedule) and self.schedule.chunks > 1
         )
@@ -217,25 +216,25 @@ class _Pipeline:
         function = _OfArrays(body, args, kwargs)
         number = len(here.pipelined)
         here.pipelined.append(tuple(map(jax.typeof, function.arrays)))
-        if self.stages is None:
-            self = replace(self, stages=_stages_called(function, here))
-        assert self.stages is not None, "the function calls them"
+        stages = self.stages
+        if stages is None:
+            stages = _stages_called(function, here)
         decision = here.batch_arguments.get(number)
         by_row = self._said(function) if decision is None else decision.by_row
         call = PipelineCall(
             number=number,
             name=getattr(body, "__name__", "pipeline"),
-            schedule=self._schedule(mesh, self.check(mesh), here),
+            schedule=self._schedule(mesh, self.check(mesh, stages), here),
             mesh=mesh,
             axis=self.axis,
             paths=function.paths,
             by_row=by_row,
             say=self.say,
         )
-        with self._telling_stages_apart(here, mesh, self.stages):
+        with self._telling_stages_apart(here, mesh, stages):
             if here.is_whole_batch and None not in by_row:
                 known = decision or Decision(tuple(map(bool, by_row)))
-                marked = Split(function, call, known, self.stages, here).marked()
+                marked = Split(function, call, known, stages, here).marked()
             else:
                 marked = marked_as_given(function, call)
         return jax.tree.unflatten(function.results, marked)
@@ -315,16 +314,12 @@ class _OfArrays:
             for parameter in inspect.signature(body).parameters.values()
             if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
         ]
-        self._leaves, self._tree = jax.tree.flatten((tuple(args), dict(kwargs)))
-        paths = [
-            _path(names, path)
-            for path, _ in jax.tree_util.tree_leaves_with_path(
-                (tuple(args), dict(kwargs))
-            )
-        ]
+        given = (tuple(args), dict(kwargs))
+        found, self._tree = jax.tree_util.tree_flatten_with_path(given)
+        self._leaves = [leaf for _, leaf in found]
         self._places = [i for i, leaf in enumerate(self._leaves) if is_number(leaf)]
         self.arrays = [jnp.asarray(self._leaves[i]) for i in self._places]
-        self.paths = tuple(paths[i] for i in self._places)
+        self.paths = tuple(_path(names, found[i][0]) for i in self._places)
         self.results: Any = None
 
     def __call__(self, *arrays: Any) -> list[Any]:

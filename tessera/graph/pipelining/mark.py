@@ -29,6 +29,9 @@ from tessera.mesh import Mesh
 # The name scope of everything that a pipeline's devices do.
 SCOPE: Final = "pipeline"
 
+# As many paths are in an error.
+_LISTED: Final = 8
+
 pipeline_p = _jax.Primitive("pipeline")
 pipeline_p.multiple_results = True
 
@@ -106,7 +109,7 @@ class PipelineCall:
         return UndecidedRoleError(
             f"it is not decided which arguments of pipeline {self.name!r} have a row "
             "for each example",
-            got=f"{', '.join(names)}: {why}",
+            got=f"{first_of(names)}: {why}",
             fix=f"name those that have: {self.say}\n"
             "all others are whole in every stage that reads them",
         )
@@ -162,6 +165,11 @@ def argument_rows(program: _jax.Program) -> dict[str, bool]:
         for inner in _jax.inner_programs(equation):
             found |= argument_rows(inner)
     return found
+
+
+def first_of(paths: Sequence[str]) -> str:
+    """Some paths in an error, however many there are."""
+    return ", ".join(paths[:_LISTED]) + ", …" * (len(paths) > _LISTED)
 
 
 def check_results(avals: Sequence[Any], rows: int | None) -> None:

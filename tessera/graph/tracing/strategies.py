@@ -150,24 +150,20 @@ class Strategy:
         Warns:
           TesseraWarning: The axis divides none of its dims.
         """
+        axis, size = self.axes[-1], mesh.shape[self.axes[-1]]
         for argument in call.arguments:
-            for leaf in argument.leaves:
+            for leaf in argument.leaves if size > 1 else ():
                 role, shape = self.role(leaf.name), tuple(leaf.aval.shape)
-                size = prod(shape) * leaf.aval.dtype.itemsize
-                is_split = role in SPLIT_FROM and self.stage >= SPLIT_FROM[role]
-                axes = axes_of_dims(self.layout(argument, leaf, mesh), len(shape))
-                is_whole = not any(self.axes[-1] in names for names in axes)
-                if (
-                    is_split
-                    and is_whole
-                    and size >= _LARGE
-                    and mesh.shape[self.axes[-1]] > 1
-                ):
+                if role not in SPLIT_FROM or self.stage < SPLIT_FROM[role]:
+                    continue
+                layout = self.layout(argument, leaf, mesh)
+                is_split = any(axis in names for names in axes_of_dims(layout, 0))
+                count = prod(shape) * leaf.aval.dtype.itemsize
+                if not is_split and count >= _LARGE:
                     warnings.warn(
                         f"strategy {self.name!r} leaves {leaf.name!r} of shape {shape} "
-                        f"whole on each device, {format_bytes(size)}: "
-                        f"{mesh.shape[self.axes[-1]]} devices along {self.axes[-1]!r} "
-                        "divide none of its dims",
+                        f"whole on each device, {format_bytes(count)}: {size} devices "
+                        f"along {axis!r} divide none of its dims",
                         TesseraWarning,
                         stacklevel=2,
                     )

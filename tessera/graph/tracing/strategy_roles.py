@@ -15,6 +15,7 @@ from typing import Any, Final
 from tessera import _jax
 from tessera.errors import UndecidedRoleError
 from tessera.graph.ir import Graph, Role, Value
+from tessera.graph.pipelining.mark import first_of
 from tessera.graph.rewriting import without_jits
 from tessera.graph.tracing.roles import Uses, updated, uses_of
 
@@ -125,18 +126,22 @@ class _Finding:
 
     def _is_like(self, path: str, params: set[str]) -> bool:
         """Whether an array has the path and the shape of a parameter."""
-        shapes = {name: tuple(v.aval.shape) for name, (v, _) in self.arrays.items()}
-        return any(is_like(path, shapes[path], p, shapes[p]) for p in params)
+        shape = self._shapes[path]
+        return any(is_like(path, shape, p, self._shapes[p]) for p in params)
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {path: tuple(v.aval.shape) for path, (v, _) in self.arrays.items()}
 
     def _undecided(
-        self, paths: Iterable[str], why: str, role: str
+        self, paths: Sequence[str], why: str, role: str
     ) -> UndecidedRoleError:
         names = sorted(_arguments(paths))
         listed = ", ".join(map(repr, names))
         return UndecidedRoleError(
             f"strategy {self.name!r} cannot tell what the arguments {listed} of "
             f"{self.graph.name!r} are",
-            got=f"{', '.join(paths)}: {why}",
+            got=f"{first_of(paths)}: {why}",
             fix=f"say it: ts.distribute({self.name!r}, {role}=[{listed}])\n"
             f"and likewise {', '.join(f'{r}=' for r in ROLES if r != role)}",
         )
