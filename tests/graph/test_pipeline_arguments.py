@@ -493,3 +493,30 @@ def test_microbatches_of_one_row_take_what_stands_along_an_axis():
     same(make, SQUARE, X, NUMBERS, microbatches=ROWS)
     same(make, SQUARE, X[:2], NUMBERS[:2], microbatches=2)
     same(make, SQUARE, X[:5], NUMBERS[:5], microbatches=5)
+
+
+def test_pipelines_of_a_step_may_have_other_numbers_of_microbatches():
+    def make(pipe: Pipe, counts: tuple[int, int]) -> Any:
+        models = [
+            chain(partial(pipe, **{"microbatches": count} if pipe is piped else {}), f)
+            for count, f in zip(
+                counts, (lambda x, w: x @ w, lambda x, b: x * b), strict=True
+            )
+        ]
+
+        def step(w: Any, b: Any, x: Any, y: Any) -> Any:
+            first = jnp.square(models[0](x, w) - y).mean()
+            second = jnp.sin(models[1](y, b)).sum()
+            return first, second, ts.grad(first, w), ts.grad(second, b)
+
+        return step
+
+    piped = partial(graph.pipeline, mesh=TWO)
+    whole = make(lambda **_: lambda body: body, (0, 0))
+    want = ts.function(whole)(SQUARE, BIAS, X, Y)
+    for counts in ((2, 4), (4, 2)):
+        step = ts.function(make(piped, counts), mesh=TWO)
+        close(step(SQUARE, BIAS, X, Y), want)
+    step = ts.function(make(piped, (2, 3)), mesh=TWO)
+    with pytest.raises(PipelineFormError, match="have microbatches of unlike sizes"):
+        step.trace(SQUARE, BIAS, X.repeat(3, 0), Y.repeat(3, 0)).passes  # noqa: B018
