@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import jax
 from jax._src import core, dtypes
-from jax._src.interpreters import batching, partial_eval
+from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax import lax
 
 # Newer ones are told which mutable inputs are read later on.
@@ -72,6 +72,22 @@ def inputs_read(equation: Any, wanted: Sequence[bool]) -> list[Any]:
     used, _ = rule(list(wanted), *live, equation)
     pairs = zip(equation.invars, used, strict=True)
     return [v for v, needed in pairs if needed and isinstance(v, core.Var)]
+
+
+def let_pass(primitive: Any) -> None:
+    """Let a primitive without results stand anywhere, and compile to nothing."""
+
+    def nothing(*_: Any, **__: Any) -> list[Any]:
+        return []
+
+    def again(values: Sequence[Any], _: Any, **params: Any) -> tuple[Any, Any]:
+        return primitive.bind(*values, **params), ()
+
+    primitive.def_impl(nothing)
+    primitive.def_abstract_eval(nothing)
+    batching.primitive_batchers[primitive] = again
+    ad.primitive_jvps[primitive] = again
+    mlir.register_lowering(primitive, nothing)
 
 
 def let_batch(primitive: Any, rule: BatchingRule) -> None:

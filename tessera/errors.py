@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every mistake a user can make, as a class with a stable code.
 
-A message says what is wrong, what was got (with the arithmetic), and what to do:
-
-    [T201] parameter 'up' cannot be split evenly over mesh axes ('tp',)
-      got: shape (2560, 10242), dim 1 = 10242, axis size 4
-      fix: use 10240 or 10244, or drop 'tp' from the spec
-      docs: docs/errors/T201.md
-
+A message says what is wrong, what was got (with the arithmetic), and what to do.
 The first digit of a code says what it is about, as the sections below do. ``assert`` is
 for Tessera's own bugs.
 """
@@ -281,6 +275,12 @@ class WriteBackError(TesseraError, ValueError):
     """An argument was changed in a way that cannot be given back to the caller."""
 
     code = "T320"
+
+
+class UndecidedRoleError(TesseraError, ValueError):
+    """Nothing decides whether an argument is data, a weight or optimizer state."""
+
+    code = "T324"
 
 
 # --- T4xx: operations and models

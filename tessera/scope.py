@@ -52,8 +52,11 @@ class Scope:
       inner: Functions called inside that declare a mesh or layouts, and their meshes.
       unreached: For each ``graph.backward`` in order, parameters its loss ignores.
       plan: The schedule that it is traced under.
-      row_parts: As which part of a batch's rows it is traced, one of so many; None for
-        the whole batch. See ``Graph.microbatch``.
+      is_whole_batch: Whether it is traced for the batch that was given, and not for
+        another number of rows. See ``Graph.microbatch``.
+      batch_arguments: For pipelined calls by number, which of their arguments have the
+        batch's rows, as far as an earlier trace found out.
+      pipelined: The types of each pipelined call's arguments, in order.
       stage_end: Takes a stage's name and results where stages are to be told apart.
       stored: Gives the layout that a parameter is stored in, from the declared one.
     """
@@ -64,7 +67,9 @@ class Scope:
     inner: list[tuple[str, Mesh | None]] = field(default_factory=list)
     unreached: dict[int, frozenset[str]] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
-    row_parts: int | None = None
+    is_whole_batch: bool = True
+    batch_arguments: dict[int, Any] = field(default_factory=dict)
+    pipelined: list[tuple[Any, ...]] = field(default_factory=list)
     stage_end: Callable[[str, Any], Any] | None = None
     stored: Callable[[tuple[int, ...], ShardSpec | None], ShardSpec | None] | None = (
         None
@@ -111,12 +116,14 @@ class Scope:
 
     def mark(self) -> tuple[Any, ...]:
         """What to go back to, where a part of the function is traced again."""
-        containers = dict(self.declared), dict(self.counts), list(self.inner)
-        return *containers, self.backward_calls
+        found = dict(self.declared), dict(self.counts), list(self.inner)
+        return *found, list(self.pipelined), self.backward_calls
 
     def go_back(self, before: tuple[Any, ...]) -> None:
         """Forget what was met since ``mark``."""
-        self.declared, self.counts, self.inner, self.backward_calls = before
+        declared, counts, inner, pipelined, self.backward_calls = before
+        self.declared, self.counts = dict(declared), dict(counts)
+        self.inner, self.pipelined = list(inner), list(pipelined)
 
     def fresh(self, stem: str) -> str:
         """``stem``, numbered from its second use under the open path."""

@@ -8,7 +8,7 @@ runs the body on each device's blocks, and one as the stages of a pipeline.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from inspect import signature
+from inspect import Parameter, signature
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -16,16 +16,21 @@ from tessera.annotations import annotations_of
 from tessera.errors import StrategyError, did_you_mean
 from tessera.graph.function import Function
 from tessera.graph.pipeline import PipelineOfArguments
+from tessera.graph.tracing.arguments import as_names
 from tessera.graph.tracing.declarations import Options
 from tessera.graph.tracing.owners import AsOwner
 from tessera.graph.tracing.per_device import PerDevice, TensorParallel
 from tessera.graph.tracing.strategies import (
+    ExpertParallel,
+    PipelineParallel,
+    Strategy,
+)
+from tessera.graph.tracing.strategy_roles import (
     BATCH,
     GRADIENTS,
     PARAMS,
+    ROLES,
     STATE,
-    ExpertParallel,
-    Strategy,
 )
 
 Names: TypeAlias = str | Sequence[str] | None
@@ -42,17 +47,8 @@ STRATEGIES: Final[Mapping[str, tuple[str, int | None]]] = MappingProxyType(
     }
 )
 
-_DEFAULT_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        PARAMS: ("params", "weights"),
-        GRADIENTS: ("gradients", "grads"),
-        STATE: ("optimizer_state",),
-        BATCH: ("batch",),
-    }
-)
 
-
-def distribute(
+def distribute(  # noqa: PLR0913 - a keyword for each role
     strategy: str,
     *,
     stage: int | None = None,
@@ -61,6 +57,7 @@ def distribute(
     gradients: Names = None,
     optimizer_state: Names = None,
     batch: Names = None,
+    experts: Names = None,
     results: Sequence[str | None] | None = None,
 ) -> Callable[[Callable[..., Any]], Function]:
     """Spread a function over a mesh by a strategy, named for what it splits.
@@ -75,42 +72,49 @@ def distribute(
     that nothing splits and that the axis divides; one without such a dim stays whole.
     In its body ``ts.mesh.current().rank`` is the rank of whoever owns a parameter: it
     equals every rank that there is, so ``if rank == owner:`` is taken, and
-    ``recv_from`` after ``else`` is not. ``expert_parallel`` splits the batch, and along
-    their leading dim parameters that have ``expert`` at the beginning of a component of
-    their path, such as ``weights/experts/up``.
+    ``recv_from`` after ``else`` is not. ``expert_parallel`` splits the batch, and
+    ``experts`` along their leading dim.
 
     ``tensor_parallel`` runs the body once for each device of the axes, on its blocks.
-    Every array has to be annotated. A dim is split if the first array has none of its
-    symbols; of several the first. ``3*F`` means three blocks, each of which is split by
+    Every array has to be annotated. A dim is split if the first array, or the one that
+    ``batch`` names, has none of its symbols; of several the first. ``3*F`` means three
+    blocks, each of which is split by
     itself. A result that differs from device to device is put together along its dim
     of that kind; collectives are written by hand, and ``ts.mesh.current()`` is the mesh
     of the axes.
 
     ``pipeline_parallel`` runs the ``graph.stage`` s that the function calls on one
     device each, in the order 1f1b, in as many microbatches as
-    ``schedule.pipeline_microbatches`` says. Parameters are split like ``fsdp``'s, and
-    sent to the stage that reads them. See ``graph.pipeline``, which takes more options.
+    ``schedule.pipeline_microbatches`` says. What has no rows is split like ``fsdp``'s
+    parameters, and sent to the stage that reads it. See ``graph.pipeline``, which takes
+    more options, and says how data and weights are told apart.
 
     The mesh is that of ``ts.function`` (its ``mesh=``, the innermost ``with mesh:``, or
     what the arguments live on); without any, every device there is along one axis.
     Called inside another function, this one becomes part of it: the layouts of arrays
     are then those of that function.
 
-    Which argument is what is told by its name; see the keywords. Other arguments keep
-    the layout that they come with. ``ts.grad`` by parameters gives gradients in their
-    layout. A result that has the tree and the shapes of an argument, or the elements of
-    a tuple or dict that do, is laid out like it: the first that is like the parameters
-    is taken for parameters, a second for optimizer state, a third for gradients.
+    What an argument is follows from what the function does, or is said by the keywords.
+    ``ts.grad`` is taken by parameters; what a loss reads beside them is the batch, if
+    it is one argument; what no loss reads is optimizer state, in whatever container.
+    Without ``ts.grad``, parameters are the one argument that the results replace, as
+    ``weights - rate * gradients`` replaces ``weights``, and what has their paths and
+    shapes is optimizer state. What none of this decides is an error. ``ts.grad`` by
+    parameters gives gradients in their layout. A result with the tree and the shapes of
+    an argument, or of a part of one, is laid out like it.
 
     Args:
       strategy: One of the names above.
       stage: Of ``zero_redundancy_optimizer``: 1, 2 or 3; 2 by default.
       mesh_axes: The axes to split over, the last of them for what is no batch and no
         expert. By default ``dp``, ``fsdp``, ``tp``, ``pp`` or ``ep``.
-      params: Names of the arguments that are parameters: ``params``, ``weights``.
-      gradients: ... that are gradients: ``gradients``, ``grads``.
-      optimizer_state: ... that are the optimizer's state: ``optimizer_state``.
-      batch: ... that are the batch: ``batch``.
+      params: Arguments that are parameters, by name, or paths in arguments:
+        ``state/params``.
+      gradients: ... that are gradients.
+      optimizer_state: ... that are the optimizer's state.
+      batch: ... that are the batch: its arrays have a row for each example.
+      experts: Parameters whose leading dim counts experts, for ``expert_parallel``;
+        optimizer state with their paths and shapes is split with them.
       results: What each result is, where its form does not say it: a role by the name
         of its keyword here, or None.
 
@@ -118,15 +122,20 @@ def distribute(
       A decorator that gives a ``ts.function``.
 
     Raises:
-      StrategyError: [T313] there is no such strategy or stage, or the function has
-        nothing that it could split; at the call, a rank is used for something else than
-        to find an owner, or a result differs from device to device unawares.
+      StrategyError: [T313] there is no such strategy, stage or argument; at the call, a
+        rank is used for something else than to find an owner, or a result differs from
+        device to device unawares.
+      UndecidedRoleError: [T324] (at the call) nothing decides what an argument is, or
+        what a result replaces.
       UnknownAxisError: [T103] (at the call) the mesh lacks the axis.
       ShardDivisibilityError: [T201] (at the call) the axes do not divide a dim.
       LayoutMismatchError: [T205] (at the call) arrays live on the mesh in another
         layout.
       PipelineFormError: [T312] (at the call) the function is no chain of stages.
       PipelineSizeError: [T311] (at the call) it has not a stage for each device.
+
+    Warns:
+      TesseraWarning: (at the call) a large array cannot be split, and stays whole.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, tessera as ts
@@ -153,6 +162,17 @@ def distribute(
     }
     _check_results(strategy, results)
     axes = tuple(mesh_axes) if mesh_axes is not None else (default_axis,)
+    named = as_names(experts)
+    if (strategy == "expert_parallel") != bool(named):
+        raise StrategyError(
+            "strategy 'expert_parallel' has to know which parameters are experts"
+            if not named
+            else f"strategy {strategy!r} splits no experts",
+            got=f"experts={experts!r}",
+            fix="say experts='weights/experts', whose arrays are [experts, in, out]"
+            if not named
+            else "use strategy='expert_parallel', or leave experts= out",
+        )
 
     def decorate(body: Callable[..., Any]) -> Function:
         options, body = _undecorated(strategy, body)
@@ -162,19 +182,47 @@ def distribute(
             "axes": axes,
             "results": tuple(results) if results is not None else None,
         }
+        said = _said(body, options.name, {**given, "experts": named})
         if strategy == "tensor_parallel":
+            known["common"] = _common(said, results)
             split = TensorParallel(**known, annotations=annotations_of(body))
             return Function(PerDevice(body, split), replace(options, strategy=split))
-        arguments = list(signature(body).parameters)
-        known["roles"] = _roles(strategy, options.name, arguments, given)
-        plan = (ExpertParallel if strategy == "expert_parallel" else Strategy)(**known)
+        known["said"] = said
+        plan: Strategy
+        match strategy:
+            case "expert_parallel":
+                plan = ExpertParallel(**known, experts=named)
+            case "pipeline_parallel":
+                plan = PipelineParallel(**known)
+                body = _pipelined(body, plan)
+            case _:
+                plan = Strategy(**known)
         if strategy == "zero_redundancy_optimizer":
             body = AsOwner(body, plan)
-        elif strategy == "pipeline_parallel":
-            body = PipelineOfArguments(body, axes[-1], plan.roles)
         return Function(body, replace(options, strategy=plan))
 
     return decorate
+
+
+def _common(
+    said: Mapping[str, str], results: Sequence[str | None] | None
+) -> str | None:
+    """The argument whose dims are whole under ``tensor_parallel``, if it is said."""
+    if results is None and len(said) <= 1 and set(said.values()) <= {BATCH}:
+        return next(iter(said), None)
+    raise StrategyError(
+        "strategy 'tensor_parallel' goes by annotations, and by one array of the batch",
+        got=", ".join(f"{path!r} is {role}" for path, role in said.items())
+        or f"results={results!r}",
+        fix="leave roles out; batch='x' names the array whose dims are whole, if it is "
+        "not the first",
+    )
+
+
+def _pipelined(body: Callable[..., Any], plan: Strategy) -> PipelineOfArguments:
+    rows = frozenset(name for name, role in plan.said.items() if role == BATCH)
+    weights = frozenset(plan.said) - rows
+    return PipelineOfArguments(body, plan.axes[-1], batch=rows or None, weights=weights)
 
 
 def _undecorated(
@@ -216,36 +264,30 @@ def _stage(strategy: str, fixed: int | None, stage: int | None) -> int:
 
 def _check_results(strategy: str, results: Sequence[str | None] | None) -> None:
     for role in results or ():
-        if role is not None and role not in _DEFAULT_NAMES:
+        if role is not None and role not in ROLES:
             raise StrategyError(
                 f"strategy {strategy!r} knows no result {role!r}",
                 got=f"results={results!r}",
-                fix=did_you_mean(role, _DEFAULT_NAMES),
+                fix=did_you_mean(role, ROLES),
             )
 
 
-def _roles(
-    strategy: str, name: str, arguments: list[str], given: Mapping[str, Names]
+def _said(
+    body: Callable[..., Any], name: str, given: Mapping[str, Names]
 ) -> dict[str, str]:
-    """What each argument is, by its name."""
-    roles: dict[str, str] = {}
+    """What arguments are, or parts of them by path, as far as the user says."""
+    parameters = signature(body).parameters.values()
+    known = [parameter.name for parameter in parameters]
+    has_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+    said: dict[str, str] = {}
     for role, names in given.items():
-        if role == BATCH and strategy == "pipeline_parallel":
-            continue  # it is cut into microbatches
-        chosen = _DEFAULT_NAMES[role] if names is None else names
-        for argument in (chosen,) if isinstance(chosen, str) else chosen:
-            if argument in arguments:
-                roles[argument] = role
-            elif names is not None:
+        for path in as_names(names):
+            if path.partition("/")[0] not in known and not has_more:
                 raise StrategyError(
-                    f"{name!r} has no argument {argument!r}",
+                    f"{name!r} has no argument {path!r}",
                     got=f"{role}={names!r}",
-                    fix=did_you_mean(argument, arguments),
+                    fix=did_you_mean(path, known),
                 )
-    if not roles and strategy != "pipeline_parallel":  # stages may own parameters
-        raise StrategyError(
-            f"strategy {strategy!r} finds nothing to lay out in {name!r}",
-            got=f"arguments {', '.join(arguments) or 'none'}",
-            fix="say which they are: params=, gradients=, optimizer_state=, batch=",
-        )
-    return roles
+            if role in ROLES:
+                said[path] = role
+    return said

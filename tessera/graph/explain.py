@@ -215,5 +215,5 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     if not isinstance(model, Function):
         name = getattr(model, "__name__", type(model).__name__)
-        model = Step(model, Options(name=name, split_batch=True))
+        model = Step(model, Options(name=name, split_batch=True, batch=None))
     return Explanation(model.trace(*args, **kwargs))

@@ -36,6 +36,7 @@ from tessera.graph.tracing.write_back import check_apart, give_back
 from tessera.mesh import Mesh, opened_or_none
 
 _RECOMPILES_BEFORE_WARNING = 3
+_LAID_OUT = "lay out or donate"
 _PLAIN = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 # The function that ran last, for ``dist.profile()``; it is not kept alive for that.
@@ -194,7 +195,7 @@ class Function:
         body, here = scope.as_called(self.body), scope.current()
         if self.options.mesh is None and not self.options.declares_layouts:
             # One microbatch has other sizes than annotations speak of.
-            check = here is not None and here.row_parts is None
+            check = here is not None and here.is_whole_batch
             return checked(body, args, kwargs, name=self.options.name, check=check)
         given = self._form.values(args, kwargs)
         return inline(body, self._take_apart(args, kwargs), self.options, given)
@@ -237,11 +238,15 @@ class Function:
         if inspect.Parameter.VAR_KEYWORD in kinds.values():
             return
         known = [n for n in kinds if kinds[n] is not inspect.Parameter.VAR_POSITIONAL]
-        for name in (*self.options.in_specs, *self.options.donate):
-            if name not in known:
+        has_more = len(known) < len(kinds)
+        uses = dict.fromkeys(self.options.batch or (), "take for a batch")
+        uses |= dict.fromkeys((*self.options.in_specs, *self.options.donate), _LAID_OUT)
+        for name, use in uses.items():
+            if has_more and name.startswith("args["):
+                continue
+            if name.partition("/")[0] not in known:
                 raise SpecFormError(
-                    f"{self.options.name!r} has no argument {name!r} to lay out or "
-                    "donate",
+                    f"{self.options.name!r} has no argument {name!r} to {use}",
                     fix=did_you_mean(name, known),
                 )
 

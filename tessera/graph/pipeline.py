@@ -8,37 +8,33 @@ microbatches, in the order of a schedule, together with the backward of the loss
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from tessera import _jax, scope
-from tessera.errors import NoMeshError, PipelineFormError, PipelineSizeError
-from tessera.graph.differentiation import differentiated
-from tessera.graph.pipelining.cutting import StagedProgram, cut, stage_end_p
-from tessera.graph.pipelining.mark import PipelineCall, bind, struct_of
-from tessera.graph.pipelining.microbatches import (
-    check_batch,
-    fewer_microbatches_warning,
+from tessera import scope
+from tessera.errors import (
+    NoMeshError,
+    PipelineFormError,
+    PipelineSizeError,
+    UndecidedRoleError,
+    did_you_mean,
 )
+from tessera.graph.pipelining.call import Split, marked_as_given
+from tessera.graph.pipelining.cutting import stage_end_p
+from tessera.graph.pipelining.mark import Decision, PipelineCall, struct_of
 from tessera.graph.pipelining.schedules import schedule as schedule_of
 from tessera.graph.pipelining.table import Schedule
-from tessera.graph.rewriting import contains
+from tessera.graph.tracing.arguments import as_names, is_in
 from tessera.graph.tracing.declarations import Options, is_number
 from tessera.graph.training_step import Stage, Step
 from tessera.graph.zero import split_further
 from tessera.mesh import Mesh
-from tessera.ops.layouts import layout_of
 from tessera.shard import ShardSpec
-from tessera.spec import axes_of_dims
-
-# Weights are split over fsdp, too.
-_ROWS_ALONE = ("dp",)
 
 
 def pipeline(
@@ -48,14 +44,19 @@ def pipeline(
     axis: str = "pp",
     schedule: str | Schedule = "1f1b",
     microbatches: int | None = None,
+    batch: str | Collection[str] | None = None,
 ) -> Callable[[Callable[..., Any]], Step]:
     """Run a chain of stages as a pipeline over a mesh axis.
 
     Each device holds the parameters of its own stages: stored in parts over the axis,
     they are sent to their stage once in a step. The mesh's other axes work inside the
-    stages as they do outside. Arrays among the arguments whose leading dim is that of
-    the first are split into microbatches, and along ``dp`` into a part of each for each
-    device; the others are given to every stage whole.
+    stages as they do outside. Arguments that have a row for each example are split into
+    microbatches, and along ``dp`` into a part of each for each device; others, and what
+    the function closes over, are whole in every stage that reads them.
+
+    Which arguments have rows is what ``batch`` says. Without it, it is what comes from
+    the step's arguments and not from its weights alone: one argument, or several as
+    long as each other, if the stages can be seen to treat each row by itself.
 
     Args:
       stages: The stages in order, made by ``graph.stage``: as many as the axis has
@@ -66,6 +67,8 @@ def pipeline(
         ``zero_bubble_fused``, or a table of your own.
       microbatches: Equal parts of a batch. By default what
         ``schedule.pipeline_microbatches`` said, or else as many as there are stages.
+      batch: The function's arguments that have a row for each example along their
+        leading dim, by name, or paths of arrays inside of them: ``inputs/tokens``.
 
     Returns:
       A decorator. The function calls each stage once, in order, and returns arrays that
@@ -76,14 +79,20 @@ def pipeline(
       PipelineSizeError: [T311] stages, devices and schedule do not fit.
       PipelineFormError: [T312] (when traced) the function is no chain of the stages, or
         its loss cannot be computed microbatch by microbatch.
+      UndecidedRoleError: [T324] ``batch`` names no argument; (when traced) nothing
+        decides which arguments have rows.
       BatchSizeError: [T503] (when traced) a batch is not divided by the microbatches.
+
+    Warns:
+      TesseraWarning: (when traced) a stage mixes the rows of its microbatch.
 
     Sources: arXiv 1811.06965, 1806.03377, 2104.04473, 2401.10241.
     """
     names = tuple(map(_name, stages))
-    wanted = _Pipeline(names, axis, schedule, microbatches)
+    rows = None if batch is None else frozenset(as_names(batch))
+    wanted = _Pipeline(names, axis, schedule, microbatches, batch=rows)
     if mesh is not None:
-        wanted.check(mesh)
+        wanted.check(mesh, names)
 
     def decorate(body: Callable[..., Any]) -> Step:
         @functools.wraps(body)
@@ -91,7 +100,10 @@ def pipeline(
             return wanted.call(body, mesh, args, kwargs)
 
         name = getattr(body, "__name__", "pipeline")
-        return Step(piped, Options(name=name, mesh=mesh, split_batch=True))
+        options = Options(
+            name=name, mesh=mesh, split_batch=True, batch=rows or frozenset()
+        )
+        return Step(piped, options)
 
     return decorate
 
@@ -110,10 +122,16 @@ class PipelineOfArguments:
     """A function whose weights are arguments, as a pipeline of the stages it calls."""
 
     def __init__(
-        self, body: Callable[..., Any], axis: str, weights: Collection[str]
+        self,
+        body: Callable[..., Any],
+        axis: str,
+        *,
+        batch: frozenset[str] | None,
+        weights: frozenset[str],
     ) -> None:
         functools.update_wrapper(self, body)
-        self._body, self._axis, self._weights = body, axis, weights
+        self._body, self._axis = body, axis
+        self._batch, self._weights = batch, weights
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result.
@@ -121,27 +139,17 @@ class PipelineOfArguments:
         Raises:
           PipelineFormError: [T312] it is no chain of stages.
           PipelineSizeError: [T311] it has not as many stages as the axis has devices.
+          UndecidedRoleError: [T324] nothing decides which arguments have rows.
         """
-        signature = inspect.signature(self._body)
-        given = dict(signature.bind(*args, **kwargs).arguments)
-        # Closed over, a weight belongs to the stage that reads it.
-        held = {name: given[name] for name in given if name in self._weights}
-        names = [name for name in given if name not in held]
-
-        def of_rows(*values: Any) -> Any:
-            arguments = held | dict(zip(names, values, strict=True))
-            call = inspect.BoundArguments(signature, arguments)
-            return scope.as_called(self._body)(*call.args, **call.kwargs)
-
-        rows = [given[name] for name in names]
-        stages = _stages_called(of_rows, rows)
-        return _Pipeline(stages, self._axis, "1f1b", None).call(of_rows, None, rows, {})
+        say = "ts.distribute('pipeline_parallel', batch=[...])"
+        wanted = _Pipeline(
+            None, self._axis, "1f1b", None, self._batch, self._weights, say
+        )
+        return wanted.call(scope.as_called(self._body), None, args, kwargs)
 
 
-def _stages_called(body: Callable[..., Any], args: Sequence[Any]) -> tuple[str, ...]:
+def _stages_called(function: "_OfArrays", here: scope.Scope) -> tuple[str, ...]:
     """The names of the stages that a function calls, in order; inner ones left out."""
-    here = scope.current()
-    assert here is not None, "a step is being traced"
     found: list[str] = []
     before, depth, end = here.mark(), len(here.path), here.stage_end
 
@@ -150,7 +158,6 @@ def _stages_called(body: Callable[..., Any], args: Sequence[Any]) -> tuple[str, 
             found.append(name)
         return results
 
-    function = _OfArrays(body, *jax.tree.flatten((tuple(args), {})))
     here.stage_end = note
     try:
         jax.eval_shape(function, *(struct_of(array, None) for array in function.arrays))
@@ -162,17 +169,26 @@ def _stages_called(body: Callable[..., Any], args: Sequence[Any]) -> tuple[str, 
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """What ``pipeline`` was told, its stages by name."""
+    """What ``pipeline`` was told.
 
-    stages: tuple[str, ...]
+    Attributes:
+      stages: Its stages by name; None for those that the function calls.
+      batch: Arguments that have rows, all others being whole; None where nobody says.
+      weights: Arguments that are whole.
+      say: How a user says which arguments have rows.
+    """
+
+    stages: tuple[str, ...] | None
     axis: str
     schedule: str | Schedule
     microbatches: int | None
+    batch: frozenset[str] | None = None
+    weights: frozenset[str] = frozenset()
+    say: str = "graph.pipeline(..., batch=[...])"
 
-    def check(self, mesh: Mesh) -> int:
+    def check(self, mesh: Mesh, stages: Sequence[str]) -> int:
         """Virtual stages for each device; raises [T103] and [T311]."""
-        size = mesh.axis_size(self.axis)
-        count = len(self.stages)
+        size, count = mesh.axis_size(self.axis), len(stages)
         is_interleaved = self.schedule == "interleaved" or (
             isinstance(self.schedule, Schedule) and self.schedule.chunks > 1
         )
@@ -197,51 +213,54 @@ class _Pipeline:
                 "a pipeline needs a mesh",
                 fix="pass mesh= to graph.pipeline, or call the step in 'with mesh:'",
             )
-        chunks = self.check(mesh)
-        function = _OfArrays(body, *jax.tree.flatten((args, kwargs)))
-        arrays = function.arrays
-        order = self._schedule(mesh, chunks, here)
-        rows, by_row = self._rows(arrays, order, here)
-
-        def traced(axes: tuple[str, ...]) -> tuple[StagedProgram, list[Any]]:
-            part = rows // (order.microbatches * mesh.axis_size(axes))
-            structs = [
-                struct_of(array, part if row else None)
-                for array, row in zip(arrays, by_row, strict=True)
-            ]
-            with self._telling_stages_apart(here, mesh):
-                found = jax.make_jaxpr(function)(*structs)
-            program, weights = _jax.lift_constants(found)
-            staged = cut(differentiated(program), len(arrays), self.stages)
-            _check_results(staged, part)
-            return staged, weights
-
-        data_axes, before = self._data_axes(mesh, rows, order), here.mark()
-        staged, weights = traced(data_axes)
-        layouts = tuple(map(_layout, weights))
-        if data_axes and _is_for_all_rows(staged, layouts, data_axes):
-            here.go_back(before)
-            data_axes = ()
-            staged, weights = traced(data_axes)
+        function = _OfArrays(body, args, kwargs)
+        number = len(here.pipelined)
+        here.pipelined.append(tuple(map(jax.typeof, function.arrays)))
+        stages = self.stages
+        if stages is None:
+            stages = _stages_called(function, here)
+        decision = here.batch_arguments.get(number)
+        by_row = self._said(function) if decision is None else decision.by_row
         call = PipelineCall(
-            staged=staged,
-            schedule=order,
+            number=number,
+            name=getattr(body, "__name__", "pipeline"),
+            schedule=self._schedule(mesh, self.check(mesh, stages), here),
             mesh=mesh,
             axis=self.axis,
-            rows=rows,
+            paths=function.paths,
             by_row=by_row,
-            layouts=layouts,
-            is_part=here.row_parts is not None,
-            data_axes=data_axes,
+            say=self.say,
         )
-        return jax.tree.unflatten(function.results, bind(call, arrays, weights))
+        with self._telling_stages_apart(here, mesh, stages):
+            if here.is_whole_batch and None not in by_row:
+                known = decision or Decision(tuple(map(bool, by_row)))
+                marked = Split(function, call, known, stages, here).marked()
+            else:
+                marked = marked_as_given(function, call)
+        return jax.tree.unflatten(function.results, marked)
 
-    def _data_axes(self, mesh: Mesh, rows: int, order: Schedule) -> tuple[str, ...]:
-        """Axes that divide each microbatch's rows, and split nothing else."""
-        axes = tuple(a for a in _ROWS_ALONE if a in mesh.axes and a != self.axis)
-        parts = mesh.axis_size(axes)
-        is_divided = parts > 1 and rows % (order.microbatches * parts) == 0
-        return axes if is_divided else ()
+    def _said(self, function: "_OfArrays") -> tuple[bool | None, ...]:
+        """Which arguments have rows, as far as the user says."""
+
+        def known(path: str, array: Any) -> bool | None:
+            if array.ndim and self.batch is not None:
+                return is_in(path, self.batch)
+            return False if not array.ndim or is_in(path, self.weights) else None
+
+        pairs = zip(function.paths, function.arrays, strict=True)
+        by_row = tuple(known(path, array) for path, array in pairs)
+        for name in self.batch or ():
+            found = zip(function.paths, by_row, strict=True)
+            if not any(row and is_in(path, (name,)) for path, row in found):
+                raise _no_argument(name, function.paths)
+        if not any(row is not False for row in by_row):
+            raise PipelineFormError(
+                "a pipeline has no batch to cut into microbatches",
+                got="arguments "
+                + ", ".join(str(jax.typeof(a)) for a in function.arrays),
+                fix="pass an array whose leading dim counts the rows of the batch",
+            )
+        return by_row
 
     def _schedule(self, mesh: Mesh, chunks: int, here: scope.Scope) -> Schedule:
         if isinstance(self.schedule, Schedule):
@@ -249,32 +268,13 @@ class _Pipeline:
         size = mesh.axis_size(self.axis)
         count = self.microbatches or here.plan.microbatches or size
         given = chunks if self.schedule == "interleaved" else None
-        order = schedule_of(self.schedule, size, count, given)
-        if here.row_parts is not None:  # which a step is traced for once
-            fewer_microbatches_warning(order)
-        return order
-
-    def _rows(
-        self, arrays: Sequence[Any], order: Schedule, here: scope.Scope
-    ) -> tuple[int, tuple[bool, ...]]:
-        """Rows of the whole batch, and which arguments have them."""
-        given = next((array.shape[0] for array in arrays if array.ndim), None)
-        if given is None:
-            raise PipelineFormError(
-                "a pipeline has no batch to cut into microbatches",
-                got=f"arguments {', '.join(str(jax.typeof(a)) for a in arrays)}",
-                fix="pass an array whose leading dim counts the rows of the batch",
-            )
-        by_row = tuple(array.ndim > 0 and array.shape[0] == given for array in arrays)
-        if here.row_parts is not None:
-            return given * here.row_parts, by_row
-        check_batch(given, order.microbatches)
-        return given, by_row
+        return schedule_of(self.schedule, size, count, given)
 
     @contextmanager
-    def _telling_stages_apart(self, here: scope.Scope, mesh: Mesh) -> Iterator[None]:
+    def _telling_stages_apart(
+        self, here: scope.Scope, mesh: Mesh, names: Sequence[str]
+    ) -> Iterator[None]:
         """Let stages mark their results, and parameters be stored over the axis."""
-        names = self.stages
 
         def end(name: str, results: Any) -> Any:
             if name not in names:
@@ -301,13 +301,25 @@ class _OfArrays:
 
     Attributes:
       arrays: These arrays.
+      paths: What each of them is called.
       results: The tree of what it returned when it was called last.
     """
 
-    def __init__(self, body: Callable[..., Any], leaves: list[Any], tree: Any) -> None:
-        self._body, self._leaves, self._tree = body, leaves, tree
-        self._places = [i for i, leaf in enumerate(leaves) if is_number(leaf)]
-        self.arrays = [jnp.asarray(leaves[i]) for i in self._places]
+    def __init__(
+        self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._body = body
+        names = [
+            parameter.name
+            for parameter in inspect.signature(body).parameters.values()
+            if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
+        ]
+        given = (tuple(args), dict(kwargs))
+        found, self._tree = jax.tree_util.tree_flatten_with_path(given)
+        self._leaves = [leaf for _, leaf in found]
+        self._places = [i for i, leaf in enumerate(self._leaves) if is_number(leaf)]
+        self.arrays = [jnp.asarray(self._leaves[i]) for i in self._places]
+        self.paths = tuple(_path(names, found[i][0]) for i in self._places)
         self.results: Any = None
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -319,30 +331,20 @@ class _OfArrays:
         return [jnp.asarray(leaf) for leaf in found]
 
 
-def _check_results(staged: StagedProgram, rows: int) -> None:
-    for atom in _jax.outputs(staged.program):
-        aval = atom.aval
-        is_float = jnp.issubdtype(aval.dtype, jnp.floating)
-        if is_float and aval.shape and aval.shape[0] == rows:
-            continue
-        raise PipelineFormError(
-            "a pipelined function returns a row for each row of its batch",
-            got=f"{aval.dtype.name}{list(aval.shape)} for a microbatch of {rows} rows",
-            fix="return floating-point arrays with the batch as leading dim, and "
-            "reduce them in the step",
-        )
+def _path(names: Sequence[str], path: tuple[Any, ...]) -> str:
+    """The name of an array of the arguments, from its path in ``(args, kwargs)``."""
+    kind, first, *inner = path
+    if kind.idx == 0:
+        number = first.idx
+        label = names[number] if number < len(names) else f"args[{number}]"
+    else:
+        label = first.key
+    rest = jax.tree_util.keystr(tuple(inner), simple=True, separator="/")
+    return f"{label}/{rest}" if rest else label
 
 
-def _is_for_all_rows(
-    staged: StagedProgram, layouts: Sequence[PartitionSpec], axes: Sequence[str]
-) -> bool:
-    """Whether stages have to do with a data axis: in weights' layouts, in kernels."""
-    if contains(staged.program, lambda equation, _: _jax.is_manual_region(equation)):
-        return True
-    named = {a for spec in layouts for names in axes_of_dims(spec, 0) for a in names}
-    return not named.isdisjoint(axes)
-
-
-def _layout(weight: Any) -> PartitionSpec:
-    known = layout_of(weight)
-    return PartitionSpec() if known is None else known[1]
+def _no_argument(name: str, known: Sequence[str]) -> UndecidedRoleError:
+    return UndecidedRoleError(
+        f"a pipeline has no array {name!r} among its arguments to take for its batch",
+        fix=did_you_mean(name, known),
+    )

@@ -6,7 +6,7 @@ what comes out is the new program. Source lines and name scopes are carried over
 nested programs (of ``scan``, ``cond``, ``jit``, ``shard_map``) are rewritten in place.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from tessera import _jax
@@ -59,6 +59,24 @@ def contains(program: _jax.Program, where: Where, scopes: str = "") -> bool:
         if any(contains(p, where, path) for p in _jax.inner_programs(equation)):
             return True
     return False
+
+
+def nested_with_operands(
+    equation: _jax.Equation,
+) -> Iterator[tuple[_jax.Program, list[_jax.Atom]]]:
+    """The programs in an equation, each with what its inputs are given at first.
+
+    Those that JAX gives something else, such as a kernel its blocks, are left out.
+    """
+    operands, carried = list(equation.invars), len(equation.outvars)
+    for name, inner in _jax.nested(equation):
+        count = len(_jax.inputs(inner))
+        if name == "cond_jaxpr":  # of a while loop: its constants, then what is carried
+            yield inner, operands[: count - carried] + operands[-carried:]
+        elif name in ("body_jaxpr", "branches"):
+            yield inner, operands[-count:] if count else []
+        elif count == len(operands):
+            yield inner, operands
 
 
 def without_jits(program: _jax.Program) -> _jax.Program:

@@ -19,6 +19,7 @@ from tessera.errors import ParameterTreeError
 from tessera.graph.function import Function
 from tessera.graph.ir import Role
 from tessera.graph.stages import Traced
+from tessera.graph.tracing.arguments import as_names
 from tessera.graph.tracing.declarations import Options
 from tessera.graph.tracing.gradient import nest
 from tessera.mesh import Mesh
@@ -211,13 +212,15 @@ def training_step(
     mesh: Mesh | None = None,
     in_specs: Mapping[str, Any] | None = None,
     out_specs: Any = None,
+    batch: str | Collection[str] | None = None,
     skip_passes: Collection[str] = (),
 ) -> Any:
     """Compile a training step written for one device for the mesh that it runs on.
 
-    The step's arguments are batches: arrays without a layout of their own are split
-    along their leading dim over the mesh's data axes, ``dp`` and ``fsdp``.
-    ``graph.backward`` in its body differentiates by all its parameters.
+    The step's arguments are batches, unless it takes gradients by them: arrays without
+    a layout of their own are split along their leading dim over the mesh's data axes,
+    ``dp`` and ``fsdp``. ``graph.backward`` in its body differentiates by all its
+    parameters.
 
     Args:
       module: What the step is called in traces and compiled modules.
@@ -225,6 +228,8 @@ def training_step(
         arguments and of the captured tensors.
       in_specs: Layouts by argument name, as for ``ts.function``.
       out_specs: Layouts of the result, as for ``ts.function``.
+      batch: Arguments that are batches, where others are none, by name, or paths of
+        arrays inside of them: ``inputs/tokens``. By default all of them.
       skip_passes: Names of passes to leave out.
 
     Returns:
@@ -243,6 +248,7 @@ def training_step(
             in_specs=dict(in_specs or {}),
             out_specs=out_specs,
             split_batch=True,
+            batch=None if batch is None else frozenset(as_names(batch)),
         )
         return Step(body, options, skip_passes)
 

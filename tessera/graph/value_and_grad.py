@@ -24,7 +24,7 @@ from tessera.graph.function import Function
 from tessera.graph.pipelining.mark import pipeline_p
 from tessera.graph.rewriting import contains
 from tessera.graph.tracing.declarations import Options, is_number
-from tessera.graph.tracing.gradient import grad
+from tessera.graph.tracing.gradient import grad, taken_p
 from tessera.ops.layouts import layout_of
 from tessera.shard import DistTensor
 
@@ -95,7 +95,9 @@ def value_and_grad(
         if own.has_pipeline:
             here.go_back(before)
             return asked.marked(*args, **kwargs)
-        return own.run()
+        result, gradients = own.run()
+        taken_p.bind(asked.loss(result), *asked.weights(args, kwargs))
+        return result, gradients
 
     name = getattr(function, "__name__", type(function).__name__)
     compiled = Function(with_gradient, Options(name=f"value_and_grad_{name}"))
@@ -116,7 +118,7 @@ class _Asked:
         """The function's result, and marks for the gradients of its loss."""
         args, kwargs = self.with_changed(_apart, args, kwargs)
         result = scope.as_called(self.function)(*args, **kwargs)
-        loss = result[0] if self.has_aux else result
+        loss = self.loss(result)
         weights = tuple(
             args[place] if isinstance(place, int) else kwargs[place]
             for place in self._places(args, kwargs)
@@ -127,6 +129,18 @@ class _Asked:
             allow_unused=self.allow_unused,
         )
         return result, found
+
+    def loss(self, result: Any) -> Any:
+        """The loss in the function's result."""
+        return result[0] if self.has_aux else result
+
+    def weights(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Every array that is differentiated by."""
+        found = [
+            args[place] if isinstance(place, int) else kwargs[place]
+            for place in self._places(args, kwargs)
+        ]
+        return [jnp.asarray(x) for x in jax.tree.leaves(found, is_leaf=_is_tensor)]
 
     def with_changed(
         self, change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]

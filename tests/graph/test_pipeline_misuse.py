@@ -126,8 +126,8 @@ def test_what_stages_hand_on_is_floating_point():
 @pytest.mark.parametrize(
     ("result", "got"),
     [
-        (lambda x: x.sum(), "float32[] for a microbatch of 8 rows"),
-        (lambda x: x > 0, "bool[8, 3, 5] for a microbatch of 8 rows"),
+        (lambda x: x.sum(), "float32[]"),
+        (lambda x: x > 0, "bool[16, 3, 5] for 16 rows"),
     ],
 )
 def test_results_have_a_row_for_each_row_of_the_batch(result, got):
@@ -182,8 +182,9 @@ def test_the_rows_of_a_pipeline_are_those_of_the_step():
 
     text = refused(errors.PipelineFormError, lambda: step.trace(BATCH["x"]))
     assert text == (
-        "[T312] a step with a pipeline cannot be traced for one microbatch\n"
-        "  got: 12 of 48 rows of each argument that has 48: 192 rows in 48\n"
+        "[T312] the rows of a pipeline are not those of the step's arguments\n"
+        "  got: 'model' returns 48 rows, and 'x' of shape (48, 5) has them from no "
+        "argument of the step\n"
         "  fix: give the pipeline the rows of the step's arguments, as many and in the "
         "same order\n"
         "  docs: docs/errors/T312.md"

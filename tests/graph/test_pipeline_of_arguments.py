@@ -9,7 +9,12 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import dist, graph
-from tessera.errors import PipelineFormError, PipelineSizeError, UnknownAxisError
+from tessera.errors import (
+    PipelineFormError,
+    PipelineSizeError,
+    UndecidedRoleError,
+    UnknownAxisError,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -89,6 +94,45 @@ def test_other_names_for_weights():
     with PP:
         found = named(X, WEIGHTS["one"], WEIGHTS["two"])
     assert_alike(found, chain(X, WEIGHTS, 1.0))
+
+
+def swapped(weights, batch):
+    """Names that say the opposite of what a step does, as many rows as weights."""
+    return two(one(weights, batch["one"]), batch["two"], 1.0)
+
+
+SQUARE = {"one": {"w": normal(8, 8), "b": normal(8)}, "two": normal(8, 8)}
+
+
+def test_names_and_sizes_say_nothing():
+    rows = normal(8, 8)
+
+    def step_with(function):
+        @ts.function
+        def step(batch, weights):
+            loss = jnp.sum(function(weights, batch) ** 2)
+            return loss, ts.grad(loss, batch)
+
+        return step
+
+    with PP:
+        found = step_with(ts.distribute("pipeline_parallel")(swapped))(SQUARE, rows)
+    assert_alike(found, step_with(swapped)(SQUARE, rows))
+
+
+@pytest.mark.parametrize("said", [{"batch": "weights"}, {"params": "batch"}])
+def test_without_a_gradient_one_of_the_roles_has_to_be_said(said):
+    rows = normal(8, 8)
+    with PP:
+        with pytest.raises(UndecidedRoleError) as caught:
+            ts.distribute("pipeline_parallel")(swapped)(rows, SQUARE)
+        strategy = ts.distribute("pipeline_parallel", **said)
+        named = strategy(swapped)
+        assert_alike(named(rows, SQUARE), swapped(rows, SQUARE))
+    assert "ts.distribute('pipeline_parallel', batch=[...])" in str(caught.value)
+    specs = {v.name: v.spec for v in named.last.traced.graph.inputs}
+    assert specs["batch/two"] == P("pp")
+    assert specs["weights"] == P()
 
 
 def test_stages_may_own_their_parameters():

@@ -39,8 +39,8 @@ class Operands:
     """What a pipelined call runs on.
 
     Attributes:
-      inputs: Whole batches, and what has no rows.
-      weights: Of all stages.
+      inputs: Whole batches.
+      weights: What the stages read that has no rows.
       rows: Whole arrays that the way to the loss reads row by row, with their dims.
       wholes: What it reads as it is.
       coefficients: Of the sums over rows in the loss.
@@ -82,10 +82,7 @@ class Execution:
         JAX can differentiate the first by everything of floating point; its gradients
         come out of the loop that computes it.
         """
-        taken = self._taken_apart(operands)
-        by_row = [*self.call.by_row, *(True for _ in operands.rows)]
-        pairs = zip(operands.differentiated, by_row, strict=True)
-        asked = [wanted for wanted, row in pairs if row]
+        taken, asked = self._taken_apart(operands), operands.differentiated
         leaves = enumerate(jax.tree.leaves(taken[2]))
         wanted = frozenset(i for i, x in leaves if asked[i] and _is_float(x))
         run = _with_gradients(self._pipeline, wanted, keep_outputs)
@@ -100,14 +97,11 @@ class Execution:
             [operands.weights[number] for number in numbers]
             for numbers in self._own_weights
         ]
-        inputs = dict(enumerate(operands.inputs))
-        by_row = [i for i, has_rows in enumerate(self.call.by_row) if has_rows]
         micros = {
-            "inputs": {i: self.split(inputs.pop(i), 0) for i in by_row},
+            "inputs": [self.split(array, 0) for array in operands.inputs],
             "rows": [self.split(array, dim) for array, dim in operands.rows],
         }
         same = {
-            "inputs": inputs,
             "weights": {n: operands.weights[n] for n in self._shared_weights},
             "wholes": dict(enumerate(operands.wholes)),
             "coefficients": dict(enumerate(operands.coefficients)),
@@ -156,21 +150,21 @@ class Execution:
 
     @cached_property
     def _readers(self) -> Counter[int]:
-        cuts = self.call.staged.cuts
+        cuts = self.call.stages.cuts
         return Counter(number for cut in cuts for number in cut.weights)
 
     def _is_own(self, number: int) -> bool:
-        atom = _jax.inputs(self.call.staged.program)[self._first_weight + number]
+        atom = _jax.inputs(self.call.stages.program)[self._first_weight + number]
         return self._readers[number] == 1 and _is_float(atom.aval)
 
     @property
     def _first_weight(self) -> int:
-        return self.call.staged.num_inputs
+        return self.call.stages.num_inputs
 
     @cached_property
     def _own_weights(self) -> list[list[int]]:
         """For each stage, the weights that it alone reads."""
-        cuts = self.call.staged.cuts
+        cuts = self.call.stages.cuts
         return [[n for n in cut.weights if self._is_own(n)] for cut in cuts]
 
     @cached_property
@@ -179,7 +173,7 @@ class Execution:
 
     @cached_property
     def _stage_weights(self) -> StageWeights:
-        atoms = _jax.inputs(self.call.staged.program)[self._first_weight :]
+        atoms = _jax.inputs(self.call.stages.program)[self._first_weight :]
         forms = [
             [
                 WeightForm(
@@ -194,7 +188,7 @@ class Execution:
     @cached_property
     def _wires(self) -> Packing[Any]:
         """What passes between stages; nothing comes from the last."""
-        cuts = self.call.staged.cuts
+        cuts = self.call.stages.cuts
         return Packing.of(
             [[_jax.struct(v.aval) for v in cut.leaves] for cut in cuts[:-1]] + [[]]
         )
@@ -216,17 +210,16 @@ class Execution:
                 self._held(wire, 0, inside=True) for wire in wires
             ],
             constrain_weights=self._stage_weights.constrain,
-            kinds=len(call.staged.cuts),
+            kinds=len(call.stages.cuts),
         )
         return Pipeline(call.schedule, stages, call.mesh, call.axis, call.data_axes)
 
     def _run(
         self, stage: int, slots: Any, shared: Any, wire: Any, micro: Any, constants: Any
     ) -> tuple[Any, Array, Any]:
-        staged = self.call.staged
+        staged = self.call.stages
         is_last = stage == len(staged.cuts) - 1
         same = {name: {**shared[name], **constants[name]} for name in shared}
-        inputs = {**micro["inputs"], **same["inputs"]}
         arrived = self._wires.unpack(stage - 1, wire) if stage else []
         own = self._stage_weights.packing.unpack(stage, slots)
         weights = dict(zip(self._own_weights[stage], own, strict=True))
@@ -234,7 +227,7 @@ class Execution:
         with self.scopes():
             found = staged.run(
                 stage,
-                [inputs[i] for i in range(staged.num_inputs)],
+                micro["inputs"],
                 [weights[number] for number in staged.cuts[stage].weights],
                 arrived,
             )
@@ -249,9 +242,10 @@ class Execution:
 
 def _loss(tail: Separated, outputs: Any, rows: Sequence[Array], same: Any) -> Array:
     """One microbatch's part of the loss."""
+    outputs = [_copied(array, tail.copies) for array in outputs]
     values: dict[Any, Any] = dict(zip(tail.outputs, outputs, strict=True))
     for (_, variable, dim), array in zip(tail.rows, rows, strict=True):
-        values[variable] = jnp.moveaxis(array, 0, dim)
+        values[variable] = jnp.moveaxis(_copied(array, tail.copies), 0, dim)
     values.update((v, same["wholes"][i]) for i, (_, v) in enumerate(tail.wholes))
     env = Environment.of(values)
     for equation, atoms in tail.equations:
@@ -261,7 +255,12 @@ def _loss(tail: Separated, outputs: Any, rows: Sequence[Array], same: Any) -> Ar
     for number, (_, variable) in enumerate(tail.sums):
         part = jnp.sum(same["coefficients"][number] * env.read(variable))
         loss += part.astype(jnp.float32)
-    return loss
+    return loss / tail.copies if tail.copies > 1 else loss
+
+
+def _copied(rows: Array, copies: int) -> Array:
+    """Rows, several times one after the other."""
+    return jnp.concatenate([rows] * copies) if copies > 1 else rows
 
 
 def _with_gradients(

@@ -6,6 +6,7 @@ The work of the pass ``schedule_pipelines``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -24,11 +25,10 @@ from tessera.graph.tracing.gradient import gradient_p
 
 def with_loops(graph: Graph) -> Graph:
     """A graph whose pipelined calls are loops; what the pass gives."""
-    assert graph.microbatch is not None, "traced for one microbatch as well"
-    whole, micro = (
-        rewriting.without_jits(program) for program in (graph.program, graph.microbatch)
-    )
+    whole = rewriting.without_jits(graph.program)
     _refuse_nested(whole)
+    assert graph.microbatch is not None, "traced for one microbatch as well"
+    micro = rewriting.without_jits(graph.microbatch)
     calls = _planned(whole, micro)
 
     def run(*values: Any) -> list[Any]:
@@ -118,7 +118,15 @@ def _with_loss(
     try:
         if call.parts == 1:
             return _Planned(equation)  # forward and backward, one after the other
-        tail = separate(whole, micro, place, mark, call.parts)
+        rows = _jax.equations(micro)[place].outvars[0].aval.shape[0]
+        copies, rest = divmod(rows * call.parts, call.rows)
+        if rest:
+            raise PipelineFormError(
+                "the pipelines of a step have microbatches of unlike sizes",
+                got=f"{call.rows // call.parts} rows, and in another one {rows}",
+                fix="use numbers of microbatches that are multiples of each other",
+            )
+        tail = separate(whole, micro, place, mark, Fraction(call.rows, rows), copies)
     except PipelineFormError:
         # The forward of all microbatches, then the backward of all, is its order.
         if call.schedule.name == "gpipe":
@@ -132,7 +140,7 @@ def _with_loss(
             fix="differentiate by weights, or by what is computed before the pipeline",
         )
     known = _dependent(equations[:mark], weights)
-    inputs = equation.invars[: call.staged.num_inputs]
+    inputs = equation.invars[: call.stages.num_inputs]
     read = [*inputs, *(variable for variable, _, _ in tail.rows)]
     return _Planned(
         equation,
@@ -208,7 +216,7 @@ class _Interpreter:
 
     def _operands(self, plan: _Planned) -> Operands:
         values = [self.env.read(atom) for atom in plan.equation.invars]
-        count = _call_of(plan).staged.num_inputs
+        count = _call_of(plan).stages.num_inputs
         return Operands(values[:count], values[count:])
 
     def _run_with_loss(self, place: int, plan: _Planned, *, mark: int) -> None:

@@ -14,14 +14,20 @@ What is computed from the batch alone and mixes its rows (that number of tokens)
 taken from the program of the whole batch.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Final, Literal, NoReturn
 
 import jax.numpy as jnp
 
 from tessera import _jax
 from tessera.errors import PipelineFormError
-from tessera.graph.pipelining.rows import Rows, have_same_equations, variables
+from tessera.graph.pipelining.rows import (
+    Rows,
+    have_same_equations,
+    have_same_parameters,
+    variables,
+)
 
 Kind = Literal["rows", "whole", "sum"]
 
@@ -39,7 +45,8 @@ class Separated:
     """The way from a pipeline's output to a loss.
 
     Attributes:
-      microbatches: How many.
+      copies: How many of a microbatch of one row the equations are for: JAX does other
+        things where there is one row.
       outputs: The microbatch's variables of the pipeline's output.
       equations: Of the microbatch's program, from its output to the sums over rows,
         each with its operands; the numbers among these are the whole batch's.
@@ -50,7 +57,7 @@ class Separated:
       tainted: Everything in the whole batch's program that the output leads to.
     """
 
-    microbatches: int
+    copies: int
     outputs: list[Any]
     equations: list[tuple[_jax.Equation, list[_jax.Atom]]] = field(default_factory=list)
     sums: list[tuple[Any, Any]] = field(default_factory=list)
@@ -61,7 +68,12 @@ class Separated:
 
 
 def separate(
-    whole: _jax.Program, micro: _jax.Program, output: int, loss: int, microbatches: int
+    whole: _jax.Program,
+    micro: _jax.Program,
+    output: int,
+    loss: int,
+    microbatches: int | Fraction,
+    copies: int = 1,
 ) -> Separated:
     """Find the sums over rows between two equations.
 
@@ -70,12 +82,14 @@ def separate(
       micro: The same of one microbatch.
       output: The place of the equation whose results are the pipeline's output.
       loss: The place of the equation whose first input is the loss.
-      microbatches: How many make the batch; at least 2.
+      microbatches: How many times the rows of ``micro`` the batch has; not 1.
+      copies: How many times the rows of a microbatch ``micro`` has.
 
     Raises:
       PipelineFormError: [T312] the loss is not such a sum.
     """
-    return _Separation(whole, micro, output, loss, microbatches).run()
+    found = _Separation(whole, micro, output, loss, microbatches).run()
+    return replace(found, copies=copies)
 
 
 class _Separation:
@@ -87,17 +101,17 @@ class _Separation:
         micro: _jax.Program,
         output: int,
         loss: int,
-        microbatches: int,
+        microbatches: int | Fraction,
     ) -> None:
-        if not have_same_equations(whole, micro):
+        self.whole = _jax.equations(whole)[: loss + 1]
+        self.micro = _jax.equations(micro)[: loss + 1]
+        if not have_same_equations(self.whole, self.micro):
             raise PipelineFormError(
                 "a step does other things for a microbatch than for the whole batch",
                 got=f"{len(_jax.equations(whole))} equations for the batch, "
                 f"{len(_jax.equations(micro))} for a microbatch",
                 fix="do not branch on the batch size, and take no rows by their number",
             )
-        self.whole = _jax.equations(whole)[: loss + 1]
-        self.micro = _jax.equations(micro)[: loss + 1]
         self.output = output
         self.rows = Rows(microbatches)
         self.kind: dict[Any, Kind] = {}
@@ -138,12 +152,17 @@ class _Separation:
         if "sum" in kinds:
             self._check_linear(equation)
             return "sum"
-        if self.rows.are_kept_apart(equation, twin):
+        is_apart = self.rows.are_kept_apart(equation, twin)
+        is_same = have_same_parameters(equation, twin)
+        if is_apart and is_same:
             reads_rows = "rows" in kinds or is_tainted
             if reads_rows or not self.rows.of(equation.invars):
                 return "rows"
         if not is_tainted:
             return "whole"
+        if is_apart and not is_same:
+            name = equation.primitive.name
+            self._refuse(equation, f"{name} depends on the size of the batch")
         if not self._sums_rows(equation):
             self._refuse(equation, f"{equation.primitive.name} mixes rows of the batch")
         self.frontier.update(equation.outvars)
@@ -192,7 +211,7 @@ class _Separation:
 
     def _collected(self, loss: Any) -> Separated:
         outputs = list(self.micro[self.output].outvars)
-        found = Separated(self.rows.microbatches, outputs, tainted=self.tainted)
+        found = Separated(1, outputs, tainted=self.tainted)
         wanted, after = {loss}, list[_jax.Equation]()
         for equation in reversed(self.whole[:-1]):
             made = wanted.intersection(equation.outvars)

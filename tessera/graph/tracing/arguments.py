@@ -7,7 +7,7 @@ arguments is static, by value: another value is another program.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -267,6 +267,23 @@ def take_apart(
         for name, value in zip([*labels, *keywords], values, strict=True)
     ]
     return Call(len(args), keywords, tuple(arguments))
+
+
+def as_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
+    """One name or several, as users say them."""
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def is_in(path: str, names: Iterable[str]) -> bool:
+    """Whether an array is one of some arguments, or inside of them.
+
+    Example:
+      >>> is_in("batch/x", ["batch"]), is_in("batch/x", ["batch/x"]), is_in("b", ["bc"])
+      (True, True, False)
+    """
+    return any(path == name or path.startswith(f"{name}/") for name in names)
 
 
 def _argument(name: str, value: Any) -> Argument:

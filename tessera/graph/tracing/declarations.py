@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from tessera.errors import LayoutMismatchError, SpecFormError
 from tessera.graph.ir import Role, Value
-from tessera.graph.tracing.arguments import Call, Leaf
+from tessera.graph.tracing.arguments import Call, Leaf, is_in
 from tessera.graph.tracing.strategies import Strategy
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, ShardSpec
@@ -42,8 +42,10 @@ class Options:
         the partitioner.
       donate: Arguments whose memory the outputs may take over.
       strategy: What gives layouts to arguments by what they are; see ``ts.distribute``.
-      split_batch: Whether arguments without a layout are split along their leading dim
+      split_batch: Whether batches without a layout are split along their leading dim
         over the mesh's data axes.
+      batch: Arguments that are batches, or paths in them; None: all of them.
+      found: For arrays by path, whether they are a batch, as a trace found out.
     """
 
     name: str
@@ -53,6 +55,14 @@ class Options:
     donate: frozenset[str] = frozenset()
     strategy: Strategy | None = None
     split_batch: bool = False
+    batch: frozenset[str] | None = frozenset()
+    found: Mapping[str, bool] = field(default_factory=dict)
+
+    def is_batch(self, path: str) -> bool:
+        """Whether an array of the arguments is declared to be a batch, or found to."""
+        if path in self.found:
+            return self.found[path]
+        return self.batch is None or is_in(path, self.batch)
 
     @property
     def declares_layouts(self) -> bool:
@@ -98,7 +108,8 @@ def _undeclared(leaf: Leaf, options: Options, mesh: Mesh | None) -> Any:
         return leaf.layout[1]
     if mesh is None:
         return None
-    return _batch_spec(leaf, mesh) if options.split_batch else PartitionSpec()
+    is_split = options.split_batch and options.is_batch(leaf.name)
+    return _batch_spec(leaf, mesh) if is_split else PartitionSpec()
 
 
 def declared_layouts(

@@ -31,6 +31,12 @@ gradient_p.multiple_results = True
 _differentiating: ContextVar[bool] = ContextVar("tessera_gradient", default=False)
 
 
+# Says what a gradient was by, and of what, where it was computed at once.
+taken_p = _jax.Primitive("gradient_taken")
+taken_p.multiple_results = True
+_jax_traces.let_pass(taken_p)
+
+
 def _refuse(transform: str) -> NoReturn:
     raise OutsideTraceError(
         f"{transform} cannot look inside ts.grad and graph.backward",

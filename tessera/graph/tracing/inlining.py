@@ -49,7 +49,7 @@ def inline(
     assert here is not None, "inline is for calls inside a trace"
     here.inner.append((options.name, options.mesh))
     mesh = options.mesh or here.mesh
-    check = here.row_parts is None  # one microbatch has other sizes
+    check = here.is_whole_batch  # one microbatch has other sizes
     binding = bind(function, call.args, call.kwargs, name=options.name, check=check)
     if mesh is None:  # if this trace finds one, the next trace has it
         named = zip(call.keywords, given[call.positional :], strict=True)

@@ -12,7 +12,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec
 from tessera import _jax, scope
 from tessera.annotations import Annotation, Dim, bind
 from tessera.errors import ShardDivisibilityError, StrategyError
-from tessera.graph.tracing.arguments import Argument, Leaf
+from tessera.graph.ir import Graph
+from tessera.graph.tracing.arguments import Argument, Call, Leaf
 from tessera.graph.tracing.declarations import is_number
 from tessera.graph.tracing.strategies import Strategy
 from tessera.mesh import Mesh, manual_axes, opened_or_none
@@ -68,9 +69,25 @@ class TensorParallel(Strategy):
 
     Attributes:
       annotations: Of the function's arguments.
+      common: The argument whose dims are whole; by default the first array.
     """
 
     annotations: Mapping[str, Annotation] = field(default_factory=dict)
+    common: str | None = None
+
+    def common_dims(self, dims: Mapping[str, Any]) -> Any:
+        """Of the dims of each argument those that are whole; None where there are none.
+
+        Args:
+          dims: What is known of the dims of arrays, by path, in the order of the
+            arguments.
+        """
+        return dims.get(self.common or next(iter(dims), ""))
+
+    def informed(self, graph: Graph, call: Call) -> Self:
+        """The strategy as it is: annotations say all that it asks."""
+        del graph, call
+        return self
 
     def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
         """The layout of one array of an argument: its own, or what the region takes.
@@ -83,7 +100,7 @@ class TensorParallel(Strategy):
         shape = tuple(leaf.aval.shape)
         annotation = self.annotations.get(argument.name)
         names = annotation.names(len(shape)) if annotation is not None else None
-        first = next(iter(self.annotations.values()), None)
+        first = self.common_dims(self.annotations)
         if names is None or first is None or leaf.name != argument.name:
             return PartitionSpec()
         split = split_of(names, first.symbols)
@@ -154,7 +171,7 @@ class _Region:
         self._signature = inspect.signature(body)
         bound = self._signature.bind(*args, **kwargs)
         self._leaves, self._tree = _flat("", dict(bound.arguments))
-        first = next(iter(self._binding.dim_names.values()), ())
+        first = strategy.common_dims(self._binding.dim_names) or ()
         self._common = [s for n in first if n != "..." for s in Dim(n).symbols]
         self._splits = self._splits_of_arguments()
 

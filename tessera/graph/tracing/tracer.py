@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core.primitives import copy_p
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
@@ -22,14 +21,11 @@ from tessera.annotations import Binding, bind
 from tessera.errors import (
     NoMeshError,
     ParameterNameError,
-    PipelineFormError,
-    TesseraError,
     UnconnectedGradientError,
 )
-from tessera.graph.captures import lift_captures
 from tessera.graph.ir import Graph, Role, Value
-from tessera.graph.pipelining.mark import PipelineCall, pipeline_p
-from tessera.graph.tracing.arguments import Call, Leaf, common_mesh
+from tessera.graph.pipelining.mark import Decision, argument_rows
+from tessera.graph.tracing.arguments import Call, Leaf, common_mesh, is_in
 from tessera.graph.tracing.control_flow.autograph import Outside, with_control_flow
 from tessera.graph.tracing.control_flow.results import require_known
 from tessera.graph.tracing.declarations import (
@@ -40,7 +36,9 @@ from tessera.graph.tracing.declarations import (
     parameter_value,
 )
 from tessera.graph.tracing.gradient import gradient_p
-from tessera.graph.tracing.strategies import Strategy
+from tessera.graph.tracing.microbatch import BatchRows, has_pipeline
+from tessera.graph.tracing.roles import uses_of
+from tessera.graph.tracing.strategy_roles import BATCH
 from tessera.graph.tracing.swapping import let_transpose_swap
 from tessera.graph.tracing.write_back import Watch, Write, write_values
 from tessera.mesh import Mesh, manual_axes, opened_or_none
@@ -117,60 +115,154 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
 def _trace(
     function: Callable[..., Any], call: Call, options: Options, outside: Outside
 ) -> Trace:
-    # What is open around a manual region is no mesh for the blocks inside it.
-    opened = None if manual_axes() else opened_or_none()
-    owners: list[tuple[str, Mesh | None]] = [("the step", options.mesh or opened)]
-    if options.strategy is not None and common_mesh(call.leaves, owners) is None:
-        owners.append(("the strategy", options.strategy.default_mesh()))
-    known: dict[str, DistTensor] = {}
-    before = known
-    unreached: dict[int, frozenset[str]] = {}
-    binding = bind(function, call.args, call.kwargs, name=options.name)
+    tracing = _Tracing(function, call, options, outside)
+    before: Mapping[str, DistTensor] = {}
     for _ in range(_MOST_TRIALS):
-        outside.put_back()
-        leaves = (*call.leaves, *map(Leaf, known, known.values()))
-        mesh = common_mesh(leaves, owners)
-        if options.strategy is not None and mesh is not None:
-            options.strategy.check_mesh(mesh)
-        arguments = argument_values(call, options, mesh, binding.dim_names)
-        parameters = [parameter_value(name, known[name], mesh) for name in known]
-        trial = _run(
-            function,
-            call,
-            (*arguments, *parameters),
-            mesh,
-            unreached,
-            donated=options.donate,
-        )
-        before, found = known, trial.scope.declared
-        if _inputs_of(found) != _inputs_of(known):
-            known = found  # the next trace has inputs for them
-            continue
-        graph = _graph(trial, (*arguments, *parameters), mesh, options, binding)
-        if options.strategy is not None and options.out_specs is None:
-            graph = _with_results(graph, trial, call, options.strategy)
-        met = _meshes_met(trial, graph)
-        if common_mesh(leaves, [*owners, *met]) != mesh:
-            owners += met  # the next trace is on the mesh that this one met
-            continue
-        if mesh is None:
-            _refuse_layouts(trial, options)
-        missed = _unreached(graph.program)
-        if not missed:
-            return Trace(
-                graph=_with_microbatch(graph, function, call, unreached, outside),
-                parameters=found,
-                donated=options.donate,
-                out_tree=trial.out_tree,
-                out_statics=trial.out_statics,
-                writes=tuple(trial.writes),
-            )
-        unreached |= missed  # the next trace leaves these gradients out
+        before = tracing.parameters
+        if (found := tracing.next_trial()) is not None:
+            return found
     raise ParameterNameError(
         f"the parameters of {options.name!r} are others every time that it is traced",
-        got=f"{_listed(known)}, before {_listed(before)}",
+        got=f"{_listed(tracing.parameters)}, before {_listed(before)}",
         fix="name them after what they are: a step is traced more than once",
     )
+
+
+class _Tracing:
+    """The traces of one call, each of which knows what those before it found out."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        call: Call,
+        options: Options,
+        outside: Outside,
+    ) -> None:
+        self.function, self.call, self.options = function, call, options
+        self.outside = outside
+        self.parameters: dict[str, DistTensor] = {}
+        self.unreached: dict[int, frozenset[str]] = {}
+        self.batch_arguments: dict[int, Decision] = {}
+        self.weights: dict[str, bool] | None = None
+        self.binding = bind(function, call.args, call.kwargs, name=options.name)
+        # What is open around a manual region is no mesh for the blocks inside it.
+        opened = None if manual_axes() else opened_or_none()
+        self.owners: list[tuple[str, Mesh | None]] = [
+            ("the step", options.mesh or opened)
+        ]
+        if options.strategy is not None and self._common_mesh() is None:
+            self.owners.append(("the strategy", options.strategy.default_mesh()))
+
+    def next_trial(self) -> Trace | None:
+        """The traced call; None where another trace has to know what this one found."""
+        options, mesh = self._options(), self._common_mesh()
+        if options.strategy is not None and mesh is not None:
+            options.strategy.check_mesh(mesh)
+        inputs = (
+            *argument_values(self.call, options, mesh, self.binding.dim_names),
+            *(parameter_value(name, p, mesh) for name, p in self.parameters.items()),
+        )
+        here = self._scope(mesh)
+        trial = self._run(inputs, here)
+        is_new = self._learned_weights(trial.program, inputs)
+        if is_new or _inputs_of(here.declared) != _inputs_of(self.parameters):
+            self.parameters = here.declared  # the next trace has inputs for them
+            return None
+        graph = _graph(trial, inputs, mesh, options, self.binding)
+        met = _meshes_met(trial, graph)
+        if self._common_mesh(met) != mesh:
+            self.owners += met  # the next trace is on the mesh that this one met
+            return None
+        if mesh is None:
+            _refuse_layouts(trial, options)
+        if missed := _unreached(graph.program):
+            self.unreached |= missed  # the next trace leaves these gradients out
+            return None
+        if self._learned_roles(graph):
+            return None
+        if has_pipeline(graph.program):
+            rows = self._rows(graph)
+            if found := rows.decisions():
+                self.batch_arguments |= found  # the next trace cuts these arguments
+                return None
+            graph = replace(graph, microbatch=rows.microbatch())
+        if options.strategy is not None and mesh is not None:
+            options.strategy.warn(self.call, mesh)
+            if options.out_specs is None:
+                result = trial.result(value.aval for value in graph.outputs)
+                graph = options.strategy.with_results(graph, result, self.call)
+        return Trace(
+            graph=graph,
+            parameters=here.declared,
+            donated=options.donate,
+            out_tree=trial.out_tree,
+            out_statics=trial.out_statics,
+            writes=tuple(trial.writes),
+        )
+
+    def _options(self) -> Options:
+        """What is declared; no batch is split before it is known to be one."""
+        is_known = self.weights is not None or not self._asks_for_weights
+        return self.options if is_known else replace(self.options, split_batch=False)
+
+    @property
+    def _asks_for_weights(self) -> bool:
+        """Whether all arguments are batches but those that gradients are taken by."""
+        return self.options.split_batch and self.options.batch is None
+
+    def _learned_weights(self, program: _jax.Program, inputs: Sequence[Value]) -> bool:
+        """Whether a trace shows for the first time what gradients are taken by."""
+        if not self._asks_for_weights:
+            return False
+        before, by = self.weights, uses_of(program).differentiated
+        pairs = zip(inputs, _jax.inputs(program), strict=True)
+        self.weights = {value.name: False for value, x in pairs if x in by}
+        self.options = replace(self.options, found=self.weights)
+        return self.weights != before
+
+    def _learned_roles(self, graph: Graph) -> bool:
+        """Whether a trace shows for the first time what some arguments are."""
+        before, strategy = self.options, self.options.strategy
+        if strategy is not None:
+            self.options = replace(before, strategy=strategy.informed(graph, self.call))
+        elif before.split_batch and not before.batch and not self._asks_for_weights:
+            self.options = replace(before, found=argument_rows(graph.program))
+        return self.options != before
+
+    def _common_mesh(self, met: Sequence[tuple[str, Mesh | None]] = ()) -> Mesh | None:
+        held = self.parameters
+        leaves = (*self.call.leaves, *map(Leaf, held, held.values()))
+        return common_mesh(leaves, [*self.owners, *met])
+
+    def _scope(self, mesh: Mesh | None, *, is_whole_batch: bool = True) -> scope.Scope:
+        return scope.Scope(
+            mesh=mesh,
+            unreached=self.unreached,
+            plan=scope.current_plan(),
+            is_whole_batch=is_whole_batch,
+            batch_arguments=self.batch_arguments,
+        )
+
+    def _run(self, values: Sequence[Value], here: scope.Scope) -> "_Trial":
+        self.outside.put_back()  # what an earlier trace changed
+        donated = self.options.donate
+        return _run(self.function, self.call, values, here, donated=donated)
+
+    def _rows(self, graph: Graph) -> BatchRows:
+        def retrace(values: Sequence[Value], here: scope.Scope) -> _jax.Program:
+            return self._run(values, here).program
+
+        def opened() -> scope.Scope:
+            return self._scope(graph.mesh, is_whole_batch=False)
+
+        return BatchRows(graph, self._may_be_batch, retrace, opened)
+
+    def _may_be_batch(self, path: str) -> bool:
+        """Whether an array is not said to be anything else, nor found to be."""
+        options = self.options
+        if options.strategy is not None:
+            return options.strategy.role(path) in (None, BATCH)
+        return not options.batch or is_in(path, options.batch)
 
 
 def _listed(parameters: Mapping[str, DistTensor]) -> str:
@@ -199,18 +291,11 @@ def _run(
     function: Callable[..., Any],
     call: Call,
     values: Sequence[Value],
-    mesh: Mesh | None,
-    unreached: dict[int, frozenset[str]],
+    here: scope.Scope,
     *,
-    row_parts: int | None = None,
     donated: frozenset[str] = frozenset(),
 ) -> _Trial:
-    here = scope.Scope(
-        mesh=mesh,
-        unreached=unreached,
-        plan=scope.current_plan(),
-        row_parts=row_parts,
-    )
+    mesh = here.mesh
     trial = _Trial(here, None, None, {}, [])
     names = [argument.name for argument in call.arguments]
 
@@ -282,100 +367,6 @@ def _graph(
         plan=trial.scope.plan,
     )
     return described.with_program(trial.program)  # lifts what the trial captured
-
-
-def _with_microbatch(
-    graph: Graph,
-    function: Callable[..., Any],
-    call: Call,
-    unreached: dict[int, frozenset[str]],
-    outside: Outside,
-) -> Graph:
-    """The graph, with the program of one microbatch where it has a pipeline."""
-    calls = _pipelined_calls(graph.program)
-    if not calls:
-        return graph
-    first = calls[0]
-    weights = _weights(graph.program)
-    inputs = zip(graph.inputs, _jax.inputs(graph.program), strict=True)
-    # Layouts are left out: rows of a microbatch need not divide as the batch's do.
-    values = [
-        value if variable in weights else _one_microbatch(value, first)
-        for value, variable in inputs
-        if value.role is not Role.CAPTURED
-    ]
-    outside.put_back()
-    try:
-        trial = _run(
-            function, call, values, graph.mesh, unreached, row_parts=first.parts
-        )
-    except TesseraError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise _no_rows_of_a_batch(first, str(error).partition("\n")[0]) from error
-    for whole, micro in zip(calls, _pipelined_calls(trial.program), strict=False):
-        if whole.rows != micro.rows:
-            raise _no_rows_of_a_batch(first, f"{micro.rows} rows in {whole.rows}")
-    program, _ = lift_captures(trial.program)
-    return replace(graph, microbatch=program)
-
-
-def _pipelined_calls(program: _jax.Program) -> list[PipelineCall]:
-    """Every pipelined call in a program, nested programs included."""
-    found: list[PipelineCall] = []
-    for equation in _jax.equations(program):
-        if equation.primitive is pipeline_p:
-            found.append(equation.params["call"])
-        for inner in _jax.inner_programs(equation):
-            found += _pipelined_calls(inner)
-    return found
-
-
-def _weights(program: _jax.Program) -> set[Any]:
-    """What has no rows, however long it is: weights of gradients and of pipelines."""
-    found: set[Any] = set()
-    for equation in _jax.equations(program):
-        if equation.primitive is gradient_p:
-            found.update(equation.invars[1:])
-        elif equation.primitive is pipeline_p:
-            found.update(equation.invars[equation.params["call"].staged.num_inputs :])
-    # By a copy of its own ts.value_and_grad differentiates.
-    found.update(
-        equation.invars[0]
-        for equation in _jax.equations(program)
-        if equation.primitive is copy_p and equation.outvars[0] in found
-    )
-    return {atom for atom in found if not isinstance(atom, _jax.Literal)}
-
-
-def _one_microbatch(value: Value, call: PipelineCall) -> Value:
-    shape = value.aval.shape
-    if value.role is Role.PARAMETER or shape[:1] != (call.rows,):
-        return value
-    rows = call.rows // call.parts
-    aval = jax.ShapeDtypeStruct((rows, *shape[1:]), value.aval.dtype)
-    return replace(value, aval=aval, spec=None)
-
-
-def _no_rows_of_a_batch(call: PipelineCall, problem: str) -> PipelineFormError:
-    return PipelineFormError(
-        "a step with a pipeline cannot be traced for one microbatch",
-        got=f"{call.rows // call.parts} of {call.rows} rows of each "
-        f"argument that has {call.rows}: {problem}",
-        fix="give the pipeline the rows of the step's arguments, as many and in the "
-        "same order",
-    )
-
-
-def _with_results(graph: Graph, trial: _Trial, call: Call, strategy: Strategy) -> Graph:
-    """The graph with the layouts that a strategy gives its results."""
-    assert graph.mesh is not None, "a strategy has a mesh"
-    result = trial.result(value.aval for value in graph.outputs)
-    layouts = strategy.result_layouts(result, call, graph.mesh)
-    known = [layout for i, layout in enumerate(layouts) if i not in trial.out_statics]
-    returned, written = graph.outputs[: len(known)], graph.outputs[len(known) :]
-    laid_out = [replace(v, spec=s) for v, s in zip(returned, known, strict=True)]
-    return graph.with_outputs([*laid_out, *written])
 
 
 def _refuse_layouts(trial: _Trial, options: Options) -> None:

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from tessera import _jax
-from tessera.graph.pipelining.rows import Rows, have_same_literals
+from tessera.graph.pipelining.rows import Rows, have_same_numbers
 from tessera.graph.rewriting import without_jits
 
 ROWS, MICRO, OTHER = 8, 2, 3
@@ -34,10 +34,20 @@ def keeps_apart(function: Function, *arrays: jax.Array) -> bool:
         rows.pair(equation.outvars, twin.outvars)
         if not rows.of((*equation.invars, *equation.outvars)):
             continue
-        same = have_same_literals(equation, twin)
+        same = have_same_numbers(equation, twin)
         if not same or not rows.are_kept_apart(equation, twin):
             return False
     return True
+
+
+def judged(function: Function, *, mixed: bool) -> str | None:
+    """What is found of a function as a whole."""
+    programs = [
+        without_jits(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, jnp.float32)))
+        for shape in ((ROWS, OTHER, 4), (MICRO, OTHER, 4))
+    ]
+    rows = Rows(ROWS // MICRO)
+    return rows.mixed(*programs) if mixed else rows.unproven(*programs)
 
 
 def loop(x: jax.Array) -> jax.Array:
@@ -124,6 +134,52 @@ def test_what_treats_each_row_by_itself_is_found_to(name):
 @pytest.mark.parametrize("name", MIXED)
 def test_what_mixes_rows_is_never_taken_for_that(name):
     assert not keeps_apart(MIXED[name], numbers())
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_function_that_treats_each_row_by_itself_is_proven_to(name):
+    assert judged(APART[name], mixed=False) is None
+    assert judged(APART[name], mixed=True) is None
+
+
+HIDDEN: dict[str, Function] = {
+    "weight_by_the_number_of_rows": lambda x: x * (jnp.asarray(TABLE[0]) / len(x)),
+    "power_by_the_number_of_rows": lambda x: x ** x.shape[0],
+    "steps_by_the_number_of_rows": lambda x: lax.fori_loop(
+        0, x.shape[0], lambda _, v: v * 2, x
+    ),
+    "weight_in_a_loop": lambda x: lax.scan(
+        lambda c, _: (c * (jnp.asarray(TABLE[0]) / len(x)), None), x, length=3
+    )[0],
+    "window_by_the_number_of_rows": lambda x: x[:, :, 4 - x.shape[0] % 4 :],
+    "branch": lambda x: jnp.sin(x) if x.shape[0] > 4 else jnp.cos(x),
+    "one_more": lambda x: -jnp.sin(x) if x.shape[0] > 4 else jnp.sin(x),
+}
+
+
+@pytest.mark.parametrize("name", [*MIXED, *HIDDEN])
+def test_a_function_that_does_not_is_never_proven_to_and_mostly_found_out(name):
+    function = (MIXED | HIDDEN)[name]
+    assert judged(function, mixed=False) is not None
+    unknown = ("scattered",)  # a scatter may look up rows by their numbers
+    assert (judged(function, mixed=True) is not None) == (name not in unknown)
+
+
+def test_what_mixes_rows_is_said_with_its_line():
+    found = judged(MIXED["sum"], mixed=True)
+    assert found is not None
+    assert found.startswith("reduce_sum mixes the rows\nat ")
+    assert "test_rows.py:" in found
+
+
+def test_rows_that_look_themselves_up_are_not_numbered():
+    own = lambda x: x[jnp.arange(len(x)), jnp.argmax(x[..., 0], 1)]  # noqa: E731
+    assert judged(own, mixed=True) is None
+    assert judged(own, mixed=False) is not None
+    numbered = lambda x: own(x) + jnp.arange(len(x), dtype=x.dtype)[:, None]  # noqa: E731
+    found = judged(numbered, mixed=True)
+    assert found is not None
+    assert found.startswith("iota numbers the rows")
 
 
 def test_a_dim_counts_rows_where_it_shrinks_with_the_microbatch():

@@ -80,6 +80,29 @@ def assert_alike(found, expected):
     )
 
 
+def test_the_array_whose_dims_are_whole_may_be_named():
+    """By its place, the weight's dims would be, and rows would be added up."""
+
+    @ts.distribute("tensor_parallel", batch="x")
+    def mean_of(
+        weight: ts.Tensor["F", "D", ts.f32], x: ts.Tensor["B", "D", ts.f32]
+    ) -> ts.Tensor["F", ts.f32]:
+        return (x @ weight.T).mean(0)
+
+    weight, x = normal(6, 4), normal(8, 4)
+    with tp_mesh(2):
+        assert_alike(mean_of(weight, x), (x @ weight.T).mean(0))
+        traced = mean_of.trace(weight, x)
+    assert [v.spec for v in traced.graph.inputs] == [P("tp"), P()]
+
+
+def test_roles_that_it_does_not_use_are_refused():
+    with pytest.raises(StrategyError, match="goes by annotations, and by one array"):
+        ts.distribute("tensor_parallel", params="weight")(linear.body)
+    with pytest.raises(StrategyError, match="goes by annotations, and by one array"):
+        ts.distribute("tensor_parallel", results=["params"])(linear.body)
+
+
 # --- the results and gradients of one device
 
 

@@ -73,8 +73,8 @@ def _is(first: Any, second: Any) -> bool:
     merged = any(id(each) in conversion.merged for each in (first, second))
     if merged and (arrays or type(first) is type(second)):
         raise ControlFlowError(
-            f"whether two objects are one is asked at {user_line()}, and only known when "
-            "the program runs",
+            f"whether two objects are one is asked at {user_line()}, and only known "
+            "when the program runs",
             got=f"a {type(first).__name__} that a branch or a loop has left, where "
             "another one was before",
             fix="compare what they hold, or remember it in a variable",
