@@ -293,8 +293,7 @@ def zeros(aval: Any) -> jax.Array:
     """Zeros of an abstract value, varying over the manual axes that it varies over."""
     blank = jax.numpy.zeros(aval.shape, aval.dtype)
     kind = getattr(aval, "manual_axis_type", None)
-    axes = tuple(kind.varying) if kind is not None else ()
-    return jax.lax.pcast(blank, axes, to="varying") if axes else blank
+    return varying_over(blank, kind.varying if kind is not None else ())
 
 
 def without_dead_code(program: Program, *, keep_inputs: bool = False) -> Program:
@@ -352,6 +351,12 @@ def varying_axes(value: Any) -> frozenset[str]:
     aval = jax.typeof(value)
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
+
+
+def varying_over(value: Any, axes: Iterable[str]) -> Any:
+    """The same value, marked as one that may differ over these axes as well."""
+    missing = tuple(set(axes) - varying_axes(value))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
 def weak_types(values: Sequence[Any]) -> tuple[list[bool | None], bool]:
