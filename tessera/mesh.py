@@ -60,19 +60,22 @@ class Mesh:
         there is (the first ones, when ``shape`` holds fewer). Devices of
         ``jax.devices()`` may stand for their ids.
       shape: Size of each axis; one may be -1. Left out, a flat sequence is factored
-        as evenly as possible, larger factors first.
+        as evenly as the names of the axes allow: ``tp``, ``pp``, ``ep``, ``cp`` and
+        ``sp`` get powers of two, the others what is left over. See
+        ``grid.even_sizes``.
 
     Raises:
-      MeshShapeError: [T101] axes, nesting and shape do not describe one grid.
+      MeshShapeError: [T101] axes, nesting and shape do not describe one grid, or one of
+        more than 2**20 devices.
       DuplicateAxisError: [T102] an axis name is repeated or is not a name.
       DeviceIdError: [T104] a device id is repeated or is not an id.
 
     Example:
       >>> mesh = Mesh(axes=["tp", "pp", "dp"], devices=range(72))
       >>> mesh.topology
-      'tp × pp × dp mesh, 6 × 4 × 3'
+      'tp × pp × dp mesh, 4 × 2 × 9'
       >>> mesh.shape["pp"]
-      4
+      2
     """
 
     def __init__(
