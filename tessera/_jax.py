@@ -315,8 +315,16 @@ def name_scopes(equation: Equation) -> str:
 
 
 def source_line(equation: Equation) -> str:
-    """``file.py:12`` of the user's line that an equation comes from, or ``""``."""
-    frame = source_info_util.user_frame(equation.source_info.traceback)
+    """``file.py:12`` of the user's line that an equation comes from, or ``""``.
+
+    It is the line that a compiled program has for the operation: the innermost that is
+    no machinery, of as many frames as JAX writes down.
+    """
+    limit = config.traceback_in_locations_limit.value
+    every = source_info_util.user_frames(equation.source_info.traceback)
+    frames = list(itertools.islice(every, limit if limit >= 0 else None))
+    of_user = (frame for frame in frames if not is_machinery(frame.file_name))
+    frame = next(of_user, frames[0] if frames else None)
     return f"{frame.file_name}:{frame.start_line}" if frame else ""
 
 
@@ -495,6 +503,7 @@ def hide_machinery() -> None:
             source_info_util.register_exclusion(path)
 
 
+@functools.cache
 def is_machinery(path: str) -> bool:
     """Whether a source file is part of JAX, Flax, Optax or Tessera's own machinery."""
     hidden: Iterable[Path] = (PACKAGE / name for name in _MACHINERY)

@@ -27,7 +27,7 @@ from tessera.analysis.declared import DeclaredLayout, spec_axes
 from tessera.analysis.executions import Execution, cause, executions
 from tessera.analysis.hlo import Instruction, Module, Shape
 from tessera.analysis.memory import format_bytes
-from tessera.analysis.planned import Reasons
+from tessera.analysis.planned import LAYOUT, Ends, Reasons
 from tessera.analysis.source_lines import short, user_line
 from tessera.analysis.tables import aligned
 from tessera.errors import MeshShapeError
@@ -224,17 +224,23 @@ def collectives(
         )
     if not rows:
         return Ledger((), mesh.shape)
-    reasons = Reasons(module, mesh.shape, _input_axes(compiled), declared)
+    reasons = Reasons(module, mesh.shape, _split_axes(compiled), declared)
     return Ledger(tuple(_explained(reasons, *pair) for pair in rows), mesh.shape)
 
 
-def _input_axes(compiled: HasText | str) -> list[frozenset[str]]:
-    """The axes that each input is split over, as the compiled program was told."""
+def _split_axes(compiled: HasText | str) -> Ends | None:
+    """The axes that inputs and results are split over; None where nothing says it."""
+    if not hasattr(compiled, "input_shardings"):
+        return None
     # What the program does not read has None here, and is no input of the module.
-    return [
-        spec_axes(getattr(sharding, "spec", PartitionSpec()))
-        for sharding in jax.tree.leaves(getattr(compiled, "input_shardings", ()))
-    ]
+    inputs, outputs = (
+        [
+            spec_axes(getattr(sharding, "spec", PartitionSpec()))
+            for sharding in jax.tree.leaves(getattr(compiled, name, ()))
+        ]
+        for name in ("input_shardings", "output_shardings")
+    )
+    return Ends(inputs, outputs)
 
 
 def _explained(reasons: Reasons, execution: Execution, row: Collective) -> Collective:
@@ -242,7 +248,9 @@ def _explained(reasons: Reasons, execution: Execution, row: Collective) -> Colle
     node = Node(execution.path)
     if reasons.copies_whole(node, row):
         return dataclasses.replace(row, copies_whole=True)
-    return dataclasses.replace(row, reason=reasons.reason(node, row))
+    reason = reasons.reason(node, row)
+    declared = reasons.declaration(node, row) if reason == LAYOUT else None
+    return dataclasses.replace(row, reason=reason, source=declared or row.source)
 
 
 def _row(module: Module, execution: Execution, mesh: Mesh) -> Collective | None:

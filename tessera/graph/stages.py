@@ -143,7 +143,7 @@ class Compiled:
 
         graph = self.traced.graph
         mesh = graph.mesh or Mesh(("device",), devices=(0,))
-        return collectives(self.jax, mesh, declared_layouts(graph.program, mesh.shape))
+        return collectives(self.jax, mesh, declared_layouts(graph.program))
 
     @cached_property
     def memory(self) -> Memory:
