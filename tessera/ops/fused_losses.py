@@ -36,7 +36,7 @@ from tessera.ops.fused_losses_chunks import (
     losses,
     losses_and_gradients,
 )
-from tessera.ops.layouts import layout_of, region_mesh
+from tessera.ops.layouts import as_array, layout_of, region_mesh
 from tessera.ops.losses import Reduction, as_labels, check_settings, reduced
 from tessera.spec import axes_of_dims
 
@@ -105,8 +105,8 @@ def fused_linear_cross_entropy(  # noqa: PLR0913
     """
     given = (hidden, weight, labels, bias)
     split = _split(hidden, weight, labels, vocab_dim)
-    hidden, weight, labels = (jnp.asarray(x) for x in given[:3])
-    bias = None if bias is None else jnp.asarray(bias)
+    hidden, weight, labels = (as_array(x) for x in given[:3])
+    bias = None if bias is None else as_array(bias)
     check_settings("fused_linear_cross_entropy", reduction, label_smoothing, z_loss)
     _check(hidden, weight, labels, bias, vocab_dim, soft_cap, chunk_size)
     terms = Terms(ignore_index, label_smoothing, z_loss, soft_cap, vocab_dim)

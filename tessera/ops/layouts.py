@@ -5,6 +5,7 @@ What acts per device - kernels and collectives - takes each operand as its own l
 splits it. A traced value has the layout that the tracing scope recorded for it.
 """
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
+from tessera.errors import OperandError
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor
 
@@ -65,5 +67,18 @@ def placed(value: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def as_array(value: Any) -> jax.Array:
-    """``jnp.asarray``, without its cost where there is nothing to convert."""
-    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+    """``jnp.asarray``, without its cost where there is nothing to convert.
+
+    Raises:
+      OperandError: [T401] the value is a dict, such as a whole batch.
+    """
+    if isinstance(value, jax.Array):
+        return value
+    if isinstance(value, Mapping):
+        names = ", ".join(map(repr, value))
+        raise OperandError(
+            "an operation takes arrays, and is given a dict",
+            got=f"{type(value).__name__} of {names or 'nothing'}",
+            fix=f"pass what it holds, such as batch[{next(iter(value), 'input')!r}]",
+        )
+    return jnp.asarray(value)
