@@ -262,15 +262,18 @@ def references(equation: Equation) -> list[Atom]:
 def struct(aval: Any) -> Any:
     """What ``jax.make_jaxpr`` takes for an abstract value.
 
-    The weak type is kept, and in a manual region the axes the value varies over: JAX
-    takes those together with the region's mesh only, which the sharding names.
+    The weak type is kept, the layout over Explicit axes, and in a manual region the
+    axes the value varies over: JAX takes those together with the region's mesh only,
+    which the sharding names.
     """
     kind = getattr(aval, "manual_axis_type", None)
     varies = kind is not None and bool(kind.varying)
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    is_typed = varies or bool(mesh is not None and mesh.explicit_axes)
     return jax.ShapeDtypeStruct(
         aval.shape,
         aval.dtype,
-        sharding=aval.sharding if varies else _HOST if on_host(aval) else None,
+        sharding=aval.sharding if is_typed else _HOST if on_host(aval) else None,
         weak_type=getattr(aval, "weak_type", False),
         manual_axis_type=kind,
     )

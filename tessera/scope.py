@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera.errors import OutsideTraceError, ParameterNameError, TensorFormError
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, ShardSpec, as_dtype, capturing, tensor
+from tessera.spec import spec_over
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 Layout = tuple[Mesh, PartitionSpec]
@@ -247,7 +248,14 @@ def constrain(value: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     """
     region = jax.sharding.get_abstract_mesh()
     home = region if region.manual_axes else mesh.compile_mesh
-    laid_out = jax.lax.with_sharding_constraint(value, NamedSharding(home, spec))
+    laid_out = value
+    # JAX has a call for each type of axes, which takes those of no other type.
+    if mesh.explicit_axes:
+        explicit = spec_over(spec, mesh.explicit_axes)
+        laid_out = jax.sharding.reshard(laid_out, NamedSharding(home, explicit))
+    if automatic := [axis for axis in mesh.axes if axis not in mesh.explicit_axes]:
+        sharding = NamedSharding(home, spec_over(spec, automatic))
+        laid_out = jax.lax.with_sharding_constraint(laid_out, sharding)
     record_layout(laid_out, mesh, spec)
     return laid_out
 

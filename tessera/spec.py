@@ -4,7 +4,7 @@
 Between :mod:`tessera.mesh` and :mod:`tessera.shard`, which re-exports it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -173,6 +173,17 @@ def spec_of_axes(axes: Iterable[tuple[str, ...]]) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
+
+
+def spec_over(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """The part of a spec that is about some axes.
+
+    Example:
+      >>> spec_over(PartitionSpec(("dp", "tp"), "cp"), ["dp", "cp"])
+      P('dp', 'cp')
+    """
+    every = axes_of_dims(spec, len(spec))
+    return spec_of_axes(tuple(a for a in names if a in axes) for names in every)
 
 
 # --- what can be wrong with a spec

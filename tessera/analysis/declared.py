@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The places in a program where a layout is declared for a value in the middle of it.
 
-These are the layouts of ``with_sharding_constraint``, which a ``ShardSpec`` or a rule
-table of a model becomes, and those that a manual region takes its arguments in and
-gives its results in.
+These are the layouts of ``with_sharding_constraint`` and ``reshard``, which a
+``ShardSpec`` or a rule table of a model becomes, and those that a manual region takes
+its arguments in and gives its results in.
 
 The partitioner does not move an array at the constraint itself. The operation that
 computes a value has its results in the declared layout, so either the results of that
@@ -34,6 +34,9 @@ _FORMS = (
     "copy",
     "optimization_barrier",
 )
+
+# What lays a value out, over Auto axes and over Explicit ones, and how it names it.
+_CONSTRAINTS = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 
 # The dims of an array that are dims of a declared value, and which ones.
 _Dims: TypeAlias = Mapping[int, int]
@@ -92,8 +95,8 @@ def _inside(level: "_Level") -> Iterator[DeclaredLayout]:
 
 
 def _declarations(eqn: _jax.Equation) -> Iterator[tuple[Any, PartitionSpec]]:
-    if eqn.primitive.name == "sharding_constraint":
-        spec = getattr(eqn.params["sharding"], "spec", None)
+    if (named := _CONSTRAINTS.get(eqn.primitive.name)) is not None:
+        spec = getattr(eqn.params[named], "spec", None)
         if spec is not None:
             yield eqn.invars[0], spec
     elif _jax.is_manual_region(eqn):

@@ -234,7 +234,9 @@ def training_step(
       ShardDivisibilityError: [T201] (at the call) the data axes do not divide a batch.
     """
     if callable(module):
-        return training_step()(module)
+        return training_step(
+            mesh=mesh, in_specs=in_specs, out_specs=out_specs, skip_passes=skip_passes
+        )(module)
 
     def decorate(body: Callable[..., Any]) -> Step:
         options = Options(

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
-from tessera.errors import OperandError
-from tessera.mesh import Mesh
+from tessera.errors import LayoutMismatchError, OperandError
+from tessera.mesh import AUTO_AXES, Mesh
 from tessera.shard import DistTensor
 
 Layout: TypeAlias = tuple[Mesh, PartitionSpec]
@@ -46,8 +46,24 @@ def is_unplaced(value: Any) -> bool:
     return isinstance(inner, jax.core.Tracer) and layout_of(value) is None
 
 
-def region_mesh(mesh: Mesh) -> JaxMesh | AbstractMesh:
-    """What to map over while tracing: a mesh of the devices, where they exist."""
+def region_mesh(mesh: Mesh, *, explicit: bool = False) -> JaxMesh | AbstractMesh:
+    """What to map over while tracing: a mesh of the devices, where they exist.
+
+    Args:
+      mesh: The mesh.
+      explicit: Whether what enters the region lies as the region takes it, so that the
+        axes may be Explicit: JAX moves nothing over these by itself.
+
+    Raises:
+      LayoutMismatchError: [T205] an axis is Explicit.
+    """
+    if mesh.explicit_axes and not explicit:
+        raise LayoutMismatchError(
+            "an operation needs its arrays in a layout of its own, and over Explicit "
+            "axes JAX moves none by itself",
+            got=f"{mesh!r}",
+            fix=AUTO_AXES,
+        )
     return mesh.abstract if mesh.is_abstract else mesh.jax
 
 

@@ -126,7 +126,7 @@ class Operand:
         mesh, spec = self.layout
         result = self._landed(lands)
         if isinstance(_jax.underlying(self.value), jax.core.Tracer):
-            region = region_mesh(mesh)
+            region = region_mesh(mesh, explicit=True)
             mapped = _mapped(on_block, self.axes, settings, region, spec, result)
             value = mapped(self.value)
             scope.record_layout(value, mesh, result)

@@ -45,7 +45,8 @@ def assign_output_layouts(graph: Graph) -> Graph:
 def _constraint(equation: _jax.Equation, mesh: Mesh) -> PartitionSpec | None:
     """The layout that an equation constrains a value to, where this mesh can say it."""
     sharding = equation.params.get("sharding")
-    if equation.primitive.name != "sharding_constraint":
+    # Over Explicit axes the type of a value has its layout, and no constraint has it.
+    if equation.primitive.name != "sharding_constraint" or mesh.explicit_axes:
         return None
     if not isinstance(sharding, NamedSharding) or PartitionSpec.UNCONSTRAINED in tuple(
         sharding.spec

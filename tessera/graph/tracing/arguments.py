@@ -6,7 +6,6 @@ arguments is static, by value: another value is another program.
 """
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,17 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import (
-    AbstractMesh,
     NamedSharding,
     PartitionSpec,
     SingleDeviceSharding,
 )
-from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax
 from tessera.errors import ArgumentError, MeshConflictError
 from tessera.graph.tracing.statics import Static
-from tessera.mesh import Mesh
+from tessera.mesh import AUTO_AXES, Mesh
 from tessera.shard import DistTensor
 from tessera.spec import axes_of_dims, spec_of_axes
 
@@ -345,13 +342,7 @@ def _paths(argument: Argument) -> list[str]:
     ]
 
 
-@functools.lru_cache(maxsize=64)
-def _mesh_of(mesh: JaxMesh | AbstractMesh) -> Mesh:
-    """The Tessera mesh of an array's mesh; where that has no devices, of the first."""
-    if isinstance(mesh, JaxMesh):
-        return Mesh.of(mesh)
-    sizes = tuple(mesh.shape.values())
-    return Mesh(mesh.axis_names, devices=range(math.prod(sizes)), shape=sizes)
+_mesh_of = functools.lru_cache(maxsize=64)(Mesh.of)
 
 
 def common_mesh(
@@ -383,9 +374,12 @@ def common_mesh(
         raise MeshConflictError(
             "the inputs of one step live on different meshes",
             got="\n".join(
-                f"{mesh.topology} of devices {mesh.device_ids}: {', '.join(names)}"
+                f"{mesh.topology} of devices {mesh.device_ids}"
+                + (", Explicit axes" if mesh.explicit_axes else "")
+                + f": {', '.join(names)}"
                 for mesh, names in found.items()
             ),
-            fix="put them on one mesh: jax.device_put(x, spec.named(x.shape, mesh))",
+            fix="put them on one mesh: jax.device_put(x, spec.named(x.shape, mesh))"
+            + (f"\n{AUTO_AXES}" if any(m.explicit_axes for m in found) else ""),
         )
     return next(iter(found), None)

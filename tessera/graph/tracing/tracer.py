@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core.primitives import copy_p
 from jax.sharding import Mesh as JaxMesh
+from jax.sharding import NamedSharding
 
 from tessera import _jax, scope
 from tessera.annotations import Binding, bind
@@ -232,8 +233,16 @@ def _run(
 
     _describe(flat, function, [value.name for value in values])
     with scope.opened(here), _jax.isolated_trace():
-        trial.program = jax.make_jaxpr(flat)(*(_jax.struct(v.aval) for v in values))
+        trial.program = jax.make_jaxpr(flat)(*(_struct(v, mesh) for v in values))
     return trial
+
+
+def _struct(value: Value, mesh: Mesh | None) -> Any:
+    """What an input is traced as: over Explicit axes its type has its layout."""
+    struct = _jax.struct(value.aval)
+    if mesh is None or value.spec is None or not mesh.explicit_axes:
+        return struct
+    return struct.update(sharding=NamedSharding(mesh.compile_mesh, value.spec))
 
 
 def _describe(flat: Any, function: Callable[..., Any], names: list[str]) -> None:

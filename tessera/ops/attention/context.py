@@ -95,7 +95,7 @@ def context_attention(
     mesh, spec = _layout(queries, axis)
     operands = queries, keys, values, segments
     if any(isinstance(_jax.underlying(x), jax.core.Tracer) for x in operands):
-        out = _mapped(setting, region_mesh(mesh), spec)(*operands)
+        out = _mapped(setting, region_mesh(mesh, explicit=True), spec)(*operands)
         scope.record_layout(out, mesh, spec)
         return out
     home = NamedSharding(mesh.jax, spec)
