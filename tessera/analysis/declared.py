@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax
 from tessera.spec import axes_of_dims
@@ -96,9 +96,11 @@ def _inside(level: "_Level") -> Iterator[DeclaredLayout]:
 
 def _declarations(eqn: _jax.Equation) -> Iterator[tuple[Any, PartitionSpec]]:
     if (named := _CONSTRAINTS.get(eqn.primitive.name)) is not None:
-        spec = getattr(eqn.params[named], "spec", None)
-        if spec is not None:
-            yield eqn.invars[0], spec
+        sharding = eqn.params[named]
+        # JAX writes reshard by itself, too, where it moves nothing.
+        is_own = eqn.primitive.name == "reshard" and not sharding.mesh.explicit_axes
+        if isinstance(sharding, NamedSharding) and not is_own:
+            yield eqn.invars[0], sharding.spec
     elif _jax.is_manual_region(eqn):
         yield from zip(eqn.invars, eqn.params["in_specs"], strict=True)
         yield from zip(eqn.outvars, eqn.params["out_specs"], strict=True)

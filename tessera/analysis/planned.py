@@ -97,7 +97,7 @@ class Reasons:
         self._varying = Varying(module, mesh_shape, inputs)
         # What differs because an input is split, and not because the program cuts it.
         self._stored = Varying(module, mesh_shape, inputs, by_rank=False)
-        self._summed = None
+        self._summed: Axes | None = None
         if ends is not None:
             axes = [*(each.axes for each in declared), *ends.outputs]
             self._summed = frozenset[str]().union(*axes)
