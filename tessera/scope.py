@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera.errors import OutsideTraceError, ParameterNameError, TensorFormError
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, ShardSpec, as_dtype, capturing, tensor
-from tessera.spec import spec_over
+from tessera.spec import is_padded, spec_over
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 Layout = tuple[Mesh, PartitionSpec]
@@ -240,6 +240,11 @@ def gradient_layout_of(value: Any) -> Layout | None:
     return known[1] if known is not None else None
 
 
+# The name scope of constraints that may pad: an output that has one is stored padded,
+# where a constraint of the user's own would be refused.
+PADDED = "tessera_padded"
+
+
 def constrain(value: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     """A traced array laid out by ``spec``, and remembered to be.
 
@@ -248,16 +253,22 @@ def constrain(value: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     """
     region = jax.sharding.get_abstract_mesh()
     home = region if region.manual_axes else mesh.compile_mesh
-    laid_out = value
-    # JAX has a call for each type of axes, which takes those of no other type.
-    if mesh.explicit_axes:
-        explicit = spec_over(spec, mesh.explicit_axes)
-        laid_out = jax.sharding.reshard(laid_out, NamedSharding(home, explicit))
-    if automatic := [axis for axis in mesh.axes if axis not in mesh.explicit_axes]:
-        sharding = NamedSharding(home, spec_over(spec, automatic))
-        laid_out = jax.lax.with_sharding_constraint(laid_out, sharding)
+    pads = is_padded(value.shape, mesh, spec)
+    with jax.named_scope(PADDED) if pads else nullcontext():
+        laid_out = _constrained(value, mesh, home, spec)
     record_layout(laid_out, mesh, spec)
     return laid_out
+
+
+def _constrained(value: Any, mesh: Mesh, home: Any, spec: PartitionSpec) -> Any:
+    # JAX has a call for each type of axes, which takes those of no other type.
+    if explicit := mesh.explicit_axes:
+        sharding = NamedSharding(home, spec_over(spec, explicit))
+        value = jax.sharding.reshard(value, sharding)
+    if automatic := [axis for axis in mesh.axes if axis not in explicit]:
+        sharding = NamedSharding(home, spec_over(spec, automatic))
+        value = jax.lax.with_sharding_constraint(value, sharding)
+    return value
 
 
 _caller: ContextVar[Callable[[Any], Any] | None] = ContextVar(

@@ -38,7 +38,7 @@ from tessera.ops.fused_losses_chunks import (
 )
 from tessera.ops.layouts import as_array, layout_of, region_mesh
 from tessera.ops.losses import Reduction, as_labels, check_settings, reduced
-from tessera.spec import axes_of_dims
+from tessera.spec import axes_of_dims, is_padded
 
 Given: TypeAlias = tuple[Array, Head, Array]
 
@@ -315,8 +315,15 @@ def _split(hidden: Any, weight: Any, labels: Any, vocab_dim: int) -> Split | Non
     """How operands lie on a mesh, as far as their layouts tell; None where they do not.
 
     Labels that are whole on every device say nothing of tokens that are computed.
+    Blocks of what is stored padded differ in size: XLA splits the work then.
     """
     of_tokens, of_words = layout_of(hidden), layout_of(weight)
+    if any(
+        is_padded(x.shape, *of)
+        for x, of in zip((hidden, weight), (of_tokens, of_words), strict=True)
+        if of
+    ):
+        return None
     if of_tokens is None:
         of_tokens = layout_of(labels)
         if of_tokens is not None and not any(axes_of_dims(of_tokens[1], 0)):

@@ -31,8 +31,16 @@ from tessera.errors import (
     did_you_mean,
 )
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
-from tessera.ops.layouts import as_array, is_unplaced, layout_of, placed, region_mesh
+from tessera.ops.layouts import (
+    as_array,
+    block_layout_of,
+    is_unplaced,
+    layout_of,
+    placed,
+    region_mesh,
+)
 from tessera.shard import DistTensor, ShardSpec, capturing
+from tessera.spec import check_even
 
 
 @overload
@@ -147,8 +155,11 @@ class Kernel:
         what = f"argument {leaf.name!r}"
         if leaf.parameter in self._layouts:
             declared = self._layouts[leaf.parameter]
-            return declared.resolve(jnp.shape(leaf.value), mesh, what=what)
-        layout = layout_of(leaf.value)
+            shape = leaf.value.shape
+            spec = declared.resolve(shape, mesh, what=what)
+            check_even("a kernel takes blocks of one size", shape, spec, mesh)
+            return spec
+        layout = block_layout_of(leaf.value, "a kernel")
         return PartitionSpec() if layout is None else layout[1]
 
     def _check_visible(self, arrays: list["_Leaf"]) -> None:

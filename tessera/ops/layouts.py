@@ -18,6 +18,7 @@ from tessera import _jax, scope
 from tessera.errors import LayoutMismatchError, OperandError
 from tessera.mesh import AUTO_AXES, Mesh
 from tessera.shard import DistTensor
+from tessera.spec import check_even
 
 Layout: TypeAlias = tuple[Mesh, PartitionSpec]
 
@@ -38,6 +39,23 @@ def layout_of(value: Any) -> Layout | None:
         return recorded
     inner = _jax.underlying(value)
     return None if inner is value else layout_of(inner)
+
+
+def block_layout_of(value: Any, what: str) -> Layout | None:
+    """The layout of a value whose blocks are computed with.
+
+    Args:
+      value: A tensor, an array or a traced value.
+      what: What takes blocks, such as ``a kernel``.
+
+    Raises:
+      ShardDivisibilityError: [T201] the layout pads it, so that blocks differ in size.
+    """
+    if (layout := layout_of(value)) is not None:
+        mesh, spec = layout
+        why = f"{what} takes blocks of one size, and an array is stored padded"
+        check_even(why, value.shape, spec, mesh)
+    return layout
 
 
 def is_unplaced(value: Any) -> bool:

@@ -91,8 +91,15 @@ class Leaf:
         """Whether JAX is tracing it, so that its numbers are not known."""
         return isinstance(self.value, _jax.Tracer)
 
+    @property
+    def may_be_padded(self) -> bool:
+        """Whether devices can store it padded, or a layout is for a traced value."""
+        return isinstance(self.value, DistTensor) or self.is_traced
+
     def abstract(self) -> "Leaf":
         """The same leaf without its numbers, which a program must not keep alive."""
+        if _is_padded(self.value):
+            return Leaf(self.name, self.value.declaration())
         if not isinstance(self.value, (jax.Array, np.ndarray)):
             return self
         if self.is_traced:
@@ -135,6 +142,18 @@ class Argument:
         return [leaf.is_weak for leaf in self.leaves]
 
     @functools.cached_property
+    def _has_padding(self) -> bool:
+        return any(_is_padded(leaf.value) for leaf in self.leaves)
+
+    def _fits_padding(self, arrays: Sequence[Any]) -> bool:
+        """Whether what is padded is so in the leaves, and from the same shape."""
+        return all(
+            _is_padded(array) == _is_padded(leaf.value)
+            and (not _is_padded(array) or array.shape == leaf.value.shape)
+            for array, leaf in zip(arrays, self.leaves, strict=True)
+        )
+
+    @functools.cached_property
     def _placed(self) -> list[int]:
         return [place for place, leaf in enumerate(self.leaves) if leaf.layout]
 
@@ -155,6 +174,9 @@ class Argument:
         # JAX would take a Python number for an array, and weak dtypes for strong ones.
         weak, are_arrays = _jax.weak_types(arrays)
         if weak != self._weak:
+            raise StaleProgram
+        # And for the tensor that devices store padded what has the padding's shape.
+        if (self._has_padding or not are_arrays) and not self._fits_padding(arrays):
             raise StaleProgram
         # It would also take what lies nowhere yet for what lives on the mesh.
         if not all(_is_placed(arrays[place]) for place in self._placed):
@@ -295,7 +317,11 @@ def _static(name: str, leaf: Any) -> Static:
 
 
 def _materialized(values: list[Any]) -> list[Any]:
-    return [v.materialize() if isinstance(v, DistTensor) else v for v in values]
+    return [v.stored() if isinstance(v, DistTensor) else v for v in values]
+
+
+def _is_padded(value: Any) -> bool:
+    return isinstance(value, DistTensor) and value.is_padded
 
 
 def _is_placed(value: Any) -> bool:

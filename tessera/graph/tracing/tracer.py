@@ -45,6 +45,7 @@ from tessera.graph.tracing.swapping import let_transpose_swap
 from tessera.graph.tracing.write_back import Watch, Write, write_values
 from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.shard import DistTensor
+from tessera.spec import check_even
 
 # Two are usual: one that finds the parameters and one that has them.
 _MOST_TRIALS = 9
@@ -294,6 +295,10 @@ def _with_microbatch(
     calls = _pipelined_calls(graph.program)
     if not calls:
         return graph
+    for value in graph.inputs:
+        if graph.mesh is not None and value.spec is not None:
+            what = f"{value.name!r} is stored padded, and a pipeline takes even blocks"
+            check_even(what, value.aval.shape, value.spec, graph.mesh)
     first = calls[0]
     weights = _weights(graph.program)
     inputs = zip(graph.inputs, _jax.inputs(graph.program), strict=True)
