@@ -19,7 +19,7 @@ from jax import Device
 from tessera.errors import DeviceIdError, DuplicateAxisError, MeshShapeError
 
 # Axes that split a model: its widths, layers, experts, sequences.
-MODEL_AXES = ("tp", "pp", "ep", "cp", "sp")
+MODEL_AXES = ("tp", "pp", "ep", "ep_outer", "cp", "sp")
 
 # No machine has more. A larger number is a mistake, and a grid of it fills the memory.
 MAX_DEVICES = 2**20

@@ -28,8 +28,9 @@ array to every device only to cut it again, which XLA calls an involuntary full
 rematerialization, whatever layouts asked for it.
 
 The reasons are read from the compiled program, which no longer says what each layout
-was for. They can err in one way: a gather at the very line of a declared layout, of the
-same size and the same axes, is taken to be the one that was declared.
+was for. They can err in one way: a gather at the line of a declared layout, or of an
+operation beside it, of the same size and the same axes, is taken to be the one that was
+declared.
 """
 
 import math
