@@ -25,7 +25,7 @@ Axes: TypeAlias = str | tuple[str, ...] | None
 Uneven: TypeAlias = Literal["error", "pad"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ShardSpec:
     """Which dims of an array are split over which mesh axes.
 
@@ -86,6 +86,11 @@ class ShardSpec:
                 got=f"mesh_axes {axes!r}",
                 fix="an axis splits one dim only: drop one of its uses",
             )
+
+    def __repr__(self) -> str:
+        uneven = f", uneven={self.uneven!r}" if self.uneven != "error" else ""
+        dims = f"partition={self.partition!r}, mesh_axes={self.mesh_axes!r}"
+        return f"ShardSpec({dims}{uneven})"
 
     @classmethod
     def replicated(cls) -> "ShardSpec":
