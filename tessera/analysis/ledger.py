@@ -184,6 +184,7 @@ def collectives(
     compiled: HasText | str,
     mesh: Mesh,
     declared: Collection[DeclaredLayout] = (),
+    results: Iterable[PartitionSpec] | None = None,
 ) -> Ledger:
     """Every collective of a compiled program, against the mesh it was compiled for.
 
@@ -193,6 +194,8 @@ def collectives(
       mesh: The mesh of the program, in the order of its devices. It may be abstract.
       declared: The layouts that the program declares inside, of
         ``declared.declared_layouts``: without them, what they ask for is unplanned.
+      results: The layouts that it declares for its results; None takes those that it
+        was compiled with.
 
     Returns:
       One row per collective. Groups of one device move nothing and have no row.
@@ -224,23 +227,25 @@ def collectives(
         )
     if not rows:
         return Ledger((), mesh.shape)
-    reasons = Reasons(module, mesh.shape, _split_axes(compiled), declared)
+    reasons = Reasons(module, mesh.shape, _ends(compiled, results), declared)
     return Ledger(tuple(_explained(reasons, *pair) for pair in rows), mesh.shape)
 
 
-def _split_axes(compiled: HasText | str) -> Ends | None:
+def _ends(
+    compiled: HasText | str, results: Iterable[PartitionSpec] | None
+) -> Ends | None:
     """The axes that inputs and results are split over; None where nothing says it."""
     if not hasattr(compiled, "input_shardings"):
         return None
-    # What the program does not read has None here, and is no input of the module.
-    inputs, outputs = (
-        [
-            spec_axes(getattr(sharding, "spec", PartitionSpec()))
-            for sharding in jax.tree.leaves(getattr(compiled, name, ()))
-        ]
-        for name in ("input_shardings", "output_shardings")
-    )
-    return Ends(inputs, outputs)
+
+    def specs(name: str) -> list[PartitionSpec]:
+        # What the program does not read has None here, and is no input of the module.
+        shardings = jax.tree.leaves(getattr(compiled, name, ()))
+        return [getattr(sharding, "spec", PartitionSpec()) for sharding in shardings]
+
+    outputs = specs("output_shardings") if results is None else results
+    inputs = specs("input_shardings")
+    return Ends(list(map(spec_axes, inputs)), list(map(spec_axes, outputs)))
 
 
 def _explained(reasons: Reasons, execution: Execution, row: Collective) -> Collective:

@@ -99,7 +99,7 @@ class Reasons:
         # What differs because an input is split, and not because the program cuts it.
         self._stored = Varying(module, mesh_shape, inputs, by_rank=False)
         self._summed: Axes | None = None
-        if ends is not None:
+        if ends is not None and self._varying.knows_inputs:
             axes = [*(each.axes for each in declared), *ends.outputs]
             self._summed = frozenset[str]().union(*axes)
 
@@ -169,7 +169,7 @@ class Reasons:
         dims = {
             dim
             for dim, size in enumerate(declared.shape)
-            if size % extent == 0 and devices % (size // extent) == 0
+            if size >= extent > 0 == size % extent and devices % (size // extent) == 0
         }
         return not dims or bool(dims & declared.dims)
 

@@ -26,6 +26,9 @@ _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 class Varying:
     """The axes over which the values of one program differ.
 
+    Attributes:
+      knows_inputs: Whether there is an entry for each input of the program.
+
     Args:
       module: The compiled program.
       mesh_shape: Size of each axis of the mesh that it was compiled for.
@@ -48,7 +51,8 @@ class Varying:
         self._found: dict[tuple[str, str], Value] = {}
         entry = module.computations[module.entry]
         count = sum(i.opcode == "parameter" for i in entry.instructions.values())
-        known = inputs if len(inputs) == count else [NOWHERE] * count
+        self.knows_inputs = len(inputs) == count
+        known = inputs if self.knows_inputs else [NOWHERE] * count
         self._run(entry, [(axes,) for axes in known])
 
     def over(self, computation: Computation, instruction: Instruction) -> Axes:

@@ -87,8 +87,11 @@ class Traced:
 
     def result(self, returned: Any) -> Any:
         """The function's result from what ``Compiled.outputs`` gives."""
-        is_list = returns_list(self.origin, self.graph)
-        return self.origin.unflatten(returned) if is_list else returned
+        return self.origin.unflatten(returned) if self._returns_list else returned
+
+    @cached_property
+    def _returns_list(self) -> bool:
+        return returns_list(self.origin, self.graph)
 
     def lower(self) -> "Lowered":
         """Run the passes and lower the result to ``jax.jit``."""
@@ -148,7 +151,9 @@ class Compiled:
 
         graph = self.traced.graph
         mesh = graph.mesh or Mesh(("device",), devices=(0,))
-        return collectives(self.jax, mesh, declared_layouts(graph.program))
+        inside = declared_layouts(graph.program)
+        results = [value.spec for value in graph.outputs if value.spec is not None]
+        return collectives(self.jax, mesh, inside, results)
 
     @cached_property
     def memory(self) -> Memory:
