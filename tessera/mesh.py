@@ -146,7 +146,11 @@ class Mesh:
         if isinstance(mesh, JaxMesh):
             ids = [device.id for device in mesh.devices.flat]
         made = cls(mesh.axis_names, devices=ids, shape=tuple(mesh.shape.values()))
-        made.axis_types = mesh.axis_types
+        # Manual ones are so in the region alone that an array was made in.
+        made.axis_types = tuple(
+            kind if kind is AxisType.Explicit else AxisType.Auto
+            for kind in mesh.axis_types
+        )
         return made
 
     @property

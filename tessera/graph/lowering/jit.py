@@ -35,16 +35,17 @@ def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
       back.
     """
     shardings = [graph.sharding(value) for value in graph.inputs]
-    results = [graph.sharding(value) for value in graph.outputs]
+    result_shardings = [graph.sharding(value) for value in graph.outputs]
 
     def step(*parts: Any) -> Any:
         stored = zip(graph.inputs, jax.tree.leaves(parts), strict=True)
         own = [without_padding(graph, value, array) for value, array in stored]
+        results = zip(graph.outputs, _jax.evaluate(graph.program, *own), strict=True)
         arrays = [
             padded(array, graph.stored_shape(value))
-            for value, array in zip(
-                graph.outputs, _jax.evaluate(graph.program, *own), strict=True
-            )
+            if graph.is_padded(value)
+            else array
+            for value, array in results
         ]
         return arrays if returns_list(trace, graph) else trace.unflatten(arrays)
 
@@ -57,7 +58,7 @@ def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
     return jax.jit(
         step,
         in_shardings=_parts(call, graph, shardings) if graph.mesh else None,
-        out_shardings=_result(trace, graph, results) if graph.mesh else None,
+        out_shardings=_result(trace, graph, result_shardings) if graph.mesh else None,
         donate_argnums=tuple(donated),
     )
 
