@@ -9,14 +9,14 @@ Tessera is written once. A jaxpr with its constants is ``ClosedJaxpr`` in 0.10 a
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.extend.core as jex
-from jax._src import config, core, dtypes, source_info_util, traceback_util
+from jax._src import config, core, dtypes, source_info_util
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir, passmanager
@@ -24,7 +24,12 @@ from jax._src.named_sharding import UNSPECIFIED
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from tessera._jax_sources import hide_machinery as hide_machinery
+from tessera._jax_sources import is_machinery as is_machinery
+from tessera._jax_sources import source_line as source_line
 from tessera._jax_traces import inputs_read
+from tessera._jax_traces import varying_axes as varying_axes
+from tessera._jax_traces import varying_over as varying_over
 
 Program: TypeAlias = Any  # jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn
@@ -262,18 +267,27 @@ def references(equation: Equation) -> list[Atom]:
 def struct(aval: Any) -> Any:
     """What ``jax.make_jaxpr`` takes for an abstract value.
 
-    The weak type is kept, and in a manual region the axes the value varies over: JAX
-    takes those together with the region's mesh only, which the sharding names.
+    The weak type is kept, the layout over Explicit axes, and in a manual region the
+    axes the value varies over: JAX takes those together with the region's mesh only,
+    which the sharding names.
     """
     kind = getattr(aval, "manual_axis_type", None)
     varies = kind is not None and bool(kind.varying)
+    is_typed = varies or _has_explicit_axes(aval)
     return jax.ShapeDtypeStruct(
         aval.shape,
         aval.dtype,
-        sharding=aval.sharding if varies else _HOST if on_host(aval) else None,
+        sharding=aval.sharding if is_typed else _HOST if on_host(aval) else None,
         weak_type=getattr(aval, "weak_type", False),
         manual_axis_type=kind,
     )
+
+
+def _has_explicit_axes(aval: Any) -> bool:
+    if hasattr(type(aval), "__jax_array__"):
+        return False  # not made yet, and looking at it might make it
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and bool(mesh.explicit_axes)
 
 
 HOST_MEMORY = "pinned_host"
@@ -293,8 +307,7 @@ def zeros(aval: Any) -> jax.Array:
     """Zeros of an abstract value, varying over the manual axes that it varies over."""
     blank = jax.numpy.zeros(aval.shape, aval.dtype)
     kind = getattr(aval, "manual_axis_type", None)
-    axes = tuple(kind.varying) if kind is not None else ()
-    return jax.lax.pcast(blank, axes, to="varying") if axes else blank
+    return varying_over(blank, kind.varying if kind is not None else ())
 
 
 def without_dead_code(program: Program, *, keep_inputs: bool = False) -> Program:
@@ -313,12 +326,6 @@ def check(program: Program) -> None:
 def name_scopes(equation: Equation) -> str:
     """The name scopes and transforms of an equation: ``transpose(jvp(encoder))``."""
     return str(equation.source_info.name_stack)
-
-
-def source_line(equation: Equation) -> str:
-    """``file.py:12`` of the user's line that an equation comes from, or ``""``."""
-    frame = source_info_util.user_frame(equation.source_info.traceback)
-    return f"{frame.file_name}:{frame.start_line}" if frame else ""
 
 
 def refuse_transforms(primitive: Primitive, refuse: Callable[[str], NoReturn]) -> None:
@@ -345,13 +352,6 @@ def refuse_transforms(primitive: Primitive, refuse: Callable[[str], NoReturn]) -
 def trace_settings() -> Any:
     """Every setting of JAX that a trace depends on, such as the matmul precision."""
     return config.trace_context()
-
-
-def varying_axes(value: Any) -> frozenset[str]:
-    """The manual mesh axes over which a value may differ from device to device."""
-    aval = jax.typeof(value)
-    kind = getattr(aval, "manual_axis_type", None)
-    return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
 
 
 def weak_types(values: Sequence[Any]) -> tuple[list[bool | None], bool]:
@@ -468,32 +468,3 @@ def register_array_like(kind: type) -> None:
     dtypes.canonicalize_value_handlers[kind] = operator.methodcaller("__jax_array__")
     # The conversion that JAX offers to symbolic dimensions; the name is its own.
     kind.dimension_as_value = kind.__jax_array__  # type: ignore[attr-defined]
-
-
-# --- whose line is it
-
-_FOLDERS = ("graph", "ops", "analysis", "annotations")
-_FACADES = ("arrays.py", "dist.py")
-_OWN = ("_jax.py", "_jax_traces.py", "_jax_processes.py")
-_FILES = (*_FACADES, "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py", *_OWN)
-_MACHINERY = (*_FOLDERS, *_FILES)
-
-
-def hide_machinery() -> None:
-    """Make JAX leave Tessera's own frames out of tracebacks and source lines.
-
-    Models and the trainer are user code in this sense: their lines are shown.
-    """
-    for name in _MACHINERY:
-        path = str(PACKAGE / name)
-        if path not in traceback_util._exclude_paths:
-            traceback_util.register_exclusion(path)
-            source_info_util.register_exclusion(path)
-
-
-def is_machinery(path: str) -> bool:
-    """Whether a source file is part of JAX, Flax, Optax or Tessera's own machinery."""
-    hidden: Iterable[Path] = (PACKAGE / name for name in _MACHINERY)
-    if any(Path(path).is_relative_to(place) for place in hidden):
-        return True
-    return any(f"/site-packages/{name}/" in path for name in ("jax", "flax", "optax"))

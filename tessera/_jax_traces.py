@@ -7,7 +7,7 @@ A second door beside ``_jax``, which has no room left: like it, this module may 
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -25,6 +25,19 @@ _RULES_TAKE_LIVE_INPUTS = partial_eval._default_dce_rule.__code__.co_argcount ==
 HAS_MOSAIC_GPU_KERNELS = jax.__version_info__ >= (0, 12)
 
 BatchingRule: TypeAlias = Callable[[Sequence[Any], Sequence[int | None]], Any]
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """The manual mesh axes over which a value may differ from device to device."""
+    aval = jax.typeof(value)
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
+
+
+def varying_over(value: Any, axes: Iterable[str]) -> Any:
+    """The same value, marked as one that may differ over these axes as well."""
+    missing = tuple(set(axes) - varying_axes(value))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
 def as_number(value: Any, kind: type) -> Any:

@@ -5,8 +5,12 @@ Below :mod:`tessera.mesh`; pure arithmetic on names and numbers, with every mist
 in them told at once and the nearest legal values.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+import reprlib
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -14,34 +18,84 @@ from jax import Device
 
 from tessera.errors import DeviceIdError, DuplicateAxisError, MeshShapeError
 
+# Axes that split a model: its widths, layers, experts, sequences.
+MODEL_AXES = ("tp", "pp", "ep", "ep_outer", "cp", "sp")
 
-def even_factors(number: int, count: int) -> tuple[int, ...]:
-    """``number`` as ``count`` factors: the largest is the least possible, and so on.
+# No machine has more. A larger number is a mistake, and a grid of it fills the memory.
+MAX_DEVICES = 2**20
+# NumPy's grids have no more dims in any version that JAX runs on.
+MAX_AXES = 32
+
+_REPR = reprlib.Repr()
+_REPR.maxlist = _REPR.maxtuple = 16
+
+
+def even_sizes(axes: tuple[str, ...], total: int) -> tuple[int, ...]:
+    """Sizes of axes for a number of devices, by the names of the axes alone.
+
+    Powers of two divide the widths, layers and experts of models, and a batch can have
+    any number of rows. So an axis of ``MODEL_AXES`` gets a power of two and every other
+    axis any size: what is left over goes there. Where all axes split a model, the first
+    one takes any size. Of all such sizes these are the most even: the largest is the
+    least possible, then the second largest, and so on. Of equally even ones, the larger
+    come first.
+
+    Args:
+      axes: Names of axes.
+      total: Number of devices.
 
     Example:
-      >>> even_factors(16, 2), even_factors(72, 3), even_factors(7, 2)
-      ((4, 4), (6, 4, 3), (7, 1))
+      >>> even_sizes(("tp", "dp"), 16), even_sizes(("tp", "pp", "dp"), 72)
+      ((4, 4), (4, 2, 9))
+      >>> even_sizes(("x", "y"), 12), even_sizes(("tp", "dp"), 7)
+      ((4, 3), (1, 7))
     """
-    if count == 1:
-        return (number,)
-    for first in range(1, number):
-        if number % first == 0:
-            rest = even_factors(number // first, count - 1)
-            if rest[0] <= first:
-                return (first, *rest)
-    return (number, *(1,) * (count - 1))
+    powers = [axis in MODEL_AXES for axis in axes]
+    if all(powers):
+        powers[0] = False
+    small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    divisors = {d for low in small for d in (low, total // low)}
+
+    @functools.cache
+    def sizes(place: int, left: int) -> tuple[int, ...] | None:
+        """The most even sizes of the axes from one on, for what is left to them."""
+        if place == len(axes):
+            return () if left == 1 else None
+        found = [
+            (size, *rest)
+            for size in divisors
+            if left % size == 0
+            and (not powers[place] or size & (size - 1) == 0)
+            and (rest := sizes(place + 1, left // size)) is not None
+        ]
+        return min(found, key=_unevenness, default=None)
+
+    found = sizes(0, total)
+    assert found is not None, "an axis that takes any size can take all"
+    return found
+
+
+def _unevenness(sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    return sorted(sizes, reverse=True), [-size for size in sizes]
 
 
 def checked_axes(axes: Sequence[str] | str) -> tuple[str, ...]:
     """Axis names, each a proper name and used once.
 
     Raises:
-      MeshShapeError: [T101] there is no axis.
+      MeshShapeError: [T101] there is no axis, or there are too many.
       DuplicateAxisError: [T102] an axis name is repeated or is not a name.
     """
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    names = (axes,) if isinstance(axes, str) else islice(axes, MAX_AXES + 1)
+    names = tuple(names)
     if not names:
         raise MeshShapeError("a mesh has at least one axis", fix='write axes=["dp"]')
+    if len(names) > MAX_AXES:
+        raise MeshShapeError(
+            f"a mesh has at most {MAX_AXES} axes",
+            got=f"more than {MAX_AXES}: {_REPR.repr(names)}",
+            fix="leave out axes of size 1, or join some into one",
+        )
     if bad := [name for name in names if not isinstance(name, str) or not name]:
         raise DuplicateAxisError(
             "a mesh axis has no proper name",
@@ -61,9 +115,12 @@ def checked_shape(shape: Sequence[int], axes: tuple[str, ...]) -> tuple[int, ...
     """One size per axis, of which one may be -1.
 
     Raises:
-      MeshShapeError: [T101] a size is not one, or their number is not that of axes.
+      MeshShapeError: [T101] a size is not one, or their number is not that of axes, or
+        they hold more than ``MAX_DEVICES`` devices.
     """
-    sizes = tuple(shape)
+    sizes = tuple(islice(shape, MAX_AXES + 1))
+    whole = [abs(int(s)) or 1 for s in sizes if isinstance(s, (int, np.integer))]
+    _check_count(math.prod(whole), "shape")
     whole = all(
         isinstance(s, (int, np.integer)) and not isinstance(s, bool) for s in sizes
     )
@@ -101,15 +158,15 @@ def read_devices(devices: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]
             got=f"{devices!r}",
             fix="write devices=range(8), or a nested list such as [[0, 1], [2, 3]]",
         )
-    shape = _nesting(devices)
-    ids = tuple(_device_id(leaf) for leaf in _leaves(devices))
+    leaves, shape = _flattened(devices)
+    ids = tuple(map(_device_id, leaves))
     if not ids:
         raise DeviceIdError(
             "a mesh has at least one device",
-            got=f"devices={devices!r}",
+            got=f"devices={_REPR.repr(devices)}",
             fix="list device ids, or leave devices out to take all there are",
         )
-    if repeated := [i for i in dict.fromkeys(ids) if ids.count(i) > 1]:
+    if repeated := [i for i, count in Counter(ids).items() if count > 1]:
         raise DeviceIdError(
             "a mesh holds one device twice",
             got=f"device ids {listed(ids)}: {listed(tuple(repeated))} repeated",
@@ -123,33 +180,59 @@ def is_sequence(item: object) -> bool:
     return isinstance(item, (Sequence, np.ndarray)) and not isinstance(item, str)
 
 
-def _nesting(devices: Any) -> tuple[int, ...]:
-    if not is_sequence(devices) or not len(devices):
-        return (0,) if is_sequence(devices) else ()
-    inner = {_nesting(item) for item in devices}
-    if len(inner) > 1:
-        raise MeshShapeError(
-            "the nested device list is not a full grid",
-            got=f"{devices!r}: rows of shapes "
-            + " and ".join(str(shape) for shape in sorted(inner)),
-            fix="give every row the same number of devices",
-        )
-    return (len(devices), *inner.pop())
+def _flattened(devices: Any) -> tuple[list[Any], tuple[int, ...]]:
+    """The items of a nested sequence, and the length of each level."""
+    level, shape = [devices], list[int]()
+    # One item of each type speaks for all: there may be a million.
+    while any(map(is_sequence, {type(item): item for item in level}.values())):
+        lengths = sorted({_length(item) if is_sequence(item) else 0 for item in level})
+        if len(lengths) > 1:
+            rows = " and ".join(map(str, lengths[:4]))
+            raise MeshShapeError(
+                "the nested device list is not a full grid",
+                got=f"{_REPR.repr(devices)}: rows of {rows} devices",
+                fix="give every row the same number of devices",
+            )
+        if len(shape) == MAX_AXES:
+            raise MeshShapeError(
+                "devices are nested deeper than a mesh has axes",
+                got=f"more than {MAX_AXES} levels",
+                fix="give one level for each axis",
+            )
+        shape.append(lengths[0])
+        _check_count(math.prod(shape), "devices")
+        level = list(chain.from_iterable(level))
+    return level, tuple(shape)
 
 
-def _leaves(devices: Any) -> Iterator[object]:
-    for item in devices:
-        yield from _leaves(item) if is_sequence(item) else (item,)
+def _length(items: Any) -> int:
+    if isinstance(items, range):  # it may be longer than len() can say
+        return max(0, -((items.start - items.stop) // items.step))
+    return len(items)
+
+
+def _check_count(count: int, what: str) -> None:
+    if count <= MAX_DEVICES:
+        return
+    # Python refuses to write numbers of thousands of digits.
+    written = f"{count:,}" if count < 10**30 else f"10^{math.log10(count):.0f}"
+    raise MeshShapeError(
+        f"a mesh has at most {MAX_DEVICES:,} devices",
+        got=f"{what} of {written} devices",
+        fix="check the sizes: they multiply to the number of devices",
+    )
 
 
 def _device_id(leaf: object) -> int:
+    whole = isinstance(leaf, (int, np.integer)) and not isinstance(leaf, bool)
+    if whole and 0 <= leaf < 2**31:
+        return int(leaf)
     if isinstance(leaf, Device):
         return leaf.id
-    if isinstance(leaf, (int, np.integer)) and not isinstance(leaf, bool) and leaf >= 0:
-        return int(leaf)
+    large = whole and leaf > 0
     raise DeviceIdError(
         "a device id is not a whole number from 0 up",
-        got=f"{leaf!r}",
+        got="a number of more than 31 bits" if large else f"{leaf!r}",
         fix="use the ids that jax.devices() shows, such as devices=range(8)",
     )
 
@@ -175,7 +258,7 @@ def fold(
             )
         return sizes
     if nesting is None:
-        return even_factors(total, len(axes))
+        return even_sizes(axes, total)
     if len(nesting) != len(axes):
         raise MeshShapeError(
             "the nesting of devices has one level per axis",
@@ -206,7 +289,7 @@ def inferred(
         fix = f"use {near} devices, or sizes whose product divides {total}"
     else:
         got = f"{named} = {known}, and {total} devices"
-        even = " × ".join(str(size) for size in even_factors(total, len(axes)))
+        even = times(even_sizes(axes, total))
         fix = f"list {known} devices, or use a shape such as {even}"
     raise MeshShapeError("the shape does not hold the devices", got=got, fix=fix)
 

@@ -43,6 +43,11 @@ from tessera.grid import (
     read_devices,
 )
 
+# What helps where the axes of a JAX mesh are Explicit, as jax.make_mesh makes them.
+AUTO_AXES = (
+    "make the mesh with Auto axes: dist.Mesh(axes, devices), or "
+    "jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))"
+)
 _logger = logging.getLogger("tessera.mesh")
 # Where ids stand for positions (see _find_devices), a mesh cannot be told from its JAX
 # mesh: the way back from an array to the mesh that it was declared on.
@@ -60,19 +65,22 @@ class Mesh:
         there is (the first ones, when ``shape`` holds fewer). Devices of
         ``jax.devices()`` may stand for their ids.
       shape: Size of each axis; one may be -1. Left out, a flat sequence is factored
-        as evenly as possible, larger factors first.
+        as evenly as the names of the axes allow: ``tp``, ``pp``, ``ep``, ``cp`` and
+        ``sp`` get powers of two, the others what is left over. See
+        ``grid.even_sizes``.
 
     Raises:
-      MeshShapeError: [T101] axes, nesting and shape do not describe one grid.
+      MeshShapeError: [T101] axes, nesting and shape do not describe one grid, or one of
+        more than 2**20 devices.
       DuplicateAxisError: [T102] an axis name is repeated or is not a name.
       DeviceIdError: [T104] a device id is repeated or is not an id.
 
     Example:
       >>> mesh = Mesh(axes=["tp", "pp", "dp"], devices=range(72))
       >>> mesh.topology
-      'tp × pp × dp mesh, 6 × 4 × 3'
+      'tp × pp × dp mesh, 4 × 2 × 9'
       >>> mesh.shape["pp"]
-      4
+      2
     """
 
     def __init__(
@@ -89,6 +97,8 @@ class Mesh:
             ids = _default_ids(shape)
         self._sizes = fold(self.axes, len(ids), nesting, shape)
         self.device_ids: tuple[int, ...] = ids
+        # Those of a JAX mesh may be Explicit: the types of arrays say how they lie.
+        self.axis_types: tuple[AxisType, ...] = (AxisType.Auto,) * len(self.axes)
         # A view of a manual region: its device ids are positions in the region.
         self._is_region = False
 
@@ -125,12 +135,23 @@ class Mesh:
         return cls(axes, devices=range(math.prod(sizes)), shape=sizes)
 
     @classmethod
-    def of(cls, mesh: JaxMesh) -> "Mesh":
-        """The Tessera mesh of a JAX mesh: same axes, same devices, Auto axes."""
-        if (known := _by_jax.get(mesh)) is not None:
+    def of(cls, mesh: JaxMesh | AbstractMesh) -> "Mesh":
+        """The Tessera mesh of a JAX mesh: same axes of the same types, same devices.
+
+        One without devices gets the first ones.
+        """
+        if isinstance(mesh, JaxMesh) and (known := _by_jax.get(mesh)) is not None:
             return known
-        ids = [device.id for device in mesh.devices.flat]
-        return cls(mesh.axis_names, devices=ids, shape=mesh.devices.shape)
+        ids: Sequence[int] = range(mesh.size)
+        if isinstance(mesh, JaxMesh):
+            ids = [device.id for device in mesh.devices.flat]
+        made = cls(mesh.axis_names, devices=ids, shape=tuple(mesh.shape.values()))
+        # Manual ones are so in the region alone that an array was made in.
+        made.axis_types = tuple(
+            kind if kind is AxisType.Explicit else AxisType.Auto
+            for kind in mesh.axis_types
+        )
+        return made
 
     @property
     def shape(self) -> dict[str, int]:
@@ -171,9 +192,15 @@ class Mesh:
         used = {device.id for device in found or ()}
         return tuple(d.id for d in jax.devices() if d.id not in used)
 
+    @property
+    def explicit_axes(self) -> tuple[str, ...]:
+        """The axes over which the types of arrays say how they are split."""
+        types = zip(self.axes, self.axis_types, strict=True)
+        return tuple(axis for axis, kind in types if kind is AxisType.Explicit)
+
     @cached_property
     def jax(self) -> JaxMesh:
-        """The same mesh for JAX, with Auto axes.
+        """The same mesh for JAX; its axes are Auto, unless it was made from a JAX mesh.
 
         Raises:
           AbstractMeshError: [T105] this machine lacks some of the devices.
@@ -196,7 +223,7 @@ class Mesh:
     @cached_property
     def abstract(self) -> AbstractMesh:
         """Axes and sizes for JAX, without devices: enough for specs and traces."""
-        return AbstractMesh(self._sizes, self.axes, axis_types=self._auto)
+        return AbstractMesh(self._sizes, self.axes, axis_types=self.axis_types)
 
     @cached_property
     def compile_mesh(self) -> JaxMesh:
@@ -269,6 +296,8 @@ class Mesh:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
         notes = [f"devices {listed(self.device_ids)}"]
+        if explicit := self.explicit_axes:
+            notes.insert(0, f"Explicit axes {', '.join(explicit)}")
         # A repr must not be what starts a backend.
         if _jax.backend_started():
             if self.is_abstract:
@@ -279,15 +308,11 @@ class Mesh:
 
     @property
     def _key(self) -> tuple[object, ...]:
-        return (self.axes, self._sizes, self.device_ids)
-
-    @property
-    def _auto(self) -> tuple[AxisType, ...]:
-        return (AxisType.Auto,) * len(self.axes)
+        return (self.axes, self._sizes, self.device_ids, self.axis_types)
 
     def _grid_of(self, devices: Sequence[Device]) -> JaxMesh:
         grid = np.array(devices, dtype=object).reshape(self._sizes)
-        return JaxMesh(grid, self.axes, axis_types=self._auto)
+        return JaxMesh(grid, self.axes, axis_types=self.axis_types)
 
     def _refuse_to_run(self) -> NoReturn:
         if self._is_region:

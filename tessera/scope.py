@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera.errors import OutsideTraceError, ParameterNameError, TensorFormError
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, ShardSpec, as_dtype, capturing, tensor
+from tessera.spec import is_padded, spec_over
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 Layout = tuple[Mesh, PartitionSpec]
@@ -247,17 +248,43 @@ def gradient_layout_of(value: Any) -> Layout | None:
     return known[1] if known is not None else None
 
 
-def constrain(value: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+# The name scope of constraints that pad. An output that has one is stored padded, where
+# another constraint that does not divide it is refused.
+PADDED = "tessera_padded"
+
+
+def constrain(
+    value: Any, mesh: Mesh, spec: PartitionSpec, *, pads: bool = False
+) -> Any:
     """A traced array laid out by ``spec``, and remembered to be.
 
     Inside a region that is manual over some axes, such as a pipeline's stages, ``spec``
     speaks of the others.
+
+    Args:
+      value: The array.
+      mesh: Its mesh.
+      spec: Its layout.
+      pads: Whether the layout may pad it: as an output it is stored padded then.
     """
     region = jax.sharding.get_abstract_mesh()
     home = region if region.manual_axes else mesh.compile_mesh
-    laid_out = jax.lax.with_sharding_constraint(value, NamedSharding(home, spec))
+    pads = pads and is_padded(value.shape, mesh, spec)
+    with jax.named_scope(PADDED) if pads else nullcontext():
+        laid_out = _constrained(value, mesh, home, spec)
     record_layout(laid_out, mesh, spec)
     return laid_out
+
+
+def _constrained(value: Any, mesh: Mesh, home: Any, spec: PartitionSpec) -> Any:
+    if not (explicit := mesh.explicit_axes):
+        return jax.lax.with_sharding_constraint(value, NamedSharding(home, spec))
+    # JAX has a call for each type of axes, which takes those of no other type.
+    value = jax.sharding.reshard(value, NamedSharding(home, spec_over(spec, explicit)))
+    if automatic := [axis for axis in mesh.axes if axis not in explicit]:
+        sharding = NamedSharding(home, spec_over(spec, automatic))
+        value = jax.lax.with_sharding_constraint(value, sharding)
+    return value
 
 
 _caller: ContextVar[Callable[[Any], Any] | None] = ContextVar(

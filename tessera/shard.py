@@ -29,6 +29,7 @@ from tessera.errors import (
 )
 from tessera.mesh import Mesh, opened_or_none
 from tessera.spec import ShardSpec as ShardSpec
+from tessera.spec import axes_of_dims, check_even, stored_shape
 from tessera.spec import local_shape as local_shape
 
 Init: TypeAlias = str | Callable[[jax.Array, tuple[int, ...], Any], Any] | None
@@ -60,6 +61,10 @@ class DistTensor:
     It stands wherever JAX takes an array. Two tensors are equal when they are the same
     one, so that they can be keys; values are compared by those of ``W[:]``. Made by
     :func:`tensor`.
+
+    Where its layout pads it (``uneven="pad"``), no ``jax.Array`` can be split so. Then
+    it is for steps, which compute with its own numbers alone, and results of steps
+    whose layout pads them are tensors, too. ``np.asarray`` has its numbers.
 
     Attributes:
       shape: Global shape.
@@ -130,16 +135,43 @@ class DistTensor:
         """Bytes of one device's block."""
         return math.prod(self.local_shape) * self.dtype.itemsize
 
-    def materialize(self, key: jax.Array | None = None) -> jax.Array:
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of what all devices store: with the padding, where there is any."""
+        if self.mesh is None:
+            return self.shape
+        return stored_shape(self.shape, self.spec, self.mesh)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether devices store more than the tensor has."""
+        return self.stored_shape != self.shape
+
+    def declaration(self) -> "DistTensor":
+        """The same tensor before it is made, which keeps no array alive."""
+        return DistTensor(
+            *(self.shape, self.layout, self.mesh, self.dtype, self.init),
+            *(self.trainable, self.name),
+        )
+
+    def materialize(self, key: jax.Array | None = None) -> Any:
         """The array itself, each shard created on its own device.
 
         Args:
           key: A PRNG key to fill it from, anew each time one is given. Without one the
             array is made once, from a key that depends on the tensor's name alone.
 
+        Returns:
+          The array; where the layout pads it, this tensor.
+
         Raises:
           AbstractMeshError: [T105] the mesh has devices that this machine lacks.
         """
+        array = self.stored(key)
+        return self if self.is_padded else array
+
+    def stored(self, key: jax.Array | None = None) -> jax.Array:
+        """What devices hold, of ``stored_shape``: for what compiles and runs steps."""
         if key is None and self._array is not None:
             return self._array
         # A use inside someone's trace must still create a real array, to be kept.
@@ -150,21 +182,43 @@ class DistTensor:
             sharding = None
             if self.mesh is not None:
                 sharding = NamedSharding(self.mesh.jax, self.spec)
-            self._array = _creator(self.init, self.shape, self.dtype, sharding)(key)
+            kind = (self.init, self.shape, self.stored_shape, self.dtype, sharding)
+            self._array = _creator(*kind)(key)
         return self._array
 
     def __jax_array__(self) -> jax.Array:
-        callback = _capture.get()
-        return self.materialize() if callback is None else callback(self)
+        if (callback := _capture.get()) is not None:
+            return callback(self)
+        self._check_even()
+        return self.stored()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
+        if not self.is_padded or _capture.get() is not None:
+            return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
+        own = tuple(map(slice, self.shape))
+        return np.array(self.stored(), copy=copy)[own].astype(dtype or self.dtype)
 
     def __getattr__(self, name: str) -> Any:
         # T, reshape, sum, addressable_shards and the rest of an array.
-        if name.startswith("_") or not hasattr(jax.Array, name):
+        known = hasattr(jax.Array, name) and not name.startswith("_")
+        if not known or (name in _ABOUT_ARRAYS and self.is_padded):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         return getattr(self.__jax_array__(), name)
+
+    def _check_even(self) -> None:
+        if self.mesh is not None:
+            check_even(
+                f"{self.described} is stored padded, as no jax.Array can be",
+                self.shape,
+                self.spec,
+                self.mesh,
+                fix="use it in a step, or take its numbers to the host: np.asarray(…)",
+            )
+
+    def block_until_ready(self) -> Any:
+        """Wait until the array is there, and give what ``materialize`` gives."""
+        self.stored().block_until_ready()
+        return self.materialize()
 
     def __getitem__(self, index: Any) -> jax.Array:
         return self.__jax_array__()[index]
@@ -180,7 +234,31 @@ class DistTensor:
         place = "" if self.mesh is None else f", {self.mesh.topology}"
         state = "lazy" if self._array is None else "materialized"
         shape = f"{self.dtype.name}{list(self.shape)}"
+        if self.is_padded:
+            place += f", stored as {list(self.stored_shape)}"
         return f"DistTensor({name}{shape}, {self.spec}{place}, {state})"
+
+
+# What JAX asks an object for, to see whether it is an array on devices.
+_ABOUT_ARRAYS = ("aval", "weak_type", "sharding", "committed", "format", "is_ready")
+
+
+def stored_tensor(
+    array: jax.Array, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
+) -> DistTensor:
+    """The tensor that devices store, padded, as an array.
+
+    Args:
+      array: What they store, laid out by ``spec``.
+      shape: Shape of the tensor itself.
+      spec: Its layout.
+      mesh: Its mesh.
+    """
+    dims = axes_of_dims(spec, len(shape))
+    layout = ShardSpec(tuple(range(len(shape))), tuple(d or None for d in dims), "pad")
+    made = DistTensor(shape, layout, mesh, array.dtype, None, True, None)
+    made._array = array
+    return made
 
 
 def _forward(name: str) -> Callable[..., Any]:
@@ -276,15 +354,25 @@ _INITS: dict[str, Callable[..., jax.Array]] = {
 
 @functools.lru_cache(maxsize=1024)
 def _creator(
-    init: Init, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None
+    init: Init,
+    shape: tuple[int, ...],
+    stored: tuple[int, ...],
+    dtype: Any,
+    sharding: NamedSharding | None,
 ) -> Callable[[jax.Array], jax.Array]:
     """Compiled once for all tensors of one kind."""
     fill = init if callable(init) else _INITS[init or "zeros"]
 
     def create(key: jax.Array) -> jax.Array:
-        return fill(key, shape, dtype)
+        return padded(fill(key, shape, dtype), stored)
 
     return jax.jit(create, out_shardings=sharding)
+
+
+def padded(array: jax.Array, stored: tuple[int, ...]) -> jax.Array:
+    """An array with zeros after its own elements, up to a shape."""
+    more = [(0, to - size) for size, to in zip(array.shape, stored, strict=True)]
+    return jnp.pad(array, more) if array.shape != stored else array
 
 
 def _checked_shape(what: str, shape: Sequence[int] | int) -> tuple[int, ...]:

@@ -4,9 +4,9 @@
 Between :mod:`tessera.mesh` and :mod:`tessera.shard`, which re-exports it.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,9 +22,10 @@ from tessera.errors import (
 from tessera.mesh import Mesh
 
 Axes: TypeAlias = str | tuple[str, ...] | None
+Uneven: TypeAlias = Literal["error", "pad"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ShardSpec:
     """Which dims of an array are split over which mesh axes.
 
@@ -34,9 +35,14 @@ class ShardSpec:
         ``row`` is its one dim. Other names come from the array's annotation.
       mesh_axes: For each of them a mesh axis, a tuple of axes (outer first), or None
         to leave the dim whole.
+      uneven: What becomes of a dim that is no multiple of its axes' size: ``error``, or
+        ``pad``: devices store blocks of one size, the last ones in part or as a whole
+        filled up, which no computation sees. For tensors and results of steps alone;
+        where blocks are computed with, it is an error too.
 
     Raises:
-      SpecFormError: [T204] the two differ in length, or an entry is no dim or axis.
+      SpecFormError: [T204] the two differ in length, an entry is no dim or axis, or
+        ``uneven`` is none of the two.
       AxisReusedError: [T202] one mesh axis is to split two dims.
 
     Example:
@@ -47,8 +53,15 @@ class ShardSpec:
 
     partition: Sequence[int | str]
     mesh_axes: Sequence[Axes]
+    uneven: Uneven = "error"
 
     def __post_init__(self) -> None:
+        if self.uneven not in ("error", "pad"):
+            raise SpecFormError(
+                "a ShardSpec says what becomes of dims that do not divide",
+                got=f"uneven={self.uneven!r}",
+                fix="write uneven='error', or uneven='pad'",
+            )
         dims = _entries(self.partition)
         axes = tuple(_axes_entry(entry) for entry in _entries(self.mesh_axes))
         object.__setattr__(self, "partition", dims)
@@ -73,6 +86,11 @@ class ShardSpec:
                 got=f"mesh_axes {axes!r}",
                 fix="an axis splits one dim only: drop one of its uses",
             )
+
+    def __repr__(self) -> str:
+        uneven = f", uneven={self.uneven!r}" if self.uneven != "error" else ""
+        dims = f"partition={self.partition!r}, mesh_axes={self.mesh_axes!r}"
+        return f"ShardSpec({dims}{uneven})"
 
     @classmethod
     def replicated(cls) -> "ShardSpec":
@@ -115,7 +133,7 @@ class ShardSpec:
                 problems.append(_dim_named_twice(what, dim, (taken[dim], name)))
             else:
                 taken[dim], entries[dim] = name, _axis_names(axes)
-                problems += _misfits(what, shape, dim, entries[dim], mesh)
+                problems += _misfits(what, shape, dim, entries[dim], mesh, self.uneven)
         _raise_all(problems)
         return spec_of_axes(entries)
 
@@ -131,24 +149,75 @@ class ShardSpec:
 
         Raises:
           AbstractMeshError: [T105] this machine lacks some of the devices.
+          ShardDivisibilityError: [T201] an array would have to be padded.
         """
         spec = self.resolve(shape, mesh, dim_names=dim_names, what=what)
+        check_even("no jax.Array can be stored padded", shape, spec, mesh)
         return NamedSharding(mesh.jax, spec)
 
 
 def local_shape(
     shape: Sequence[int], spec: PartitionSpec, mesh: Mesh
 ) -> tuple[int, ...]:
-    """Shape of one device's block of an array that ``spec`` fits.
+    """Shape of one device's block of an array, padding included.
 
     Example:
       >>> mesh = Mesh(["tp", "dp"], devices=range(16))
       >>> local_shape((8, 6), PartitionSpec("tp"), mesh)
       (2, 6)
+      >>> local_shape((10, 6), PartitionSpec("tp"), mesh)
+      (3, 6)
     """
     return tuple(
-        size // mesh.axis_size(axes)
+        -(-size // mesh.axis_size(axes))
         for size, axes in zip(shape, axes_of_dims(spec, len(shape)), strict=True)
+    )
+
+
+def stored_shape(
+    shape: Sequence[int], spec: PartitionSpec, mesh: Mesh
+) -> tuple[int, ...]:
+    """Shape of all devices' blocks together: the array's own, where nothing is padded.
+
+    Example:
+      >>> mesh = Mesh(["tp", "dp"], devices=range(16))
+      >>> stored_shape((10, 6), PartitionSpec("tp"), mesh)
+      (12, 6)
+    """
+    return tuple(
+        size * mesh.axis_size(axes)
+        for size, axes in zip(
+            local_shape(shape, spec, mesh), axes_of_dims(spec, len(shape)), strict=True
+        )
+    )
+
+
+def is_padded(shape: Sequence[int], mesh: Mesh, spec: PartitionSpec) -> bool:
+    """Whether a layout pads an array."""
+    return stored_shape(shape, spec, mesh) != tuple(shape)
+
+
+def check_even(
+    what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, fix: str = ""
+) -> None:
+    """Refuse a layout that pads an array where nothing can be padded.
+
+    Args:
+      what: What is wrong with that.
+      shape: The array's shape.
+      spec: Its layout.
+      mesh: Its mesh.
+      fix: What helps beside other sizes.
+
+    Raises:
+      ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+    """
+    _raise_all(
+        [
+            replace(problem, what=what, fix=f"{fix}\n{problem.fix}".strip())
+            for dim, axes in enumerate(axes_of_dims(spec, len(shape)))
+            for problem in _misfits(what, shape, dim, axes, mesh, "error")
+        ]
     )
 
 
@@ -175,6 +244,17 @@ def spec_of_axes(axes: Iterable[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
+def spec_over(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """The part of a spec that is about some axes.
+
+    Example:
+      >>> spec_over(PartitionSpec(("dp", "tp"), "cp"), ["dp", "cp"])
+      P('dp', 'cp')
+    """
+    every = axes_of_dims(spec, len(spec))
+    return spec_of_axes(tuple(a for a in names if a in axes) for names in every)
+
+
 # --- what can be wrong with a spec
 
 
@@ -199,7 +279,12 @@ def _raise_all(problems: list[_Problem]) -> None:
 
 
 def _misfits(
-    what: str, shape: Sequence[int], dim: int, axes: tuple[str, ...], mesh: Mesh
+    what: str,
+    shape: Sequence[int],
+    dim: int,
+    axes: tuple[str, ...],
+    mesh: Mesh,
+    uneven: Uneven,
 ) -> list[_Problem]:
     """What is wrong with splitting one dim over some axes: nothing, if all is well."""
     if unknown := [axis for axis in axes if axis not in mesh.axes]:
@@ -212,7 +297,10 @@ def _misfits(
             )
             for axis in unknown
         ]
-    if shape[dim] % mesh.axis_size(axes) == 0:
+    # Over Explicit axes the type of an array has its layout, and JAX knows no padding.
+    is_typed = any(axis in mesh.explicit_axes for axis in axes)
+    is_padded = uneven == "pad" and not is_typed
+    if shape[dim] % mesh.axis_size(axes) == 0 or is_padded:
         return []
     return [_indivisible(what, shape, dim, axes, mesh)]
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import itertools
 import logging
 import math
 import threading
@@ -21,7 +22,7 @@ from tessera.errors import (
     TesseraError,
     UnknownAxisError,
 )
-from tessera.grid import even_factors
+from tessera.grid import MAX_DEVICES, even_sizes
 from tessera.mesh import Mesh
 
 
@@ -50,9 +51,11 @@ def test_a_nested_list_may_be_three_deep_and_in_any_order():
     ("count", "axes", "shape"),
     [
         (16, ["tp", "dp"], (4, 4)),
-        (72, ["tp", "pp", "dp"], (6, 4, 3)),
+        (16, ["x", "y"], (4, 4)),
         (8, ["tp", "dp"], (4, 2)),
-        (7, ["tp", "dp"], (7, 1)),
+        (8, ["dp", "tp"], (4, 2)),
+        (72, ["x", "y", "z"], (6, 4, 3)),
+        (7, ["x", "y"], (7, 1)),
         (1, ["a", "b", "c"], (1, 1, 1)),
         (12, ["dp"], (12,)),
     ],
@@ -62,19 +65,66 @@ def test_a_flat_range_is_factored_as_evenly_as_possible(count, axes, shape):
     assert tuple(mesh.shape.values()) == shape
 
 
-@given(st.integers(1, 500), st.integers(1, 4))
-def test_even_factors_multiply_to_the_number_larger_ones_first(number, count):
-    factors = even_factors(number, count)
-    assert len(factors) == count
-    assert math.prod(factors) == number
-    assert list(factors) == sorted(factors, reverse=True)
+@pytest.mark.parametrize(
+    ("count", "axes", "shape"),
+    [
+        (72, ["tp", "pp", "dp"], (4, 2, 9)),
+        (72, ["dp", "tp", "pp"], (9, 4, 2)),
+        (72, ["tp", "dp"], (8, 9)),
+        (72, ["tp", "dp", "fsdp"], (4, 6, 3)),
+        (12, ["cp", "sp", "ep", "dp"], (2, 2, 1, 3)),
+        (24, ["tp", "dp"], (4, 6)),
+        (7, ["tp", "dp"], (1, 7)),
+        (9, ["dp", "pp", "fsdp"], (3, 1, 3)),
+        (96, ["tp", "pp", "dp"], (4, 4, 6)),
+        (6, ["tp", "node"], (2, 3)),
+    ],
+)
+def test_axes_that_split_models_get_powers_of_two_and_the_others_the_rest(
+    count, axes, shape
+):
+    assert tuple(Mesh(axes, devices=range(count)).shape.values()) == shape
 
 
-@given(st.integers(1, 200))
-def test_no_two_factors_are_more_even_than_those_found(number):
-    larger, _ = even_factors(number, 2)
-    smaller = [d for d in range(1, larger) if number % d == 0]
-    assert all(d * d < number for d in smaller)
+@pytest.mark.parametrize(
+    ("count", "axes", "shape"),
+    [
+        (72, ["tp"], (72,)),
+        (72, ["tp", "pp"], (9, 8)),
+        (7, ["pp", "tp"], (7, 1)),
+        (16, ["tp", "pp"], (4, 4)),
+    ],
+)
+def test_where_all_axes_split_the_model_the_first_takes_what_is_no_power_of_two(
+    count, axes, shape
+):
+    assert tuple(Mesh(axes, devices=range(count)).shape.values()) == shape
+
+
+def test_a_mesh_of_all_devices_is_factored_by_the_same_rule():
+    assert Mesh(["pp", "tp", "dp"]).shape == {"pp": 2, "tp": 2, "dp": 2}
+
+
+AXES = st.permutations(["tp", "pp", "dp", "fsdp", "node"])
+
+
+@given(st.integers(1, 200), AXES, st.integers(1, 3))
+def test_no_sizes_that_an_axis_may_have_are_more_even(number, names, count):
+    axes = tuple(names[:count])
+    whole = [axis in ("tp", "pp") for axis in axes]
+    powers = [1 << n for n in range(8)]
+    others = [d for d in range(1, number + 1) if number % d == 0]
+    if all(whole):
+        whole[0] = False
+    legal = [
+        sizes
+        for sizes in itertools.product(*(powers if w else others for w in whole))
+        if math.prod(sizes) == number
+    ]
+    wanted = min(
+        legal, key=lambda sizes: (sorted(sizes)[::-1], [-size for size in sizes])
+    )
+    assert even_sizes(axes, number) == wanted
 
 
 def test_a_flat_sequence_is_folded_into_a_shape():
@@ -178,7 +228,7 @@ def test_a_large_mesh_is_abstract_and_still_has_axes(large_mesh):
     assert large_mesh.is_abstract
     assert large_mesh.size == 72
     sharding = NamedSharding(large_mesh.abstract, PartitionSpec("tp", "pp"))
-    assert sharding.shard_shape((12, 8)) == (2, 2)
+    assert sharding.shard_shape((12, 8)) == (3, 4)
 
 
 def test_an_abstract_mesh_says_how_to_get_its_devices(large_mesh):
@@ -186,7 +236,7 @@ def test_an_abstract_mesh_says_how_to_get_its_devices(large_mesh):
         large_mesh.jax  # noqa: B018
     assert str(caught.value) == (
         "[T105] this mesh is abstract: it has devices that this machine lacks\n"
-        "  got: tp × pp × dp mesh, 6 × 4 × 3, devices 0..71; "
+        "  got: tp × pp × dp mesh, 4 × 2 × 9, devices 0..71; "
         "this machine has 8: 0..7\n"
         "  fix: run it where there are 72 devices, or simulate them: "
         'jax.config.update("jax_num_cpu_devices", 72) before JAX is used\n'
@@ -307,7 +357,7 @@ def test_in_a_partly_manual_region_only_the_manual_axes_count(grid_mesh):
 def test_a_ragged_nesting_names_its_rows():
     assert message_of(MeshShapeError, axes=["a", "b"], devices=[[0, 1], [2]]) == (
         "[T101] the nested device list is not a full grid\n"
-        "  got: [[0, 1], [2]]: rows of shapes (1,) and (2,)\n"
+        "  got: [[0, 1], [2]]: rows of 1 and 2 devices\n"
         "  fix: give every row the same number of devices\n"
         "  docs: docs/errors/T101.md"
     )
@@ -360,6 +410,74 @@ def test_sizes_are_positive_whole_numbers(shape):
 def test_there_is_one_size_per_axis():
     message = message_of(MeshShapeError, axes=["a"], devices=range(8), shape=(2, 4))
     assert "got: 1 axes ('a',), 2 sizes (2, 4)" in message
+
+
+def test_a_mesh_of_a_million_devices_is_declared():
+    """Work that grew with the square of their number would not end."""
+    count = 10**6
+    mesh = Mesh(["tp", "dp"], devices=range(count))
+    assert mesh.shape == {"tp": 1 << 6, "dp": count >> 6}
+    grid = np.arange(count).reshape(1000, 1000)
+    assert Mesh(["a", "b"], devices=grid).shape == {"a": 1000, "b": 1000}
+    twice = [*range(count), *range(9)]
+    message = message_of(DeviceIdError, axes=["dp"], devices=twice)
+    assert "8 repeated" in message
+    assert len(message) < 500
+
+
+ABSURD = {
+    "shape": {"shape": (10**20, 2)},
+    "NumPy sizes": {"shape": (np.int64(2) ** 40, np.int64(2) ** 40)},
+    "a size of many digits": {"shape": (10**6000, 2)},
+    "a negative size": {"shape": (-(10**6000), 2)},
+    "range": {"devices": range(10**20)},
+    "a range backwards": {"devices": range(10**20, 0, -1)},
+    "rows": {"devices": [range(10**9), range(10**9, 2 * 10**9)]},
+    "just one more": {"shape": (MAX_DEVICES + 1, 1)},
+}
+
+
+@pytest.mark.parametrize("arguments", ABSURD.values(), ids=ABSURD)
+def test_more_devices_than_any_machine_has_are_refused_before_anything_is_made(
+    arguments,
+):
+    message = message_of(MeshShapeError, axes=["a", "b"], **arguments)
+    assert message.startswith("[T101] a mesh has at most 1,048,576 devices\n")
+    assert len(message) < 500
+
+
+def test_what_is_said_of_too_many_devices():
+    assert message_of(MeshShapeError, axes=["dp", "tp"], shape=(10**20, 2)) == (
+        "[T101] a mesh has at most 1,048,576 devices\n"
+        "  got: shape of 200,000,000,000,000,000,000 devices\n"
+        "  fix: check the sizes: they multiply to the number of devices\n"
+        "  docs: docs/errors/T101.md"
+    )
+
+
+def test_a_configured_shape_that_is_inferred_from_too_many_devices_is_refused():
+    with pytest.raises(MeshShapeError, match="at most 1,048,576 devices"):
+        Mesh.from_shape([[-1, 2], ["fsdp", "tp"]], num_devices=10**20)
+
+
+def test_the_largest_mesh_is_declared():
+    assert Mesh(["dp"], shape=(MAX_DEVICES,)).size == MAX_DEVICES
+
+
+def test_more_axes_than_a_grid_can_have_are_refused():
+    names = [f"a{i}" for i in range(100_000)]
+    message = message_of(MeshShapeError, axes=names)
+    assert message.startswith("[T101] a mesh has at most 32 axes\n")
+    assert len(message) < 500
+    nested: list = [0]
+    for _ in range(100_000):
+        nested = [nested]
+    assert "nested deeper" in message_of(MeshShapeError, axes=["dp"], devices=nested)
+
+
+def test_device_ids_have_31_bits():
+    message = message_of(DeviceIdError, axes=["dp"], devices=[0, 10**6000])
+    assert "got: a number of more than 31 bits" in message
 
 
 @pytest.mark.parametrize("form", [[4, 2], "fsdp", [[4, 2]], ["42", "ab"], 8])

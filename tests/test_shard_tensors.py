@@ -47,7 +47,7 @@ def test_a_table_larger_than_the_machine_is_declared_and_planned():
 def test_a_tensor_on_a_mesh_of_many_devices_is_planned(large_mesh):
     spec = ShardSpec(("row", "col"), ("tp", "pp"))
     planned = tensor((96, 8), spec, large_mesh)
-    assert planned.local_shape == (16, 2)
+    assert planned.local_shape == (24, 4)
     with pytest.raises(AbstractMeshError, match="T105"):
         planned.materialize()
 

@@ -21,7 +21,7 @@ from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, local_shape
-from tessera.spec import axes_of_dims
+from tessera.spec import axes_of_dims, stored_shape
 
 if TYPE_CHECKING:
     from tessera.analysis.pictures import Picture
@@ -63,7 +63,7 @@ class LeafLayout:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of one device's block."""
+        """Shape of one device's block, padding included."""
         if self.mesh is not None:
             return local_shape(self.shape, self.spec, self.mesh)
         if self.placed:
@@ -118,7 +118,9 @@ class LeafLayout:
             for axis in axes:
                 index = index * sizes[axis] + place[axis]
             bounds.append((index * size, (index + 1) * size))
-        return tuple(bounds)
+        # A device stores padding after the end of the array.
+        ends = zip(bounds, self.shape, strict=True)
+        return tuple((min(a, n), min(b, n)) for (a, b), n in ends)
 
     @property
     def picture(self) -> "Picture":
@@ -301,6 +303,9 @@ def _facts(leaf: LeafLayout) -> list[str]:
     facts = [f"{leaf.kind}: {leaf.dtype.name}{list(leaf.shape)}"]
     if leaf.mesh is not None:
         facts.append(f"  layout      {leaf.spec} on {leaf.mesh!r}")
+        stored = stored_shape(leaf.shape, leaf.spec, leaf.mesh)
+        if stored != leaf.shape:
+            facts.append(f"  padded      stored as {leaf.dtype.name}{list(stored)}")
     facts += [
         f"  per device  {leaf.dtype.name}{list(leaf.local_shape)}",
         f"  bytes       {format_bytes(leaf.nbytes)} global, "

@@ -27,7 +27,7 @@ from tessera.analysis.declared import DeclaredLayout, spec_axes
 from tessera.analysis.executions import Execution, cause, executions
 from tessera.analysis.hlo import Instruction, Module, Shape
 from tessera.analysis.memory import format_bytes
-from tessera.analysis.planned import Reasons
+from tessera.analysis.planned import LAYOUT, Ends, Reasons
 from tessera.analysis.source_lines import short, user_line
 from tessera.analysis.tables import aligned
 from tessera.errors import MeshShapeError
@@ -184,6 +184,7 @@ def collectives(
     compiled: HasText | str,
     mesh: Mesh,
     declared: Collection[DeclaredLayout] = (),
+    results: Iterable[PartitionSpec] | None = None,
 ) -> Ledger:
     """Every collective of a compiled program, against the mesh it was compiled for.
 
@@ -193,6 +194,8 @@ def collectives(
       mesh: The mesh of the program, in the order of its devices. It may be abstract.
       declared: The layouts that the program declares inside, of
         ``declared.declared_layouts``: without them, what they ask for is unplanned.
+      results: The layouts that it declares for its results; None takes those that it
+        was compiled with.
 
     Returns:
       One row per collective. Groups of one device move nothing and have no row.
@@ -224,17 +227,25 @@ def collectives(
         )
     if not rows:
         return Ledger((), mesh.shape)
-    reasons = Reasons(module, mesh.shape, _input_axes(compiled), declared)
+    reasons = Reasons(module, mesh.shape, _ends(compiled, results), declared)
     return Ledger(tuple(_explained(reasons, *pair) for pair in rows), mesh.shape)
 
 
-def _input_axes(compiled: HasText | str) -> list[frozenset[str]]:
-    """The axes that each input is split over, as the compiled program was told."""
-    # What the program does not read has None here, and is no input of the module.
-    return [
-        spec_axes(getattr(sharding, "spec", PartitionSpec()))
-        for sharding in jax.tree.leaves(getattr(compiled, "input_shardings", ()))
-    ]
+def _ends(
+    compiled: HasText | str, results: Iterable[PartitionSpec] | None
+) -> Ends | None:
+    """The axes that inputs and results are split over; None where nothing says it."""
+    if not hasattr(compiled, "input_shardings"):
+        return None
+
+    def specs(name: str) -> list[PartitionSpec]:
+        # What the program does not read has None here, and is no input of the module.
+        shardings = jax.tree.leaves(getattr(compiled, name, ()))
+        return [getattr(sharding, "spec", PartitionSpec()) for sharding in shardings]
+
+    outputs = specs("output_shardings") if results is None else results
+    inputs = specs("input_shardings")
+    return Ends(list(map(spec_axes, inputs)), list(map(spec_axes, outputs)))
 
 
 def _explained(reasons: Reasons, execution: Execution, row: Collective) -> Collective:
@@ -242,7 +253,9 @@ def _explained(reasons: Reasons, execution: Execution, row: Collective) -> Colle
     node = Node(execution.path)
     if reasons.copies_whole(node, row):
         return dataclasses.replace(row, copies_whole=True)
-    return dataclasses.replace(row, reason=reasons.reason(node, row))
+    reason = reasons.reason(node, row)
+    declared = reasons.declaration(node, row) if reason == LAYOUT else None
+    return dataclasses.replace(row, reason=reason, source=declared or row.source)
 
 
 def _row(module: Module, execution: Execution, mesh: Mesh) -> Collective | None:

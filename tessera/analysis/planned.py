@@ -7,9 +7,11 @@ written
     The program says it: ``dist.all_reduce``, ``jax.lax.psum``, the collectives inside
     ``op.kernel``, of context and expert parallelism, and of pipelines.
 sum
-    It completes a sum, a maximum or a contraction over a dim that is split: the
+    It completes a sum, a maximum or a contraction over a dim that a layout splits: the
     gradient of a parameter over the axes that split the batch, the matmul whose
-    contracted dim a layout splits, the loss of a batch.
+    contracted dim a layout splits, the loss of a batch. The axis is one that splits an
+    input it is computed from, or one that a layout inside or of a result names. Over
+    any other axis the partitioner has split the work by itself.
 stored split
     It brings together an array that the program takes split over an axis, for a
     computation that another array splits over the same axis: the weights of ``fsdp``,
@@ -26,18 +28,20 @@ array to every device only to cut it again, which XLA calls an involuntary full
 rematerialization, whatever layouts asked for it.
 
 The reasons are read from the compiled program, which no longer says what each layout
-was for. They can err in one way: a gather at the very line of a declared layout, of the
-same size and the same axes, is taken to be the one that was declared.
+was for. They can err in one way: a gather at the line of a declared layout, or of an
+operation beside it, of the same size and the same axes, is taken to be the one that was
+declared.
 """
 
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from tessera.analysis.collective import Collective
 from tessera.analysis.dataflow import RESULT, Dataflow, Node
 from tessera.analysis.declared import DeclaredLayout
-from tessera.analysis.hlo import Module
+from tessera.analysis.hlo import Module, Shape
 from tessera.analysis.varying import Axes, Varying
 
 WRITTEN = "written"
@@ -61,13 +65,22 @@ _PART_OF_ARRAY = (*_SAME_ARRAY, "slice", "dynamic-slice")
 _STOPS = ("dot", "convolution", "reduce", "reduce-window", "custom-call", "parameter")
 
 
+@dataclass(frozen=True)
+class Ends:
+    """The axes that each input of a program, and each of its results, is split over."""
+
+    inputs: Sequence[Axes]
+    outputs: Sequence[Axes]
+
+
 class Reasons:
     """Finds the reason of each collective of one program.
 
     Args:
       module: The compiled program.
       mesh_shape: Size of each axis of the mesh that it was compiled for.
-      inputs: The axes that each input of the program is stored split over.
+      ends: The layouts of its inputs and results. Without them, as where there is only
+        the text of a program, every sum is planned.
       declared: The layouts that the program declares inside.
     """
 
@@ -75,12 +88,20 @@ class Reasons:
         self,
         module: Module,
         mesh_shape: Mapping[str, int],
-        inputs: Sequence[Axes],
+        ends: Ends | None,
         declared: Collection[DeclaredLayout],
     ) -> None:
+        inputs = ends.inputs if ends else ()
         self._declared = declared
+        self._shape = mesh_shape
         self._flow = Dataflow(module)
         self._varying = Varying(module, mesh_shape, inputs)
+        # What differs because an input is split, and not because the program cuts it.
+        self._stored = Varying(module, mesh_shape, inputs, by_rank=False)
+        self._summed: Axes | None = None
+        if ends is not None and self._varying.knows_inputs:
+            axes = [*(each.axes for each in declared), *ends.outputs]
+            self._summed = frozenset[str]().union(*axes)
 
     def copies_whole(self, node: Node, row: Collective) -> bool:
         """Whether XLA gives an array whole to devices that each cut it again."""
@@ -101,12 +122,68 @@ class Reasons:
             return WRITTEN
         if row.kind in ("all-reduce", "reduce-scatter"):
             moves = all(name in _MOVES for name in _primitives(row.op_name))
-            return "" if moves else SUM
+            return "" if moves or not self._is_split_sum(node, axes) else SUM
         if row.kind == "all-gather" and self._is_stored_split(node, axes):
             return STORED_SPLIT
-        if self._is_declared(node, row) or self._is_new_state(node, axes):
+        if self.declaration(node, row) or self._is_new_state(node, axes):
             return LAYOUT
         return ""
+
+    def declaration(self, node: Node, row: Collective) -> str | None:
+        """The line that declares a layout for what is moved; None if there is none.
+
+        It is that of the collective where several lines declare it.
+        """
+        declared = [each for each in self._declared if row.source in each.lines]
+        found = [
+            {each.line for each in declared if self._leads_to(each, array, node, row)}
+            for array in row.arrays
+        ]
+        if not all(found):
+            return None
+        lines = set[str]().union(*found)
+        return lines.pop() if len(lines) == 1 else row.source
+
+    def _leads_to(
+        self, declared: DeclaredLayout, array: Shape, node: Node, row: Collective
+    ) -> bool:
+        """Whether a collective may be a step on an array's way to a declared layout."""
+        over, axes = self._over(node), frozenset(row.axes)
+        if not declared.axes <= over:
+            return False
+        # On its way it may still be split over axes that the next step gathers.
+        size = math.prod(declared.shape)
+        sizes = {size // self._devices(declared.axes), size // self._devices(over)}
+        if math.prod(array.dims) not in sizes:
+            return False
+        if row.kind == "all-gather":
+            return not axes & declared.axes and self._is_about(declared, array, node)
+        # What moves to other devices is split there as declared.
+        moves = any(name in _MOVES for name in _primitives(row.op_name))
+        return axes <= declared.axes and not moves
+
+    def _is_about(self, declared: DeclaredLayout, array: Shape, node: Node) -> bool:
+        """Whether the dim that is gathered can be one that is declared."""
+        place = int(node.instruction.attributes["dimensions"].strip("{}"))
+        extent, devices = array.dims[place], self._devices(self._over(node))
+        dims = {
+            dim
+            for dim, size in enumerate(declared.shape)
+            if size >= extent > 0 == size % extent and devices % (size // extent) == 0
+        }
+        return not dims or bool(dims & declared.dims)
+
+    def _devices(self, axes: Axes) -> int:
+        return math.prod(self._shape.get(axis, 1) for axis in axes)
+
+    def _is_split_sum(self, node: Node, axes: Axes) -> bool:
+        """Whether layouts split what is summed, and not the partitioner by itself."""
+        if self._summed is None:
+            return True
+        return all(
+            axes <= self._summed | self._stored.over(n.computation, n.instruction)
+            for n in self._operands(node)
+        )
 
     def _is_stored_split(self, node: Node, axes: Axes) -> bool:
         """Whether inputs are gathered for what something else splits over the axis."""
@@ -115,16 +192,6 @@ class Reasons:
             for operand in self._operands(node)
         )
         return stored and any(axes & self._over(user) for user in self._combined(node))
-
-    def _is_declared(self, node: Node, row: Collective) -> bool:
-        """Whether a layout is declared at the line, for arrays such as the results."""
-        varies, axes = self._over(node), frozenset(row.axes)
-        sizes = {
-            each.size
-            for each in self._declared
-            if row.source in each.lines and each.axes <= varies and not axes & each.axes
-        }
-        return all(math.prod(array.dims) in sizes for array in row.arrays)
 
     def _is_new_state(self, node: Node, axes: Axes) -> bool:
         """Whether results are gathered that stored split arrays were computed into."""

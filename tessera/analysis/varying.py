@@ -26,21 +26,33 @@ _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 class Varying:
     """The axes over which the values of one program differ.
 
+    Attributes:
+      knows_inputs: Whether there is an entry for each input of the program.
+
     Args:
       module: The compiled program.
       mesh_shape: Size of each axis of the mesh that it was compiled for.
       inputs: The axes that each input of the program is split over; without any, they
         are taken to be whole on every device.
+      by_rank: Whether what is computed from a device's number differs: the part that
+        it cuts of an array that is whole on every device.
     """
 
     def __init__(
-        self, module: Module, mesh_shape: Mapping[str, int], inputs: Sequence[Axes] = ()
+        self,
+        module: Module,
+        mesh_shape: Mapping[str, int],
+        inputs: Sequence[Axes] = (),
+        *,
+        by_rank: bool = True,
     ) -> None:
         self._module, self._shape = module, mesh_shape
+        self._of_rank = frozenset(mesh_shape) if by_rank else NOWHERE
         self._found: dict[tuple[str, str], Value] = {}
         entry = module.computations[module.entry]
         count = sum(i.opcode == "parameter" for i in entry.instructions.values())
-        known = inputs if len(inputs) == count else [NOWHERE] * count
+        self.knows_inputs = len(inputs) == count
+        known = inputs if self.knows_inputs else [NOWHERE] * count
         self._run(entry, [(axes,) for axes in known])
 
     def over(self, computation: Computation, instruction: Instruction) -> Axes:
@@ -70,7 +82,7 @@ class Varying:
             case "parameter":
                 return arguments[int(instruction.operands[0])]
             case "partition-id" | "replica-id":
-                return (frozenset(self._shape),)
+                return (self._of_rank,)
             case "tuple":
                 return tuple(map(_union, operands)) or (NOWHERE,)
             case "get-tuple-element":

@@ -4,7 +4,8 @@
 It compiles and never runs, so it works on meshes that this machine does not have.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +22,8 @@ from tessera.mesh import Mesh
 if TYPE_CHECKING:
     from tessera.graph.side_by_side import SideBySide
 
+# What a model takes of a batch.
+_INPUT: Final = "input"
 _STAGES: Final = ("trace", "passes", "lower", "compile")
 
 
@@ -30,9 +33,11 @@ class Explanation:
 
     Attributes:
       traced: The step as traced, and after each pass.
+      field: What it was given of a batch, where that was not the whole.
     """
 
     traced: Traced
+    field: str = ""
 
     @cached_property
     def lowered(self) -> Lowered:
@@ -131,7 +136,8 @@ class Explanation:
         return table + "".join(self.stage(name)._repr_html_() for name in _STAGES)
 
     def _traced(self, _: bool) -> Iterator["Section"]:
-        yield Section("1 trace", self.traced.as_text())
+        given = f" of batch[{self.field!r}]" if self.field else ""
+        yield Section(f"1 trace{given}", self.traced.as_text())
 
     def _passes(self, _: bool) -> Iterator["Section"]:
         lines = []
@@ -198,7 +204,9 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Args:
       model: A step, a stage, a ``ts.function`` or a plain function; a plain function is
         treated as a training step.
-      *args: Its arguments; ``jax.ShapeDtypeStruct`` may stand for an array.
+      *args: Its arguments; ``jax.ShapeDtypeStruct`` may stand for an array. A model
+        that cannot be traced with a batch, a dict, takes ``batch["input"]``, as in the
+        step that calls it; the explanation says so.
       **kwargs: The same by name.
 
     Returns:
@@ -216,4 +224,11 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     if not isinstance(model, Function):
         name = getattr(model, "__name__", type(model).__name__)
         model = Step(model, Options(name=name, split_batch=True, batch=None))
-    return Explanation(model.trace(*args, **kwargs))
+    try:
+        return Explanation(model.trace(*args, **kwargs))
+    except Exception:
+        batch = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(batch, Mapping) and _INPUT in batch:
+            with suppress(Exception):  # the first error says more than a second one
+                return Explanation(model.trace(batch[_INPUT]), _INPUT)
+        raise

@@ -19,7 +19,7 @@ from typing import Any
 from tessera import _jax, scope
 from tessera.annotations import checked
 from tessera.errors import SpecFormError, TesseraWarning, did_you_mean
-from tessera.graph.lowering.jit import jitted
+from tessera.graph.lowering.jit import jitted, returns_list, without_padding
 from tessera.graph.pass_runner import check_names
 from tessera.graph.stages import Compiled, Lowered, Traced
 from tessera.graph.tracing.arguments import (
@@ -144,7 +144,7 @@ class Function:
 
     def _parameters(self, traced: Traced) -> tuple[Any, ...]:
         """The arrays of the parameter inputs of a program."""
-        return tuple(held.materialize() for held in traced.origin.parameters.values())
+        return tuple(held.stored() for held in traced.origin.parameters.values())
 
     def _run(
         self, program: _Program, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -214,6 +214,9 @@ class Function:
                 self._inlined[key] = traced, held  # else good for this trace only
         parts = [argument.own_part() for argument in call.arguments]
         outputs = held(*parts, self._parameters(traced), traced.graph.captured)
+        if returns_list(traced.origin, traced.graph):
+            values = zip(traced.graph.outputs, outputs, strict=True)
+            outputs = [without_padding(traced.graph, *pair) for pair in values]
         if not traced.origin.writes:
             return traced.result(outputs)
         return self._finished(traced, outputs, self._form.values(args, kwargs))

@@ -348,7 +348,9 @@ class _Walk:
                 replace(site, shape=(count, *site.shape), region=here.place, axes=axes)
                 for site, _ in found
             ]
-            return tuple(results), [_varying(value, axes)[None] for _, value in found]
+            return tuple(results), [
+                _jax.varying_over(value, axes)[None] for _, value in found
+            ]
 
         with _jax.source_context(region):
             results, values = jax.shard_map(
@@ -375,11 +377,6 @@ class _Walk:
         if equation.primitive.name in ("dot_general", "conv_general_dilated"):
             found.append(self._matmul_epsilon)
         return max(found, default=0.0)
-
-
-def _varying(value: Any, axes: tuple[str, ...]) -> Any:
-    missing = tuple(axis for axis in axes if axis not in _jax.varying_axes(value))
-    return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
 def _epsilon(aval: Any) -> float:

@@ -19,6 +19,7 @@ from tessera.graph.captures import lift_captures
 from tessera.mesh import Mesh
 from tessera.ops.layouts import layout_of
 from tessera.scope import Plan
+from tessera.spec import stored_shape
 
 
 class Role(Enum):
@@ -139,15 +140,31 @@ class Graph:
         kind = _jax.HOST_MEMORY if value.on_host else None
         return NamedSharding(self.mesh.compile_mesh, value.spec, memory_kind=kind)
 
+    def is_padded(self, value: Value) -> bool:
+        """Whether devices store more than an input or output has."""
+        return self.stored_shape(value) != tuple(value.aval.shape)
+
+    def stored_shape(self, value: Value) -> tuple[int, ...]:
+        """What devices store of an input or output, together."""
+        shape = tuple(value.aval.shape)
+        if self.mesh is None or value.spec is None:
+            return shape
+        return stored_shape(shape, value.spec, self.mesh)
+
     def as_text(self) -> str:
         """Inputs with their layouts, then the equations with the user's lines."""
         where = self.mesh.topology if self.mesh is not None else "one device"
         lines = [f"step {self.name} on {where}", *self._plan_as_text(), "inputs:"]
-        lines += [f"  {value.describe()}" for value in self.inputs]
+        lines += [f"  {self._described(value)}" for value in self.inputs]
         lines += ["outputs:"]
-        lines += [f"  {value.describe()}" for value in self.outputs]
+        lines += [f"  {self._described(value)}" for value in self.outputs]
         lines += ["equations:", _jax.pretty(self.program)]
         return "\n".join(lines)
+
+    def _described(self, value: Value) -> str:
+        stored = self.stored_shape(value)
+        more = f", stored as {list(stored)}" if self.is_padded(value) else ""
+        return value.describe() + more
 
     def _plan_as_text(self) -> list[str]:
         """What was said of the schedule; nothing where nothing was."""

@@ -106,7 +106,7 @@ def _parameters(owner: Function, traced: Traced) -> tuple[Any, ...]:
     for name, declared in traced.origin.parameters.items():
         own = functools.reduce(operator.getitem, name.split("/"), held) if held else 0
         is_made = isinstance(own, jax.Array)
-        arrays.append(_on_host(own) if is_made else declared.materialize())
+        arrays.append(_on_host(own) if is_made else jnp.asarray(declared))
     return tuple(arrays)
 
 
@@ -117,7 +117,7 @@ def _moved(function: Function, args: Sequence[Any], mesh: Mesh) -> tuple[Any, ..
 
     def move(name: str, leaf: Any) -> Any:
         if isinstance(leaf, DistTensor):
-            leaf = leaf.materialize()
+            leaf = jnp.asarray(leaf)
         if not isinstance(leaf, jax.Array):
             return leaf
         host, sharding = _on_host(leaf), leaf.sharding

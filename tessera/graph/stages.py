@@ -15,13 +15,18 @@ import jax
 from tessera.analysis.memory import Memory, memory
 from tessera.errors import OutsideTraceError
 from tessera.graph.ir import Graph, Role
-from tessera.graph.lowering.jit import check_layouts, compiler_options, lower
+from tessera.graph.lowering.jit import (
+    check_layouts,
+    compiler_options,
+    lower,
+    returns_list,
+)
 from tessera.graph.lowering.stage_collectives import check_stages
 from tessera.graph.pass_runner import PassRecord, check_names, run_passes
 from tessera.graph.tracing.arguments import Call
 from tessera.graph.tracing.tracer import Trace
 from tessera.mesh import Mesh
-from tessera.shard import DistTensor, capturing
+from tessera.shard import DistTensor, capturing, stored_tensor
 
 if TYPE_CHECKING:
     from tessera.analysis.ledger import Ledger
@@ -81,9 +86,12 @@ class Traced:
         return self.call.laid_out([self.origin.graph.sharding(v) for v in inputs])
 
     def result(self, returned: Any) -> Any:
-        """The function's result from what the lowered program returns."""
-        origin = self.origin
-        return origin.unflatten(returned) if origin.returns_list else returned
+        """The function's result from what ``Compiled.outputs`` gives."""
+        return self.origin.unflatten(returned) if self._returns_list else returned
+
+    @cached_property
+    def _returns_list(self) -> bool:
+        return returns_list(self.origin, self.graph)
 
     def lower(self) -> "Lowered":
         """Run the passes and lower the result to ``jax.jit``."""
@@ -143,7 +151,9 @@ class Compiled:
 
         graph = self.traced.graph
         mesh = graph.mesh or Mesh(("device",), devices=(0,))
-        return collectives(self.jax, mesh, declared_layouts(graph.program, mesh.shape))
+        inside = declared_layouts(graph.program)
+        results = [value.spec for value in graph.outputs if value.spec is not None]
+        return collectives(self.jax, mesh, inside, results)
 
     @cached_property
     def memory(self) -> Memory:
@@ -166,11 +176,30 @@ class Compiled:
     def outputs(self, *parts: Any) -> Any:
         """Run it on the parts that ``lower`` describes; gives what it returns.
 
+        Results that devices store padded are tensors, the others arrays.
+
         Raises:
           AbstractMeshError: [T105] its mesh has devices that this machine lacks.
         """
         self.traced.require_devices()
-        return self.jax(*parts)
+        returned, graph = self.jax(*parts), self.traced.graph
+        if not self._padded:
+            return returned
+        return [
+            stored_tensor(array, value.aval.shape, value.spec, graph.mesh)
+            if value.spec is not None and graph.mesh and place in self._padded
+            else array
+            for place, (value, array) in enumerate(
+                zip(graph.outputs, returned, strict=True)
+            )
+        ]
+
+    @cached_property
+    def _padded(self) -> frozenset[int]:
+        """The results that devices store padded, by position."""
+        graph = self.traced.graph
+        every = enumerate(graph.outputs)
+        return frozenset(place for place, value in every if graph.is_padded(value))
 
     def __call__(self, *parts: Any) -> Any:
         """Run it on the parts that ``lower`` describes; gives the function's result.

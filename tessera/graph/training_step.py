@@ -13,6 +13,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 
 from tessera import scope
 from tessera.errors import ParameterTreeError
@@ -23,7 +26,7 @@ from tessera.graph.tracing.arguments import as_names
 from tessera.graph.tracing.declarations import Options
 from tessera.graph.tracing.gradient import nest
 from tessera.mesh import Mesh
-from tessera.shard import DistTensor
+from tessera.shard import DistTensor, padded, stored_tensor
 
 _logger = logging.getLogger("tessera.graph")
 
@@ -135,7 +138,8 @@ class Step(Function):
             with jax.ensure_compile_time_eval():
                 self._place(traced)
             self._placed_for = traced
-        return tuple(self._held[name] for name in traced.origin.parameters)
+        held = [self._held[name] for name in traced.origin.parameters]
+        return tuple(h.stored() if isinstance(h, DistTensor) else h for h in held)
 
     def _place(self, traced: Traced) -> None:
         """Create the parameters that nobody did, and lay all out as a program does."""
@@ -151,11 +155,26 @@ class Step(Function):
         values = [value for value in graph.inputs if value.role is Role.PARAMETER]
         for (name, declared), value in zip(parameters.items(), values, strict=True):
             held = self._held.get(name, declared)
-            array = held.materialize() if isinstance(held, DistTensor) else held
             place = graph.sharding(value)
+            if graph.is_padded(value):
+                self._held[name] = _padded_as(declared, held)
+                continue
+            array = held.materialize() if isinstance(held, DistTensor) else held
             if place is not None and getattr(array, "sharding", None) != place:
                 array = jax.device_put(array, place)
             self._held[name] = array
+
+
+def _padded_as(declared: DistTensor, held: Any) -> DistTensor:
+    """A parameter's numbers in its declared layout, which pads them."""
+    assert declared.mesh is not None, "a layout that pads is of a mesh"
+    layout = (declared.spec, declared.mesh)
+    if isinstance(held, DistTensor) and (held.spec, held.mesh) == layout:
+        return held
+    own = np.asarray(held) if isinstance(held, DistTensor) else jnp.asarray(held)
+    place = NamedSharding(declared.mesh.jax, declared.spec)
+    stored = jax.device_put(padded(jnp.asarray(own), declared.stored_shape), place)
+    return stored_tensor(stored, declared.shape, *layout)
 
 
 def _form(value: Any) -> str:
@@ -239,7 +258,9 @@ def training_step(
       ShardDivisibilityError: [T201] (at the call) the data axes do not divide a batch.
     """
     if callable(module):
-        return training_step()(module)
+        return training_step(
+            mesh=mesh, in_specs=in_specs, out_specs=out_specs, skip_passes=skip_passes
+        )(module)
 
     def decorate(body: Callable[..., Any]) -> Step:
         options = Options(

@@ -161,8 +161,7 @@ def per_device(x: Any, axis: Axis) -> Any:
 
     def one(operand: Operand) -> Array:
         _check_region(operand)
-        alike = tuple(set(operand.axes) - _jax.varying_axes(operand.value))
-        return lax.pcast(operand.value, alike, to="varying") if alike else operand.value
+        return _jax.varying_over(operand.value, operand.axes)
 
     return each(one, x, axis)
 

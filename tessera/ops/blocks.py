@@ -5,19 +5,24 @@ JAX checks (``check_vma``) which values may differ from device to device: a resu
 every device has alike must come from a primitive that says so.
 """
 
+import math
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from tessera import _jax
 from tessera.errors import ShardDivisibilityError
+from tessera.mesh import manual_axes
 
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 
 
 def reduce(block: Array, axes: tuple[str, ...], op: Reduction) -> Array:
     """The blocks of all devices combined; a sum over several axes is hierarchical."""
+    block = _jax.varying_over(block, axes)
     match op:
         case "sum":
             return _hierarchical_sum(block, axes)
@@ -46,15 +51,26 @@ def reduce_scatter(
     block: Array, axes: tuple[str, ...], dim: int, op: Reduction
 ) -> Array:
     """This device's part, along ``dim``, of the combined blocks."""
-    _check_divides(block, axes, dim)
-    part = lax.psum_scatter(block, axes, scatter_dimension=dim, tiled=True)
+    part = _part_of_sum(block, axes, dim)
     if op == "sum":
         return part
     return part / jnp.asarray(lax.axis_size(axes), part.dtype)
 
 
+def _part_of_sum(block: Array, axes: tuple[str, ...], dim: int) -> Array:
+    _check_divides(block, axes, dim)
+    if not block.size:
+        return _empty(block, dim, block.shape[dim] // lax.axis_size(axes), over=axes)
+    # JAX adds up what differs over all axes or over none, not over some of them.
+    block = _jax.varying_over(block, axes)
+    return lax.psum_scatter(block, axes, scatter_dimension=dim, tiled=True)
+
+
 def all_gather(block: Array, axes: tuple[str, ...], dim: int) -> Array:
     """The blocks of all devices joined along ``dim``."""
+    if not block.size:
+        alike = _jax.varying_axes(block) - set(axes)
+        return _empty(block, dim, block.shape[dim] * lax.axis_size(axes), over=alike)
     return _jax.all_gather_invariant(block, axes, dim)
 
 
@@ -71,9 +87,7 @@ def broadcast(block: Array, axes: tuple[str, ...], root: int) -> Array:
 
 def scatter(block: Array, axes: tuple[str, ...], root: int, dim: int) -> Array:
     """This device's part of the root's block."""
-    _check_divides(block, axes, dim)
-    own = _only_of(block, axes, root)
-    part = lax.psum_scatter(own, axes, scatter_dimension=dim, tiled=True)
+    part = _part_of_sum(_only_of(block, axes, root), axes, dim)
     return part.astype(block.dtype)
 
 
@@ -81,12 +95,17 @@ def _only_of(block: Array, axes: tuple[str, ...], root: int) -> Array:
     """The block on its root and zeros elsewhere, so that a sum moves it."""
     if block.dtype == jnp.bool_:
         block = block.astype(jnp.int8)
+    # The rank along axes of one device is a constant, which varies over none of them.
+    block = _jax.varying_over(block, axes)
     return jnp.where(lax.axis_index(axes) == root, block, jnp.zeros_like(block))
 
 
 def gather(block: Array, axes: tuple[str, ...], root: int, dim: int) -> Array:
     """The blocks of all devices on the root, zeros elsewhere."""
-    whole = lax.all_gather(block, axes, axis=dim, tiled=True)
+    if block.size:
+        whole = lax.all_gather(block, axes, axis=dim, tiled=True)
+    else:
+        whole = all_gather(block, axes, dim)
     return jnp.where(lax.axis_index(axes) == root, whole, jnp.zeros_like(whole))
 
 
@@ -94,16 +113,39 @@ def send(
     block: Array, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]
 ) -> Array:
     """What arrived, zeros where nothing did."""
-    return lax.ppermute(block, axes, pairs)
+    return permuted(block, axes, pairs)
 
 
 def recv(
     block: Array, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]
 ) -> Array:
     """What arrived, and the own block where nothing did."""
-    arrived = lax.ppermute(block, axes, pairs)
+    arrived = permuted(block, axes, pairs)
     receivers = jnp.asarray([destination for _, destination in pairs])
     return jnp.where(jnp.isin(lax.axis_index(axes), receivers), arrived, block)
+
+
+def permuted(
+    block: Array, axes: tuple[str, ...], pairs: Iterable[tuple[int, int]]
+) -> Array:
+    """``lax.ppermute`` by ranks along the axes as they are named, outer first.
+
+    JAX counts ranks in the order of the mesh, whatever the order of the names.
+    """
+    ordered = tuple(axis for axis in manual_axes() if axis in axes)
+    sizes = [lax.axis_size(axis) for axis in axes]
+    ranks = np.arange(math.prod(sizes)).reshape(sizes)
+    # At each place of the mesh the rank there, and the other way round.
+    there = ranks.transpose([axes.index(axis) for axis in ordered]).ravel()
+    place = np.argsort(there)
+    moved = [(int(place[a]), int(place[b])) for a, b in pairs]
+    return lax.ppermute(block, ordered, moved)
+
+
+def _empty(block: Array, dim: int, size: int, over: Iterable[str]) -> Array:
+    """A block without elements, of another size: XLA has no collective for these."""
+    shape = (*block.shape[:dim], size, *block.shape[dim + 1 :])
+    return _jax.varying_over(jnp.zeros(shape, block.dtype), over)
 
 
 def _check_divides(block: Array, axes: tuple[str, ...], dim: int) -> None:

@@ -78,7 +78,8 @@ def reduce_scatter(
       x: Array; booleans have no sum, integers no mean.
       axis: Mesh axis, or a tuple of axes, outer first.
       dim: The dim to divide. By default the last one in a manual region; of a global
-        array the one that the axis splits already, or else the last.
+        array the one that the axis splits already (all of them, if there are several),
+        or else the last.
       op: ``sum`` or ``mean``.
 
     Raises:

@@ -105,10 +105,9 @@ def top_k_mean(
     sent = tuple(
         _jax.all_gather_invariant(part[None], axes, 0) for part in (places, values)
     )
-    zeros = jnp.zeros(total.shape, total.dtype)
     # The values may differ along other axes still.
-    if others := tuple(_jax.varying_axes(sent[1])):
-        zeros = lax.pcast(zeros, others, to="varying")
+    zeros = jnp.zeros(total.shape, total.dtype)
+    zeros = _jax.varying_over(zeros, _jax.varying_axes(sent[1]))
     sums = lax.scan(add, zeros, sent)[0]
     averaged = (sums / count).astype(block.dtype).reshape(block.shape)
     return averaged, kept.reshape(block.shape)

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from tessera.errors import OperandError
+from tessera.ops.layouts import as_array
 
 
 def embedding(numbers: Any, table: Any) -> Array:
@@ -34,7 +35,7 @@ def embedding(numbers: Any, table: Any) -> Array:
       [[3. 4.]
        [1. 2.]]
     """
-    numbers, table = jnp.asarray(numbers), jnp.asarray(table)
+    numbers, table = as_array(numbers), as_array(table)
     is_table = table.ndim == 2 and jnp.issubdtype(table.dtype, jnp.floating)
     if not is_table or not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise OperandError(

@@ -36,9 +36,9 @@ from tessera.ops.fused_losses_chunks import (
     losses,
     losses_and_gradients,
 )
-from tessera.ops.layouts import layout_of, region_mesh
+from tessera.ops.layouts import as_array, layout_of, region_mesh
 from tessera.ops.losses import Reduction, as_labels, check_settings, reduced
-from tessera.spec import axes_of_dims
+from tessera.spec import axes_of_dims, is_padded
 
 Given: TypeAlias = tuple[Array, Head, Array]
 
@@ -105,8 +105,8 @@ def fused_linear_cross_entropy(  # noqa: PLR0913
     """
     given = (hidden, weight, labels, bias)
     split = _split(hidden, weight, labels, vocab_dim)
-    hidden, weight, labels = (jnp.asarray(x) for x in given[:3])
-    bias = None if bias is None else jnp.asarray(bias)
+    hidden, weight, labels = (as_array(x) for x in given[:3])
+    bias = None if bias is None else as_array(bias)
     check_settings("fused_linear_cross_entropy", reduction, label_smoothing, z_loss)
     _check(hidden, weight, labels, bias, vocab_dim, soft_cap, chunk_size)
     terms = Terms(ignore_index, label_smoothing, z_loss, soft_cap, vocab_dim)
@@ -315,8 +315,15 @@ def _split(hidden: Any, weight: Any, labels: Any, vocab_dim: int) -> Split | Non
     """How operands lie on a mesh, as far as their layouts tell; None where they do not.
 
     Labels that are whole on every device say nothing of tokens that are computed.
+    Blocks of what is stored padded differ in size: XLA splits the work then.
     """
     of_tokens, of_words = layout_of(hidden), layout_of(weight)
+    if any(
+        is_padded(x.shape, *of)
+        for x, of in zip((hidden, weight), (of_tokens, of_words), strict=True)
+        if of
+    ):
+        return None
     if of_tokens is None:
         of_tokens = layout_of(labels)
         if of_tokens is not None and not any(axes_of_dims(of_tokens[1], 0)):

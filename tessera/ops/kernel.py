@@ -30,9 +30,17 @@ from tessera.errors import (
     NoMeshError,
     did_you_mean,
 )
-from tessera.mesh import Mesh, manual_axes, opened_or_none
-from tessera.ops.layouts import as_array, is_unplaced, layout_of, placed, region_mesh
+from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
+from tessera.ops.layouts import (
+    as_array,
+    block_layout_of,
+    is_unplaced,
+    layout_of,
+    placed,
+    region_mesh,
+)
 from tessera.shard import DistTensor, ShardSpec, capturing
+from tessera.spec import check_even
 
 
 @overload
@@ -147,8 +155,11 @@ class Kernel:
         what = f"argument {leaf.name!r}"
         if leaf.parameter in self._layouts:
             declared = self._layouts[leaf.parameter]
-            return declared.resolve(jnp.shape(leaf.value), mesh, what=what)
-        layout = layout_of(leaf.value)
+            shape = leaf.value.shape
+            spec = declared.resolve(shape, mesh, what=what)
+            check_even("a kernel takes blocks of one size", shape, spec, mesh)
+            return spec
+        layout = block_layout_of(leaf.value, "a kernel")
         return PartitionSpec() if layout is None else layout[1]
 
     def _check_visible(self, arrays: list["_Leaf"]) -> None:
@@ -222,7 +233,8 @@ def _one_mesh(arrays: list[_Leaf]) -> Mesh:
         raise MeshConflictError(
             "the arguments of a kernel live on different meshes",
             got="\n".join(f"{', '.join(names)}: {m}" for m, names in homes.items()),
-            fix="put them on one mesh, with jax.device_put or mesh=",
+            fix="put them on one mesh, with jax.device_put or mesh="
+            + (f"\n{AUTO_AXES}" if any(m.explicit_axes for m in homes) else ""),
         )
     mesh = next(iter(homes), None) or opened_or_none()
     if mesh is None:
@@ -242,7 +254,7 @@ def _run_traced(
     values: Sequence[Any],
 ) -> Any:
     """The results inside someone's trace, each with its layout recorded."""
-    region = region_mesh(mesh)
+    region = region_mesh(mesh, explicit=True)
     tree, results = _discovered(body, mesh, region, specs, values)
     leaves = _mapped(body, region, specs, results)(*values)
     for leaf, spec in zip(leaves, results, strict=True):

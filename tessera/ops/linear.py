@@ -4,9 +4,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tessera.errors import OperandError
+from tessera.ops.layouts import as_array
 from tessera.ops.matmul import matmul
 
 
@@ -31,8 +31,8 @@ def linear(x: Any, weight: Any, bias: Any = None) -> jax.Array:
       >>> linear(jnp.ones((4, 8, 2)), jnp.ones((2, 3)), jnp.zeros(3)).shape
       (4, 8, 3)
     """
-    x, weight = jnp.asarray(x), jnp.asarray(weight)
-    bias = None if bias is None else jnp.asarray(bias)
+    x, weight = as_array(x), as_array(weight)
+    bias = None if bias is None else as_array(bias)
     if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[1:]):
         raise OperandError(
             "linear takes a weight [D_in, D_out] and a bias [D_out]",

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import OperandError
+from tessera.ops.layouts import as_array
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -48,7 +49,7 @@ def cross_entropy(
       >>> print(cross_entropy(jnp.zeros((2, 4)), jnp.array([1, -100])).round(4))
       1.3863
     """
-    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    logits, labels = as_array(logits), as_array(labels)
     _check(logits, labels)
     check_settings("cross_entropy", reduction, label_smoothing, z_loss)
     scores = logits.astype(jnp.float32)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import OperandError
+from tessera.ops.layouts import as_array
 
 
 def matmul(a: Any, b: Any) -> jax.Array:
@@ -30,7 +31,7 @@ def matmul(a: Any, b: Any) -> jax.Array:
       >>> matmul(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
       (2, 4)
     """
-    a, b = jnp.asarray(a), jnp.asarray(b)
+    a, b = as_array(a), as_array(b)
     _check(a.shape, b.shape)
     return jnp.matmul(a, b)
 

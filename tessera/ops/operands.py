@@ -27,8 +27,8 @@ from tessera.mesh import manual_axes, opened_or_none
 from tessera.ops.layouts import (
     Layout,
     as_array,
+    block_layout_of,
     is_unplaced,
-    layout_of,
     placed,
     region_mesh,
 )
@@ -126,7 +126,7 @@ class Operand:
         mesh, spec = self.layout
         result = self._landed(lands)
         if isinstance(_jax.underlying(self.value), jax.core.Tracer):
-            region = region_mesh(mesh)
+            region = region_mesh(mesh, explicit=True)
             mapped = _mapped(on_block, self.axes, settings, region, spec, result)
             value = mapped(self.value)
             scope.record_layout(value, mesh, result)
@@ -186,7 +186,7 @@ def _operand(value: Any, axes: tuple[str, ...]) -> Operand:
         _check_manual(axes, manual)
         sizes = tuple(manual[axis] for axis in axes)
         return Operand(as_array(value), axes, sizes, None)
-    layout = layout_of(value)
+    layout = block_layout_of(value, "a collective")
     if layout is None and is_unplaced(value):
         raise CollectiveError(
             "a collective cannot see how this traced array is split",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from tessera import scope
 from tessera.errors import OperandError
+from tessera.ops.layouts import as_array
 from tessera.ops.norms import rms_norm
 from tessera.shard import ShardSpec
 
@@ -65,7 +66,7 @@ def transformer_block(
 
     Source: Vaswani et al., arXiv 1706.03762; pre-norm after Xiong et al., 2002.04745.
     """
-    x = jnp.asarray(x)
+    x = as_array(x)
     heads = _checked_heads(x, num_heads)
     for name, size in (("depth", depth), ("mlp_ratio", mlp_ratio)):
         _check_positive(name, size)

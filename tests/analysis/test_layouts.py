@@ -59,7 +59,7 @@ def test_of_many_devices_the_middle_is_left_out_and_counted(large_mesh):
     assert table[0].startswith("device  tp  pp  dp  slice")
     assert len(table) == 1 + 16 + 1
     assert table[9] == "…       …   …   …   56 more devices"
-    assert table[-1] == "71      5   3   2   [80:96, 6:8]"
+    assert table[-1] == "71      3   1   8   [72:96, 4:8]"
 
 
 def test_an_abstract_mesh_is_looked_at_without_starting_a_backend():

@@ -5,6 +5,7 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
@@ -126,6 +127,104 @@ def test_a_change_of_layout_that_the_body_declares_is_planned(grid_mesh):
     assert essence(found) == [("all-gather", ("tp",), LAYOUT)]
 
 
+def whole(x, mesh, *spec):
+    return lax.with_sharding_constraint(x, NamedSharding(mesh.compile_mesh, P(*spec)))
+
+
+def last_constraint(name, mesh):
+    """Functions that end with a constraint, after another operation each."""
+
+    def product(w, x):
+        y = x @ w
+        return lax.with_sharding_constraint(y, NamedSharding(mesh.jax, P()))
+
+    def elementwise(w, x):
+        y = jnp.tanh(x @ w)
+        z = 2.0 * y
+        return lax.with_sharding_constraint(z, NamedSharding(mesh.jax, P()))
+
+    def transposed(w, x):
+        y = (x @ w).T
+        return lax.with_sharding_constraint(y, NamedSharding(mesh.jax, P()))
+
+    def library(w, x):
+        y = jax.nn.gelu(x @ w)
+        z = optax.apply_updates(y, y)
+        return lax.with_sharding_constraint(z, NamedSharding(mesh.jax, P()))
+
+    @jax.jit
+    def inner(w, x):
+        y = x @ w
+        y = jnp.tanh(y)
+        return y
+
+    def nested(w, x):
+        y = inner(w, x)
+        return lax.with_sharding_constraint(y, NamedSharding(mesh.jax, P()))
+
+    def remade(w, x):
+        y = jax.checkpoint(inner)(w, x)
+        return lax.with_sharding_constraint(y, NamedSharding(mesh.jax, P()))
+
+    def tree(w, x):
+        y = {"a": x @ w, "b": jnp.sin(x)}
+        return lax.with_sharding_constraint(y, NamedSharding(mesh.jax, P()))
+
+    return locals()[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("product", "elementwise", "transposed", "library"),
+        *("nested", "remade", "tree"),
+    ],
+)
+def test_a_result_that_the_last_line_declares_whole_is_planned_at_that_line(
+    grid_mesh, name
+):
+    body = last_constraint(name, grid_mesh)
+    found = ledger(
+        body, grid_mesh, f32(64, 48), f32(32, 64), w=P(None, "tp"), x=P("dp")
+    )
+    assert {(row.kind, row.reason) for row in found.rows} == {("all-gather", LAYOUT)}
+    assert {row.axes for row in found.rows} == {("dp",), ("tp",)}
+    line = the_line_of(body, "with_sharding_constraint")
+    assert {row.source for row in found.rows} == {line}
+
+
+def test_a_dim_that_moves_to_another_axis_as_declared_is_planned(grid_mesh):
+    def body(x):
+        y = jnp.sin(x)
+        return whole(y, grid_mesh, None, "tp")
+
+    found = ledger(body, grid_mesh, f32(64, 64), x=P("tp"))
+    assert essence(found) == [("all-to-all", ("tp",), LAYOUT)]
+
+
+def test_a_gather_of_what_a_product_sums_over_is_not_the_declared_one(grid_mesh):
+    """The rows and columns of the result are declared, not what lies between them."""
+
+    def body(w, x):
+        h = jnp.tanh(x)
+        return whole(h @ w, grid_mesh)
+
+    specs = {"w": P(), "x": P("dp", "tp")}
+    found = ledger(body, grid_mesh, f32(64, 48), f32(32, 64), **specs)
+    reasons = {row.axes: row.reason for row in found.rows if row.kind == "all-gather"}
+    assert reasons[("dp",)] == LAYOUT
+    assert reasons.get(("tp",), "") == ""
+
+
+def test_a_sum_over_an_axis_that_only_a_layout_inside_names_is_planned(grid_mesh):
+    def body(x):
+        x = whole(x, grid_mesh, "dp", "tp")
+        return jnp.sin(x).sum(1)
+
+    found = ledger(body, grid_mesh, f32(32, 64), x=P("dp"))
+    assert essence(found) == [("all-reduce", ("tp",), SUM)]
+
+
 def test_parameters_computed_from_state_that_is_split_are_gathered(dp_mesh):
     def step(w, momentum, x):
         momentum = 0.9 * momentum + jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
@@ -240,6 +339,41 @@ def test_a_gathered_batch_is_unplanned(dp_mesh):
     found = ledger(body, dp_mesh, f32(32, 64), f32(64, 8), x=P("dp"), w=P(), out=P())
     assert essence(found) == [("all-gather", ("dp",), "")]
     assert found.rows[0].source == the_line_of(body, "2.0 * x")
+
+
+def test_a_sum_over_an_axis_that_no_layout_names_is_unplanned(grid_mesh):
+    """XLA may share out work over an axis along which all devices hold the same."""
+
+    def body(w, x):
+        return x @ w
+
+    found = ledger(body, grid_mesh, f32(64, 64), f32(64, 64), w=P("dp"), x=P("dp"))
+    (row,) = [row for row in found.rows if row.kind == "all-reduce"]
+    assert (row.axes, row.reason) == (("tp",), "")
+    with pytest.raises(BudgetError):
+        found.assert_budget(unplanned=0)
+
+
+def test_a_sum_over_an_axis_that_splits_something_else_is_unplanned(grid_mesh):
+    def body(w, x, other):
+        return x @ w, jnp.sin(other)
+
+    shapes = f32(64, 64), f32(64, 64), f32(64)
+    specs = {"w": P("dp"), "x": P("dp"), "other": P("tp")}
+    found = ledger(body, grid_mesh, *shapes, out=(P(), P()), **specs)
+    rows = [row for row in found.rows if row.kind == "all-reduce"]
+    assert [(row.axes, row.reason) for row in rows] == [(("tp",), "")]
+
+
+def test_of_the_text_of_a_program_every_sum_is_planned(grid_mesh):
+    """Nothing says how its inputs are split."""
+
+    def body(x):
+        return x.sum(0)
+
+    step = ts.function(body, mesh=grid_mesh, in_specs={"x": P("dp")})
+    text = step.compile(f32(64, 64)).as_text()
+    assert essence(collectives(text, grid_mesh)) == [("all-reduce", ("dp",), SUM)]
 
 
 # --- arrays copied whole

@@ -82,7 +82,6 @@ def model_on(mesh):
     )
 
     def model(x):
-        x = x["input"] if isinstance(x, dict) else x
         return jnp.tanh(op.matmul(x, weight))
 
     return model, weight
@@ -150,6 +149,17 @@ def test_4_5_trains_a_transformer_too(names):
         compiled = names["step"].compile(SHAPES)
     axes = {row.axes for row in compiled.collectives.rows}
     assert axes >= {("tp",), ("dp",)}
+
+
+def test_4_6_traces_the_pipeline_of_4_4_with_the_batch_of_4_5(names):
+    names["mesh"] = dist.Mesh(["pp", "dp"], devices=range(8), shape=(2, 4))
+    run("4.4", names)
+    run("4.5", names)
+    (call,) = re.findall(r"`(graph\.trace\([^`]*\))`", section("4.6"))
+    text = eval(call, names | {"batch": SHAPES}).stage("trace").as_text()
+    assert "encoder/block" in text
+    assert "float32[8,4,8] over P('dp',)" in text
+    assert text.startswith("=== 1 trace of batch['input'] ===")
 
 
 def test_4_6_shows_what_runs(names):

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera import graph
-from tessera.errors import UnknownPassError
+from tessera import graph, op
+from tessera.errors import OperandError, UnknownPassError
 from tessera.graph.explain import Explanation
 
 W, X = jnp.ones((8, 4)), jnp.ones((4, 8))
@@ -167,3 +167,46 @@ def test_in_a_notebook_a_diff_has_colors_and_names_are_escaped(traced):
         return {"<b>": x + 1}
 
     assert "<b>" not in graph.trace(ts.function(odd), X)._repr_html_()
+
+
+# --- a model and a batch
+
+BATCH = {"input": jnp.ones((8, 4)), "labels": jnp.zeros(8, jnp.int32)}
+
+
+def test_a_model_is_traced_with_the_input_of_a_batch():
+    traced = graph.trace(lambda x: jnp.tanh(op.matmul(x, W.T)), BATCH)
+    text = traced.stage("trace").as_text()
+    assert text.startswith("=== 1 trace of batch['input'] ===")
+    assert "x: float32[8,4]" in text
+
+
+def test_a_model_that_takes_a_batch_gets_the_whole():
+    traced = graph.trace(lambda batch: batch["input"][batch["labels"]], BATCH)
+    text = traced.stage("trace").as_text()
+    assert text.startswith("=== 1 trace ===")
+    assert "batch/labels: int32[8]" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (lambda x: op.matmul(x, W), {"images": BATCH["input"]}),
+        (lambda x: op.matmul(x, jnp.ones((5, 5))), BATCH),
+    ],
+)
+def test_a_model_that_can_take_neither_is_refused_for_what_it_was_given(model, batch):
+    with pytest.raises(OperandError) as caught:
+        graph.trace(model, batch)
+    field = next(iter(batch))
+    assert str(caught.value) == (
+        "[T401] an operation takes arrays, and is given a dict\n"
+        f"  got: dict of {', '.join(map(repr, batch))}\n"
+        f"  fix: pass what it holds, such as batch[{field!r}]\n"
+        "  docs: docs/errors/T401.md"
+    )
+
+
+def test_what_a_step_does_wrong_with_its_batch_is_its_own_error():
+    with pytest.raises(KeyError, match="lables"):
+        graph.trace(lambda batch: batch["lables"].sum(), BATCH)

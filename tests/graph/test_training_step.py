@@ -354,6 +354,20 @@ def test_data_parallel_steps_only_sum_gradients_and_losses(dp_mesh):
     assert {(row.kind, row.axes) for row in rows} == {("all-reduce", ("dp",))}
 
 
+def test_options_hold_for_a_function_that_is_passed_with_them(dp_mesh):
+    step = graph.training_step(
+        lambda x: x * 2.0,
+        mesh=dp_mesh,
+        in_specs={"x": P(None, "dp")},
+        out_specs=P("dp"),
+        skip_passes=["orient_matmuls"],
+    )
+    traced = step.trace(jnp.ones((8, 8))).graph
+    assert traced.inputs[0].spec == P(None, "dp")
+    assert traced.outputs[0].spec == P("dp")
+    assert step.skip_passes == ("orient_matmuls",)
+
+
 def test_a_declared_layout_of_a_step_needs_a_mesh():
     step = graph.training_step(in_specs={"x": P("dp")})(lambda x: x)
     with pytest.raises(NoMeshError, match="T106"):

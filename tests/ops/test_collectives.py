@@ -225,6 +225,51 @@ def test_recv_keeps_the_own_block_where_nothing_arrived(dp_mesh):
     assert got.tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("vma", [True, False])
+@pytest.mark.parametrize("axis", [("dp", "tp"), ("tp", "dp")])
+def test_send_and_recv_count_ranks_along_the_axes_as_they_are_named(
+    grid_mesh, axis, vma
+):
+    x = numbers(8) + 1
+
+    def body(block):
+        return dist.send(block, axis, 1, 2), dist.recv(block, axis, [1, 6], [2, 0])
+
+    region = jax.shard_map(
+        body, mesh=grid_mesh.jax, in_specs=P(axis), out_specs=P(axis), check_vma=vma
+    )
+    sent, received = jax.jit(region)(x)
+    assert sent.tolist() == [0, 0, 2, 0, 0, 0, 0, 0]
+    assert received.tolist() == [7, 2, 2, 4, 5, 6, 7, 8]
+
+
+def test_send_is_differentiated_along_the_axes_as_they_are_named(grid_mesh):
+    axis = ("tp", "dp")
+
+    def body(block):
+        return dist.send(block, axis, 1, 2)
+
+    region = in_region(grid_mesh, body, P(axis), P(axis))
+    slope = jax.grad(lambda x: (region(x) * numbers(8)).sum())(numbers(8))
+    assert slope.tolist() == [0, 2, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("vma", [True, False])
+@pytest.mark.parametrize("axis", [("dp", "tp"), ("tp", "dp")])
+def test_reduce_scatter_adds_up_blocks_that_some_of_the_axes_hold_alike(
+    grid_mesh, axis, vma
+):
+    x = numbers(4, 8)
+
+    def body(block):
+        return dist.reduce_scatter(block[0], axis)
+
+    region = jax.shard_map(
+        body, mesh=grid_mesh.jax, in_specs=P("tp"), out_specs=P(axis), check_vma=vma
+    )
+    np.testing.assert_array_equal(jax.jit(region)(x), 2 * x.sum(axis=0))
+
+
 def test_a_barrier_gives_back_what_it_holds_and_makes_everyone_meet(dp_mesh):
     def body(tree):
         return dist.barrier(tree)

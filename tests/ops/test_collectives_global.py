@@ -89,6 +89,23 @@ def test_scatter_then_gather_of_a_global_array_is_a_reduction(grid_mesh, spec):
     assert layout(got) == layout(dist.all_reduce(x, "tp"))
 
 
+@pytest.mark.parametrize("axis", [("dp", "tp"), ("tp", "dp")])
+def test_reduce_scatter_of_an_array_that_one_of_the_axes_splits(grid_mesh, axis):
+    x = numbers(4, 8)
+    got = dist.reduce_scatter(on(grid_mesh, x, "tp"), axis)
+    np.testing.assert_array_equal(got, 2 * x.sum(axis=0, keepdims=True))
+    assert layout(got) == (None, axis)
+
+
+def test_the_gradient_of_a_reduce_scatter_of_copies_counts_each_copy(grid_mesh):
+    x, weights = on(grid_mesh, numbers(4, 8), "tp"), numbers(1, 8)
+
+    def loss(x):
+        return (dist.reduce_scatter(x, ("dp", "tp")) * weights).sum()
+
+    np.testing.assert_allclose(jax.grad(loss)(x), np.tile(2 * weights, (4, 1)))
+
+
 def test_all_gather_along_the_split_dim_keeps_the_values(grid_mesh):
     x = numbers(8, 4)
     got = dist.all_gather(on(grid_mesh, x, ("dp", "tp")), "tp")
@@ -137,6 +154,13 @@ def test_send_and_recv_keep_the_layout(grid_mesh):
     assert dist.send(x, "tp", 1, 3).tolist() == [0, 0, 0, 1]
     assert dist.recv(x, "tp", [0, 1], [1, 0]).tolist() == [1, 0, 2, 3]
     assert layout(dist.recv(x, "tp", 0, 1)) == ("tp",)
+
+
+@pytest.mark.parametrize("axis", [("dp", "tp"), ("tp", "dp")])
+def test_send_counts_ranks_along_the_axes_as_they_are_named(grid_mesh, axis):
+    x = on(grid_mesh, numbers(8) + 1, axis)
+    assert dist.send(x, axis, 1, 2).tolist() == [0, 0, 2, 0, 0, 0, 0, 0]
+    assert dist.recv(x, axis, 1, 2).tolist() == [1, 2, 2, 4, 5, 6, 7, 8]
 
 
 def test_send_of_copies_has_one_block_per_device(grid_mesh):

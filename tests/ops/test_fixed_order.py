@@ -46,9 +46,9 @@ def test_the_tree_is_one_however_many_devices_share_it(devices):
     np.testing.assert_array_equal(jax.jit(region)(VALUES), tree(VALUES))
 
 
-def test_devices_along_two_axes_are_counted_outer_first():
+@pytest.mark.parametrize("axes", [("dp", "fsdp"), ("fsdp", "dp")])
+def test_devices_along_two_axes_are_counted_outer_first(axes):
     mesh = Mesh(["dp", "fsdp"], devices=range(8), shape=(2, 4))
-    axes = ("dp", "fsdp")
 
     def total(rows):
         return sum_over_devices(rows[0], axes, 8)

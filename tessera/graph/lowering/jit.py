@@ -16,6 +16,7 @@ from tessera.errors import LayoutMismatchError
 from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.tracing.arguments import Call
 from tessera.graph.tracing.tracer import Trace
+from tessera.shard import padded
 
 
 def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
@@ -28,16 +29,25 @@ def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
 
     Returns:
       A jitted function. It takes the list of arrays of each argument, then the
-      tuple of parameters, then the tuple of captured arrays; it gives the function's
-      result, or a list of arrays: where some leaves of the result are no arrays, and
-      where arguments are written back.
+      tuple of parameters, then the tuple of captured arrays, all as devices store
+      them; it gives the function's result, or a list of arrays: where some leaves of
+      the result are no arrays or are stored padded, and where arguments are written
+      back.
     """
     shardings = [graph.sharding(value) for value in graph.inputs]
-    results = [graph.sharding(value) for value in graph.outputs]
+    result_shardings = [graph.sharding(value) for value in graph.outputs]
 
     def step(*parts: Any) -> Any:
-        arrays = _jax.evaluate(graph.program, *jax.tree.leaves(parts))
-        return arrays if trace.returns_list else trace.unflatten(arrays)
+        stored = zip(graph.inputs, jax.tree.leaves(parts), strict=True)
+        own = [without_padding(graph, value, array) for value, array in stored]
+        results = zip(graph.outputs, _jax.evaluate(graph.program, *own), strict=True)
+        arrays = [
+            padded(array, graph.stored_shape(value))
+            if graph.is_padded(value)
+            else array
+            for value, array in results
+        ]
+        return arrays if returns_list(trace, graph) else trace.unflatten(arrays)
 
     step.__name__ = step.__qualname__ = graph.name
     donated = [
@@ -48,14 +58,14 @@ def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
     return jax.jit(
         step,
         in_shardings=_parts(call, graph, shardings) if graph.mesh else None,
-        out_shardings=_result(trace, results) if graph.mesh else None,
+        out_shardings=_result(trace, graph, result_shardings) if graph.mesh else None,
         donate_argnums=tuple(donated),
     )
 
 
 def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
     """``jitted``, lowered for the types of the graph's inputs."""
-    structs = [_jax.struct(value.aval) for value in graph.inputs]
+    structs = [_stored(graph, value) for value in graph.inputs]
     return jitted(trace, graph, call).lower(*_parts(call, graph, structs))
 
 
@@ -78,8 +88,31 @@ def _parts(call: Call, graph: Graph, entries: Sequence[Any]) -> tuple[Any, ...]:
     return (*parts, tuple(rest[:count]), tuple(rest[count:]))
 
 
-def _result(trace: Trace, entries: Sequence[Any]) -> Any:
-    return list(entries) if trace.returns_list else trace.unflatten(entries)
+def _result(trace: Trace, graph: Graph, entries: Sequence[Any]) -> Any:
+    return list(entries) if returns_list(trace, graph) else trace.unflatten(entries)
+
+
+def returns_list(trace: Trace, graph: Graph) -> bool:
+    """Whether the program returns a list of arrays, and not the result's tree."""
+    return trace.returns_list or any(map(graph.is_padded, graph.outputs))
+
+
+def without_padding(graph: Graph, value: Value, stored: Any) -> Any:
+    """The array of an input or output, from what devices store of it.
+
+    XLA splits it over the devices as it is stored, and minds itself where it ends.
+    """
+    if not graph.is_padded(value):
+        return stored
+    own = jax.lax.slice(stored, [0] * stored.ndim, value.aval.shape)
+    return jax.lax.with_sharding_constraint(own, graph.sharding(value))
+
+
+def _stored(graph: Graph, value: Value) -> Any:
+    struct = _jax.struct(value.aval)
+    if not graph.is_padded(value):
+        return struct
+    return struct.update(shape=graph.stored_shape(value))
 
 
 def check_layouts(graph: Graph, compiled: jax.stages.Compiled) -> None:

@@ -6,7 +6,6 @@ arguments is static, by value: another value is another program.
 """
 
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,17 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import (
-    AbstractMesh,
     NamedSharding,
     PartitionSpec,
     SingleDeviceSharding,
 )
-from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax
 from tessera.errors import ArgumentError, MeshConflictError
 from tessera.graph.tracing.statics import Static
-from tessera.mesh import Mesh
+from tessera.mesh import AUTO_AXES, Mesh
 from tessera.shard import DistTensor
 from tessera.spec import axes_of_dims, spec_of_axes
 
@@ -94,8 +91,15 @@ class Leaf:
         """Whether JAX is tracing it, so that its numbers are not known."""
         return isinstance(self.value, _jax.Tracer)
 
+    @property
+    def may_be_padded(self) -> bool:
+        """Whether devices can store it padded, or a layout is for a traced value."""
+        return isinstance(self.value, DistTensor) or self.is_traced
+
     def abstract(self) -> "Leaf":
         """The same leaf without its numbers, which a program must not keep alive."""
+        if _is_padded(self.value):
+            return Leaf(self.name, self.value.declaration())
         if not isinstance(self.value, (jax.Array, np.ndarray)):
             return self
         if self.is_traced:
@@ -138,6 +142,18 @@ class Argument:
         return [leaf.is_weak for leaf in self.leaves]
 
     @functools.cached_property
+    def _has_padding(self) -> bool:
+        return any(_is_padded(leaf.value) for leaf in self.leaves)
+
+    def _fits_padding(self, arrays: Sequence[Any]) -> bool:
+        """Whether what is padded is so in the leaves, and from the same shape."""
+        return all(
+            _is_padded(array) == _is_padded(leaf.value)
+            and (not _is_padded(array) or array.shape == leaf.value.shape)
+            for array, leaf in zip(arrays, self.leaves, strict=True)
+        )
+
+    @functools.cached_property
     def _placed(self) -> list[int]:
         return [place for place, leaf in enumerate(self.leaves) if leaf.layout]
 
@@ -158,6 +174,9 @@ class Argument:
         # JAX would take a Python number for an array, and weak dtypes for strong ones.
         weak, are_arrays = _jax.weak_types(arrays)
         if weak != self._weak:
+            raise StaleProgram
+        # And for the tensor that devices store padded what has the padding's shape.
+        if (self._has_padding or not are_arrays) and not self._fits_padding(arrays):
             raise StaleProgram
         # It would also take what lies nowhere yet for what lives on the mesh.
         if not all(_is_placed(arrays[place]) for place in self._placed):
@@ -315,7 +334,11 @@ def _static(name: str, leaf: Any) -> Static:
 
 
 def _materialized(values: list[Any]) -> list[Any]:
-    return [v.materialize() if isinstance(v, DistTensor) else v for v in values]
+    return [v.stored() if isinstance(v, DistTensor) else v for v in values]
+
+
+def _is_padded(value: Any) -> bool:
+    return isinstance(value, DistTensor) and value.is_padded
 
 
 def _is_placed(value: Any) -> bool:
@@ -362,13 +385,7 @@ def _paths(argument: Argument) -> list[str]:
     ]
 
 
-@functools.lru_cache(maxsize=64)
-def _mesh_of(mesh: JaxMesh | AbstractMesh) -> Mesh:
-    """The Tessera mesh of an array's mesh; where that has no devices, of the first."""
-    if isinstance(mesh, JaxMesh):
-        return Mesh.of(mesh)
-    sizes = tuple(mesh.shape.values())
-    return Mesh(mesh.axis_names, devices=range(math.prod(sizes)), shape=sizes)
+_mesh_of = functools.lru_cache(maxsize=64)(Mesh.of)
 
 
 def common_mesh(
@@ -400,9 +417,12 @@ def common_mesh(
         raise MeshConflictError(
             "the inputs of one step live on different meshes",
             got="\n".join(
-                f"{mesh.topology} of devices {mesh.device_ids}: {', '.join(names)}"
+                f"{mesh.topology} of devices {mesh.device_ids}"
+                + (", Explicit axes" if mesh.explicit_axes else "")
+                + f": {', '.join(names)}"
                 for mesh, names in found.items()
             ),
-            fix="put them on one mesh: jax.device_put(x, spec.named(x.shape, mesh))",
+            fix="put them on one mesh: jax.device_put(x, spec.named(x.shape, mesh))"
+            + (f"\n{AUTO_AXES}" if any(m.explicit_axes for m in found) else ""),
         )
     return next(iter(found), None)

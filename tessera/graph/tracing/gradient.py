@@ -251,7 +251,7 @@ def _in_layout_of(weights: list[Any], gradients: list[Any]) -> list[Any]:
     return [
         gradient
         if (layout := scope.gradient_layout_of(weight) or layout_of(weight)) is None
-        else scope.constrain(gradient, *layout)
+        else scope.constrain(gradient, *layout, pads=True)
         for weight, gradient in zip(weights, gradients, strict=True)
     ]
 

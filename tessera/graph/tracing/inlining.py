@@ -82,6 +82,6 @@ def _constrained(
     arrays: Sequence[Any], specs: Sequence[PartitionSpec | None], mesh: Mesh
 ) -> list[Any]:
     return [
-        array if spec is None else scope.constrain(array, mesh, spec)
+        array if spec is None else scope.constrain(array, mesh, spec, pads=True)
         for array, spec in zip(arrays, specs, strict=True)
     ]

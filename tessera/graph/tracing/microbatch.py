@@ -33,6 +33,7 @@ from tessera.graph.rewriting import contains, without_jits
 from tessera.graph.tracing.gradient import gradient_p
 from tessera.graph.tracing.roles import Uses, uses_of, views_of
 from tessera.scope import Scope
+from tessera.spec import check_even
 
 Retrace: TypeAlias = Callable[[Sequence[Value], Scope], _jax.Program]
 
@@ -40,6 +41,14 @@ Retrace: TypeAlias = Callable[[Sequence[Value], Scope], _jax.Program]
 def has_pipeline(program: _jax.Program) -> bool:
     """Whether a step calls a pipelined function."""
     return contains(program, lambda equation, _: equation.primitive is pipeline_p)
+
+
+def require_even_rows(graph: Graph) -> None:
+    """Raise [T201] where an input of a step with pipelines is stored padded."""
+    for value in graph.inputs:
+        if graph.mesh is not None and value.spec is not None:
+            what = f"{value.name!r} is stored padded, and a pipeline takes even blocks"
+            check_even(what, value.aval.shape, value.spec, graph.mesh)
 
 
 @dataclass(frozen=True)

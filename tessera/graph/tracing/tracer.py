@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh as JaxMesh
+from jax.sharding import NamedSharding
 
 from tessera import _jax, scope
 from tessera.annotations import Binding, bind
@@ -36,7 +37,7 @@ from tessera.graph.tracing.declarations import (
     parameter_value,
 )
 from tessera.graph.tracing.gradient import gradient_p
-from tessera.graph.tracing.microbatch import BatchRows, has_pipeline
+from tessera.graph.tracing.microbatch import BatchRows, has_pipeline, require_even_rows
 from tessera.graph.tracing.roles import uses_of
 from tessera.graph.tracing.strategy_roles import BATCH
 from tessera.graph.tracing.swapping import let_transpose_swap
@@ -181,6 +182,7 @@ class _Tracing:
         if self._learned_roles(graph):
             return None
         if has_pipeline(graph.program):
+            require_even_rows(graph)
             rows = self._rows(graph)
             if found := rows.decisions():
                 self.batch_arguments |= found  # the next trace cuts these arguments
@@ -326,8 +328,16 @@ def _run(
 
     _describe(flat, function, [value.name for value in values])
     with scope.opened(here), _jax.isolated_trace():
-        trial.program = jax.make_jaxpr(flat)(*(_jax.struct(v.aval) for v in values))
+        trial.program = jax.make_jaxpr(flat)(*(_struct(v, mesh) for v in values))
     return trial
+
+
+def _struct(value: Value, mesh: Mesh | None) -> Any:
+    """What an input is traced as: over Explicit axes its type has its layout."""
+    struct = _jax.struct(value.aval)
+    if mesh is None or value.spec is None or not mesh.explicit_axes:
+        return struct
+    return struct.update(sharding=NamedSharding(mesh.compile_mesh, value.spec))
 
 
 def _describe(flat: Any, function: Callable[..., Any], names: list[str]) -> None:

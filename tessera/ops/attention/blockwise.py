@@ -467,7 +467,7 @@ def varying_as(like: Array, value: Array) -> Array:
 
     A loop's state has to be so from the beginning (JAX checks it, with ``check_vma``).
     """
-    return _varying(value, _jax.varying_axes(like))
+    return _jax.varying_over(value, _jax.varying_axes(like))
 
 
 def all_varying(axis: str, *values: Any) -> list[Any]:
@@ -481,12 +481,7 @@ def varying_alike(*values: Any) -> list[Any]:
     axes = frozenset[str]().union(
         *(_jax.varying_axes(x) for x in values if x is not None)
     )
-    return [None if x is None else _varying(x, axes) for x in values]
-
-
-def _varying(value: Array, axes: frozenset[str]) -> Array:
-    missing = tuple(axes - _jax.varying_axes(value))
-    return lax.pcast(value, missing, to="varying") if missing else value
+    return [None if x is None else _jax.varying_over(x, axes) for x in values]
 
 
 def zeros_like(x: Array) -> Array:

@@ -24,7 +24,7 @@ from tessera.mesh import Mesh, manual_axes
 from tessera.ops.attention.arrangement import Arrangement, Spread
 from tessera.ops.attention.blockwise import all_varying
 from tessera.ops.attention.spread import Plan, attend_spread, wire_of
-from tessera.ops.layouts import as_array, layout_of, placed, region_mesh
+from tessera.ops.layouts import as_array, block_layout_of, placed, region_mesh
 from tessera.spec import axes_of_dims
 
 Way: TypeAlias = Literal["zigzag", "ring", "all_to_all"]
@@ -95,7 +95,7 @@ def context_attention(
     mesh, spec = _layout(queries, axis)
     operands = queries, keys, values, segments
     if any(isinstance(_jax.underlying(x), jax.core.Tracer) for x in operands):
-        out = _mapped(setting, region_mesh(mesh), spec)(*operands)
+        out = _mapped(setting, region_mesh(mesh, explicit=True), spec)(*operands)
         scope.record_layout(out, mesh, spec)
         return out
     home = NamedSharding(mesh.jax, spec)
@@ -198,7 +198,7 @@ def check_exchange(heads: int, kv_heads: int, size: int, axis: str) -> None:
 
 def _layout(queries: Any, axis: str) -> tuple[Mesh, PartitionSpec]:
     """Mesh and layout of global arrays, from their queries."""
-    layout = layout_of(queries)
+    layout = block_layout_of(queries, "context_attention")
     if layout is None:
         raise CollectiveError(
             "context_attention cannot see how its queries are split",

@@ -27,6 +27,7 @@ from tessera.ops.attention.choice import (
 )
 from tessera.ops.attention.operands import Operands, Setting
 from tessera.ops.attention.spread import wire_of
+from tessera.ops.layouts import as_array
 
 
 def flash_attention(  # noqa: PLR0913
@@ -84,7 +85,7 @@ def flash_attention(  # noqa: PLR0913
 
     Source: T. Dao et al., FlashAttention, arXiv 2205.14135.
     """
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    q, k, v = as_array(q), as_array(k), as_array(v)
     _check_operands(q, k, v)
     segments = _segments(q, k, segment_ids)
     _check_settings(q, k, causal, window, soft_cap, query_offset)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tessera import scope
 from tessera.errors import OperandError, UnknownAxisError, did_you_mean
 from tessera.mesh import Mesh, manual_axes
-from tessera.ops.layouts import region_mesh
+from tessera.ops.layouts import as_array, region_mesh
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.routing import RouterStatistics, RoutingOptions
@@ -71,7 +71,7 @@ def moe(
 
     Source: Shazeer et al., arXiv 1701.06538; dropless after MegaBlocks, 2211.15841.
     """
-    x = jnp.asarray(x)
+    x = as_array(x)
     _check(x, experts, top_k)
     size = x.shape[-1]
     hidden = 4 * size if hidden is None else hidden
