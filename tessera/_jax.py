@@ -9,14 +9,13 @@ Tessera is written once. A jaxpr with its constants is ``ClosedJaxpr`` in 0.10 a
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.extend.core as jex
-from jax._src import config, core, dtypes, source_info_util, traceback_util
+from jax._src import config, core, dtypes, source_info_util
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir, passmanager
@@ -24,6 +23,8 @@ from jax._src.named_sharding import UNSPECIFIED
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from tessera._jax_lines import hide_machinery as hide_machinery
+from tessera._jax_lines import is_machinery as is_machinery
 from tessera._jax_traces import inputs_read
 
 Program: TypeAlias = Any  # jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr
@@ -33,8 +34,6 @@ Atom: TypeAlias = Any  # jax.extend.core.Var | jax.extend.core.Literal
 Primitive = jex.Primitive
 Literal = jex.Literal
 Tracer = jax.core.Tracer
-
-PACKAGE = Path(__file__).parent
 
 
 # --- programs: a jaxpr with its constants
@@ -468,31 +467,3 @@ def register_array_like(kind: type) -> None:
     dtypes.canonicalize_value_handlers[kind] = operator.methodcaller("__jax_array__")
     # The conversion that JAX offers to symbolic dimensions; the name is its own.
     kind.dimension_as_value = kind.__jax_array__  # type: ignore[attr-defined]
-
-
-# --- whose line is it
-
-_FOLDERS = ("graph", "ops", "analysis", "annotations")
-_FACADES = ("arrays.py", "dist.py")
-_FILES = (*_FACADES, "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py", "_jax.py")
-_MACHINERY = (*_FOLDERS, *_FILES)
-
-
-def hide_machinery() -> None:
-    """Make JAX leave Tessera's own frames out of tracebacks and source lines.
-
-    Models and the trainer are user code in this sense: their lines are shown.
-    """
-    for name in _MACHINERY:
-        path = str(PACKAGE / name)
-        if path not in traceback_util._exclude_paths:
-            traceback_util.register_exclusion(path)
-            source_info_util.register_exclusion(path)
-
-
-def is_machinery(path: str) -> bool:
-    """Whether a source file is part of JAX, Flax, Optax or Tessera's own machinery."""
-    hidden: Iterable[Path] = (PACKAGE / name for name in _MACHINERY)
-    if any(Path(path).is_relative_to(place) for place in hidden):
-        return True
-    return any(f"/site-packages/{name}/" in path for name in ("jax", "flax", "optax"))

@@ -5,7 +5,6 @@ XLA keeps the Python stack of every operation. Most of its frames belong to JAX,
 or Tessera; the line that a person wants is the innermost one that does not.
 """
 
-import functools
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ def user_line(frames: Iterable[Frame]) -> str:
       '/me/train.py:3'
     """
     frames = list(frames)
-    chosen = next((f for f in frames if not _is_machinery(f.file)), None)
+    chosen = next((f for f in frames if not _jax.is_machinery(f.file)), None)
     return str(chosen or frames[0]) if frames else ""
 
 
@@ -53,8 +52,3 @@ def short(source: str) -> str:
     if source.startswith(here):
         return source.removeprefix(here)
     return "/".join(source.rsplit("/", 2)[-2:])
-
-
-@functools.cache
-def _is_machinery(file: str) -> bool:
-    return _jax.is_machinery(file)

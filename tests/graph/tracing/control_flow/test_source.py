@@ -151,7 +151,10 @@ def test_global_variables_are_assigned():
         (generator, "it is a generator"),
         (coroutine, "it is async"),
         (with_else, "for/else statement not yet supported"),
-        (eval("lambda x: x"), "its source is not to be had, from <string>"),
+        (
+            eval(compile("lambda x: x", "<made here>", "eval")),
+            "its source is not to be had, from <made here>",
+        ),
     ],
 )
 def test_what_cannot_be_converted_says_why(function, why):

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose line is it: the user's, or that of a library that the user does not look into.
+
+A door beside ``_jax``: like it, this module may use ``jax._src``.
+"""
+
+import functools
+import itertools
+import os
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+from jax._src import source_info_util, traceback_util
+
+PACKAGE = Path(__file__).parent
+
+_FOLDERS = ("graph", "ops", "analysis", "annotations")
+_FACADES = ("arrays.py", "dist.py")
+_FILES = (*_FACADES, "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py")
+_DOORS = ("_jax.py", "_jax_lines.py", "_jax_traces.py")
+_MACHINERY = tuple(str(PACKAGE / name) for name in (*_FOLDERS, *_FILES, *_DOORS))
+
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax")
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def hide_machinery() -> None:
+    """Make JAX leave Tessera's own frames out of tracebacks and source lines.
+
+    Models and the trainer are user code in this sense: their lines are shown.
+    """
+    for path in _MACHINERY:
+        if path not in traceback_util._exclude_paths:
+            traceback_util.register_exclusion(path)
+            source_info_util.register_exclusion(path)
+
+
+@functools.cache
+def is_machinery(path: str) -> bool:
+    """Whether a source file is Python's, JAX's, Flax's, Optax's or Tessera's machinery.
+
+    What the folders above those of the libraries are called does not matter.
+    """
+    file = Path(path)
+    if any(file.is_relative_to(place) for place in _MACHINERY):
+        return True
+    for folder, name in reversed([*itertools.pairwise(file.parts)]):
+        if folder in _INSTALLED:  # of this machine, or of the one that compiled
+            return name in _LIBRARIES
+    return any(file.is_relative_to(place) for place in _elsewhere())
+
+
+@functools.cache
+def _elsewhere() -> list[str]:
+    """Python's library, and where the others are if not in ``site-packages``."""
+    specs = filter(None, map(find_spec, _LIBRARIES))
+    folders = [os.path.dirname(spec.origin) for spec in specs if spec.origin]
+    return [sysconfig.get_path("stdlib"), *folders]
