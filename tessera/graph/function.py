@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from tessera import _jax, scope
 from tessera.annotations import checked
@@ -30,10 +30,14 @@ from tessera.graph.tracing.arguments import (
 )
 from tessera.graph.tracing.declarations import Options
 from tessera.graph.tracing.inlining import inline
+from tessera.graph.tracing.nnx_objects import WithObjects, holds_objects, objects_split
 from tessera.graph.tracing.spelling import Form, Spelling
 from tessera.graph.tracing.tracer import trace
 from tessera.graph.tracing.write_back import check_apart, give_back
 from tessera.mesh import Mesh, opened_or_none
+
+_Result = TypeVar("_Result")
+_Run: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 _RECOMPILES_BEFORE_WARNING = 3
 _PLAIN = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -88,7 +92,7 @@ class Function:
         self.options = options
         self.skip_passes = tuple(skip_passes)
         self._signature = inspect.signature(body)
-        self._form = Form(self._signature)
+        self._form = Form(self._signature, getattr(body, "__name__", options.name))
         self._positional = tuple(
             name
             for name, parameter in self._signature.parameters.items()
@@ -98,6 +102,8 @@ class Function:
         self._programs: dict[Any, _Program] = {}
         self._inlined: dict[Any, tuple[Traced, Callable[..., Any]]] = {}
         self._recent: _Program | None = None
+        self._body_with_objects = WithObjects(body)
+        self._takes_objects = False
         self._weak: weakref.ref[Function] = weakref.ref(self)
         self._changes: Counter[str] = Counter()
 
@@ -105,6 +111,12 @@ class Function:
         """Run on arrays; inside another traced function, become part of it."""
         if scope.current() is not None:
             return self._inside(args, kwargs)
+        if self._takes_objects:
+            return self._with_objects(self._run_any, args, kwargs)
+        return self._run_any(args, kwargs)
+
+    def _run_any(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the program of the last call, or another one where that does not fit."""
         recent = self._recent
         if recent is not None:
             try:
@@ -119,7 +131,7 @@ class Function:
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Trace for these arguments, or ``jax.ShapeDtypeStruct`` s."""
-        return self._trace(self._take_apart(args, kwargs))
+        return self._on_call(self._trace, args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace, run the passes and lower for these arguments."""
@@ -130,7 +142,7 @@ class Function:
 
         Arrays and ``jax.ShapeDtypeStruct`` of the same types and layouts share one.
         """
-        return self._program(self._take_apart(args, kwargs)).compiled
+        return self._on_call(self._program, args, kwargs).compiled
 
     def num_programs(self) -> int:
         """How many programs were compiled for calls so far."""
@@ -166,6 +178,9 @@ class Function:
         return traced.result(outputs)
 
     def _run_new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if holds_objects((args, kwargs)):
+            self._takes_objects = True
+            return self._with_objects(self._run_any, args, kwargs)
         call = self._take_apart(args, kwargs)
         if any(isinstance(leaf.value, _jax.Tracer) for leaf in call.leaves):
             return self._inline(call, args, kwargs)
@@ -191,13 +206,38 @@ class Function:
 
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the function that Tessera is tracing, layouts and all."""
-        body, here = scope.as_called(self.body), scope.current()
         if self.options.mesh is None and not self.options.declares_layouts:
+            body, here = scope.as_called(self.body), scope.current()
             # One microbatch has other sizes than annotations speak of.
             check = here is not None and here.row_parts is None
             return checked(body, args, kwargs, name=self.options.name, check=check)
-        given = self._form.values(args, kwargs)
-        return inline(body, self._take_apart(args, kwargs), self.options, given)
+        return self._with_objects(self._inside_laid_out, args, kwargs)
+
+    def _inside_laid_out(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        call, given = self._take_apart(args, kwargs), self._form.values(args, kwargs)
+        body = self._body_with_objects if call.has_objects else self.body
+        return inline(scope.as_called(body), call, self.options, given)
+
+    def _with_objects(
+        self, run: _Run, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What ``run`` gives for arrays in the place of NNX objects, with objects."""
+        if not holds_objects((args, kwargs)):
+            return run(args, kwargs)
+        with objects_split(args, kwargs) as call:
+            return call.finish(run(call.args, call.kwargs))
+
+    def _on_call(
+        self,
+        stage: Callable[[Call], _Result],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> _Result:
+        """What a stage gives for a call, which is not made."""
+        if not holds_objects((args, kwargs)):
+            return stage(self._take_apart(args, kwargs))
+        with objects_split(args, kwargs) as call:
+            return stage(self._take_apart(call.args, call.kwargs))
 
     def _inline(
         self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -219,7 +259,10 @@ class Function:
 
     def _trace(self, call: Call) -> Traced:
         call = call.abstract()
-        return Traced(call, trace(self.body, call, self.options), self.skip_passes)
+        body, options = self.body, self.options
+        if call.has_objects:
+            body, options = self._body_with_objects, options.with_roles(call)
+        return Traced(call, trace(body, call, options), self.skip_passes)
 
     def _take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         return take_apart(self._positional, *self._form.of(args, kwargs))

@@ -25,6 +25,7 @@ from tessera.graph.pipelining.mark import pipeline_p
 from tessera.graph.rewriting import contains
 from tessera.graph.tracing.declarations import Options, is_number
 from tessera.graph.tracing.gradient import grad
+from tessera.graph.tracing.nnx_objects import holds_objects, is_object
 from tessera.ops.layouts import layout_of
 from tessera.shard import DistTensor
 
@@ -45,7 +46,8 @@ def value_and_grad(
     It differentiates by what ``function`` does with the arguments, and by nothing that
     it closes over. In a ``ts.function`` it becomes part of that program, and may be
     used inside ``jax.vmap``, ``jax.grad`` or itself; elsewhere it is compiled as a
-    ``ts.function`` is.
+    ``ts.function`` is. By an ``nnx.Module`` it differentiates as ``nnx.value_and_grad``
+    does, by its ``nnx.Param`` s; what ``function`` does to its other state is kept.
 
     Args:
       function: Gives one floating-point number; with ``has_aux`` a pair of it and
@@ -90,6 +92,8 @@ def value_and_grad(
         if here is None:
             args, kwargs = asked.with_changed(jnp.asarray, args, kwargs)
             return compiled(*args, **kwargs)  # which comes back here, in a step
+        if holds_objects((args, kwargs)):  # a program of its own would have copies
+            return asked.marked(*args, **kwargs)
         before = here.mark()
         own = _OwnProgram(asked.marked, args, kwargs)
         if own.has_pipeline:
@@ -135,7 +139,11 @@ class _Asked:
         changed, named = list(args), dict(kwargs)
         for place in self._places(args, kwargs):
             held: Any = changed if isinstance(place, int) else named
-            held[place] = jax.tree.map(change, held[place], is_leaf=_is_tensor)
+            held[place] = jax.tree.map(
+                lambda leaf: leaf if is_object(leaf) else change(leaf),
+                held[place],
+                is_leaf=lambda leaf: _is_tensor(leaf) or is_object(leaf),
+            )
         return tuple(changed), named
 
     def _places(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Which]:

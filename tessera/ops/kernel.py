@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
+from tessera.annotations import bind_call
 from tessera.errors import (
     ArgumentError,
     KernelError,
@@ -114,7 +115,8 @@ class Kernel:
         """Run the body on every device; arguments and results are global arrays."""
         if manual_axes():
             return scope.as_called(self._function)(*args, **kwargs)
-        bound = self._signature.bind(*args, **kwargs)
+        name = getattr(self._function, "__name__", "kernel")
+        bound = bind_call(self._signature, args, kwargs, name=name)
         bound.apply_defaults()
         paths, tree = jax.tree.flatten_with_path(bound.arguments, is_leaf=_is_tensor)
         leaves = [_Leaf(path, value) for path, value in paths]

@@ -23,6 +23,7 @@ from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax
 from tessera.errors import ArgumentError, MeshConflictError
+from tessera.graph.tracing.nnx_objects import STRUCTURE, Structure
 from tessera.graph.tracing.statics import Static
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor
@@ -40,10 +41,17 @@ class StaleProgram(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array among the arguments."""
+    """One array among the arguments.
+
+    Attributes:
+      name: Its path: the argument's name, then keys.
+      value: The array.
+      of_object: Whether an NNX object holds it, so that it is no batch.
+    """
 
     name: str
     value: Any
+    of_object: bool = False
 
     @property
     def layout(self) -> tuple[Mesh, PartitionSpec] | None:
@@ -99,13 +107,13 @@ class Leaf:
         if not isinstance(self.value, (jax.Array, np.ndarray)):
             return self
         if self.is_traced:
-            return Leaf(self.name, _jax.struct(self.aval))
+            return replace(self, value=_jax.struct(self.aval))
         layout = getattr(self.value, "sharding", None) if self.layout else None
         shape, dtype = self.aval.shape, self.aval.dtype
         struct = jax.ShapeDtypeStruct(
             shape, dtype, sharding=layout, weak_type=self.is_weak
         )
-        return Leaf(self.name, struct)
+        return replace(self, value=struct)
 
     def laid_out(self, layout: NamedSharding | None) -> "Leaf":
         """The same leaf in a layout, unless it has one of its own."""
@@ -115,7 +123,7 @@ class Leaf:
         struct = jax.ShapeDtypeStruct(
             shape, dtype, sharding=layout, weak_type=self.is_weak
         )
-        return Leaf(self.name, struct)
+        return replace(self, value=struct)
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,13 @@ class Argument:
     @functools.cached_property
     def _placed(self) -> list[int]:
         return [place for place, leaf in enumerate(self.leaves) if leaf.layout]
+
+    @property
+    def role(self) -> str | None:
+        """What an NNX object is by its type: ``params`` or ``optimizer_state``."""
+        value = self.rebuilt(self.leaves)
+        structure = value.get(STRUCTURE) if isinstance(value, dict) else None
+        return structure.role if isinstance(structure, Structure) else None
 
     def dynamic_part(self, value: Any) -> list[Any]:
         """What the compiled program takes for this argument: its arrays.
@@ -194,6 +209,14 @@ class Call:
     positional: int
     keywords: tuple[str, ...]
     arguments: tuple[Argument, ...]
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether there are arrays in the place of an object among the arguments."""
+        statics = [
+            static for argument in self.arguments for _, static in argument.statics
+        ]
+        return any(isinstance(static.value, Structure) for static in statics)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -271,13 +294,15 @@ def take_apart(
 
 def _argument(name: str, value: Any) -> Argument:
     paths, tree = jax.tree_util.tree_flatten_with_path(value)
+    objects = {path[:-1] for path, leaf in paths if isinstance(leaf, Structure)}
     leaves: list[Leaf] = []
     statics: list[tuple[int, Static]] = []
     for place, (path, leaf) in enumerate(paths):
         inner = jax.tree_util.keystr(path, simple=True, separator="/")
         full = f"{name}/{inner}" if inner else name
         if isinstance(leaf, _ARRAYS):
-            leaves.append(Leaf(full, leaf))
+            held = bool(objects) and any(path[:n] in objects for n in range(len(path)))
+            leaves.append(Leaf(full, leaf, held))
         else:
             statics.append((place, _static(full, leaf)))
     return Argument(name, tree, tuple(leaves), tuple(statics))

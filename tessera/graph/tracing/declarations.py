@@ -6,7 +6,7 @@ input and output of a graph gets its name and its layout, every check made.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -54,6 +54,15 @@ class Options:
     strategy: Strategy | None = None
     split_batch: bool = False
 
+    def with_roles(self, call: Call) -> "Options":
+        """The same for a call in which NNX objects say by their type what they are."""
+        if self.strategy is None:
+            return self
+        found = {argument.name: argument.role for argument in call.arguments}
+        roles = {name: role for name, role in found.items() if role is not None}
+        strategy = replace(self.strategy, roles=roles | dict(self.strategy.roles))
+        return replace(self, strategy=strategy)
+
     @property
     def declares_layouts(self) -> bool:
         """Whether arguments or results have layouts of their own."""
@@ -98,7 +107,8 @@ def _undeclared(leaf: Leaf, options: Options, mesh: Mesh | None) -> Any:
         return leaf.layout[1]
     if mesh is None:
         return None
-    return _batch_spec(leaf, mesh) if options.split_batch else PartitionSpec()
+    is_batch = options.split_batch and not leaf.of_object
+    return _batch_spec(leaf, mesh) if is_batch else PartitionSpec()
 
 
 def declared_layouts(

@@ -21,6 +21,7 @@ from tessera.errors import (
     OutsideTraceError,
     UnconnectedGradientError,
 )
+from tessera.graph.tracing.nnx_objects import parameters_of
 from tessera.mesh import manual_axes
 from tessera.ops.layouts import layout_of
 
@@ -86,7 +87,8 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
       loss: One floating-point number, computed in the function being traced.
       weights: Tree of floating-point arrays that the loss was computed from:
         arguments, parameters or intermediate values. In the body of a loop or a branch
-        it may be a loss from before, by weights from before.
+        it may be a loss from before, by weights from before. An ``nnx.Module`` in it
+        stands for ``nnx.state(module, nnx.Param)``.
       allow_unused: Give zeros for weights that the loss does not depend on.
 
     Returns:
@@ -118,7 +120,7 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
             "computed",
         )
     check_loss(loss)
-    names, leaves, tree = _weights(weights)
+    names, leaves, tree = _weights(parameters_of(weights))
     known = [_jax_traces.is_known_where(leaf, loss) for leaf in leaves]
     if not (all(known) or allow_unused):
         loose = [

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tessera import _jax, scope
-from tessera.annotations import Annotation, Dim, bind
+from tessera.annotations import Annotation, Dim, bind, bind_call
 from tessera.errors import ShardDivisibilityError, StrategyError
 from tessera.graph.tracing.arguments import Argument, Leaf
 from tessera.graph.tracing.declarations import is_number
@@ -152,7 +152,7 @@ class _Region:
         self._name = getattr(body, "__name__", "function")
         self._binding = bind(body, args, kwargs, name=self._name)
         self._signature = inspect.signature(body)
-        bound = self._signature.bind(*args, **kwargs)
+        bound = bind_call(self._signature, args, kwargs, name=self._name)
         self._leaves, self._tree = _flat("", dict(bound.arguments))
         first = next(iter(self._binding.dim_names.values()), ())
         self._common = [s for n in first if n != "..." for s in Dim(n).symbols]

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flax NNX objects in a call: modules, optimizers, variables, and trees of them.
+
+A program takes arrays. In the place of an object it is given a dict of the object's
+arrays by path, with the object's structure beside them as a static value; the function
+is given an object made of these, and the caller's own object becomes what that one
+became. A trace never sees the caller's object, so there may be any number of traces.
+
+``nnx.jit`` does the same, with the same four steps of ``nnx.update_context``: split the
+caller's objects, merge them in the trace, split them there, merge them for the caller.
+What several arguments share they share in the trace, and a result that is an object of
+the caller's is that object.
+"""
+
+import copy
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from tessera import scope
+from tessera.errors import WriteBackError
+
+STRUCTURE = "<structure>"
+_TAG = "tessera"
+
+Arrays: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is static of an object; it stands beside the object's arrays.
+
+    Attributes:
+      graphdef: Flax's description of the object.
+      paths: Where each array is in it, by the array's name.
+      kind: The name of its class.
+      role: What ``ts.distribute`` takes an argument for that is such an object.
+    """
+
+    graphdef: Any
+    paths: tuple[tuple[str, Any], ...]
+    kind: str
+    role: str | None
+
+
+def is_object(node: Any) -> bool:
+    """Whether a value is an object of NNX: a module, an optimizer, a variable."""
+    nnx: Any = sys.modules.get("flax.nnx")  # who has not imported it has none
+    return nnx is not None and nnx.graphlib.is_graph_node(node)
+
+
+def holds_objects(tree: Any) -> bool:
+    """Whether there is an object anywhere in a tree."""
+    return "flax.nnx" in sys.modules and any(
+        map(is_object, jax.tree.leaves(tree, is_leaf=is_object))
+    )
+
+
+def parameters_of(weights: Any) -> Any:
+    """A tree of weights, with the state of its ``nnx.Param`` for each object."""
+    if not holds_objects(weights):
+        return weights
+    from flax import nnx
+
+    def one(node: Any) -> Any:
+        is_whole = is_object(node) and not isinstance(node, nnx.Variable)
+        return nnx.state(node, nnx.Param) if is_whole else node
+
+    return jax.tree.map(one, weights, is_leaf=is_object)
+
+
+def _is_unit(node: Any) -> bool:
+    """Whether a node is an object, or a tree with objects that is no container."""
+    return not isinstance(node, (dict, list, tuple)) and holds_objects(node)
+
+
+def _is_split(node: Any) -> bool:
+    return isinstance(node, dict) and STRUCTURE in node
+
+
+def _split(context: Any, node: Any) -> Arrays:
+    """The arrays of an object by name, and its structure."""
+    from flax import nnx
+
+    graphdef, state = context.split((node,))
+    arrays: Arrays = {}
+    paths: list[tuple[str, Any]] = []
+    for path, leaf in nnx.to_flat_state(state):
+        name = "/".join(map(str, path[1:])) or "value"
+        name = repr(path[1:]) if name in arrays else name
+        is_variable = isinstance(leaf, nnx.Variable)
+        arrays[name] = leaf.get_raw_value() if is_variable else leaf
+        paths.append((name, path))
+    roles = {nnx.Module: "params", nnx.Optimizer: "optimizer_state"}
+    role = next((role for kind, role in roles.items() if isinstance(node, kind)), None)
+    arrays[STRUCTURE] = Structure(graphdef, tuple(paths), type(node).__name__, role)
+    return arrays
+
+
+def _merged(context: Any, arrays: Arrays) -> Any:
+    """The object of some arrays: a new one, or the caller's, which they replace."""
+    from flax import nnx
+
+    structure: Structure = arrays[STRUCTURE]
+    flat = {path: arrays[name] for name, path in structure.paths}
+    (node,) = context.merge(structure.graphdef, nnx.from_flat_state(flat))
+    return node
+
+
+# --- outside of the trace
+
+
+class ObjectCall:
+    """A call whose arguments have arrays in the place of objects.
+
+    Attributes:
+      args: Positional arguments.
+      kwargs: Keyword arguments.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        from flax import nnx
+
+        self._units: list[tuple[Any, Arrays]] = []
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        with nnx.split_context(_TAG) as context:
+            self.args = tuple(self._without_objects(context, arg) for arg in args)
+            self.kwargs = {
+                name: self._without_objects(context, arg)
+                for name, arg in kwargs.items()
+            }
+
+    def _without_objects(self, context: Any, node: Any) -> Any:
+        """A part of the arguments: a copy, where it is a container with objects."""
+        if _is_unit(node):
+            arrays = _split(context, node)
+            # Of a variable a number is an array, as for nnx.jit.
+            arrays.update(
+                (name, jnp.asarray(leaf))
+                for name, leaf in arrays.items()
+                if isinstance(leaf, (bool, int, float, complex))
+            )
+            self._units.append((node, arrays))
+            return arrays
+        if not holds_objects(node):
+            return node
+        if id(node) not in self._copies:
+            inside = functools.partial(self._without_objects, context)
+            self._copies[id(node)] = node, _mapped(inside, node)
+        return self._copies[id(node)][1]
+
+    def finish(self, result: Any) -> Any:
+        """The result with its objects, once the caller's are what became of them."""
+        from flax import nnx
+
+        with nnx.merge_context(_TAG, inner=False) as context:
+            for _, arrays in self._units:
+                _merged(context, arrays)
+            result = jax.tree.map(
+                lambda node: _merged(context, node) if _is_split(node) else node,
+                result,
+                is_leaf=_is_split,
+            )
+        pairs = (*self._units, *self._copies.values())
+        originals = {id(stand_in): node for node, stand_in in pairs}
+        for node, copied in self._copies.values():
+            _give_entries(copied, node, originals)
+        return result
+
+
+@contextmanager
+def objects_split(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[ObjectCall]:
+    """The arguments of a call without their objects, for as long as the call runs."""
+    from flax import nnx
+
+    with nnx.update_context(_TAG):
+        yield ObjectCall(args, kwargs)
+
+
+def _mapped(function: Callable[[Any], Any], container: Any) -> Any:
+    """A container of the same kind with something else for each item."""
+    if isinstance(container, tuple):
+        items = map(function, container)
+        is_named = hasattr(container, "_fields")
+        return type(container)(*items) if is_named else tuple(items)
+    copied = copy.copy(container)
+    for key in copied if isinstance(copied, dict) else range(len(copied)):
+        copied[key] = function(copied[key])
+    return copied
+
+
+def _give_entries(copied: Any, node: Any, originals: Mapping[int, Any]) -> None:
+    """Give the caller's dict or list the entries that a copy of it has by now."""
+    if isinstance(node, list):
+        node[:] = [originals.get(id(item), item) for item in copied]
+    elif isinstance(node, dict):
+        for key in node.keys() - copied.keys():
+            del node[key]
+        for key, item in copied.items():
+            node[key] = originals.get(id(item), item)
+
+
+# --- in the trace
+
+
+class WithObjects:
+    """A function that takes and gives arrays in the place of objects."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, body)
+        self.body = body
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result, and in the dicts of objects what became of these.
+
+        Raises:
+          WriteBackError: [T320] what holds the objects was changed, and not they.
+        """
+        from flax import nnx
+
+        restored = _Restored()
+        with nnx.merge_context(_TAG, inner=True) as context:
+            values = [restored.objects_of(context, arg) for arg in args]
+            named = {
+                name: restored.objects_of(context, arg) for name, arg in kwargs.items()
+            }
+        result = scope.as_called(self.body)(*values, **named)
+        with nnx.split_context(_TAG) as context:
+            restored.split(context)
+            return jax.tree.map(
+                lambda node: _split(context, node) if _is_unit(node) else node,
+                result,
+                is_leaf=_is_unit,
+            )
+
+
+class _Restored:
+    """The objects of one trace, and where their arrays come from."""
+
+    def __init__(self) -> None:
+        self._units: list[tuple[Any, Arrays, list[int]]] = []
+        self._entries: list[tuple[Any, Any, Any, Any]] = []
+
+    def objects_of(self, context: Any, node: Any) -> Any:
+        """An argument with its objects; they stand in the argument's own containers."""
+        if _is_split(node):
+            unit = _merged(context, node)
+            self._units.append((unit, node, _identities(unit)))
+            return unit
+        if isinstance(node, tuple):
+            items = [self.objects_of(context, item) for item in node]
+            if all(map(operator.is_, items, node)):
+                return node
+            return type(node)(*items) if hasattr(node, "_fields") else tuple(items)
+        for key, item in _content(node):
+            found = self.objects_of(context, item)
+            if found is not item:
+                node[key] = found
+                self._entries.append((node, key, item, found))
+        return node
+
+    def split(self, context: Any) -> None:
+        """Put the arrays back, as they are now."""
+        for unit, arrays, before in self._units:
+            if _identities(unit) != before:
+                raise WriteBackError(
+                    f"a {arrays[STRUCTURE].kind} among the arguments was changed, and "
+                    "cannot be given back",
+                    got="another object in the place of one that it held",
+                    fix="return it, or change the objects that it holds",
+                )
+            now = _split(context, unit)
+            for name in arrays.keys() - now.keys():
+                del arrays[name]
+            arrays.update(now)
+        for node, key, item, found in self._entries:
+            if dict(_content(node)).get(key) is not found:
+                raise WriteBackError(
+                    f"{key!r} of a {type(node).__name__} among the arguments was an "
+                    "object, and is another one",
+                    got=f"a {type(found).__name__} before",
+                    fix="return the new object, or change the one that is there",
+                )
+            node[key] = item
+
+
+def _content(node: Any) -> list[tuple[Any, Any]]:
+    if isinstance(node, dict):
+        return list(node.items())
+    return list(enumerate(node)) if isinstance(node, list) else []
+
+
+def _identities(unit: Any) -> list[int]:
+    """Which objects a tree holds, beside what these are made of."""
+    return [id(leaf) for leaf in jax.tree.leaves(unit, is_leaf=is_object)]

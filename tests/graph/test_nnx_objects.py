@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NNX objects as arguments and results: what ``nnx.jit`` does is what is expected."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tessera as ts
+from tessera import scope
+from tessera.errors import UnconnectedGradientError, WriteBackError
+
+X = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
+
+
+class Block(nnx.Module):
+    """Has every kind of state: weights, statistics, random streams, a counter."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.down = nnx.List([nnx.Linear(8, 4, rngs=rngs)])
+        self.calls = nnx.Variable(0)
+        self.scale = 1.0
+
+    def __call__(self, x):
+        self.calls.set_value(self.calls.get_value() + 1)
+        x = self.dropout(nnx.relu(self.norm(self.up(x))))
+        return self.down[0](x) * self.scale
+
+
+def block():
+    return Block(nnx.Rngs(0, dropout=1))
+
+
+def optimizer(model):
+    return nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+
+def loss_of(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def train(model, optimizer, x):
+    loss = loss_of(model, x)
+    optimizer.update(model, ts.grad(loss, model))
+    return loss
+
+
+def train_by_nnx(model, optimizer, x):
+    loss, gradients = nnx.value_and_grad(loss_of)(model, x)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def state_of(*objects):
+    """Every array of some objects, by path."""
+    flat = jax.tree_util.tree_flatten_with_path(nnx.state(objects))[0]
+
+    def plain(leaf):
+        dtype = getattr(leaf, "dtype", jnp.int32)
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+    return {jax.tree_util.keystr(path): plain(leaf) for path, leaf in flat}
+
+
+def check_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], atol=2e-6, err_msg=name)
+
+
+@pytest.fixture
+def steps():
+    """The model, optimizer and losses of three steps of ``nnx.jit``."""
+    model = block()
+    state = optimizer(model)
+    step = nnx.jit(train_by_nnx)
+    losses = [step(model, state, X) for _ in range(3)]
+    return state_of(model, state), losses
+
+
+def check_steps(step, steps, count=3):
+    model = block()
+    state = optimizer(model)
+    losses = [step(model, state, X) for _ in range(count)]
+    np.testing.assert_allclose(losses, steps[1], rtol=1e-5)
+    check_equal(state_of(model, state), steps[0])
+    return model, state
+
+
+# --- as arguments
+
+
+def test_a_call_changes_the_callers_module_as_nnx_jit_does():
+    ours, theirs = block(), block()
+    for _ in range(2):
+        found = ts.function(lambda model, x: model(x))(ours, X)
+        expected = nnx.jit(lambda model, x: model(x))(theirs, X)
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    check_equal(state_of(ours), state_of(theirs))
+    assert ours.calls.get_value() == 2
+
+
+@pytest.mark.parametrize("body", [train, train_by_nnx])
+def test_a_training_step_is_that_of_nnx_jit(body, steps):
+    step = ts.function(body)
+    check_steps(step, steps)
+    assert step.num_programs() == 1
+
+
+def test_objects_of_equal_structure_share_a_program():
+    step = ts.function(train)
+    for _ in range(2):
+        model = block()
+        step(model, optimizer(model), X)
+    # Optax's functions are others for each optimizer, as for nnx.jit.
+    assert step.num_programs() == 2
+    forward = ts.function(loss_of)
+    forward(block(), X)
+    forward(block(), X)
+    assert forward.num_programs() == 1
+
+
+def test_a_trace_or_a_compilation_leaves_the_module_as_it_is():
+    model = block()
+    before = state_of(model)
+    step = ts.function(loss_of)
+    assert "model/up/kernel: float32[4,8]" in step.trace(model, X).as_text()
+    step.compile(model, X)
+    check_equal(state_of(model), before)
+    step(model, X)
+    assert step.num_programs() == 1
+
+
+def test_a_module_of_shapes_alone_is_enough_to_compile():
+    model = nnx.eval_shape(block)
+    compiled = ts.function(loss_of).compile(model, jax.ShapeDtypeStruct((8, 4), "f4"))
+    assert "f32[8,4]" in compiled.as_text()
+
+
+def test_a_step_that_is_traced_twice_changes_the_module_once():
+    @ts.graph.training_step
+    def step(model, x):
+        # The first trace finds this parameter, the second one has it.
+        weight = scope.parameter("weight", (4, 2), init="normal")
+        return jnp.mean((model(x) @ weight) ** 2)
+
+    model = block()
+    step(model, X)
+    step(model, X)
+    assert model.calls.get_value() == 2
+    assert model.dropout.rngs.count.get_value() == 2
+
+
+def test_a_call_that_fails_changes_nothing():
+    @ts.function
+    def fail(model, x):
+        model(x)
+        raise KeyError("mine")
+
+    model = block()
+    before = state_of(model)
+    with pytest.raises(KeyError):
+        fail(model, X)
+    check_equal(state_of(model), before)
+
+
+def test_what_is_shared_within_a_module_stays_shared():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+            self.head = self.embed
+
+        def __call__(self, x):
+            return self.head(jnp.tanh(self.embed(x)))
+
+    found = []
+    for wrap, body in ((ts.function, train), (nnx.jit, train_by_nnx)):
+        model = Tied(nnx.Rngs(0))
+        state = optimizer(model)
+        wrap(body)(model, state, X)
+        wrap(body)(model, state, X)
+        assert model.head is model.embed
+        found.append(state_of(model, state))
+    check_equal(*found)
+
+
+def test_what_is_shared_between_arguments_is_one_object_in_the_function():
+    def body(model, part, parts):
+        assert model.up is part
+        assert parts["down"] is model.down[0]
+        part.kernel.set_value(part.kernel.get_value() * 2)
+        parts["down"].bias.set_value(parts["down"].bias.get_value() + 1)
+
+    ours, theirs = block(), block()
+    up, down = ours.up, ours.down[0]
+    ts.function(body)(ours, up, {"down": down})
+    nnx.jit(body)(theirs, theirs.up, {"down": theirs.down[0]})
+    check_equal(state_of(ours), state_of(theirs))
+    assert ours.up is up
+    assert ours.down[0] is down
+
+
+def test_one_module_may_be_given_twice():
+    def body(model, same):
+        assert model is same
+        model.calls.set_value(model.calls.get_value() + 1)
+        same.calls.set_value(same.calls.get_value() + 1)
+
+    model = block()
+    ts.function(body)(model, model)
+    assert model.calls.get_value() == 2
+
+
+def test_attributes_that_come_go_and_change_do_so_for_the_caller():
+    def body(model, x):
+        model.seen = nnx.Variable(jnp.sum(x))
+        model.scale = 3.0
+        model.twin = model.up
+        del model.norm
+        return x
+
+    model = block()
+    ts.function(body)(model, X)
+    np.testing.assert_allclose(model.seen.get_value(), jnp.sum(X), atol=1e-6)
+    assert model.scale == 3.0
+    assert model.twin is model.up
+    assert not hasattr(model, "norm")
+
+
+def test_another_static_attribute_is_another_program():
+    step = ts.function(lambda model, x: model(x))
+    model = block()
+    model.eval()
+    first = step(model, X)
+    model.scale = 2.0
+    np.testing.assert_allclose(step(model, X), 2 * first, rtol=1e-6)
+    assert step.num_programs() == 2
+
+
+def test_objects_in_containers_change_and_so_do_the_containers():
+    @ts.function
+    def step(state, rest):
+        state["losses"].append(train(state["model"], rest[0], rest[1]["x"]))
+        state["steps"] = state["steps"] + 1
+        rest[1]["x"] = rest[1]["x"] * 2
+
+    ours, theirs = block(), block()
+    ours_by, theirs_by = optimizer(ours), optimizer(theirs)
+    state = {"model": ours, "steps": jnp.int32(0), "losses": []}
+    rest = (ours_by, {"x": X})
+    step(state, rest)
+    loss = nnx.jit(train_by_nnx)(theirs, theirs_by, X)
+    check_equal(state_of(ours, ours_by), state_of(theirs, theirs_by))
+    np.testing.assert_allclose(state["losses"], [loss], rtol=1e-6)
+    assert state["steps"] == 1
+    assert state["model"] is ours
+    np.testing.assert_array_equal(rest[1]["x"], 2 * X)
+
+
+def test_a_variable_by_itself_is_an_argument_too():
+    count, same = nnx.Variable(jnp.int32(3)), nnx.Variable(jnp.int32(3))
+
+    def body(variable):
+        variable.set_value(variable.get_value() * 2)
+        return variable.get_value() + 1
+
+    assert ts.function(body)(count) == nnx.jit(body)(same) == 7
+    assert count.get_value() == same.get_value() == 6
+
+
+def test_a_traced_decision_in_a_module_is_converted():
+    class Gate(nnx.Module):
+        def __init__(self):
+            self.last = nnx.Variable(jnp.float32(0))
+
+        def __call__(self, x):
+            if jnp.sum(x) > 0:
+                x = x * 2
+            self.last.set_value(jnp.sum(x))
+            return x
+
+    gate = Gate()
+    step = ts.function(lambda gate, x: gate(x))
+    np.testing.assert_array_equal(step(gate, X + 2), 2 * (X + 2))
+    np.testing.assert_allclose(gate.last.get_value(), jnp.sum(2 * (X + 2)), rtol=1e-6)
+    np.testing.assert_array_equal(step(gate, X - 2), X - 2)
+
+
+def test_donated_objects_live_on_in_what_they_became(steps):
+    check_steps(ts.function(train, donate=("model", "optimizer")), steps)
+
+
+# --- states
+
+
+def test_a_state_is_taken_and_given():
+    model = block()
+    state = nnx.state(model, nnx.Param)
+    doubled = ts.function(lambda s: jax.tree.map(lambda leaf: 2 * leaf, s))(state)
+    assert isinstance(doubled, nnx.State)
+    np.testing.assert_array_equal(
+        doubled["up"]["kernel"][...], 2 * model.up.kernel[...]
+    )
+    assert isinstance(doubled["up"]["kernel"], nnx.Param)
+
+
+def test_a_variable_of_a_state_is_changed_for_the_caller():
+    def body(state):
+        bias = state["up"]["bias"]
+        bias.set_value(bias.get_value() + 1)
+
+    ours, theirs = (nnx.state(block(), nnx.Param) for _ in range(2))
+    ts.function(body)(ours)
+    nnx.jit(body)(theirs)
+    check_equal(state_of(ours), state_of(theirs))
+    np.testing.assert_array_equal(ours["up"]["bias"][...], np.ones(8))
+
+
+def test_split_and_merge_by_hand_work_as_in_nnx_jit():
+    model = block()
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def body(params, rest, x):
+        merged = nnx.merge(graphdef, params, rest)
+        loss = loss_of(merged, x)
+        return ts.grad(loss, params), nnx.state(merged, nnx.BatchStat)
+
+    slopes, statistics = ts.function(body)(params, rest, X)
+    other = block()
+    expected = nnx.jit(nnx.grad(loss_of))(other, X)
+    check_equal(state_of(slopes), state_of(expected))
+    check_equal(state_of(statistics), state_of(nnx.state(other, nnx.BatchStat)))
+    # Flax splits and merges variables themselves, and no copies of them.
+    check_equal(state_of(model), state_of(other))
+
+
+# --- as results
+
+
+def test_a_result_that_is_the_callers_object_is_that_object():
+    model = block()
+
+    def body(model, x):
+        return model, {"part": model.up, "y": model(x)}
+
+    first, rest = ts.function(body)(model, X)
+    assert first is model
+    assert rest["part"] is model.up
+
+
+def test_a_new_object_of_the_function_is_the_callers():
+    def body(model, rate):
+        twin = nnx.clone(model)
+        twin.up.kernel.set_value(twin.up.kernel.get_value() * rate)
+        return twin, nnx.state(twin, nnx.BatchStat)
+
+    model = block()
+    twin, state = ts.function(body)(model, 2)
+    assert isinstance(twin, Block)
+    assert twin is not model
+    assert isinstance(state, nnx.State)
+    np.testing.assert_array_equal(twin.up.kernel[...], 2 * model.up.kernel[...])
+    made = ts.function(block)()
+    check_equal(state_of(made), state_of(block()))
+
+
+# --- gradients
+
+
+def test_the_gradient_by_a_module_is_that_by_its_parameters():
+    @ts.function
+    def slopes(model, x):
+        loss = loss_of(model, x)
+        return ts.grad(loss, model), ts.grad(loss, {"all": model})
+
+    found, inside = slopes(block(), X)
+    expected = nnx.jit(nnx.grad(loss_of))(block(), X)
+    check_equal(state_of(found), state_of(expected))
+    check_equal(state_of(inside["all"]), state_of(expected))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, ts.function])
+def test_value_and_grad_by_a_module_changes_its_other_state(wrap):
+    ours, theirs = block(), block()
+    loss, found = wrap(ts.value_and_grad(loss_of))(ours, X)
+    expected, slopes = nnx.jit(nnx.value_and_grad(loss_of))(theirs, X)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    check_equal(state_of(found), state_of(slopes))
+    check_equal(state_of(ours), state_of(theirs))
+
+
+def test_a_parameter_that_the_loss_does_not_use_is_named():
+    @ts.function
+    def step(model, x):
+        return ts.grad(jnp.sum(model.up(x)), model)
+
+    with pytest.raises(UnconnectedGradientError, match="allow_unused=True") as caught:
+        step(block(), X)
+    assert "'down/0/bias/value'" in caught.value.what
+    assert "norm/mean" not in caught.value.what
+
+
+# --- inside other functions
+
+
+def test_a_function_inside_another_one_changes_the_same_object(dp_mesh):
+    plain = ts.function(train)
+    laid_out = ts.function(train, in_specs={"x": P("dp")}, mesh=dp_mesh)
+    for inner in (plain, laid_out):
+        check = block()
+
+        @ts.function
+        def outer(model, optimizer, x, inner=inner):
+            return inner(model, optimizer, x)
+
+        by = optimizer(check)
+        outer(check, by, X)
+        expected = block()
+        by_nnx = optimizer(expected)
+        nnx.jit(train_by_nnx)(expected, by_nnx, X)
+        check_equal(state_of(check, by), state_of(expected, by_nnx))
+
+
+def test_a_function_inside_nnx_jit_changes_the_same_object(steps):
+    step = ts.function(train)
+    check_steps(nnx.jit(lambda model, state, x: step(model, state, x)), steps)
+
+
+# --- on a mesh
+
+
+def test_weights_keep_the_layout_in_which_they_are_given(grid_mesh, steps):
+    def layout(leaf):
+        spec = P(None, "tp") if leaf.shape == (4, 8) else P()
+        return NamedSharding(grid_mesh.jax, spec)
+
+    model = block()
+    model.calls.set_value(jnp.int32(0))
+    state = optimizer(model)
+    for holder in (model, state):
+        held = nnx.state(holder)
+        nnx.update(
+            holder, jax.tree.map(lambda leaf: jax.device_put(leaf, layout(leaf)), held)
+        )
+    step = ts.function(train, in_specs={"x": P("dp")})
+    losses = [step(model, state, X) for _ in range(3)]
+    np.testing.assert_allclose(losses, steps[1], rtol=1e-5)
+    check_equal(state_of(model, state), steps[0])
+    moments = nnx.state(state, nnx.OptState)
+    split = [leaf for leaf in jax.tree.leaves(moments) if leaf.shape == (4, 8)]
+    assert len(split) == 2
+    for leaf in (model.up.kernel[...], *split):
+        assert leaf.sharding.spec == P(None, "tp")
+    assert step.num_programs() == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "spec", "moment"),
+    [
+        ("data_parallel", {}, P(), P()),
+        ("zero_redundancy_optimizer", {"stage": 1}, P(), P(None, "dp")),
+        ("zero_redundancy_optimizer", {"stage": 2}, P(), P(None, "dp")),
+        (
+            "zero_redundancy_optimizer",
+            {"stage": 3},
+            P(None, "dp"),
+            P(None, "dp"),
+        ),
+        ("fsdp", {"mesh_axes": ["dp"]}, P(None, "dp"), P(None, "dp")),
+    ],
+)
+def test_a_strategy_takes_modules_for_parameters_and_optimizers_for_state(
+    strategy, options, spec, moment, dp_mesh, steps
+):
+    distributed = ts.distribute(strategy, batch="x", **options)(train)
+    model, state = check_steps(ts.function(distributed, mesh=dp_mesh), steps)
+    assert model.up.kernel[...].sharding.spec == spec
+    moments = jax.tree.leaves(nnx.state(state, nnx.OptState))
+    assert {m.sharding.spec for m in moments if m.shape == (4, 8)} == {moment}
+
+
+def test_a_training_step_splits_the_batch_and_not_the_module(dp_mesh, steps):
+    step = ts.graph.training_step(mesh=dp_mesh)(train)
+    model, _ = check_steps(step, steps)
+    assert model.up.kernel[...].sharding.is_fully_replicated
+    specs = {value.name: value.spec for value in step.last.traced.graph.inputs}
+    assert specs["x"] == P(("dp",))
+    assert specs["model/up/bias"] == P()
+
+
+# --- what cannot be
+
+
+def test_another_variable_in_a_state_is_refused():
+    @ts.function
+    def body(state):
+        state["up"]["bias"] = nnx.Param(jnp.ones(8))
+
+    with pytest.raises(WriteBackError) as caught:
+        body(nnx.state(block(), nnx.Param))
+    assert str(caught.value) == (
+        "[T320] a State among the arguments was changed, and cannot be given back\n"
+        "  got: another object in the place of one that it held\n"
+        "  fix: return it, or change the objects that it holds\n"
+        "  docs: docs/errors/T320.md"
+    )
+
+
+def test_a_returned_state_is_the_way_that_the_refusal_names():
+    @ts.function
+    def body(state):
+        state = jax.tree.map(lambda leaf: leaf, state)
+        state["up"]["bias"] = nnx.Param(jnp.ones(8))
+        return state
+
+    state = body(nnx.state(block(), nnx.Param))
+    np.testing.assert_array_equal(state["up"]["bias"][...], np.ones(8))
+
+
+def test_another_object_in_the_place_of_an_entry_is_refused():
+    @ts.function
+    def body(state):
+        state["model"] = nnx.clone(state["model"])
+
+    with pytest.raises(WriteBackError) as caught:
+        body({"model": block()})
+    assert str(caught.value) == (
+        "[T320] 'model' of a dict among the arguments was an object, and is another "
+        "one\n"
+        "  got: a Block before\n"
+        "  fix: return the new object, or change the one that is there\n"
+        "  docs: docs/errors/T320.md"
+    )
