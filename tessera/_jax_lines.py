@@ -17,9 +17,10 @@ PACKAGE = Path(__file__).parent
 
 _FOLDERS = ("graph", "ops", "analysis", "annotations")
 _FACADES = ("arrays.py", "dist.py")
-_FILES = (*_FACADES, "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py")
+_FILES = ("nnx_objects.py", "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py")
 _DOORS = ("_jax.py", "_jax_lines.py", "_jax_traces.py")
-_MACHINERY = tuple(str(PACKAGE / name) for name in (*_FOLDERS, *_FILES, *_DOORS))
+_NAMES = (*_FOLDERS, *_FACADES, *_FILES, *_DOORS)
+_MACHINERY = tuple(str(PACKAGE / name) for name in _NAMES)
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 _INSTALLED = ("site-packages", "dist-packages")

@@ -30,11 +30,16 @@ from tessera.graph.tracing.arguments import (
 )
 from tessera.graph.tracing.declarations import Options
 from tessera.graph.tracing.inlining import inline
-from tessera.graph.tracing.nnx_objects import WithObjects, holds_objects, objects_split
 from tessera.graph.tracing.spelling import Form, Spelling
 from tessera.graph.tracing.tracer import trace
 from tessera.graph.tracing.write_back import check_apart, give_back
 from tessera.mesh import Mesh, opened_or_none
+from tessera.nnx_objects import (
+    WithObjects,
+    changes_explained,
+    holds_objects,
+    objects_split,
+)
 
 _Result = TypeVar("_Result")
 _Run: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
@@ -222,8 +227,6 @@ class Function:
         self, run: _Run, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """What ``run`` gives for arrays in the place of NNX objects, with objects."""
-        if not holds_objects((args, kwargs)):
-            return run(args, kwargs)
         with objects_split(args, kwargs) as call:
             return call.finish(run(call.args, call.kwargs))
 
@@ -234,8 +237,6 @@ class Function:
         kwargs: Mapping[str, Any],
     ) -> _Result:
         """What a stage gives for a call, which is not made."""
-        if not holds_objects((args, kwargs)):
-            return stage(self._take_apart(args, kwargs))
         with objects_split(args, kwargs) as call:
             return stage(self._take_apart(call.args, call.kwargs))
 
@@ -261,8 +262,9 @@ class Function:
         call = call.abstract()
         body, options = self.body, self.options
         if call.has_objects:
-            body, options = self._body_with_objects, options.with_roles(call)
-        return Traced(call, trace(body, call, options), self.skip_passes)
+            body, options = self._body_with_objects, options.for_objects(call)
+        with changes_explained():
+            return Traced(call, trace(body, call, options), self.skip_passes)
 
     def _take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         return take_apart(self._positional, *self._form.of(args, kwargs))

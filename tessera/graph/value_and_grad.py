@@ -25,7 +25,7 @@ from tessera.graph.pipelining.mark import pipeline_p
 from tessera.graph.rewriting import contains
 from tessera.graph.tracing.declarations import Options, is_number
 from tessera.graph.tracing.gradient import grad
-from tessera.graph.tracing.nnx_objects import holds_objects, is_object
+from tessera.nnx_objects import holds_objects, is_object, parameters_of
 from tessera.ops.layouts import layout_of
 from tessera.shard import DistTensor
 
@@ -119,12 +119,16 @@ class _Asked:
     def marked(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result, and marks for the gradients of its loss."""
         args, kwargs = self.with_changed(_apart, args, kwargs)
+        # As they are now: a transformation of Flax's gives objects other arrays.
+        weights = jax.tree.map(
+            lambda leaf: leaf,
+            tuple(
+                parameters_of(args[place] if isinstance(place, int) else kwargs[place])
+                for place in self._places(args, kwargs)
+            ),
+        )
         result = scope.as_called(self.function)(*args, **kwargs)
         loss = result[0] if self.has_aux else result
-        weights = tuple(
-            args[place] if isinstance(place, int) else kwargs[place]
-            for place in self._places(args, kwargs)
-        )
         found = grad(
             loss,
             weights[0] if self.is_single else weights,

@@ -32,6 +32,7 @@ from tessera.errors import (
     did_you_mean,
 )
 from tessera.mesh import Mesh, manual_axes, opened_or_none
+from tessera.nnx_objects import holds_objects
 from tessera.ops.layouts import as_array, is_unplaced, layout_of, placed, region_mesh
 from tessera.shard import DistTensor, ShardSpec, capturing
 
@@ -118,6 +119,7 @@ class Kernel:
         name = getattr(self._function, "__name__", "kernel")
         bound = bind_call(self._signature, args, kwargs, name=name)
         bound.apply_defaults()
+        self._refuse_objects(bound.arguments)
         paths, tree = jax.tree.flatten_with_path(bound.arguments, is_leaf=_is_tensor)
         leaves = [_Leaf(path, value) for path, value in paths]
         arrays = [leaf for leaf in leaves if leaf.is_array]
@@ -152,6 +154,15 @@ class Kernel:
             return declared.resolve(jnp.shape(leaf.value), mesh, what=what)
         layout = layout_of(leaf.value)
         return PartitionSpec() if layout is None else layout[1]
+
+    def _refuse_objects(self, arguments: Mapping[str, Any]) -> None:
+        for name, value in arguments.items():
+            if holds_objects(value):
+                raise KernelError(
+                    f"a kernel takes arrays, and argument {name!r} holds NNX objects",
+                    got=f"a {type(value).__name__}",
+                    fix="pass its arrays: layer.kernel[...]",
+                )
 
     def _check_visible(self, arrays: list["_Leaf"]) -> None:
         for leaf in arrays:

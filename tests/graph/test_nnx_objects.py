@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NNX objects as arguments and results: what ``nnx.jit`` does is what is expected."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import scope
-from tessera.errors import UnconnectedGradientError, WriteBackError
+from tessera.errors import (
+    KernelError,
+    SpecFormError,
+    StrategyError,
+    UnconnectedGradientError,
+    WriteBackError,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -36,8 +44,13 @@ class Block(nnx.Module):
         return self.down[0](x) * self.scale
 
 
-def block():
+@functools.cache
+def made():
     return Block(nnx.Rngs(0, dropout=1))
+
+
+def block():
+    return nnx.clone(made())
 
 
 def optimizer(model):
@@ -370,8 +383,8 @@ def test_a_new_object_of_the_function_is_the_callers():
     assert twin is not model
     assert isinstance(state, nnx.State)
     np.testing.assert_array_equal(twin.up.kernel[...], 2 * model.up.kernel[...])
-    made = ts.function(block)()
-    check_equal(state_of(made), state_of(block()))
+    built = ts.function(lambda: Block(nnx.Rngs(0, dropout=1)))()
+    check_equal(state_of(built), state_of(block()))
 
 
 # --- gradients
@@ -396,6 +409,36 @@ def test_value_and_grad_by_a_module_changes_its_other_state(wrap):
     expected, slopes = nnx.jit(nnx.value_and_grad(loss_of))(theirs, X)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     check_equal(state_of(found), state_of(slopes))
+    check_equal(state_of(ours), state_of(theirs))
+
+
+def test_a_recomputed_layer_changes_its_module_once_and_has_its_gradient():
+    def loss(model, x, wrap):
+        return jnp.mean(wrap(lambda model, x: model(x))(model, x) ** 2)
+
+    @ts.function
+    def step(model, x):
+        return ts.grad(loss(model, x, ts.checkpoint), model)
+
+    ours, theirs = block(), block()
+    found = step(ours, X)
+    expected = nnx.jit(nnx.grad(lambda model, x: loss(model, x, nnx.remat)))(theirs, X)
+    check_equal(state_of(found), state_of(expected))
+    check_equal(state_of(ours), state_of(theirs))
+    assert ours.calls.get_value() == 1
+    ts.checkpoint(lambda model, x: model(x))(ours, X)
+    assert ours.calls.get_value() == 2
+
+
+def test_value_and_grad_sees_through_transformations_of_flax():
+    def loss(model, x):
+        y = nnx.cond(jnp.sum(x) > -1, lambda m, x: m(x), lambda m, x: x, model, x)
+        return jnp.mean(y**2)
+
+    ours, theirs = block(), block()
+    _, found = ts.function(ts.value_and_grad(loss))(ours, X)
+    expected = nnx.jit(nnx.grad(loss))(theirs, X)
+    check_equal(state_of(found), state_of(expected))
     check_equal(state_of(ours), state_of(theirs))
 
 
@@ -489,6 +532,83 @@ def test_a_strategy_takes_modules_for_parameters_and_optimizers_for_state(
     assert {m.sharding.spec for m in moments if m.shape == (4, 8)} == {moment}
 
 
+@pytest.mark.parametrize(
+    "specs",
+    [
+        {"up": {"kernel": P(None, "tp")}, "down": {0: {"kernel": P("tp")}}},
+        nnx.State(
+            {
+                "up": {"kernel": nnx.Variable(P(None, "tp")), "bias": None},
+                "down": {0: {"kernel": nnx.Variable(P("tp", None))}},
+            }
+        ),
+    ],
+)
+def test_layouts_of_a_module_are_declared_by_its_own_names(specs, grid_mesh, steps):
+    step = ts.function(train, mesh=grid_mesh, in_specs={"model": specs, "x": P("dp")})
+    model, _ = check_steps(step, steps)
+    assert model.up.kernel[...].sharding.spec == P(None, "tp")
+    assert model.down[0].kernel[...].sharding.spec[0] == "tp"
+    assert model.up.bias[...].sharding.is_fully_replicated
+
+
+def test_a_layout_of_an_array_that_a_module_lacks_is_refused(grid_mesh):
+    step = ts.function(train, mesh=grid_mesh, in_specs={"model": {"up": {"w": P()}}})
+    with pytest.raises(SpecFormError, match="a layout for 'up/w', which is no array"):
+        step(block(), None, X)
+
+
+def test_meshes_are_compared_for_a_module():
+    model = block()
+    meshes = [ts.Mesh(["dp"], devices=range(size)) for size in (1, 2)]
+    report = ts.compare_layouts(ts.function(loss_of), (model, X), meshes)
+    assert "no difference" in str(report)
+    assert model.calls.get_value() == 0
+
+
+class Stages(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 4, rngs=rngs)
+        self.second = nnx.Linear(4, 4, rngs=rngs)
+        self.calls = nnx.Variable(jnp.int32(0))
+
+
+@ts.graph.stage("first")
+def first(model, x):
+    return jnp.tanh(model.first(x))
+
+
+@ts.graph.stage("second")
+def second(model, x):
+    return model.second(x)
+
+
+def test_a_pipeline_reads_a_module_and_leaves_it_as_it_is():
+    mesh = ts.Mesh(["pp"], devices=range(2))
+
+    @ts.distribute("pipeline_parallel", params="model")
+    def reads(model, x):
+        return second(model, first(model, x))
+
+    @ts.distribute("pipeline_parallel", params="model")
+    def changes(model, x):
+        model.calls.set_value(model.calls.get_value() + 1)
+        return second(model, first(model, x))
+
+    @ts.function(mesh=mesh)
+    def step(model, x, body):
+        return ts.grad(jnp.mean(body(model, x) ** 2), model)
+
+    def plain(model, x):
+        return jnp.mean(model.second(jnp.tanh(model.first(x))) ** 2)
+
+    model = Stages(nnx.Rngs(0))
+    found = step(model, X, reads)
+    check_equal(state_of(found), state_of(nnx.jit(nnx.grad(plain))(model, X)))
+    with pytest.raises(WriteBackError, match="in a stage of a pipeline return"):
+        step(model, X, changes)
+
+
 def test_a_training_step_splits_the_batch_and_not_the_module(dp_mesh, steps):
     step = ts.graph.training_step(mesh=dp_mesh)(train)
     model, _ = check_steps(step, steps)
@@ -541,3 +661,77 @@ def test_another_object_in_the_place_of_an_entry_is_refused():
         "  fix: return the new object, or change the one that is there\n"
         "  docs: docs/errors/T320.md"
     )
+
+
+def test_a_module_that_is_closed_over_is_not_changed():
+    model = block()
+    before = state_of(model)
+
+    @ts.function
+    def forward(x):
+        return model(x)
+
+    with pytest.raises(WriteBackError) as caught:
+        forward(X)
+    line = Block.__call__.__code__.co_firstlineno + 1
+    assert str(caught.value) == (
+        "[T320] an NNX object was changed, and cannot be given back\n"
+        "  got: Cannot mutate Variable from a different trace level\n"
+        f"  got: at {__file__}:{line}\n"
+        "  fix: pass it to the function as an argument, where it is closed over\n"
+        "  fix: in a loop, a branch or a transformation use Flax's own: nnx.scan, "
+        "nnx.cond, nnx.vmap\n"
+        "  fix: in a stage of a pipeline return what is new\n"
+        "  docs: docs/errors/T320.md"
+    )
+    check_equal(state_of(model), before)
+
+
+def test_a_kernel_takes_the_arrays_of_a_module(dp_mesh):
+    @ts.op.kernel
+    def project(layer, x):
+        return x @ layer
+
+    layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(KernelError) as caught:
+        project(layer, X)
+    assert str(caught.value) == (
+        "[T208] a kernel takes arrays, and argument 'layer' holds NNX objects\n"
+        "  got: a Linear\n"
+        "  fix: pass its arrays: layer.kernel[...]\n"
+        "  docs: docs/errors/T208.md"
+    )
+    rows = jax.device_put(X, NamedSharding(dp_mesh.jax, P("dp")))
+    found = project(layer.kernel[...], rows)
+    np.testing.assert_allclose(found, X @ layer.kernel[...], atol=1e-6)
+
+
+def test_tensor_parallel_takes_the_arrays_of_a_module():
+    mesh = ts.Mesh(["tp"], devices=range(2))
+
+    @ts.function(mesh=mesh)
+    @ts.distribute("tensor_parallel")
+    def whole(x: ts.Tensor["B", "D_in"], layer):  # noqa: F821
+        return layer(x)
+
+    layer = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+    with pytest.raises(StrategyError) as caught:
+        whole(X, layer)
+    assert str(caught.value) == (
+        "[T313] strategy 'tensor_parallel' does not know the dims of the arrays in "
+        "'layer'\n"
+        "  got: a Linear, which no annotation describes\n"
+        '  fix: give \'whole\' its arrays: kernel: ts.Tensor["D_in", "D_out"], and '
+        "layer.kernel[...] in the call\n"
+        "  docs: docs/errors/T313.md"
+    )
+
+    @ts.function(mesh=mesh)
+    @ts.distribute("tensor_parallel")
+    def of_arrays(
+        x: ts.Tensor["B", "D_in"],  # noqa: F821
+        kernel: ts.Tensor["D_in", "D_out"],  # noqa: F821
+    ) -> ts.Tensor["B", "D_out"]:  # noqa: F821
+        return x @ kernel
+
+    np.testing.assert_allclose(of_arrays(X, layer.kernel[...]), layer(X), atol=1e-6)

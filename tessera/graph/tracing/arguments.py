@@ -23,9 +23,9 @@ from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax
 from tessera.errors import ArgumentError, MeshConflictError
-from tessera.graph.tracing.nnx_objects import STRUCTURE, Structure
 from tessera.graph.tracing.statics import Static
 from tessera.mesh import Mesh
+from tessera.nnx_objects import STRUCTURE, Structure
 from tessera.shard import DistTensor
 from tessera.spec import axes_of_dims, spec_of_axes
 
@@ -150,11 +150,10 @@ class Argument:
         return [place for place, leaf in enumerate(self.leaves) if leaf.layout]
 
     @property
-    def role(self) -> str | None:
-        """What an NNX object is by its type: ``params`` or ``optimizer_state``."""
+    def structure(self) -> Structure | None:
+        """What is static of an NNX object, where the argument is one."""
         value = self.rebuilt(self.leaves)
-        structure = value.get(STRUCTURE) if isinstance(value, dict) else None
-        return structure.role if isinstance(structure, Structure) else None
+        return value.get(STRUCTURE) if isinstance(value, dict) else None
 
     def dynamic_part(self, value: Any) -> list[Any]:
         """What the compiled program takes for this argument: its arrays.

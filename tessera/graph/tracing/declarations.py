@@ -14,11 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from tessera.errors import LayoutMismatchError, SpecFormError
+from tessera.errors import LayoutMismatchError, SpecFormError, did_you_mean
 from tessera.graph.ir import Role, Value
-from tessera.graph.tracing.arguments import Call, Leaf
+from tessera.graph.tracing.arguments import Argument, Call, Leaf
 from tessera.graph.tracing.strategies import Strategy
 from tessera.mesh import Mesh
+from tessera.nnx_objects import STRUCTURE, is_object
 from tessera.shard import DistTensor, ShardSpec
 from tessera.spec import axes_of_dims
 
@@ -54,14 +55,28 @@ class Options:
     strategy: Strategy | None = None
     split_batch: bool = False
 
-    def with_roles(self, call: Call) -> "Options":
-        """The same for a call in which NNX objects say by their type what they are."""
+    def for_objects(self, call: Call) -> "Options":
+        """The same for a call with the arrays of NNX objects among its arguments.
+
+        Trees of layouts name the arrays as the objects do, and may leave some out. To a
+        strategy, the type of an object says what it is.
+
+        Raises:
+          SpecFormError: [T204] a layout is for an array that an object does not have.
+        """
+        specs, roles = dict(self.in_specs), dict[str, str]()
+        for argument in call.arguments:
+            structure = argument.structure
+            if structure is None:
+                continue
+            if not _is_spec(specs.get(argument.name)):
+                specs[argument.name] = _object_specs(specs[argument.name], argument)
+            if structure.role is not None:
+                roles[argument.name] = structure.role
         if self.strategy is None:
-            return self
-        found = {argument.name: argument.role for argument in call.arguments}
-        roles = {name: role for name, role in found.items() if role is not None}
+            return replace(self, in_specs=specs)
         strategy = replace(self.strategy, roles=roles | dict(self.strategy.roles))
-        return replace(self, strategy=strategy)
+        return replace(self, in_specs=specs, strategy=strategy)
 
     @property
     def declares_layouts(self) -> bool:
@@ -236,6 +251,26 @@ def _specs(
         ) from None
     flat = [leaf.spec for leaf in jax.tree.leaves(spread)]
     return [spec for place, spec in enumerate(flat) if place not in statics]
+
+
+def _object_specs(specs: Any, argument: Argument) -> dict[str, Any]:
+    """A spec, or None, for each array of an object, from a tree like its state."""
+    given: dict[str, Any] = {}
+    for path, spec in jax.tree_util.tree_flatten_with_path(
+        specs, is_leaf=lambda node: _is_spec(node) or is_object(node)
+    )[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        # nnx.get_partition_spec gives them in variables.
+        given[name] = spec.get_raw_value() if is_object(spec) else spec
+    known = list(argument.rebuilt(argument.leaves))
+    for name in given:
+        if name not in known:
+            raise SpecFormError(
+                f"in_specs[{argument.name!r}] has a layout for {name!r}, which is no "
+                "array of it",
+                fix=did_you_mean(name, [each for each in known if each != STRUCTURE]),
+            )
+    return {name: given.get(name) for name in known}
 
 
 @dataclass(frozen=True)

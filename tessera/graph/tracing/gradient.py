@@ -21,8 +21,8 @@ from tessera.errors import (
     OutsideTraceError,
     UnconnectedGradientError,
 )
-from tessera.graph.tracing.nnx_objects import parameters_of
 from tessera.mesh import manual_axes
+from tessera.nnx_objects import parameters_of
 from tessera.ops.layouts import layout_of
 
 gradient_p = _jax.Primitive("gradient")

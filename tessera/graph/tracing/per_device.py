@@ -26,6 +26,7 @@ from tessera.graph.tracing.arguments import Argument, Leaf
 from tessera.graph.tracing.declarations import is_number
 from tessera.graph.tracing.strategies import Strategy
 from tessera.mesh import Mesh, manual_axes, opened_or_none
+from tessera.nnx_objects import holds_objects
 from tessera.ops.layouts import region_mesh
 from tessera.shard import DistTensor, ShardSpec
 
@@ -153,10 +154,22 @@ class _Region:
         self._binding = bind(body, args, kwargs, name=self._name)
         self._signature = inspect.signature(body)
         bound = bind_call(self._signature, args, kwargs, name=self._name)
+        for name, value in bound.arguments.items():
+            if holds_objects(value):
+                raise self._takes_no_object(name, value)
         self._leaves, self._tree = _flat("", dict(bound.arguments))
         first = next(iter(self._binding.dim_names.values()), ())
         self._common = [s for n in first if n != "..." for s in Dim(n).symbols]
         self._splits = self._splits_of_arguments()
+
+    def _takes_no_object(self, name: str, value: Any) -> StrategyError:
+        return StrategyError(
+            f"strategy {self._strategy.name!r} does not know the dims of the arrays in "
+            f"{name!r}",
+            got=f"a {type(value).__name__}, which no annotation describes",
+            fix=f"give {self._name!r} its arrays: kernel: ts.Tensor["
+            '"D_in", "D_out"], and layer.kernel[...] in the call',
+        )
 
     def run(self) -> Any:
         """The global results."""

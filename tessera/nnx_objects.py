@@ -16,6 +16,7 @@ import copy
 import functools
 import operator
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from tessera import scope
+from tessera import _jax, scope
 from tessera.errors import WriteBackError
 
 STRUCTURE = "<structure>"
@@ -76,6 +77,74 @@ def parameters_of(weights: Any) -> Any:
     return jax.tree.map(one, weights, is_leaf=is_object)
 
 
+def remat(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``nnx.remat``, which leaves what the function does not change as it is.
+
+    By Flax's own every variable is another value afterwards, and a gradient by the
+    parameters would not find its way back to them.
+    """
+    from flax import nnx
+
+    def again(*args: Any) -> Any:
+        held = [arg for arg in args if is_object(arg)]
+        before = _variables(held)
+        unchanged: set[Any] = set()
+
+        def noting(*inner: Any) -> Any:
+            known = _variables([arg for arg in inner if is_object(arg)])
+            result = body(*inner)
+            unchanged.update(
+                p for p, (v, raw) in known.items() if v.get_raw_value() is raw
+            )
+            return result
+
+        result = nnx.remat(noting, **options)(*args)
+        for path in unchanged:
+            variable, raw = before[path]
+            variable.set_raw_value(raw)
+        return result
+
+    return again
+
+
+def _variables(objects: list[Any]) -> dict[Any, tuple[Any, Any]]:
+    """The variables of some objects and their values, by path."""
+    from flax import nnx
+
+    flat = nnx.to_flat_state(nnx.state(objects))
+    return {
+        path: (leaf, leaf.get_raw_value())
+        for path, leaf in flat
+        if isinstance(leaf, nnx.Variable)
+    }
+
+
+@contextmanager
+def changes_explained() -> Iterator[None]:
+    """Let a change that Flax refuses in a trace be an error that says what to do.
+
+    Raises:
+      WriteBackError: [T320] an object was changed that is not of the trace.
+    """
+    try:
+        yield
+    except Exception as error:
+        flax_errors: Any = sys.modules.get("flax.errors")
+        if flax_errors is None or not isinstance(error, flax_errors.TraceContextError):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        users = [frame for frame in frames if not _jax.is_machinery(frame.filename)]
+        line = f"\nat {users[-1].filename}:{users[-1].lineno}" if users else ""
+        raise WriteBackError(
+            "an NNX object was changed, and cannot be given back",
+            got=str(error).partition(" (http")[0] + line,
+            fix="pass it to the function as an argument, where it is closed over\n"
+            "in a loop, a branch or a transformation use Flax's own: nnx.scan, "
+            "nnx.cond, nnx.vmap\n"
+            "in a stage of a pipeline return what is new",
+        ) from error
+
+
 def _is_unit(node: Any) -> bool:
     """Whether a node is an object, or a tree with objects that is no container."""
     return not isinstance(node, (dict, list, tuple)) and holds_objects(node)
@@ -123,19 +192,23 @@ class ObjectCall:
     Attributes:
       args: Positional arguments.
       kwargs: Keyword arguments.
+      has_objects: Whether there were any.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        from flax import nnx
-
+        self.args, self.kwargs = tuple(args), dict(kwargs)
         self._units: list[tuple[Any, Arrays]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}
+        self.has_objects = holds_objects((args, kwargs))
+
+    def split(self) -> None:
+        """Put arrays in the place of the objects; in a context of Flax alone."""
+        from flax import nnx
+
         with nnx.split_context(_TAG) as context:
-            self.args = tuple(self._without_objects(context, arg) for arg in args)
-            self.kwargs = {
-                name: self._without_objects(context, arg)
-                for name, arg in kwargs.items()
-            }
+            inside = functools.partial(self._without_objects, context)
+            self.args = _mapped(inside, self.args)
+            self.kwargs = _mapped(inside, self.kwargs)
 
     def _without_objects(self, context: Any, node: Any) -> Any:
         """A part of the arguments: a copy, where it is a container with objects."""
@@ -158,6 +231,8 @@ class ObjectCall:
 
     def finish(self, result: Any) -> Any:
         """The result with its objects, once the caller's are what became of them."""
+        if not self.has_objects:
+            return result
         from flax import nnx
 
         with nnx.merge_context(_TAG, inner=False) as context:
@@ -180,10 +255,15 @@ def objects_split(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[ObjectCall]:
     """The arguments of a call without their objects, for as long as the call runs."""
+    call = ObjectCall(args, kwargs)
+    if not call.has_objects:
+        yield call
+        return
     from flax import nnx
 
     with nnx.update_context(_TAG):
-        yield ObjectCall(args, kwargs)
+        call.split()
+        yield call
 
 
 def _mapped(function: Callable[[Any], Any], container: Any) -> Any:
