@@ -34,10 +34,10 @@ from tessera.graph.tracing.spelling import Form, Spelling
 from tessera.graph.tracing.tracer import trace
 from tessera.graph.tracing.write_back import check_apart, give_back
 from tessera.mesh import Mesh, opened_or_none
-from tessera.nnx_objects import (
+from tessera.objects import (
     WithObjects,
     changes_explained,
-    holds_objects,
+    changes_in_place,
     objects_split,
 )
 
@@ -183,7 +183,7 @@ class Function:
         return traced.result(outputs)
 
     def _run_new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if holds_objects((args, kwargs)):
+        if changes_in_place((args, kwargs)):
             self._takes_objects = True
             return self._with_objects(self._run_any, args, kwargs)
         call = self._take_apart(args, kwargs)

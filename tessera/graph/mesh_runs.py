@@ -24,7 +24,7 @@ from tessera.graph.lowering.jit import compiler_options, lower
 from tessera.graph.stages import Compiled, Traced
 from tessera.graph.training_step import Step
 from tessera.mesh import Mesh
-from tessera.nnx_objects import objects_split
+from tessera.objects import objects_split
 from tessera.shard import DistTensor, ShardSpec
 from tessera.spec import axes_of_dims
 

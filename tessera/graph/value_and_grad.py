@@ -25,7 +25,7 @@ from tessera.graph.pipelining.mark import pipeline_p
 from tessera.graph.rewriting import contains
 from tessera.graph.tracing.declarations import Options, is_number
 from tessera.graph.tracing.gradient import grad
-from tessera.nnx_objects import holds_objects, is_object, parameters_of
+from tessera.objects import changes_in_place, is_object, parameters_of
 from tessera.ops.layouts import layout_of
 from tessera.shard import DistTensor
 
@@ -92,7 +92,7 @@ def value_and_grad(
         if here is None:
             args, kwargs = asked.with_changed(jnp.asarray, args, kwargs)
             return compiled(*args, **kwargs)  # which comes back here, in a step
-        if holds_objects((args, kwargs)):  # a program of its own would have copies
+        if changes_in_place((args, kwargs)):  # a program of its own would have copies
             return asked.marked(*args, **kwargs)
         before = here.mark()
         own = _OwnProgram(asked.marked, args, kwargs)

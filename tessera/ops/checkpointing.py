@@ -16,7 +16,7 @@ import numpy as np
 
 from tessera import scope
 from tessera.errors import SettingValueError, did_you_mean
-from tessera.nnx_objects import is_object, remat
+from tessera.objects import is_object, remat
 
 NONE: Final = "none"
 # The name, for ``jax.ad_checkpoint``, of what attention keeps for its gradient.

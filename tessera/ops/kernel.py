@@ -32,7 +32,7 @@ from tessera.errors import (
     did_you_mean,
 )
 from tessera.mesh import Mesh, manual_axes, opened_or_none
-from tessera.nnx_objects import holds_objects
+from tessera.objects import holds_objects
 from tessera.ops.layouts import as_array, is_unplaced, layout_of, placed, region_mesh
 from tessera.shard import DistTensor, ShardSpec, capturing
 

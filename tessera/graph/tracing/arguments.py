@@ -25,7 +25,7 @@ from tessera import _jax
 from tessera.errors import ArgumentError, MeshConflictError
 from tessera.graph.tracing.statics import Static
 from tessera.mesh import Mesh
-from tessera.nnx_objects import STRUCTURE, Structure
+from tessera.objects import STRUCTURE, Structure
 from tessera.shard import DistTensor
 from tessera.spec import axes_of_dims, spec_of_axes
 

@@ -19,7 +19,7 @@ from tessera.graph.ir import Role, Value
 from tessera.graph.tracing.arguments import Argument, Call, Leaf
 from tessera.graph.tracing.strategies import Strategy
 from tessera.mesh import Mesh
-from tessera.nnx_objects import STRUCTURE, is_object
+from tessera.objects import STRUCTURE, is_object
 from tessera.shard import DistTensor, ShardSpec
 from tessera.spec import axes_of_dims
 

@@ -22,7 +22,7 @@ from tessera.errors import (
     UnconnectedGradientError,
 )
 from tessera.mesh import manual_axes
-from tessera.nnx_objects import parameters_of
+from tessera.objects import parameters_of
 from tessera.ops.layouts import layout_of
 
 gradient_p = _jax.Primitive("gradient")

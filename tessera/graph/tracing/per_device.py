@@ -26,7 +26,7 @@ from tessera.graph.tracing.arguments import Argument, Leaf
 from tessera.graph.tracing.declarations import is_number
 from tessera.graph.tracing.strategies import Strategy
 from tessera.mesh import Mesh, manual_axes, opened_or_none
-from tessera.nnx_objects import holds_objects
+from tessera.objects import holds_objects
 from tessera.ops.layouts import region_mesh
 from tessera.shard import DistTensor, ShardSpec
 

@@ -155,7 +155,7 @@ def test_a_trace_or_a_compilation_leaves_the_module_as_it_is():
 
 
 def test_a_module_of_shapes_alone_is_enough_to_compile():
-    model = nnx.eval_shape(block)
+    model = nnx.eval_shape(lambda: Block(nnx.Rngs(0, dropout=1)))
     compiled = ts.function(loss_of).compile(model, jax.ShapeDtypeStruct((8, 4), "f4"))
     assert "f32[8,4]" in compiled.as_text()
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flax NNX objects in a call: modules, optimizers, variables, and trees of them.
+"""Objects in a call: modules, optimizers, variables of Flax NNX, and mutable arrays.
 
 A program takes arrays. In the place of an object it is given a dict of the object's
 arrays by path, with the object's structure beside them as a static value; the function
 is given an object made of these, and the caller's own object becomes what that one
 became. A trace never sees the caller's object, so there may be any number of traces.
 
-``nnx.jit`` does the same, with the same four steps of ``nnx.update_context``: split the
-caller's objects, merge them in the trace, split them there, merge them for the caller.
-What several arguments share they share in the trace, and a result that is an object of
-the caller's is that object.
+Of NNX's objects ``nnx.jit`` does the same, with the same four steps of
+``nnx.update_context``: split the caller's objects, merge them in the trace, split them
+there, merge them for the caller. What several arguments share they share in the trace,
+and a result that is an object of the caller's is that object.
 """
 
 import copy
@@ -18,7 +18,7 @@ import operator
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -39,7 +39,7 @@ class Structure:
     """What is static of an object; it stands beside the object's arrays.
 
     Attributes:
-      graphdef: Flax's description of the object.
+      graphdef: Flax's description of the object; None for a mutable array.
       paths: Where each array is in it, by the array's name.
       kind: The name of its class.
       role: What ``ts.distribute`` takes an argument for that is such an object.
@@ -58,10 +58,16 @@ def is_object(node: Any) -> bool:
 
 
 def holds_objects(tree: Any) -> bool:
-    """Whether there is an object anywhere in a tree."""
+    """Whether there is an object of NNX anywhere in a tree."""
     return "flax.nnx" in sys.modules and any(
         map(is_object, jax.tree.leaves(tree, is_leaf=is_object))
     )
+
+
+def changes_in_place(tree: Any) -> bool:
+    """Whether there is an object of NNX or a mutable array in a tree."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_object)
+    return any(isinstance(leaf, jax.Ref) or is_object(leaf) for leaf in leaves)
 
 
 def parameters_of(weights: Any) -> Any:
@@ -119,6 +125,29 @@ def _variables(objects: list[Any]) -> dict[Any, tuple[Any, Any]]:
     }
 
 
+def check_references(result: Sequence[Any], captured: Sequence[Any]) -> None:
+    """Raise [T320] where a function returns mutable arrays or closes over them.
+
+    Args:
+      result: Leaves of what it returns.
+      captured: Arrays that it closes over.
+    """
+    for leaf in result:
+        if isinstance(leaf, jax.Ref):
+            raise WriteBackError(
+                "a mutable array is returned, and cannot be given to the caller",
+                got=str(jax.typeof(leaf)),
+                fix="return its value: ref[...]",
+            )
+    for array in captured:
+        if isinstance(array, jax.Ref):
+            raise WriteBackError(
+                "a mutable array that a function closes over cannot be given back",
+                got=str(jax.typeof(array)),
+                fix="pass it to the function as an argument",
+            )
+
+
 @contextmanager
 def changes_explained() -> Iterator[None]:
     """Let a change that Flax refuses in a trace be an error that says what to do.
@@ -147,7 +176,7 @@ def changes_explained() -> Iterator[None]:
 
 def _is_unit(node: Any) -> bool:
     """Whether a node is an object, or a tree with objects that is no container."""
-    return not isinstance(node, (dict, list, tuple)) and holds_objects(node)
+    return not isinstance(node, (dict, list, tuple)) and changes_in_place(node)
 
 
 def _is_split(node: Any) -> bool:
@@ -156,6 +185,8 @@ def _is_split(node: Any) -> bool:
 
 def _split(context: Any, node: Any) -> Arrays:
     """The arrays of an object by name, and its structure."""
+    if isinstance(node, jax.Ref):
+        return {"value": node[...], STRUCTURE: Structure(None, (), "Ref", None)}
     from flax import nnx
 
     graphdef, state = context.split((node,))
@@ -175,9 +206,11 @@ def _split(context: Any, node: Any) -> Arrays:
 
 def _merged(context: Any, arrays: Arrays) -> Any:
     """The object of some arrays: a new one, or the caller's, which they replace."""
+    structure: Structure = arrays[STRUCTURE]
+    if structure.graphdef is None:
+        return jax.new_ref(arrays["value"])
     from flax import nnx
 
-    structure: Structure = arrays[STRUCTURE]
     flat = {path: arrays[name] for name, path in structure.paths}
     (node,) = context.merge(structure.graphdef, nnx.from_flat_state(flat))
     return node
@@ -199,13 +232,11 @@ class ObjectCall:
         self.args, self.kwargs = tuple(args), dict(kwargs)
         self._units: list[tuple[Any, Arrays]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}
-        self.has_objects = holds_objects((args, kwargs))
+        self.has_objects = changes_in_place((args, kwargs))
 
     def split(self) -> None:
-        """Put arrays in the place of the objects; in a context of Flax alone."""
-        from flax import nnx
-
-        with nnx.split_context(_TAG) as context:
+        """Put arrays in the place of the objects; in an update context of NNX."""
+        with _nnx("split_context") as context:
             inside = functools.partial(self._without_objects, context)
             self.args = _mapped(inside, self.args)
             self.kwargs = _mapped(inside, self.kwargs)
@@ -213,6 +244,14 @@ class ObjectCall:
     def _without_objects(self, context: Any, node: Any) -> Any:
         """A part of the arguments: a copy, where it is a container with objects."""
         if _is_unit(node):
+            if isinstance(node, jax.Ref) and any(
+                node is unit for unit, _ in self._units
+            ):
+                raise WriteBackError(
+                    "a mutable array is given to the call a second time",
+                    got=f"one {jax.typeof(node)} in two places of the arguments",
+                    fix="pass it once, or pass another one: jax.new_ref(ref[...])",
+                )
             arrays = _split(context, node)
             # Of a variable a number is an array, as for nnx.jit.
             arrays.update(
@@ -222,7 +261,7 @@ class ObjectCall:
             )
             self._units.append((node, arrays))
             return arrays
-        if not holds_objects(node):
+        if not changes_in_place(node):
             return node
         if id(node) not in self._copies:
             inside = functools.partial(self._without_objects, context)
@@ -233,11 +272,12 @@ class ObjectCall:
         """The result with its objects, once the caller's are what became of them."""
         if not self.has_objects:
             return result
-        from flax import nnx
-
-        with nnx.merge_context(_TAG, inner=False) as context:
-            for _, arrays in self._units:
-                _merged(context, arrays)
+        with _nnx("merge_context", inner=False) as context:
+            for unit, arrays in self._units:
+                if isinstance(unit, jax.Ref):
+                    unit[...] = arrays["value"]
+                else:
+                    _merged(context, arrays)
             result = jax.tree.map(
                 lambda node: _merged(context, node) if _is_split(node) else node,
                 result,
@@ -259,11 +299,15 @@ def objects_split(
     if not call.has_objects:
         yield call
         return
-    from flax import nnx
-
-    with nnx.update_context(_TAG):
+    with _nnx("update_context"):
         call.split()
         yield call
+
+
+def _nnx(name: str, **options: Any) -> AbstractContextManager[Any]:
+    """A context of NNX for the objects of one call, if there can be any."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nullcontext() if nnx is None else getattr(nnx, name)(_TAG, **options)
 
 
 def _mapped(function: Callable[[Any], Any], container: Any) -> Any:
@@ -305,19 +349,22 @@ class WithObjects:
         Raises:
           WriteBackError: [T320] what holds the objects was changed, and not they.
         """
-        from flax import nnx
-
         restored = _Restored()
-        with nnx.merge_context(_TAG, inner=True) as context:
+        with _nnx("merge_context", inner=True) as context:
             values = [restored.objects_of(context, arg) for arg in args]
             named = {
                 name: restored.objects_of(context, arg) for name, arg in kwargs.items()
             }
         result = scope.as_called(self.body)(*values, **named)
-        with nnx.split_context(_TAG) as context:
+        with _nnx("split_context") as context:
             restored.split(context)
+
+            def split(node: Any) -> Any:
+                is_reference = isinstance(node, jax.Ref)  # the tracer refuses it
+                return node if is_reference else _split(context, node)
+
             return jax.tree.map(
-                lambda node: _split(context, node) if _is_unit(node) else node,
+                lambda node: split(node) if _is_unit(node) else node,
                 result,
                 is_leaf=_is_unit,
             )
