@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parent
 _FOLDERS = ("graph", "ops", "analysis", "annotations")
 _FACADES = ("arrays.py", "dist.py")
 _FILES = ("objects.py", "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py")
-_DOORS = ("_jax.py", "_jax_lines.py", "_jax_traces.py")
+_DOORS = ("_jax.py", "_jax_lines.py", "_jax_recording.py", "_jax_traces.py")
 _NAMES = (*_FOLDERS, *_FACADES, *_FILES, *_DOORS)
 _MACHINERY = tuple(str(PACKAGE / name) for name in _NAMES)
 

@@ -8,6 +8,7 @@ compiled. A call inside another traced function is part of that function's progr
 
 import functools
 import inspect
+import sys
 import warnings
 import weakref
 from collections import Counter, deque
@@ -16,9 +17,17 @@ from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, TypeAlias, TypeVar
 
-from tessera import _jax, scope
+import jax
+
+from tessera import _jax, _jax_traces, scope
 from tessera.annotations import checked
-from tessera.errors import SpecFormError, TesseraWarning, did_you_mean
+from tessera.errors import (
+    OutsideTraceError,
+    SpecFormError,
+    TesseraWarning,
+    did_you_mean,
+)
+from tessera.graph.eager import Outcome, run_eagerly
 from tessera.graph.lowering.jit import jitted
 from tessera.graph.pass_runner import check_names
 from tessera.graph.stages import Compiled, Lowered, Traced
@@ -40,6 +49,7 @@ from tessera.objects import (
     changes_in_place,
     objects_split,
 )
+from tessera.shard import DistTensor
 
 _Result = TypeVar("_Result")
 _Run: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
@@ -122,6 +132,16 @@ class Function:
 
     def _run_any(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the program of the last call, or another one where that does not fit."""
+        if jax.config.jax_disable_jit:
+            return self._run_eagerly(args, kwargs)
+        if _jax_traces.is_tracing():
+            return self._with_objects(self._inline, args, kwargs)
+        try:
+            return self._run_compiled(args, kwargs)
+        except _jax_traces.InternalFloatingPointError as error:
+            raise self._where_not_finite(error, args, kwargs) from None
+
+    def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         recent = self._recent
         if recent is not None:
             try:
@@ -187,12 +207,44 @@ class Function:
             self._takes_objects = True
             return self._with_objects(self._run_any, args, kwargs)
         call = self._take_apart(args, kwargs)
-        if any(isinstance(leaf.value, _jax.Tracer) for leaf in call.leaves):
-            return self._inline(call, args, kwargs)
         spelling = self._form.spelling(args, kwargs)
         program = replace(self._program(call, to_run=True), spelling=spelling)
         self._recent = program
         return self._run(program, args, kwargs)
+
+    def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if changes_in_place((args, kwargs)):
+            return self._with_objects(self._run_eagerly, args, kwargs)
+        outcome, values = self._outcome(args, kwargs), self._form.values(args, kwargs)
+        check_apart(outcome.writes, values)
+        give_back(outcome.writes, outcome.written, values)
+        return outcome.result
+
+    def _outcome(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+        """What the function gives that runs operation by operation."""
+        call = self._take_apart(args, kwargs)
+        body, options = self._for_objects(call)
+        with changes_explained():
+            return run_eagerly(body, call, options, self._parameter)
+
+    def _where_not_finite(
+        self, error: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> FloatingPointError:
+        """The error of the operation that makes what ``jax.debug_nans`` looks for."""
+        try:
+            with jax.disable_jit():
+                self._outcome(args, kwargs)
+        except FloatingPointError as found:
+            return found
+        except (OutsideTraceError, RuntimeError):
+            pass  # it needs its whole program, or an array that was donated
+        name = self.options.name
+        return FloatingPointError(f"invalid value ({error.ty}) encountered in {name!r}")
+
+    def _parameter(self, name: str, declared: DistTensor) -> Any:
+        """The array of one parameter."""
+        del name
+        return declared.materialize()
 
     def _program(self, call: Call, *, to_run: bool = False) -> _Program:
         """The program of a call, compiled unless an earlier call was alike."""
@@ -240,10 +292,9 @@ class Function:
         with objects_split(args, kwargs) as call:
             return stage(self._take_apart(call.args, call.kwargs))
 
-    def _inline(
-        self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _inline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of a program that JAX, not Tessera, is tracing."""
+        call = self._take_apart(args, kwargs)
         key = self._key(call)
         if key in self._inlined:
             traced, held = self._inlined[key]
@@ -260,11 +311,15 @@ class Function:
 
     def _trace(self, call: Call) -> Traced:
         call = call.abstract()
-        body, options = self.body, self.options
-        if call.has_objects:
-            body, options = self._body_with_objects, options.for_objects(call)
+        body, options = self._for_objects(call)
         with changes_explained():
             return Traced(call, trace(body, call, options), self.skip_passes)
+
+    def _for_objects(self, call: Call) -> tuple[Callable[..., Any], Options]:
+        """The body and the options for a call, in which there may be objects."""
+        if not call.has_objects:
+            return self.body, self.options
+        return self._body_with_objects, self.options.for_objects(call)
 
     def _take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         return take_apart(self._positional, *self._form.of(args, kwargs))
@@ -302,8 +357,16 @@ class Function:
                     f"times because argument {name!r} keeps changing: a Python value "
                     "is part of the program. Pass it as an array to compile once",
                     TesseraWarning,
-                    stacklevel=5,
+                    stacklevel=_num_frames_here(),
                 )
+
+
+def _num_frames_here() -> int:
+    """The ``stacklevel`` of who called this module, for a warning of the caller."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def last_run() -> Compiled | None:

@@ -142,7 +142,7 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
 def _weights(weights: Any) -> tuple[tuple[str, ...], list[Any], Any]:
     """Paths, arrays and the tree of weights; raises [T304] for other than floats."""
     paths, tree = jax.tree_util.tree_flatten_with_path(weights)
-    leaves = [jnp.asarray(leaf) for _, leaf in paths]
+    leaves = [x if isinstance(x, _jax.Tracer) else jnp.asarray(x) for _, x in paths]
     names = tuple(
         jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths
     )
@@ -220,12 +220,13 @@ def backward(loss: Any) -> dict[str, Any]:
     check_loss(loss)
     call = open_scope.backward_calls
     open_scope.backward_calls += 1
-    skipped = open_scope.unreached.get(call, frozenset())
-    weights = {
+    known = {
         name: open_scope.value_of(name)
         for name, declared in open_scope.declared.items()
-        if declared.trainable and name not in skipped
+        if declared.trainable
     }
+    skipped = open_scope.not_reached(call, loss, known)
+    weights = {name: value for name, value in known.items() if name not in skipped}
     if not weights:
         raise UnconnectedGradientError(
             "graph.backward has no parameter to differentiate by",
