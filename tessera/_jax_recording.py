@@ -28,7 +28,7 @@ def let_run(primitive: Any, rule: Rule) -> None:
     _rules[primitive] = rule
 
 
-class Recorded(core.Tracer):
+class Recorded(core.Tracer[Any]):
     """An array of a recording; it is used as the array that it stands for."""
 
     __slots__ = ("value",)

@@ -216,6 +216,16 @@ def _merged(context: Any, arrays: Arrays) -> Any:
     return node
 
 
+def _with_each(
+    is_one: Callable[[Any], bool], change: Callable[[Any], Any], tree: Any
+) -> Any:
+    """A tree with something else for each node of a kind."""
+    nodes, structure = jax.tree.flatten(tree, is_leaf=is_one)
+    return jax.tree.unflatten(
+        structure, [change(node) if is_one(node) else node for node in nodes]
+    )
+
+
 # --- outside of the trace
 
 
@@ -278,11 +288,7 @@ class ObjectCall:
                     unit[...] = arrays["value"]
                 else:
                     _merged(context, arrays)
-            result = jax.tree.map(
-                lambda node: _merged(context, node) if _is_split(node) else node,
-                result,
-                is_leaf=_is_split,
-            )
+            result = _with_each(_is_split, functools.partial(_merged, context), result)
         pairs = (*self._units, *self._copies.values())
         originals = {id(stand_in): node for node, stand_in in pairs}
         for node, copied in self._copies.values():
@@ -359,15 +365,8 @@ class WithObjects:
         with _nnx("split_context") as context:
             restored.split(context)
 
-            def split(node: Any) -> Any:
-                is_reference = isinstance(node, jax.Ref)  # the tracer refuses it
-                return node if is_reference else _split(context, node)
-
-            return jax.tree.map(
-                lambda node: split(node) if _is_unit(node) else node,
-                result,
-                is_leaf=_is_unit,
-            )
+            check_references(jax.tree.leaves(result), ())
+            return _with_each(_is_unit, functools.partial(_split, context), result)
 
 
 class _Restored:

@@ -7,7 +7,7 @@ assigns into dicts is given back, and ``ts.grad`` differentiates what ran so far
 passes over a whole program do cannot be had: pipelines and autocast are refused.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
@@ -68,7 +68,9 @@ class _EagerScope(scope.Scope):
             self.values[name] = self.recording.array(made)
         return self.values[name]
 
-    def not_reached(self, call: int, loss: Any, weights: dict[str, Any]) -> set[str]:
+    def not_reached(
+        self, call: int, loss: Any, weights: Mapping[str, Any]
+    ) -> Collection[str]:
         """The parameters that a loss does not depend on."""
         reached = self.recording.reached(loss, list(weights.values()))
         if weights and not any(reached):
@@ -173,8 +175,9 @@ def _result_specs(
     if mesh is None:
         return [None] * len(leaves)
     if options.strategy is not None and options.out_specs is None:
-        forms = jax.tree.map(lambda x: jax.typeof(x) if is_number(x) else x, result)
-        return options.strategy.result_layouts(forms, call, mesh)
+        forms = [jax.typeof(leaf) if is_number(leaf) else leaf for leaf in leaves]
+        types = jax.tree.unflatten(tree, forms)
+        return options.strategy.result_layouts(types, call, mesh)
     statics = {i: leaf for i, leaf in enumerate(leaves) if not is_number(leaf)}
     avals = [jax.typeof(leaf) for leaf in leaves if is_number(leaf)]
     values = output_values(options, tree, statics, avals, mesh, dim_names)

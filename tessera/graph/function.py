@@ -132,7 +132,7 @@ class Function:
 
     def _run_any(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the program of the last call, or another one where that does not fit."""
-        if jax.config.jax_disable_jit:
+        if _jax_traces.jit_is_disabled():
             return self._run_eagerly(args, kwargs)
         if _jax_traces.is_tracing():
             return self._with_objects(self._inline, args, kwargs)

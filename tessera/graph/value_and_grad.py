@@ -121,13 +121,13 @@ class _Asked:
     def marked(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result, and marks for the gradients of its loss."""
         args, kwargs = self.with_changed(_apart, args, kwargs)
+        weights = tuple(
+            parameters_of(args[place] if isinstance(place, int) else kwargs[place])
+            for place in self._places(args, kwargs)
+        )
         # As they are now: a transformation of Flax's gives objects other arrays.
-        weights = jax.tree.map(
-            lambda leaf: leaf,
-            tuple(
-                parameters_of(args[place] if isinstance(place, int) else kwargs[place])
-                for place in self._places(args, kwargs)
-            ),
+        weights = jax.tree.unflatten(
+            jax.tree.structure(weights), jax.tree.leaves(weights)
         )
         result = scope.as_called(self.function)(*args, **kwargs)
         loss = result[0] if self.has_aux else result
@@ -146,9 +146,9 @@ class _Asked:
         for place in self._places(args, kwargs):
             held: Any = changed if isinstance(place, int) else named
             held[place] = jax.tree.map(
-                lambda leaf: leaf if is_object(leaf) else change(leaf),
+                functools.partial(_unless_object, change),
                 held[place],
-                is_leaf=lambda leaf: _is_tensor(leaf) or is_object(leaf),
+                is_leaf=_is_whole,
             )
         return tuple(changed), named
 
@@ -235,3 +235,11 @@ class _OwnProgram:
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, DistTensor)
+
+
+def _is_whole(value: object) -> bool:
+    return _is_tensor(value) or is_object(value)
+
+
+def _unless_object(change: Callable[[Any], Any], leaf: Any) -> Any:
+    return leaf if is_object(leaf) else change(leaf)

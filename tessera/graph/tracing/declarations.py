@@ -255,10 +255,12 @@ def _specs(
 
 def _object_specs(specs: Any, argument: Argument) -> dict[str, Any]:
     """A spec, or None, for each array of an object, from a tree like its state."""
+
+    def is_leaf(node: Any) -> bool:
+        return _is_spec(node) or is_object(node)
+
     given: dict[str, Any] = {}
-    for path, spec in jax.tree_util.tree_flatten_with_path(
-        specs, is_leaf=lambda node: _is_spec(node) or is_object(node)
-    )[0]:
+    for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         # nnx.get_partition_spec gives them in variables.
         given[name] = spec.get_raw_value() if is_object(spec) else spec
