@@ -40,13 +40,13 @@ class Structure:
 
     Attributes:
       graphdef: Flax's description of the object; None for a mutable array.
-      paths: Where each array is in it, by the array's name.
+      names: Of its arrays, in Flax's order.
       kind: The name of its class.
       role: What ``ts.distribute`` takes an argument for that is such an object.
     """
 
     graphdef: Any
-    paths: tuple[tuple[str, Any], ...]
+    names: tuple[str, ...]
     kind: str
     role: str | None
 
@@ -189,18 +189,17 @@ def _split(context: Any, node: Any) -> Arrays:
         return {"value": node[...], STRUCTURE: Structure(None, (), "Ref", None)}
     from flax import nnx
 
-    graphdef, state = context.split((node,))
+    graphdef, flat = context.flatten((node,))
     arrays: Arrays = {}
-    paths: list[tuple[str, Any]] = []
-    for path, leaf in nnx.to_flat_state(state):
+    for path, leaf in flat:
         name = "/".join(map(str, path[1:])) or "value"
         name = repr(path[1:]) if name in arrays else name
         is_variable = isinstance(leaf, nnx.Variable)
         arrays[name] = leaf.get_raw_value() if is_variable else leaf
-        paths.append((name, path))
+    names = tuple(arrays)
     roles = {nnx.Module: "params", nnx.Optimizer: "optimizer_state"}
     role = next((role for kind, role in roles.items() if isinstance(node, kind)), None)
-    arrays[STRUCTURE] = Structure(graphdef, tuple(paths), type(node).__name__, role)
+    arrays[STRUCTURE] = Structure(graphdef, names, type(node).__name__, role)
     return arrays
 
 
@@ -209,10 +208,8 @@ def _merged(context: Any, arrays: Arrays) -> Any:
     structure: Structure = arrays[STRUCTURE]
     if structure.graphdef is None:
         return jax.new_ref(arrays["value"])
-    from flax import nnx
-
-    flat = {path: arrays[name] for name, path in structure.paths}
-    (node,) = context.merge(structure.graphdef, nnx.from_flat_state(flat))
+    leaves = [arrays[name] for name in structure.names]
+    (node,) = context.unflatten(structure.graphdef, leaves)
     return node
 
 

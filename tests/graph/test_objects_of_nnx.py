@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NNX objects as arguments and results: what ``nnx.jit`` does is what is expected."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import tessera as ts
 from tessera import scope
 from tessera.errors import (
+    ArgumentError,
     KernelError,
     SpecFormError,
     StrategyError,
@@ -101,10 +103,10 @@ def steps():
     return state_of(model, state), losses
 
 
-def check_steps(step, steps, count=3):
-    model = block()
+def check_steps(step, steps, model=None):
+    model = model or block()
     state = optimizer(model)
-    losses = [step(model, state, X) for _ in range(count)]
+    losses = [step(model, state, X) for _ in range(3)]
     np.testing.assert_allclose(losses, steps[1], rtol=1e-5)
     check_equal(state_of(model, state), steps[0])
     return model, state
@@ -310,7 +312,8 @@ def test_a_traced_decision_in_a_module_is_converted():
 
 
 def test_donated_objects_live_on_in_what_they_became(steps):
-    check_steps(ts.function(train, donate=("model", "optimizer")), steps)
+    step = ts.function(train, donate=("model", "optimizer"))
+    check_steps(step, steps, Block(nnx.Rngs(0, dropout=1)))
 
 
 # --- states
@@ -619,6 +622,48 @@ def test_a_training_step_splits_the_batch_and_not_the_module(dp_mesh, steps):
 
 
 # --- what cannot be
+
+
+def test_a_static_attribute_without_a_hash_is_refused():
+    """One that is changed in place would be taken for what it was."""
+
+    class Listed(nnx.Module):
+        def __init__(self):
+            self.sizes = nnx.static([1, 2])
+
+    with pytest.raises(ArgumentError) as caught:
+        ts.function(lambda model, x: x)(Listed(), X)
+    assert str(caught.value) == (
+        "[T301] a static attribute of 'model' cannot be told from others\n"
+        "  got: unhashable type: 'list', in a Listed\n"
+        "  fix: make it a value that hashes, such as a tuple, or nnx.data(...)\n"
+        "  docs: docs/errors/T301.md"
+    )
+
+
+def test_an_object_in_a_users_own_tree_changes_and_the_tree_does_not():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class State:
+        model: nnx.Module
+        steps: jax.Array
+
+    @ts.function
+    def step(state, x):
+        state.model(x)
+        return dataclasses.replace(state, steps=state.steps + 1)
+
+    @ts.function
+    def assign(state):
+        state.steps = state.steps + 1
+
+    model = block()
+    state = State(model, jnp.int32(0))
+    new = step(state, X)
+    assert new.model is model
+    assert (new.steps, state.steps, model.calls.get_value()) == (1, 0, 1)
+    with pytest.raises(WriteBackError, match="a State among the arguments was changed"):
+        assign(state)
 
 
 def test_another_variable_in_a_state_is_refused():

@@ -311,7 +311,14 @@ def _static(name: str, leaf: Any) -> Static:
     static = Static.of(leaf)
     try:
         hash(static)
-    except TypeError:
+    except TypeError as error:
+        if isinstance(leaf, Structure):
+            raise ArgumentError(
+                f"a static attribute of {name.removesuffix(f'/{STRUCTURE}')!r} cannot "
+                "be told from others",
+                got=f"{error}, in a {leaf.kind}",
+                fix="make it a value that hashes, such as a tuple, or nnx.data(...)",
+            ) from None
         raise ArgumentError(
             f"argument {name!r} can be neither traced nor held static",
             got=f"{type(leaf).__name__}, which is no array and has no hash",
