@@ -83,6 +83,18 @@ def parameters_of(weights: Any) -> Any:
     return jax.tree.map(one, weights, is_leaf=is_object)
 
 
+def hint_of_parameters(weights: Any) -> str:
+    """What to write where some weights are variables of NNX that are no parameters."""
+    if not holds_objects(weights):
+        return ""
+    from flax import nnx
+
+    leaves = jax.tree.leaves(weights, is_leaf=is_object)
+    if all(isinstance(leaf, nnx.Param) for leaf in leaves if is_object(leaf)):
+        return ""
+    return "by a model's parameters alone: ts.grad(loss, nnx.state(model, nnx.Param))"
+
+
 def remat(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """``nnx.remat``, which leaves what the function does not change as it is.
 

@@ -212,7 +212,8 @@ def _gradients(
     if not (all(reached) or params["allow_unused"]):
         names = zip(params["names"], reached, strict=True)
         missing = [name for name, is_reached in names if not is_reached]
-        raise unconnected(missing, len(weights))
+        hint = params.get("hint", "")
+        raise unconnected(missing, len(weights), hint=hint)
     return recording.gradients(loss, weights)
 
 

@@ -18,6 +18,7 @@ from tessera import scope
 from tessera.errors import (
     ArgumentError,
     KernelError,
+    LossFormError,
     SpecFormError,
     StrategyError,
     UnconnectedGradientError,
@@ -454,6 +455,28 @@ def test_a_parameter_that_the_loss_does_not_use_is_named():
         step(block(), X)
     assert "'down/0/bias/value'" in caught.value.what
     assert "norm/mean" not in caught.value.what
+
+
+def test_a_gradient_by_all_the_variables_of_a_module_names_the_parameters():
+    hint = "by a model's parameters alone: ts.grad(loss, nnx.state(model, nnx.Param))"
+
+    def step(model, x, *filters):
+        loss = jnp.mean(model.norm(model.up(x)) ** 2)
+        return ts.grad(loss, nnx.state((model.norm, model.up), *filters))
+
+    with pytest.raises(UnconnectedGradientError) as caught:
+        ts.function(step)(block(), X)
+    assert "'0/mean/value', '0/var/value'" in caught.value.what
+    assert caught.value.fix.splitlines()[-1] == hint
+    with jax.disable_jit(), pytest.raises(UnconnectedGradientError, match="alone"):
+        ts.function(step)(block(), X)
+    with pytest.raises(LossFormError) as refused:
+        ts.function(lambda model, x: ts.grad(loss_of(model, x), nnx.state(model)))(
+            block(), X
+        )
+    assert refused.value.fix.splitlines()[-1] == hint
+    found = ts.function(lambda model, x: step(model, x, nnx.Param))(block(), X)
+    assert len(jax.tree.leaves(found)) == 4
 
 
 # --- inside other functions

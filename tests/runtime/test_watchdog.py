@@ -60,7 +60,7 @@ def test_a_phase_that_takes_too_long_ends_the_process_and_tells_where_all_are():
 
 def test_time_that_the_process_was_stopped_for_is_no_phases():
     """As by Ctrl-Z, or a lid that is closed."""
-    # Twice the deadline: with it counted, the process would end before it goes on.
+    # With the stop counted, the phase would have lasted as long as that and more.
     started = start("3")
     try:
         os.kill(started.pid, signal.SIGSTOP)
