@@ -11,7 +11,6 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import jax
@@ -24,9 +23,9 @@ from jax._src.named_sharding import UNSPECIFIED
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from tessera._jax_sources import hide_machinery as hide_machinery
-from tessera._jax_sources import is_machinery as is_machinery
-from tessera._jax_sources import source_line as source_line
+from tessera._jax_lines import hide_machinery as hide_machinery
+from tessera._jax_lines import is_machinery as is_machinery
+from tessera._jax_lines import source_line as source_line
 from tessera._jax_traces import inputs_read
 from tessera._jax_traces import varying_axes as varying_axes
 from tessera._jax_traces import varying_over as varying_over
@@ -38,8 +37,6 @@ Atom: TypeAlias = Any  # jax.extend.core.Var | jax.extend.core.Literal
 Primitive = jex.Primitive
 Literal = jex.Literal
 Tracer = jax.core.Tracer
-
-PACKAGE = Path(__file__).parent
 
 
 # --- programs: a jaxpr with its constants

@@ -14,7 +14,8 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 import jax
-from jax._src import core, dtypes
+from jax._src import config, core, dtypes
+from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax import lax
 
@@ -25,6 +26,16 @@ _RULES_TAKE_LIVE_INPUTS = partial_eval._default_dce_rule.__code__.co_argcount ==
 HAS_MOSAIC_GPU_KERNELS = jax.__version_info__ >= (0, 12)
 
 BatchingRule: TypeAlias = Callable[[Sequence[Any], Sequence[int | None]], Any]
+
+
+def jit_is_disabled() -> bool:
+    """Whether ``jax.disable_jit()`` is open."""
+    return bool(config.disable_jit.value)
+
+
+def is_tracing() -> bool:
+    """Whether JAX is tracing or transforming a function, with whatever arguments."""
+    return not core.trace_state_clean()
 
 
 def varying_axes(value: Any) -> frozenset[str]:

@@ -8,7 +8,7 @@ so it is given zeros of its shape, and the function is traced once more with the
 inputs that the first trace found. Nothing is allocated by either.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -60,6 +60,7 @@ class Scope:
       pipelined: The types of each pipelined call's arguments, in order.
       stage_end: Takes a stage's name and results where stages are to be told apart.
       stored: Gives the layout that a parameter is stored in, from the declared one.
+      is_eager: Whether there is no trace, and operations run at once.
     """
 
     mesh: Mesh | None = None
@@ -75,6 +76,7 @@ class Scope:
     stored: Callable[[tuple[int, ...], ShardSpec | None], ShardSpec | None] | None = (
         None
     )
+    is_eager: bool = False
     backward_calls: int = 0
     path: tuple[str, ...] = ()
     layouts: dict[int, tuple[Any, Layout]] = field(default_factory=dict)
@@ -97,6 +99,13 @@ class Scope:
         self.check_free(name, captured.shape, fix="give the dist.tensor another name=")
         self.declared[name] = captured
         return self.value_of(name)
+
+    def not_reached(
+        self, call: int, loss: Any, weights: Mapping[str, Any]
+    ) -> Collection[str]:
+        """The parameters that the loss of a ``graph.backward`` does not depend on."""
+        del loss, weights  # An earlier trace has found it out.
+        return self.unreached.get(call, ())
 
     def check_free(self, name: str, shape: tuple[int, ...], *, fix: str) -> None:
         """Raise [T305] where the tree of parameters has no place for a name."""
@@ -363,12 +372,25 @@ def autocast(dtype: Any, *, enabled: bool = True) -> Iterator[None]:
             f"matmuls cannot be autocast to {name}", fix="use bf16, f16 or f32"
         )
     narrows = enabled and name in AUTOCAST_DTYPES
+    here = _open.get()
+    if narrows and here is not None and here.is_eager:
+        check_autocast_of_programs(name)
     token = _autocast.set(name if narrows else AUTOCAST_OFF)
     try:
         with carried_autocast():
             yield
     finally:
         _autocast.reset(token)
+
+
+def check_autocast_of_programs(dtype: str | None) -> None:
+    """Raise [T302] for an autocast where operations run at once, without a pass."""
+    if dtype in AUTOCAST_DTYPES:
+        raise OutsideTraceError(
+            "ts.autocast is done by a pass over a program, and there is none here",
+            got=f"ts.autocast({dtype!r}) and jax.disable_jit()",
+            fix="leave jax.disable_jit() out, or ts.autocast(..., enabled=False)",
+        )
 
 
 def current_autocast() -> str | None:

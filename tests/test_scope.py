@@ -44,7 +44,7 @@ def test_a_scope_closes_when_its_body_raises():
 
 
 def test_two_threads_have_scopes_of_their_own():
-    barrier = threading.Barrier(2, timeout=10)
+    barrier = threading.Barrier(2, timeout=240)
     seen = {}
 
     def run(name):

@@ -22,6 +22,7 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)
 _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]|, ')
 _COMMENT = re.compile(r"/\*index=\d+\*/")
+_QUOTED = r'"((?:[^"\\]|\\.)*)"'
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _CALLS = (
     "calls",
@@ -104,7 +105,7 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """JAX's name stack of the operation, such as ``jit(step)/mul``, or ``""``."""
-        return self._metadata(r'op_name="([^"]*)"')
+        return _unescaped(self._metadata(f"op_name={_QUOTED}"))
 
     def _metadata(self, pattern: str) -> str:
         found = re.search(pattern, self.attributes.get("metadata", ""))
@@ -170,8 +171,8 @@ class Module:
         metadata = instruction._metadata
         if stack := metadata(r"stack_frame_id=(\d+)"):
             return tuple(self._stack(int(stack)))
-        if file := metadata(r'source_file="([^"]*)"'):
-            return (Frame(file, int(metadata(r"source_line=(\d+)") or 0)),)
+        if file := metadata(f"source_file={_QUOTED}"):
+            return (Frame(_unescaped(file), int(metadata(r"source_line=(\d+)") or 0)),)
         return ()
 
     def _stack(self, frame: int) -> Iterator[Frame]:
@@ -192,7 +193,8 @@ class Module:
         )
 
     def _name(self, table: str, number: int) -> str:
-        return self.tables[table].get(number, "").strip('"')
+        found = re.match(_QUOTED, self.tables[table].get(number, ""))
+        return _unescaped(found[1]) if found else ""
 
 
 def parse(text: str) -> Module:
@@ -298,6 +300,20 @@ def _bits(dtype: str) -> int:
         return _BITS[dtype]
     width = re.match(r"[a-z]+(\d+)", dtype)  # f32, bf16, s4, f8e4m3fn, c64
     return int(width[1]) if width else 8
+
+
+def _unescaped(text: str) -> str:
+    r"""What XLA printed between quotes, as it was.
+
+    Example:
+      >>> _unescaped(r"/home/J\303\266rg/a \"b\".py")
+      '/home/Jörg/a "b".py'
+    """
+    if "\\" not in text:
+        return text
+    # XLA escapes the bytes of UTF-8 one by one.
+    escaped = text.encode().decode("unicode_escape")
+    return escaped.encode("latin-1", "replace").decode(errors="replace")
 
 
 def _number(text: str, name: str) -> int:

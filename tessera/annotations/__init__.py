@@ -11,6 +11,7 @@ function are related:
 from tessera.annotations.binding import Binding as Binding
 from tessera.annotations.binding import bind as bind
 from tessera.annotations.binding import checked as checked
+from tessera.annotations.calls import bind_call as bind_call
 from tessera.annotations.dims import Dim as Dim
 from tessera.annotations.hints import annotations_of as annotations_of
 from tessera.annotations.tensor import Annotation as Annotation

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from tessera.annotations.calls import bind_call
 from tessera.annotations.hints import (
     annotation_of,
     evaluated,
@@ -102,6 +103,7 @@ def bind(
       What the result is checked against.
 
     Raises:
+      ArgumentError: [T301] the function does not take these arguments.
       AnnotationError: [T315] an array has not the rank or the dtype of its annotation,
         a symbol has two sizes, or what has to be an array is none.
     """
@@ -109,7 +111,8 @@ def bind(
     if not hints:
         return Binding(name)
     found: list[Found] = []
-    for path, hint, value in _given(function, hints, args, kwargs):
+    bound = bind_call(inspect.signature(function), args, kwargs, name=name)
+    for path, hint, value in _given(bound, hints):
         found += _walk(hint, value, path)
     if check and (problems := _problems(found)):
         raise _misfit(
@@ -140,20 +143,16 @@ def checked(
 
 
 def _given(
-    function: Callable[..., Any],
-    hints: Mapping[str, Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    bound: inspect.BoundArguments, hints: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     """The path, the hint and the value of each argument that has a hint."""
-    signature = inspect.signature(function)
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
-        parameter = signature.parameters[name]
+    for name, value in bound.arguments.items():
+        parameter = bound.signature.parameters[name]
         hint = hints.get(name)
         if hint is None:
             continue
         if parameter.kind is parameter.VAR_POSITIONAL:
-            first = len(args) - len(value)
+            first = len(bound.args) - len(value)
             for number, item in enumerate(value, start=first):
                 yield f"args[{number}]", hint, item
         elif parameter.kind is parameter.VAR_KEYWORD:

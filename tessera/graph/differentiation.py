@@ -261,5 +261,5 @@ def _require_connected(
         if isinstance(weight, _jax.Literal) or weight not in ancestors
     ]
     if loose:
-        line = _jax.source_line(mark)
-        raise unconnected(loose, len(names), line, is_inner=is_inner)
+        line, hint = _jax.source_line(mark), mark.params.get("hint", "")
+        raise unconnected(loose, len(names), line, is_inner=is_inner, hint=hint)

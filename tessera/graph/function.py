@@ -8,17 +8,26 @@ compiled. A call inside another traced function is part of that function's progr
 
 import functools
 import inspect
+import sys
 import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-from tessera import _jax, scope
+import jax
+
+from tessera import _jax, _jax_traces, scope
 from tessera.annotations import checked
-from tessera.errors import SpecFormError, TesseraWarning, did_you_mean
+from tessera.errors import (
+    OutsideTraceError,
+    SpecFormError,
+    TesseraWarning,
+    did_you_mean,
+)
+from tessera.graph.eager import Outcome, run_eagerly
 from tessera.graph.lowering.jit import jitted, returns_list, without_padding
 from tessera.graph.pass_runner import check_names
 from tessera.graph.stages import Compiled, Lowered, Traced
@@ -34,6 +43,16 @@ from tessera.graph.tracing.spelling import Form, Spelling
 from tessera.graph.tracing.tracer import trace
 from tessera.graph.tracing.write_back import check_apart, give_back
 from tessera.mesh import Mesh, opened_or_none
+from tessera.objects import (
+    WithObjects,
+    changes_explained,
+    changes_in_place,
+    objects_split,
+)
+from tessera.shard import DistTensor
+
+_Result = TypeVar("_Result")
+_Run: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 _RECOMPILES_BEFORE_WARNING = 3
 _LAID_OUT = "lay out or donate"
@@ -89,7 +108,7 @@ class Function:
         self.options = options
         self.skip_passes = tuple(skip_passes)
         self._signature = inspect.signature(body)
-        self._form = Form(self._signature)
+        self._form = Form(self._signature, getattr(body, "__name__", options.name))
         self._positional = tuple(
             name
             for name, parameter in self._signature.parameters.items()
@@ -99,6 +118,8 @@ class Function:
         self._programs: dict[Any, _Program] = {}
         self._inlined: dict[Any, tuple[Traced, Callable[..., Any]]] = {}
         self._recent: _Program | None = None
+        self._body_with_objects = WithObjects(body)
+        self._takes_objects = False
         self._weak: weakref.ref[Function] = weakref.ref(self)
         self._changes: Counter[str] = Counter()
 
@@ -106,6 +127,22 @@ class Function:
         """Run on arrays; inside another traced function, become part of it."""
         if scope.current() is not None:
             return self._inside(args, kwargs)
+        if self._takes_objects:
+            return self._with_objects(self._run_any, args, kwargs)
+        return self._run_any(args, kwargs)
+
+    def _run_any(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the program of the last call, or another one where that does not fit."""
+        if _jax_traces.jit_is_disabled():
+            return self._run_eagerly(args, kwargs)
+        if _jax_traces.is_tracing():
+            return self._with_objects(self._inline, args, kwargs)
+        try:
+            return self._run_compiled(args, kwargs)
+        except _jax_traces.InternalFloatingPointError as error:
+            raise self._where_not_finite(error, args, kwargs) from None
+
+    def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         recent = self._recent
         if recent is not None:
             try:
@@ -120,7 +157,7 @@ class Function:
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Trace for these arguments, or ``jax.ShapeDtypeStruct`` s."""
-        return self._trace(self._take_apart(args, kwargs))
+        return self._on_call(self._trace, args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace, run the passes and lower for these arguments."""
@@ -131,7 +168,7 @@ class Function:
 
         Arrays and ``jax.ShapeDtypeStruct`` of the same types and layouts share one.
         """
-        return self._program(self._take_apart(args, kwargs)).compiled
+        return self._on_call(self._program, args, kwargs).compiled
 
     def num_programs(self) -> int:
         """How many programs were compiled for calls so far."""
@@ -167,13 +204,48 @@ class Function:
         return traced.result(outputs)
 
     def _run_new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if changes_in_place((args, kwargs)):
+            self._takes_objects = True
+            return self._with_objects(self._run_any, args, kwargs)
         call = self._take_apart(args, kwargs)
-        if any(isinstance(leaf.value, _jax.Tracer) for leaf in call.leaves):
-            return self._inline(call, args, kwargs)
         spelling = self._form.spelling(args, kwargs)
         program = replace(self._program(call, to_run=True), spelling=spelling)
         self._recent = program
         return self._run(program, args, kwargs)
+
+    def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if changes_in_place((args, kwargs)):
+            return self._with_objects(self._run_eagerly, args, kwargs)
+        outcome, values = self._outcome(args, kwargs), self._form.values(args, kwargs)
+        check_apart(outcome.writes, values)
+        give_back(outcome.writes, outcome.written, values)
+        return outcome.result
+
+    def _outcome(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+        """What the function gives that runs operation by operation."""
+        call = self._take_apart(args, kwargs)
+        body, options = self._for_objects(call)
+        with changes_explained():
+            return run_eagerly(body, call, options, self._parameter)
+
+    def _where_not_finite(
+        self, error: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> FloatingPointError:
+        """The error of the operation that makes what ``jax.debug_nans`` looks for."""
+        try:
+            with jax.disable_jit():
+                self._outcome(args, kwargs)
+        except FloatingPointError as found:
+            return found
+        except (OutsideTraceError, RuntimeError):
+            pass  # it needs its whole program, or an array that was donated
+        name = self.options.name
+        return FloatingPointError(f"invalid value ({error.ty}) encountered in {name!r}")
+
+    def _parameter(self, name: str, declared: DistTensor) -> Any:
+        """The array of one parameter."""
+        del name
+        return declared.materialize()
 
     def _program(self, call: Call, *, to_run: bool = False) -> _Program:
         """The program of a call, compiled unless an earlier call was alike."""
@@ -192,18 +264,38 @@ class Function:
 
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the function that Tessera is tracing, layouts and all."""
-        body, here = scope.as_called(self.body), scope.current()
         if self.options.mesh is None and not self.options.declares_layouts:
+            body, here = scope.as_called(self.body), scope.current()
             # One microbatch has other sizes than annotations speak of.
             check = here is not None and here.is_whole_batch
             return checked(body, args, kwargs, name=self.options.name, check=check)
-        given = self._form.values(args, kwargs)
-        return inline(body, self._take_apart(args, kwargs), self.options, given)
+        return self._with_objects(self._inside_laid_out, args, kwargs)
 
-    def _inline(
-        self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
+    def _inside_laid_out(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        call, given = self._take_apart(args, kwargs), self._form.values(args, kwargs)
+        body = self._body_with_objects if call.has_objects else self.body
+        return inline(scope.as_called(body), call, self.options, given)
+
+    def _with_objects(
+        self, run: _Run, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        """What ``run`` gives for arrays in the place of NNX objects, with objects."""
+        with objects_split(args, kwargs) as call:
+            return call.finish(run(call.args, call.kwargs))
+
+    def _on_call(
+        self,
+        stage: Callable[[Call], _Result],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> _Result:
+        """What a stage gives for a call, which is not made."""
+        with objects_split(args, kwargs) as call:
+            return stage(self._take_apart(call.args, call.kwargs))
+
+    def _inline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of a program that JAX, not Tessera, is tracing."""
+        call = self._take_apart(args, kwargs)
         key = self._key(call)
         if key in self._inlined:
             traced, held = self._inlined[key]
@@ -223,7 +315,15 @@ class Function:
 
     def _trace(self, call: Call) -> Traced:
         call = call.abstract()
-        return Traced(call, trace(self.body, call, self.options), self.skip_passes)
+        body, options = self._for_objects(call)
+        with changes_explained():
+            return Traced(call, trace(body, call, options), self.skip_passes)
+
+    def _for_objects(self, call: Call) -> tuple[Callable[..., Any], Options]:
+        """The body and the options for a call, in which there may be objects."""
+        if not call.has_objects:
+            return self.body, self.options
+        return self._body_with_objects, self.options.for_objects(call)
 
     def _take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         return take_apart(self._positional, *self._form.of(args, kwargs))
@@ -265,8 +365,16 @@ class Function:
                     f"times because argument {name!r} keeps changing: a Python value "
                     "is part of the program. Pass it as an array to compile once",
                     TesseraWarning,
-                    stacklevel=5,
+                    stacklevel=_num_frames_here(),
                 )
+
+
+def _num_frames_here() -> int:
+    """The ``stacklevel`` of who called this module, for a warning of the caller."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def last_run() -> Compiled | None:

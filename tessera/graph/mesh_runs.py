@@ -24,6 +24,7 @@ from tessera.graph.lowering.jit import compiler_options, lower
 from tessera.graph.stages import Compiled, Traced
 from tessera.graph.training_step import Step
 from tessera.mesh import Mesh
+from tessera.objects import objects_split
 from tessera.shard import DistTensor, ShardSpec
 from tessera.spec import axes_of_dims
 
@@ -49,9 +50,9 @@ class MeshRun:
     @classmethod
     def on(cls, mesh: Mesh, step: Callable[..., Any], args: Sequence[Any]) -> "MeshRun":
         """The step traced for a mesh, its arguments and parameters moved there."""
-        with mesh:
+        with mesh, objects_split(args, {}) as call:
             function = _made_for(mesh, step)
-            moved = _moved(function, args, mesh)
+            moved = _moved(function, call.args, mesh)
             traced = function.trace(*moved)
             traced.require_devices()
             program = _jax.without_dead_code(traced.graph.program, keep_inputs=True)

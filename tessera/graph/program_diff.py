@@ -14,7 +14,7 @@ _BINDER = re.compile(r"(?<![\w.=])([a-z]{1,3}):(?=[a-z]+\d*\[|\w+<)")
 # A word of at most three letters, which is a variable unless it is what an equation
 # does ('= mul b c') or a setting of it ('name=sin').
 _WORD = re.compile(r"(?<! = )(?<![\w.=/'\"])([a-z]{1,3})(?![\w=\[.'\"])")
-_LINE = re.compile(r"\s+(# \S+:\d+)(?::\d+)?( \(.*\))?$")
+_LINE = re.compile(r"\s+(# .+?:\d+)(?::\d+)?( \(.*\))?$")  # a path may have spaces
 
 
 def diff_programs(before: str, after: str, *, name: str) -> str:

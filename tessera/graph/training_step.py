@@ -141,6 +141,13 @@ class Step(Function):
         held = [self._held[name] for name in traced.origin.parameters]
         return tuple(h.stored() if isinstance(h, DistTensor) else h for h in held)
 
+    def _parameter(self, name: str, declared: DistTensor) -> Any:
+        known = {**(self._declared or {}), name: declared}
+        self._declared = known
+        held = self._held.get(name, declared)
+        self._held[name] = held.materialize() if isinstance(held, DistTensor) else held
+        return self._held[name]
+
     def _place(self, traced: Traced) -> None:
         """Create the parameters that nobody did, and lay all out as a program does."""
         graph, parameters = traced.origin.graph, traced.origin.parameters

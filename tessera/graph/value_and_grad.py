@@ -25,6 +25,7 @@ from tessera.graph.pipelining.mark import pipeline_p
 from tessera.graph.rewriting import contains
 from tessera.graph.tracing.declarations import Options, is_number
 from tessera.graph.tracing.gradient import grad, taken_p
+from tessera.objects import changes_in_place, is_object, parameters_of
 from tessera.ops.layouts import layout_of
 from tessera.shard import DistTensor
 
@@ -45,7 +46,8 @@ def value_and_grad(
     It differentiates by what ``function`` does with the arguments, and by nothing that
     it closes over. In a ``ts.function`` it becomes part of that program, and may be
     used inside ``jax.vmap``, ``jax.grad`` or itself; elsewhere it is compiled as a
-    ``ts.function`` is.
+    ``ts.function`` is. By an ``nnx.Module`` it differentiates as ``nnx.value_and_grad``
+    does, by its ``nnx.Param`` s; what ``function`` does to its other state is kept.
 
     Args:
       function: Gives one floating-point number; with ``has_aux`` a pair of it and
@@ -90,6 +92,10 @@ def value_and_grad(
         if here is None:
             args, kwargs = asked.with_changed(jnp.asarray, args, kwargs)
             return compiled(*args, **kwargs)  # which comes back here, in a step
+        if here.is_eager or changes_in_place(
+            (args, kwargs)
+        ):  # a program of its own would have copies
+            return asked.marked(*args, **kwargs)
         before = here.mark()
         own = _OwnProgram(asked.marked, args, kwargs)
         if own.has_pipeline:
@@ -117,14 +123,17 @@ class _Asked:
     def marked(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result, and marks for the gradients of its loss."""
         args, kwargs = self.with_changed(_apart, args, kwargs)
-        result = scope.as_called(self.function)(*args, **kwargs)
-        loss = self.loss(result)
         weights = tuple(
-            args[place] if isinstance(place, int) else kwargs[place]
+            parameters_of(args[place] if isinstance(place, int) else kwargs[place])
             for place in self._places(args, kwargs)
         )
+        # As they are now: a transformation of Flax's gives objects other arrays.
+        weights = jax.tree.unflatten(
+            jax.tree.structure(weights), jax.tree.leaves(weights)
+        )
+        result = scope.as_called(self.function)(*args, **kwargs)
         found = grad(
-            loss,
+            self.loss(result),
             weights[0] if self.is_single else weights,
             allow_unused=self.allow_unused,
         )
@@ -149,7 +158,11 @@ class _Asked:
         changed, named = list(args), dict(kwargs)
         for place in self._places(args, kwargs):
             held: Any = changed if isinstance(place, int) else named
-            held[place] = jax.tree.map(change, held[place], is_leaf=_is_tensor)
+            held[place] = jax.tree.map(
+                functools.partial(_unless_object, change),
+                held[place],
+                is_leaf=_is_whole,
+            )
         return tuple(changed), named
 
     def _places(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Which]:
@@ -235,3 +248,11 @@ class _OwnProgram:
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, DistTensor)
+
+
+def _is_whole(value: object) -> bool:
+    return _is_tensor(value) or is_object(value)
+
+
+def _unless_object(change: Callable[[Any], Any], leaf: Any) -> Any:
+    return leaf if is_object(leaf) else change(leaf)

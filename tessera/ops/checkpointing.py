@@ -16,6 +16,7 @@ import numpy as np
 
 from tessera import scope
 from tessera.errors import SettingValueError, did_you_mean
+from tessera.objects import is_object, remat
 
 NONE: Final = "none"
 # The name, for ``jax.ad_checkpoint``, of what attention keeps for its gradient.
@@ -65,7 +66,8 @@ def checkpoint(
 
     Args:
       function: The function; leave it out to use the options as a decorator. Arrays
-        among its arguments are traced, everything else is static.
+        among its arguments are traced, and so are NNX objects, as by ``nnx.remat``;
+        everything else is static.
       policy: ``full`` keeps nothing, ``dots`` the results of matmuls, ``none``
         everything; any other name is that policy of ``jax.checkpoint_policies``, which
         a function of that kind may be in place of a name.
@@ -97,8 +99,9 @@ def checkpoint(
 
     @functools.wraps(function)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        traced = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+        traced = [i for i, x in enumerate(leaves) if _is_array(x) or is_object(x)]
+        is_plain = not any(map(is_object, leaves))
 
         # A function of its own in every call: JAX would remember the trace of the first
         # one, and with it the parameters that the operations inside declared.
@@ -108,7 +111,8 @@ def checkpoint(
             args, kwargs = jax.tree.unflatten(tree, given)
             return scope.as_called(function)(*args, **kwargs)
 
-        again = jax.checkpoint(body, policy=rule, prevent_cse=prevent_cse)
+        transform: Any = jax.checkpoint if is_plain else remat
+        again = transform(body, policy=rule, prevent_cse=prevent_cse)
         return again(*(leaves[i] for i in traced))
 
     return checkpointed

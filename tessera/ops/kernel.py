@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
+from tessera.annotations import bind_call
 from tessera.errors import (
     ArgumentError,
     KernelError,
@@ -31,6 +32,7 @@ from tessera.errors import (
     did_you_mean,
 )
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
+from tessera.objects import holds_objects
 from tessera.ops.layouts import (
     as_array,
     block_layout_of,
@@ -122,8 +124,10 @@ class Kernel:
         """Run the body on every device; arguments and results are global arrays."""
         if manual_axes():
             return scope.as_called(self._function)(*args, **kwargs)
-        bound = self._signature.bind(*args, **kwargs)
+        name = getattr(self._function, "__name__", "kernel")
+        bound = bind_call(self._signature, args, kwargs, name=name)
         bound.apply_defaults()
+        self._refuse_objects(bound.arguments)
         paths, tree = jax.tree.flatten_with_path(bound.arguments, is_leaf=_is_tensor)
         leaves = [_Leaf(path, value) for path, value in paths]
         arrays = [leaf for leaf in leaves if leaf.is_array]
@@ -161,6 +165,15 @@ class Kernel:
             return spec
         layout = block_layout_of(leaf.value, "a kernel")
         return PartitionSpec() if layout is None else layout[1]
+
+    def _refuse_objects(self, arguments: Mapping[str, Any]) -> None:
+        for name, value in arguments.items():
+            if holds_objects(value):
+                raise KernelError(
+                    f"a kernel takes arrays, and argument {name!r} holds NNX objects",
+                    got=f"a {type(value).__name__}",
+                    fix="pass its arrays: layer.kernel[...]",
+                )
 
     def _check_visible(self, arrays: list["_Leaf"]) -> None:
         for leaf in arrays:

@@ -133,6 +133,18 @@ ENTRY main {
     assert root.operands == ("1",)
 
 
+def test_names_with_spaces_quotes_and_letters_of_any_language_are_as_they_were():
+    table = MODULE.replace("/home/me/train.py", r"/home/J\303\266rg x/a \"b\".py")
+    text = table.replace("with {odd} text", r"\303\251tape \"a\"")
+    module = hlo.parse(text)
+    root = module.computations[module.entry].root
+    assert module.frames(root)[1] == Frame('/home/Jörg x/a "b".py', 12, "step")
+    assert root.op_name == 'jit(step)/dot_general, étape "a"'
+    old = text.replace("stack_frame_id=3", r'source_file="\303\266.py" source_line=4')
+    module = hlo.parse(old)
+    assert module.frames(module.computations[module.entry].root) == (Frame("ö.py", 4),)
+
+
 def test_an_instruction_without_metadata_has_no_stack(module):
     assert module.frames(module.computations["pair"].root) == ()
 

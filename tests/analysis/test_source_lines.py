@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-from pathlib import Path
+import contextlib
 
-import tessera
+import flax
+import jax
+import pytest
+
+from tessera._jax_lines import PACKAGE, is_machinery
 from tessera.analysis.source_lines import Frame, short, user_line
 
-PACKAGE = Path(tessera.__file__).parent
 JAX = Frame("/venv/lib/python3.12/site-packages/jax/_src/lax.py", 9)
 FLAX = Frame("/venv/lib/python3.12/site-packages/flax/nnx/linear.py", 8)
 MACHINERY = Frame(str(PACKAGE / "graph" / "rewriting.py"), 7)
@@ -19,6 +22,49 @@ def test_the_line_is_the_innermost_one_that_the_user_wrote():
 
 def test_tesseras_models_are_user_code():
     assert user_line([JAX, MODEL, MACHINERY, USER]) == f"{MODEL.file}:6"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/home/me/tessera/train.py",
+        "/home/me/tessera/graph/train.py",
+        "/home/me/jax/ops/train.py",
+        "/home/me/site-packages/train.py",
+        "/home/me/.venv/lib/python3.13/site-packages/mine/jax/train.py",
+        "/home/me/.venv/lib/python3.13/site-packages/jax_mine/train.py",
+        f"{PACKAGE}/graphics.py",
+        f"{PACKAGE.parent}/graph/train.py",
+        "/home/Jörg Ö/a b/train.py",
+        "train.py",
+    ],
+)
+def test_a_users_file_is_no_machinery_wherever_it_lies(path):
+    assert not is_machinery(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        JAX.file,
+        "/home/me/jax/.venv/lib/python3.13/site-packages/optax/_src/alias.py",
+        "/usr/lib/python3/dist-packages/jax/_src/lax.py",
+        jax.__file__,
+        flax.__file__,
+        contextlib.__file__,
+        f"{PACKAGE}/graph/tracing/tracer.py",
+        f"{PACKAGE}/_jax.py",
+    ],
+)
+def test_libraries_and_python_itself_are_machinery(path):
+    assert is_machinery(path)
+
+
+def test_a_library_outside_of_site_packages_is_machinery(monkeypatch):
+    monkeypatch.setattr("tessera._jax_lines._elsewhere", lambda: ["/opt/src/jax"])
+    is_machinery.cache_clear()
+    assert is_machinery("/opt/src/jax/_src/lax.py")
+    assert not is_machinery("/opt/src/jaxtrain/train.py")
 
 
 def test_a_stack_of_machinery_alone_shows_its_innermost_line():

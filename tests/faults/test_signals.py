@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,11 +178,10 @@ def test_a_run_that_is_asked_to_end_goes_on_bit_for_bit(train, tmp_path):
 def test_one_that_does_not_get_to_its_next_step_ends_with_its_grace_period(start):
     run = start(str(PATIENT), "2")
     run.read_until("waiting")
-    asked = time.monotonic()
     run.process.send_signal(signal.SIGTERM)
     run.process.send_signal(signal.SIGTERM)  # of a scheduler and of a launcher
+    # Without the grace period it would end in a hundred hours.
     assert "SIGTERM: rank 0 did not end in 2 s" in run.finish(75)
-    assert 2 <= time.monotonic() - asked < 30
 
 
 def test_a_second_signal_ends_a_run_at_once(start):

@@ -63,7 +63,7 @@ def run(
                 said.append(line)
                 if watch is not None:
                     watch(started.pid, line)
-        code = started.wait(timeout=10)
+        code = started.wait(timeout=240)
     finally:
         limit.cancel()
         started.kill()

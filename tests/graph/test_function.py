@@ -451,7 +451,7 @@ def test_an_error_at_run_time_is_not_taken_for_a_change_of_arguments():
 
 
 def test_two_threads_do_not_mix_their_functions():
-    barrier = threading.Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=240)
     found = {}
 
     def run(power):

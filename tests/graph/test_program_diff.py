@@ -47,6 +47,12 @@ def test_another_operand_is_a_difference_though_the_operation_is_the_same():
     ]
 
 
+def test_the_same_line_of_a_path_with_spaces_is_no_difference():
+    old = "    c:f32[] = sin b  # /my own/run 1.py:3:4 (step)\n  in (c,) }"
+    new = "    c:f32[] = sin b     # /my own/run 1.py:3:9\n  in (c,) }"
+    assert diff_programs(old, new, name="pass") == ""
+
+
 def test_an_input_that_is_added_leaves_the_names_of_the_others():
     old = "{ lambda ; b:f32[]. let\n    c:f32[] = sin b\n  in (c,) }"
     new = "{ lambda ; a:f32[] b:f32[]. let\n    c:f32[] = sin a\n  in (c,) }"

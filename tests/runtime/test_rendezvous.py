@@ -28,7 +28,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def met(
-    *ranks: tuple[int, int, Any], timeout: float = 5.0, port: int | None = None
+    *ranks: tuple[int, int, Any], timeout: float = 60.0, port: int | None = None
 ) -> list[Any]:
     """What each rank gets: what rank 0 shares, or an error."""
     port, found = port or free_port(), list[Any](ranks)
@@ -53,7 +53,7 @@ def met(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=240)
         assert not thread.is_alive(), "a rank waits for ever"
     return found
 
@@ -82,10 +82,10 @@ def test_devices_of_two_kinds_are_not_homogeneous():
 
 
 def test_a_missing_rank_is_named_on_every_other():
-    errors = met((0, 4, SAME), (2, 4, SAME), timeout=0.5)
+    errors = met((0, 4, SAME), (2, 4, SAME), timeout=3)
     assert [type(error) for error in errors] == [MissingRanksError] * 2
     for error in errors:
-        assert error.what == "the ranks did not meet within 0.5 s"
+        assert error.what == "the ranks did not meet within 3 s"
         assert error.got.startswith("ranks 1, 3 of 4 are missing\nthere: rank 0: ")
 
 
@@ -197,7 +197,7 @@ def test_something_else_that_answers_is_no_rank_0():
     threading.Thread(target=answer, daemon=True).start()
     cluster = Cluster(1, 2, coordinator=(HOST, port))
     with pytest.raises(CoordinatorError, match="something else listens"):
-        rendezvous.meet(cluster, SAME, timeout=2, say=lambda _: None)
+        rendezvous.meet(cluster, SAME, timeout=60, say=lambda _: None)
 
 
 def test_strangers_do_not_disturb_the_meeting():
@@ -207,7 +207,7 @@ def test_strangers_do_not_disturb_the_meeting():
     def rank_0() -> None:
         cluster = Cluster(0, 2, coordinator=(HOST, port))
         shared = rendezvous.meet(
-            cluster, SAME, timeout=5, shared="x", say=lambda _: None
+            cluster, SAME, timeout=60, shared="x", say=lambda _: None
         )
         found.append(shared)
 
@@ -221,7 +221,7 @@ def test_strangers_do_not_disturb_the_meeting():
         b"[]\n",
     ]
     for line in lines:
-        for _ in range(50):
+        for _ in range(1000):
             try:
                 connection = socket.create_connection((HOST, port + 1))
                 break
@@ -230,6 +230,6 @@ def test_strangers_do_not_disturb_the_meeting():
         connection.sendall(line)
         connection.close()
     cluster = Cluster(1, 2, coordinator=(HOST, port))
-    assert rendezvous.meet(cluster, SAME, timeout=5, say=lambda _: None) == "x"
-    thread.join(timeout=5)
+    assert rendezvous.meet(cluster, SAME, timeout=60, say=lambda _: None) == "x"
+    thread.join(timeout=240)
     assert found == ["x"]

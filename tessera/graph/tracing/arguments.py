@@ -22,6 +22,7 @@ from tessera import _jax
 from tessera.errors import ArgumentError, MeshConflictError
 from tessera.graph.tracing.statics import Static
 from tessera.mesh import AUTO_AXES, Mesh
+from tessera.objects import STRUCTURE, Structure
 from tessera.shard import DistTensor
 from tessera.spec import axes_of_dims, spec_of_axes
 
@@ -37,10 +38,17 @@ class StaleProgram(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array among the arguments."""
+    """One array among the arguments.
+
+    Attributes:
+      name: Its path: the argument's name, then keys.
+      value: The array.
+      of_object: Whether an NNX object holds it, so that it is no batch.
+    """
 
     name: str
     value: Any
+    of_object: bool = False
 
     @property
     def layout(self) -> tuple[Mesh, PartitionSpec] | None:
@@ -103,13 +111,13 @@ class Leaf:
         if not isinstance(self.value, (jax.Array, np.ndarray)):
             return self
         if self.is_traced:
-            return Leaf(self.name, _jax.struct(self.aval))
+            return replace(self, value=_jax.struct(self.aval))
         layout = getattr(self.value, "sharding", None) if self.layout else None
         shape, dtype = self.aval.shape, self.aval.dtype
         struct = jax.ShapeDtypeStruct(
             shape, dtype, sharding=layout, weak_type=self.is_weak
         )
-        return Leaf(self.name, struct)
+        return replace(self, value=struct)
 
     def laid_out(self, layout: NamedSharding | None) -> "Leaf":
         """The same leaf in a layout, unless it has one of its own."""
@@ -119,7 +127,7 @@ class Leaf:
         struct = jax.ShapeDtypeStruct(
             shape, dtype, sharding=layout, weak_type=self.is_weak
         )
-        return Leaf(self.name, struct)
+        return replace(self, value=struct)
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,12 @@ class Argument:
     @functools.cached_property
     def _placed(self) -> list[int]:
         return [place for place, leaf in enumerate(self.leaves) if leaf.layout]
+
+    @property
+    def structure(self) -> Structure | None:
+        """What is static of an NNX object, where the argument is one."""
+        value = self.rebuilt(self.leaves)
+        return value.get(STRUCTURE) if isinstance(value, dict) else None
 
     def dynamic_part(self, value: Any) -> list[Any]:
         """What the compiled program takes for this argument: its arrays.
@@ -213,6 +227,14 @@ class Call:
     positional: int
     keywords: tuple[str, ...]
     arguments: tuple[Argument, ...]
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether there are arrays in the place of an object among the arguments."""
+        statics = [
+            static for argument in self.arguments for _, static in argument.statics
+        ]
+        return any(isinstance(static.value, Structure) for static in statics)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -307,13 +329,15 @@ def is_in(path: str, names: Iterable[str]) -> bool:
 
 def _argument(name: str, value: Any) -> Argument:
     paths, tree = jax.tree_util.tree_flatten_with_path(value)
+    objects = {path[:-1] for path, leaf in paths if isinstance(leaf, Structure)}
     leaves: list[Leaf] = []
     statics: list[tuple[int, Static]] = []
     for place, (path, leaf) in enumerate(paths):
         inner = jax.tree_util.keystr(path, simple=True, separator="/")
         full = f"{name}/{inner}" if inner else name
         if isinstance(leaf, _ARRAYS):
-            leaves.append(Leaf(full, leaf))
+            held = bool(objects) and any(path[:n] in objects for n in range(len(path)))
+            leaves.append(Leaf(full, leaf, held))
         else:
             statics.append((place, _static(full, leaf)))
     return Argument(name, tree, tuple(leaves), tuple(statics))
@@ -323,7 +347,14 @@ def _static(name: str, leaf: Any) -> Static:
     static = Static.of(leaf)
     try:
         hash(static)
-    except TypeError:
+    except TypeError as error:
+        if isinstance(leaf, Structure):
+            raise ArgumentError(
+                f"a static attribute of {name.removesuffix(f'/{STRUCTURE}')!r} cannot "
+                "be told from others",
+                got=f"{error}, in a {leaf.kind}",
+                fix="make it a value that hashes, such as a tuple, or nnx.data(...)",
+            ) from None
         raise ArgumentError(
             f"argument {name!r} can be neither traced nor held static",
             got=f"{type(leaf).__name__}, which is no array and has no hash",

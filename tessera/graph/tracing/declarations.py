@@ -6,7 +6,7 @@ input and output of a graph gets its name and its layout, every check made.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -14,11 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from tessera.errors import LayoutMismatchError, SpecFormError
+from tessera.errors import LayoutMismatchError, SpecFormError, did_you_mean
 from tessera.graph.ir import Role, Value
-from tessera.graph.tracing.arguments import Call, Leaf, is_in
+from tessera.graph.tracing.arguments import Argument, Call, Leaf, is_in
 from tessera.graph.tracing.strategies import Strategy
 from tessera.mesh import Mesh
+from tessera.objects import STRUCTURE, is_object
 from tessera.shard import DistTensor, ShardSpec
 from tessera.spec import axes_of_dims, check_even
 
@@ -64,6 +65,29 @@ class Options:
             return self.found[path]
         return self.batch is None or is_in(path, self.batch)
 
+    def for_objects(self, call: Call) -> "Options":
+        """The same for a call with the arrays of NNX objects among its arguments.
+
+        Trees of layouts name the arrays as the objects do, and may leave some out. To a
+        strategy, the type of an object says what it is.
+
+        Raises:
+          SpecFormError: [T204] a layout is for an array that an object does not have.
+        """
+        specs, roles = dict(self.in_specs), dict[str, str]()
+        for argument in call.arguments:
+            structure = argument.structure
+            if structure is None:
+                continue
+            if not _is_spec(specs.get(argument.name)):
+                specs[argument.name] = _object_specs(specs[argument.name], argument)
+            if structure.role is not None:
+                roles[argument.name] = structure.role
+        if self.strategy is None:
+            return replace(self, in_specs=specs)
+        strategy = replace(self.strategy, said=roles | dict(self.strategy.said))
+        return replace(self, in_specs=specs, strategy=strategy)
+
     @property
     def declares_layouts(self) -> bool:
         """Whether arguments or results have layouts of their own."""
@@ -108,7 +132,8 @@ def _undeclared(leaf: Leaf, options: Options, mesh: Mesh | None) -> Any:
         return leaf.layout[1]
     if mesh is None:
         return None
-    is_split = options.split_batch and options.is_batch(leaf.name)
+    may_be_batch = options.split_batch and not leaf.of_object
+    is_split = may_be_batch and options.is_batch(leaf.name)
     return _batch_spec(leaf, mesh) if is_split else PartitionSpec()
 
 
@@ -245,6 +270,28 @@ def _specs(
         ) from None
     flat = [leaf.spec for leaf in jax.tree.leaves(spread)]
     return [spec for place, spec in enumerate(flat) if place not in statics]
+
+
+def _object_specs(specs: Any, argument: Argument) -> dict[str, Any]:
+    """A spec, or None, for each array of an object, from a tree like its state."""
+
+    def is_leaf(node: Any) -> bool:
+        return _is_spec(node) or is_object(node)
+
+    given: dict[str, Any] = {}
+    for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        # nnx.get_partition_spec gives them in variables.
+        given[name] = spec.get_raw_value() if is_object(spec) else spec
+    known = list(argument.rebuilt(argument.leaves))
+    for name in given:
+        if name not in known:
+            raise SpecFormError(
+                f"in_specs[{argument.name!r}] has a layout for {name!r}, which is no "
+                "array of it",
+                fix=did_you_mean(name, [each for each in known if each != STRUCTURE]),
+            )
+    return {name: given.get(name) for name in known}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from tessera.errors import (
     UnconnectedGradientError,
 )
 from tessera.mesh import manual_axes
+from tessera.objects import hint_of_parameters, parameters_of
 from tessera.ops.layouts import layout_of
 
 gradient_p = _jax.Primitive("gradient")
@@ -92,7 +93,8 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
       loss: One floating-point number, computed in the function being traced.
       weights: Tree of floating-point arrays that the loss was computed from:
         arguments, parameters or intermediate values. In the body of a loop or a branch
-        it may be a loss from before, by weights from before.
+        it may be a loss from before, by weights from before. An ``nnx.Module`` in it
+        stands for ``nnx.state(module, nnx.Param)``.
       allow_unused: Give zeros for weights that the loss does not depend on.
 
     Returns:
@@ -124,13 +126,15 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
             "computed",
         )
     check_loss(loss)
-    names, leaves, tree = _weights(weights)
+    weights = parameters_of(weights)
+    hint = hint_of_parameters(weights)
+    names, leaves, tree = _weights(weights, hint)
     known = [_jax_traces.is_known_where(leaf, loss) for leaf in leaves]
     if not (all(known) or allow_unused):
         loose = [
             name for name, is_known in zip(names, known, strict=True) if not is_known
         ]
-        raise unconnected(loose, len(names))
+        raise unconnected(loose, len(names), hint=hint)
     with _jax_traces.where_traced(loss):
         # A loss does not depend on what is traced further in; zeros stand for that.
         given = [
@@ -138,15 +142,15 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
             for leaf, is_known in zip(leaves, known, strict=True)
         ]
         gradients = gradient_p.bind(
-            loss, *given, names=names, allow_unused=allow_unused
+            loss, *given, names=names, allow_unused=allow_unused, hint=hint
         )
     return jax.tree.unflatten(tree, _in_layout_of(leaves, gradients))
 
 
-def _weights(weights: Any) -> tuple[tuple[str, ...], list[Any], Any]:
+def _weights(weights: Any, hint: str) -> tuple[tuple[str, ...], list[Any], Any]:
     """Paths, arrays and the tree of weights; raises [T304] for other than floats."""
     paths, tree = jax.tree_util.tree_flatten_with_path(weights)
-    leaves = [jnp.asarray(leaf) for _, leaf in paths]
+    leaves = [x if isinstance(x, _jax.Tracer) else jnp.asarray(x) for _, x in paths]
     names = tuple(
         jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths
     )
@@ -155,13 +159,19 @@ def _weights(weights: Any) -> tuple[tuple[str, ...], list[Any], Any]:
             raise LossFormError(
                 f"weight {name!r} cannot be differentiated by",
                 got=f"dtype {leaf.dtype.name}, shape {leaf.shape}",
-                fix="give ts.grad floating-point weights only",
+                fix="give ts.grad floating-point weights only"
+                + f"\n{hint}" * bool(hint),
             )
     return names, leaves, tree
 
 
 def unconnected(
-    names: Sequence[str], count: int, line: str = "", *, is_inner: bool = False
+    names: Sequence[str],
+    count: int,
+    line: str = "",
+    *,
+    is_inner: bool = False,
+    hint: str = "",
 ) -> UnconnectedGradientError:
     """The error for weights that a loss does not depend on.
 
@@ -170,6 +180,7 @@ def unconnected(
       count: Of how many.
       line: Where the gradient was taken.
       is_inner: Whether that is in the body of a loop, a branch or the like.
+      hint: What else to write.
     """
     inner = (
         "\nin a loop or a branch, compute all of the loss in the body, or all before it"
@@ -180,7 +191,7 @@ def unconnected(
         got=f"{len(names)} of {count} weights have no path to the loss"
         + (f"\nts.grad was called at {line}" if line else ""),
         fix="compute the loss from them, leave them out, or pass allow_unused=True "
-        "to get zeros" + inner * is_inner,
+        "to get zeros" + inner * is_inner + f"\n{hint}" * bool(hint),
     )
 
 
@@ -224,12 +235,13 @@ def backward(loss: Any) -> dict[str, Any]:
     check_loss(loss)
     call = open_scope.backward_calls
     open_scope.backward_calls += 1
-    skipped = open_scope.unreached.get(call, frozenset())
-    weights = {
+    known = {
         name: open_scope.value_of(name)
         for name, declared in open_scope.declared.items()
-        if declared.trainable and name not in skipped
+        if declared.trainable
     }
+    skipped = open_scope.not_reached(call, loss, known)
+    weights = {name: value for name, value in known.items() if name not in skipped}
     if not weights:
         raise UnconnectedGradientError(
             "graph.backward has no parameter to differentiate by",

@@ -20,13 +20,14 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tessera import _jax, scope
-from tessera.annotations import Annotation, Dim, bind
+from tessera.annotations import Annotation, Dim, bind, bind_call
 from tessera.errors import ShardDivisibilityError, StrategyError
 from tessera.graph.ir import Graph
 from tessera.graph.tracing.arguments import Argument, Call, Leaf
 from tessera.graph.tracing.declarations import is_number
 from tessera.graph.tracing.strategies import Strategy
 from tessera.mesh import Mesh, manual_axes, opened_or_none
+from tessera.objects import holds_objects
 from tessera.ops.layouts import region_mesh
 from tessera.shard import DistTensor, ShardSpec
 
@@ -169,11 +170,23 @@ class _Region:
         self._name = getattr(body, "__name__", "function")
         self._binding = bind(body, args, kwargs, name=self._name)
         self._signature = inspect.signature(body)
-        bound = self._signature.bind(*args, **kwargs)
+        bound = bind_call(self._signature, args, kwargs, name=self._name)
+        for name, value in bound.arguments.items():
+            if holds_objects(value):
+                raise self._takes_no_object(name, value)
         self._leaves, self._tree = _flat("", dict(bound.arguments))
         first = strategy.common_dims(self._binding.dim_names) or ()
         self._common = [s for n in first if n != "..." for s in Dim(n).symbols]
         self._splits = self._splits_of_arguments()
+
+    def _takes_no_object(self, name: str, value: Any) -> StrategyError:
+        return StrategyError(
+            f"strategy {self._strategy.name!r} does not know the dims of the arrays in "
+            f"{name!r}",
+            got=f"a {type(value).__name__}, which no annotation describes",
+            fix=f"give {self._name!r} its arrays: kernel: ts.Tensor["
+            '"D_in", "D_out"], and layer.kernel[...] in the call',
+        )
 
     def run(self) -> Any:
         """The global results."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from tessera.annotations import bind_call
 from tessera.annotations.tensor import is_array
 from tessera.graph.tracing.arguments import Call, StaleProgram
 
@@ -23,10 +24,11 @@ class Form:
 
     Args:
       signature: Of the function.
+      name: What messages call the function.
     """
 
-    def __init__(self, signature: inspect.Signature) -> None:
-        self.signature = signature
+    def __init__(self, signature: inspect.Signature, name: str) -> None:
+        self.signature, self._name = signature, name
         self._defaults = {
             name: parameter.default
             for name, parameter in signature.parameters.items()
@@ -39,12 +41,15 @@ class Form:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments by position as far as they can be, the others by keyword.
 
+        Raises:
+          ArgumentError: [T301] the function does not take these arguments.
+
         Example:
           >>> def scaled(x, factor=2, *, bias=None): ...
-          >>> Form(inspect.signature(scaled)).of((1,), {})
+          >>> Form(inspect.signature(scaled), "scaled").of((1,), {})
           ((1, 2), {'bias': None})
         """
-        bound = self.signature.bind(*args, **kwargs)
+        bound = bind_call(self.signature, args, kwargs, name=self._name)
         bound.arguments = self._defaults | bound.arguments
         return bound.args, bound.kwargs
 

@@ -43,6 +43,7 @@ from tessera.graph.tracing.strategy_roles import BATCH
 from tessera.graph.tracing.swapping import let_transpose_swap
 from tessera.graph.tracing.write_back import Watch, Write, write_values
 from tessera.mesh import Mesh, manual_axes, opened_or_none
+from tessera.objects import check_references
 from tessera.shard import DistTensor
 
 # Two are usual: one that finds the parameters and one that has them.
@@ -317,6 +318,7 @@ def _run(
         with scope.carried_autocast():
             result = scope.as_called(function)(*args, **kwargs)
         leaves, trial.out_tree = jax.tree.flatten(result)
+        check_references(leaves, ())
         trial.out_statics = {
             i: leaf for i, leaf in enumerate(leaves) if not is_number(leaf)
         }
@@ -329,6 +331,7 @@ def _run(
     _describe(flat, function, [value.name for value in values])
     with scope.opened(here), _jax.isolated_trace():
         trial.program = jax.make_jaxpr(flat)(*(_struct(v, mesh) for v in values))
+    check_references((), _jax.constants(trial.program))
     return trial
 
 

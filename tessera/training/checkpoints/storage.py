@@ -27,6 +27,9 @@ Structs: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 # Bytes of the least part of an array that one of several devices that hold it writes.
 _LEAST_SLICE: Final = 1 << 24
 
+# A user's folder may be called orbax, too.
+_ORBAX: Final = ("orbax.checkpoint", str(Path(ocp.__file__).parent))
+
 
 class Writing:
     """Arrays on their way into a new folder; every process makes one.
@@ -147,5 +150,7 @@ def _is_not_orbax(record: logging.LogRecord) -> bool:
     trace = record.exc_info[2] if record.exc_info else None
     files = [frame.f_code.co_filename for frame, _ in walk_tb(trace)]
     return not any(
-        "orbax" in said for said in (record.pathname, str(record.msg), *files)
+        name in said
+        for said in (record.pathname, str(record.msg), *files)
+        for name in _ORBAX
     )

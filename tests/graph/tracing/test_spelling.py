@@ -16,7 +16,7 @@ ARRAY = np.ones(4)
 def function(a, /, b, c=3, *rest, d=4, e=ARRAY, **more): ...
 
 
-FORM = Form(inspect.signature(function))
+FORM = Form(inspect.signature(function), "function")
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ def test_more_arguments_keep_their_places():
 def test_a_default_with_an_array_or_without_a_hash_stays_the_functions():
     def other(a, b=(1, ARRAY), c={1}, d=None, e=[2, "x"]): ...  # noqa: B006
 
-    assert Form(inspect.signature(other)).of((0,), {}) == (
+    assert Form(inspect.signature(other), "other").of((0,), {}) == (
         (0,),
         {"d": None, "e": [2, "x"]},
     )
 
 
-def test_a_wrong_call_is_pythons_error():
+def test_a_wrong_call_is_a_type_error_as_in_python():
     with pytest.raises(TypeError, match="missing a required argument: 'b'"):
         FORM.of((X,), {})
 

@@ -121,7 +121,8 @@ def test_a_filter_of_a_comprehension_cannot_be_converted():
 
 def test_a_function_without_source_is_named():
     names = {}
-    exec("def helper(x):\n    return x if x[0] > 0 else -x", names)
+    text = "def helper(x):\n    return x if x[0] > 0 else -x"
+    exec(compile(text, "<made here>", "exec"), names)
     helper = names["helper"]
 
     @ts.function
@@ -130,7 +131,7 @@ def test_a_function_without_source_is_named():
 
     with pytest.raises(ControlFlowError) as caught:
         function(X)
-    reason = "its source is not to be had, from <string>"
+    reason = "its source is not to be had, from <made here>"
     assert f"helper runs as it is: {reason}" in caught.value.got
 
 

@@ -149,7 +149,10 @@ def test_global_variables_are_assigned():
         (coroutine, "it is async"),
         (leaves_finally, "a jump leaves its finally block"),
         (asks_for_its_variables, "it calls locals()"),
-        (eval("lambda x: x"), "its source is not to be had, from <string>"),
+        (
+            eval(compile("lambda x: x", "<made here>", "eval")),
+            "its source is not to be had, from <made here>",
+        ),
     ],
 )
 def test_what_cannot_be_converted_says_why(function, why):

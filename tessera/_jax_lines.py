@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose lines operations come from: the user's, or those of libraries and Tessera.
+"""Whose line is it: the user's, or that of a library that the user does not look into.
 
 A door beside ``_jax``: like it, this module may use ``jax._src``.
 """
 
 import functools
 import itertools
-from collections.abc import Iterable
+import os
+import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,13 @@ PACKAGE = Path(__file__).parent
 
 _FOLDERS = ("graph", "ops", "analysis", "annotations")
 _FACADES = ("arrays.py", "dist.py")
-_DOORS = ("_jax.py", "_jax_processes.py", "_jax_sources.py", "_jax_traces.py")
-_FILES = (*_FACADES, "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py", *_DOORS)
-_MACHINERY = (*_FOLDERS, *_FILES)
+_FILES = ("objects.py", "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py")
+_DOORS = tuple(path.name for path in PACKAGE.glob("_jax*.py"))
+_NAMES = (*_FOLDERS, *_FACADES, *_FILES, *_DOORS)
+_MACHINERY = tuple(str(PACKAGE / name) for name in _NAMES)
+
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax")
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 def hide_machinery() -> None:
@@ -26,8 +32,7 @@ def hide_machinery() -> None:
 
     Models and the trainer are user code in this sense: their lines are shown.
     """
-    for name in _MACHINERY:
-        path = str(PACKAGE / name)
+    for path in _MACHINERY:
         if path not in traceback_util._exclude_paths:
             traceback_util.register_exclusion(path)
             source_info_util.register_exclusion(path)
@@ -35,11 +40,25 @@ def hide_machinery() -> None:
 
 @functools.cache
 def is_machinery(path: str) -> bool:
-    """Whether a source file is part of JAX, Flax, Optax or Tessera's own machinery."""
-    hidden: Iterable[Path] = (PACKAGE / name for name in _MACHINERY)
-    if any(Path(path).is_relative_to(place) for place in hidden):
+    """Whether a source file is Python's, JAX's, Flax's, Optax's or Tessera's machinery.
+
+    What the folders above those of the libraries are called does not matter.
+    """
+    file = Path(path)
+    if any(file.is_relative_to(place) for place in _MACHINERY):
         return True
-    return any(f"/site-packages/{name}/" in path for name in ("jax", "flax", "optax"))
+    for folder, name in reversed([*itertools.pairwise(file.parts)]):
+        if folder in _INSTALLED:  # of this machine, or of the one that compiled
+            return name in _LIBRARIES
+    return any(file.is_relative_to(place) for place in _elsewhere())
+
+
+@functools.cache
+def _elsewhere() -> list[str]:
+    """Python's library, and where the others are if not in ``site-packages``."""
+    specs = filter(None, map(find_spec, _LIBRARIES))
+    folders = [os.path.dirname(spec.origin) for spec in specs if spec.origin]
+    return [sysconfig.get_path("stdlib"), *folders]
 
 
 def source_line(equation: Any) -> str:

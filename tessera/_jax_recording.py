@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations that run at once and are remembered, for gradients taken afterwards.
+
+While a ``Recording`` is open every operation is executed as JAX does it outside of a
+trace, and its result is an array that knows its numbers: it prints, compares and
+converts like any other. What was computed from what is kept, so that ``gradients`` can
+run the part of it that a loss depends on once more, under ``jax.grad``.
+
+A door beside ``_jax``: like it, this module may use ``jax._src``.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax._src import core
+
+Rule: TypeAlias = Callable[["Recording", Sequence[Any], dict[str, Any]], list[Any]]
+
+_rules: dict[Any, Rule] = {}
+
+
+def let_run(primitive: Any, rule: Rule) -> None:
+    """Say what a primitive does where operations run at once."""
+    _rules[primitive] = rule
+
+
+class Recorded(core.Tracer[Any]):
+    """An array of a recording; it is used as the array that it stands for."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, trace: "Recording", value: Any) -> None:
+        super().__init__(trace, core.typeof(value))
+        self.value = value
+
+    def to_concrete_value(self) -> Any:
+        """The numbers, where JAX or Python has to decide on them."""
+        return core.to_concrete_value(self.value)
+
+    def full_lower(self) -> Any:
+        """The array itself, for who kept it beyond the recording."""
+        return self if self._trace.is_open else self.value
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return np.asarray(self.value, *args, **kwargs)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __complex__(self) -> complex:
+        return complex(self.value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __format__(self, form: str) -> str:
+        return format(self.value, form)
+
+    def item(self, *args: int) -> Any:
+        """One number of the array, as Python's."""
+        return self.value.item(*args)
+
+    def tolist(self) -> Any:
+        """The numbers in lists."""
+        return self.value.tolist()
+
+    @property
+    def sharding(self) -> Any:
+        """Where the array lies."""
+        return self.value.sharding
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Something that was computed: how, from what, and the results."""
+
+    run: Callable[..., Sequence[Any]]
+    inputs: Sequence[Any]
+    outputs: Sequence[Recorded]
+
+
+class Recording(core.Trace):
+    """Operations that run at once, in the order in which they ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._around = core.trace_ctx.trace
+        self._entries: list[_Entry] = []
+        self.is_open = True
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """A context in which operations are recorded."""
+        return core.set_current_trace(self)
+
+    def left(self) -> AbstractContextManager[Any]:
+        """A context in which operations run as they do around the recording."""
+        return core.set_current_trace(self._around)
+
+    def known(self, value: Any) -> Any:
+        """An array itself in the place of one of this recording."""
+        return value.value if self._has(value) else value
+
+    def array(self, value: Any) -> Recorded:
+        """An array as one of this recording."""
+        return Recorded(self, value)
+
+    def record(
+        self, run: Callable[..., Sequence[Any]], inputs: Sequence[Any]
+    ) -> list[Recorded]:
+        """Run a function of arrays, and remember that."""
+        with self.left():
+            results = run(*map(self.known, inputs))
+        outputs = [Recorded(self, result) for result in results]
+        self._entries.append(_Entry(run, inputs, outputs))
+        return outputs
+
+    def reached(self, loss: Any, weights: Sequence[Any]) -> list[bool]:
+        """Which of some weights a loss was computed from."""
+        found = self._ancestors(loss)[1]
+        return [id(weight) in found for weight in weights]
+
+    def reads_references(self, loss: Any) -> bool:
+        """Whether a loss was computed from mutable arrays."""
+        entries, _ = self._ancestors(loss)
+        inputs = [self.known(x) for entry in entries for x in entry.inputs]
+        return any(isinstance(value, jax.Ref) for value in inputs)
+
+    def gradients(self, loss: Any, weights: Sequence[Any]) -> list[Recorded]:
+        """The gradients of a loss by weights, some of which may come from others."""
+        entries, found = self._ancestors(loss)
+        dependent = {id(weight) for weight in weights}
+        between: list[_Entry] = []
+        for entry in entries:
+            if not dependent.isdisjoint(map(id, entry.inputs)):
+                between.append(entry)
+                dependent.update(map(id, entry.outputs))
+        made = {id(output) for entry in between for output in entry.outputs}
+        inner = [id(weight) for weight in weights if id(weight) in made]
+        given = {id(weight): weight for weight in weights if id(weight) not in made}
+        others = {i: found[i] for i in found if i not in made and i not in given}
+
+        def loss_of(values: Sequence[Any], offsets: Sequence[Any], rest: Any) -> Any:
+            env = dict(zip((*given, *others), (*values, *rest), strict=True))
+            added = dict(zip(inner, offsets, strict=True))
+            for entry in between:
+                inputs = [env.get(id(x), self.known(x)) for x in entry.inputs]
+                for output, result in zip(
+                    entry.outputs, entry.run(*inputs), strict=True
+                ):
+                    offset = added.get(id(output))
+                    env[id(output)] = result if offset is None else result + offset
+            return env[id(loss)]
+
+        def run(*values: Any) -> list[Any]:
+            count = len(given)
+            zeros = [jax.numpy.zeros_like(self.known(found[i])) for i in inner]
+            by_given, by_inner = jax.grad(loss_of, (0, 1))(
+                list(values[:count]), zeros, values[count:]
+            )
+            slopes = dict(zip((*given, *inner), (*by_given, *by_inner), strict=True))
+            return [slopes[id(weight)] for weight in weights]
+
+        return self.record(run, [*given.values(), *others.values()])
+
+    def _ancestors(self, loss: Any) -> tuple[list[_Entry], dict[int, Any]]:
+        """What ran to compute a loss, in order, and every array of it by its id."""
+        found = {id(loss): loss}
+        entries: list[_Entry] = []
+        for entry in reversed(self._entries):
+            if not found.keys().isdisjoint(map(id, entry.outputs)):
+                entries.append(entry)
+                found |= {id(x): x for x in entry.inputs if self._has(x)}
+        return entries[::-1], found
+
+    def _has(self, value: Any) -> bool:
+        return isinstance(value, Recorded) and value._trace is self
+
+    # --- what JAX asks of a trace
+
+    def stage_value(self, val: Any) -> Any:
+        if self._has(val):
+            return val
+        with self.left():
+            return Recorded(self, self._around.stage_value(val))
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        rule = _rules.get(primitive)
+        if rule is not None:
+            return rule(self, tracers, params)
+
+        def run(*values: Any) -> Sequence[Any]:
+            results = primitive.bind(*values, **params)
+            return results if primitive.multiple_results else [results]
+
+        results = self.record(run, tracers)
+        return results if primitive.multiple_results else results[0]
+
+    def process_custom_jvp_call(
+        self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any
+    ) -> Any:
+        def call(trace: Any, values: Any) -> Any:
+            return trace.process_custom_jvp_call(primitive, fun, jvp, values, **params)
+
+        return self._as_program(call, tracers)
+
+    def process_custom_vjp_call(
+        self,
+        primitive: Any,
+        fun: Any,
+        fwd: Any,
+        bwd: Any,
+        tracers: Any,
+        /,
+        **params: Any,
+    ) -> Any:
+        def call(trace: Any, values: Any) -> Any:
+            return trace.process_custom_vjp_call(
+                primitive, fun, fwd, bwd, values, **params
+            )
+
+        return self._as_program(call, tracers)
+
+    def process_call(self, primitive: Any, f: Any, tracers: Any, params: Any, /) -> Any:
+        def call(trace: Any, values: Any) -> Any:
+            return trace.process_call(primitive, f, values, params)
+
+        return self._as_program(call, tracers)
+
+    def process_shard_map(
+        self, primitive: Any, fun: Any, tracers: Any, /, **params: Any
+    ) -> Any:
+        """A manual region is one operation, and compiled."""
+        found: list[Any] = []
+
+        def call(trace: Any, values: Any) -> Any:
+            found[:] = [trace.process_shard_map(primitive, fun, values, **params)]
+            return list(found[0])
+
+        results = self._as_program(call, tracers, is_compiled=True)
+        return found[0].update(results)
+
+    def _as_program(
+        self,
+        call: Callable[..., Any],
+        tracers: Sequence[Any],
+        *,
+        is_compiled: bool = False,
+    ) -> Any:
+        """Record a call of a function: as a program, for JAX traces it only once."""
+
+        def flat(*values: Any) -> Any:
+            with core.take_current_trace() as trace:
+                return call(trace, values)
+
+        avals = [core.typeof(tracer) for tracer in tracers]
+        forms = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals
+        ]
+        program: Any = jax.make_jaxpr(flat)(*forms)
+        body = getattr(program, "jaxpr", program)
+        count = len(tracers)
+
+        def run(*values: Any) -> list[Any]:
+            return core.eval_jaxpr(body, values[count:], *values[:count])
+
+        def run_compiled(*values: Any) -> list[Any]:
+            with jax.disable_jit(False):
+                return jax.jit(run)(*values)
+
+        run_it = run_compiled if is_compiled else run
+        return self.record(run_it, [*tracers, *getattr(program, "consts", ())])

@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects in a call: modules, optimizers, variables of Flax NNX, and mutable arrays.
+
+A program takes arrays. In the place of an object it is given a dict of the object's
+arrays by path, with the object's structure beside them as a static value; the function
+is given an object made of these, and the caller's own object becomes what that one
+became. A trace never sees the caller's object, so there may be any number of traces.
+
+Of NNX's objects ``nnx.jit`` does the same, with the same four steps of
+``nnx.update_context``: split the caller's objects, merge them in the trace, split them
+there, merge them for the caller. What several arguments share they share in the trace,
+and a result that is an object of the caller's is that object.
+"""
+
+import copy
+import functools
+import operator
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from tessera import _jax, scope
+from tessera.errors import WriteBackError
+
+STRUCTURE = "<structure>"
+_TAG = "tessera"
+
+Arrays: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is static of an object; it stands beside the object's arrays.
+
+    Attributes:
+      graphdef: Flax's description of the object; None for a mutable array.
+      names: Of its arrays, in Flax's order.
+      kind: The name of its class.
+      role: What ``ts.distribute`` takes an argument for that is such an object.
+    """
+
+    graphdef: Any
+    names: tuple[str, ...]
+    kind: str
+    role: str | None
+
+
+def is_object(node: Any) -> bool:
+    """Whether a value is an object of NNX: a module, an optimizer, a variable."""
+    nnx: Any = sys.modules.get("flax.nnx")  # who has not imported it has none
+    return nnx is not None and nnx.graphlib.is_graph_node(node)
+
+
+def holds_objects(tree: Any) -> bool:
+    """Whether there is an object of NNX anywhere in a tree."""
+    return "flax.nnx" in sys.modules and any(
+        map(is_object, jax.tree.leaves(tree, is_leaf=is_object))
+    )
+
+
+def changes_in_place(tree: Any) -> bool:
+    """Whether there is an object of NNX or a mutable array in a tree."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_object)
+    return any(isinstance(leaf, jax.Ref) or is_object(leaf) for leaf in leaves)
+
+
+def parameters_of(weights: Any) -> Any:
+    """A tree of weights, with the state of its ``nnx.Param`` for each object."""
+    if not holds_objects(weights):
+        return weights
+    from flax import nnx
+
+    def one(node: Any) -> Any:
+        is_whole = is_object(node) and not isinstance(node, nnx.Variable)
+        return nnx.state(node, nnx.Param) if is_whole else node
+
+    return jax.tree.map(one, weights, is_leaf=is_object)
+
+
+def hint_of_parameters(weights: Any) -> str:
+    """What to write where some weights are variables of NNX that are no parameters."""
+    if not holds_objects(weights):
+        return ""
+    from flax import nnx
+
+    leaves = jax.tree.leaves(weights, is_leaf=is_object)
+    if all(isinstance(leaf, nnx.Param) for leaf in leaves if is_object(leaf)):
+        return ""
+    return "by a model's parameters alone: ts.grad(loss, nnx.state(model, nnx.Param))"
+
+
+def remat(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``nnx.remat``, which leaves what the function does not change as it is.
+
+    By Flax's own every variable is another value afterwards, and a gradient by the
+    parameters would not find its way back to them.
+    """
+    from flax import nnx
+
+    def again(*args: Any) -> Any:
+        held = [arg for arg in args if is_object(arg)]
+        before = _variables(held)
+        unchanged: set[Any] = set()
+
+        def noting(*inner: Any) -> Any:
+            known = _variables([arg for arg in inner if is_object(arg)])
+            result = body(*inner)
+            unchanged.update(
+                p for p, (v, raw) in known.items() if v.get_raw_value() is raw
+            )
+            return result
+
+        result = nnx.remat(noting, **options)(*args)
+        for path in unchanged:
+            variable, raw = before[path]
+            variable.set_raw_value(raw)
+        return result
+
+    return again
+
+
+def _variables(objects: list[Any]) -> dict[Any, tuple[Any, Any]]:
+    """The variables of some objects and their values, by path."""
+    from flax import nnx
+
+    flat = nnx.to_flat_state(nnx.state(objects))
+    return {
+        path: (leaf, leaf.get_raw_value())
+        for path, leaf in flat
+        if isinstance(leaf, nnx.Variable)
+    }
+
+
+def check_references(result: Sequence[Any], captured: Sequence[Any]) -> None:
+    """Raise [T320] where a function returns mutable arrays or closes over them.
+
+    Args:
+      result: Leaves of what it returns.
+      captured: Arrays that it closes over.
+    """
+    for leaf in result:
+        if isinstance(leaf, jax.Ref):
+            raise WriteBackError(
+                "a mutable array is returned, and cannot be given to the caller",
+                got=str(jax.typeof(leaf)),
+                fix="return its value: ref[...]",
+            )
+    for array in captured:
+        if isinstance(array, jax.Ref):
+            raise WriteBackError(
+                "a mutable array that a function closes over cannot be given back",
+                got=str(jax.typeof(array)),
+                fix="pass it to the function as an argument",
+            )
+
+
+@contextmanager
+def changes_explained() -> Iterator[None]:
+    """Let a change that Flax refuses in a trace be an error that says what to do.
+
+    Raises:
+      WriteBackError: [T320] an object was changed that is not of the trace.
+    """
+    try:
+        yield
+    except Exception as error:
+        flax_errors: Any = sys.modules.get("flax.errors")
+        if flax_errors is None or not isinstance(error, flax_errors.TraceContextError):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        users = [frame for frame in frames if not _jax.is_machinery(frame.filename)]
+        line = f"\nat {users[-1].filename}:{users[-1].lineno}" if users else ""
+        raise WriteBackError(
+            "an NNX object was changed, and cannot be given back",
+            got=str(error).partition(" (http")[0] + line,
+            fix="pass it to the function as an argument, where it is closed over\n"
+            "in a loop, a branch or a transformation use Flax's own: nnx.scan, "
+            "nnx.cond, nnx.vmap\n"
+            "in a stage of a pipeline return what is new",
+        ) from error
+
+
+def _is_unit(node: Any) -> bool:
+    """Whether a node is an object, or a tree with objects that is no container."""
+    return not isinstance(node, (dict, list, tuple)) and changes_in_place(node)
+
+
+def _is_split(node: Any) -> bool:
+    return isinstance(node, dict) and STRUCTURE in node
+
+
+def _split(context: Any, node: Any) -> Arrays:
+    """The arrays of an object by name, and its structure."""
+    if isinstance(node, jax.Ref):
+        return {"value": node[...], STRUCTURE: Structure(None, (), "Ref", None)}
+    from flax import nnx
+
+    graphdef, flat = context.flatten((node,))
+    arrays: Arrays = {}
+    for path, leaf in flat:
+        name = "/".join(map(str, path[1:])) or "value"
+        name = repr(path[1:]) if name in arrays else name
+        is_variable = isinstance(leaf, nnx.Variable)
+        arrays[name] = leaf.get_raw_value() if is_variable else leaf
+    names = tuple(arrays)
+    roles = {nnx.Module: "params", nnx.Optimizer: "optimizer_state"}
+    role = next((role for kind, role in roles.items() if isinstance(node, kind)), None)
+    arrays[STRUCTURE] = Structure(graphdef, names, type(node).__name__, role)
+    return arrays
+
+
+def _merged(context: Any, arrays: Arrays) -> Any:
+    """The object of some arrays: a new one, or the caller's, which they replace."""
+    structure: Structure = arrays[STRUCTURE]
+    if structure.graphdef is None:
+        return jax.new_ref(arrays["value"])
+    leaves = [arrays[name] for name in structure.names]
+    (node,) = context.unflatten(structure.graphdef, leaves)
+    return node
+
+
+def _with_each(
+    is_one: Callable[[Any], bool], change: Callable[[Any], Any], tree: Any
+) -> Any:
+    """A tree with something else for each node of a kind."""
+    nodes, structure = jax.tree.flatten(tree, is_leaf=is_one)
+    return jax.tree.unflatten(
+        structure, [change(node) if is_one(node) else node for node in nodes]
+    )
+
+
+# --- outside of the trace
+
+
+class ObjectCall:
+    """A call whose arguments have arrays in the place of objects.
+
+    Attributes:
+      args: Positional arguments.
+      kwargs: Keyword arguments.
+      has_objects: Whether there were any.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.args, self.kwargs = tuple(args), dict(kwargs)
+        self._units: list[tuple[Any, Arrays]] = []
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self.has_objects = changes_in_place((args, kwargs))
+
+    def split(self) -> None:
+        """Put arrays in the place of the objects; in an update context of NNX."""
+        with _nnx("split_context") as context:
+            inside = functools.partial(self._without_objects, context)
+            self.args = _mapped(inside, self.args)
+            self.kwargs = _mapped(inside, self.kwargs)
+
+    def _without_objects(self, context: Any, node: Any) -> Any:
+        """A part of the arguments: a copy, where it is a container with objects."""
+        if _is_unit(node):
+            if isinstance(node, jax.Ref) and any(
+                node is unit for unit, _ in self._units
+            ):
+                raise WriteBackError(
+                    "a mutable array is given to the call a second time",
+                    got=f"one {jax.typeof(node)} in two places of the arguments",
+                    fix="pass it once, or pass another one: jax.new_ref(ref[...])",
+                )
+            arrays = _split(context, node)
+            # Of a variable a number is an array, as for nnx.jit.
+            arrays.update(
+                (name, jnp.asarray(leaf))
+                for name, leaf in arrays.items()
+                if isinstance(leaf, (bool, int, float, complex))
+            )
+            self._units.append((node, arrays))
+            return arrays
+        if not changes_in_place(node):
+            return node
+        if id(node) not in self._copies:
+            inside = functools.partial(self._without_objects, context)
+            self._copies[id(node)] = node, _mapped(inside, node)
+        return self._copies[id(node)][1]
+
+    def finish(self, result: Any) -> Any:
+        """The result with its objects, once the caller's are what became of them."""
+        if not self.has_objects:
+            return result
+        with _nnx("merge_context", inner=False) as context:
+            for unit, arrays in self._units:
+                if isinstance(unit, jax.Ref):
+                    unit[...] = arrays["value"]
+                else:
+                    _merged(context, arrays)
+            result = _with_each(_is_split, functools.partial(_merged, context), result)
+        pairs = (*self._units, *self._copies.values())
+        originals = {id(stand_in): node for node, stand_in in pairs}
+        for node, copied in self._copies.values():
+            _give_entries(copied, node, originals)
+        return result
+
+
+@contextmanager
+def objects_split(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[ObjectCall]:
+    """The arguments of a call without their objects, for as long as the call runs."""
+    call = ObjectCall(args, kwargs)
+    if not call.has_objects:
+        yield call
+        return
+    with _nnx("update_context"):
+        call.split()
+        yield call
+
+
+def _nnx(name: str, **options: Any) -> AbstractContextManager[Any]:
+    """A context of NNX for the objects of one call, if there can be any."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nullcontext() if nnx is None else getattr(nnx, name)(_TAG, **options)
+
+
+def _mapped(function: Callable[[Any], Any], container: Any) -> Any:
+    """A container of the same kind with something else for each item."""
+    if isinstance(container, tuple):
+        items = map(function, container)
+        is_named = hasattr(container, "_fields")
+        return type(container)(*items) if is_named else tuple(items)
+    copied = copy.copy(container)
+    for key in copied if isinstance(copied, dict) else range(len(copied)):
+        copied[key] = function(copied[key])
+    return copied
+
+
+def _give_entries(copied: Any, node: Any, originals: Mapping[int, Any]) -> None:
+    """Give the caller's dict or list the entries that a copy of it has by now."""
+    if isinstance(node, list):
+        node[:] = [originals.get(id(item), item) for item in copied]
+    elif isinstance(node, dict):
+        for key in node.keys() - copied.keys():
+            del node[key]
+        for key, item in copied.items():
+            node[key] = originals.get(id(item), item)
+
+
+# --- in the trace
+
+
+class WithObjects:
+    """A function that takes and gives arrays in the place of objects."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, body)
+        self.body = body
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result, and in the dicts of objects what became of these.
+
+        Raises:
+          WriteBackError: [T320] what holds the objects was changed, and not they.
+        """
+        restored = _Restored()
+        with _nnx("merge_context", inner=True) as context:
+            values = [restored.objects_of(context, arg) for arg in args]
+            named = {
+                name: restored.objects_of(context, arg) for name, arg in kwargs.items()
+            }
+        result = scope.as_called(self.body)(*values, **named)
+        with _nnx("split_context") as context:
+            restored.split(context)
+
+            check_references(jax.tree.leaves(result), ())
+            return _with_each(_is_unit, functools.partial(_split, context), result)
+
+
+class _Restored:
+    """The objects of one trace, and where their arrays come from."""
+
+    def __init__(self) -> None:
+        self._units: list[tuple[Any, Arrays, list[int]]] = []
+        self._entries: list[tuple[Any, Any, Any, Any]] = []
+
+    def objects_of(self, context: Any, node: Any) -> Any:
+        """An argument with its objects; they stand in the argument's own containers."""
+        if _is_split(node):
+            unit = _merged(context, node)
+            self._units.append((unit, node, _identities(unit)))
+            return unit
+        if isinstance(node, tuple):
+            items = [self.objects_of(context, item) for item in node]
+            if all(map(operator.is_, items, node)):
+                return node
+            return type(node)(*items) if hasattr(node, "_fields") else tuple(items)
+        for key, item in _content(node):
+            found = self.objects_of(context, item)
+            if found is not item:
+                node[key] = found
+                self._entries.append((node, key, item, found))
+        return node
+
+    def split(self, context: Any) -> None:
+        """Put the arrays back, as they are now."""
+        for unit, arrays, before in self._units:
+            if _identities(unit) != before:
+                raise WriteBackError(
+                    f"a {arrays[STRUCTURE].kind} among the arguments was changed, and "
+                    "cannot be given back",
+                    got="another object in the place of one that it held",
+                    fix="return it, or change the objects that it holds",
+                )
+            now = _split(context, unit)
+            for name in arrays.keys() - now.keys():
+                del arrays[name]
+            arrays.update(now)
+        for node, key, item, found in self._entries:
+            if dict(_content(node)).get(key) is not found:
+                raise WriteBackError(
+                    f"{key!r} of a {type(node).__name__} among the arguments was an "
+                    "object, and is another one",
+                    got=f"a {type(found).__name__} before",
+                    fix="return the new object, or change the one that is there",
+                )
+            node[key] = item
+
+
+def _content(node: Any) -> list[tuple[Any, Any]]:
+    if isinstance(node, dict):
+        return list(node.items())
+    return list(enumerate(node)) if isinstance(node, list) else []
+
+
+def _identities(unit: Any) -> list[int]:
+    """Which objects a tree holds, beside what these are made of."""
+    return [id(leaf) for leaf in jax.tree.leaves(unit, is_leaf=is_object)]

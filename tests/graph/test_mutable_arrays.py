@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``jax.new_ref``: mutable arrays as arguments, as ``jax.jit`` takes them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tessera as ts
+from tessera.errors import WriteBackError
+
+X = jnp.arange(8.0)
+
+
+def add(ref, x):
+    ref[...] = ref[...] + x
+    return ref[...].sum()
+
+
+def set_one(ref, i):
+    ref[i] = 7.0
+    return ref[i + 1]
+
+
+def in_a_loop(ref, n):
+    def body(i, total):
+        ref[i] = ref[i] * 2
+        return total + ref[i]
+
+    return jax.lax.fori_loop(0, n, body, 0.0)
+
+
+def in_a_branch(ref, x):
+    jax.lax.cond(
+        x > 0,
+        lambda: ref.__setitem__(0, x),
+        lambda: ref.__setitem__(1, x),
+    )
+    return x
+
+
+def read(ref, x):
+    return ref[2:4] * x
+
+
+@pytest.mark.parametrize(
+    ("function", "other"),
+    [
+        (add, X),
+        (set_one, jnp.int32(3)),
+        (in_a_loop, jnp.int32(4)),
+        (in_a_branch, jnp.float32(-3)),
+        (read, jnp.float32(2)),
+    ],
+)
+def test_the_caller_sees_what_a_jitted_function_would_change(function, other):
+    ours, theirs = jax.new_ref(X), jax.new_ref(X)
+    compiled, jitted = ts.function(function), jax.jit(function)
+    for _ in range(2):
+        np.testing.assert_array_equal(compiled(ours, other), jitted(theirs, other))
+        np.testing.assert_array_equal(ours[...], theirs[...])
+    assert compiled.num_programs() == 1
+
+
+def test_several_of_them_in_containers_beside_what_is_given_back():
+    @ts.function
+    def step(state, x):
+        first, second = state["pair"]
+        first[...], second[...] = second[...], first[...]
+        state["steps"] = state["steps"] + 1
+
+    first, second = jax.new_ref(X), jax.new_ref(-X)
+    state = {"pair": (first, second), "steps": jnp.int32(0)}
+    step(state, X)
+    np.testing.assert_array_equal(first[...], -X)
+    np.testing.assert_array_equal(second[...], X)
+    assert state["pair"] == (first, second)
+    assert state["steps"] == 1
+
+
+def test_gradients_go_through_them():
+    @ts.function
+    def step(ref, x):
+        ref[...] = ref[...] * x**2
+        return ts.grad(jnp.sum(ref[...]), x), ts.value_and_grad(add, 1)(ref, x)
+
+    ref = jax.new_ref(X)
+    slope, (total, ones) = step(ref, X)
+    np.testing.assert_allclose(slope, 2 * X**2)
+    np.testing.assert_allclose(total, jnp.sum(X**3 + X))
+    np.testing.assert_array_equal(ones, jnp.ones(8))
+    np.testing.assert_allclose(ref[...], X**3 + X)
+
+
+def test_inside_other_functions_they_are_the_same_array():
+    inner = ts.function(add)
+    for outer in (
+        ts.function(lambda r, x: inner(r, x)),
+        jax.jit(lambda r, x: inner(r, x)),
+    ):
+        ref = jax.new_ref(X)
+        assert outer(ref, X) == 2 * X.sum()
+        np.testing.assert_array_equal(ref[...], 2 * X)
+
+
+def test_they_keep_their_layout(dp_mesh):
+    rows = NamedSharding(dp_mesh.jax, P("dp"))
+    ref = jax.new_ref(jax.device_put(X, rows))
+    step = ts.graph.training_step(mesh=dp_mesh)(add)
+    assert step(ref, X) == 2 * X.sum()
+    assert ref.sharding.is_equivalent_to(rows, 1)
+    specs = [value.spec for value in step.last.traced.graph.inputs]
+    assert specs[0] == P("dp")
+
+
+def test_a_call_that_fails_leaves_them_as_they_are():
+    @ts.function
+    def fail(ref):
+        ref[...] = ref[...] * 2
+        raise KeyError("mine")
+
+    ref = jax.new_ref(X)
+    with pytest.raises(KeyError):
+        fail(ref)
+    np.testing.assert_array_equal(ref[...], X)
+
+
+@pytest.mark.parametrize(
+    ("call", "what", "got", "fix"),
+    [
+        (
+            lambda ref: ts.function(lambda a, b: a[...] + b[...])(ref, ref),
+            "a mutable array is given to the call a second time",
+            "one Ref{float32[8]} in two places of the arguments",
+            "pass it once, or pass another one: jax.new_ref(ref[...])",
+        ),
+        (
+            lambda ref: ts.function(lambda x: add(ref, x))(X),
+            "a mutable array that a function closes over cannot be given back",
+            "Ref{float32[8]}",
+            "pass it to the function as an argument",
+        ),
+        (
+            lambda ref: ts.function(lambda x: jax.jit(lambda x: add(ref, x))(x))(X),
+            "a mutable array that a function closes over cannot be given back",
+            "Ref{float32[8]}",
+            "pass it to the function as an argument",
+        ),
+        (
+            lambda ref: ts.function(lambda a: a)(ref),
+            "a mutable array is returned, and cannot be given to the caller",
+            "Ref{float32[8]}",
+            "return its value: ref[...]",
+        ),
+        (
+            lambda _: ts.function(jax.new_ref)(X),
+            "a mutable array is returned, and cannot be given to the caller",
+            "Ref{float32[8]}",
+            "return its value: ref[...]",
+        ),
+    ],
+)
+def test_what_cannot_be_given_back_is_refused(call, what, got, fix):
+    ref = jax.new_ref(X)
+    with pytest.raises(WriteBackError) as caught:
+        call(ref)
+    assert str(caught.value) == (
+        f"[T320] {what}\n  got: {got}\n  fix: {fix}\n  docs: docs/errors/T320.md"
+    )
+    np.testing.assert_array_equal(ref[...], X)
