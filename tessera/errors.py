@@ -8,8 +8,7 @@ A message says what is wrong, what was got (with the arithmetic), and what to do
       fix: use 10240 or 10244, or drop 'tp' from the spec
       docs: docs/errors/T201.md
 
-The first digit of a code says what it is about, as the sections below do. ``assert`` is
-for Tessera's own bugs.
+``assert`` is for Tessera's own bugs.
 """
 
 from collections.abc import Iterable
@@ -52,12 +51,7 @@ class TesseraWarning(UserWarning):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint that ends an error's ``fix`` line.
-
-    Example:
-      >>> did_you_mean("fdsp", ["fsdp", "tp"])
-      "did you mean 'fsdp'? Known: 'fsdp', 'tp'"
-    """
+    """A hint that ends a ``fix`` line: ``did you mean 'fsdp'? Known: 'fsdp', 'tp'``."""
     known = list(known)
     close = get_close_matches(name, known, n=1)
     listed = ", ".join(repr(item) for item in known) or "none"
@@ -465,6 +459,12 @@ class CompileCacheError(TesseraError, ValueError):
     """The folder of compiled programs, which are code, is not the user's alone."""
 
     code = "T709"
+
+
+class FolderInUseError(TesseraError, ValueError):
+    """Another run writes to the folder of this one."""
+
+    code = "T710"
 
 
 # --- T8xx: checkpoints
