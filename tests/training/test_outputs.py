@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tessera.errors import OutputPathError
-from tessera.training.outputs import cannot_write, open_run_folder
+from tessera.training.outputs import cannot_write, open_run_folder, write_durably
 
 
 def test_the_folder_has_its_files_from_the_beginning(tmp_path):
@@ -87,6 +87,19 @@ def test_a_full_disk_is_said(tmp_path, monkeypatch):
 def test_an_error_without_a_file_names_the_path_that_was_tried():
     error = cannot_write(Path("x"), OSError(errno.EIO, "Input/output error"))
     assert error.got == "x: Input/output error"
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_durably(path, ["old"])
+
+    def fail(*_):
+        raise OSError("no")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="no"):
+        write_durably(path, ["ne", "w"])
+    assert path.read_text() == "old"
 
 
 # --- a run that goes on

@@ -14,6 +14,7 @@ arrays are there.
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
@@ -146,6 +147,13 @@ def remove_failed(path: Path) -> None:
         absent = 0 if path.exists() else absent + 1
         if absent == 5:
             return
+
+
+def remove_empty(*paths: Path) -> None:
+    """Remove folders as long as there is nothing in them."""
+    with suppress(OSError):
+        for path in paths:
+            path.rmdir()
 
 
 def open_root(root: Path, resumed_step: int | None, nbytes: int) -> list[str]:

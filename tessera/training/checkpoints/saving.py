@@ -8,6 +8,7 @@ manifest is written. From then on, and not before, the checkpoint counts.
 
 import errno
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -20,7 +21,7 @@ from typing import Any, TypeAlias
 import jax
 
 from tessera.analysis.memory import format_bytes
-from tessera.errors import CheckpointWriteError
+from tessera.errors import CheckpointWriteError, TesseraError
 from tessera.training.checkpoints import folder, manifest, storage
 from tessera.training.checkpoints.metadata import Metadata, Stored, write_metadata
 from tessera.training.console import log
@@ -61,19 +62,26 @@ class Checkpoints:
       root: The folder of its checkpoints, the same one in every process.
       config: Its configuration, YAML.
       resumed_step: The step that it goes on from in this very folder, or None.
+      check: Raises where the run's folder is not where it was, or another run's.
 
     Raises:
       CheckpointWriteError: [T804] nothing can be written there, or there is no room.
     """
 
     def __init__(
-        self, job: Job, root: Path, config: str, resumed_step: int | None = None
+        self,
+        job: Job,
+        root: Path,
+        config: str,
+        resumed_step: int | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._job, self._root, self._config = job, root, config
+        self._check_folder = check
         self._is_first = jax.process_index() == 0
         self._started = resumed_step or 0
         self._thread: Thread | None = None
-        self._failure: CheckpointWriteError | None = None
+        self._failure: TesseraError | None = None
         self.saved: Saved | None = None
         """What the last complete one took; None before, and where others write."""
         self._nbytes = sum(
@@ -81,6 +89,7 @@ class Checkpoints:
             for leaf in jax.tree.leaves(job.abstract_state)
         )
         if self._is_first and self.is_kept:
+            check()
             for line in folder.open_root(root, resumed_step, self._nbytes):
                 log.warning("%s", line)
 
@@ -124,7 +133,9 @@ class Checkpoints:
 
         Raises:
           CheckpointWriteError: [T804] there is one of this step, or of a later one.
+          OutputPathError: [T504] the run's folder is not where it was.
         """
+        self._check_folder()
         if step <= self._started:
             raise CheckpointWriteError(
                 f"a checkpoint of step {step} cannot follow one of step "
@@ -184,6 +195,8 @@ class Checkpoints:
     ) -> Saved:
         """Make what Orbax has committed count."""
         committed = perf_counter()
+        # In a folder that was made anew meanwhile nothing is to count.
+        self._check_folder()
         write_metadata(path / manifest.LAST, metadata)
         nbytes = manifest.write_manifest(path)
         done = perf_counter()
@@ -209,9 +222,12 @@ class Checkpoints:
 
     def _give_up(self, path: Path, error: Exception) -> None:
         """Say that a checkpoint could not be written, and make room again."""
-        self._failure = folder.cannot_write(path, error)
+        is_moved = isinstance(error, TesseraError)
+        self._failure = error if is_moved else folder.cannot_write(path, error)
         if self._is_first:
             folder.remove_failed(path)
+            if is_moved:
+                folder.remove_empty(self._root, self._root.parent)
             storage.clear_up()
             log.error("%s\n%s", self._failure, self.last_said())
 
@@ -232,6 +248,7 @@ class Checkpoints:
 
         Raises:
           CheckpointWriteError: [T804] it could not be written.
+          OutputPathError: [T504] nor can any other: the run's folder is not there.
         """
         self._join()
         failure, self._failure = self._failure, None
