@@ -25,16 +25,10 @@ from types import FrameType, TracebackType
 from typing import Any, Final, Protocol
 
 from tessera.runtime import exit_codes
+from tessera.runtime.exit_codes import ASKS
 from tessera.runtime.leaving import Deadline, leave
 
 _log: Final = logging.getLogger("tessera.runtime")
-# What ends a run, with the code that it then exits with. The first of them that any
-# rank got counts for all.
-ASKS: Final = {
-    signal.SIGTERM: exit_codes.REQUEUE,
-    signal.SIGUSR2: exit_codes.REQUEUE,  # of Slurm, where submitit started the run
-    signal.SIGINT: exit_codes.INTERRUPTED,
-}
 _TICK: Final = 0.1
 _LOOK_EVERY: Final = 0.5
 # A scheduler that signals the launcher and its ranks is heard twice.

@@ -109,10 +109,17 @@ class Holder:
 
 @dataclass(frozen=True, order=True)
 class _Entry:
-    """A file of the folder's holders: its number, and which file it is."""
+    """A file of the folder's holders.
+
+    Attributes:
+      number: That of its name.
+      file: Which file it is.
+      times: When it was changed, which tells it from a later one in its place.
+    """
 
     number: int
     file: tuple[int, int]
+    times: tuple[int, int]
 
     def path(self, folder: Path) -> Path:
         """Its path in the folder."""
@@ -202,7 +209,7 @@ class FolderLock:
                     path.unlink()
             os.close(self._descriptor)
             _own.discard(file)
-        with suppress(OSError):  # there is something in it
+        with suppress(OSError, ValueError):  # there is something in it
             while self._made:
                 self._made.pop(0).rmdir()
 
@@ -295,7 +302,8 @@ def _entries(folder: Path) -> Iterator[_Entry]:
             if _NAME.fullmatch(file.name):
                 with suppress(FileNotFoundError):
                     status = file.stat(follow_symlinks=False)
-                    yield _Entry(_number(file.name), _file_of(status))
+                    times = status.st_mtime_ns, status.st_ctime_ns
+                    yield _Entry(_number(file.name), _file_of(status), times)
 
 
 def _number(name: str) -> int:
