@@ -107,8 +107,11 @@ class Stopping:
         return ASKS[self._asked] if self._stopped and self._asked else None
 
     def keep_deadline(self) -> None:
-        """Let the deadline hold after the context too, until the process is gone."""
+        """Let the grace period hold after the context too, until the process ends."""
         self._outlives = True
+        if self._asked is not None and self._end_by != float("inf"):
+            left = max(self._end_by - time.monotonic(), 0.0)
+            self._deadline.set(left, ASKS[self._asked])
 
     def __enter__(self) -> "Stopping":
         self._read, self._write = os.pipe()
