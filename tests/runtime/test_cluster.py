@@ -121,7 +121,7 @@ def test_a_step_of_slurm_has_its_first_machine_and_a_port_of_its_own():
     "environment",
     [
         TORCHRUN | {"LOCAL_WORLD_SIZE": "4"},
-        SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_STEP_NODELIST": "gpu07"},
+        SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"},
         LAUNCHED | {"TESSERA_LOCAL_SIZE": "8"},
         OPEN_MPI | {"MASTER_ADDR": "10.0.0.2"},
     ],
