@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -58,8 +58,13 @@ class Timeouts:
 class Claim(Protocol):
     """Something that one run alone may have, such as the folder that it writes."""
 
-    def take(self, shared: str, /) -> None:
-        """Take it, or raise a coded error; ``shared`` is what rank 0 shares."""
+    def take(self, shared: str, lost: Callable[[TesseraError], None], /) -> None:
+        """Take it, or raise a coded error.
+
+        Args:
+          shared: What rank 0 shares.
+          lost: Ends this process, from any thread, where it is another's later on.
+        """
 
     def release(self) -> None:
         """Give it back; from any thread."""
@@ -205,7 +210,7 @@ def joined(
     with _stopped(grace, cluster.rank) as stopping:
         try:
             watchdog.enter("claim")
-            with _claimed(claim, cluster, shared) as refusal:
+            with _claimed(claim, cluster, shared, watchdog) as refusal:
                 if cluster.coordinator is not None:
                     watchdog.enter("rendezvous")
                     own = {
@@ -281,15 +286,20 @@ def _watchdog(
 
 @contextmanager
 def _claimed(
-    claim: Claim | None, cluster: Cluster, shared: str
+    claim: Claim | None, cluster: Cluster, shared: str, watchdog: Watchdog
 ) -> Iterator[TesseraError | None]:
     """Claim what rank 0 shares; the reason why it could not, for the others to hear."""
     if claim is None or cluster.rank:
         yield None
         return
+
+    def lose(error: TesseraError) -> None:
+        watchdog.fail()
+        leave(error.exit_code, f"{error}\n")
+
     with at_end(claim.release):
         try:
-            claim.take(shared)
+            claim.take(shared, lose)
         except TesseraError as error:
             if cluster.coordinator is None:
                 raise

@@ -23,14 +23,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final, Self
 
-from tessera.errors import FolderInUseError, OutputPathError
+from tessera.errors import FolderInUseError, OutputPathError, TesseraError
 from tessera.file_locks import is_locked, lock
 from tessera.training.outputs import cannot_write
 from tessera.untrusted import count_of, parse_json, printable, text_of
@@ -46,6 +46,7 @@ _SILENCE: Final = 30.0
 # of one for 90 s. On this machine it is just ending.
 _SERVERS_KEEP: Final = 150.0
 _ENDING: Final = 3.0
+_LOST: Final = 10.0
 _PAUSE: Final = 0.2
 _SAY_AFTER: Final = 2.0
 
@@ -145,13 +146,19 @@ class FolderLock:
         self._made: list[Path] = []
         self._released = threading.Event()
 
-    def take(self, folder: str | Path) -> None:
+    def take(
+        self,
+        folder: str | Path,
+        lost: Callable[[TesseraError], None] = lambda error: None,
+    ) -> None:
         """Make a folder this process's own, and the folder itself if it is not there.
 
         Waits for 150 s at most, where a holder may be gone and that has to be seen.
 
         Args:
           folder: Of the run.
+          lost: Called from a thread with what ``check`` raises, ten seconds after it
+            would: whoever writes meanwhile has been told, unless it waits for ever.
 
         Raises:
           FolderInUseError: [T710] another process holds it.
@@ -169,7 +176,8 @@ class FolderLock:
             if isinstance(error, FolderInUseError):
                 raise
             raise cannot_write(folder, error) from error
-        threading.Thread(target=self._beat, name="folder-lock", daemon=True).start()
+        beating = threading.Thread(target=self._beat, args=(lost,), daemon=True)
+        beating.start()
 
     def check(self) -> None:
         """See that the folder is where it was, and still this process's.
@@ -246,10 +254,17 @@ class FolderLock:
             if old.number < _number(self._path.name):
                 old.path(folder).unlink(missing_ok=True)
 
-    def _beat(self) -> None:
+    def _beat(self, lost: Callable[[TesseraError], None]) -> None:
         while not self._released.wait(_BEAT):
-            with suppress(OSError):
+            try:
+                self.check()
                 os.utime(self._descriptor)
+            except TesseraError as error:
+                if not self._released.wait(_LOST):
+                    lost(error)
+                return
+            except OSError:
+                continue
 
 
 def _wait_for_end(folder: Path, entry: _Entry) -> None:

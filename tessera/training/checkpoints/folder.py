@@ -14,7 +14,6 @@ arrays are there.
 import os
 import shutil
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
@@ -32,6 +31,7 @@ from tessera.training.outputs import CHECKPOINTS
 
 STATE: Final = "state"
 
+_HANDLES: Final = Path("/proc/self/fd")
 _DAMAGED: Final = "damaged"
 _REPLACED: Final = "replaced"
 _UNFINISHED: Final = "unfinished"
@@ -149,11 +149,27 @@ def remove_failed(path: Path) -> None:
             return
 
 
-def remove_empty(*paths: Path) -> None:
-    """Remove folders as long as there is nothing in them."""
-    with suppress(OSError):
-        for path in paths:
-            path.rmdir()
+def anchored(root: Path) -> Path:
+    """A folder by a handle of it, which leads there wherever it is renamed to.
+
+    What is being written then makes no folder anew in the old place. ``give_back``
+    closes the handle. Where the system has no such paths, the folder by its name.
+    """
+    try:
+        handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # whoever writes there finds it out
+        return root
+    path = _HANDLES / str(handle)
+    if path.is_dir():
+        return path
+    os.close(handle)
+    return root
+
+
+def give_back(path: Path) -> None:
+    """Close the handle of ``anchored``, if it is one."""
+    if path.parent == _HANDLES:
+        os.close(int(path.name))
 
 
 def open_root(root: Path, resumed_step: int | None, nbytes: int) -> list[str]:
@@ -192,9 +208,13 @@ def open_root(root: Path, resumed_step: int | None, nbytes: int) -> list[str]:
     return said
 
 
-def cannot_write(path: Path, error: Exception) -> CheckpointWriteError:
-    """T804 for what was said when a checkpoint was being written."""
-    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+def cannot_write(
+    path: Path, error: Exception, shown: str | None = None
+) -> CheckpointWriteError:
+    """T804 for what was said when a checkpoint was being written, or is to be shown."""
+    said = (
+        getattr(error, "strerror", None) or shown or str(error) or type(error).__name__
+    )
     return CheckpointWriteError(
         "a checkpoint cannot be written",
         got=f"{path}: {said.splitlines()[0]}",

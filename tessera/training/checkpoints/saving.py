@@ -77,7 +77,7 @@ class Checkpoints:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._job, self._root, self._config = job, root, config
-        self._check_folder = check
+        self._check_folder, self._place = check, root
         self._is_first = jax.process_index() == 0
         self._started = resumed_step or 0
         self._thread: Thread | None = None
@@ -96,7 +96,7 @@ class Checkpoints:
     @property
     def durable_step(self) -> int | None:
         """The newest step whose checkpoint is complete on the disk, or None."""
-        return next(iter(folder.complete_steps(self._root)), None)
+        return next(iter(folder.complete_steps(self._place)), None)
 
     @property
     def is_kept(self) -> bool:
@@ -136,6 +136,9 @@ class Checkpoints:
           OutputPathError: [T504] the run's folder is not where it was.
         """
         self._check_folder()
+        if self._place is self._root:
+            # Not before the first process has made it.
+            self._place = folder.anchored(self._root)
         if step <= self._started:
             raise CheckpointWriteError(
                 f"a checkpoint of step {step} cannot follow one of step "
@@ -148,7 +151,7 @@ class Checkpoints:
         if self._thread is not None and self._thread.is_alive():
             log.warning("step %d waits for the last checkpoint to be written", step)
         self._join()
-        path = self._root / str(step)
+        path = self._place / str(step)
         if self._is_first:
             with suppress(OSError):  # Orbax finds it out again, on every process
                 path.mkdir()
@@ -183,7 +186,7 @@ class Checkpoints:
         Tried nevertheless, a write that finds none was seen to be waited for for ever.
         Of several processes each may see another disk, and all have to write or none.
         """
-        free = shutil.disk_usage(self._root).free
+        free = shutil.disk_usage(self._place).free
         if free < self._nbytes and jax.process_count() == 1:
             said = (
                 f"it takes {format_bytes(self._nbytes)}, {format_bytes(free)} are free"
@@ -195,7 +198,6 @@ class Checkpoints:
     ) -> Saved:
         """Make what Orbax has committed count."""
         committed = perf_counter()
-        # In a folder that was made anew meanwhile nothing is to count.
         self._check_folder()
         write_metadata(path / manifest.LAST, metadata)
         nbytes = manifest.write_manifest(path)
@@ -214,20 +216,21 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         keep = self._job.settings.training.keep
-        for step in folder.complete_steps(self._root)[keep:] if keep else ():
+        for step in folder.complete_steps(self._place)[keep:] if keep else ():
             try:
-                folder.remove(self._root / str(step))
+                folder.remove(self._place / str(step))
             except OSError as error:
                 log.warning("the checkpoint of step %d is not removed: %s", step, error)
 
     def _give_up(self, path: Path, error: Exception) -> None:
         """Say that a checkpoint could not be written, and make room again."""
-        is_moved = isinstance(error, TesseraError)
-        self._failure = error if is_moved else folder.cannot_write(path, error)
+        if isinstance(error, TesseraError):
+            self._failure = error
+        else:
+            shown = str(error).replace(str(self._place), str(self._root))
+            self._failure = folder.cannot_write(self._root / path.name, error, shown)
         if self._is_first:
             folder.remove_failed(path)
-            if is_moved:
-                folder.remove_empty(self._root, self._root.parent)
             storage.clear_up()
             log.error("%s\n%s", self._failure, self.last_said())
 
@@ -264,12 +267,16 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.wait()
-            return
-        self._join()
-        if self._is_first:
-            log.warning("%s", self.last_said())
+        try:
+            if error is None:
+                self.wait()
+                return
+            self._join()
+            if self._is_first:
+                log.warning("%s", self.last_said())
+        finally:
+            place, self._place = self._place, self._root
+            folder.give_back(place)
 
 
 def named(tree: Tree) -> dict[str, Any]:
