@@ -7,11 +7,17 @@
 """
 
 import os
+import signal
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tessera.graph.profile_report import of_program
+if __name__ == "__main__":
+    # Asked to end while the others are imported: there is nothing to save.
+    for _number, _code in (("SIGTERM", 75), ("SIGUSR2", 75), ("SIGINT", 130)):
+        if signal.getsignal(_ask := signal.Signals[_number]) is not signal.SIG_IGN:
+            signal.signal(_ask, lambda *_, code=_code: os._exit(code))
+
 from tessera.mesh import Mesh
 from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.compile_cache import open_compile_cache
@@ -23,6 +29,7 @@ from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.command_line import Composed, run_from_command_line
 from tessera.training.config import Settings
 from tessera.training.console import Console, log
+from tessera.training.folder_lock import FolderLock
 from tessera.training.job import Job
 from tessera.training.loop import Guard, Trainer
 from tessera.training.metrics import MetricWriter
@@ -33,12 +40,13 @@ from tessera.training.summary import dry_run_text, run_rows
 
 def main(composed: Composed) -> None:
     """One run, from its composed configuration, in this process and others."""
-    with join(composed) as here:
-        train(composed, here)
+    lock = FolderLock()
+    with join(composed, lock) as here:
+        train(composed, here, lock)
 
 
-def train(composed: Composed, here: Processes) -> None:
-    """This process's part of the run."""
+def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
+    """This process's part of the run, in a folder that is its own."""
     settings = composed.settings
     told = f"{here.cluster}\n{prepare(settings, here.count)}"
     job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))
@@ -48,23 +56,22 @@ def train(composed: Composed, here: Processes) -> None:
             console.show_run_table(run_rows(job))
             log.info("%s", dry_run_text(job))
         return
-    # Nothing is written before everything that can be wrong was looked at.
+    # Nothing but the lock is written before all that can be wrong was looked at.
     corpus = job.load_data()
     choice = choose_start(settings.training.resume, here)
     told += "".join(f"\n{line}" for line in choice.check(job, corpus, composed.text))
-    folder = None
+    folder, own, check = None, choice.own_step, lock.check
     if here.rank == 0:
-        folder = open_run_folder(choice.output_dir, composed.text, choice.own_step)
-    log_file = folder.log if folder else None
+        folder = open_run_folder(choice.output_dir, composed.text, own, check)
     with (
         MetricWriter(folder) as writer,
         # The launcher says whose line it is.
         Console(
-            log_file,
+            folder.log if folder else None,
             rank=here.rank,
             num_processes=1 if here.is_launched else here.count,
         ) as console,
-        Checkpoints(job, choice.root, composed.text, choice.own_step) as checkpoints,
+        Checkpoints(job, choice.root, composed.text, own, check) as checkpoints,
     ):
         console.show_configuration(composed.text)
         for line in choice.warnings:
@@ -77,17 +84,9 @@ def train(composed: Composed, here: Processes) -> None:
         if here.count > 1:
             here.compare("step", *job.step_facts())
         here.watchdog.enter("startup")
-        window, training = None, settings.training
-        if training.profile_communication and folder is not None:
-            window = Window(
-                folder.profile,
-                lambda: of_program(job.compiled),
-                wait=training.profile_wait,
-                warmup=training.profile_warmup,
-                active=training.profile_active,
-            )
         Trainer(
-            *(job, corpus, console, writer, window, checkpoints, choice.checkpoint),
+            *(job, corpus, console, writer, Window.of(job, folder)),
+            *(checkpoints, choice.checkpoint),
             guard=Guard(here.watchdog.enter, here.goes_on),
         ).run()
         here.watchdog.enter("save")
@@ -95,8 +94,8 @@ def train(composed: Composed, here: Processes) -> None:
         log.info("the run is in %s", choice.output_dir)
 
 
-def join(composed: Composed) -> AbstractContextManager[Processes]:
-    """The processes of the run; a dry run is one of its own."""
+def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Processes]:
+    """The processes of the run; a dry run is one of its own, and writes nothing."""
     runtime = composed.settings.runtime
     same = {k: v for k, v in composed.flat.items() if k != "runtime.process_id"}
     return joined(
@@ -110,6 +109,7 @@ def join(composed: Composed) -> AbstractContextManager[Processes]:
         ),
         {"configuration": same},
         shared=str(composed.output_dir.absolute()),
+        claim=None if composed.settings.training.dry_run else lock,
         platform=runtime.platform,
         timeouts=Timeouts(
             runtime.rendezvous_timeout,

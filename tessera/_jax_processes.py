@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A third door to JAX's internals: what the processes of a run can tell each other.
+"""A third door to JAX's internals: how the processes of a run reach each other.
 
 JAX's coordinator keeps a store of texts and barriers with a time limit, which need no
 device and no compiled program. Public JAX has neither: its barrier runs a program on
@@ -8,10 +8,12 @@ all devices, and waits for ever.
 
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import jax
 import jax._src.distributed
+import jax._src.xla_bridge
 
 _USED = (
     "key_value_set",
@@ -64,3 +66,19 @@ def board() -> Board | None:
         if all(hasattr(client, name) for name in _USED):
             return Board(client)
     return None
+
+
+def listen_on(host: str) -> None:
+    """Let the collectives between processes' CPU devices listen on one interface.
+
+    By default they take that of the machine's own name, which may be seen from outside,
+    or, where the name leads to the loopback interface, be of no use to other machines.
+
+    Args:
+      host: This machine's own address.
+    """
+    with suppress(AttributeError):
+        extension = jax._src.xla_bridge._jax
+        make = extension.make_gloo_tcp_collectives
+        make = getattr(make, "func", make)  # not one around another
+        extension.make_gloo_tcp_collectives = partial(make, hostname=host)

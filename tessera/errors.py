@@ -46,12 +46,7 @@ class TesseraWarning(UserWarning):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint that ends an error's ``fix`` line.
-
-    Example:
-      >>> did_you_mean("fdsp", ["fsdp", "tp"])
-      "did you mean 'fsdp'? Known: 'fsdp', 'tp'"
-    """
+    """A hint that ends a ``fix`` line: ``did you mean 'fsdp'? Known: 'fsdp', 'tp'``."""
     known = list(known)
     close = get_close_matches(name, known, n=1)
     listed = ", ".join(repr(item) for item in known) or "none"
@@ -465,6 +460,12 @@ class CompileCacheError(TesseraError, ValueError):
     """The folder of compiled programs, which are code, is not the user's alone."""
 
     code = "T709"
+
+
+class FolderInUseError(TesseraError, ValueError):
+    """Another run writes to the folder of this one."""
+
+    code = "T710"
 
 
 # --- T8xx: checkpoints

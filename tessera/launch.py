@@ -8,6 +8,11 @@ process that watches the others holds no device.
 import os
 import sys
 
+from tessera.runtime.exit_codes import end_when_asked
+
+if __name__ == "__main__":
+    end_when_asked()  # before the other imports, which take a while
+
 from tessera.errors import TesseraError
 from tessera.runtime.launch_options import make_plan
 from tessera.runtime.launcher import Launcher

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from tessera.errors import RanksDifferError, TesseraError
+from tessera.untrusted import printable
 
 # Section, then name, then value: {"versions": {"jax": "0.10.2"}}.
 Facts: TypeAlias = Mapping[str, Mapping[str, str]]
@@ -37,7 +38,7 @@ class Difference:
         said = "; ".join(
             f"{_shown(value)} on {listed(ranks)}" for value, ranks in self.values
         )
-        return f"{self.section}: {self.name} is {said}"
+        return f"{_shown(self.section)}: {_shown(self.name)} is {said}"
 
 
 def differences(facts: Mapping[int, Facts]) -> list[Difference]:
@@ -103,7 +104,7 @@ def difference_error(found: Sequence[Difference]) -> TesseraError:
     """
     sections = dict.fromkeys(difference.section for difference in found)
     meanings = [
-        _MEANINGS.get(name, (f"the ranks differ: {name}", "make them the same"))
+        _MEANINGS.get(name, (f"the ranks differ: {_shown(name)}", "make them the same"))
         for name in sections
     ]
     return RanksDifferError(
@@ -146,5 +147,4 @@ def listed(ranks: Sequence[int]) -> str:
 def _shown(value: str | None) -> str:
     if value is None:
         return "not there"
-    text = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}…"
-    return text or "empty"
+    return printable(value, longest=_LONGEST_VALUE) or "empty"

@@ -10,7 +10,7 @@ have such environments. What it lacked is told with the choice.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 from zlib import crc32
 
@@ -24,6 +24,7 @@ Address = tuple[str, int]
 _FIRST_PORT: Final = 61440
 _NUM_PAIRS: Final = 2048
 DEFAULT_PORT: Final = 29500
+LOOPBACK: Final = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Cluster:
       local_rank: Its number on its machine.
       local_size: Processes on its machine.
       coordinator: Where rank 0 lets JAX's coordinator listen, host and port; None of
-        a process that is alone. The ranks meet on the port after it.
+        a process that is alone. The ranks meet on the port after it. The loopback
+        interface where all ranks are on one machine.
       source: Who says so.
       notes: Sources that were passed over though some of their variables are there.
     """
@@ -48,6 +50,11 @@ class Cluster:
     coordinator: Address | None = None
     source: str = "no launcher"
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all processes of the run are known to be on this machine."""
+        return self.local_size == self.world_size
 
     def __str__(self) -> str:
         if self.coordinator is None:
@@ -99,7 +106,7 @@ def detect(
         found = read(environ, notes.append)
         if found is not None and found.world_size > 1:
             _check(found)
-            return found
+            return _unseen(found) if found.is_on_one_machine else found
         if found is not None:
             return Cluster(source=f"{found.source} started no other")
     return Cluster(notes=tuple(notes))
@@ -155,6 +162,12 @@ def _check(found: Cluster) -> None:
         got=f"rank {found.rank} of {found.world_size} processes, by {found.source}",
         fix=f"ranks count from 0 to {max(found.world_size - 1, 0)}",
     )
+
+
+def _unseen(found: Cluster) -> Cluster:
+    """The same run where no other machine reaches it: none has a rank of it."""
+    _, port = found.coordinator or (LOOPBACK, DEFAULT_PORT)
+    return replace(found, coordinator=(LOOPBACK, port))
 
 
 Note = Callable[[str], None]
@@ -240,9 +253,7 @@ def _mpi(environ: Mapping[str, str], note: Note) -> Cluster | None:
         local_rank, local_size = (_number(environ, name, 0) for name in locals_[kind])
         job = environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID", "")
         host = environ.get("MASTER_ADDR") or _mpi_host(environ)
-        if local_size == count:
-            host = "127.0.0.1"
-        if count > 1 and not host:
+        if count > max(local_size, 1) and not host:
             raise ProcessLayoutError(
                 "the processes of MPI are on several machines, and none is named",
                 got=f"{names[1]}={count}, {local_size} of them on this machine",

@@ -5,7 +5,9 @@ A supervisor reads nothing else of a process that ended, so each reason to do so
 else about it has a number of its own.
 """
 
-from signal import SIGINT, SIGTERM
+import os
+import signal
+from signal import SIGINT, SIGTERM, SIGUSR2
 from typing import Final
 
 SUCCESS: Final = 0
@@ -23,6 +25,20 @@ INTERRUPTED: Final = 128 + SIGINT
 """Ended by a person, by Ctrl-C."""
 ENDED: Final = 128 + SIGTERM
 """Ended with its group, for no fault of its own."""
+
+ASKS: Final = {SIGTERM: REQUEUE, SIGUSR2: REQUEUE, SIGINT: INTERRUPTED}
+"""The signals that ask a run to end, with the code that it then exits with. Slurm sends
+SIGUSR2 where submitit started the run."""
+
+
+def end_when_asked() -> None:
+    """Let these signals end the process at once, while there is nothing to save yet.
+
+    Those that are ignored stay so. Whoever can do better takes them over later.
+    """
+    for number, code in ASKS.items():
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_, code=code: os._exit(code))
 
 
 def exit_code_of(returncode: int) -> int:

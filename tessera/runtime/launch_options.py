@@ -8,7 +8,14 @@ from typing import Final
 
 from tessera.errors import ProcessLayoutError
 from tessera.runtime.accelerators import find_accelerators
-from tessera.runtime.cluster import DEFAULT_PORT, Address, Cluster, detect, read_address
+from tessera.runtime.cluster import (
+    DEFAULT_PORT,
+    LOOPBACK,
+    Address,
+    Cluster,
+    detect,
+    read_address,
+)
 from tessera.runtime.launcher import Plan
 
 _DESCRIPTION: Final = """\
@@ -39,7 +46,7 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     num_local = _num_local(options.nprocs, environ)
     first, total, where = _place(options, num_local, environ)
     if where is None and options.master_port:
-        where = "127.0.0.1", options.master_port
+        where = LOOPBACK, options.master_port
     return Plan(
         command=(sys.executable, options.program, *options.arguments),
         num_local=num_local,

@@ -22,8 +22,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from tessera.file_locks import lock
 from tessera.runtime import exit_codes
+from tessera.runtime.cluster import LOOPBACK
+from tessera.runtime.exit_codes import ASKS
 from tessera.runtime.failures import Failure, first_of, how_it_ended, what_to_read
+from tessera.runtime.launched import ALIVE, STATUS
 from tessera.runtime.ranks import Ended, Rank
 from tessera.runtime.status_page import Command, StatusPage
 
@@ -33,7 +37,6 @@ FORWARDED: Final = (
 )
 # Exit codes after which the same command would end alike.
 _FINAL: Final = (exit_codes.MISTAKE,)
-_LOOPBACK: Final = "127.0.0.1"
 
 _TICK: Final = 0.1
 # How long after the first failure another may be seen that was earlier.
@@ -91,8 +94,10 @@ class Launcher:
         plan = self._plan
         with (
             tempfile.TemporaryDirectory(prefix="tessera-") as folder,
+            (Path(folder) / ALIVE).open("wb") as alive,
             self._signals_kept(),
         ):
+            lock(alive.fileno())
             for attempt in range(plan.max_restarts + 1):
                 group = self._start(attempt, Path(folder))
                 failure = group.watch(self._signals)
@@ -104,15 +109,15 @@ class Launcher:
                     return code
                 last = attempt == plan.max_restarts or code in _FINAL
                 self._report(group, failure)
-                if last or group.was_asked_to_end:
+                if last or group.asked_by is not None:
                     return code
                 self._say(f"restart {attempt + 1} of {plan.max_restarts}")
         raise AssertionError("the last attempt returns")
 
     def _start(self, attempt: int, folder: Path) -> "Group":
         plan = self._plan
-        page = StatusPage.create(folder / "status", plan.num_local)
-        host, port = plan.coordinator or (_LOOPBACK, free_port())
+        page = StatusPage.create(folder / STATUS, plan.num_local)
+        host, port = plan.coordinator or (LOOPBACK, free_port())
         ranks = range(plan.first_rank, plan.first_rank + plan.num_local)
         of = f" of {plan.world_size}" if plan.num_local < plan.world_size else ""
         self._say(
@@ -187,14 +192,14 @@ class Group:
       grace: Seconds from asking a rank to end to killing it.
       say: Shows a line of the launcher's.
       ranks: The processes.
-      was_asked_to_end: Whether a person or a scheduler asked the launcher to end.
+      asked_by: The signal by which a person or a scheduler asked the launcher to end.
     """
 
     page: StatusPage
     grace: float
     say: Callable[[str], None]
     ranks: list[Rank] = field(default_factory=list)
-    was_asked_to_end: bool = False
+    asked_by: int | None = None
     _events: queue.SimpleQueue[Ended] = field(default_factory=queue.SimpleQueue)
     _end_by: float | None = None
     _late: dict[int, str] = field(default_factory=dict)
@@ -253,10 +258,14 @@ class Group:
         rank = self.ranks[ended.local_rank]
         rank.finish()
         status = self.page.status(ended.local_rank)
-        if rank.returncode == 0:
+        code = rank.returncode
+        if code == 0:
             return None
+        if self.asked_by is not None and code == -self.asked_by:
+            # It had no handler yet, or has none: it ended as asked all the same.
+            code = ASKS.get(signal.Signals(self.asked_by), code)
         phase = self._late.get(ended.local_rank, status.phase)
-        return Failure(rank.rank, rank.returncode, ended.at, status.failed_at, phase)
+        return Failure(rank.rank, code, ended.at, status.failed_at, phase)
 
     def _forward(self, signals: "queue.SimpleQueue[int]") -> None:
         """Pass signals on; after one that ends, kill what has not ended in time."""
@@ -265,8 +274,8 @@ class Group:
             name = signal.Signals(number).name
             if number == signal.SIGUSR1:
                 self.say(f"{name} to all ranks")
-            elif not self.was_asked_to_end:
-                self.was_asked_to_end = True
+            elif self.asked_by is None:
+                self.asked_by = number
                 self._end_by = time.monotonic() + self.grace
                 self.say(f"{name} to all ranks, which have {self.grace:g} s to end")
             else:
@@ -382,10 +391,10 @@ def variables(
 def free_port() -> int:
     """A port of the loopback interface that is free, and the next one is too."""
     while True:
-        with socket.create_server((_LOOPBACK, 0)) as first:
+        with socket.create_server((LOOPBACK, 0)) as first:
             port: int = first.getsockname()[1]
             try:
-                socket.create_server((_LOOPBACK, port + 1)).close()
+                socket.create_server((LOOPBACK, port + 1)).close()
             except (OSError, OverflowError):
                 continue
             return port

@@ -13,11 +13,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import jax
 
@@ -25,13 +24,15 @@ from tessera import _jax, _jax_processes
 from tessera.errors import BackendStartedError, MissingRanksError, TesseraError
 from tessera.runtime import exit_codes, facts
 from tessera.runtime.accelerators import find_accelerators, share_of
-from tessera.runtime.addresses import is_loopback
+from tessera.runtime.addresses import address_towards, bind_address, host_and_port
 from tessera.runtime.agreement import Facts, difference_error, differences, listed
 from tessera.runtime.cluster import Cluster
+from tessera.runtime.launched import STATUS, Launched
+from tessera.runtime.leaving import at_end, leave
 from tessera.runtime.rendezvous import meet
 from tessera.runtime.status_page import StatusPage
 from tessera.runtime.stopping import Stopping
-from tessera.runtime.watchdog import Watchdog
+from tessera.runtime.watchdog import NO_LAUNCHER, Watchdog
 
 _log: Final = logging.getLogger("tessera.runtime")
 # Threads of the pool that XLA's CPU devices share; fewer make processes of several
@@ -52,6 +53,21 @@ class Timeouts:
     rendezvous: float = 300.0
     heartbeat: int = 100
     shutdown: int = 300
+
+
+class Claim(Protocol):
+    """Something that one run alone may have, such as the folder that it writes."""
+
+    def take(self, shared: str, lost: Callable[[TesseraError], None], /) -> None:
+        """Take it, or raise a coded error.
+
+        Args:
+          shared: What rank 0 shares.
+          lost: Ends this process, from any thread, where it is another's later on.
+        """
+
+    def release(self) -> None:
+        """Give it back; from any thread."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +138,9 @@ class Processes:
         for name, value in {"fingerprint": key, **said}.items():
             board.put(f"{texts}/{self.rank}/{name}", value)
         everyone = board.wait(f"tessera/{section}", self.timeouts.rendezvous)
-        found = {int(rank): value for rank, value in board.texts(keys).items()}
+        ranks = {str(rank): rank for rank in range(self.count)}
+        said_by = board.texts(keys)
+        found = {ranks[rank]: said_by[rank] for rank in said_by.keys() & ranks.keys()}
         if not everyone:
             late = [rank for rank in range(self.count) if rank not in found]
             raise MissingRanksError(
@@ -136,7 +154,9 @@ class Processes:
             detailed: dict[int, dict[str, dict[str, str]]] = {}
             for place, value in board.texts(texts).items():
                 rank, _, name = place.partition("/")
-                detailed.setdefault(int(rank), {section: {}})[section][name] = value
+                if rank in ranks:
+                    of_rank = detailed.setdefault(ranks[rank], {section: {}})
+                    of_rank[section][name] = value
             raise difference_error(differences(detailed))
 
 
@@ -146,6 +166,7 @@ def joined(
     said: Facts,
     *,
     shared: str = "",
+    claim: Claim | None = None,
     platform: str = "auto",
     timeouts: Timeouts | None = None,
     deadlines: Mapping[str, float | None] | None = None,
@@ -163,6 +184,8 @@ def joined(
       cluster: This process's place, from ``detect``.
       said: What has to be the same on every rank, beside versions, code and devices.
       shared: Of rank 0: what all take from it.
+      claim: What rank 0 takes for the length of the block, before the ranks meet; what
+        it raises then, all raise.
       platform: What the run asks for; ``"cpu"`` takes no accelerator.
       timeouts: How long to wait for others.
       deadlines: Seconds for each kind of phase, as ``Watchdog`` takes them.
@@ -179,34 +202,38 @@ def joined(
     launched = Launched.find(os.environ)
     watchdog = _watchdog(cluster, deadlines or {}, launched)
     watchdog.start()
+    launched = launched if launched and launched.is_rank else None
     if launched is not None or cluster.coordinator is not None:
         _show_stacks_on_request()
     if launched is not None and cluster.rank == 0:
         shared = launched.first_shared(shared)
     with _stopped(grace, cluster.rank) as stopping:
         try:
-            if cluster.coordinator is not None:
-                watchdog.enter("rendezvous")
-                own = {
-                    **said,
-                    "versions": facts.versions(),
-                    "code": facts.code(),
-                    "devices": facts.devices(cluster, platform, os.environ),
-                }
-                shared = meet(
-                    cluster, own, timeout=timeouts.rendezvous, shared=shared, say=_say
-                )
+            watchdog.enter("claim")
+            with _claimed(claim, cluster, shared, watchdog) as refusal:
+                if cluster.coordinator is not None:
+                    watchdog.enter("rendezvous")
+                    own = {
+                        **said,
+                        "versions": facts.versions(),
+                        "code": facts.code(),
+                        "devices": facts.devices(cluster, platform, os.environ),
+                    }
+                    shared = meet(
+                        *(cluster, own, refusal),
+                        timeout=timeouts.rendezvous,
+                        shared=shared,
+                        say=_say,
+                    )
+                    watchdog.enter("startup")
+                    _connect(cluster, platform, timeouts)
+                    _use_board(watchdog, stopping, cluster)
                 watchdog.enter("startup")
-                _connect(cluster, platform, timeouts)
-                _use_board(watchdog, stopping, cluster)
-            watchdog.enter("startup")
-            attempt, is_launched = (
-                launched.attempt if launched else 0,
-                launched is not None,
-            )
-            yield Processes(
-                *(cluster, timeouts, watchdog, shared, attempt, is_launched, stopping)
-            )
+                attempt = launched.attempt if launched else 0
+                yield Processes(
+                    *(cluster, timeouts, watchdog, shared, attempt),
+                    *(launched is not None, stopping),
+                )
             if cluster.coordinator is not None:
                 watchdog.enter("shutdown")
                 jax.distributed.shutdown()
@@ -226,50 +253,13 @@ def _stopped(grace: float | None, rank: int) -> Iterator[Stopping | None]:
         yield None
         return
     with Stopping(grace, rank=rank) as stopping:
-        yield stopping
+        try:
+            yield stopping
+        finally:
+            # What comes after it has its end by then as well: the interpreter's own.
+            stopping.keep_deadline()
     if stopping.exit_code is not None:
         raise SystemExit(stopping.exit_code)
-
-
-@dataclass(frozen=True)
-class Launched:
-    """What ``tessera.launch`` tells its ranks beside their place.
-
-    Attributes:
-      folder: Its own, private and there for all attempts; its page is in it.
-      launcher: Its process.
-      local_rank: This rank's number on the page.
-      attempt: How often it has started the run before.
-    """
-
-    folder: Path
-    launcher: int
-    local_rank: int
-    attempt: int
-
-    @classmethod
-    def find(cls, environ: Mapping[str, str]) -> "Launched | None":
-        """From the environment variables; None in a process of any other parent.
-
-        A program that a rank starts inherits the variables, and is no rank.
-        """
-        names = ("LAUNCHER", "LOCAL_RANK", "ATTEMPT")
-        given = [environ.get(f"TESSERA_{name}", "") for name in names]
-        path = environ.get("TESSERA_STATUS")
-        if path is None or not all(value.isdecimal() for value in given):
-            return None
-        launcher, local_rank, attempt = map(int, given)
-        if os.getppid() != launcher:
-            return None
-        return cls(Path(path).parent, launcher, local_rank, attempt)
-
-    def first_shared(self, shared: str) -> str:
-        """What rank 0 shares: that of the first attempt, which is kept for the next."""
-        kept = self.folder / "shared"
-        if self.attempt and kept.exists():
-            return kept.read_text(encoding="utf-8")
-        kept.write_text(shared, encoding="utf-8")
-        return shared
 
 
 def _watchdog(
@@ -277,15 +267,45 @@ def _watchdog(
     deadlines: Mapping[str, float | None],
     launched: Launched | None,
 ) -> Watchdog:
-    if launched is None:
-        return Watchdog(deadlines, rank=cluster.rank)
+    """Of this process; one that was launched ends where it has no launcher any more."""
+    has_launcher = None
+    if launched is not None:
+        if not launched.has_launcher:
+            leave(exit_codes.ENDED, NO_LAUNCHER)
+        has_launcher = lambda: launched.has_launcher  # noqa: E731
+    if launched is None or not launched.is_rank:
+        return Watchdog(deadlines, rank=cluster.rank, has_launcher=has_launcher)
     return Watchdog(
         deadlines,
         rank=cluster.rank,
-        page=StatusPage(launched.folder / "status"),
+        page=StatusPage(launched.folder / STATUS),
         local_rank=launched.local_rank,
-        launcher=launched.launcher,
+        has_launcher=has_launcher,
     )
+
+
+@contextmanager
+def _claimed(
+    claim: Claim | None, cluster: Cluster, shared: str, watchdog: Watchdog
+) -> Iterator[TesseraError | None]:
+    """Claim what rank 0 shares; the reason why it could not, for the others to hear."""
+    if claim is None or cluster.rank:
+        yield None
+        return
+
+    def lose(error: TesseraError) -> None:
+        watchdog.fail()
+        leave(error.exit_code, f"{error}\n")
+
+    with at_end(claim.release):
+        try:
+            claim.take(shared, lose)
+        except TesseraError as error:
+            if cluster.coordinator is None:
+                raise
+            yield error
+        else:
+            yield None
 
 
 def _connect(cluster: Cluster, platform: str, timeouts: Timeouts) -> None:
@@ -297,17 +317,20 @@ def _connect(cluster: Cluster, platform: str, timeouts: Timeouts) -> None:
             fix="join them before anything that touches a device",
         )
     assert cluster.coordinator is not None
-    host, port = cluster.coordinator
     threads = os.environ.get("PJRT_NPROC", "")
     if not threads.isdecimal() or int(threads) < _CPU_THREADS:
         os.environ["PJRT_NPROC"] = str(_CPU_THREADS)
     found = find_accelerators(os.environ) * (platform != "cpu")
     mine = share_of(cluster.local_rank, cluster.local_size, len(found))
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if own := address_towards(cluster.coordinator):
+        _jax_processes.listen_on(own)
+    # JAX would listen on all interfaces, unless this variable says which.
+    is_chosen = cluster.rank or "JAX_COORDINATOR_BIND_ADDRESS" in os.environ
+    where = None if is_chosen else bind_address(cluster.coordinator)
     # It takes SIGTERM for itself for good, whatever else the program does with it.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        address,
+        host_and_port(cluster.coordinator),
         cluster.world_size,
         cluster.rank,
         local_device_ids=mine,
@@ -315,7 +338,7 @@ def _connect(cluster: Cluster, platform: str, timeouts: Timeouts) -> None:
         initialization_timeout=max(int(timeouts.rendezvous), 1),
         heartbeat_timeout_seconds=timeouts.heartbeat,
         shutdown_timeout_seconds=timeouts.shutdown,
-        coordinator_bind_address=address if is_loopback(host) else None,
+        coordinator_bind_address=host_and_port(where) if where else None,
     )
 
 
@@ -348,13 +371,7 @@ def _end(error: BaseException) -> None:
         said = ""
     elif isinstance(error, KeyboardInterrupt):
         code = exit_codes.INTERRUPTED
-    # Nobody may read it any more: that must not keep the process from its end.
-    with suppress(OSError, ValueError):
-        sys.stdout.flush()
-    with suppress(OSError, ValueError):
-        sys.stderr.write(said)
-        sys.stderr.flush()
-    os._exit(code)
+    leave(code, said)
 
 
 def _say(text: str) -> None:

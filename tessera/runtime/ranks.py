@@ -4,14 +4,17 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Final
 
+_START: Final = Path(__file__).parent / "start_rank.py"
 _LINES_KEPT: Final = 400
 _LONGEST_LINE: Final = 64 * 1024
 
@@ -30,10 +33,11 @@ class Ended:
 
 
 class Rank:
-    """A process that runs in a session of its own.
+    """A process that runs in a session of its own, and ends with this one.
 
     The terminal's Ctrl-C reaches the launcher alone, which decides what to do with it,
-    and all that the rank starts can be ended together.
+    and all that the rank starts can be ended together. It ends with the thread that
+    makes it, which is the main one.
 
     Args:
       command: What to run.
@@ -60,8 +64,9 @@ class Rank:
         self._kept: dict[int, deque[bytes]] = {
             stream: deque(maxlen=_LINES_KEPT) for stream in (1, 2)
         }
+        start = (sys.executable, "-I", "-S", str(_START), str(os.getpid()))
         self._process = subprocess.Popen(
-            command,
+            (*start, *command),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

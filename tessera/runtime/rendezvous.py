@@ -6,9 +6,10 @@ waits for the answer, which is the same for all: they agree, or the error that e
 them raises. JAX would abort the process instead, with no word on who is missing, or
 start a run whose parts differ.
 
-Nothing that is read is more than text, numbers and lists of them. The connection is
-neither encrypted nor authenticated, like that of JAX's own coordinator: a firewall has
-to keep strangers from both.
+Whatever a peer sends, it ends nobody: a line has a length, is parsed strictly, and is
+shown without its escape sequences. The connection is neither encrypted nor
+authenticated, like that of JAX's own coordinator: a firewall has to keep strangers from
+both.
 """
 
 import json
@@ -22,11 +23,13 @@ from typing import Any, Final, Self
 
 from tessera.errors import (
     CoordinatorError,
+    FolderInUseError,
     MissingRanksError,
+    OutputPathError,
     RanksDifferError,
     TesseraError,
 )
-from tessera.runtime.addresses import Listener, check_port, find_host
+from tessera.runtime.addresses import Listener, check_port, find_host, host_and_port
 from tessera.runtime.agreement import (
     Facts,
     difference_error,
@@ -35,9 +38,16 @@ from tessera.runtime.agreement import (
     shown,
 )
 from tessera.runtime.cluster import Address, Cluster
+from tessera.untrusted import count_of, parse_json, printable, text_of
 
 _PROTOCOL: Final = 1
-_LONGEST_MESSAGE: Final = 16 * 2**20
+# A rank's own line has about 30 KiB: the configuration, and a fingerprint of each file.
+_LONGEST_MESSAGE: Final = 4 * 2**20
+_LONGEST_TEXT: Final = 16 * 2**10
+_LONGEST_NAME: Final = 200
+_MOST_RANKS: Final = 2**20
+# Connections that have not sent a line yet, beyond one for each rank.
+_MOST_STRANGERS: Final = 64
 # After the first mistake was seen, how long others may be late to be named as well.
 _SETTLE: Final = 3.0
 # How much longer than rank 0 the others wait, so that its answer reaches them.
@@ -45,7 +55,11 @@ _LONGER: Final = 10.0
 _PAUSE: Final = 0.2
 _NAMED: Final = 16
 _ERRORS: Final = {
-    kind.code: kind for kind in (CoordinatorError, MissingRanksError, RanksDifferError)
+    kind.code: kind
+    for kind in (
+        *(CoordinatorError, MissingRanksError, RanksDifferError),
+        *(FolderInUseError, OutputPathError),
+    )
 }
 
 
@@ -79,15 +93,17 @@ class Hello:
     def read(cls, line: bytes) -> Self | None:
         """From a line; None where the line is something else."""
         try:
-            said = json.loads(line)
-            if said["tessera"] != _PROTOCOL:
+            said = parse_json(line, longest=_LONGEST_MESSAGE)
+            if count_of(said["tessera"]) != _PROTOCOL:
                 return None
             facts = {
-                str(section): {str(name): str(value) for name, value in named.items()}
+                section: {name: text_of(value) for name, value in named.items()}
                 for section, named in said["facts"].items()
             }
-            rank, count = int(said["rank"]), int(said["world_size"])
-            return cls(rank, count, str(said["where"]), facts)
+            rank, count = count_of(said["rank"]), count_of(said["world_size"])
+            where = printable(text_of(said["where"]), longest=_LONGEST_NAME)
+            exists = rank < count <= _MOST_RANKS
+            return cls(rank, count, where, facts) if exists else None
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -95,6 +111,7 @@ class Hello:
 def meet(
     cluster: Cluster,
     facts: Facts,
+    refusal: TesseraError | None = None,
     *,
     timeout: float,
     shared: str = "",
@@ -105,6 +122,7 @@ def meet(
     Args:
       cluster: This rank's place.
       facts: What has to be the same on every rank.
+      refusal: Of rank 0: why there is no run; all ranks raise it.
       timeout: Seconds until those who have not come are missing.
       shared: Of rank 0: what the others take from it.
       say: Shows a line to a person who waits.
@@ -116,25 +134,27 @@ def meet(
       CoordinatorError: [T705] rank 0's address is not known or its ports are busy.
       MissingRanksError: [T706] ranks are missing, or there twice, or count otherwise.
       RanksDifferError: [T707] their facts differ.
+      TesseraError: What rank 0 gave as ``refusal``.
     """
     assert cluster.coordinator is not None, "a process alone meets nobody"
     host, port = cluster.coordinator
     hello = Hello.of(cluster, facts)
     until = time.monotonic() + timeout
     find_host(host, until, say)
-    meeting = host, port + 1
+    where = host, port + 1
     if cluster.rank:
-        return _visit(meeting, hello, until + _LONGER, say)
+        return _visit(where, hello, until + _LONGER, say)
     try:
-        listener = Listener(meeting)
+        listener = Listener(where)
     except CoordinatorError as busy:
         # It may be another rank 0 that listens, which then says what is wrong.
-        answer, _ = _ask(meeting, hello, time.monotonic() + 2 * _SETTLE, say)
+        answer, _ = _ask(where, hello, time.monotonic() + 2 * _SETTLE, say)
         if not answer.startswith(b'{"agreed"'):
             raise busy from None
-        return _read_answer(answer, meeting)
+        return _read_answer(answer, where)
     with listener:
-        return _Meeting(listener, hello, timeout).hold(cluster.coordinator, shared)
+        meeting = _Meeting(listener, hello, timeout)
+        return meeting.hold(cluster.coordinator, shared, refusal)
 
 
 class _Meeting:
@@ -146,14 +166,16 @@ class _Meeting:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener.socket, selectors.EVENT_READ)
         self._listener = listener.socket
-        self._heard: dict[socket.socket, bytes] = {}
+        self._heard: dict[socket.socket, bytearray] = {}
         self._waiting: list[socket.socket] = []
 
-    def hold(self, coordinator: Address, shared: str) -> str:
+    def hold(
+        self, coordinator: Address, shared: str, refusal: TesseraError | None
+    ) -> str:
         """Receive the others, and answer all of them alike."""
         try:
             self._receive(coordinator)
-            error = _busy(coordinator) or self._mistake()
+            error = refusal or _busy(coordinator) or self._mistake()
             answer: dict[str, Any] = {"agreed": error is None, "shared": shared}
             if error is not None:
                 answer |= {"code": error.code, "what": error.what}
@@ -195,10 +217,21 @@ class _Meeting:
         return [rank for rank in range(self._own.world_size) if rank not in there]
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # gone again
         connection.setblocking(False)
-        self._heard[connection] = b""
+        self._heard[connection] = bytearray()
         self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._heard) > _MOST_STRANGERS + self._own.world_size:
+            # A rank that is turned away for strangers comes again.
+            self._forget(next(iter(self._heard))).close()
+
+    def _forget(self, connection: socket.socket) -> socket.socket:
+        self._selector.unregister(connection)
+        del self._heard[connection]
+        return connection
 
     def _read(self, connection: socket.socket) -> None:
         """Take what was sent; a whole line is a rank, or a stranger to turn away."""
@@ -208,18 +241,16 @@ class _Meeting:
             return
         except OSError:
             data = b""
-        heard = self._heard[connection] + data
-        self._heard[connection] = heard
+        heard = self._heard[connection]
+        heard += data
         if data and not heard.endswith(b"\n") and len(heard) < _LONGEST_MESSAGE:
             return
-        self._selector.unregister(connection)
-        del self._heard[connection]
-        hello = Hello.read(heard)
+        hello = Hello.read(bytes(heard))
         if hello is None:
-            connection.close()
+            self._forget(connection).close()
             return
         self._came.append(hello)
-        self._waiting.append(connection)
+        self._waiting.append(self._forget(connection))
 
     def _answer(self, line: bytes) -> None:
         for connection in self._waiting:
@@ -287,12 +318,12 @@ def _visit(
     answer, refusal = _ask(address, hello, until, say)
     if answer:
         return _read_answer(answer, address)
-    got = f"no rank 0 at {_shown(address)}: {refusal or 'no answer'}"
+    got = f"no rank 0 at {host_and_port(address)}: {refusal or 'no answer'}"
     host, port = address
     if _listens(coordinator := (host, port - 1)):
         got += (
-            f"\nsomething listens at {_shown(coordinator)}, as rank 0 does later: the "
-            f"run may have begun with another rank {hello.rank}"
+            f"\nsomething listens at {host_and_port(coordinator)}, as rank 0 does "
+            f"later: the run may have begun with another rank {hello.rank}"
         )
     raise MissingRanksError(
         f"rank {hello.rank} met nobody within {time.monotonic() - started:.0f} s",
@@ -317,7 +348,8 @@ def _ask(
         except OSError as error:
             refusal = error
         if not told and now - started > _SETTLE:
-            say(f"rank {hello.rank} waits for rank 0 at {_shown(address)}: {refusal}")
+            where = host_and_port(address)
+            say(f"rank {hello.rank} waits for rank 0 at {where}: {refusal}")
             told = True
         time.sleep(_PAUSE)
     return b"", refusal
@@ -333,35 +365,34 @@ def _listens(address: Address) -> bool:
 
 def _read_line(connection: socket.socket, until: float) -> bytes:
     """A whole line, or nothing where the connection ends before it."""
-    heard = b""
+    heard = bytearray()
     while not heard.endswith(b"\n") and len(heard) < _LONGEST_MESSAGE:
         connection.settimeout(max(until - time.monotonic(), 0.01))
         data = connection.recv(2**16)
         if not data:
             return b""
         heard += data
-    return heard
+    return bytes(heard)
 
 
 def _read_answer(line: bytes, address: Address) -> str:
     try:
-        answer: Mapping[str, Any] = json.loads(line)
-        if answer["agreed"]:
-            return str(answer["shared"])
+        answer = parse_json(line, longest=_LONGEST_MESSAGE)
+        if answer["agreed"] is True:
+            return text_of(answer["shared"])
         kind = _ERRORS[answer["code"]]
-        texts = {name: str(answer[name]) for name in ("got", "fix")}
-        raise kind(str(answer["what"]), **texts)
-    except (KeyError, TypeError, json.JSONDecodeError):
+        what, got, fix = (
+            printable(text_of(answer[name]), keep="\n", longest=_LONGEST_TEXT)
+            for name in ("what", "got", "fix")
+        )
+    except (KeyError, TypeError, ValueError):
         raise CoordinatorError(
             "something else listens where rank 0 should",
-            got=f"{_shown(address)} answered {line[:60]!r}",
+            got=f"{host_and_port(address)} answered {line[:60]!r}",
             fix="use another port: --master-port, or MASTER_PORT on every machine",
         ) from None
+    raise kind(what, got=got, fix=fix)
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value).encode() + b"\n"
-
-
-def _shown(address: Address) -> str:
-    return f"{address[0]}:{address[1]}"

@@ -15,9 +15,9 @@ others do the same, and the highest number is the last that any of them begins.
 
 import logging
 import os
+import re
 import select
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -25,20 +25,18 @@ from types import FrameType, TracebackType
 from typing import Any, Final, Protocol
 
 from tessera.runtime import exit_codes
+from tessera.runtime.exit_codes import ASKS
+from tessera.runtime.leaving import Deadline, leave
 
 _log: Final = logging.getLogger("tessera.runtime")
-# What ends a run, with the code that it then exits with. The first of them that any
-# rank got counts for all.
-ASKS: Final = {
-    signal.SIGTERM: exit_codes.REQUEUE,
-    signal.SIGUSR2: exit_codes.REQUEUE,  # of Slurm, where submitit started the run
-    signal.SIGINT: exit_codes.INTERRUPTED,
-}
 _TICK: Final = 0.1
 _LOOK_EVERY: Final = 0.5
 # A scheduler that signals the launcher and its ranks is heard twice.
 _ECHO: Final = 1.0
 _LAST_RANK: Final = 2.0
+# How much longer than its grace period a process may take whose threads do not run.
+_LAST_RESORT: Final = 3.0
+_REQUEST: Final = re.compile(r"(\d{1,3}) (\d{1,15})")
 _ASKED: Final = "tessera/stop"
 _GONE: Final = "tessera/gone"
 
@@ -76,6 +74,7 @@ class Stopping:
         self._stopped = False
         self._asked_at = self._looked_at = 0.0
         self._end_by = float("inf")
+        self._deadline, self._outlives = Deadline(), False
         self._handlers: dict[signal.Signals, Any] = {}
         self._closed = threading.Event()
 
@@ -107,6 +106,13 @@ class Stopping:
         """What the process is to exit with, where it was stopped; else None."""
         return ASKS[self._asked] if self._stopped and self._asked else None
 
+    def keep_deadline(self) -> None:
+        """Let the grace period hold after the context too, until the process ends."""
+        self._outlives = True
+        if self._asked is not None and self._end_by != float("inf"):
+            left = max(self._end_by - time.monotonic(), 0.0)
+            self._deadline.set(left, ASKS[self._asked])
+
     def __enter__(self) -> "Stopping":
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -131,6 +137,8 @@ class Stopping:
         traceback: TracebackType | None,
     ) -> None:
         self._closed.set()
+        if not self._outlives:
+            self._deadline.clear()
         handlers = self._handlers.copy()
         self._handlers.clear()
         if handlers:
@@ -167,8 +175,10 @@ class Stopping:
             again = ASKS[number] == exit_codes.REQUEUE
             if again and now - self._asked_at < _ECHO:
                 return
-            _say(f"a second signal, {number.name}: rank {self._rank} ends at once")
-            os._exit(exit_codes.exit_code_of(-number))
+            leave(
+                exit_codes.exit_code_of(-number),
+                f"a second signal, {number.name}: rank {self._rank} ends at once\n",
+            )
         self._asked_at = now
         self._ask(number)
         limit = f", in {self._grace:g} s" * (ASKS[number] == exit_codes.REQUEUE)
@@ -183,41 +193,55 @@ class Stopping:
                 self._asked = number
         if ASKS[number] == exit_codes.REQUEUE and self._end_by == float("inf"):
             self._end_by = time.monotonic() + self._grace
+            self._deadline.set(self._grace + _LAST_RESORT, ASKS[number])
 
     def _agree(self) -> None:
         """Bring about which point is the last, once a rank is asked to end."""
-        said = self._said(_ASKED)
-        if self._asked is None and said and self._rank == 0:
-            _log.warning("the run is to save and end: rank %s is asked to", min(said))
-        for text in said.values():
-            self._ask(signal.Signals(int(text.split()[0])))
+        requests = self._requests()
+        if self._asked is None and requests and self._rank == 0:
+            said = min(requests)
+            _log.warning("the run is to save and end: rank %s is asked to", said)
+        for number, _ in requests.values():
+            self._ask(number)
         if self._asked is None:
             return
-        mine = str(self._rank)
-        if mine not in said:
+        if self._rank not in requests:
             # No point begins from here on until the last one is known.
             with self._changed:
-                said[mine] = f"{self._asked.value} {self._points}"
-            self._put(_ASKED, said[mine])
-        if len(said) < self._count:
+                requests[self._rank] = self._asked, self._points
+            self._put(_ASKED, f"{self._asked.value} {requests[self._rank][1]}")
+        if len(requests) < self._count:
             return
-        last = max(int(text.split()[1]) for text in said.values())
+        last = max(points for _, points in requests.values())
         if not last:
             self._leave("nothing is to be saved before the first step")
         with self._changed:
             self._last = last
             self._changed.notify_all()
 
+    def _requests(self) -> dict[int, tuple[signal.Signals, int]]:
+        """What each rank was asked that was, and how many points it had begun.
+
+        The board is open to whoever connects: what is not of this form does not count.
+        """
+        asks = {number.value: number for number in ASKS}
+        found: dict[int, tuple[signal.Signals, int]] = {}
+        for rank, text in self._said(_ASKED).items():
+            request = _REQUEST.fullmatch(text)
+            is_rank = rank.isdecimal() and len(rank) < 10 and int(rank) < self._count
+            if is_rank and request and int(request[1]) in asks:
+                found[int(rank)] = asks[int(request[1])], int(request[2])
+        return found
+
     def _leave(self, why: str) -> None:
         """End this process from outside of its main thread."""
         assert self._asked is not None
-        _say(f"{self._asked.name}: {why}")
         self._put(_GONE, "gone")
         # With the first rank goes the coordinator, and JAX aborts those that are left.
         until = time.monotonic() + _LAST_RANK * (self._rank == 0)
         while time.monotonic() < until and 0 < len(self._said(_GONE)) < self._count:
             time.sleep(_TICK)
-        os._exit(ASKS[self._asked])
+        leave(ASKS[self._asked], f"{self._asked.name}: {why}\n")
 
     def _said(self, folder: str) -> dict[str, str]:
         if self._board is None:
@@ -240,12 +264,3 @@ class Stopping:
 
 def _nothing(number: int, frame: FrameType | None) -> None:
     """What a signal does in the main thread."""
-
-
-def _say(text: str) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with suppress(OSError, ValueError):
-                stream.flush()
-    with suppress(OSError):
-        os.write(2, f"{text}\n".encode())

@@ -8,7 +8,6 @@ interpreter does nothing any more.
 """
 
 import faulthandler
-import os
 import sys
 import threading
 import time
@@ -20,7 +19,10 @@ from typing import Final
 
 from tessera.errors import StalledError
 from tessera.runtime import exit_codes
+from tessera.runtime.leaving import leave
 from tessera.runtime.status_page import Command, StatusPage
+
+NO_LAUNCHER: Final = "the launcher is gone, and this rank ends with it\n"
 
 _TICK: Final = 0.25
 _PUBLISH_EVERY: Final = 2.0
@@ -55,7 +57,7 @@ class Watchdog:
       rank: This process's rank.
       page: Where the launcher reads; None without one.
       local_rank: This process's place on the page.
-      launcher: The process that started this one; when it is gone, so is this one.
+      has_launcher: Whether the launcher lives; when it is gone, so is this process.
     """
 
     def __init__(
@@ -65,11 +67,11 @@ class Watchdog:
         rank: int = 0,
         page: StatusPage | None = None,
         local_rank: int = 0,
-        launcher: int | None = None,
+        has_launcher: Callable[[], bool] | None = None,
     ) -> None:
         self._deadlines, self._rank = deadlines, rank
         self._page, self._local_rank = page, local_rank
-        self._launcher = launcher
+        self._has_launcher = has_launcher
         self._stopped = threading.Event()
         self._is_ending = False
         self._phase = Phase("start", "start", time.monotonic())
@@ -140,9 +142,8 @@ class Watchdog:
                 self._end(phase, awake)
 
     def _obey(self) -> None:
-        if self._launcher is not None and os.getppid() != self._launcher:
-            _write("the launcher is gone, and this rank ends with it\n")
-            os._exit(exit_codes.ENDED)
+        if self._has_launcher is not None and not self._has_launcher():
+            leave(exit_codes.ENDED, NO_LAUNCHER)
         command = Command.CONTINUE if self._page is None else self._page.command
         if command == Command.SHOW_STACKS_AND_END:
             _write(f"stacks of rank {self._rank}, in phase {self._phase.name!r}:\n")
@@ -150,8 +151,7 @@ class Watchdog:
             # The rank that asked for it goes first: its end is no consequence.
             time.sleep(2 * _OTHERS_SHOW)
         if command != Command.CONTINUE:
-            _flush()
-            os._exit(exit_codes.ENDED)
+            leave(exit_codes.ENDED)
 
     def _end(self, phase: Phase, seconds: float) -> None:
         self._is_ending = True
@@ -170,9 +170,7 @@ class Watchdog:
             # With the end of this rank JAX may abort the others, which show theirs now.
             self._page.command = Command.SHOW_STACKS_AND_END
             time.sleep(_OTHERS_SHOW)
-        _write(f"{error}\n")
-        _flush()
-        os._exit(StalledError.exit_code)
+        leave(StalledError.exit_code, f"{error}\n")
 
     def _others(self) -> str:
         """Where every rank is, one line each; what can be learnt of it in time."""
@@ -213,10 +211,3 @@ def _write(text: str) -> None:
 def _show_stacks() -> None:
     with suppress(OSError, ValueError):
         faulthandler.dump_traceback(sys.__stderr__ or 2)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with suppress(OSError, ValueError):
-                stream.flush()

@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tessera.training.settings import as_yaml
+from tessera.untrusted import printable
 
 log = logging.getLogger("tessera")
 
@@ -162,7 +163,9 @@ class Console:
         What is not printable is shown by its code: a model may write any character,
         those that command a terminal among them.
         """
-        prompt, continuation = _printable(prompt), _printable(continuation)
+        prompt, continuation = (
+            printable(text, keep="\n\t") for text in (prompt, continuation)
+        )
         text = Text.assemble((prompt, "bold"), continuation)
         self._show(
             "sample\n" + _indented(prompt + continuation),
@@ -284,14 +287,6 @@ def _two_columns(panels: Sequence[Panel]) -> RenderableType:
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.rstrip("\n").split("\n"))
-
-
-def _printable(text: str) -> str:
-    """Text with every character that is no line break, tab or print as its code."""
-    return "".join(
-        char if char in "\n\t" or char.isprintable() else ascii(char)[1:-1]
-        for char in text
-    )
 
 
 def _duration(seconds: float) -> str:

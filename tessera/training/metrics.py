@@ -65,11 +65,12 @@ class MetricWriter:
           values: Python, NumPy or JAX scalars, by name.
 
         Raises:
-          OutputPathError: [T504] the disk is full, or the file is gone.
+          OutputPathError: [T504] the disk is full, or the folder is not where it was.
         """
         folder = self._folder
         if folder is None:
             return
+        folder.check()
         numbers = {name: _number(value) for name, value in values.items()}
         line = {"step": step} | {name: _json(n) for name, n in numbers.items()}
         try:

@@ -6,20 +6,23 @@
 ``checkpoints/`` what another run can go on from.
 """
 
-import json
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from tessera.errors import OutputPathError
+from tessera.untrusted import count_of, parse_json
 
 CHECKPOINTS: Final = "checkpoints"
 
-_NAMES: Final = (
-    *("train.log", "metrics.jsonl", "tensorboard", "profile", "config.yaml"),
-)
+_METRICS: Final = "metrics.jsonl"
+_NAMES: Final = ("train.log", _METRICS, "tensorboard", "profile", "config.yaml")
+# Of a line of metrics: a few dozen numbers by name.
+_LONGEST_LINE: Final = 2**20
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,12 @@ class RunFolder:
       path: The folder.
       kept: What an earlier run in the same folder had written, under the names that it
         has now.
+      check: Raises where the folder is not where it was, or another run's.
     """
 
     path: Path
     kept: tuple[Path, ...] = ()
+    check: Callable[[], None] = lambda: None
 
     @property
     def log(self) -> Path:
@@ -43,7 +48,7 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         """One JSON object a line."""
-        return self.path / "metrics.jsonl"
+        return self.path / _METRICS
 
     @property
     def tensorboard(self) -> Path:
@@ -62,12 +67,16 @@ class RunFolder:
 
 
 def open_run_folder(
-    path: Path, config_text: str, continued_step: int | None = None
+    path: Path,
+    config_text: str,
+    continued_step: int | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> RunFolder:
     """Make a run's folder and write its configuration, before anything is compiled.
 
     What an earlier run left there is neither overwritten nor added to: it is renamed,
-    ``metrics.jsonl`` to ``metrics.1.jsonl``.
+    ``metrics.jsonl`` to ``metrics.1.jsonl``. Wherever a kill stops this, the next run
+    finds ``metrics.jsonl`` as it was, or as it was to be.
 
     Args:
       path: The folder; its parents are made too.
@@ -75,6 +84,7 @@ def open_run_folder(
       continued_step: The step that the run goes on from where that is the folder's own.
         Its checkpoints stay, and ``metrics.jsonl`` begins with the numbers up to that
         step, so that it holds the whole curve.
+      check: Raises where the folder is not where it was, or another run's.
 
     Raises:
       OutputPathError: [T504] the folder cannot be made or written, or its checkpoints
@@ -83,14 +93,13 @@ def open_run_folder(
     if continued_step is not None:
         check_inside(path)
     try:
+        check()
         path.mkdir(parents=True, exist_ok=True)
         names = _NAMES if continued_step is not None else (*_NAMES, CHECKPOINTS)
-        folder = RunFolder(path, kept=_set_aside(path, names))
+        folder = RunFolder(path, _set_aside(path, names, continued_step), check)
         folder.config.write_text(config_text, encoding="utf-8")
         folder.log.touch()
         folder.metrics.touch()
-        if continued_step is not None:
-            _carry_numbers(folder, continued_step)
         folder.tensorboard.mkdir()
     except (OSError, ValueError) as error:
         raise cannot_write(path, error) from error
@@ -130,27 +139,74 @@ def cannot_write(path: Path, error: Exception) -> OutputPathError:
     )
 
 
-def _carry_numbers(folder: RunFolder, step: int) -> None:
-    """Begin ``metrics.jsonl`` with the earlier run's numbers up to a step."""
-    with folder.metrics.open("w", encoding="utf-8") as lines:
-        for earlier in (path for path in folder.kept if path.suffix == ".jsonl"):
-            with earlier.open(encoding="utf-8", errors="replace") as written:
-                for line in written:
-                    # A run that was killed may leave half a line.
-                    with suppress(ValueError, TypeError, KeyError):
-                        if json.loads(line)["step"] <= step:
-                            lines.write(line)
+def write_durably(path: Path, lines: Iterable[str]) -> None:
+    """Write a file so that, after a crash at any moment, it is whole or as before.
+
+    Args:
+      path: Where.
+      lines: Its text, in parts.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
 
 
-def _set_aside(path: Path, names: Sequence[str]) -> tuple[Path, ...]:
-    """Rename an earlier run's files, all with one number that none of them has."""
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a crash of the machine."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _numbers_until(path: Path, step: int) -> Iterator[str]:
+    """The lines of a run's numbers up to a step; what is none is left out."""
+    is_rest = False
+    with path.open(encoding="utf-8", errors="replace") as written:
+        while line := written.readline(_LONGEST_LINE):
+            is_begun, is_rest = not is_rest, line[-1] != "\n"
+            # A run that was killed may leave half a line, or one without its end.
+            with suppress(ValueError, TypeError, KeyError):
+                read = parse_json(line, longest=_LONGEST_LINE)
+                if is_begun and count_of(read["step"]) <= step:
+                    yield f"{line.rstrip()}\n"
+
+
+def _set_aside(
+    path: Path, names: Sequence[str], continued_step: int | None
+) -> tuple[Path, ...]:
+    """Rename an earlier run's files, all with one number that none of them has.
+
+    The numbers of a run that goes on stay where they are, up to its step.
+    """
     there = [name for name in names if _exists(path / name)]
-    if not there:
-        return ()
     number = 1
     while any(_exists(_numbered(path / name, number)) for name in names):
         number += 1
-    return tuple((path / name).rename(_numbered(path / name, number)) for name in there)
+    kept: list[Path] = []
+    for name in there:
+        file, target = path / name, _numbered(path / name, number)
+        is_file = file.is_file() and not file.is_symlink()
+        if name == _METRICS and continued_step is not None and is_file:
+            _copy_durably(file, target)
+            write_durably(file, _numbers_until(target, continued_step))
+            kept.append(target)
+        else:
+            kept.append(file.rename(target))
+    return tuple(kept)
+
+
+def _copy_durably(file: Path, target: Path) -> None:
+    """A second name for a file that is about to be replaced, or a copy of it."""
+    try:
+        target.hardlink_to(file)
+    except OSError:  # a file system without
+        shutil.copyfile(file, target)
 
 
 def _numbered(path: Path, number: int) -> Path:

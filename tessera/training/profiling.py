@@ -15,8 +15,10 @@ from tempfile import TemporaryDirectory
 import jax
 
 from tessera.errors import OutputPathError
-from tessera.graph.profile_report import Profile
+from tessera.graph.profile_report import Profile, of_program
 from tessera.training.console import log
+from tessera.training.job import Job
+from tessera.training.outputs import RunFolder
 
 
 def write_profile(folder: Path, profile: Profile) -> None:
@@ -26,7 +28,7 @@ def write_profile(folder: Path, profile: Profile) -> None:
       OutputPathError: [T504] the folder cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # and not the run's, should that be gone
         (folder / "communication.txt").write_text(profile.as_text() + "\n")
         figures = json.dumps(profile.as_json(), indent=2)
         (folder / "communication.json").write_text(figures + "\n")
@@ -65,6 +67,20 @@ class Window:
         self._is_done = False
         self._trace = ExitStack()
         self._mark = ExitStack()
+
+    @classmethod
+    def of(cls, job: Job, folder: RunFolder | None) -> "Window | None":
+        """That of a run which asks for one, in the process that has a folder."""
+        training = job.settings.training
+        if folder is None or not training.profile_communication:
+            return None
+        return cls(
+            folder.profile,
+            lambda: of_program(job.compiled),
+            wait=training.profile_wait,
+            warmup=training.profile_warmup,
+            active=training.profile_active,
+        )
 
     def before(self, step: int, drain: Callable[[], None]) -> None:
         """Begin or end what the schedule says where ``step`` is next.
@@ -132,4 +148,5 @@ def _traced(folder: Path, *, keep: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        jax.profiler.stop_trace()
+        if folder.parent.is_dir():  # it would be made anew
+            jax.profiler.stop_trace()

@@ -1,20 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is in a call without an end when it is asked to end; no handler runs.
+"""A run that does not get to its end when it is asked to.
 
-python patient_run.py 2                 # seconds of its grace period
+python patient_run.py 2 call            # seconds of its grace period, and where it is
 """
 
+import atexit
 import ctypes
 import sys
+import time
 
 from tessera.runtime.cluster import Cluster
-from tessera.runtime.processes import joined
+from tessera.runtime.processes import Processes, joined
+
+
+def call(here: Processes) -> None:
+    """In a call without an end, which lets threads run, as a compiler does."""
+    assert here.goes_on()
+    say("waiting")
+    # A signal ends a sleep.
+    for _ in range(600):
+        ctypes.CDLL(None).sleep(600)
+
+
+def hold(here: Processes) -> None:
+    """In one that keeps the interpreter's lock: no thread of Python runs."""
+    assert here.goes_on()
+    say("waiting")
+    for _ in range(600):
+        ctypes.PyDLL(None).sleep(600)
+
+
+def linger(here: Processes) -> None:
+    """It stops in time, and the interpreter does not get to its own end."""
+    atexit.register(time.sleep, 600)
+    assert here.goes_on()
+    say("waiting")
+    while here.goes_on():
+        time.sleep(0.01)
+    say("stopped")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
 
 if __name__ == "__main__":
+    wait = {"call": call, "hold": hold, "linger": linger}[sys.argv[2]]
     with joined(Cluster(source="a test"), {}, grace=float(sys.argv[1])) as here:
-        assert here.goes_on()
-        sys.stdout.write("waiting\n")
-        sys.stdout.flush()
-        # Without the interpreter's lock, as in a compiler; a signal does not end it.
-        for _ in range(600):
-            ctypes.CDLL(None).sleep(600)
+        wait(here)

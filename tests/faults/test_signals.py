@@ -175,8 +175,54 @@ def test_a_run_that_is_asked_to_end_goes_on_bit_for_bit(train, tmp_path):
     assert curve(folder) == curve(tmp_path / "whole")
 
 
+def is_importing(pid: int) -> bool:
+    """Whether a process has loaded a part of JAX, which others follow."""
+    try:
+        return "/jaxlib/" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 130)],
+)
+def test_one_that_still_imports_ends_as_asked(start, tmp_path, number, code):
+    run = start(str(ROOT / "run_training.py"), f"hydra.run.dir={tmp_path / 'run'}")
+    deadline = time.monotonic() + LIMIT
+    while not is_importing(run.process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    run.process.send_signal(number)
+    run.finish(code)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_still_import_end_as_asked_and_are_not_started_again(start):
+    """From the first instruction of their processes on."""
+    for pause in (0.0, 0.02, 0.2, 1.0):
+        run = start(*LAUNCHER, str(ROOT / "run_training.py"))
+        run.read_until("starting ranks")
+        time.sleep(pause)
+        run.process.send_signal(signal.SIGTERM)
+        said = run.finish(75)
+        assert "[launch] all ranks ended as asked: exit code 75" in said
+        assert "restart" not in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing ends it")
+@pytest.mark.parametrize("where", ["hold", "linger"])
+def test_one_whose_threads_do_not_run_ends_with_its_grace_period(start, where):
+    """By the deadline: three seconds later, if not by itself."""
+    run = start(str(PATIENT), "2", where)
+    run.read_until("waiting")
+    run.process.send_signal(signal.SIGTERM)
+    said = run.finish(75)
+    assert ("stopped" in said) == (where == "linger")
+
+
 def test_one_that_does_not_get_to_its_next_step_ends_with_its_grace_period(start):
-    run = start(str(PATIENT), "2")
+    run = start(str(PATIENT), "2", "call")
     run.read_until("waiting")
     run.process.send_signal(signal.SIGTERM)
     run.process.send_signal(signal.SIGTERM)  # of a scheduler and of a launcher
@@ -185,7 +231,7 @@ def test_one_that_does_not_get_to_its_next_step_ends_with_its_grace_period(start
 
 
 def test_a_second_signal_ends_a_run_at_once(start):
-    run = start(str(PATIENT), "600")
+    run = start(str(PATIENT), "600", "call")
     run.read_until("waiting")
     run.process.send_signal(signal.SIGTERM)
     run.read_until("a second one ends it at once")

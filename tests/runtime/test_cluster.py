@@ -117,6 +117,29 @@ def test_a_step_of_slurm_has_its_first_machine_and_a_port_of_its_own():
     assert other != found.coordinator
 
 
+@pytest.mark.parametrize(
+    "environment",
+    [
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "4"},
+        SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"},
+        LAUNCHED | {"TESSERA_LOCAL_SIZE": "8"},
+        OPEN_MPI | {"MASTER_ADDR": "10.0.0.2"},
+    ],
+)
+def test_a_run_on_one_machine_uses_the_loopback_interface(environment):
+    found = detect(environment)
+    assert found.is_on_one_machine
+    port = detect(environment | {"SLURM_PROCID": "0", "RANK": "0"}).coordinator[1]
+    assert found.coordinator == ("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, SLURM, LAUNCHED, KUBERNETES])
+def test_a_run_on_several_machines_uses_the_address_that_it_was_given(environment):
+    found = detect(environment)
+    assert not found.is_on_one_machine
+    assert found.coordinator[0] != "127.0.0.1"
+
+
 @pytest.mark.parametrize("step", ["", "batch", "extern"])
 def test_a_shell_inside_a_slurm_job_is_no_step(step):
     """As over ssh, or in the script that sbatch runs."""

@@ -9,6 +9,7 @@ import pytest
 
 from tessera.errors import (
     CoordinatorError,
+    FolderInUseError,
     MissingRanksError,
     RanksDifferError,
     TesseraError,
@@ -79,6 +80,38 @@ def test_devices_of_two_kinds_are_not_homogeneous():
     one, two = (SAME | {"devices": {"kind": kind}} for kind in ("H100", "H200"))
     errors = met((0, 2, one), (1, 2, two))
     assert all("Devices are not homogeneous" in str(error) for error in errors)
+
+
+def test_why_rank_0_refuses_the_run_is_told_to_all():
+    """Its folder belongs to another run, for instance."""
+    refusal = FolderInUseError(
+        "another run writes there", got="it is \x1b[2J", fix="wait"
+    )
+    port, found = free_port(), list[Any]()
+
+    def one(rank: int) -> None:
+        cluster = Cluster(rank, 3, coordinator=(HOST, port))
+        given = refusal if rank == 0 else None
+        with pytest.raises(FolderInUseError) as caught:
+            rendezvous.meet(cluster, SAME, given, timeout=5, say=lambda _: None)
+        found.append(str(caught.value))
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    # Whoever shows what a peer said shows no escape sequence of it.
+    assert sorted(found) == sorted(
+        [str(refusal), *[str(refusal).replace("\x1b", "\\x1b")] * 2]
+    )
+
+
+@pytest.mark.parametrize(
+    "line", [b"[" * 200_000, b'{"tessera": 1, "rank": Infinity, "world_size": 2}']
+)
+def test_no_line_of_a_peer_ends_rank_0(line):
+    assert rendezvous.Hello.read(line) is None
 
 
 def test_a_missing_rank_is_named_on_every_other():

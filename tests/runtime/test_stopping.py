@@ -115,6 +115,31 @@ def test_all_ranks_stop_at_one_point_that_none_has_passed(asked_first):
         assert max(said) == begun[0]
 
 
+@pytest.mark.parametrize(
+    ("rank", "text"),
+    [
+        ("0", "15"),
+        ("0", "15 -3"),
+        ("0", "15 3 \x1b[2J"),
+        ("0", "9 3"),
+        ("0", "64 3"),
+        ("0", "15 " + "9" * 5000),
+        ("0", ""),
+        ("7", "15 3"),
+        ("-1", "15 3"),
+        ("one", "15 3"),
+    ],
+)
+def test_what_a_stranger_writes_on_the_board_stops_nobody(rank, text):
+    board = Board()
+    board.put(f"tessera/stop/{rank}", text)
+    with Stopping(60.0, rank=1) as stopping:
+        stopping.connect(board, 2)
+        stopping._looked_at = -1000.0
+        assert stopping._requests() == {}
+        assert stopping.goes_on()
+
+
 def test_before_the_first_point_a_signal_ends_the_process(left, capfd):
     with Stopping(60.0):
         ask(signal.SIGTERM)

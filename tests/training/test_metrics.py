@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers that are written come back as the same numbers."""
 
+import dataclasses
 import json
 import math
 import os
@@ -159,3 +160,18 @@ def test_a_run_goes_on_without_tensorboard(folder, monkeypatch, caplog):
     assert record.message == (
         "TensorBoard gets no more numbers: [Errno 27] File too large"
     )
+
+
+def test_a_folder_that_is_not_where_it_was_gets_no_more_numbers(folder):
+    def refuse():
+        raise OutputPathError("it is not where it was")
+
+    with MetricWriter(folder) as writer:
+        writer.write(1, {"loss": 2.5})
+    moved = dataclasses.replace(folder, check=refuse)
+    with (
+        pytest.raises(OutputPathError, match="not where it was"),
+        MetricWriter(moved) as writer,
+    ):
+        writer.write(2, {"loss": 2.5})
+    assert lines(folder) == [{"step": 1, "loss": 2.5}]

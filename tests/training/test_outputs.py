@@ -3,12 +3,16 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tessera.errors import OutputPathError
-from tessera.training.outputs import cannot_write, open_run_folder
+from tessera.training import outputs
+from tessera.training.outputs import cannot_write, open_run_folder, write_durably
 
 
 def test_the_folder_has_its_files_from_the_beginning(tmp_path):
@@ -89,6 +93,19 @@ def test_an_error_without_a_file_names_the_path_that_was_tried():
     assert error.got == "x: Input/output error"
 
 
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_durably(path, ["old"])
+
+    def fail(*_):
+        raise OSError("no")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="no"):
+        write_durably(path, ["ne", "w"])
+    assert path.read_text() == "old"
+
+
 # --- a run that goes on
 
 
@@ -133,3 +150,120 @@ def test_a_run_does_not_go_on_through_a_link_to_checkpoints_elsewhere(tmp_path):
         "  docs: docs/errors/T504.md"
     )
     assert (run / "config.yaml").read_text() == "run: 0\n"
+
+
+def continued(folder: Path, content: bytes, step: int = 10) -> list[str]:
+    """The numbers with which a run goes on that finds some there."""
+    (folder / "metrics.jsonl").write_bytes(content)
+    opened = open_run_folder(folder, "", continued_step=step)
+    assert opened.kept[0].read_bytes() == content
+    assert (folder / "metrics.jsonl").is_file()
+    return opened.metrics.read_text().splitlines()
+
+
+def row(step: int) -> bytes:
+    return b'{"step": %d, "loss": 0.5}' % step
+
+
+def test_a_last_line_without_its_end_is_not_glued_to_the_next(tmp_path):
+    """A run may be killed between a line and its end."""
+    assert continued(tmp_path, row(1) + b"\n" + row(2)) == [
+        '{"step": 1, "loss": 0.5}',
+        '{"step": 2, "loss": 0.5}',
+    ]
+    with (tmp_path / "metrics.jsonl").open() as file:
+        assert file.read().endswith("}\n")
+
+
+JUNK = {
+    "nested": b"[" * 200_000,
+    "nested in the right place": b'{"step": ' + b"[" * 200_000,
+    "half a line": b'{"step": 4, "lo',
+    "bytes": bytes(range(128, 256)),
+    "another value": b"[1, 2]",
+    "no step": b'{"loss": 1}',
+    "a step that is none": b'{"step": true}',
+    "a step below 0": b'{"step": -1}',
+    "infinite": b'{"step": Infinity}',
+    "large": b'{"step": 1e999}',
+    "digits": b'{"step": ' + b"9" * 5000 + b"}",
+    "twice": b'{"step": 1, "step": 2}',
+    "long": b'{"step": 3, "x": "' + b"x" * 3_000_000 + b'{"step": 3}',
+    "longer than is read at once": b"x" * (2**20) + row(3),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK)
+def test_a_line_that_is_none_costs_no_other(tmp_path, junk):
+    lines = [row(1), junk, row(2), junk, row(11), row(3), junk]
+    assert continued(tmp_path, b"\n".join(lines)) == [
+        row(step).decode() for step in (1, 2, 3)
+    ]
+
+
+KILLED = """
+import os, signal, sys, types
+package = types.ModuleType("tessera")
+package.__path__ = [sys.argv[2]]
+sys.modules["tessera"] = package
+from pathlib import Path
+from tessera.training import outputs
+calls = 0
+def dies_at(number, act):
+    def called(*given, **named):
+        global calls
+        calls += 1
+        if calls == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return act(*given, **named)
+    return called
+# Every way in which a file or its name comes to be, and the middle of the new file.
+number = int(sys.argv[3])
+names = "rename", "replace", "hardlink_to", "open", "touch", "mkdir", "write_text"
+for name in names:
+    setattr(Path, name, dies_at(number, getattr(Path, name)))
+os.fsync = dies_at(number, os.fsync)
+outputs.parse_json = dies_at(number, outputs.parse_json)
+outputs.open_run_folder(Path(sys.argv[1]), "", continued_step=20)
+"""
+
+
+def test_a_kill_at_any_moment_of_the_beginning_loses_no_number(tmp_path):
+    """A process of its own is killed before each change that it makes, in turn."""
+    package = str(Path(outputs.__file__).parents[1])
+    curve = "".join(row(step).decode() + "\n" for step in range(1, 23))
+    first_20 = "".join(curve.splitlines(keepends=True)[:20])
+    killed, number, found = True, 0, set[str]()
+    while killed:
+        number += 1
+        run = tmp_path / str(number)
+        open_run_folder(run, "").metrics.write_text(curve)
+        command = [sys.executable, "-c", KILLED, str(run), package, str(number)]
+        ended = subprocess.run(command, timeout=60, check=False)
+        assert ended.returncode in (0, -signal.SIGKILL)
+        killed = ended.returncode != 0
+        found.add((run / "metrics.jsonl").read_text())
+        folder = open_run_folder(run, "", continued_step=20)
+        assert folder.metrics.read_text() == first_20, f"killed at {number}"
+    # Before, inside and after what it does.
+    assert number > 30
+    assert found == {curve, first_20}
+
+
+def test_numbers_are_kept_where_files_cannot_have_two_names(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    assert continued(tmp_path, row(1) + b"\n" + row(12)) == [row(1).decode()]
+
+
+def test_a_folder_that_is_another_run_s_is_not_touched(tmp_path):
+    def refuse():
+        raise OutputPathError("it is not where it was")
+
+    (tmp_path / "metrics.jsonl").write_text("as it was")
+    with pytest.raises(OutputPathError, match="not where it was"):
+        open_run_folder(tmp_path, "", check=refuse)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

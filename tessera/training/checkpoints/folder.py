@@ -31,6 +31,7 @@ from tessera.training.outputs import CHECKPOINTS
 
 STATE: Final = "state"
 
+_HANDLES: Final = Path("/proc/self/fd")
 _DAMAGED: Final = "damaged"
 _REPLACED: Final = "replaced"
 _UNFINISHED: Final = "unfinished"
@@ -148,6 +149,29 @@ def remove_failed(path: Path) -> None:
             return
 
 
+def anchored(root: Path) -> Path:
+    """A folder by a handle of it, which leads there wherever it is renamed to.
+
+    What is being written then makes no folder anew in the old place. ``give_back``
+    closes the handle. Where the system has no such paths, the folder by its name.
+    """
+    try:
+        handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # whoever writes there finds it out
+        return root
+    path = _HANDLES / str(handle)
+    if path.is_dir():
+        return path
+    os.close(handle)
+    return root
+
+
+def give_back(path: Path) -> None:
+    """Close the handle of ``anchored``, if it is one."""
+    if path.parent == _HANDLES:
+        os.close(int(path.name))
+
+
 def open_root(root: Path, resumed_step: int | None, nbytes: int) -> list[str]:
     """Make the folder ready for the checkpoints that a run will write.
 
@@ -184,9 +208,13 @@ def open_root(root: Path, resumed_step: int | None, nbytes: int) -> list[str]:
     return said
 
 
-def cannot_write(path: Path, error: Exception) -> CheckpointWriteError:
-    """T804 for what was said when a checkpoint was being written."""
-    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+def cannot_write(
+    path: Path, error: Exception, shown: str | None = None
+) -> CheckpointWriteError:
+    """T804 for what was said when a checkpoint was being written, or is to be shown."""
+    said = (
+        getattr(error, "strerror", None) or shown or str(error) or type(error).__name__
+    )
     return CheckpointWriteError(
         "a checkpoint cannot be written",
         got=f"{path}: {said.splitlines()[0]}",

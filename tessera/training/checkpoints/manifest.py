@@ -16,10 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from tessera.training.outputs import sync_folder, write_durably
+
 NAME: Final = "manifest.sha256"
 # The last line is this file's, so that a manifest that lost its end is known by it.
 LAST: Final = "metadata.json"
 
+# A line has about 120 characters, and each process a dozen files or two.
+_LONGEST: Final = 2**28
 _LINE: Final = re.compile(r"([0-9a-f]{64})  (\S.*)")
 # hashlib lets other threads run while it reads; more than these are faster than disks.
 _THREADS: Final = max(1, min(4, (os.cpu_count() or 1) // 2))
@@ -45,14 +49,15 @@ def write_manifest(folder: Path) -> int:
     for path in {folder, *(path.parent for path in map(folder.joinpath, names))}:
         sync_folder(path)
     lines = [f"{sha}  {name}\n" for (sha, _), name in zip(sums, names, strict=True)]
-    write_durably(folder / NAME, "".join(lines))
+    write_durably(folder / NAME, lines)
     return sum(size for _, size in sums)
 
 
 def find_damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint that has a manifest; None where nothing is."""
     try:
-        lines = (folder / NAME).read_text("ascii").split("\n")
+        with (folder / NAME).open("rb") as file:
+            lines = file.read(_LONGEST).decode("ascii").split("\n")
     except (OSError, ValueError) as error:
         return f"{NAME} cannot be read: {error}"
     parsed = [_LINE.fullmatch(line) for line in lines[:-1]]
@@ -63,26 +68,6 @@ def find_damage(folder: Path) -> str | None:
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(partial(_compare, folder), names, sums)
         return next((damage for damage in found if damage), None)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file so that, after a crash at any moment, it is whole or not there."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a crash of the machine."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _files(folder: Path) -> Iterator[str]:

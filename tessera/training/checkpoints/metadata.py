@@ -15,11 +15,14 @@ import jax
 from jax.sharding import NamedSharding
 
 from tessera.errors import CheckpointMismatchError
-from tessera.training.checkpoints.manifest import write_durably
 from tessera.training.data.cursor import Cursor
+from tessera.training.outputs import write_durably
+from tessera.untrusted import count_of, parse_json, printable, text_of
 
 # Raised when what is stored, or how, changes; older ones stay readable.
 SCHEMA: Final = 1
+# Of a model of thousands of arrays it is a few MiB.
+_LONGEST: Final = 2**28
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def write_metadata(path: Path, metadata: Metadata) -> None:
       OSError: It cannot be written.
     """
     text = json.dumps(asdict(metadata), indent=1, sort_keys=True)
-    write_durably(path, text + "\n")
+    write_durably(path, (text, "\n"))
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -94,14 +97,18 @@ def read_metadata(path: Path) -> Metadata:
     Raises:
       CheckpointMismatchError: [T802] a newer Tessera wrote it.
       OSError: It cannot be read.
-      ValueError: It is not what Tessera writes.
+      ValueError: It is not what Tessera writes, or of another step than its folder's
+        name says.
     """
-    read = json.loads(path.read_text("utf-8"))
+    with path.open("rb") as file:
+        read = parse_json(file.read(_LONGEST + 1), longest=_LONGEST)
     try:
-        schema = _int(read["schema"])
+        schema = count_of(read["schema"])
         if schema <= SCHEMA:
-            return _metadata(read)
-        written_by = str(read["versions"]["tessera"])
+            metadata = _metadata(read)
+            _check_step(metadata.step, path.parent.name)
+            return metadata
+        written_by = printable(text_of(read["versions"]["tessera"]), longest=40)
     except (TypeError, KeyError, IndexError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     raise CheckpointMismatchError(
@@ -112,26 +119,31 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _metadata(read: dict[str, Any]) -> Metadata:
-    stages = read["stages"]
+    stages, is_validated = read["stages"], read.get("is_validated", True)
+    if type(is_validated) is not bool:
+        raise ValueError("is_validated is neither true nor false")
+    cursor = read["cursor"]
     return Metadata(
-        step=_int(read["step"]),
+        step=count_of(read["step"]),
         arrays={
-            str(name): Stored(
-                shape=tuple(map(_int, array["shape"])),
-                dtype=str(array["dtype"]),
-                layout=tuple(tuple(map(str, axes)) for axes in array["layout"]),
+            name: Stored(
+                shape=tuple(map(count_of, _list(array["shape"]))),
+                dtype=text_of(array["dtype"]),
+                layout=_axes_of(array["layout"]),
             )
             for name, array in read["arrays"].items()
         },
-        mesh={str(axis): _int(size) for axis, size in read["mesh"].items()},
-        processes=_int(read["processes"]),
-        stages=stages and (_int(stages[0]), tuple(_run(*run) for run in stages[1])),
-        cursor=Cursor(_int(read["cursor"]["rows"]), dict(read["cursor"]["order"])),
-        random=dict(read["random"]),
-        config=str(read["config"]),
-        versions={str(k): str(v) for k, v in read["versions"].items()},
-        is_validated=bool(read.get("is_validated", True)),
-        schema=_int(read["schema"]),
+        mesh={axis: count_of(size) for axis, size in read["mesh"].items()},
+        processes=count_of(read["processes"]),
+        stages=None
+        if stages is None
+        else (count_of(stages[0]), tuple(_run(*run) for run in _list(stages[1]))),
+        cursor=Cursor(count_of(cursor["rows"]), _plain(cursor["order"])),
+        random=_plain(read["random"]),
+        config=text_of(read["config"]),
+        versions=_texts(read["versions"]),
+        is_validated=is_validated,
+        schema=count_of(read["schema"]),
     )
 
 
@@ -143,10 +155,31 @@ def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _run(start: Any, stop: Any) -> tuple[int, int]:
-    return _int(start), _int(stop)
+    return count_of(start), count_of(stop)
 
 
-def _int(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
+def _check_step(step: int, folder: str) -> None:
+    """See that a checkpoint is of the step that its folder is called after, if any."""
+    if folder.isdecimal() and int(folder) != step:
+        raise ValueError(f"step {step}, in the folder of step {folder}")
+
+
+def _texts(values: Any) -> dict[str, str]:
+    return {name: text_of(value) for name, value in values.items()}
+
+
+def _axes_of(layout: Any) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(map(text_of, _list(axes))) for axes in _list(layout))
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"a {type(value).__name__} is no list")
     return value
+
+
+def _plain(values: Any) -> dict[str, str | int]:
+    """Numbers and texts by name."""
+    if not all(type(value) in (str, int) for value in values.values()):
+        raise ValueError("neither numbers nor texts")
+    return dict(values)

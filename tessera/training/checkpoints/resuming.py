@@ -180,21 +180,25 @@ def _find(resume: str, output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
             raise _none_holds(path, [checkpoint])
         return checkpoint, warnings
     root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    found = _newest(root, warnings)
+    # In the folder of another run, which may be going on there, nothing is renamed.
+    is_own = root.resolve() == (output_dir / CHECKPOINTS).resolve()
+    found = _newest(root, warnings, is_own=is_own)
     if found is None:
         raise _none_holds(root, [*warnings, *map(str, damaged_ones(root))])
     return found, warnings
 
 
-def _newest(root: Path, warnings: list[str]) -> Checkpoint | None:
-    """The newest checkpoint that holds; those that do not are set aside."""
+def _newest(
+    root: Path, warnings: list[str], *, is_own: bool = True
+) -> Checkpoint | None:
+    """The newest checkpoint that holds; the run's own that do not are set aside."""
     for step in complete_steps(root):
         path = root / str(step)
         checkpoint = read_checkpoint(path)
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
         try:
-            kept = f"is kept as {set_aside(path).name}"
+            kept = f"is kept as {set_aside(path).name}" if is_own else "stays as it is"
         except OSError as error:
             kept = f"cannot be renamed ({error.strerror})"
         warnings.append(
@@ -217,11 +221,11 @@ def _none_holds(place: Path, said: list[str]) -> CheckpointNotFoundError:
 def _metadata(path: Path) -> Any:
     try:
         return read_metadata(path / LAST)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointNotFoundError(
             f"process {jax.process_index()} does not see the checkpoint that process 0 "
             "found",
-            got=f"{path}: {error.strerror}",
+            got=f"{path}: {getattr(error, 'strerror', error)}",
             fix="put the folder of the run on a file system that all machines share",
         ) from error
 

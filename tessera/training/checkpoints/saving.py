@@ -8,6 +8,7 @@ manifest is written. From then on, and not before, the checkpoint counts.
 
 import errno
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -20,7 +21,7 @@ from typing import Any, TypeAlias
 import jax
 
 from tessera.analysis.memory import format_bytes
-from tessera.errors import CheckpointWriteError
+from tessera.errors import CheckpointWriteError, TesseraError
 from tessera.training.checkpoints import folder, manifest, storage
 from tessera.training.checkpoints.metadata import Metadata, Stored, write_metadata
 from tessera.training.console import log
@@ -61,19 +62,26 @@ class Checkpoints:
       root: The folder of its checkpoints, the same one in every process.
       config: Its configuration, YAML.
       resumed_step: The step that it goes on from in this very folder, or None.
+      check: Raises where the run's folder is not where it was, or another run's.
 
     Raises:
       CheckpointWriteError: [T804] nothing can be written there, or there is no room.
     """
 
     def __init__(
-        self, job: Job, root: Path, config: str, resumed_step: int | None = None
+        self,
+        job: Job,
+        root: Path,
+        config: str,
+        resumed_step: int | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._job, self._root, self._config = job, root, config
+        self._check_folder, self._place = check, root
         self._is_first = jax.process_index() == 0
         self._started = resumed_step or 0
         self._thread: Thread | None = None
-        self._failure: CheckpointWriteError | None = None
+        self._failure: TesseraError | None = None
         self.saved: Saved | None = None
         """What the last complete one took; None before, and where others write."""
         self._nbytes = sum(
@@ -81,13 +89,14 @@ class Checkpoints:
             for leaf in jax.tree.leaves(job.abstract_state)
         )
         if self._is_first and self.is_kept:
+            check()
             for line in folder.open_root(root, resumed_step, self._nbytes):
                 log.warning("%s", line)
 
     @property
     def durable_step(self) -> int | None:
         """The newest step whose checkpoint is complete on the disk, or None."""
-        return next(iter(folder.complete_steps(self._root)), None)
+        return next(iter(folder.complete_steps(self._place)), None)
 
     @property
     def is_kept(self) -> bool:
@@ -124,7 +133,12 @@ class Checkpoints:
 
         Raises:
           CheckpointWriteError: [T804] there is one of this step, or of a later one.
+          OutputPathError: [T504] the run's folder is not where it was.
         """
+        self._check_folder()
+        if self._place is self._root:
+            # Not before the first process has made it.
+            self._place = folder.anchored(self._root)
         if step <= self._started:
             raise CheckpointWriteError(
                 f"a checkpoint of step {step} cannot follow one of step "
@@ -137,7 +151,7 @@ class Checkpoints:
         if self._thread is not None and self._thread.is_alive():
             log.warning("step %d waits for the last checkpoint to be written", step)
         self._join()
-        path = self._root / str(step)
+        path = self._place / str(step)
         if self._is_first:
             with suppress(OSError):  # Orbax finds it out again, on every process
                 path.mkdir()
@@ -172,7 +186,7 @@ class Checkpoints:
         Tried nevertheless, a write that finds none was seen to be waited for for ever.
         Of several processes each may see another disk, and all have to write or none.
         """
-        free = shutil.disk_usage(self._root).free
+        free = shutil.disk_usage(self._place).free
         if free < self._nbytes and jax.process_count() == 1:
             said = (
                 f"it takes {format_bytes(self._nbytes)}, {format_bytes(free)} are free"
@@ -184,6 +198,7 @@ class Checkpoints:
     ) -> Saved:
         """Make what Orbax has committed count."""
         committed = perf_counter()
+        self._check_folder()
         write_metadata(path / manifest.LAST, metadata)
         nbytes = manifest.write_manifest(path)
         done = perf_counter()
@@ -201,15 +216,19 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         keep = self._job.settings.training.keep
-        for step in folder.complete_steps(self._root)[keep:] if keep else ():
+        for step in folder.complete_steps(self._place)[keep:] if keep else ():
             try:
-                folder.remove(self._root / str(step))
+                folder.remove(self._place / str(step))
             except OSError as error:
                 log.warning("the checkpoint of step %d is not removed: %s", step, error)
 
     def _give_up(self, path: Path, error: Exception) -> None:
         """Say that a checkpoint could not be written, and make room again."""
-        self._failure = folder.cannot_write(path, error)
+        if isinstance(error, TesseraError):
+            self._failure = error
+        else:
+            shown = str(error).replace(str(self._place), str(self._root))
+            self._failure = folder.cannot_write(self._root / path.name, error, shown)
         if self._is_first:
             folder.remove_failed(path)
             storage.clear_up()
@@ -232,6 +251,7 @@ class Checkpoints:
 
         Raises:
           CheckpointWriteError: [T804] it could not be written.
+          OutputPathError: [T504] nor can any other: the run's folder is not there.
         """
         self._join()
         failure, self._failure = self._failure, None
@@ -247,12 +267,16 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.wait()
-            return
-        self._join()
-        if self._is_first:
-            log.warning("%s", self.last_said())
+        try:
+            if error is None:
+                self.wait()
+                return
+            self._join()
+            if self._is_first:
+                log.warning("%s", self.last_said())
+        finally:
+            place, self._place = self._place, self._root
+            folder.give_back(place)
 
 
 def named(tree: Tree) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def test_one_that_holds_is_read(tmp_path):
     assert checkpoint.state == path / "state"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"schema": 1}', "[" * 200_000]
+)
 def test_metadata_that_says_nothing_is_damage(tmp_path, text):
     path = write(tmp_path, 7, complete=False)
     (path / LAST).write_text(text)
@@ -65,6 +67,13 @@ def test_metadata_that_says_nothing_is_damage(tmp_path, text):
     said = read_checkpoint(path)
     assert isinstance(said, str)
     assert said.startswith(f"{LAST} says nothing that can be used: ")
+
+
+def test_one_in_the_place_of_another_is_damage(tmp_path):
+    write(tmp_path, 6).rename(tmp_path / "8")
+    assert read_checkpoint(tmp_path / "8") == (
+        f"{LAST} says nothing that can be used: step 6, in the folder of step 8"
+    )
 
 
 def test_nothing_is_renamed_onto_something_else(tmp_path):

@@ -12,7 +12,6 @@ from tessera.training.checkpoints.manifest import (
     LAST,
     NAME,
     find_damage,
-    write_durably,
     write_manifest,
 )
 
@@ -115,16 +114,3 @@ def test_a_link_is_no_file(folder):
     path.rename(folder.parent / "elsewhere")
     path.symlink_to(folder.parent / "elsewhere")
     assert find_damage(folder) == "state/d/1a is no file"
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    write_durably(path, "old")
-
-    def fail(*_):
-        raise OSError("no")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="no"):
-        write_durably(path, "new")
-    assert path.read_text() == "old"

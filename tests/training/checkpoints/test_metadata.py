@@ -60,6 +60,12 @@ def test_it_is_text_for_people(tmp_path):
         lambda read: read.update(stages=[2, [[1, 2, 3]]]),
         lambda read: read.update(cursor=None),
         lambda read: read.update(mesh="dp"),
+        lambda read: read.update(config=None),
+        lambda read: read.update(is_validated="yes"),
+        lambda read: read.update(versions={"tessera": 1}),
+        lambda read: read.update(random={"seed": [0]}),
+        lambda read: read["arrays"]["step"].update(layout="dp"),
+        lambda read: read["arrays"]["step"].update(dtype=32),
     ],
 )
 def test_what_tessera_did_not_write_is_refused(tmp_path, change):
@@ -86,3 +92,34 @@ def test_a_newer_form_is_an_error_of_its_own(tmp_path):
         "  fix: install Tessera 0.1.0 or newer\n"
         "  docs: docs/errors/T802.md"
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        '{"schema": 1, "step": ' + "[" * 200_000,
+        '{"schema": 1, "step": Infinity}',
+        '{"schema": 1e999}',
+        '{"schema": ' + "9" * 5000 + "}",
+        '{"schema": 1, "schema": 2}',
+        '{"schema": 2, "versions": "[2J"}',
+    ],
+)
+def test_what_is_hardly_json_is_refused_like_the_rest(tmp_path, text):
+    path = tmp_path / "metadata.json"
+    path.write_text(text)
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever it says
+        read_metadata(path)
+
+
+def test_a_step_that_is_not_its_folder_s_is_refused(tmp_path):
+    """As of a checkpoint that was renamed, or put in the place of another."""
+    for name in ("4", "best", "4.damaged"):
+        (tmp_path / name).mkdir()
+        write_metadata(tmp_path / name / "metadata.json", METADATA)
+        assert read_metadata(tmp_path / name / "metadata.json").step == 4
+    (tmp_path / "5").mkdir()
+    write_metadata(tmp_path / "5" / "metadata.json", METADATA)
+    with pytest.raises(ValueError, match="step 4, in the folder of step 5"):
+        read_metadata(tmp_path / "5" / "metadata.json")

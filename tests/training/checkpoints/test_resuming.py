@@ -171,6 +171,18 @@ def test_where_none_holds_nothing_begins_anew_in_silence(run):
         assert "training.resume=none" in caught.value.fix
 
 
+def test_in_the_folder_of_another_run_nothing_is_renamed(run, tmp_path):
+    """That run may be going on, and just removing an old one."""
+    (run / "checkpoints" / "6" / LAST).write_text("{}")
+    choice = choose(str(run), tmp_path / "other")
+    assert choice.checkpoint.metadata.step == 4
+    assert choice.warnings == (
+        f"THE CHECKPOINT OF STEP 6 IS DAMAGED: {LAST} is not what was written. It "
+        "stays as it is and does not count; the one before is tried.",
+    )
+    assert (run / "checkpoints" / "6").is_dir()
+
+
 def test_one_that_is_named_and_damaged_is_an_error_and_stays(run):
     path = run / "checkpoints" / "4"
     (path / LAST).write_text("{}")

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launchers and ranks that are killed at any time: no orphan, one owner of the folder.
+
+    TESSERA_KILLS=30 python -m pytest tests/faults/test_kills.py -n0 -s -k random_times
+
+is the long form of what the suite does with three kills. Real processes: two ranks of
+``run_training.py`` under a launcher that restarts them, or, where the launcher itself
+is killed, under the next one, which is started at once.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera.training.checkpoints.folder import complete_steps
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="what processes hold is read from /proc"
+)
+
+ROOT = Path(__file__).parents[2]
+KILLS = int(os.environ.get("TESSERA_KILLS", "3"))
+# Of waiting for anything: long enough for any machine.
+LIMIT = 300.0
+STEPS = 24
+LAUNCHER = ("--nprocs=2", "--grace=20", "--max-restarts=1000")
+SMALL = (
+    *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
+    *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=64"),
+    *("model.mesh_shape=[[2],[fsdp]]", "runtime.platform=cpu"),
+    *("data=synthetic", "data.synthetic.tokens=20000", "data.synthetic.vocab_size=64"),
+    *("training.sequence_length=16", "training.micro_batch_size=4"),
+    *(f"training.steps={STEPS}", "training.sample_length=0", "training.log_every=1"),
+    *("training.validate_every=12", "training.validation_batches=2"),
+    *("training.checkpoint_every=1", "training.keep=2", "optimizer.warmup_steps=4"),
+    "training.resume=auto",
+)
+
+
+class Run:
+    """A launcher, or a single process, and what it says."""
+
+    def __init__(
+        self, cache: Path, folder: Path, *settings: str, flags: tuple[str, ...] = ()
+    ) -> None:
+        launcher = ("-m", "tessera.launch", *flags) if flags else ()
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("JAX_", "XLA_", "PJRT_", "TESSERA_"))
+        }
+        self.folder, self.lines = folder, list[str]()
+        self._said = threading.Condition()
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, *launcher, str(ROOT / "run_training.py"), *SMALL),
+                *(f"runtime.compile_cache={cache}", f"hydra.run.dir={folder}"),
+                *settings,
+            ],
+            cwd=folder.parent,
+            env={
+                **kept,
+                "PYTHONUNBUFFERED": "1",
+                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as said:
+            for line in said:
+                with self._said:
+                    self.lines.append(line)
+                    self._said.notify_all()
+        with self._said:
+            self.lines.append("")
+            self._said.notify_all()
+
+    def wait_for(self, pattern: str, after: int = 0) -> int:
+        """The place after the first line from ``after`` on that has a pattern; 0 where
+        its output ends before."""
+
+        def look() -> int | None:
+            for at, line in enumerate(self.lines[after:], after):
+                if re.search(pattern, line):
+                    return at + 1
+                if not line:
+                    return 0
+            return None
+
+        with self._said:
+            assert self._said.wait_for(lambda: look() is not None, LIMIT), self.text
+            found = look()
+        assert found is not None
+        return found
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The processes that this launcher has started, in sessions of their own."""
+        mine = f"TESSERA_LAUNCHER={self.process.pid}".encode()
+        found = []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mine in environ.read_bytes().split(b"\0"):
+                    found.append(int(environ.parent.name))
+        return sorted(found)
+
+    def finish(self, code: int = 0) -> str:
+        self.process.wait(timeout=LIMIT)
+        self._reader.join(timeout=LIMIT)
+        assert self.process.returncode == code, self.text
+        return self.text
+
+    def clear_up(self) -> None:
+        for pid in [*self.ranks, self.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(timeout=LIMIT)
+        self._reader.join(timeout=LIMIT)
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is compiled once for all runs."""
+    return tmp_path_factory.mktemp("cache") / "compiled"
+
+
+@pytest.fixture
+def start(cache: Path) -> Iterator[Start]:
+    """Starts runs of two ranks, and kills what is left of them by their numbers."""
+    runs: list[Run] = []
+
+    def begin(folder: Path, *settings: str, flags: tuple[str, ...] = LAUNCHER) -> Run:
+        runs.append(Run(cache, folder, *settings, flags=flags))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.clear_up()
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """What a run learnt, without what depends on the clock."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [
+        {name: value for name, value in line.items() if "second" not in name}
+        for line in lines
+    ]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The curve of one process with two devices, to which nothing happens."""
+    run = Run(cache, tmp_path_factory.mktemp("whole") / "run")
+    try:
+        run.finish()
+    finally:
+        run.clear_up()
+    found = curve(run.folder)
+    assert [line["step"] for line in found if "loss" in line] == [*range(1, STEPS + 1)]
+    return found
+
+
+class Owners:
+    """Looks on without a pause, who has the files of a run open that only one may."""
+
+    ONES = re.compile(r"/(lock\.\d+|metrics\.jsonl|train\.log)$")
+
+    def __init__(self, *runs: Run) -> None:
+        self.runs = [*runs]
+        self.most, self.looks = 0, 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "Owners":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(timeout=LIMIT)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.05):
+            places = {str(run.folder) for run in self.runs}
+            for place in places:
+                self.most = max(self.most, len(self._owners(place)))
+            self.looks += 1
+
+    def _owners(self, place: str) -> set[int]:
+        found = set[int]()
+        for pid in {pid for run in self.runs for pid in run.ranks}:
+            with suppress(OSError):
+                for file in Path(f"/proc/{pid}/fd").iterdir():
+                    with suppress(OSError):
+                        path = os.readlink(file)
+                        if path.startswith(place) and self.ONES.search(path):
+                            found.add(pid)
+        return found
+
+
+def wait_until(happened: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + LIMIT
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return happened()
+
+
+def assert_nothing_is_lost(folder: Path) -> int:
+    """See that the curve has every step up to the newest checkpoint; its step."""
+    newest = next(iter(complete_steps(folder / "checkpoints")), 0)
+    if newest:
+        text = (folder / "metrics.jsonl").read_text()
+        steps = {int(step) for step in re.findall(r'(?m)^{"step": (\d+)', text)}
+        assert {*range(1, newest + 1)} <= steps
+    return newest
+
+
+class Storm:
+    """Kills launchers and ranks, one after the other, at drawn times."""
+
+    def __init__(self, start: Start, folder: Path, seed: int) -> None:
+        self._start, self._draw = start, random.Random(seed)
+        self.folders = [folder / "run0"]
+        self.run = start(self.folders[-1])
+        self.runs, self._at = [self.run], 0
+        self.victims: list[str] = []
+        self.newest: list[int] = []
+        self.slowest = 0.0
+
+    def kill(self, number: int) -> None:
+        """Kill the launcher, or one of its ranks, when they have begun or later."""
+        draw, run = self._draw, self.run
+        self._at = run.wait_for("starting ranks", self._at)
+        moment = ("first", "step", "import")[number % 3]
+        if moment == "first":
+            time.sleep(draw.uniform(0, 0.1))
+        elif moment == "import":
+            time.sleep(draw.uniform(0, 6))
+        else:
+            at = self._at
+            for _ in range(draw.randint(1, 5)):
+                at = run.wait_for(r"step \d+/", at) or at
+            time.sleep(draw.uniform(0, 0.3))
+        is_launcher = number % 2 == 0
+        victims = [run.process.pid] if is_launcher else run.ranks
+        victim = draw.choice(victims) if victims else run.process.pid
+        self.victims.append("launcher" if victim == run.process.pid else "rank")
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        if victim == run.process.pid:
+            self._replace_launcher()
+        self.newest.append(assert_nothing_is_lost(self.folders[-1]))
+
+    def _replace_launcher(self) -> None:
+        """Start the next one at once, and see that the ranks of the last are gone."""
+        self.run.process.wait(timeout=LIMIT)
+        killed = time.monotonic()
+        before, self._at = self.run, 0
+        if self.run.process.returncode == 0:
+            # There was nothing left to kill: another run, from the beginning.
+            self.folders.append(self.folders[0].with_name(f"run{len(self.folders)}"))
+        self.run = self._start(self.folders[-1])
+        self.runs.append(self.run)
+        assert wait_until(lambda: not before.ranks), f"orphans: {before.ranks}"
+        self.slowest = max(self.slowest, time.monotonic() - killed)
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+def test_kills_at_random_times_leave_no_orphan_and_the_curve(
+    start, uninterrupted, tmp_path
+):
+    """From the first millisecond of launchers and ranks on."""
+    storm = Storm(start, tmp_path, seed=KILLS)
+    with Owners() as owners:
+        owners.runs = storm.runs
+        for number in range(KILLS):
+            storm.kill(number)
+        storm.finish()
+    said = "".join(run.text for run in storm.runs)
+    sys.stdout.write(
+        f"{len(storm.victims)} kills: {storm.victims.count('launcher')} of launchers, "
+        f"{storm.victims.count('rank')} of ranks; newest checkpoint after each: "
+        f"{storm.newest}; orphans gone within {storm.slowest:.2f} s; most owners of a "
+        f"folder at once: {owners.most}, of {owners.looks} looks\n"
+    )
+    assert "Traceback" not in said
+    assert "[T710]" not in said
+    assert owners.looks
+    assert owners.most == 1
+    for folder in storm.folders:
+        assert curve(folder) == uninterrupted
+        assert [path.name for path in folder.glob("lock*")] == []
+
+
+def test_a_second_launcher_in_one_folder_is_refused_and_disturbs_nobody(
+    start, tmp_path
+):
+    first = start(tmp_path / "run", "training.steps=100000")
+    first.wait_for(r"step 2/")
+    names = {path.name for path in first.folder.iterdir()}
+    with Owners(first) as owners:
+        second = start(first.folder)
+        owners.runs.append(second)
+        said = second.finish(2)
+        first.wait_for(r"step \d+/", after=len(first.lines))
+        assert {path.name for path in first.folder.iterdir()} == names
+        first.process.send_signal(signal.SIGTERM)
+        first.finish(75)
+    (holder,) = set(re.findall(r"held by process (\d+) on host", said))
+    assert f"process {holder} on host {os.uname().nodename}, since 20" in said
+    for rank in (0, 1):
+        refusal = f"[T710] another run writes to the folder {first.folder}"
+        assert f"[rank {rank}] {refusal}\n" in said
+    assert "] restart " not in said
+    assert owners.most == 1
+    numbers = [line["step"] for line in curve(first.folder) if "loss" in line]
+    assert numbers == [*range(1, len(numbers) + 1)]
+    assert complete_steps(first.folder / "checkpoints")[0] == len(numbers)
+
+
+@pytest.mark.parametrize(
+    ("change", "flags"),
+    [("renamed", LAUNCHER), ("deleted", ()), ("exchanged", ())],
+    ids=["renamed", "deleted", "exchanged"],
+)
+def test_a_folder_that_is_taken_away_under_way_ends_the_run(
+    start, tmp_path, change, flags
+):
+    """Also in the middle of a checkpoint; and nothing is written in another place."""
+    run = start(tmp_path / "run", "training.steps=100000", flags=flags)
+    run.wait_for(r"step 3/")
+    away = tmp_path / "away"
+    run.folder.rename(away)
+    if change == "deleted":
+        shutil.rmtree(away, ignore_errors=True)  # it is being written
+    if change == "exchanged":
+        run.folder.mkdir()
+        (run.folder / "mine.txt").touch()
+    said = run.finish(2)
+    assert "[T504] the folder of the run is not where it was" in said
+    assert (f"; it is {away} now" in said) == (change != "deleted")
+    assert said.rstrip().endswith("  docs: docs/errors/T504.md")
+    assert "] restart " not in said
+    left = {path.name for path in run.folder.glob("*")} if run.folder.exists() else None
+    assert left == ({"mine.txt"} if change == "exchanged" else None)
+    if change != "deleted":
+        # What was there is whole, and can be gone on from when it is back.
+        assert (away / "lock.1").exists()
+        assert [*map(json.loads, (away / "metrics.jsonl").read_text().splitlines())]
