@@ -31,7 +31,7 @@ from tessera.errors import (
 )
 from tessera.training.checks import check
 from tessera.training.config import Settings
-from tessera.training.optimizers import OPTIMIZERS
+from tessera.training.optimizer_config import OPTIMIZERS
 from tessera.training.overrides import (
     GROUPS,
     RUN_DIR,
@@ -170,7 +170,7 @@ def _compose_files(choices: Sequence[Override], config_dir: Path) -> DictConfig:
     """``config.yaml`` and the chosen files, merged onto the types of all settings."""
     store = ConfigStore.instance()
     store.store(name="schema", node=typed(Schema))
-    for name, (cls, _) in OPTIMIZERS.items():
+    for name, cls in OPTIMIZERS.items():
         store.store(group="optimizer", name=f"{name}_schema", node=typed(cls))
     folder = str(config_dir.resolve())
     try:

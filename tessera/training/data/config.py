@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tessera.errors import SettingValueError
-from tessera.training.settings import joined, problems_of, setting
+from tessera.training.settings import MOST_COUNT, joined, problems_of, setting
 
 SOURCES = ("stdlib", "text", "synthetic")
 
@@ -24,8 +24,8 @@ class SyntheticConfig:
       noise: The share of tokens replaced by random ones.
     """
 
-    tokens: int = setting(2_000_000, least=1)
-    vocab_size: int | None = setting(None, least=2)
+    tokens: int = setting(2_000_000, least=1, most=10**9)
+    vocab_size: int | None = setting(None, least=2, most=MOST_COUNT)
     noise: float = setting(0.05, least=0, most=1)
 
 
@@ -47,7 +47,7 @@ class DataConfig:
     path: str = ""
     tokenizer: str = "bytes"
     validation_fraction: float = setting(0.05, least=0, below=1)
-    prefetch: int = setting(4, least=0)
+    prefetch: int = setting(4, least=0, most=1024)
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
 
