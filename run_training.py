@@ -11,7 +11,14 @@ import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tessera.graph.profile_report import of_program
+from tessera.training.command_line import Composed, read_command_line, run_composed
+
+CONFIGS = Path(__file__).parent / "configs"
+# A mistake is told before the imports below, which take seconds.
+COMPOSED = read_command_line(CONFIGS) if __name__ == "__main__" else None
+if isinstance(COMPOSED, int):
+    sys.exit(COMPOSED)
+
 from tessera.mesh import Mesh
 from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.compile_cache import open_compile_cache
@@ -20,14 +27,13 @@ from tessera.runtime.processes import Processes, Timeouts, joined
 from tessera.runtime.xla_options import set_xla_options
 from tessera.training.checkpoints.resuming import Choice, choose
 from tessera.training.checkpoints.saving import Checkpoints
-from tessera.training.command_line import Composed, run_from_command_line
 from tessera.training.config import Settings
 from tessera.training.console import Console, log
 from tessera.training.job import Job
 from tessera.training.loop import Guard, Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
-from tessera.training.profiling import Window
+from tessera.training.profiling import profile_window
 from tessera.training.summary import dry_run_text, run_rows
 
 
@@ -77,15 +83,7 @@ def train(composed: Composed, here: Processes) -> None:
         if here.count > 1:
             here.compare("step", *job.step_facts())
         here.watchdog.enter("startup")
-        window, training = None, settings.training
-        if training.profile_communication and folder is not None:
-            window = Window(
-                folder.profile,
-                lambda: of_program(job.compiled),
-                wait=training.profile_wait,
-                warmup=training.profile_warmup,
-                active=training.profile_active,
-            )
+        window = profile_window(job, folder.profile) if folder else None
         Trainer(
             *(job, corpus, console, writer, window, checkpoints, choice.checkpoint),
             guard=Guard(here.watchdog.enter, here.goes_on),
@@ -146,5 +144,5 @@ def prepare(settings: Settings, num_processes: int) -> str:
     )
 
 
-if __name__ == "__main__":
-    sys.exit(run_from_command_line(main, Path(__file__).parent / "configs"))
+if COMPOSED is not None:
+    sys.exit(run_composed(main, COMPOSED))

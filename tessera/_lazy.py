@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packages whose names are imported when they are first used.
 
-``import tessera`` and ``from tessera.training import …`` would otherwise import JAX, and
-a mistake in a setting would be told seconds later. The stub beside a package's
-``__init__.py`` says where each name comes from, for type checkers and at run time.
+A mistake in a setting is told, and the launcher starts, before JAX is imported, which
+takes seconds. The stub beside a package's ``__init__.py`` says where each of its names
+comes from, to type checkers and at run time.
 
 Source: Scientific Python SPEC 1, "Lazy Loading of Submodules and Functions".
 """
@@ -63,8 +63,8 @@ def _origins(stub: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
 def _all_of(module: str) -> list[str]:
     """``__all__`` of a module, read from its source without importing it."""
     spec = find_spec(module)
-    assert spec is not None and spec.origin is not None, module
-    for node in _parsed(spec.origin).body:
+    assert spec is not None, module
+    for node in _parsed(str(spec.origin)).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
     raise AssertionError(f"{module} lists no names")

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jax import Device
 
 from tessera.errors import DeviceIdError, DuplicateAxisError, MeshShapeError
 
@@ -143,8 +142,10 @@ def _leaves(devices: Any) -> Iterator[object]:
 
 
 def _device_id(leaf: object) -> int:
-    if isinstance(leaf, Device):
-        return leaf.id
+    # A jax.Device, known by what it has: the trainer reads meshes without JAX.
+    number = getattr(leaf, "id", None)
+    if isinstance(number, int) and hasattr(leaf, "device_kind"):
+        return number
     if isinstance(leaf, (int, np.integer)) and not isinstance(leaf, bool) and leaf >= 0:
         return int(leaf)
     raise DeviceIdError(

@@ -28,7 +28,8 @@ from tessera.training import offload
 from tessera.training.config import Settings, TrainingConfig
 from tessera.training.data import Corpus, load
 from tessera.training.feeding import Feed
-from tessera.training.numerics_checks import check_accelerator, numerics_problems
+from tessera.training.numerics import check_accelerator
+from tessera.training.numerics_checks import numerics_problems
 from tessera.training.optimizers import make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.settings import joined
@@ -238,7 +239,7 @@ class Job:
           WeightFileError: [T805] the file to begin with has other parameters.
         """
         # A size of -1 is known only now.
-        if problems := numerics_problems(self.settings, self.mesh):
+        if problems := numerics_problems(self.settings, self.mesh.shape):
             raise joined(problems)
         if self.settings.training.numerics == "deterministic":
             check_accelerator()

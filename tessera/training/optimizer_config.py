@@ -15,7 +15,7 @@ from tessera.errors import (
     UnknownOptimizerError,
     did_you_mean,
 )
-from tessera.training.settings import MOST_COUNT, problems_of, setting
+from tessera.training.settings import MOST_COUNT, as_f32, problems_of, setting
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
 SCALINGS: Final = ("none", "linear", "sqrt")
@@ -137,8 +137,13 @@ OPTIMIZERS: Final[Mapping[str, type[OptimizerConfig]]] = MappingProxyType(
 )
 
 
-def check(config: OptimizerConfig) -> list[TesseraError]:
-    """Every mistake in an optimizer's settings: T505 for names, T502 for values."""
+def check(config: OptimizerConfig, world_size: int = 1) -> list[TesseraError]:
+    """Every mistake in an optimizer's settings: T505 for names, T502 for values.
+
+    Args:
+      config: The settings.
+      world_size: Data-parallel groups, by whose number the rate may be scaled.
+    """
     found: list[TesseraError] = []
     cls = OPTIMIZERS.get(config.name)
     if cls is not type(config):
@@ -161,4 +166,43 @@ def check(config: OptimizerConfig) -> list[TesseraError]:
                 "linear or cosine",
             )
         )
-    return found + problems_of(config, "optimizer")
+    ranges = problems_of(config, "optimizer")
+    if not ranges and (too_high := _scaled_too_high(config, world_size)):
+        found.append(too_high)
+    return found + ranges
+
+
+def _scaled_too_high(
+    config: OptimizerConfig, world_size: int
+) -> SettingValueError | None:
+    rule = config.scale_learning_rate
+    highest = scaled_learning_rate(config.learning_rate, world_size, rule)
+    if as_f32(highest) < float("inf"):
+        return None
+    return SettingValueError(
+        "the scaled learning rate is beyond what a float32 holds",
+        got=f"optimizer.learning_rate={config.learning_rate} scaled by "
+        f"optimizer.scale_learning_rate={rule} for {world_size} data-parallel groups",
+        fix="use a lower optimizer.learning_rate",
+    )
+
+
+def scaled_learning_rate(learning_rate: float, world_size: int, rule: str) -> float:
+    """The learning rate for as many times the batch, by a rule of thumb.
+
+    ``linear`` (Goyal et al., arXiv 1706.02677) keeps the distance that SGD goes in one
+    pass over the data; it wants a warm-up and fails where batches are very large.
+    ``sqrt`` (Krizhevsky, arXiv 1404.5997) keeps the variance of a step, and is the
+    rule for Adam and its like (Malladi et al., arXiv 2205.10287).
+
+    Args:
+      learning_rate: What is right for the batch of one group.
+      world_size: How many data-parallel groups there are.
+      rule: ``none``, ``linear`` or ``sqrt``.
+
+    Example:
+      >>> [scaled_learning_rate(0.1, 16, rule) for rule in SCALINGS]
+      [0.1, 1.6, 0.4]
+    """
+    factors = {"none": 1.0, "linear": float(world_size), "sqrt": world_size**0.5}
+    return learning_rate * factors[rule]

@@ -16,9 +16,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from tessera.training.clipping import clip_by_global_norm
+from tessera.training.optimizer_config import OPTIMIZERS as OPTIMIZERS
 from tessera.training.optimizer_config import SCALINGS as SCALINGS
 from tessera.training.optimizer_config import SCHEDULES as SCHEDULES
-from tessera.training.optimizer_config import OPTIMIZERS as OPTIMIZERS
 from tessera.training.optimizer_config import AdafactorConfig as AdafactorConfig
 from tessera.training.optimizer_config import AdamConfig as AdamConfig
 from tessera.training.optimizer_config import AdamWConfig as AdamWConfig
@@ -26,6 +26,9 @@ from tessera.training.optimizer_config import LionConfig as LionConfig
 from tessera.training.optimizer_config import OptimizerConfig as OptimizerConfig
 from tessera.training.optimizer_config import SgdConfig as SgdConfig
 from tessera.training.optimizer_config import check as check
+from tessera.training.optimizer_config import (
+    scaled_learning_rate as scaled_learning_rate,
+)
 from tessera.training.settings import joined
 
 # Nested containers of arrays, as parameters and gradients are.
@@ -117,7 +120,7 @@ def make_optimizer(
       >>> params = {"w": jnp.ones(3)}
       >>> updates, state = optimizer.update(params, optimizer.init(params), params)
     """
-    if problems := check(config):
+    if problems := check(config, world_size):
         raise joined(problems)
     rate = make_schedule(config, steps, world_size)
     transform = _with_promotion(_MAKERS[config.name](config, rate))
@@ -140,27 +143,6 @@ def _with_promotion(
             return transform.update(updates, state, params)
 
     return optax.GradientTransformation(init, update)
-
-
-def scaled_learning_rate(learning_rate: float, world_size: int, rule: str) -> float:
-    """The learning rate for as many times the batch, by a rule of thumb.
-
-    ``linear`` (Goyal et al., arXiv 1706.02677) keeps the distance that SGD goes in one
-    pass over the data; it wants a warm-up and fails where batches are very large.
-    ``sqrt`` (Krizhevsky, arXiv 1404.5997) keeps the variance of a step, and is the
-    rule for Adam and its like (Malladi et al., arXiv 2205.10287).
-
-    Args:
-      learning_rate: What is right for the batch of one group.
-      world_size: How many data-parallel groups there are.
-      rule: ``none``, ``linear`` or ``sqrt``.
-
-    Example:
-      >>> [scaled_learning_rate(0.1, 16, rule) for rule in SCALINGS]
-      [0.1, 1.6, 0.4]
-    """
-    factors = {"none": 1.0, "linear": float(world_size), "sqrt": world_size**0.5}
-    return learning_rate * factors[rule]
 
 
 def make_schedule(config: OptimizerConfig, steps: int, world_size: int = 1) -> Schedule:

@@ -15,8 +15,9 @@ from tempfile import TemporaryDirectory
 import jax
 
 from tessera.errors import OutputPathError
-from tessera.graph.profile_report import Profile
+from tessera.graph.profile_report import Profile, of_program
 from tessera.training.console import log
+from tessera.training.job import Job
 
 
 def write_profile(folder: Path, profile: Profile) -> None:
@@ -36,6 +37,20 @@ def write_profile(folder: Path, profile: Profile) -> None:
             got=f"{folder}: {error.strerror}",
             fix="make room there, or set training.profile_communication=false",
         ) from error
+
+
+def profile_window(job: Job, folder: Path) -> "Window | None":
+    """The steps that a run's settings have measured, if any; ``folder`` gets them."""
+    training = job.settings.training
+    if not training.profile_communication:
+        return None
+    return Window(
+        folder,
+        lambda: of_program(job.compiled),
+        wait=training.profile_wait,
+        warmup=training.profile_warmup,
+        active=training.profile_active,
+    )
 
 
 class Window:

@@ -54,17 +54,20 @@ def setting(
     return field(default=default, metadata=given)
 
 
-def problems_of(config: Any, group: str) -> list[TesseraError]:
+def problems_of(config: Any, group: str, *only: str) -> list[TesseraError]:
     """Every setting of a dataclass that is outside its limits, as its own error.
 
     Args:
       config: An instance of a dataclass whose fields are made by ``setting``.
       group: How the group is called on the command line: ``training``.
+      only: Names of the settings to look at; none is all of them.
     """
     found: list[TesseraError] = []
     for one in fields(config):
         value = getattr(config, one.name)
-        if value is None or not one.metadata or _within(value, one.metadata):
+        if value is None or not one.metadata or (only and one.name not in only):
+            continue
+        if _within(value, one.metadata):
             continue
         rounded = ""
         if isinstance(value, float) and _keeps_to(value, one.metadata):
