@@ -49,9 +49,9 @@ def test_the_model_files_are_the_registry(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_optimizer_files_are_the_defaults_of_their_classes(name):
-    assert composed(f"optimizer={name}").settings.optimizer == OPTIMIZERS[name][0]()
+    assert composed(f"optimizer={name}").settings.optimizer == OPTIMIZERS[name]()
     text = yaml.safe_load((CONFIGS_DIR / "optimizer" / f"{name}.yaml").read_text())
-    assert set(text) - {"defaults"} == {f.name for f in fields(OPTIMIZERS[name][0])}
+    assert set(text) - {"defaults"} == {f.name for f in fields(OPTIMIZERS[name])}
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_the_documentation_has_every_setting_as_it_is():
         *rows_of("data", DataConfig),
         *rows_of("runtime", RuntimeConfig),
     ]
-    for cls, _ in OPTIMIZERS.values():
+    for cls in OPTIMIZERS.values():
         expected += rows_of("optimizer", cls)
     written = [line for line in text.splitlines() if line.startswith("| `")]
     assert written == expected, "\n".join(expected)
