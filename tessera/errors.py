@@ -406,6 +406,18 @@ class TokenizerError(TesseraError, ValueError):
     code = "T605"
 
 
+class DataFormatError(TesseraError, ValueError):
+    """A data file is of a kind that is not read as text."""
+
+    code = "T606"
+
+
+class JsonLinesError(TesseraError, ValueError):
+    """A line of JSON Lines is no object with a text in the field that is asked for."""
+
+    code = "T607"
+
+
 # --- T7xx: the machine
 
 

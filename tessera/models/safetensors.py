@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.errors import WeightFileError
+from tessera.regular_files import check_regular
 
 Index: TypeAlias = tuple[slice, ...]
 
@@ -100,6 +101,7 @@ def open_file(path: str | Path) -> SafetensorsFile:
     """
     path = Path(path)
     try:
+        check_regular(path)
         with path.open("rb") as file:
             total = os.fstat(file.fileno()).st_size
             size = int.from_bytes(file.read(8), "little")

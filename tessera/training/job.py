@@ -27,6 +27,7 @@ from tessera.ops.loss_scale import LossScale
 from tessera.training import offload
 from tessera.training.config import Settings, TrainingConfig
 from tessera.training.data import Corpus, load
+from tessera.training.data.vocabulary import check_tokens
 from tessera.training.feeding import Feed
 from tessera.training.numerics import check_accelerator
 from tessera.training.numerics_checks import numerics_problems
@@ -253,7 +254,8 @@ class Job:
         """Read and pack the data, and see that it makes batches.
 
         Raises:
-          TesseraError: T601 to T605, as ``data.load`` says.
+          TesseraError: T601 to T607, as ``data.load`` says; T604 and T605 also for the
+            text that the sample at the end continues.
           EmptyDataError: [T602] there are fewer rows than one step takes.
           BatchSizeError: [T503] a batch cannot be divided over the processes.
         """
@@ -264,6 +266,7 @@ class Job:
             seed=training.seed,
             vocab_size=self.settings.model.config.vocab_size,
         )
+        self._check_prompt(corpus)
         part = self.feed.index, self.feed.count
         # The loop would be told as well, but after the step was compiled.
         corpus.train(
@@ -273,6 +276,15 @@ class Job:
         ).close()
         corpus.validation(self.settings.rows_per_microbatch(self.mesh), *part)
         return corpus
+
+    def _check_prompt(self, corpus: Corpus) -> None:
+        """See that the model has the tokens that the sample at the end continues."""
+        training, tokenizer = self.settings.training, corpus.tokenizer
+        if training.sample_length and tokenizer.kind != "synthetic":
+            text = training.sample_prompt
+            vocab_size = self.settings.model.config.vocab_size
+            ids = tokenizer.encode(text)
+            check_tokens("training.sample_prompt", text, ids, tokenizer, vocab_size)
 
     @cached_property
     def feed(self) -> Feed:

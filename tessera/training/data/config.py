@@ -36,6 +36,9 @@ class DataConfig:
     Attributes:
       name: Where the text comes from.
       path: For text: a file, a folder or a glob.
+      format: For text: how files are read; auto goes by the ending, jsonl takes a JSON
+        object from each line, text takes every byte as it is.
+      text_field: Of the objects of JSON lines, the field that holds the text.
       tokenizer: bytes, the path of a tokenizers file (.json) or of a sentencepiece
         model (.model).
       validation_fraction: The share of the data kept for validation; 0 keeps none.
@@ -45,6 +48,8 @@ class DataConfig:
 
     name: str = setting("stdlib", choices=SOURCES)
     path: str = ""
+    format: str = setting("auto", choices=("auto", "text", "jsonl"))
+    text_field: str = "text"
     tokenizer: str = "bytes"
     validation_fraction: float = setting(0.05, least=0, below=1)
     prefetch: int = setting(4, least=0, most=1024)
@@ -77,8 +82,16 @@ def _misplaced(config: DataConfig) -> Iterator[SettingValueError]:
             got="data.path is empty",
             fix="add data.path=<a file, a folder or a glob>",
         )
+    if config.format == "text" and config.text_field != DataConfig.text_field:
+        yield SettingValueError(
+            "data.format=text does not use data.text_field",
+            got=f"data.text_field={config.text_field}",
+            fix="use data.format=jsonl, or leave data.text_field out",
+        )
     owners = {
         "path": ("text",),
+        "format": ("text",),
+        "text_field": ("text",),
         "tokenizer": ("stdlib", "text"),
         "synthetic": ("synthetic",),
     }

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import TokenizerError, did_you_mean
+from tessera.regular_files import check_regular
 
 Ids = npt.NDArray[np.int32]
 
@@ -51,6 +52,15 @@ class Tokenizer(Protocol):
         """The text of ``ids``; those that stand for no text are left out."""
         ...
 
+    def token_at(self, text: str | bytes, index: int) -> tuple[str, int]:
+        """A token of a text as the vocabulary calls it, and the character it begins at.
+
+        Args:
+          text: What ``encode`` was given.
+          index: The token's place in what ``encode`` gave.
+        """
+        ...
+
 
 class ByteTokenizer:
     """Each byte is its own id; 256 separates documents. Takes any file.
@@ -75,6 +85,12 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """UTF-8 text; a broken character becomes U+FFFD."""
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
+
+    def token_at(self, text: str | bytes, index: int) -> tuple[str, int]:
+        """The byte in hexadecimal, and the character that it is of."""
+        content = text.encode() if isinstance(text, str) else text
+        before = content[: index + 1].decode(errors="replace")
+        return f"0x{content[index]:02x}", len(before) - 1
 
 
 class JsonTokenizer:
@@ -106,16 +122,23 @@ class JsonTokenizer:
 
     def encode(self, text: str | bytes) -> Ids:
         """Token ids of UTF-8 text."""
+        return _as_ids(self._encoding(text).ids)
+
+    def token_at(self, text: str | bytes, index: int) -> tuple[str, int]:
+        """The token's name, and the character that it begins at."""
+        encoding = self._encoding(text)
+        return encoding.tokens[index], encoding.offsets[index][0]
+
+    def _encoding(self, text: str | bytes) -> Any:
         content = text if isinstance(text, str) else text.decode()
         try:
-            encoding = self._tokenizer.encode(content, add_special_tokens=False)
+            return self._tokenizer.encode(content, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(
                 f"the tokenizer {str(self._path)!r} has no ids for this text",
                 got=" ".join(str(error).split()),
                 fix="give it an unknown token that its vocabulary has, or use another",
             ) from error
-        return np.array(encoding.ids, np.int32)
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """Text without special tokens."""
@@ -142,7 +165,14 @@ class SentencePieceTokenizer:
     def encode(self, text: str | bytes) -> Ids:
         """Token ids of UTF-8 text."""
         content = text if isinstance(text, str) else text.decode()
-        return np.array(self._processor.encode(content), np.int32)
+        return _as_ids(self._processor.encode(content))
+
+    def token_at(self, text: str | bytes, index: int) -> tuple[str, int]:
+        """The piece, and the character that it begins at."""
+        content = text if isinstance(text, str) else text.decode()
+        found = self._processor.encode(content, out_type="immutable_proto")
+        piece = found.pieces[index]
+        return piece.piece, piece.begin
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """Text without control tokens."""
@@ -167,7 +197,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     try:
         path = Path(name).expanduser()
-        there = path.is_file()
+        if there := path.is_file():
+            check_regular(path)
     # A name that is too long, a folder without leave, ~ of a user who is none.
     except (OSError, RuntimeError) as error:
         path, there = Path(name), False
@@ -193,6 +224,12 @@ def load_tokenizer(name: str) -> Tokenizer:
         if path.suffix == ".json"
         else (SentencePieceTokenizer(path))
     )
+
+
+def _as_ids(numbers: list[int]) -> Ids:
+    """Token ids as int32; those of a file that has larger ones stay as they are."""
+    ids = np.array(numbers, np.int64)
+    return ids if ids.size and ids.max() >= 2**31 else ids.astype(np.int32)
 
 
 def _import_extra(library: str, path: Path) -> ModuleType:
