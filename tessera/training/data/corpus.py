@@ -288,7 +288,8 @@ def _tokenize(
                     ids = tokenizer.encode(content)
                 except UnicodeDecodeError as error:
                     raise _not_text(document, content, error) from error
-                check_tokens(name, content, ids, tokenizer, vocab_size)
+                line = document.first_line if name == document.name else 1
+                check_tokens(name, content, ids, tokenizer, vocab_size, first_line=line)
                 yield name, ids
 
     stream = join(encode(), separator=tokenizer.separator, vocab_size=vocab_size)

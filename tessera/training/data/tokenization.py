@@ -52,13 +52,8 @@ class Tokenizer(Protocol):
         """The text of ``ids``; those that stand for no text are left out."""
         ...
 
-    def token_at(self, text: str | bytes, index: int) -> tuple[str, int]:
-        """A token of a text as the vocabulary calls it, and the character it begins at.
-
-        Args:
-          text: What ``encode`` was given.
-          index: The token's place in what ``encode`` gave.
-        """
+    def token(self, number: int) -> str:
+        """What the vocabulary calls an id that ``encode`` gave."""
         ...
 
 
@@ -86,11 +81,9 @@ class ByteTokenizer:
         """UTF-8 text; a broken character becomes U+FFFD."""
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
-    def token_at(self, text: str | bytes, index: int) -> tuple[str, int]:
-        """The byte in hexadecimal, and the character that it is of."""
-        content = text.encode() if isinstance(text, str) else text
-        before = content[: index + 1].decode(errors="replace")
-        return f"0x{content[index]:02x}", len(before) - 1
+    def token(self, number: int) -> str:
+        """The byte in hexadecimal."""
+        return f"0x{number:02x}"
 
 
 class JsonTokenizer:
@@ -122,23 +115,20 @@ class JsonTokenizer:
 
     def encode(self, text: str | bytes) -> Ids:
         """Token ids of UTF-8 text."""
-        return _as_ids(self._encoding(text).ids)
-
-    def token_at(self, text: str | bytes, index: int) -> tuple[str, int]:
-        """The token's name, and the character that it begins at."""
-        encoding = self._encoding(text)
-        return encoding.tokens[index], encoding.offsets[index][0]
-
-    def _encoding(self, text: str | bytes) -> Any:
         content = text if isinstance(text, str) else text.decode()
         try:
-            return self._tokenizer.encode(content, add_special_tokens=False)
+            encoding = self._tokenizer.encode(content, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(
                 f"the tokenizer {str(self._path)!r} has no ids for this text",
                 got=" ".join(str(error).split()),
                 fix="give it an unknown token that its vocabulary has, or use another",
             ) from error
+        return _as_ids(encoding.ids)
+
+    def token(self, number: int) -> str:
+        """The token's name."""
+        return self._tokenizer.id_to_token(number)
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """Text without special tokens."""
@@ -167,12 +157,9 @@ class SentencePieceTokenizer:
         content = text if isinstance(text, str) else text.decode()
         return _as_ids(self._processor.encode(content))
 
-    def token_at(self, text: str | bytes, index: int) -> tuple[str, int]:
-        """The piece, and the character that it begins at."""
-        content = text if isinstance(text, str) else text.decode()
-        found = self._processor.encode(content, out_type="immutable_proto")
-        piece = found.pieces[index]
-        return piece.piece, piece.begin
+    def token(self, number: int) -> str:
+        """The piece, with ``▁`` for a blank."""
+        return self._processor.id_to_piece(number)
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """Text without control tokens."""

@@ -2,13 +2,20 @@
 """Whether a model has a row for every token of a text."""
 
 import numpy as np
+import numpy.typing as npt
 
 from tessera.errors import TokenRangeError, VocabularyError
 from tessera.training.data.tokenization import Ids, Tokenizer
 
 
 def check_tokens(
-    name: str, content: str | bytes, ids: Ids, tokenizer: Tokenizer, vocab_size: int
+    name: str,
+    content: str | bytes,
+    ids: Ids,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    *,
+    first_line: int = 1,
 ) -> None:
     """See that a model has a row for every token of a text.
 
@@ -18,24 +25,36 @@ def check_tokens(
       ids: Its token ids.
       tokenizer: Which gave them.
       vocab_size: Rows of the model's table.
+      first_line: The number of the text's first line.
 
     Raises:
       TokenRangeError: [T604] it has not; names the first such token and its place.
     """
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    wrong = _beyond(ids, vocab_size)
     if not wrong.size:
         return
-    token, place = tokenizer.token_at(content, int(wrong[0]))
+    first = int(ids[wrong[0]])
     text = content if isinstance(content, str) else content.decode(errors="replace")
-    line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
+    lines = (
+        f", at line {number}"
+        for number, line in enumerate(text.split("\n"), first_line)
+        if _beyond(tokenizer.encode(line), vocab_size).size
+    )
+    # A token may be of two lines together.
+    place = f"token {wrong[0] + 1} of {ids.size}{next(lines, '')}"
     raise TokenRangeError(
         f"the text of {name!r} has a token that the model does not have",
-        got=f"{token!r}, id {ids[wrong[0]]}, at line {line}, character {column}; "
-        f"{wrong.size} such in all; the model has the ids 0 to {vocab_size - 1}",
+        got=f"{tokenizer.token(first)!r}, id {first}, is {place}; {wrong.size} such in "
+        f"all; the model has the ids 0 to {vocab_size - 1}",
         fix="take it out of the text, or use the tokenizer that belongs to the model; "
         "a model that is trained from the beginning may have a larger "
         "model.vocab_size",
     )
+
+
+def _beyond(ids: Ids, vocab_size: int) -> npt.NDArray[np.intp]:
+    """Where ids lie outside of a model's."""
+    return np.flatnonzero((ids < 0) | (ids >= vocab_size))
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

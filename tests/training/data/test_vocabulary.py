@@ -44,7 +44,7 @@ def test_an_id_beyond_the_model_s_that_is_in_no_text_is_a_note(
         "tokenizer   tokenizers, 9 ids, separator 0, 1 ids beyond the model's and in "
         "no text\n"
     ) in made.describe()
-    assert "beyond" not in corpus(tmp_path, tokenizer_file, TEXT, 9).describe()
+    assert "ids beyond" not in corpus(tmp_path, tokenizer_file, TEXT, 9).describe()
 
 
 def test_a_text_that_has_such_an_id_is_told_where(tmp_path, tokenizer_file):
@@ -53,14 +53,23 @@ def test_a_text_that_has_such_an_id_is_told_where(tmp_path, tokenizer_file):
         corpus(tmp_path, tokenizer_file, text, vocab_size=8)
     assert str(caught.value) == (
         "[T604] the text of 'a.txt' has a token that the model does not have\n"
-        "  got: '<image_soft_token>', id 8, at line 3, character 6; 2 such in all; the "
-        "model has the ids 0 to 7\n"
+        "  got: '<image_soft_token>', id 8, is token 10 of 11, at line 3; 2 such in "
+        "all; the model has the ids 0 to 7\n"
         "  fix: take it out of the text, or use the tokenizer that belongs to the "
         "model; a model that is trained from the beginning may have a larger "
         "model.vocab_size\n"
         "  docs: docs/errors/T604.md"
     )
     assert corpus(tmp_path, tokenizer_file, text, vocab_size=9)
+
+
+def test_the_line_is_that_of_the_file_also_after_the_cut(tmp_path, tokenizer_file):
+    (tmp_path / "a.txt").write_text(TEXT * 10 + "<image_soft_token>\n")
+    config = DataConfig(
+        name="text", path=str(tmp_path / "a.txt"), tokenizer=str(tokenizer_file)
+    )
+    with pytest.raises(TokenRangeError, match=r"is token \d+ of \d+, at line 21; "):
+        load(config, sequence_length=4, seed=0, vocab_size=8)
 
 
 def test_a_separator_that_the_model_does_not_have_is_in_every_text(tmp_path):
@@ -80,5 +89,5 @@ def test_a_piece_of_sentencepiece_is_told_where(tmp_path, model_file):
     )
     with pytest.raises(TokenRangeError) as caught:
         load(config, sequence_length=4, seed=0, vocab_size=3)
-    assert "'▁', id " in str(caught.value)
-    assert " at line 1, character 1; " in str(caught.value)
+    assert "'▁" in str(caught.value)
+    assert " is token 1 of 16, at line 1; " in str(caught.value)
