@@ -21,7 +21,7 @@ if isinstance(COMPOSED, int):
 
 from tessera.mesh import Mesh
 from tessera.runtime.cluster import Cluster, detect
-from tessera.runtime.compile_cache import open_compile_cache
+from tessera.runtime.compile_cache import make_compile_cache, open_compile_cache
 from tessera.runtime.devices import prepare_devices
 from tessera.runtime.processes import Processes, Timeouts, joined
 from tessera.runtime.xla_options import set_xla_options
@@ -50,6 +50,7 @@ def train(composed: Composed, here: Processes) -> None:
     job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))
     job.check()
     if settings.training.dry_run:
+        make_compile_cache()
         with Console(None) as console:
             console.show_run_table(run_rows(job))
             log.info("%s", dry_run_text(job))
@@ -59,6 +60,7 @@ def train(composed: Composed, here: Processes) -> None:
     choice = choose_start(settings.training.resume, here)
     told += "".join(f"\n{line}" for line in choice.check(job, corpus, composed.text))
     folder = None
+    make_compile_cache()
     if here.rank == 0:
         folder = open_run_folder(choice.output_dir, composed.text, choice.own_step)
     log_file = folder.log if folder else None

@@ -35,6 +35,8 @@ Literal = jex.Literal
 Tracer = jax.core.Tracer
 
 PACKAGE = Path(__file__).parent
+MOST_CPU_DEVICES = 2048
+"""Of one process: JAX takes those with higher ids for devices of another."""
 
 
 # --- programs: a jaxpr with its constants

@@ -373,6 +373,12 @@ class NonFiniteError(TesseraError, ValueError):
     code = "T508"
 
 
+class DeviceMemoryError(TesseraError, ValueError):
+    """What a run keeps between its steps is larger than the memory of its devices."""
+
+    code = "T509"
+
+
 # --- T6xx: data
 
 

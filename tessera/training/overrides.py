@@ -33,11 +33,13 @@ def parse(text: str) -> Override:
       UnknownSettingError: [T501] it is about Hydra itself, ``hydra.run.dir`` excepted.
     """
     try:
+        text.encode()
         override = OverridesParser.create().parse_override(text)
-    except HydraException as error:
+    # Beside its own errors: half a surrogate pair, a number of thousands of digits.
+    except (HydraException, ValueError, RecursionError) as error:
         raise SettingValueError(
             "an argument is not an override",
-            got=f"{text}: {_first_line(error)}",
+            got=f"{_short(text)}: {_first_line(error)}",
             fix="write group.setting=value; put quotes around text with special "
             "characters, and others around those for the shell: "
             "\"group.setting='a b'\"",
@@ -56,12 +58,12 @@ def parse(text: str) -> Override:
     elif re.split(r"[./]", key)[0] == "hydra" and key != RUN_DIR:
         raise UnknownSettingError(
             f"of Hydra's own settings only {RUN_DIR} is taken",
-            got=text,
+            got=_short(text),
             fix="leave it out",
         )
     else:
         return override
-    raise SettingValueError(what, got=text, fix=fix)
+    raise SettingValueError(what, got=_short(text), fix=fix)
 
 
 def is_choice(override: Override) -> bool:
@@ -75,7 +77,7 @@ def is_choice(override: Override) -> bool:
 
 def apply(override: Override, config: DictConfig) -> Iterator[TesseraError]:
     """Change one setting of a composed configuration, or say why that cannot be."""
-    key, text = override.get_key_element().lstrip("+"), override.input_line or ""
+    key, text = override.get_key_element().lstrip("+"), _short(override.input_line)
     if (unknown := _unknown(key, config, text)) is not None:
         yield unknown
         return
@@ -209,4 +211,11 @@ def walk(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return _short(lines[0])
+
+
+def _short(text: str | None) -> str:
+    """Text for a message: without its middle where it is too long to read."""
+    text = text or ""
+    return text if len(text) <= 400 else f"{text[:200]}…{text[-100:]}"

@@ -180,8 +180,8 @@ CASES = {
     "ids that the model has not": (
         ["data.path=text.txt", "data.tokenizer=large.json"],
         "[T604] the text of 'text.txt' has a token that the model does not have\n"
-        "  got: 'happy', id 4000000000, is token 2 of 2856, at line 1; 476 such in all; "
-        "the model has the ids 0 to 263\n",
+        "  got: 'happy', id 4000000000, is token 2 of 2856, at line 1; 476 such in "
+        "all; the model has the ids 0 to 263\n",
     ),
     "a prompt with ids that the model has not": (
         [
