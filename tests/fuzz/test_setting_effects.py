@@ -2,9 +2,9 @@
 """No setting is accepted and ignored: another value changes the run, or is refused.
 
 For each kind of run and each setting that the step or its data is made of: with another
-value than that of the run the settings are refused, or its arrays, its layouts, its learning rates,
-its batches or its traced step are others, or the run says that the setting changes
-nothing. What the loop alone reads is in ``tests/training/test_unused_settings``.
+value than that of the run the settings are refused; or arrays, layouts, learning rates,
+batches or the traced step are others; or the run says that the setting changes nothing.
+What the loop alone reads is in ``tests/training/test_unused_settings.py``.
 """
 
 import re
@@ -128,7 +128,7 @@ OTHERS = {
     "optimizer.clip_update": ("2",),
     "optimizer.least_dim_to_factor": ("4",),
 }
-# What says how a run is called, shown, kept, watched or begun, and not what it computes.
+# How a run is called, shown, kept, watched or begun, and not what it computes.
 OF_THE_LOOP = {
     *("name", "hydra.run.dir", "model.name", "optimizer.name", "data.prefetch"),
     *("training.max_skipped_steps", "training.log_every", "training.validate_every"),

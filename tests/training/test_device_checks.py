@@ -25,8 +25,10 @@ def test_a_mesh_of_more_devices_than_jax_compiles_for_is_refused():
     with pytest.raises(DeviceCountError) as caught:
         check_compilable(Mesh(["dp"], devices=range(2049)))
     assert str(caught.value) == (
-        "[T702] the mesh has more devices than can be compiled for where they are not\n"
-        "  got: dp mesh, 2049: 2049 devices, and CPU devices stand in for 2048 at most\n"
+        "[T702] the mesh has more devices than can be compiled for where they are "
+        "not\n"
+        "  got: dp mesh, 2049: 2049 devices, and CPU devices stand in for 2048 at "
+        "most\n"
         "  fix: use a smaller mesh, or run it where the devices are\n"
         "  docs: docs/errors/T702.md"
     )
@@ -49,10 +51,8 @@ def test_a_state_larger_than_the_machine_is_refused_before_it_is_made():
 def test_copies_on_each_device_count_and_parts_count_once(monkeypatch):
     job = job_of("model.mesh_shape=[[2],[dp]]")
     split = job_of("model.mesh_shape=[[2],[fsdp]]")
-    whole = sum(
-        leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(split.abstract_state)
-    )
+    leaves = jax.tree.leaves(split.abstract_state)
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     memory = {"SC_PHYS_PAGES": int(whole * 1.5), "SC_PAGE_SIZE": 1}
     monkeypatch.setattr(device_checks.os, "sysconf", memory.__getitem__)
     check_state_fits(split.abstract_state, split.mesh)
