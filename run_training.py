@@ -33,7 +33,7 @@ from tessera.training.job import Job
 from tessera.training.loop import Guard, Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
-from tessera.training.profiling import profile_window
+from tessera.training.profiling import Window
 from tessera.training.summary import dry_run_text, run_rows
 
 
@@ -85,9 +85,9 @@ def train(composed: Composed, here: Processes) -> None:
         if here.count > 1:
             here.compare("step", *job.step_facts())
         here.watchdog.enter("startup")
-        window = profile_window(job, folder.profile) if folder else None
         Trainer(
-            *(job, corpus, console, writer, window, checkpoints, choice.checkpoint),
+            *(job, corpus, console, writer, Window.of(job, folder)),
+            *(checkpoints, choice.checkpoint),
             guard=Guard(here.watchdog.enter, here.goes_on),
         ).run()
         here.watchdog.enter("save")

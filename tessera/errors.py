@@ -44,7 +44,8 @@ class TesseraError(Exception):
         lines += [f"  got: {line}" for line in got.splitlines()]
         lines += [f"  fix: {line}" for line in fix.splitlines()]
         lines += [f"  docs: docs/errors/{self.code}.md"]
-        super().__init__("\n".join(lines))
+        # The name of a file may hold what is no character, and cannot be written.
+        super().__init__("\n".join(lines).encode(errors="backslashreplace").decode())
 
 
 class TesseraWarning(UserWarning):

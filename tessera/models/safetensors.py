@@ -153,15 +153,19 @@ def write_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            array = read(name)
-            assert (array.dtype, array.shape) == forms[name], name
-            file.write(np.ascontiguousarray(array).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                array = read(name)
+                assert (array.dtype, array.shape) == forms[name], name
+                file.write(np.ascontiguousarray(array).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     return 8 + len(text) + begin
 
 

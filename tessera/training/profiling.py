@@ -18,6 +18,7 @@ from tessera.errors import OutputPathError
 from tessera.graph.profile_report import Profile, of_program
 from tessera.training.console import log
 from tessera.training.job import Job
+from tessera.training.outputs import RunFolder
 
 
 def write_profile(folder: Path, profile: Profile) -> None:
@@ -37,20 +38,6 @@ def write_profile(folder: Path, profile: Profile) -> None:
             got=f"{folder}: {error.strerror}",
             fix="make room there, or set training.profile_communication=false",
         ) from error
-
-
-def profile_window(job: Job, folder: Path) -> "Window | None":
-    """The steps that a run's settings have measured, if any; ``folder`` gets them."""
-    training = job.settings.training
-    if not training.profile_communication:
-        return None
-    return Window(
-        folder,
-        lambda: of_program(job.compiled),
-        wait=training.profile_wait,
-        warmup=training.profile_warmup,
-        active=training.profile_active,
-    )
 
 
 class Window:
@@ -80,6 +67,20 @@ class Window:
         self._is_done = False
         self._trace = ExitStack()
         self._mark = ExitStack()
+
+    @classmethod
+    def of(cls, job: Job, folder: RunFolder | None) -> "Window | None":
+        """That of a run which asks for one, in the process that has a folder."""
+        training = job.settings.training
+        if folder is None or not training.profile_communication:
+            return None
+        return cls(
+            folder.profile,
+            lambda: of_program(job.compiled),
+            wait=training.profile_wait,
+            warmup=training.profile_warmup,
+            active=training.profile_active,
+        )
 
     def before(self, step: int, drain: Callable[[], None]) -> None:
         """Begin or end what the schedule says where ``step`` is next.

@@ -8,11 +8,12 @@ lie at the ends of its range, or that mean something else to Hydra.
 
 import os
 import socket
+from dataclasses import fields
 from pathlib import Path
 from random import Random
 
 from tessera.training.config import ModelSettings, RuntimeConfig, TrainingConfig
-from tessera.training.data.config import DataConfig
+from tessera.training.data.config import DataConfig, SyntheticConfig
 from tessera.training.optimizer_config import OPTIMIZERS
 from tessera.training.usage import group_settings
 
@@ -31,6 +32,37 @@ SETTINGS = sorted(
         for one in group_settings(group, cls)
     }
     | {("name", "text"), ("hydra.run.dir", "text")}
+)
+
+# The ends of every range, and what lies beyond them.
+EDGES = sorted(
+    {
+        f"{group}.{one.name}={limit + step}"
+        for group, classes in (CLASSES | {"data.synthetic": [SyntheticConfig]}).items()
+        for cls in classes
+        for one in fields(cls)
+        for name in ("least", "most", "above", "below")
+        if (limit := one.metadata.get(name)) is not None
+        # A deadline of a moment ends the process, as it should.
+        if "deadline" not in one.name
+        for step in (-1, 0, 1)
+    }
+    | {
+        f"model.{name}={value}"
+        for name, value in {
+            **{"num_layers": 10_000, "vocab_size": 2**28, "d_model": 2**20},
+            **{"mlp_dim": 2**24, "num_heads": 2**16, "num_kv_heads": 2**16},
+            **{"head_dim": 2**16, "num_experts": 2**16, "window": 2**31 - 1},
+            **{"global_every": 2**31 - 1, "scan_unroll": 2**31 - 1},
+            **{"capacity_factor": 1e30, "query_pre_attn_scalar": 1e-37},
+            **{
+                "norm_epsilon": 3e38,
+                "rope_base_local": 1e-30,
+                "rope_scale_global": 1e38,
+            },
+            **{"router_z_weight": 1e38, "experts_per_token": 2**16},
+        }.items()
+    }
 )
 
 # A model and a run of which the step is traced in a second.
@@ -206,9 +238,10 @@ TEXT = (
 def draw(random: Random) -> list[str]:
     """A command line."""
     kind = random.random()
-    drawn = _plausible(random) if kind < 0.55 else [*SMALL]
-    if kind >= 0.45:
-        drawn += [_hostile(random) for _ in range(random.choice((1, 1, 1, 2, 4)))]
+    drawn = _plausible(random) if kind < 0.6 else [*SMALL]
+    if kind >= 0.5:
+        hostile = random.choice((_hostile, _hostile, _edge))
+        drawn += [hostile(random) for _ in range(random.choice((1, 1, 1, 2, 4)))]
     if random.random() < 0.1:
         drawn.append(random.choice(drawn))
     if random.random() < 0.3:
@@ -228,6 +261,10 @@ def _plausible(random: Random) -> list[str]:
         drawn = [text for text in drawn if not text.startswith("data")]
         drawn += random.choice(TEXT)
     return drawn + random.sample(FEATURES, random.choice((0, 1, 1, 2, 3, 5)))
+
+
+def _edge(random: Random) -> str:
+    return random.choice(EDGES)
 
 
 def _hostile(random: Random) -> str:
