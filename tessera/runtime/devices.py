@@ -192,6 +192,7 @@ def _refuse_idle(
 
 def _choose_cpu(count: int) -> None:
     """Make the CPU the default platform, with ``count`` devices."""
+    _check_cpu_devices(count)
     if _jax.backend_started():
         if jax.default_backend() != "cpu":
             raise BackendStartedError(
