@@ -2,8 +2,9 @@
 """Random command lines: a coded error that writes nothing, or a run that starts.
 
 A run *starts* where all is checked and read that can be, so that it would make its
-folder next, and where its step traces and lowers to the program that XLA would compile.
-Nothing is compiled. What is drawn is in ``override_lists.py``.
+folder next, and where its step can be traced for its arrays and layouts; that of a dry
+run, which would compile next, can be lowered as well. Nothing is compiled. What is drawn
+is in ``override_lists.py``.
 """
 
 import importlib.util
@@ -49,7 +50,9 @@ def program() -> ModuleType:
 
     def start(*_: Any, **__: Any) -> NoReturn:
         job = jobs.pop()
-        job.step.trace(job.abstract_state, job.abstract_batch).lower()
+        traced = job.step.trace(job.abstract_state, job.abstract_batch)
+        if job.settings.training.dry_run:
+            traced.lower()
         raise Started
 
     module.Job = Job
