@@ -18,15 +18,22 @@ if __name__ == "__main__":
         if signal.getsignal(_ask := signal.Signals[_number]) is not signal.SIG_IGN:
             signal.signal(_ask, lambda *_, code=_code: os._exit(code))
 
+from tessera.training.command_line import Composed, read_command_line, run_composed
+
+CONFIGS = Path(__file__).parent / "configs"
+# A mistake is told before the imports below, which take seconds.
+COMPOSED = read_command_line(CONFIGS) if __name__ == "__main__" else None
+if isinstance(COMPOSED, int):
+    sys.exit(COMPOSED)
+
 from tessera.mesh import Mesh
 from tessera.runtime.cluster import Cluster, detect
-from tessera.runtime.compile_cache import open_compile_cache
+from tessera.runtime.compile_cache import make_compile_cache, open_compile_cache
 from tessera.runtime.devices import prepare_devices
 from tessera.runtime.processes import Processes, Timeouts, joined
 from tessera.runtime.xla_options import set_xla_options
 from tessera.training.checkpoints.resuming import Choice, choose
 from tessera.training.checkpoints.saving import Checkpoints
-from tessera.training.command_line import Composed, run_from_command_line
 from tessera.training.config import Settings
 from tessera.training.console import Console, log
 from tessera.training.folder_lock import FolderLock
@@ -52,6 +59,7 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
     job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))
     job.check()
     if settings.training.dry_run:
+        make_compile_cache()
         with Console(None) as console:
             console.show_run_table(run_rows(job))
             log.info("%s", dry_run_text(job))
@@ -61,6 +69,7 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
     choice = choose_start(settings.training.resume, here)
     told += "".join(f"\n{line}" for line in choice.check(job, corpus, composed.text))
     folder, own, check = None, choice.own_step, lock.check
+    make_compile_cache()
     if here.rank == 0:
         folder = open_run_folder(choice.output_dir, composed.text, own, check)
     with (
@@ -146,5 +155,5 @@ def prepare(settings: Settings, num_processes: int) -> str:
     )
 
 
-if __name__ == "__main__":
-    sys.exit(run_from_command_line(main, Path(__file__).parent / "configs"))
+if COMPOSED is not None:
+    sys.exit(run_composed(main, COMPOSED))

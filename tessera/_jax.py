@@ -38,6 +38,9 @@ Primitive = jex.Primitive
 Literal = jex.Literal
 Tracer = jax.core.Tracer
 
+MOST_CPU_DEVICES = 2048
+"""Of one process: JAX takes those with higher ids for devices of another."""
+
 
 # --- programs: a jaxpr with its constants
 

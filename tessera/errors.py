@@ -38,7 +38,8 @@ class TesseraError(Exception):
         lines += [f"  got: {line}" for line in got.splitlines()]
         lines += [f"  fix: {line}" for line in fix.splitlines()]
         lines += [f"  docs: docs/errors/{self.code}.md"]
-        super().__init__("\n".join(lines))
+        # The name of a file may hold what is no character, and cannot be written.
+        super().__init__("\n".join(lines).encode(errors="backslashreplace").decode())
 
 
 class TesseraWarning(UserWarning):
@@ -368,6 +369,12 @@ class NonFiniteError(TesseraError, ValueError):
     code = "T508"
 
 
+class DeviceMemoryError(TesseraError, ValueError):
+    """What a run keeps between its steps is larger than the memory of its devices."""
+
+    code = "T509"
+
+
 # --- T6xx: data
 
 
@@ -399,6 +406,18 @@ class TokenizerError(TesseraError, ValueError):
     """A tokenizer is named that does not exist or cannot be read."""
 
     code = "T605"
+
+
+class DataFormatError(TesseraError, ValueError):
+    """A data file is of a kind that is not read as text."""
+
+    code = "T606"
+
+
+class JsonLinesError(TesseraError, ValueError):
+    """A line of JSON Lines is no object with a text in the field that is asked for."""
+
+    code = "T607"
 
 
 # --- T7xx: the machine

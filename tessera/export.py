@@ -4,13 +4,13 @@
 python -m tessera.export outputs/mine weights.safetensors --dtype=bf16
 """
 
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from pathlib import Path
 
-from tessera.analysis.memory import format_bytes
-from tessera.errors import TesseraError
-from tessera.training.checkpoints.exporting import export_checkpoint
+from tessera.errors import OutputPathError, TesseraError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,12 +21,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("f32", "bf16", "f16"), help="round to it")
     given = parser.parse_args(arguments)
     try:
-        nbytes = export_checkpoint(given.checkpoint, given.file, dtype=given.dtype)
-    except (TesseraError, OSError) as error:
+        _check_file(given.file)
+        size = _export(given.checkpoint, given.file, given.dtype)
+    except TesseraError as error:
         sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write(f"{given.file}: {format_bytes(nbytes)}\n")
+        return error.exit_code
+    shown = given.file.encode(errors="backslashreplace").decode()
+    sys.stdout.write(f"{shown}: {size}\n")
     return 0
+
+
+def _export(checkpoint: str, file: str, dtype: str | None) -> str:
+    """Write the file; its size in words."""
+    # Here, because they import JAX: what is wrong with the file is told before.
+    from tessera.analysis.memory import format_bytes
+    from tessera.training.checkpoints.exporting import export_checkpoint
+
+    try:
+        return format_bytes(export_checkpoint(checkpoint, file, dtype=dtype))
+    except OSError as error:
+        raise _cannot_write(file, error.strerror or str(error)) from error
+
+
+def _check_file(file: str) -> None:
+    """See that a file can be put there, and that nothing but a file would go."""
+    if not Path(file).name or "\0" in file:
+        raise _cannot_write(file, "it names no file")
+    try:
+        if os.path.lexists(file) and not Path(file).is_file():
+            raise _cannot_write(file, "it is there, and it is no regular file")
+        if not Path(file).absolute().parent.is_dir():
+            raise _cannot_write(file, "its folder does not exist")
+    except OSError as error:
+        raise _cannot_write(file, error.strerror or str(error)) from error
+
+
+def _cannot_write(file: str, why: str) -> OutputPathError:
+    return OutputPathError(
+        "the weights cannot be written",
+        got=f"{file!r}: {why}",
+        fix="name a file in a folder that is there and that has room for it",
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-from jax import Device
 
 from tessera.errors import DeviceIdError, DuplicateAxisError, MeshShapeError
 
@@ -224,11 +223,13 @@ def _check_count(count: int, what: str) -> None:
 
 
 def _device_id(leaf: object) -> int:
+    # A jax.Device, known by what it has: the trainer reads meshes without JAX.
+    number = getattr(leaf, "id", None)
+    if isinstance(number, int) and hasattr(leaf, "device_kind"):
+        return number
     whole = isinstance(leaf, (int, np.integer)) and not isinstance(leaf, bool)
     if whole and 0 <= leaf < 2**31:
         return int(leaf)
-    if isinstance(leaf, Device):
-        return leaf.id
     large = whole and leaf > 0
     raise DeviceIdError(
         "a device id is not a whole number from 0 up",

@@ -264,7 +264,7 @@ MISTAKES = {
         ["training.step=5"],
         "[T501] there is no setting 'training.step'\n"
         "  got: training.step=5\n"
-        "  fix: did you mean 'steps'? Known: 'steps', 'seed', ",
+        "  fix: did you mean 'steps'?\n",
     ),
     "missing_data": (
         ["data=text", "data.path=nowhere"],
@@ -273,7 +273,8 @@ MISTAKES = {
     "vocabulary": (
         ["model.vocab_size=200"],
         "[T603] the tokenizer's vocabulary is larger than the model's\n"
-        "  got: bytes tokenizer: 257 ids, model: 200\n"
+        "  got: bytes tokenizer: 257 ids, model: 200, and id 256 stands before every "
+        "document\n"
         "  fix: give the model a vocabulary of at least 257, or use a tokenizer with "
         "fewer ids\n"
         "  docs: docs/errors/T603.md\n",

@@ -26,16 +26,31 @@ def nearest(legal: Iterable[int], wanted: int) -> str:
 
 
 _MAY_BE_ZERO = ("num_experts", "router_balance_weight", "router_z_weight")
+# Far above every model: what is larger is a slip, and would keep tables of its size.
+_MOST = {"num_layers": 10_000, "num_heads": 2**16, "num_kv_heads": 2**16}
+_MOST |= {"num_experts": 2**16, "experts_per_token": 2**16, "head_dim": 2**16}
+_MOST |= {"d_model": 2**20, "mlp_dim": 2**24, "vocab_size": 2**28}
+_MOST_COUNT = 2**31 - 1  # of a 32-bit integer, as positions and token ids are
+# The least and the largest normal number of a float32, which a model computes in.
+_LEAST_FLOAT, _MOST_FLOAT = 2.0**-126, 3.4028234663852886e38
 
 
 def _out_of_range(name: str, value: float | None) -> tuple[str, str] | None:
     """What is wrong with one number, and what to write instead."""
-    if value is None or 0 < value < math.inf:
+    if value is None or (value == 0 and name in _MAY_BE_ZERO):
         return None
-    if value == 0 and name in _MAY_BE_ZERO:
+    if isinstance(value, int):
+        most = _MOST.get(name, _MOST_COUNT)
+        within = 0 < value <= most
+    else:
+        most = _MOST_FLOAT
+        within = _LEAST_FLOAT <= value <= most
+    if within:
         return None
     least = "0" if name in _MAY_BE_ZERO else "1"
     kind = "number from 0 up" if name in _MAY_BE_ZERO else "positive number"
+    if most < value < math.inf:
+        return f"{name} = {value!r} is too large", f"use {name} {most:g} or less"
     return f"{name} = {value!r} is not a {kind}", f"use {name} {least} or more"
 
 

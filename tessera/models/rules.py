@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the logical dims of a model lie on a mesh: one table for every model.
+"""Where the logical dims of a model lie on a mesh, by the table of ``axis_rules.py``.
 
-Parameters and activations name their dims by what they are (``heads``, ``mlp``,
-``vocab``); the table gives the mesh axes that may split each. An axis that the mesh
-lacks is skipped, so one model serves every subset of ``dp``, ``fsdp`` and ``tp``.
-
-Together the rows are Megatron's layout (arXiv 1909.08053) inside fully sharded data
-parallelism (arXiv 1910.02054): the first matmul of a block half is split by columns
-over ``tp`` and the second by rows, so each half ends in one all-reduce.
+An axis that the mesh lacks is skipped, so one model serves every subset of ``dp``,
+``fsdp`` and ``tp``.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -22,39 +16,12 @@ from jax.sharding import PartitionSpec
 from tessera import scope
 from tessera.errors import HeadCountError, LogicalAxisError, did_you_mean
 from tessera.mesh import Mesh
+from tessera.models.axis_rules import RULES as RULES
 from tessera.models.config import Gemma3Config, nearest
 from tessera.ops.attention.arrangement import Arrangement
 from tessera.ops.attention.context import check_exchange
 from tessera.ops.attention.spread import Method
 from tessera.shard import ShardSpec
-
-RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        # Outside of the experts, their axes split data as dp does.
-        "batch": ("dp", "fsdp", "ep_outer", "ep"),
-        # The tokens of a sequence, which attention alone mixes.
-        "context": ("cp",),
-        # Under sequence parallelism: of the residuals, between the tp regions.
-        "sequence": ("cp", "tp"),
-        "vocab": ("tp",),
-        "embed": ("fsdp",),
-        # The width of the embedding table, which the first and the last stage of a
-        # pipeline read: stored in parts by all, put together once in a step.
-        "table": ("fsdp", "pp"),
-        "heads": ("tp",),
-        "kv_heads": ("tp",),
-        "mlp": ("tp",),
-        # With both, tokens travel in two hops: inside ep, then across ep_outer.
-        "experts": ("ep_outer", "ep"),
-        "router": (),
-        "head_dim": (),
-        "layers": (),
-        "stages": ("pp",),
-        # A few thousandths of a model at most: gathering would cost more than it saves.
-        "norm": (),
-    }
-)
-
 
 # What a dim is split like when it is not split like itself.
 _WITHOUT: Final = MappingProxyType({"sequence": "context", "table": "embed"})

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.errors import WeightFileError
+from tessera.regular_files import check_regular
 
 Index: TypeAlias = tuple[slice, ...]
 
@@ -100,6 +101,7 @@ def open_file(path: str | Path) -> SafetensorsFile:
     """
     path = Path(path)
     try:
+        check_regular(path)
         with path.open("rb") as file:
             total = os.fstat(file.fileno()).st_size
             size = int.from_bytes(file.read(8), "little")
@@ -151,15 +153,19 @@ def write_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            array = read(name)
-            assert (array.dtype, array.shape) == forms[name], name
-            file.write(np.ascontiguousarray(array).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                array = read(name)
+                assert (array.dtype, array.shape) == forms[name], name
+                file.write(np.ascontiguousarray(array).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     return 8 + len(text) + begin
 
 

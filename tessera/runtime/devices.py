@@ -40,6 +40,7 @@ def simulate_devices(count: int) -> None:
 
     Raises:
       BackendStartedError: [T701] JAX has started its backend with fewer CPU devices.
+      DeviceCountError: [T702] there are more of them than JAX can simulate.
 
     Example:
       >>> simulate_devices(8)
@@ -58,6 +59,7 @@ def simulate_devices(count: int) -> None:
                 f"PJRT_NPROC={_threads(count)}",
             )
         return
+    _check_cpu_devices(count)
     asked_for = _cpu_devices_asked_for()
     if max(count, asked_for) > 1:
         threads = max(_threads(max(count, asked_for)), _environment_int("PJRT_NPROC"))
@@ -101,7 +103,8 @@ def prepare_devices(
     num_here = ceil(num_needed / num_processes)
     if platform == "cpu":
         _choose_cpu(num_here)
-    elif not _jax.backend_started():
+    # Not so many: what counts then is whether there are accelerators.
+    elif not _jax.backend_started() and num_here <= _jax.MOST_CPU_DEVICES:
         simulate_devices(num_here)
     devices = _start_backend(platform)
     found, there = devices[0].platform, len(devices)
@@ -111,13 +114,15 @@ def prepare_devices(
         if not takes_all and there != num_needed:
             _refuse_idle(num_needed, there, num_processes, axes)
     if found == "cpu":
+        _check_cpu_devices(num_here)
         simulate_devices(num_needed)
     elif there < num_needed:
         raise DeviceCountError(
             f"the mesh takes {num_needed} {found.upper()} devices",
             got=f"{there} on this machine ({devices[0].device_kind})",
             fix=_smaller_meshes(axes or {"fsdp": num_needed}, there)
-            + f"\nor simulate {num_needed} CPU devices: runtime.platform=cpu",
+            + f"\nor simulate {num_needed} CPU devices: runtime.platform=cpu"
+            * (num_needed <= _jax.MOST_CPU_DEVICES),
         )
     used = there // num_needed * num_needed if takes_all else num_needed
     counted = f"{used} of {there}" if used < there else f"{used}"
@@ -130,6 +135,20 @@ def prepare_devices(
         f"simulating {counted} CPU devices{spread}: what they compute is right, how "
         "fast is not"
     )
+
+
+def _check_cpu_devices(count: int) -> None:
+    """See that JAX can have so many CPU devices in a process.
+
+    Raises:
+      DeviceCountError: [T702] it cannot.
+    """
+    if count > _jax.MOST_CPU_DEVICES:
+        raise DeviceCountError(
+            f"{count} CPU devices are more than JAX has in one process",
+            got=f"{count}, and it takes at most {_jax.MOST_CPU_DEVICES}",
+            fix="use a smaller mesh, or run it where there are accelerators",
+        )
 
 
 def check_alike(devices: Sequence[jax.Device]) -> None:
@@ -173,6 +192,7 @@ def _refuse_idle(
 
 def _choose_cpu(count: int) -> None:
     """Make the CPU the default platform, with ``count`` devices."""
+    _check_cpu_devices(count)
     if _jax.backend_started():
         if jax.default_backend() != "cpu":
             raise BackendStartedError(

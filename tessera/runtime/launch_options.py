@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of the launcher, and the plan that it and the environment give."""
 
+import re
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from tessera.runtime.cluster import (
     read_address,
 )
 from tessera.runtime.launcher import Plan
+
+_A_YEAR_S: Final = 31_536_000
 
 _DESCRIPTION: Final = """\
 Start a program in several processes, which find each other, and end them together.
@@ -43,6 +46,7 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
       ProcessLayoutError: [T704] they do not describe one run.
     """
     options = _parser().parse_args(_with_value(arguments))
+    _check_numbers(options)
     num_local = _num_local(options.nprocs, environ)
     first, total, where = _place(options, num_local, environ)
     if where is None and options.master_port:
@@ -117,15 +121,44 @@ def _with_value(arguments: Sequence[str]) -> list[str]:
     return given
 
 
+def _check_numbers(options: Namespace) -> None:
+    """Refuse numbers that start nothing, or more than any machine runs."""
+    limits = {
+        "nnodes": (1, 2**20),
+        "node_rank": (0, 2**20),
+        "master_port": (1, 65534),
+        "max_restarts": (0, 2**31 - 1),
+        "grace": (0, _A_YEAR_S),
+    }
+    wrong = {
+        name: value
+        for name in limits
+        if (value := getattr(options, name)) is not None
+        # Written so that NaN is none of them.
+        and not limits[name][0] <= value <= limits[name][1]
+    }
+    if not wrong:
+        return
+    flags = {name: f"--{name.replace('_', '-')}" for name in wrong}
+    raise ProcessLayoutError(
+        f"{' and '.join(flags.values())} cannot have this value",
+        got=", ".join(f"{flag}={wrong[name]}" for name, flag in flags.items()),
+        fix="\n".join(
+            f"use {flag} from {limits[name][0]} to {limits[name][1]}"
+            for name, flag in flags.items()
+        ),
+    )
+
+
 def _num_local(given: str, environ: Mapping[str, str]) -> int:
     if given == "auto":
         return len(find_accelerators(environ)) or 1
-    if given.isdecimal() and int(given) > 0:
+    if re.fullmatch("0*[1-9][0-9]{0,3}", given):
         return int(given)
     raise ProcessLayoutError(
         "--nprocs is a number of processes",
         got=f"--nprocs={given}",
-        fix="use a number of at least 1, or none for one process for each accelerator",
+        fix="use a number from 1 to 9999, or none for one process for each accelerator",
     )
 
 
@@ -166,9 +199,9 @@ def _by_variables(
 ) -> tuple[int, int, Address | None]:
     given = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
     said = ", ".join(f"{n}={v}" if v else f"no {n}" for n, v in given.items())
-    if not all(value.isdecimal() for value in given.values()):
+    if not all(re.fullmatch("[0-9]{1,7}", value) for value in given.values()):
         raise ProcessLayoutError(
-            "RANK and WORLD_SIZE belong together",
+            "RANK and WORLD_SIZE belong together, as numbers",
             got=said,
             fix="export both (RANK is the first rank of this machine), or neither",
         )

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with the settings of a run, before anything is compiled or written."""
+"""What is wrong with the settings of a run, before anything is compiled or written.
+
+Nothing here imports JAX, which takes seconds; ``layout_checks.py`` has what needs it.
+"""
 
 import re
-from collections.abc import Sequence
-from math import lcm, prod
-from typing import cast
+from collections.abc import Mapping
+from math import prod
+from typing import Any, Final
 
 from tessera.errors import (
     BatchSizeError,
@@ -16,48 +19,56 @@ from tessera.errors import (
     UnknownAxisError,
     did_you_mean,
 )
-from tessera.mesh import Mesh
-from tessera.models.remat import policies_of, policies_of_stage
-from tessera.models.rules import Placement
-from tessera.ops.attention.spread import Method
-from tessera.training import optimizers
+from tessera.grid import checked_axes, checked_shape
+from tessera.models.config import nearest
+from tessera.training import optimizer_config
 from tessera.training.config import (
     MESH_AXES,
     ModelSettings,
     Settings,
     TrainingConfig,
+    data_parallel_groups,
 )
 from tessera.training.data import config as data_config
 from tessera.training.data.config import DataConfig
 from tessera.training.numerics_checks import numerics_problems
-from tessera.training.pipelined import schedule_of, split_of
-from tessera.training.settings import as_yaml, problems_of
+from tessera.training.settings import MOST_COUNT, as_yaml, problems_of
+from tessera.training.unused_settings import unused_problems
+
+# More than any machine has.
+_MOST_DEVICES: Final = 2**20
+# Numbers of one array: 256 PB in f32, below where the compiler's 64 bits overflow.
+_MOST_ELEMENTS: Final = 2**56
 
 
 def check(settings: Settings) -> list[TesseraError]:
-    """Every mistake that can be seen in the settings alone; starts no backend.
+    """Every mistake that can be seen without JAX.
 
-    T101, T102, T103 and T402 for the mesh, T502 and T505 for values, T503 for batches,
-    T504 for the run's name, T507 for settings that exclude each other.
+    T101, T102 and T103 for the mesh, T502 and T505 for values, T503 for batches, T504
+    for the run's name, T507 for settings that exclude each other.
     """
-    mesh, mesh_errors = _read_mesh(settings.model)
+    sizes, mesh_errors = _read_mesh(settings.model)
+    ranges = [
+        *problems_of(settings.model, "model"),
+        *problems_of(settings.training, "training"),
+    ]
     return [
         *_check_name(settings.name),
         *mesh_errors,
-        *problems_of(settings.model, "model"),
-        *problems_of(settings.training, "training"),
+        *ranges,
         *_check_resume(settings.training),
         *_check_accumulation(settings.training),
         *_check_zero(settings.training),
         *_check_profile(settings.training),
-        *_check_remat(settings, mesh),
+        *_check_remat(settings.training.remat),
         *_check_loss_chunk(settings.training.loss_chunk),
-        *_check_compression(settings.training, mesh),
-        *([] if mesh is None else numerics_problems(settings, mesh)),
-        *_check_pipeline(settings, mesh),
-        *_check_sequences(settings, mesh),
+        *_check_compression(settings.training, sizes),
+        *_check_pipeline(settings.training, sizes),
+        *([] if sizes is None else numerics_problems(settings, sizes)),
+        *([] if sizes is None or ranges else _check_elements(settings, sizes)),
         *_check_data(settings.data),
-        *optimizers.check(settings.optimizer),
+        *optimizer_config.check(settings.optimizer, data_parallel_groups(sizes or {})),
+        *unused_problems(settings, sizes),
         *problems_of(settings.runtime, "runtime"),
     ]
 
@@ -75,37 +86,35 @@ def _check_name(name: str) -> list[TesseraError]:
     ]
 
 
-def _read_mesh(model: ModelSettings) -> tuple[Mesh | None, list[TesseraError]]:
-    """The mesh, with -1 as 1, or what is wrong with it for this model."""
+def _read_mesh(
+    model: ModelSettings,
+) -> tuple[dict[str, int] | None, list[TesseraError]]:
+    """Sizes of the mesh's axes, with -1 as 1, or what is wrong with it."""
+    got = f"model.mesh_shape={as_yaml(model.mesh_shape)}"
     try:
         if [type(part) for part in model.mesh_shape] != [tuple, tuple]:
             raise MeshShapeError(
                 "a mesh shape is a pair of sizes and axis names",
-                got=f"model.mesh_shape={as_yaml(model.mesh_shape)}",
+                got=got,
                 fix="write model.mesh_shape=[[4,2],[fsdp,tp]]",
             )
-        sizes = [size for size in model.mesh_shape[0] if isinstance(size, int)]
-        least = prod(size for size in sizes if size > 0)
-        mesh = Mesh.from_shape(model.mesh_shape, num_devices=least)
-        if unknown := [axis for axis in mesh.axes if axis not in MESH_AXES]:
+        axes = checked_axes(model.mesh_shape[1])
+        sizes = [max(size, 1) for size in checked_shape(model.mesh_shape[0], axes)]
+        if prod(sizes) > _MOST_DEVICES:
+            raise MeshShapeError(
+                "the mesh has more devices than any machine",
+                got=f"{got}: {prod(sizes)} devices",
+                fix=f"use sizes whose product is at most {_MOST_DEVICES}",
+            )
+        if unknown := [axis for axis in axes if axis not in MESH_AXES]:
             raise UnknownAxisError(
                 f"the model has no use for mesh axes {', '.join(map(repr, unknown))}",
-                got=f"model.mesh_shape={as_yaml(model.mesh_shape)}",
+                got=got,
                 fix="\n".join(did_you_mean(axis, MESH_AXES) for axis in unknown),
             )
-        _placement(model, mesh)
     except TesseraError as error:
         return None, [error]
-    return mesh, []
-
-
-def _placement(model: ModelSettings, mesh: Mesh | None) -> Placement:
-    return Placement.of(
-        model.config,
-        mesh,
-        sequence_parallel=model.sequence_parallel,
-        context_parallel=cast(Method, model.context_parallel),
-    )
+    return dict(zip(axes, sizes, strict=True)), []
 
 
 def _check_resume(training: TrainingConfig) -> list[TesseraError]:
@@ -141,7 +150,8 @@ def _check_resume(training: TrainingConfig) -> list[TesseraError]:
 
 def _check_accumulation(training: TrainingConfig) -> list[TesseraError]:
     total, every = training.gradient_accumulation_steps, training.sync_gradients_every
-    if min(total, every) < 1 or total % every == 0:
+    names = "gradient_accumulation_steps", "sync_gradients_every"
+    if problems_of(training, "training", *names) or total % every == 0:
         return []
     divisors = [number for number in range(1, total + 1) if total % number == 0]
     return [
@@ -149,7 +159,7 @@ def _check_accumulation(training: TrainingConfig) -> list[TesseraError]:
             "training.sync_gradients_every does not divide "
             "training.gradient_accumulation_steps",
             got=f"{total} / {every} leaves {total % every}",
-            fix=f"use training.sync_gradients_every={_nearest(divisors, every)}",
+            fix=f"use training.sync_gradients_every={nearest(divisors, every)}",
         )
     ]
 
@@ -185,7 +195,7 @@ def _check_profile(training: TrainingConfig) -> list[TesseraError]:
 
 
 def _check_compression(
-    training: TrainingConfig, mesh: Mesh | None
+    training: TrainingConfig, sizes: Mapping[str, int] | None
 ) -> list[TesseraError]:
     if training.compression_ratio != 0.01 and training.gradient_compression != "top_k":
         return [
@@ -198,7 +208,7 @@ def _check_compression(
         ]
     if training.gradient_compression == "none":
         return []
-    axes = mesh.shape if mesh else {"dp": 1}
+    axes = {"dp": 1} if sizes is None else sizes
     conflicts = [
         ("dp" not in axes, "no axis dp in the mesh", "name an axis dp"),
         (
@@ -230,9 +240,12 @@ def _check_compression(
     ]
 
 
-def _check_pipeline(settings: Settings, mesh: Mesh | None) -> list[TesseraError]:
-    training = settings.training
+def _check_pipeline(
+    training: TrainingConfig, sizes: Mapping[str, int] | None
+) -> list[TesseraError]:
     name, chunks = training.pipeline_schedule, training.pipeline_chunks
+    if sizes is None or "pp" not in sizes:
+        return []
     if (chunks > 1) != (name == "interleaved"):
         return [
             SettingConflictError(
@@ -244,8 +257,6 @@ def _check_pipeline(settings: Settings, mesh: Mesh | None) -> list[TesseraError]
                 "training.pipeline_chunks=2 or more, or another schedule with 1",
             )
         ]
-    if mesh is None or "pp" not in mesh.axes or problems_of(training, "training"):
-        return []
     if training.sync_gradients_every > 1:
         return [
             SettingConflictError(
@@ -254,76 +265,64 @@ def _check_pipeline(settings: Settings, mesh: Mesh | None) -> list[TesseraError]
                 fix="use training.sync_gradients_every=1, or a mesh without pp",
             )
         ]
-    try:
-        schedule_of(mesh, name, chunks, training.gradient_accumulation_steps)
-        split_of(mesh, settings.model.config, chunks)
-    except TesseraError as error:
-        return [error]
     return []
 
 
-def _check_remat(settings: Settings, mesh: Mesh | None) -> list[TesseraError]:
-    config = settings.model.config
-    try:
-        policies = policies_of(settings.training.remat, config)
-        if mesh is not None and "pp" in mesh.axes:
-            stages = mesh.shape["pp"] * max(settings.training.pipeline_chunks, 1)
-            policies_of_stage(policies, config.num_layers // stages)
-    except TesseraError as error:
-        return [error]
-    return []
+def _check_elements(settings: Settings, sizes: Mapping[str, int]) -> list[TesseraError]:
+    """Whether the arrays of a microbatch have sizes that a compiler can count."""
+    training, config = settings.training, settings.model.config
+    rows = training.micro_batch_size * data_parallel_groups(sizes)
+    length = training.sequence_length
+    each = {
+        "the logits": config.vocab_size,
+        "the hidden layer": config.mlp_dim * max(config.num_experts, 1),
+        "the heads": config.num_heads * config.head_dim,
+        "the scores of attention": config.num_heads * length,
+    }
+    what, widest = max(each.items(), key=lambda item: item[1])
+    if rows * length * widest <= _MOST_ELEMENTS:
+        return []
+    return [
+        BatchSizeError(
+            f"a microbatch is larger than any machine holds: {what}",
+            got=f"{rows} sequences x {length} tokens x {widest} = "
+            f"{rows * length * widest} numbers",
+            fix="use a smaller training.micro_batch_size or training.sequence_length, "
+            f"for at most {_MOST_ELEMENTS}",
+        )
+    ]
+
+
+def _check_remat(remat: Any) -> list[TesseraError]:
+    """The form alone; which policies there are, JAX knows."""
+    if isinstance(remat, Mapping):
+        names = [*remat, *remat.values()]
+    else:
+        names = list(remat) if isinstance(remat, (list, tuple)) else [remat]
+    wrong = [name for name in names if not isinstance(name, str)]
+    if not wrong:
+        return []
+    return [
+        SettingValueError(
+            "training.remat is made of the names of policies",
+            got=f"training.remat={as_yaml(remat)}: {as_yaml(wrong[0])} is no name",
+            fix="use one name, a list with one for each layer, or "
+            "{global: full, local: none}",
+        )
+    ]
 
 
 def _check_loss_chunk(given: int | str) -> list[TesseraError]:
-    if given in ("auto", "none") or (isinstance(given, int) and given >= 1):
+    is_number = isinstance(given, int) and not isinstance(given, bool)
+    if given in ("auto", "none") or (is_number and 1 <= int(given) <= MOST_COUNT):
         return []
     return [
         SettingValueError(
             "training.loss_chunk is a number of tokens",
             got=f"training.loss_chunk={given}",
-            fix="use a number from 1 up, auto or none",
+            fix=f"use a number from 1 to {MOST_COUNT}, auto or none",
         )
     ]
-
-
-def _check_sequences(settings: Settings, mesh: Mesh | None) -> list[TesseraError]:
-    if mesh is None:
-        return []
-    place = _placement(settings.model, mesh)
-    length, spread = settings.training.sequence_length, place.arrangement
-    chunks = spread.size * spread.runs if spread else 1
-    split = place.size("sequence") if settings.model.sequence_parallel else 1
-    step = lcm(chunks, split)
-    if length % step == 0:
-        return []
-    longer = _nearest(range(step, length + step + 1, step), length)
-    errors: list[TesseraError] = []
-    if length % chunks:
-        errors.append(
-            BatchSizeError(
-                f"sequences cannot be cut into the {chunks} chunks that the devices of "
-                f"mesh axis 'cp' share by model.context_parallel="
-                f"{settings.model.context_parallel}",
-                got=f"training.sequence_length={length}: {length} / {chunks} leaves "
-                f"{length % chunks}",
-                fix=f"use training.sequence_length={longer}",
-            )
-        )
-    if length % split:
-        axes = place.axes("sequence")
-        named = " and ".join(map(repr, axes))
-        errors.append(
-            BatchSizeError(
-                f"sequences cannot be split evenly over mesh "
-                f"{'axis' if len(axes) == 1 else 'axes'} {named}, which "
-                "model.sequence_parallel asks for",
-                got=f"training.sequence_length={length}: {length} / {split} leaves "
-                f"{length % split}",
-                fix=f"use training.sequence_length={longer}, or "
-                "model.sequence_parallel=false",
-            )
-        )
-    return errors
 
 
 def _check_data(data: DataConfig) -> list[TesseraError]:
@@ -332,10 +331,3 @@ def _check_data(data: DataConfig) -> list[TesseraError]:
     except TesseraError as error:
         return [error]
     return []
-
-
-def _nearest(legal: Sequence[int], wanted: int) -> str:
-    """The legal numbers on both sides of one that is not."""
-    below = [number for number in legal if number < wanted][-1:]
-    above = [number for number in legal if number > wanted][:1]
-    return " or ".join(map(str, below + above))

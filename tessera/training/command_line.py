@@ -2,7 +2,8 @@
 """From a command line to ``Settings`` with Hydra, or to one coded error.
 
 ``run_training.py model=tiny training.steps=100`` reads ``configs/config.yaml``, the
-file that each group chooses, then the overrides.
+file that each group chooses, then the overrides. JAX, whose import takes seconds, is
+imported only once nothing is wrong with the settings themselves.
 """
 
 import sys
@@ -31,7 +32,7 @@ from tessera.errors import (
 )
 from tessera.training.checks import check
 from tessera.training.config import Settings
-from tessera.training.optimizers import OPTIMIZERS
+from tessera.training.optimizer_config import OPTIMIZERS
 from tessera.training.overrides import (
     GROUPS,
     RUN_DIR,
@@ -85,15 +86,41 @@ def run_from_command_line(
     Returns:
       The process's exit code: that of the error, 2 for a mistake of the user, else 0.
     """
+    composed = read_command_line(config_dir, arguments)
+    return composed if isinstance(composed, int) else run_composed(run, composed)
+
+
+def read_command_line(
+    config_dir: Path, arguments: Sequence[str] | None = None
+) -> Composed | int:
+    """What the command line asks for, or the exit code where there is nothing to run.
+
+    Imports no more of JAX's world than its mistakes take, so a program does it before
+    it imports what it runs with.
+
+    Args:
+      config_dir: The folder of ``config.yaml`` and of the groups.
+      arguments: None takes the process's own.
+    """
     try:
         flags, overrides = _read_flags(sys.argv[1:] if arguments is None else arguments)
         composed = compose(overrides, config_dir)
-        if flags.help:
-            sys.stdout.write(usage(composed.settings, _files(config_dir)))
-        elif flags.cfg:
-            sys.stdout.write(composed.text)
-        else:
-            run(composed)
+    except TesseraError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    if flags.help:
+        sys.stdout.write(usage(composed.settings, _files(config_dir)))
+    elif flags.cfg:
+        sys.stdout.write(composed.text)
+    else:
+        return composed
+    return 0
+
+
+def run_composed(run: Callable[[Composed], None], composed: Composed) -> int:
+    """Call ``run``; the process's exit code, with a ``TesseraError`` shown."""
+    try:
+        run(composed)
     except TesseraError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -135,11 +162,19 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
         settings, output_dir = _values(config)
     except TesseraError as error:
         raise joined([*errors, error]) from error
-    if errors := [*errors, *check(settings), *_check_output(output_dir)]:
+    errors += [*check(settings), *_check_output(output_dir)]
+    if errors := errors or _layout_problems(settings):
         raise joined(errors)
     with open_dict(config):
         del config["hydra"]
     return Composed(settings, as_text(config), Path(output_dir))
+
+
+def _layout_problems(settings: Settings) -> list[TesseraError]:
+    """What is wrong with the model on its mesh, by modules that import JAX."""
+    from tessera.training.layout_checks import layout_problems
+
+    return layout_problems(settings)
 
 
 def _values(config: DictConfig) -> tuple[Settings, str]:
@@ -170,7 +205,7 @@ def _compose_files(choices: Sequence[Override], config_dir: Path) -> DictConfig:
     """``config.yaml`` and the chosen files, merged onto the types of all settings."""
     store = ConfigStore.instance()
     store.store(name="schema", node=typed(Schema))
-    for name, (cls, _) in OPTIMIZERS.items():
+    for name, cls in OPTIMIZERS.items():
         store.store(group="optimizer", name=f"{name}_schema", node=typed(cls))
     folder = str(config_dir.resolve())
     try:

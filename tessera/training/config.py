@@ -3,24 +3,22 @@
 
 ``command_line.py`` composes them with Hydra from the files of ``configs/`` and the
 command line; ``checks.py`` says what is wrong with them. The trainer sees only
-``Settings``, in which no OmegaConf is left.
+``Settings``, in which no OmegaConf is left. Nothing here imports JAX.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from tessera.graph.pipelining.schedules import NAMES as SCHEDULE_NAMES
-from tessera.mesh import Mesh
+from tessera.models.axis_rules import RULES
 from tessera.models.config import Gemma3Config
-from tessera.models.rules import RULES, Placement
-from tessera.ops.attention.spread import METHODS
-from tessera.ops.compression import COMPRESSIONS
-from tessera.training import optimizers
 from tessera.training.data.config import DataConfig
-from tessera.training.data.cursor import RESUME_DATA
-from tessera.training.optimizers import OptimizerConfig
-from tessera.training.settings import setting
+from tessera.training.optimizer_config import AdamWConfig, OptimizerConfig
+from tessera.training.settings import MOST_COUNT, setting
+
+if TYPE_CHECKING:
+    from tessera.mesh import Mesh
 
 # Sizes, then names: ((4, 2), ("fsdp", "tp")).
 MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...]]
@@ -28,6 +26,19 @@ MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...]]
 MESH_AXES: Final = tuple(
     dict.fromkeys(axis for axes in RULES.values() for axis in axes)
 )
+# As the modules that implement them call them, which import JAX; a test compares them.
+SCHEDULE_NAMES: Final = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zero_bubble",
+    "zero_bubble_fused",
+)
+CONTEXT_METHODS: Final = ("ring", "all_to_all")
+COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
+RESUME_DATA: Final = ("exact", "restart")
+# The longest that anything is waited for.
+A_YEAR_S: Final = 31_536_000
 
 
 @dataclass(frozen=True)
@@ -99,12 +110,12 @@ class TrainingConfig:
         a mesh that this machine does not have.
     """
 
-    steps: int = setting(300, least=1)
+    steps: int = setting(300, least=1, most=MOST_COUNT)
     seed: int = setting(0, least=0, most=2**32 - 1)
-    sequence_length: int = setting(128, least=2)
-    micro_batch_size: int = setting(8, least=1)
-    gradient_accumulation_steps: int = setting(1, least=1)
-    sync_gradients_every: int = setting(1, least=1)
+    sequence_length: int = setting(128, least=2, most=2**24)
+    micro_batch_size: int = setting(8, least=1, most=2**20)
+    gradient_accumulation_steps: int = setting(1, least=1, most=2**20)
+    sync_gradients_every: int = setting(1, least=1, most=2**20)
     mixed_precision: str = setting("f32", choices=("f32", "bf16", "fp16"))
     zero_stage: int = setting(0, least=0, most=3)
     offload_optimizer: bool = setting(False)
@@ -113,25 +124,25 @@ class TrainingConfig:
     gradient_compression: str = setting("none", choices=COMPRESSIONS)
     compression_ratio: float = setting(0.01, above=0, most=1)
     numerics: str = setting("fast", choices=("fast", "deterministic"))
-    microshards: int = setting(8, least=1)
+    microshards: int = setting(8, least=1, most=2**20)
     pipeline_schedule: str = setting("1f1b", choices=SCHEDULE_NAMES)
-    pipeline_chunks: int = setting(1, least=1)
+    pipeline_chunks: int = setting(1, least=1, most=10_000)
     clip_norm: float | None = setting(1.0, above=0)
-    max_skipped_steps: int = setting(3, least=0)
-    log_every: int = setting(10, least=1)
-    validate_every: int = setting(100, least=0)
-    validation_batches: int = setting(8, least=1)
+    max_skipped_steps: int = setting(3, least=0, most=MOST_COUNT)
+    log_every: int = setting(10, least=1, most=MOST_COUNT)
+    validate_every: int = setting(100, least=0, most=MOST_COUNT)
+    validation_batches: int = setting(8, least=1, most=MOST_COUNT)
     sample_prompt: str = setting("def __init__(self")
-    sample_length: int = setting(200, least=0)
+    sample_length: int = setting(200, least=0, most=2**20)
     init_from: str | None = setting(None)
-    checkpoint_every: int | None = setting(100, least=0)
-    keep: int | None = setting(3, least=1)
+    checkpoint_every: int | None = setting(100, least=0, most=MOST_COUNT)
+    keep: int | None = setting(3, least=1, most=MOST_COUNT)
     resume: str = setting("none")
     resume_data: str = setting("exact", choices=RESUME_DATA)
     profile_communication: bool = setting(False)
-    profile_wait: int = setting(1, least=0)
-    profile_warmup: int = setting(1, least=0)
-    profile_active: int = setting(3, least=1)
+    profile_wait: int = setting(1, least=0, most=MOST_COUNT)
+    profile_warmup: int = setting(1, least=0, most=MOST_COUNT)
+    profile_active: int = setting(3, least=1, most=1000)
     dry_run: bool = setting(False)
 
 
@@ -178,17 +189,17 @@ class RuntimeConfig:
     optimization_level: str | None = setting(None, choices=("O0", "O1", "O2", "O3"))
     max_steps_in_flight: int = setting(8, least=1, most=64)
     coordinator_address: str | None = setting(None)
-    num_processes: int | None = setting(None, least=1)
-    process_id: int | None = setting(None, least=0)
-    rendezvous_timeout: float = setting(300.0, above=0)
-    heartbeat_timeout: int = setting(100, least=1)
-    shutdown_timeout: int = setting(300, least=1)
-    startup_deadline: float | None = setting(1800.0, above=0)
-    compile_deadline: float | None = setting(3600.0, above=0)
-    step_deadline: float | None = setting(900.0, above=0)
-    evaluation_deadline: float | None = setting(3600.0, above=0)
-    save_deadline: float | None = setting(3600.0, above=0)
-    grace_period: float = setting(25.0, above=0)
+    num_processes: int | None = setting(None, least=1, most=2**20)
+    process_id: int | None = setting(None, least=0, most=2**20 - 1)
+    rendezvous_timeout: float = setting(300.0, above=0, most=A_YEAR_S)
+    heartbeat_timeout: int = setting(100, least=1, most=A_YEAR_S)
+    shutdown_timeout: int = setting(300, least=1, most=A_YEAR_S)
+    startup_deadline: float | None = setting(1800.0, above=0, most=A_YEAR_S)
+    compile_deadline: float | None = setting(3600.0, above=0, most=A_YEAR_S)
+    step_deadline: float | None = setting(900.0, above=0, most=A_YEAR_S)
+    evaluation_deadline: float | None = setting(3600.0, above=0, most=A_YEAR_S)
+    save_deadline: float | None = setting(3600.0, above=0, most=A_YEAR_S)
+    grace_period: float = setting(25.0, above=0, most=A_YEAR_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +220,7 @@ class ModelSettings:
     name: str
     mesh_shape: MeshShape = ((1, 1), ("fsdp", "tp"))
     sequence_parallel: bool = False
-    context_parallel: str = setting("ring", choices=METHODS)
+    context_parallel: str = setting("ring", choices=CONTEXT_METHODS)
     config: Gemma3Config
 
     @property
@@ -235,14 +246,19 @@ class Settings:
     model: ModelSettings
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=optimizers.AdamWConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
-    def rows_per_microbatch(self, mesh: Mesh) -> int:
+    def rows_per_microbatch(self, mesh: "Mesh") -> int:
         """Sequences of one microbatch over the whole mesh."""
-        return self.training.micro_batch_size * Placement(mesh).size("batch")
+        return self.training.micro_batch_size * data_parallel_groups(mesh.shape)
 
-    def rows_per_step(self, mesh: Mesh) -> int:
+    def rows_per_step(self, mesh: "Mesh") -> int:
         """Sequences that one optimizer step learns from."""
         accumulated = self.training.gradient_accumulation_steps
         return self.rows_per_microbatch(mesh) * accumulated
+
+
+def data_parallel_groups(sizes: Mapping[str, int]) -> int:
+    """Into how many parts mesh axes of these sizes split a batch."""
+    return prod(sizes.get(axis, 1) for axis in RULES["batch"])

@@ -18,6 +18,7 @@ from tessera.graph.pipelining.partition import describe
 from tessera.graph.pipelining.table import Schedule
 from tessera.graph.stages import Compiled
 from tessera.mesh import Mesh
+from tessera.models.config import Gemma3Config
 from tessera.models.model import Model
 from tessera.models.rules import Placement
 from tessera.models.stages import layer_costs
@@ -25,10 +26,13 @@ from tessera.models.weights import check_weights
 from tessera.ops.attention.spread import Method
 from tessera.ops.loss_scale import LossScale
 from tessera.training import offload
-from tessera.training.config import Settings, TrainingConfig
+from tessera.training.config import Settings, data_parallel_groups
 from tessera.training.data import Corpus, load
+from tessera.training.data.vocabulary import check_tokens
+from tessera.training.device_checks import check_compilable, check_state_fits
 from tessera.training.feeding import Feed
-from tessera.training.numerics_checks import check_accelerator, numerics_problems
+from tessera.training.numerics import check_accelerator
+from tessera.training.numerics_checks import numerics_problems
 from tessera.training.optimizers import make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.settings import joined
@@ -196,6 +200,7 @@ class Job:
             *self.recipe.zero.notes(),
             *self._optimizer_notes(),
             *self._pipeline_notes(),
+            *self._unused_notes(),
         ]
 
     def _optimizer_notes(self) -> list[str]:
@@ -218,13 +223,36 @@ class Job:
         """The split of the layers and the schedule; what they waste, as a warning."""
         schedule, split = self.schedule, self.model.split
         if schedule is None or split is None:
-            name = self.settings.training.pipeline_schedule
-            default = TrainingConfig.pipeline_schedule
-            changes = f"pipeline_schedule {name} changes nothing: no axis pp"
-            return [changes] if name != default else []
+            return []
         fewer_microbatches_warning(schedule)
         costs, head = layer_costs(self.model.config)
         return [describe(split.layers, costs, last=head), schedule.summary()]
+
+    def _unused_notes(self) -> list[str]:
+        """Settings that have nothing to do in a model or on a mesh of these sizes."""
+        model, recipe = self.model.config, self.recipe
+        rule = self.settings.optimizer.scale_learning_rate
+        is_alone = data_parallel_groups(self.mesh.shape) == 1
+        kinds = {model.is_global(layer) for layer in range(model.num_layers)}
+        scaled = model.rope_base_global, model.rope_scale_global
+        usual = Gemma3Config.rope_base_global, Gemma3Config.rope_scale_global
+        given = {
+            f"sync_gradients_every {recipe.sync_every}": is_alone
+            and recipe.sync_every > 1,
+            f"scale_learning_rate {rule}": is_alone and rule != "none",
+        }
+        notes = [
+            f"{name} changes nothing: there is one data-parallel group"
+            for name, is_given in given.items()
+            if is_given
+        ]
+        if kinds == {True}:
+            names = "window and rope_base_local"
+            notes.append(f"{names} change nothing: every layer is global")
+        if kinds == {False} and scaled != usual:
+            names = "rope_base_global and rope_scale_global"
+            notes.append(f"{names} change nothing: no layer is global")
+        return notes
 
     def check(self) -> None:
         """Raise what does not fit before anything is compiled or written.
@@ -236,23 +264,29 @@ class Job:
           SettingConflictError: [T507] numerics cannot be deterministic here.
           BatchSizeError: [T503] a microbatch cannot be cut into its microshards.
           WeightFileError: [T805] the file to begin with has other parameters.
+          DeviceCountError: [T702] the mesh has too many devices to compile for here.
+          DeviceMemoryError: [T509] the devices do not hold the state.
         """
         # A size of -1 is known only now.
-        if problems := numerics_problems(self.settings, self.mesh):
+        if problems := numerics_problems(self.settings, self.mesh.shape):
             raise joined(problems)
         if self.settings.training.numerics == "deterministic":
             check_accelerator()
+        check_compilable(self.mesh)
         self.model.layouts(self.mesh)
         if self.settings.training.init_from is not None:
             check_weights(self.settings.training.init_from, self.model)
         if self.recipe.offload_optimizer:
             offload.check_host_memory(self.mesh)
+        if not (self.settings.training.dry_run or self.mesh.is_abstract):
+            check_state_fits(self.abstract_state, self.mesh)
 
     def load_data(self) -> Corpus:
         """Read and pack the data, and see that it makes batches.
 
         Raises:
-          TesseraError: T601 to T605, as ``data.load`` says.
+          TesseraError: T601 to T607, as ``data.load`` says; T604 and T605 also for the
+            text that the sample at the end continues.
           EmptyDataError: [T602] there are fewer rows than one step takes.
           BatchSizeError: [T503] a batch cannot be divided over the processes.
         """
@@ -263,6 +297,7 @@ class Job:
             seed=training.seed,
             vocab_size=self.settings.model.config.vocab_size,
         )
+        self._check_prompt(corpus)
         part = self.feed.index, self.feed.count
         # The loop would be told as well, but after the step was compiled.
         corpus.train(
@@ -272,6 +307,15 @@ class Job:
         ).close()
         corpus.validation(self.settings.rows_per_microbatch(self.mesh), *part)
         return corpus
+
+    def _check_prompt(self, corpus: Corpus) -> None:
+        """See that the model has the tokens that the sample at the end continues."""
+        training, tokenizer = self.settings.training, corpus.tokenizer
+        if training.sample_length and tokenizer.kind != "synthetic":
+            text = training.sample_prompt
+            vocab_size = self.settings.model.config.vocab_size
+            ids = tokenizer.encode(text)
+            check_tokens("training.sample_prompt", text, ids, tokenizer, vocab_size)
 
     @cached_property
     def feed(self) -> Feed:

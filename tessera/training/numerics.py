@@ -6,14 +6,16 @@ parameters, and gradients are added in one tree (``ops/fixed_order.py``). Norms 
 whole gradients, on every device; the update acts on each number for itself.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
 
+from tessera.errors import SettingConflictError
 from tessera.mesh import Mesh
 from tessera.ops.clipping import global_norm
 from tessera.ops.fixed_order import (
@@ -25,6 +27,8 @@ from tessera.ops.fixed_order import (
 from tessera.ops.layouts import region_mesh
 
 Tree: TypeAlias = Any
+
+_FLAG: Final = "--xla_gpu_deterministic_ops=true"
 
 
 @dataclass(frozen=True)
@@ -112,4 +116,19 @@ class FixedOrder:
             out_specs=given,
             # JAX cannot know that the tree ends with the same bits on all devices.
             check_vma=False,
+        )
+
+
+def check_accelerator() -> None:
+    """Demand of GPUs the flag without which their kernels add in any order.
+
+    Raises:
+      SettingConflictError: [T507] the flag is not set.
+    """
+    if jax.default_backend() == "gpu" and _FLAG not in os.environ.get("XLA_FLAGS", ""):
+        raise SettingConflictError(
+            "kernels of GPUs add in any order unless XLA is told not to",
+            got="training.numerics=deterministic, "
+            f"XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}",
+            fix=f"set XLA_FLAGS={_FLAG} before the run, or use training.numerics=fast",
         )

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which runs can have deterministic numerics; the others are told why they cannot."""
 
-import os
-
-import jax
+from collections.abc import Mapping
 
 from tessera.errors import (
     BatchSizeError,
@@ -11,15 +9,18 @@ from tessera.errors import (
     SettingValueError,
     TesseraError,
 )
-from tessera.mesh import Mesh
-from tessera.models.rules import Placement
-from tessera.training.config import Settings, TrainingConfig
-
-_FLAG = "--xla_gpu_deterministic_ops=true"
+from tessera.training.config import Settings, TrainingConfig, data_parallel_groups
 
 
-def numerics_problems(settings: Settings, mesh: Mesh) -> list[TesseraError]:
-    """What keeps a run from ``training.numerics``: T502, T503 and T507."""
+def numerics_problems(
+    settings: Settings, sizes: Mapping[str, int]
+) -> list[TesseraError]:
+    """What keeps a run from ``training.numerics``: T502, T503 and T507.
+
+    Args:
+      settings: Of the run.
+      sizes: Of the mesh's axes, by name.
+    """
     training, parts = settings.training, settings.training.microshards
     if training.numerics != "deterministic":
         return _unused(training)
@@ -32,7 +33,7 @@ def numerics_problems(settings: Settings, mesh: Mesh) -> list[TesseraError]:
                 fix=f"use training.microshards={below} or {2 * below}",
             )
         ]
-    conflicts = [*_of_mesh(settings, mesh), *_of_settings(settings)]
+    conflicts = [*_of_mesh(settings, sizes), *_of_settings(settings)]
     errors: list[TesseraError] = [
         SettingConflictError(
             "numerics cannot be deterministic in this run",
@@ -42,9 +43,10 @@ def numerics_problems(settings: Settings, mesh: Mesh) -> list[TesseraError]:
         for found, got, fix in conflicts
         if found
     ]
-    rows = settings.rows_per_microbatch(mesh)
+    groups = data_parallel_groups(sizes)
+    rows = settings.training.micro_batch_size * groups
     if not errors and rows % parts:
-        each = -(-rows // parts) * parts // Placement(mesh).size("batch")
+        each = -(-rows // parts) * parts // groups
         errors.append(
             BatchSizeError(
                 "a microbatch cannot be cut into its microshards",
@@ -54,21 +56,6 @@ def numerics_problems(settings: Settings, mesh: Mesh) -> list[TesseraError]:
             )
         )
     return errors
-
-
-def check_accelerator() -> None:
-    """Demand of GPUs the flag without which their kernels add in any order.
-
-    Raises:
-      SettingConflictError: [T507] the flag is not set.
-    """
-    if jax.default_backend() == "gpu" and _FLAG not in os.environ.get("XLA_FLAGS", ""):
-        raise SettingConflictError(
-            "kernels of GPUs add in any order unless XLA is told not to",
-            got="training.numerics=deterministic, "
-            f"XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}",
-            fix=f"set XLA_FLAGS={_FLAG} before the run, or use training.numerics=fast",
-        )
 
 
 def _unused(training: TrainingConfig) -> list[TesseraError]:
@@ -84,11 +71,13 @@ def _unused(training: TrainingConfig) -> list[TesseraError]:
     ]
 
 
-def _of_mesh(settings: Settings, mesh: Mesh) -> list[tuple[bool, str, str]]:
-    parts, groups = settings.training.microshards, Placement(mesh).size("batch")
+def _of_mesh(
+    settings: Settings, sizes: Mapping[str, int]
+) -> list[tuple[bool, str, str]]:
+    parts, groups = settings.training.microshards, data_parallel_groups(sizes)
     others = [
         axis
-        for axis, size in mesh.shape.items()
+        for axis, size in sizes.items()
         if axis == "pp" or (axis not in ("dp", "fsdp") and size > 1)
     ]
     return [

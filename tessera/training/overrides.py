@@ -7,7 +7,8 @@ resolvers that read the environment or other files into the saved configuration.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from typing import Any, Final
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,16 +17,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from tessera.errors import (
-    SettingValueError,
-    TesseraError,
-    UnknownSettingError,
-    did_you_mean,
-)
+from tessera.errors import SettingValueError, TesseraError, UnknownSettingError
 from tessera.training.settings import describe
 
 GROUPS: Final = ("model", "training", "data", "optimizer", "runtime")
 RUN_DIR: Final = "hydra.run.dir"
+_MOST_LISTED: Final = 12
 
 
 def parse(text: str) -> Override:
@@ -36,11 +33,13 @@ def parse(text: str) -> Override:
       UnknownSettingError: [T501] it is about Hydra itself, ``hydra.run.dir`` excepted.
     """
     try:
+        text.encode()
         override = OverridesParser.create().parse_override(text)
-    except HydraException as error:
+    # Beside its own errors: half a surrogate pair, a number of thousands of digits.
+    except (HydraException, ValueError, RecursionError) as error:
         raise SettingValueError(
             "an argument is not an override",
-            got=f"{text}: {_first_line(error)}",
+            got=f"{_short(text)}: {_first_line(error)}",
             fix="write group.setting=value; put quotes around text with special "
             "characters, and others around those for the shell: "
             "\"group.setting='a b'\"",
@@ -59,12 +58,12 @@ def parse(text: str) -> Override:
     elif re.split(r"[./]", key)[0] == "hydra" and key != RUN_DIR:
         raise UnknownSettingError(
             f"of Hydra's own settings only {RUN_DIR} is taken",
-            got=text,
+            got=_short(text),
             fix="leave it out",
         )
     else:
         return override
-    raise SettingValueError(what, got=text, fix=fix)
+    raise SettingValueError(what, got=_short(text), fix=fix)
 
 
 def is_choice(override: Override) -> bool:
@@ -78,7 +77,7 @@ def is_choice(override: Override) -> bool:
 
 def apply(override: Override, config: DictConfig) -> Iterator[TesseraError]:
     """Change one setting of a composed configuration, or say why that cannot be."""
-    key, text = override.get_key_element().lstrip("+"), override.input_line or ""
+    key, text = override.get_key_element().lstrip("+"), _short(override.input_line)
     if (unknown := _unknown(key, config, text)) is not None:
         yield unknown
         return
@@ -108,10 +107,11 @@ def apply(override: Override, config: DictConfig) -> Iterator[TesseraError]:
 def unknown_key(error: ConfigKeyError, where: str) -> TesseraError:
     """T501 from OmegaConf's error for a key that a typed node does not have."""
     known = [str(key) for key in error.parent_node or ()]
+    paths = [f"{error.full_key}".rpartition(".")[0] + f".{name}" for name in known]
     return UnknownSettingError(
         f"there is no setting {error.full_key!r}",
         got=where,
-        fix=did_you_mean(str(error.key), known),
+        fix=_nearest(str(error.full_key), str(error.key), known, paths),
     )
 
 
@@ -156,17 +156,43 @@ def _unknown(key: str, config: DictConfig, text: str) -> TesseraError | None:
     else:
         return None
     known = [name for name in known if name != "hydra"]
-    last = key.rsplit(".", 1)[-1]
-    elsewhere = [
-        found for found, _ in walk(_plain(config)) if found.endswith(f".{last}")
-    ]
+    paths = [path for path, _ in walk(_plain(config))]
     return UnknownSettingError(
-        f"there is no setting {key!r}",
-        got=text,
-        fix=f"did you mean {elsewhere[0]!r}?"
-        if elsewhere
-        else did_you_mean(part, known),
+        f"there is no setting {key!r}", got=text, fix=_nearest(key, part, known, paths)
     )
+
+
+def _nearest(key: str, part: str, known: Sequence[str], paths: Sequence[str]) -> str:
+    """What was probably meant by a key that does not exist.
+
+    Args:
+      key: The whole key.
+      part: Its first part that does not exist.
+      known: What could stand in the place of that part.
+      paths: Every setting by its dotted path.
+    """
+    group, _, last = key.rpartition(".")
+    # Of two that are equally near, the one of the same group.
+    paths = sorted(paths, key=lambda path: path.rpartition(".")[0] != group)
+    names = {path: path.rpartition(".")[2] for path in paths}
+    same = [path for path in paths if names[path] == last]
+    here = get_close_matches(part, known, n=1)
+    # lr for learning_rate, batch_size for micro_batch_size
+    short = [p for p in paths if "".join(w[:1] for w in names[p].split("_")) == last]
+    within = [p for p in paths if len(last) > 2 and f"_{last}_" in f"_{names[p]}_"]
+    near = get_close_matches(last, names.values(), n=1)
+    elsewhere = [path for path in paths if names[path] in near]
+    if found := [*same, *here, *short, *within, *elsewhere]:
+        listed = _listed(known) if found[0] in here else ""
+        return f"did you mean {found[0]!r}?{listed}"
+    return _listed(known).strip() or "--help lists every setting"
+
+
+def _listed(known: Sequence[str]) -> str:
+    """What there is, unless that is too much to read."""
+    if len(known) > _MOST_LISTED:
+        return ""
+    return f" Known: {', '.join(map(repr, known)) or 'none'}"
 
 
 def _plain(config: DictConfig) -> Any:
@@ -185,4 +211,11 @@ def walk(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return _short(lines[0])
+
+
+def _short(text: str | None) -> str:
+    """Text for a message: without its middle where it is too long to read."""
+    text = text or ""
+    return text if len(text) <= 400 else f"{text[:200]}…{text[-100:]}"

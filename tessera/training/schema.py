@@ -16,7 +16,7 @@ from tessera.training.config import (
     TrainingConfig,
 )
 from tessera.training.data.config import DataConfig
-from tessera.training.optimizers import OPTIMIZERS, OptimizerConfig
+from tessera.training.optimizer_config import OPTIMIZERS, OptimizerConfig
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def settings_of_text(text: str) -> Settings:
         if not isinstance(values, dict) or "${" in text:
             raise ValueError("it is no resolved configuration")
         config = typed(Schema)
-        cls, _ = OPTIMIZERS[values["optimizer"]["name"]]
+        cls = OPTIMIZERS[values["optimizer"]["name"]]
         config.optimizer = typed(cls)
         return settings_of(cast(DictConfig, OmegaConf.merge(config, values)))
     except (OmegaConfBaseException, yaml.YAMLError, KeyError, TypeError) as error:

@@ -7,14 +7,18 @@ a setting means stands in the ``Attributes:`` section of its class, from where
 """
 
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from inspect import getdoc
 from types import UnionType
-from typing import Any, get_type_hints
+from typing import Any, Final, get_type_hints
 
 from tessera.errors import SettingValueError, TesseraError
+
+MOST_COUNT: Final = 2**31 - 1
+"""What the 32-bit counters of a step hold; the bound of what has no nearer one."""
 
 
 def setting(
@@ -28,6 +32,8 @@ def setting(
     error: type[TesseraError] = SettingValueError,
 ) -> Any:
     """A dataclass field with limits, outside which ``problems_of`` finds ``error``.
+
+    A float has to keep to them as a float32, too, which is what a step computes with.
 
     Example:
       >>> @dataclass(frozen=True)
@@ -48,24 +54,31 @@ def setting(
     return field(default=default, metadata=given)
 
 
-def problems_of(config: Any, group: str) -> list[TesseraError]:
+def problems_of(config: Any, group: str, *only: str) -> list[TesseraError]:
     """Every setting of a dataclass that is outside its limits, as its own error.
 
     Args:
       config: An instance of a dataclass whose fields are made by ``setting``.
       group: How the group is called on the command line: ``training``.
+      only: Names of the settings to look at; none is all of them.
     """
     found: list[TesseraError] = []
     for one in fields(config):
         value = getattr(config, one.name)
-        if value is not None and one.metadata and not _within(value, one.metadata):
-            found.append(
-                one.metadata["error"](
-                    f"{group}.{one.name} does not take this value",
-                    got=f"{group}.{one.name}={value}",
-                    fix=_legal(value, one.metadata),
-                )
+        if value is None or not one.metadata or (only and one.name not in only):
+            continue
+        if _within(value, one.metadata):
+            continue
+        rounded = ""
+        if isinstance(value, float) and _keeps_to(value, one.metadata):
+            rounded = f", which is {as_f32(value):g} as a float32"
+        found.append(
+            one.metadata["error"](
+                f"{group}.{one.name} does not take this value",
+                got=f"{group}.{one.name}={value}{rounded}",
+                fix=_legal(value, one.metadata),
             )
+        )
     return found
 
 
@@ -141,12 +154,33 @@ def as_yaml(value: Any) -> str:
     return str(value)
 
 
+def as_f32(value: float) -> float:
+    """A number as a device holds it: rounded, infinite or zero beyond what it can.
+
+    Example:
+      >>> as_f32(1e39), as_f32(1e-39), as_f32(1 - 1e-9)
+      (inf, 0.0, 1.0)
+    """
+    try:
+        (rounded,) = struct.unpack("f", struct.pack("f", value))
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+    # Devices take what is below the least normal number for zero.
+    return rounded if abs(rounded) >= 2.0**-126 else 0.0
+
+
 def _within(value: Any, limits: Any) -> bool:
     """Whether a value keeps to its limits. Written so that NaN and infinity do not."""
     if "choices" in limits:
         return value in limits["choices"]
-    if isinstance(value, (bool, str)) or not isinstance(value, (int, float)):
+    if isinstance(value, float):
+        return _keeps_to(value, limits) and _keeps_to(as_f32(value), limits)
+    if isinstance(value, (bool, str)) or not isinstance(value, int):
         return True
+    return _keeps_to(value, limits)
+
+
+def _keeps_to(value: float, limits: Any) -> bool:
     return (
         abs(value) < float("inf")
         and value >= limits.get("least", value)
@@ -166,6 +200,8 @@ def _legal(value: Any, limits: Any) -> str:
         return f"use a number from {limits['least']} to {limits['most']}"
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
     given = [f"{words[name]} {limits[name]}" for name in words if name in limits]
+    beyond = isinstance(value, float) and _keeps_to(value, limits)
+    given += ["that a float32 holds"] * beyond
     return f"use a number {' and '.join(given)}" if given else "use a finite number"
 
 

@@ -6,9 +6,11 @@ stays as it is; the fixture ``refuse`` sees to that. There is no file of tokens 
 could be damaged: text is tokenized in memory, by each run.
 """
 
+import gzip
 import importlib.util
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXT = "All happy families are alike.\n"
+SPLIT = (
+    '{"version":"1.0","pre_tokenizer":{"type":"Whitespace"},'
+    '"model":{"type":"WordLevel","vocab":%s,"unk_token":"?"}}'
+)
 WORDS = '{"version":"1.0","model":{"type":"WordLevel","vocab":%s,"unk_token":"?"}}'
 
 FILES = {
@@ -24,11 +30,27 @@ FILES = {
     "byte.txt": b"a",
     "short.txt": TEXT.encode(),
     "text.txt": TEXT.encode() * 500,
+    "families.txt": b"All families are alike.\n" * 500,
     "latin.txt": "Tolstoï\n".encode("latin-1") * 500,
     "words.json": (WORDS % '{"?": 0, "All": 1}').encode(),
     "broken.json": (WORDS % '{"?": 0, "All": 1}').encode()[:-9],
     "pickle.json": pickle.dumps({"?": 0}),
-    "large.json": (WORDS % '{"?": 0, "All": 4000000000}').encode(),
+    "large.json": (SPLIT % '{"?": 0, "happy": 4000000000}').encode(),
+    "table.parquet": b"PAR1" + bytes(9) + b"PAR1",
+    "table.csv": b"id,text\n1,All happy families\n" * 500,
+    "array.json": b'[{"text": "All happy families"}]\n' * 500,
+    "texts.zip": b"PK\x03\x04" + bytes(40),
+    "utf-16.txt": TEXT.encode("utf-16") * 500,
+    "renamed.txt": gzip.compress(TEXT.encode() * 500),
+    "torn.txt.gz": gzip.compress(TEXT.encode() * 500)[:-9],
+    "plain.txt.gz": TEXT.encode() * 500,
+    "broken.jsonl": b'{"text": "All happy families"}\n' * 3 + b'{"text": "All\n',
+    "other.jsonl": b'{"id": 1, "content": "All happy families"}\n' * 500,
+    "numbers.jsonl": b'{"text": 1}\n' * 500,
+    "deep.jsonl": b'{"text": "a"}\n' + b"[" * 200_000 + b"\n",
+    "long.jsonl": b'{"text": "a"}\n' + b"1" * 10_000 + b"\n",
+    "latin.jsonl": '{"text": "Tolsto\u00ef"}\n'.encode("latin-1") * 500,
+    "half.jsonl": b'{"text": "\\ud83d"}\n' * 500,
     "unknown.json": (WORDS % '{"All": 1}').encode(),
     "empty.model": b"",
     "broken.model": b"\x0a\x07\x0a\x03<unk" + bytes(40),
@@ -69,6 +91,69 @@ CASES = {
         ["data.path=/dev/zero"],
         "[T601] the data file 'zero' cannot be read\n",
     ),
+    "what the kernel makes up": (
+        ["data.path=/proc/self/environ"],
+        "[T601] there is no data at '/proc/self/environ'\n"
+        "  got: the kernel makes it up as it is read\n",
+    ),
+    "what the kernel waits for": (
+        ["data.path=/proc/kmsg"],
+        "[T601] there is no data at '/proc/kmsg'\n",
+    ),
+    "the kernel by a link": (
+        ["data.path=kernel"],
+        "[T601] the data file 'a.txt' cannot be read\n"
+        "  got: kernel/a.txt: the kernel makes it up as it is read\n",
+    ),
+    "a socket": (
+        ["data.path=socket"],
+        "[T601] the data file 'socket' cannot be read\n"
+        "  got: socket: it is no regular file\n",
+    ),
+    "a folder of the kernel": (["data.path=/sys"], "[T601] there is no data at "),
+    "a glob of the kernel": (["data.path=/proc/*/environ"], "[T601] "),
+    **{
+        f"{name}, which is not text": (
+            [f"data.path={name}"],
+            f"[T606] the data file {name!r} is not text\n  got: {name}: {got}\n",
+        )
+        for name, got in {
+            "table.parquet": "a table, by its ending .parquet",
+            "table.csv": "a table, by its ending .csv",
+            "array.json": "JSON, by its ending .json",
+            "texts.zip": "an archive, by its ending .zip",
+            "utf-16.txt": "binary, with the byte 0x00 at offset 3",
+            "renamed.txt": "gzip, in a file that does not end in .gz, by its first "
+            "bytes",
+        }.items()
+    },
+    **{
+        f"{name}, which is not gzip": (
+            [f"data.path={name}"],
+            f"[T606] the data file {name!r} cannot be decompressed\n",
+        )
+        for name in ("torn.txt.gz", "plain.txt.gz")
+    },
+    **{
+        f"{name}, which has no text": (
+            [f"data.path={name}"],
+            f"[T607] line {line} of the data file {name!r} has no text\n"
+            f"  got: {name}, line {line}: {got}",
+        )
+        for name, line, got in (
+            ("broken.jsonl", 4, "it is not JSON: Unterminated string starting at at "),
+            ("other.jsonl", 1, "it has no field 'text'; Known: 'id', 'content'"),
+            ("numbers.jsonl", 1, "its field 'text' is a number, and not text\n"),
+            ("deep.jsonl", 2, "it is not JSON that can be read: too many brackets "),
+            ("long.jsonl", 2, "Exceeds the limit "),
+            ("latin.jsonl", 1, "it is not UTF-8: byte 0xef\n"),
+            ("half.jsonl", 1, "its text has half of a surrogate pair, which is no "),
+        )
+    },
+    "a field of no file": (
+        ["data.path=text.txt", "data.text_field=body"],
+        "[T507] data.text_field has no effect in this run\n",
+    ),
     "a folder without text": (
         ["data.path=nothing"],
         "[T602] the folder 'nothing' holds no text files\n",
@@ -94,8 +179,19 @@ CASES = {
     ),
     "ids that the model has not": (
         ["data.path=text.txt", "data.tokenizer=large.json"],
-        "[T603] the tokenizer's vocabulary is larger than the model's\n"
-        "  got: tokenizers tokenizer: 4000000001 ids, model: 264\n",
+        "[T604] the text of 'text.txt' has a token that the model does not have\n"
+        "  got: 'happy', id 4000000000, is token 2 of 2856, at line 1; 476 such in "
+        "all; the model has the ids 0 to 263\n",
+    ),
+    "a prompt with ids that the model has not": (
+        [
+            *("data.path=families.txt", "data.tokenizer=large.json"),
+            *("training.sample_prompt=how happy", "training.sequence_length=2"),
+        ],
+        "[T604] the text of 'training.sample_prompt' has a token that the model does "
+        "not have\n"
+        "  got: 'happy', id 4000000000, is token 2 of 2, at line 1; 1 such in all; the "
+        "model has the ids 0 to 263\n",
     ),
     "words that the tokenizer has not": (
         ["data.path=text.txt", "data.tokenizer=unknown.json"],
@@ -130,14 +226,20 @@ CASES = {
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of bad data, and of a run that was there before."""
+    monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     for name in ("nothing", "links", "pipes", "run/checkpoints/4/state"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "links/a.txt").symlink_to("nowhere")
     os.mkfifo(tmp_path / "pipes/a.txt")
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel/a.txt").symlink_to("/proc/self/environ")
+    with socket.socket(socket.AF_UNIX) as listener:
+        # Relative: the path of a socket has a hundred characters at most.
+        listener.bind("socket")
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 4, "loss": 1.5}\n')
     (tmp_path / "run/checkpoints/4/state/a").write_text("1 2 3")
     return tmp_path

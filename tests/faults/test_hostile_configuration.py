@@ -5,6 +5,7 @@ They make nothing but values, read no environment, run no pickle and write nowhe
 in the run's folder. ``tests/training/test_command_line_misuse.py`` has the messages.
 """
 
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -133,6 +134,7 @@ def test_a_run_that_goes_on_reads_no_pickle(program, tmp_path, mark, unpickled, 
         (books / name).write_bytes(bomb)
     settings = [
         *(*SMALL, "data=text", f"data.path={books}", f"hydra.run.dir={run}"),
+        "data.format=text",  # a pickle is no text, and is refused otherwise
         *("training.resume=auto", "training.checkpoint_every=0"),
     ]
     for steps in (1, 2):
@@ -206,6 +208,14 @@ def test_a_run_has_a_folder_of_its_own_or_none(refuse, tmp_path, override):
         (f"training.init_from={LONG}", "T805"),
         ('training.init_from="a\0b"', "T805"),
         ("training.init_from=/dev/zero", "T805"),
+        ("training.init_from=pipe", "T805"),
+        ("training.init_from=/proc/kmsg", "T805"),
+        ("training.init_from=open", "T805"),
+        ("training.resume=pipe", "T801"),
+        ("hydra.run.dir=pipe/run", "T504"),
+        ("runtime.compile_cache=pipe", "T709"),
+        ("model.mesh_shape=[[4096],[dp]]", "T702"),
+        ("model.d_model=1048576", "T509"),
         (f"runtime.compile_cache={LONG}", "T709"),
         ("runtime.compile_cache=open", "T709"),
     ],
@@ -213,6 +223,7 @@ def test_a_run_has_a_folder_of_its_own_or_none(refuse, tmp_path, override):
 def test_a_place_that_means_nothing_is_refused(refuse, tmp_path, override, code):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
+    os.mkfifo(tmp_path / "pipe")
     said = refuse("data=synthetic", "data.synthetic.tokens=20000", override)
     assert said.startswith(f"[{code}] ")
 

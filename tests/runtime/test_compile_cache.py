@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from tessera.errors import CompileCacheError
-from tessera.runtime.compile_cache import open_compile_cache
+from tessera.runtime.compile_cache import make_compile_cache, open_compile_cache
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,8 @@ def refusal(path) -> CompileCacheError:
 def test_a_folder_is_made_for_the_user_alone(tmp_path):
     path = tmp_path / "a" / "compiled"
     open_compile_cache(str(path))
+    assert not path.parent.exists()  # what is wrong elsewhere is told first
+    make_compile_cache()
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert chosen() == str(path)
     open_compile_cache(str(path))  # again, as the next run does

@@ -114,6 +114,18 @@ def test_a_started_backend_cannot_get_more_devices():
     )
 
 
+def test_more_cpu_devices_than_jax_has_in_a_process_are_refused():
+    for platform in ("cpu", "auto"):
+        with pytest.raises(errors.DeviceCountError) as caught:
+            prepare_devices(4096, platform)
+        assert str(caught.value) == (
+            "[T702] 4096 CPU devices are more than JAX has in one process\n"
+            "  got: 4096, and it takes at most 2048\n"
+            "  fix: use a smaller mesh, or run it where there are accelerators\n"
+            "  docs: docs/errors/T702.md"
+        )
+
+
 def test_one_device_is_not_called_simulated():
     assert prepare_devices(1, "cpu") == "one CPU device"
 

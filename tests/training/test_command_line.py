@@ -3,16 +3,23 @@
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from tessera.errors import TesseraError
+from tessera.errors import ModelShapeError, TesseraError
+from tessera.graph.pipelining import schedules
+from tessera.models.axis_rules import RULES
+from tessera.models.config import Gemma3Config
 from tessera.models.registry import CONFIGS, config_of
+from tessera.ops.attention.spread import METHODS
+from tessera.ops.compression import COMPRESSIONS
+from tessera.training import config
 from tessera.training.command_line import run_from_command_line
 from tessera.training.config import (
     ModelSettings,
@@ -20,10 +27,10 @@ from tessera.training.config import (
     Settings,
     TrainingConfig,
 )
-from tessera.training.data.config import DataConfig
+from tessera.training.data.config import DataConfig, SyntheticConfig
 from tessera.training.optimizers import OPTIMIZERS, AdamWConfig
 from tessera.training.schema import Schema, settings_of, typed
-from tessera.training.settings import as_yaml
+from tessera.training.settings import as_yaml, problems_of
 from tessera.training.usage import group_settings
 from tests.training.command_lines import CONFIGS_DIR, ROOT, composed
 
@@ -49,9 +56,9 @@ def test_the_model_files_are_the_registry(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_optimizer_files_are_the_defaults_of_their_classes(name):
-    assert composed(f"optimizer={name}").settings.optimizer == OPTIMIZERS[name][0]()
+    assert composed(f"optimizer={name}").settings.optimizer == OPTIMIZERS[name]()
     text = yaml.safe_load((CONFIGS_DIR / "optimizer" / f"{name}.yaml").read_text())
-    assert set(text) - {"defaults"} == {f.name for f in fields(OPTIMIZERS[name][0])}
+    assert set(text) - {"defaults"} == {f.name for f in fields(OPTIMIZERS[name])}
 
 
 @pytest.mark.parametrize(
@@ -128,9 +135,9 @@ def test_the_output_folder_may_be_given():
 )
 def test_the_saved_text_reads_back_as_the_same_settings(overrides):
     given = composed(*overrides)
-    config = typed(Schema)
-    config.optimizer = typed(type(given.settings.optimizer))
-    assert settings_of(OmegaConf.merge(config, OmegaConf.create(given.text))) == (
+    node = typed(Schema)
+    node.optimizer = typed(type(given.settings.optimizer))
+    assert settings_of(OmegaConf.merge(node, OmegaConf.create(given.text))) == (
         given.settings
     )
     assert "hydra" not in yaml.safe_load(given.text)
@@ -248,7 +255,7 @@ def test_the_documentation_has_every_setting_as_it_is():
         *rows_of("data", DataConfig),
         *rows_of("runtime", RuntimeConfig),
     ]
-    for cls, _ in OPTIMIZERS.values():
+    for cls in OPTIMIZERS.values():
         expected += rows_of("optimizer", cls)
     written = [line for line in text.splitlines() if line.startswith("| `")]
     assert written == expected, "\n".join(expected)
@@ -256,3 +263,87 @@ def test_the_documentation_has_every_setting_as_it_is():
 
 def test_yaml_values_are_written_as_on_a_command_line():
     assert as_yaml((1, "a b", None, 1e-8)) == "[1,'a b',null,1e-08]"
+
+
+# --- the schema
+
+
+def test_choices_are_those_of_the_modules_that_implement_them():
+    """They are written once more where no import of JAX is needed."""
+    assert config.SCHEDULE_NAMES == schedules.NAMES
+    assert config.CONTEXT_METHODS == METHODS
+    assert config.COMPRESSIONS == COMPRESSIONS
+    assert set(config.MESH_AXES) == {axis for axes in RULES.values() for axis in axes}
+
+
+def test_every_number_of_the_schema_has_a_least_and_a_most():
+    """A float has both by what a float32 holds."""
+    groups = (TrainingConfig, RuntimeConfig, DataConfig, SyntheticConfig)
+    for cls in (*groups, *OPTIMIZERS.values()):
+        for name, hint in get_type_hints(cls).items():
+            kinds = set(get_args(hint) or (hint,))
+            limits = cls.__dataclass_fields__[name].metadata
+            if int in kinds and str not in kinds:
+                assert {"least", "most"} <= set(limits), f"{cls.__name__}.{name}"
+            if float in kinds:
+                assert {"least", "above"} & set(limits), f"{cls.__name__}.{name}"
+                for beyond in (1e39, float("inf"), float("nan")):
+                    broken = replace(cls(), **{name: beyond})
+                    assert problems_of(broken, "group"), f"{cls.__name__}.{name}"
+    for name, hint in get_type_hints(Gemma3Config).items():
+        most = {int: 2**31, float: 1e39, float | None: 1e39}[hint]
+        with pytest.raises(ModelShapeError, match=f"{name} = "):
+            replace(config_of("moe_tiny"), **{name: most})
+
+
+@pytest.mark.parametrize(
+    ("override", "code"),
+    [
+        ("training.steps=99999999999999999999999", "T502"),
+        (f"training.steps={'9' * 5000}", "T502"),
+        ("training.micro_batch_size=1048577", "T502"),
+        ("training.seed=true", "T502"),
+        ("training.steps=[1]", "T502"),
+        ("training.steps={a: 1}", "T502"),
+        ("training.resume=[a]", "T502"),
+        ("training.sample_prompt='\udcff'", "T502"),
+        ("training.remat=[full,[none]]", "T502"),
+        ("training.remat={global: [full]}", "T502"),
+        ("training.remat={1: full}", "T502"),
+        ("training.remat=[null]", "T502"),
+        ("training.loss_chunk=9999999999", "T502"),
+        ("training.loss_chunk=true", "T502"),
+        ("model.mesh_shape=[[[1]],[dp]]", "T101"),
+        ("model.mesh_shape=[[1],[[dp]]]", "T102"),
+        ("model.mesh_shape=[[1.0],[dp]]", "T101"),
+        ("model.mesh_shape=[[100000000000000000000],[dp]]", "T101"),
+        ("model.vocab_size=9999999999999", "T405"),
+        ("model.num_layers=1000000", "T405"),
+        ("model.rope_base_local=1e-60", "T405"),
+        ("optimizer.learning_rate=1e39", "T502"),
+        ("optimizer.epsilon=1e-60", "T502"),
+        ("optimizer.beta1=0.99999999999", "T502"),
+        ("runtime.step_deadline=1e12", "T502"),
+        ("data.prefetch=1000000", "T502"),
+        ("data.synthetic.tokens=99999999999999", "T502"),
+    ],
+)
+def test_a_value_beyond_what_it_can_mean_is_refused(override, code):
+    with pytest.raises(TesseraError) as caught:
+        composed(override, "data=synthetic")
+    assert caught.value.code == code
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_schedule_of_a_million_places_is_not_made():
+    with pytest.raises(TesseraError) as caught:
+        composed(
+            "model.mesh_shape=[[3],[pp]]",
+            "training.gradient_accumulation_steps=1000000",
+        )
+    assert str(caught.value) == (
+        "[T311] a schedule of so many stages and microbatches is too large a table\n"
+        "  got: 3 stages x 1000000 microbatches\n"
+        "  fix: use at most 87381 for training.gradient_accumulation_steps\n"
+        "  docs: docs/errors/T311.md"
+    )

@@ -212,6 +212,11 @@ def test_memory_settings_reach_the_recipe_the_model_and_the_state():
             {"offload_optimizer": True},
             "offload_optimizer saves nothing on cpu: its devices' memory is the host's",
         ),
+        (
+            [("tp", 2)],
+            {"gradient_accumulation_steps": 2, "sync_gradients_every": 2},
+            "sync_gradients_every 2 changes nothing: there is one data-parallel group",
+        ),
     ],
 )
 def test_a_setting_that_changes_nothing_says_so(axes, training, note):
@@ -225,6 +230,33 @@ def test_an_optimizer_without_arrays_leaves_nothing_to_split_or_to_move():
     notes = Job(settings, job.mesh).layout_notes()
     assert "zero_stage 1 changes nothing: this optimizer keeps no arrays" in notes
     assert "offload_optimizer changes nothing: this optimizer keeps no arrays" in notes
+
+
+def test_one_group_has_no_number_to_scale_the_rate_by():
+    job = job_of(("tp", 2))
+    scaled = SgdConfig(scale_learning_rate="linear")
+    settings = dataclasses.replace(job.settings, optimizer=scaled)
+    assert (
+        "scale_learning_rate linear changes nothing: there is one data-parallel group"
+    ) in Job(settings, job.mesh).layout_notes()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "note"),
+    [
+        (
+            {"global_every": 1},
+            "window and rope_base_local change nothing: every layer is global",
+        ),
+        (
+            {"global_every": 9, "rope_base_global": 500.0},
+            "rope_base_global and rope_scale_global change nothing: no layer is global",
+        ),
+    ],
+)
+def test_sizes_of_layers_that_the_model_does_not_have_change_nothing(sizes, note):
+    assert note in job_of(sizes=sizes).layout_notes()
+    assert note not in job_of(sizes={**sizes, "global_every": 2}).layout_notes()
 
 
 # --- pipelines
@@ -264,9 +296,3 @@ def test_fewer_microbatches_than_stages_are_a_warning_that_says_what_they_cost()
         "2 microbatches for 4 pipeline stages: under '1f1b' the devices wait for 60 % "
         "of the time; use at least 4 microbatches, better several times as many"
     )
-
-
-def test_a_schedule_without_a_pipeline_changes_nothing_and_says_so():
-    note = "pipeline_schedule gpipe changes nothing: no axis pp"
-    assert note in job_of(("dp", 2), pipeline_schedule="gpipe").layout_notes()
-    assert note not in job_of(("dp", 2)).layout_notes()

@@ -122,7 +122,7 @@ def test_adafactor_keeps_rows_and_columns_only():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_keeps_its_form_and_dtypes_from_step_to_step(name):
-    optimizer, _ = make_optimizer(OPTIMIZERS[name][0](), steps=10, clip_norm=1.0)
+    optimizer, _ = make_optimizer(OPTIMIZERS[name](), steps=10, clip_norm=1.0)
     state = optimizer.init(PARAMS)
 
     def step(state):
@@ -293,7 +293,7 @@ def test_all_mistakes_come_in_one_error():
         "optimizer.warmup_steps=-1\n"
         "  got: 2. [T502] optimizer.beta1 does not take this value: "
         "optimizer.beta1=2.0\n"
-        "  fix: 1. use a number at least 0\n"
+        "  fix: 1. use a number from 0 to 2147483647\n"
         "  fix: 2. use a number at least 0 and below 1\n"
         "  docs: docs/errors/T502.md"
     )

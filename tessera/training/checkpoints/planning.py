@@ -25,6 +25,7 @@ from tessera.training.checkpoints.restoring import Reading, Restoration
 from tessera.training.checks import check
 from tessera.training.config import Settings
 from tessera.training.job import Job
+from tessera.training.layout_checks import layout_problems
 from tessera.training.schema import settings_of_text
 
 
@@ -140,7 +141,8 @@ def planned(
     moves: tuple[Move, ...] = ()
     reads: tuple[int, ...] = ()
     notes: list[str] = []
-    problems = [_in_one_line(error) for error in check(settings)]
+    found = check(settings) or layout_problems(settings)
+    problems = [_in_one_line(error) for error in found]
     try:
         restoration = Restoration(metadata, Job(settings, mesh))
         problems += restoration.differences()

@@ -11,11 +11,6 @@ corpus         all of it in order: ``load``
 sampling       indices by epoch and process, for data sets of one's own
 """
 
-from tessera.training.data.config import DataConfig as DataConfig
-from tessera.training.data.config import SyntheticConfig as SyntheticConfig
-from tessera.training.data.corpus import Corpus as Corpus
-from tessera.training.data.corpus import load as load
-from tessera.training.data.packing import NO_TARGET as NO_TARGET
-from tessera.training.data.packing import Batch as Batch
-from tessera.training.data.sampling import EpochSampler as EpochSampler
-from tessera.training.data.tokenization import Tokenizer as Tokenizer
+from tessera._lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tessera.errors import SettingValueError
-from tessera.training.settings import joined, problems_of, setting
+from tessera.training.settings import MOST_COUNT, joined, problems_of, setting
 
 SOURCES = ("stdlib", "text", "synthetic")
 
@@ -24,8 +24,8 @@ class SyntheticConfig:
       noise: The share of tokens replaced by random ones.
     """
 
-    tokens: int = setting(2_000_000, least=1)
-    vocab_size: int | None = setting(None, least=2)
+    tokens: int = setting(2_000_000, least=1, most=10**9)
+    vocab_size: int | None = setting(None, least=2, most=MOST_COUNT)
     noise: float = setting(0.05, least=0, most=1)
 
 
@@ -36,6 +36,9 @@ class DataConfig:
     Attributes:
       name: Where the text comes from.
       path: For text: a file, a folder or a glob.
+      format: For text: how files are read; auto goes by the ending, jsonl takes a JSON
+        object from each line, text takes every byte as it is.
+      text_field: Of the objects of JSON lines, the field that holds the text.
       tokenizer: bytes, the path of a tokenizers file (.json) or of a sentencepiece
         model (.model).
       validation_fraction: The share of the data kept for validation; 0 keeps none.
@@ -45,9 +48,11 @@ class DataConfig:
 
     name: str = setting("stdlib", choices=SOURCES)
     path: str = ""
+    format: str = setting("auto", choices=("auto", "text", "jsonl"))
+    text_field: str = "text"
     tokenizer: str = "bytes"
     validation_fraction: float = setting(0.05, least=0, below=1)
-    prefetch: int = setting(4, least=0)
+    prefetch: int = setting(4, least=0, most=1024)
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
 
@@ -77,8 +82,16 @@ def _misplaced(config: DataConfig) -> Iterator[SettingValueError]:
             got="data.path is empty",
             fix="add data.path=<a file, a folder or a glob>",
         )
+    if config.format == "text" and config.text_field != DataConfig.text_field:
+        yield SettingValueError(
+            "data.format=text does not use data.text_field",
+            got=f"data.text_field={config.text_field}",
+            fix="use data.format=jsonl, or leave data.text_field out",
+        )
     owners = {
         "path": ("text",),
+        "format": ("text",),
+        "text_field": ("text",),
         "tokenizer": ("stdlib", "text"),
         "synthetic": ("synthetic",),
     }

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
-from tessera.errors import EmptyDataError, SettingValueError, VocabularyError
+from tessera.errors import EmptyDataError, SettingConflictError, SettingValueError
 from tessera.training.data.batches import (
     Share,
     order_fingerprint,
@@ -21,9 +21,15 @@ from tessera.training.data.batches import (
 )
 from tessera.training.data.config import DataConfig, check
 from tessera.training.data.documents import Document, list_files, list_stdlib, split
+from tessera.training.data.formats import JSON_LINES, format_of, texts_of
 from tessera.training.data.packing import Batch, PackedRows, TokenStream, join
 from tessera.training.data.synthetic import SyntheticTokenizer, make_documents
 from tessera.training.data.tokenization import Ids, Tokenizer, load_tokenizer
+from tessera.training.data.vocabulary import (
+    check_separator,
+    check_tokens,
+    check_vocabulary,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,16 @@ class Corpus:
     the next token, or -100 where there is none; ``segment_ids``, which count the
     documents of a row from 1 and are 0 in padding; ``positions``, from 0 in each
     segment. ``docs/data.md`` defines them exactly.
+
+    Attributes:
+      title: What the log calls the data.
+      tokenizer: Of its text.
+      train_split: What training reads.
+      validation_split: What is kept for validation.
+      seed: Of the order of training.
+      prefetch: Batches to make ahead.
+      num_beyond: Ids of the tokenizer that the model has no row for; none is in the
+        text.
     """
 
     title: str
@@ -67,6 +83,7 @@ class Corpus:
     validation_split: Split
     seed: int
     prefetch: int
+    num_beyond: int = 0
 
     def train(
         self,
@@ -156,11 +173,12 @@ class Corpus:
         """A few lines for the log: the source, the tokenizer, the two splits."""
         separator = self.tokenizer.separator
         between = "no separator" if separator is None else f"separator {separator}"
+        unused = f", {self.num_beyond:,} ids beyond the model's and in no text"
         return "\n".join(
             (
                 f"data        {self.title}",
                 f"tokenizer   {self.tokenizer.kind}, {self.tokenizer.vocab_size:,} ids,"
-                f" {between}",
+                f" {between}{unused if self.num_beyond else ''}",
                 f"train       {self.train_split}",
                 f"validation  {self.validation_split}",
                 f"fingerprint {self.fingerprint}",
@@ -182,10 +200,14 @@ def load(
     Raises:
       DataNotFoundError: [T601] a path does not exist or cannot be read.
       EmptyDataError: [T602] there is no text, or a file is not text.
-      VocabularyError: [T603] the tokenizer has more ids than the model.
-      TokenRangeError: [T604] a token id is outside the model's vocabulary.
+      VocabularyError: [T603] the tokenizer puts ids into every text that the model
+        does not have.
+      TokenRangeError: [T604] a text has a token that the model does not have.
       TokenizerError: [T605] the tokenizer does not exist or cannot be read.
+      DataFormatError: [T606] a file is not text.
+      JsonLinesError: [T607] a line of JSON lines has no text.
       SettingValueError: [T502] a setting is out of range or would be ignored.
+      SettingConflictError: [T507] ``text_field`` is given, and no file has fields.
 
     Example:
       >>> corpus = load(DataConfig(), sequence_length=64, seed=0, vocab_size=257)
@@ -215,6 +237,7 @@ def load(
         ),
         seed=seed,
         prefetch=config.prefetch,
+        num_beyond=max(tokenizer.vocab_size - vocab_size, 0),
     )
 
 
@@ -229,34 +252,45 @@ _Source = tuple[str, Tokenizer, _Side, _Side]
 def _read_text(config: DataConfig, seed: int, vocab_size: int) -> _Source:
     del seed  # text is what it is
     tokenizer = load_tokenizer(config.tokenizer)
-    _check_vocabulary(tokenizer, vocab_size)
+    check_separator(tokenizer, vocab_size)
     if config.name == "stdlib":
         title = f"standard library of Python {platform.python_version()}"
         documents = list_stdlib()
     else:
         title, documents = f"text at {config.path!r}", list_files(config.path)
-    train, validation = split(documents, config.validation_fraction)
+    formats = {format_of(document, config.format) for document in documents}
+    if JSON_LINES not in formats:
+        _check_no_field(config)
+    train, validation = split(
+        documents, config.validation_fraction, by_lines=JSON_LINES in formats
+    )
     return (
         title,
         tokenizer,
-        _tokenize(train, tokenizer, vocab_size),
-        _tokenize(validation, tokenizer, vocab_size),
+        _tokenize(config, train, tokenizer, vocab_size),
+        _tokenize(config, validation, tokenizer, vocab_size),
     )
 
 
 def _tokenize(
-    documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int
+    config: DataConfig,
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    vocab_size: int,
 ) -> _Side:
     sizes: list[int] = []
 
     def encode() -> Iterator[tuple[str, Ids]]:
         for document in documents:
-            content = document.read()
-            sizes.append(len(content))
-            try:
-                yield document.name, tokenizer.encode(content)
-            except UnicodeDecodeError as error:
-                raise _not_text(document, content, error) from error
+            for name, content in texts_of(document, config.format, config.text_field):
+                sizes.append(len(content))
+                try:
+                    ids = tokenizer.encode(content)
+                except UnicodeDecodeError as error:
+                    raise _not_text(document, content, error) from error
+                line = document.first_line if name == document.name else 1
+                check_tokens(name, content, ids, tokenizer, vocab_size, first_line=line)
+                yield name, ids
 
     stream = join(encode(), separator=tokenizer.separator, vocab_size=vocab_size)
     return _Side(stream, sum(sizes))
@@ -264,7 +298,7 @@ def _tokenize(
 
 def _make_synthetic(config: DataConfig, seed: int, vocab_size: int) -> _Source:
     tokenizer = SyntheticTokenizer(config.synthetic.vocab_size or vocab_size)
-    _check_vocabulary(tokenizer, vocab_size)
+    check_vocabulary(tokenizer, vocab_size)
     documents = make_documents(config.synthetic, tokenizer.vocab_size, seed)
     cut = len(documents) - ceil(len(documents) * config.validation_fraction)
     train, validation = (
@@ -274,14 +308,13 @@ def _make_synthetic(config: DataConfig, seed: int, vocab_size: int) -> _Source:
     return "synthetic patterns", tokenizer, train, validation
 
 
-def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    if tokenizer.vocab_size > vocab_size:
-        raise VocabularyError(
-            "the tokenizer's vocabulary is larger than the model's",
-            got=f"{tokenizer.kind} tokenizer: {tokenizer.vocab_size} ids, "
-            f"model: {vocab_size}",
-            fix=f"give the model a vocabulary of at least {tokenizer.vocab_size}, or "
-            "use a tokenizer with fewer ids",
+def _check_no_field(config: DataConfig) -> None:
+    if config.text_field != DataConfig.text_field:
+        raise SettingConflictError(
+            "data.text_field has no effect in this run",
+            got=f"data.text_field={config.text_field}, and no file of {config.path!r} "
+            "is read as JSON lines",
+            fix="leave it out, or use data.format=jsonl",
         )
 
 

@@ -12,8 +12,6 @@ from typing import Final
 from tessera.errors import DataChangedError
 from tessera.training.data.corpus import Corpus
 
-RESUME_DATA: Final = ("exact", "restart")
-
 # What each part of an order is called where it is not what it was.
 _NAMES: Final = {
     "text": "the text that is trained on",

@@ -6,20 +6,21 @@ depend on those relative paths alone, so that every machine and every process wi
 same files sees the same documents in the same split.
 """
 
-import errno
 import glob
+import gzip
 import hashlib
 import os
-import stat
 import sys
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tessera.errors import DataNotFoundError, EmptyDataError
+from tessera.errors import DataFormatError, DataNotFoundError, EmptyDataError
+from tessera.regular_files import check_regular, is_made_by_the_kernel
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson")
 
 # Tables that a program wrote, then packages that some distributions install apart:
 # with them the corpus would differ between machines with the same Python.
@@ -36,26 +37,37 @@ class Document:
     Attributes:
       name: Its path relative to the corpus, with forward slashes.
       path: Where it is.
-      begin: The first of its bytes that belongs to the document.
+      begin: The first of its bytes that belongs to the document, decompressed.
       end: The first after it that does not; None where the file ends.
+      first_line: The number of the line that is at ``begin``.
     """
 
     name: str
     path: Path
     begin: int = 0
     end: int | None = None
+    first_line: int = 1
 
     def read(self) -> bytes:
-        """The document's bytes.
+        """The document's bytes; those of a file that ends in ``.gz`` decompressed.
 
         Raises:
           DataNotFoundError: [T601] the file cannot be opened or read, or is none: a
             pipe might be waited for and a device read for ever.
+          DataFormatError: [T606] it ends in ``.gz`` and is not gzip.
         """
         try:
-            if not stat.S_ISREG(self.path.stat().st_mode):
-                raise OSError(errno.EINVAL, "it is no regular file")
-            return self.path.read_bytes()[self.begin : self.end]
+            check_regular(self.path)
+            content = self.path.read_bytes()
+            if self.path.suffix.lower() == ".gz":
+                content = gzip.decompress(content)
+            return content[self.begin : self.end]
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataFormatError(
+                f"the data file {self.name!r} cannot be decompressed",
+                got=f"{self.path}: {error}",
+                fix="see that it was copied to its end, or leave out the ending .gz",
+            ) from error
         except OSError as error:
             raise DataNotFoundError(
                 f"the data file {self.name!r} cannot be read",
@@ -108,12 +120,15 @@ def list_files(path: str) -> list[Document]:
     """
     try:
         place = Path(path).expanduser()
+        if is_made_by_the_kernel(place):
+            raise OSError(None, "the kernel makes it up as it is read")
         if documents := _found_at(place):
             return documents
         if place.is_dir():
             raise EmptyDataError(
                 f"the folder {path!r} holds no text files",
-                got=f"no file ending in {', '.join(TEXT_SUFFIXES)}, at any depth",
+                got=f"no file ending in {', '.join(TEXT_SUFFIXES)}, or in one of these "
+                "and .gz, at any depth",
                 fix=f"for other files give a glob: data.path='{path}/**/*.html'",
             )
         got = _last_that_exists(place.absolute())
@@ -150,7 +165,7 @@ def _walk(
         found += [
             Path(folder, name)
             for name in files
-            if name.endswith(suffixes) and name[0] != "."
+            if name.removesuffix(".gz").endswith(suffixes) and name[0] != "."
         ]
     named = {path.relative_to(root).as_posix(): path for path in found}
     return (Document(name, named[name]) for name in sorted(named))
@@ -182,7 +197,7 @@ def _last_that_exists(path: Path) -> str:
 
 
 def split(
-    documents: Sequence[Document], fraction: float
+    documents: Sequence[Document], fraction: float, *, by_lines: bool = False
 ) -> tuple[list[Document], list[Document]]:
     """Divide documents into train and validation, by file.
 
@@ -194,6 +209,7 @@ def split(
     Args:
       documents: At least one.
       fraction: The expected share of validation files; 0 keeps none.
+      by_lines: Whether a single file is cut at a line's beginning, wherever that is.
 
     Example:
       >>> names = [Document(f"{i}.txt", Path()) for i in range(5)]
@@ -203,7 +219,7 @@ def split(
     if not fraction:
         return list(documents), []
     if len(documents) == 1:
-        return _cut(documents[0], fraction)
+        return _cut(documents[0], fraction, by_lines)
     ranked = sorted(documents, key=_place)
     below = sum(_place(document) < fraction for document in ranked)
     chosen = set(ranked[: min(max(below, 1), len(ranked) - 1)])
@@ -216,14 +232,21 @@ def _place(document: Document) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def _cut(document: Document, fraction: float) -> tuple[list[Document], list[Document]]:
+def _cut(
+    document: Document, fraction: float, by_lines: bool
+) -> tuple[list[Document], list[Document]]:
     content = document.read()
     cut = int(len(content) * (1 - fraction))
+    if by_lines:
+        last_line = content.rfind(b"\n", 0, len(content.rstrip())) + 1
+        cut = min(content.find(b"\n", cut) + 1 or last_line, last_line) or len(content)
     # Near: at least half of the validation text stays.
-    if line := content.find(b"\n", cut, (cut + len(content)) // 2) + 1:
+    elif line := content.find(b"\n", cut, (cut + len(content)) // 2) + 1:
         cut = line
     else:
         # Not inside a UTF-8 character.
         while cut < len(content) and content[cut] & 0xC0 == 0x80:
             cut += 1
-    return [replace(document, end=cut)], [replace(document, begin=cut)]
+    number = document.first_line + content.count(b"\n", 0, cut)
+    tail = replace(document, begin=cut, first_line=number)
+    return [replace(document, end=cut)], [tail]

@@ -11,18 +11,24 @@ where H is the entropy of a coin; one that has learnt nothing loses log(vocab_si
 """
 
 import hashlib
+import os
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from tessera.errors import TokenizerError
+from tessera.errors import SettingValueError, TokenizerError
 from tessera.training.data.config import SyntheticConfig
 from tessera.training.data.tokenization import Ids
 
 NUM_PATTERNS = 64
 PATTERN_LENGTH = 32
 MOST_PATTERNS_A_DOCUMENT = 16
+
+# Random numbers that are made at once, with all their intermediate results.
+_AT_ONCE = 2**20
+# The most memory that 20 and 40 million tokens took, from numbers to packed rows.
+_BYTES_A_TOKEN = 20
 
 
 class SyntheticTokenizer:
@@ -57,6 +63,10 @@ class SyntheticTokenizer:
         """The ids as numbers, without separators."""
         return " ".join(str(i) for i in ids if i != 0)
 
+    def token(self, number: int) -> str:
+        """The number."""
+        return str(number)
+
 
 def make_documents(
     config: SyntheticConfig, vocab_size: int, seed: int
@@ -66,11 +76,15 @@ def make_documents(
     Returns:
       Pairs of a name and ids, int32 [tokens], each id in [1, vocab_size).
 
+    Raises:
+      SettingValueError: [T502] this machine has no memory for so many.
+
     Example:
       >>> (name, ids), *_ = make_documents(SyntheticConfig(tokens=99), 50, seed=0)
       >>> name, ids.dtype, bool((ids > 0).all() and (ids < 50).all())
       ('synthetic/0', dtype('int32'), True)
     """
+    _check_memory(config.tokens)
     draw = _Randomness(seed)
     shape = NUM_PATTERNS, PATTERN_LENGTH
     patterns = draw.integers("patterns", shape[0] * shape[1], vocab_size - 1) + 1
@@ -87,6 +101,18 @@ def make_documents(
     return [(f"synthetic/{i}", document) for i, document in enumerate(documents)]
 
 
+def _check_memory(tokens: int) -> None:
+    needed = tokens * _BYTES_A_TOKEN
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise SettingValueError(
+            "the memory of this machine does not hold so many synthetic tokens",
+            got=f"data.synthetic.tokens={tokens} take {needed:,} bytes while they are "
+            f"made, {_BYTES_A_TOKEN} each, of {there:,}",
+            fix=f"use data.synthetic.tokens={there // _BYTES_A_TOKEN} at most",
+        )
+
+
 class _Randomness:
     """SplitMix64, counted: numpy may change its own streams between releases.
 
@@ -100,9 +126,14 @@ class _Randomness:
     def integers(self, use: str, count: int, below: int) -> npt.NDArray[np.int64]:
         """``count`` integers in [0, below), their own stream for each ``use``."""
         digest = hashlib.blake2b(f"{use}/{self._seed}".encode(), digest_size=8).digest()
-        z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        z += np.uint64(int.from_bytes(digest, "big"))
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-        return (z % np.uint64(below)).astype(np.int64)
+        found = np.empty(count, np.int64)
+        for begin in range(0, count, _AT_ONCE):
+            part = found[begin : begin + _AT_ONCE]
+            z = np.arange(begin + 1, begin + 1 + part.size, dtype=np.uint64)
+            z *= np.uint64(0x9E3779B97F4A7C15)
+            z += np.uint64(int.from_bytes(digest, "big"))
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            z ^= z >> np.uint64(31)
+            part[:] = z % np.uint64(below)
+        return found

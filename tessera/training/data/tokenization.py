@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import TokenizerError, did_you_mean
+from tessera.regular_files import check_regular
 
 Ids = npt.NDArray[np.int32]
 
@@ -51,6 +52,10 @@ class Tokenizer(Protocol):
         """The text of ``ids``; those that stand for no text are left out."""
         ...
 
+    def token(self, number: int) -> str:
+        """What the vocabulary calls an id that ``encode`` gave."""
+        ...
+
 
 class ByteTokenizer:
     """Each byte is its own id; 256 separates documents. Takes any file.
@@ -75,6 +80,10 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """UTF-8 text; a broken character becomes U+FFFD."""
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
+
+    def token(self, number: int) -> str:
+        """The byte in hexadecimal."""
+        return f"0x{number:02x}"
 
 
 class JsonTokenizer:
@@ -115,7 +124,11 @@ class JsonTokenizer:
                 got=" ".join(str(error).split()),
                 fix="give it an unknown token that its vocabulary has, or use another",
             ) from error
-        return np.array(encoding.ids, np.int32)
+        return _as_ids(encoding.ids)
+
+    def token(self, number: int) -> str:
+        """The token's name."""
+        return self._tokenizer.id_to_token(number)
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """Text without special tokens."""
@@ -142,7 +155,11 @@ class SentencePieceTokenizer:
     def encode(self, text: str | bytes) -> Ids:
         """Token ids of UTF-8 text."""
         content = text if isinstance(text, str) else text.decode()
-        return np.array(self._processor.encode(content), np.int32)
+        return _as_ids(self._processor.encode(content))
+
+    def token(self, number: int) -> str:
+        """The piece, with ``▁`` for a blank."""
+        return self._processor.id_to_piece(number)
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """Text without control tokens."""
@@ -167,7 +184,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     try:
         path = Path(name).expanduser()
-        there = path.is_file()
+        if there := path.is_file():
+            check_regular(path)
     # A name that is too long, a folder without leave, ~ of a user who is none.
     except (OSError, RuntimeError) as error:
         path, there = Path(name), False
@@ -193,6 +211,12 @@ def load_tokenizer(name: str) -> Tokenizer:
         if path.suffix == ".json"
         else (SentencePieceTokenizer(path))
     )
+
+
+def _as_ids(numbers: list[int]) -> Ids:
+    """Token ids as int32; those of a file that has larger ones stay as they are."""
+    ids = np.array(numbers, np.int64)
+    return ids if ids.size and ids.max() >= 2**31 else ids.astype(np.int32)
 
 
 def _import_extra(library: str, path: Path) -> ModuleType:

@@ -33,10 +33,16 @@ def test_an_unknown_name_lists_the_known():
     [
         ({"validation_fraction": 1.0}, "validation_fraction", "at least 0 and below 1"),
         ({"validation_fraction": float("nan")}, "validation_fraction", "below 1"),
-        ({"prefetch": -1}, "prefetch", "at least 0"),
-        ({"synthetic": {"tokens": 0}}, "synthetic.tokens", "at least 1"),
+        ({"prefetch": -1}, "prefetch", "from 0 to 1024"),
+        ({"prefetch": 10**9}, "prefetch", "from 0 to 1024"),
+        ({"synthetic": {"tokens": 10**14}}, "synthetic.tokens", "to 1000000000"),
+        ({"synthetic": {"tokens": 0}}, "synthetic.tokens", "from 1 to 1000000000"),
         ({"synthetic": {"noise": 1.5}}, "synthetic.noise", "from 0 to 1"),
-        ({"synthetic": {"vocab_size": 1}}, "synthetic.vocab_size", "at least 2"),
+        (
+            {"synthetic": {"vocab_size": 1}},
+            "synthetic.vocab_size",
+            "from 2 to 2147483647",
+        ),
     ],
 )
 def test_a_value_out_of_range_says_the_range(settings, name, legal):
@@ -61,6 +67,10 @@ def test_a_setting_that_would_be_ignored_is_refused():
         "  fix: use data=text, or leave data.path out\n"
         "  docs: docs/errors/T502.md"
     )
+    assert "data=stdlib does not use data.format" in refusal(format="jsonl")
+    assert "data=stdlib does not use data.text_field" in refusal(text_field="body")
+    whole = refusal(name="text", path="a", format="text", text_field="body")
+    assert "data.format=text does not use data.text_field" in whole
     tokenizer = refusal(name="synthetic", tokenizer="x.json")
     assert "data=synthetic does not use data.tokenizer" in tokenizer
     synthetic = refusal(synthetic={"noise": 0.0})
@@ -72,7 +82,7 @@ def test_all_mistakes_are_told_at_once():
         "[T502] 2 things in the configuration cannot be used\n"
         "  got: 1. [T502] data.prefetch does not take this value: data.prefetch=-1\n"
         "  got: 2. [T502] data=stdlib does not use data.path: data.path=books\n"
-        "  fix: 1. use a number at least 0\n"
+        "  fix: 1. use a number from 0 to 1024\n"
         "  fix: 2. use data=text, or leave data.path out\n"
         "  docs: docs/errors/T502.md"
     )

@@ -227,7 +227,8 @@ def test_a_tokenizer_without_a_separator_targets_nothing_across_documents(
 def test_a_vocabulary_larger_than_the_model_s_is_refused(folder):
     message = (
         "[T603] the tokenizer's vocabulary is larger than the model's\n"
-        "  got: bytes tokenizer: 257 ids, model: 256\n"
+        "  got: bytes tokenizer: 257 ids, model: 256, and id 256 stands before every "
+        "document\n"
         "  fix: give the model a vocabulary of at least 257, or use a tokenizer with "
         "fewer ids\n"
         "  docs: docs/errors/T603.md"

@@ -105,7 +105,8 @@ def test_a_folder_without_text_files_says_which_it_looked_for(tmp_path):
         list_files(str(tmp_path))
     assert str(caught.value) == (
         f"[T602] the folder '{tmp_path}' holds no text files\n"
-        "  got: no file ending in .txt, .md, .rst, .py, at any depth\n"
+        "  got: no file ending in .txt, .md, .rst, .py, .jsonl, .ndjson, or in one of "
+        "these and .gz, at any depth\n"
         f"  fix: for other files give a glob: data.path='{tmp_path}/**/*.html'\n"
         "  docs: docs/errors/T602.md"
     )

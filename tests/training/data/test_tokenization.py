@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers: there and back, and every way in which they cannot be had."""
 
-import io
 import re
 import sys
-import warnings
 
 import numpy as np
 import pytest
@@ -13,8 +11,7 @@ from hypothesis import strategies as st
 
 from tessera.errors import TokenizerError
 from tessera.training.data.tokenization import ByteTokenizer, load_tokenizer
-
-TEXTS = ["def f(x):\n    return x + 1\n", "for i in range(10):\n    print(i)\n"] * 20
+from tests.training.data.conftest import TEXTS
 
 
 @pytest.fixture(scope="module")
@@ -35,26 +32,6 @@ def json_file(tmp_path_factory):
     tokenizer.enable_padding(length=500)
     path = tmp_path_factory.mktemp("json") / "tokenizer.json"
     tokenizer.save(str(path))
-    return path
-
-
-@pytest.fixture(scope="module")
-def model_file(tmp_path_factory):
-    with warnings.catch_warnings():
-        # SWIG's types warn on Python 3.12.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        sentencepiece = pytest.importorskip("sentencepiece")
-    written = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS),
-        model_writer=written,
-        vocab_size=300,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        minloglevel=2,
-    )
-    path = tmp_path_factory.mktemp("model") / "tokenizer.model"
-    path.write_bytes(written.getvalue())
     return path
 
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages whose names are imported when they are first used.
+
+A mistake in a setting is told, and the launcher starts, before JAX is imported, which
+takes seconds. The stub beside a package's ``__init__.py`` says where each of its names
+comes from, to type checkers and at run time.
+
+Source: Scientific Python SPEC 1, "Lazy Loading of Submodules and Functions".
+"""
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Origins: TypeAlias = dict[str, tuple[str, str]]
+
+
+def lazy_names(
+    package: str,
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its stub.
+
+    The stub holds nothing but ``from module import name as name``, or ``import *`` of a
+    module with an ``__all__``.
+
+    Example:
+      >>> get, _, names = lazy_names("tessera.models")
+      >>> "Gemma3Config" in names, get("Gemma3Config").__module__
+      (True, 'tessera.models.config')
+    """
+    module = sys.modules[package]
+    origins = dict(_origins(_parsed(str(module.__file__) + "i")))
+
+    def get(name: str) -> Any:
+        if name not in origins:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        source, original = origins[name]
+        if source == package:  # it would ask itself
+            value = import_module(f"{source}.{original}")
+        else:
+            value = getattr(__import__(source, fromlist=[original]), original)
+        setattr(module, name, value)
+        return value
+
+    return get, lambda: sorted({*vars(module), *origins}), list(origins)
+
+
+def _origins(stub: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Where each name of a stub comes from: a module, and the name there."""
+    for node in stub.body:
+        if not isinstance(node, ast.ImportFrom) or node.module is None:
+            continue
+        for alias in node.names:
+            names = _all_of(node.module) if alias.name == "*" else [alias.name]
+            for name in names:
+                yield alias.asname or name, (node.module, name)
+
+
+def _all_of(module: str) -> list[str]:
+    """``__all__`` of a module, read from its source without importing it."""
+    spec = find_spec(module)
+    assert spec is not None, module
+    for node in _parsed(str(spec.origin)).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{module} lists no names")
+
+
+def _parsed(file: str) -> ast.Module:
+    return ast.parse(Path(file).read_text(encoding="utf-8"))

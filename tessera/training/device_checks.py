@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the devices of a mesh can have what a run asks of them."""
+
+import os
+from typing import Any
+
+from tessera import _jax
+from tessera.analysis.layouts import inspect
+from tessera.analysis.memory import format_bytes
+from tessera.errors import DeviceCountError, DeviceMemoryError
+from tessera.mesh import Mesh
+
+
+def check_compilable(mesh: Mesh) -> None:
+    """See that a step can be compiled for a mesh.
+
+    Raises:
+      DeviceCountError: [T702] its devices are not here, and are too many for CPU
+        devices to stand in for them.
+    """
+    if mesh.is_abstract and mesh.size > _jax.MOST_CPU_DEVICES:
+        raise DeviceCountError(
+            "the mesh has more devices than can be compiled for where they are not",
+            got=f"{mesh.topology}: {mesh.size} devices, and CPU devices stand in for "
+            f"{_jax.MOST_CPU_DEVICES} at most",
+            fix="use a smaller mesh, or run it where the devices are",
+        )
+
+
+def check_state_fits(state: Any, mesh: Mesh) -> None:
+    """See that the devices of this process hold the state of a run.
+
+    Activations and temporaries come on top, so a state that fits is no promise.
+
+    Args:
+      state: Shapes, dtypes and layouts of every array.
+      mesh: Where they lie.
+
+    Raises:
+      DeviceMemoryError: [T509] they do not.
+    """
+    found, devices = inspect(state), mesh.jax.local_devices
+    host, each = found.host_nbytes, found.local_nbytes - found.host_nbytes
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:  # CPU devices have the memory of the host
+        host, each = found.local_nbytes, 0
+    elif each > limit:
+        raise _too_large(f"{format_bytes(each)} on each device", limit, "a device")
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (needed := host * len(devices)) > there:
+        count = f"the {len(devices)} devices" if len(devices) > 1 else "the device"
+        needed_by = f"{format_bytes(needed)} for {count} of this process"
+        raise _too_large(needed_by, there, "this machine")
+
+
+def _too_large(needed: str, there: int, where: str) -> DeviceMemoryError:
+    return DeviceMemoryError(
+        "the parameters and the optimizer's state do not fit into the memory",
+        got=f"{needed}, and {where} has {format_bytes(there)}",
+        fix="use a smaller model, a mesh of more devices with fsdp or tp, or an "
+        "optimizer with less state; training.dry_run=true shows what each part takes",
+    )

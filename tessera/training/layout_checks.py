@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a model on its mesh, before anything is compiled or written.
+
+It is asked of the modules that lay out arrays, which import JAX. So it comes after
+``checks.py``, once nothing is wrong with the settings themselves.
+"""
+
+from math import lcm
+from typing import Final, cast
+
+from tessera.errors import BatchSizeError, PipelineSizeError, TesseraError
+from tessera.graph.pipelining.schedules import schedule
+from tessera.mesh import Mesh
+from tessera.models.config import nearest
+from tessera.models.remat import policies_of, policies_of_stage
+from tessera.models.rules import Placement
+from tessera.models.stages import StageSplit
+from tessera.ops.attention.spread import Method
+from tessera.training.config import ModelSettings, Settings
+
+# Places of a schedule's table, stages times microbatches: some seconds to make.
+_LARGEST_TABLE: Final = 2**18
+
+
+def layout_problems(settings: Settings) -> list[TesseraError]:
+    """Every mistake that is seen once a mesh is known; starts no backend.
+
+    T402 for heads, T502 for policies of ``remat``, T503 for sequences, T311 and T507
+    for stages. A size of -1 counts as 1.
+
+    Args:
+      settings: Against which ``checks.check`` has nothing.
+    """
+    sizes, axes = settings.model.mesh_shape
+    mesh = Mesh.from_shape([[max(size, 1) for size in sizes], axes])
+    try:
+        place = _placement(settings.model, mesh)
+    except TesseraError as error:
+        return [error, *_check_remat(settings, mesh), *_check_stages(settings, mesh)]
+    return [
+        *_check_remat(settings, mesh),
+        *_check_stages(settings, mesh),
+        *_check_sequences(settings, place),
+    ]
+
+
+def _placement(model: ModelSettings, mesh: Mesh) -> Placement:
+    return Placement.of(
+        model.config,
+        mesh,
+        sequence_parallel=model.sequence_parallel,
+        context_parallel=cast(Method, model.context_parallel),
+    )
+
+
+def _check_stages(settings: Settings, mesh: Mesh) -> list[TesseraError]:
+    training = settings.training
+    if "pp" not in mesh.axes:
+        return []
+    stages, chunks = mesh.shape["pp"], training.pipeline_chunks
+    microbatches = training.gradient_accumulation_steps
+    try:
+        StageSplit.of(settings.model.config, stages, chunks)
+        if stages * microbatches > _LARGEST_TABLE:
+            raise PipelineSizeError(
+                "a schedule of so many stages and microbatches is too large a table",
+                got=f"{stages} stages x {microbatches} microbatches",
+                fix=f"use at most {_LARGEST_TABLE // stages} for "
+                "training.gradient_accumulation_steps",
+            )
+        order = training.pipeline_schedule
+        schedule(order, stages, microbatches, chunks if chunks > 1 else None)
+    except TesseraError as error:
+        return [error]
+    return []
+
+
+def _check_remat(settings: Settings, mesh: Mesh) -> list[TesseraError]:
+    config = settings.model.config
+    try:
+        policies = policies_of(settings.training.remat, config)
+        if "pp" in mesh.axes:
+            stages = mesh.shape["pp"] * settings.training.pipeline_chunks
+            policies_of_stage(policies, config.num_layers // stages)
+    except TesseraError as error:
+        return [error]
+    return []
+
+
+def _check_sequences(settings: Settings, place: Placement) -> list[TesseraError]:
+    length, spread = settings.training.sequence_length, place.arrangement
+    chunks = spread.size * spread.runs if spread else 1
+    split = place.size("sequence") if settings.model.sequence_parallel else 1
+    step = lcm(chunks, split)
+    if length % step == 0:
+        return []
+    longer = nearest(range(step, length + step + 1, step), length)
+    errors: list[TesseraError] = []
+    if length % chunks:
+        errors.append(
+            BatchSizeError(
+                f"sequences cannot be cut into the {chunks} chunks that the devices of "
+                f"mesh axis 'cp' share by model.context_parallel="
+                f"{settings.model.context_parallel}",
+                got=f"training.sequence_length={length}: {length} / {chunks} leaves "
+                f"{length % chunks}",
+                fix=f"use training.sequence_length={longer}",
+            )
+        )
+    if length % split:
+        axes = place.axes("sequence")
+        named = " and ".join(map(repr, axes))
+        errors.append(
+            BatchSizeError(
+                f"sequences cannot be split evenly over mesh "
+                f"{'axis' if len(axes) == 1 else 'axes'} {named}, which "
+                "model.sequence_parallel asks for",
+                got=f"training.sequence_length={length}: {length} / {split} leaves "
+                f"{length % split}",
+                fix=f"use training.sequence_length={longer}, or "
+                "model.sequence_parallel=false",
+            )
+        )
+    return errors

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No setting is accepted and ignored: another value changes the run, or is refused.
+
+For each kind of run and each setting that the step or its data is made of: with another
+value than that of the run the settings are refused; or arrays, layouts, learning rates,
+batches or the traced step are others; or the run says that the setting changes nothing.
+What the loop alone reads is in ``tests/training/test_unused_settings.py``.
+"""
+
+import re
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tessera.errors import TesseraError
+from tessera.mesh import Mesh
+from tessera.training.command_line import compose
+from tessera.training.config import Settings
+from tessera.training.job import Job
+from tests.fuzz.override_lists import SETTINGS, SMALL
+
+ROOT = Path(__file__).parents[2]
+
+BASE = (*SMALL, "model.global_every=2", "training.gradient_accumulation_steps=2")
+RUNS = {
+    "one device": (),
+    "experts": ("model=moe_tiny", "model.mesh_shape=[[2],[ep]]"),
+    "experts with a capacity": ("model=moe_tiny", "model.capacity_factor=1.5"),
+    "dp": ("model.mesh_shape=[[2],[dp]]",),
+    "dp, alone": ("model.mesh_shape=[[1],[dp]]",),
+    "fsdp and tp": ("model.mesh_shape=[[2,2],[fsdp,tp]]",),
+    "tp, alone": ("model.mesh_shape=[[2,1],[dp,tp]]",),
+    "cp": ("model.mesh_shape=[[2],[cp]]",),
+    "pp": ("model.mesh_shape=[[2],[pp]]",),
+    "pp, alone": ("model.mesh_shape=[[1],[pp]]",),
+    "pp, interleaved": (
+        *("model.mesh_shape=[[2],[pp]]", "model.num_layers=4"),
+        *("training.pipeline_schedule=interleaved", "training.pipeline_chunks=2"),
+    ),
+    "top_k": (*("model.mesh_shape=[[2],[dp]]", "training.gradient_compression=top_k"),),
+    "deterministic": (
+        *("training.numerics=deterministic", "training.microshards=2"),
+        "model.mesh_shape=[[2],[dp]]",
+    ),
+    "f16": ("training.mixed_precision=fp16",),
+    "only global layers": ("model.global_every=1",),
+    "only local layers": ("model.global_every=9",),
+    "one layer": ("model.num_layers=1", "model.global_every=9"),
+    "adam": ("optimizer=adam",),
+    "sgd": ("optimizer=sgd",),
+    "sgd without momentum": ("optimizer=sgd", "optimizer.momentum=0"),
+    "lion": ("optimizer=lion",),
+    "adafactor": ("optimizer=adafactor",),
+    "a constant rate": ("optimizer.schedule=constant",),
+    "the standard library": (
+        *("data=stdlib", "data.synthetic.tokens=2000000", "model.vocab_size=264"),
+    ),
+}
+# Another value of each setting; where a run has it already, the second one.
+OTHERS = {
+    "model.sequence_parallel": ("true",),
+    "model.context_parallel": ("all_to_all",),
+    "model.vocab_size": ("300",),
+    "model.d_model": ("32",),
+    "model.num_layers": ("4", "2"),
+    "model.num_heads": ("4",),
+    "model.num_kv_heads": ("2",),
+    "model.head_dim": ("16",),
+    "model.mlp_dim": ("32",),
+    "model.window": ("4",),
+    "model.query_pre_attn_scalar": ("0.5",),
+    "model.global_every": ("2", "1"),
+    "model.rope_base_local": ("500",),
+    "model.rope_base_global": ("500",),
+    "model.rope_scale_global": ("8",),
+    "model.norm_epsilon": ("1e-4",),
+    "model.scan_unroll": ("2",),
+    "model.num_experts": ("4",),
+    "model.experts_per_token": ("1",),
+    "model.capacity_factor": ("1.25",),
+    "model.router_balance_weight": ("0.5",),
+    "model.router_z_weight": ("0.5",),
+    "model.mesh_shape": ("[[2,2],[dp,fsdp]]",),
+    "training.steps": ("7",),
+    "training.seed": ("7",),
+    "training.sequence_length": ("32",),
+    "training.micro_batch_size": ("4",),
+    "training.gradient_accumulation_steps": ("4",),
+    "training.sync_gradients_every": ("2",),
+    "training.mixed_precision": ("bf16",),
+    "training.zero_stage": ("1",),
+    "training.offload_optimizer": ("true",),
+    "training.remat": ("full",),
+    "training.loss_chunk": ("4",),
+    "training.gradient_compression": ("bf16",),
+    "training.compression_ratio": ("0.5",),
+    "training.numerics": ("deterministic", "fast"),
+    "training.microshards": ("4",),
+    "training.pipeline_schedule": ("gpipe",),
+    "training.pipeline_chunks": ("2", "4"),
+    "training.clip_norm": ("0.5",),
+    "data.name": ("stdlib", "synthetic"),
+    "data.path": ("books",),
+    "data.format": ("jsonl",),
+    "data.text_field": ("body",),
+    "data.tokenizer": ("words.json",),
+    "data.validation_fraction": ("0.5",),
+    "data.synthetic.tokens": ("30000",),
+    "data.synthetic.vocab_size": ("50",),
+    "data.synthetic.noise": ("0.5",),
+    "optimizer.learning_rate": ("0.5",),
+    "optimizer.scale_learning_rate": ("linear",),
+    "optimizer.warmup_steps": ("5",),
+    "optimizer.schedule": ("linear",),
+    "optimizer.final_fraction": ("0.5",),
+    "optimizer.beta1": ("0.5",),
+    "optimizer.beta2": ("0.5",),
+    "optimizer.epsilon": ("0.5",),
+    "optimizer.weight_decay": ("0.5",),
+    "optimizer.momentum": ("0.5",),
+    "optimizer.nesterov": ("true",),
+    "optimizer.scale_by_parameter": ("false",),
+    "optimizer.decay_rate": ("0.5",),
+    "optimizer.clip_update": ("2",),
+    "optimizer.least_dim_to_factor": ("4",),
+}
+# How a run is called, shown, kept, watched or begun, and not what it computes.
+OF_THE_LOOP = {
+    *("name", "hydra.run.dir", "model.name", "optimizer.name", "data.prefetch"),
+    *("training.max_skipped_steps", "training.log_every", "training.validate_every"),
+    *("training.validation_batches", "training.sample_prompt", "training.keep"),
+    *("training.sample_length", "training.init_from", "training.checkpoint_every"),
+    *("training.resume", "training.resume_data", "training.profile_communication"),
+    *("training.profile_wait", "training.profile_warmup", "training.profile_active"),
+    "training.dry_run",
+}
+CELLS = [(run, name) for run in RUNS for name in OTHERS]
+
+
+def test_every_setting_is_looked_at():
+    known = {name for name, _ in SETTINGS if not name.startswith("runtime.")}
+    assert known == set(OTHERS) | OF_THE_LOOP
+
+
+def settings_of(*overrides: str) -> Settings:
+    return compose([*BASE, *overrides], ROOT / "configs").settings
+
+
+class Run:
+    """What a run computes: parts that differ where a setting has an effect."""
+
+    def __init__(self, *overrides: str) -> None:
+        self.settings = settings_of(*overrides)
+        self.job = Job(self.settings, Mesh.from_shape(self.settings.model.mesh_shape))
+        self.job.check()
+
+    @cached_property
+    def arrays(self) -> Any:
+        """Shapes, dtypes and layouts of the state and of a batch, and the rates."""
+        job, rate = self.job, self.job.recipe.learning_rate
+        leaves, tree = jax.tree.flatten((job.abstract_state, job.abstract_batch))
+        rates = [float(rate(step)) for step in (0, 3, 6, 20, 150, 299)]
+        return tree, [(leaf, leaf.sharding) for leaf in leaves], rates
+
+    @cached_property
+    def batches(self) -> Any:
+        corpus = self.job.load_data()
+        first = next(corpus.train(4))["tokens"]
+        return first.tobytes(), corpus.validation_split.fingerprint, corpus.order
+
+    @cached_property
+    def step(self) -> Any:
+        """The traced step, with the values that it has inside."""
+        job = self.job
+        program = job.step.trace(job.abstract_state, job.abstract_batch).graph.program
+        inside = [np.asarray(value).tobytes() for value in program.consts]
+        return re.sub(r"0x[0-9a-f]+", "", str(program)), inside
+
+
+@cache
+def run_of(name: str) -> Run:
+    return Run(*RUNS[name])
+
+
+@pytest.mark.fuzz(sample=10, whole=len(CELLS))
+def test_another_value_changes_the_run_or_is_refused(seed):
+    name, setting = CELLS[seed * 101 % len(CELLS)]
+    before = run_of(name)
+    for value in OTHERS[setting]:
+        try:
+            other = Run(*RUNS[name], f"{setting}={value}")
+        except TesseraError:
+            return
+        if other.settings != before.settings:
+            break
+    else:
+        pytest.fail(f"{setting} has no other value in {name}")
+    if any(setting.rpartition(".")[2] in note for note in other.job.layout_notes()):
+        return
+    try:
+        differs = (
+            other.arrays != before.arrays
+            or other.batches != before.batches
+            or other.step != before.step
+        )
+    except TesseraError:
+        return
+    assert differs, f"{setting}={value} is ignored: {name}"

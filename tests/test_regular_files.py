@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be opened, and what would not end."""
+
+import errno
+import os
+
+import pytest
+
+from tessera.regular_files import check_regular, is_made_by_the_kernel
+
+
+def refusal(path):
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - the text is looked at
+        check_regular(path)
+    return caught.value.strerror
+
+
+def test_a_file_and_a_link_to_one_are_regular(tmp_path):
+    (tmp_path / "a").write_text("text")
+    (tmp_path / "b").symlink_to("a")
+    check_regular(tmp_path / "a")
+    check_regular(str(tmp_path / "b"))
+
+
+def test_pipes_devices_and_folders_are_not(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link", "/dev/null", tmp_path):
+        assert refusal(path) == "it is no regular file"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="no /proc")
+def test_what_the_kernel_makes_up_is_not_even_by_a_link(tmp_path):
+    (tmp_path / "link").symlink_to("/proc/self/environ")
+    for path in ("/proc/self/environ", tmp_path / "link"):
+        assert refusal(path) == "the kernel makes it up as it is read"
+    assert is_made_by_the_kernel("/proc")
+    # The way through /proc leads out of it.
+    assert not is_made_by_the_kernel(f"/proc/self/root{tmp_path}")
+
+
+def test_what_is_not_there_says_so(tmp_path):
+    assert refusal(tmp_path / "nothing") == os.strerror(errno.ENOENT)
