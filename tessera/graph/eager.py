@@ -19,6 +19,7 @@ from tessera import scope
 from tessera._jax_recording import Recording, let_run
 from tessera.annotations import bind
 from tessera.errors import OutsideTraceError, UnconnectedGradientError
+from tessera.graph.ir import Graph, Value
 from tessera.graph.pipelining.mark import pipeline_p
 from tessera.graph.tracing.arguments import Call, common_mesh
 from tessera.graph.tracing.declarations import (
@@ -29,6 +30,7 @@ from tessera.graph.tracing.declarations import (
 )
 from tessera.graph.tracing.gradient import gradient_p, unconnected
 from tessera.graph.tracing.swapping import let_transpose_swap
+from tessera.graph.tracing.tracer import trace
 from tessera.graph.tracing.write_back import Watch, Write, write_values
 from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.objects import check_references
@@ -104,9 +106,13 @@ def run_eagerly(
     """
     let_transpose_swap()
     scope.check_autocast_of_programs(scope.current_autocast())
-    mesh = _mesh_of(call, options)
     binding = bind(function, call.args, call.kwargs, name=options.name)
-    values = argument_values(call, options, mesh, binding.dim_names)
+    graph = None if options.strategy is None else _traced(function, call, options)
+    if graph is not None:
+        mesh, values = graph.mesh, graph.inputs[: len(call.leaves)]
+    else:
+        mesh = _mesh_of(call, options)
+        values = argument_values(call, options, mesh, binding.dim_names)
     recording = Recording()
     here = _EagerScope(
         mesh=mesh,
@@ -135,7 +141,9 @@ def run_eagerly(
     recording.is_open = False
     result = jax.tree.unflatten(tree, list(map(recording.known, leaves)))
     binding.check_result(result)
-    specs = _result_specs(result, call, options, mesh, binding.result_dim_names(result))
+    outputs = None if graph is None else graph.outputs
+    names = binding.result_dim_names(result)
+    specs = _result_specs(result, options, mesh, names, outputs)
     given = write_values(writes, list(map(jax.typeof, written)), values)
     return Outcome(
         jax.tree.unflatten(
@@ -153,35 +161,33 @@ def run_eagerly(
     )
 
 
+def _traced(function: Callable[..., Any], call: Call, options: Options) -> Graph:
+    """The function as a program, which a strategy finds the roles of arguments by."""
+    with jax.disable_jit(False), jax.debug_nans(False):
+        return trace(function, call, options).graph
+
+
 def _mesh_of(call: Call, options: Options) -> Mesh | None:
     opened = None if manual_axes() else opened_or_none()
-    mesh = common_mesh(call.leaves, [("the step", options.mesh or opened)])
-    if mesh is None and options.strategy is not None:
-        mesh = options.strategy.default_mesh()
-    if mesh is not None and options.strategy is not None:
-        options.strategy.check_mesh(mesh)
-    return mesh
+    return common_mesh(call.leaves, [("the step", options.mesh or opened)])
 
 
 def _result_specs(
     result: Any,
-    call: Call,
     options: Options,
     mesh: Mesh | None,
     dim_names: Mapping[str, Sequence[str]],
+    outputs: Sequence[Value] | None,
 ) -> list[PartitionSpec | None]:
-    """The declared layout of each leaf of a result."""
+    """The layout of each leaf of a result: declared, or as a strategy's outputs."""
     leaves, tree = jax.tree.flatten(result)
     if mesh is None:
         return [None] * len(leaves)
-    if options.strategy is not None and options.out_specs is None:
-        forms = [jax.typeof(leaf) if is_number(leaf) else leaf for leaf in leaves]
-        types = jax.tree.unflatten(tree, forms)
-        return options.strategy.result_layouts(types, call, mesh)
     statics = {i: leaf for i, leaf in enumerate(leaves) if not is_number(leaf)}
     avals = [jax.typeof(leaf) for leaf in leaves if is_number(leaf)]
-    values = output_values(options, tree, statics, avals, mesh, dim_names)
-    specs = iter(value.spec for value in values)
+    if outputs is None:
+        outputs = output_values(options, tree, statics, avals, mesh, dim_names)
+    specs = iter(value.spec for value in outputs)
     return [None if i in statics else next(specs) for i in range(len(leaves))]
 
 

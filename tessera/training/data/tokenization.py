@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tessera.errors import TokenizerError, did_you_mean
 from tessera.regular_files import check_regular
 
-Ids = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 # What the common model families call the token that stands between documents.
 _SEPARATORS = (
