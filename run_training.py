@@ -7,16 +7,14 @@
 """
 
 import os
-import signal
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from tessera.runtime.exit_codes import end_when_asked
+
 if __name__ == "__main__":
-    # Asked to end while the others are imported: there is nothing to save.
-    for _number, _code in (("SIGTERM", 75), ("SIGUSR2", 75), ("SIGINT", 130)):
-        if signal.getsignal(_ask := signal.Signals[_number]) is not signal.SIG_IGN:
-            signal.signal(_ask, lambda *_, code=_code: os._exit(code))
+    end_when_asked()  # there is nothing to save yet
 
 from tessera.training.command_line import Composed, read_command_line, run_composed
 
@@ -32,7 +30,7 @@ from tessera.runtime.compile_cache import make_compile_cache, open_compile_cache
 from tessera.runtime.devices import prepare_devices
 from tessera.runtime.processes import Processes, Timeouts, joined
 from tessera.runtime.xla_options import set_xla_options
-from tessera.training.checkpoints.resuming import Choice, choose
+from tessera.training.checkpoints.resuming import choose_start
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.config import Settings
 from tessera.training.console import Console, log
@@ -66,7 +64,7 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
         return
     # Nothing but the lock is written before all that can be wrong was looked at.
     corpus = job.load_data()
-    choice = choose_start(settings.training.resume, here)
+    choice = choose_start(settings.training.resume, Path(here.shared), here.attempt)
     told += "".join(f"\n{line}" for line in choice.check(job, corpus, composed.text))
     folder, own, check = None, choice.own_step, lock.check
     make_compile_cache()
@@ -131,13 +129,6 @@ def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Process
         },
         grace=runtime.grace_period,
     )
-
-
-def choose_start(resume: str, here: Processes) -> Choice:
-    """What the run begins with; what it left itself, when the launcher restarts it."""
-    folder = Path(here.shared)
-    own = choose("auto", folder) if here.attempt else None
-    return own if own and own.checkpoint else choose(resume, folder)
 
 
 def prepare(settings: Settings, num_processes: int) -> str:

@@ -98,6 +98,21 @@ class Choice:
         return said + restoration.notes()
 
 
+def choose_start(resume: str, output_dir: Path, attempt: int) -> Choice:
+    """What ``choose`` finds; what the run left itself, when the launcher restarts it.
+
+    Args:
+      resume: As for ``choose``.
+      output_dir: As for ``choose``.
+      attempt: How many times the launcher has restarted the run.
+
+    Raises:
+      TesseraError: [T504], [T801], [T802] as ``choose`` does.
+    """
+    own = choose(AUTO, output_dir) if attempt else None
+    return own if own and own.checkpoint else choose(resume, output_dir)
+
+
 def choose(resume: str, output_dir: Path) -> Choice:
     """Find the checkpoint that ``training.resume`` means, and see that it holds.
 

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every error has: a code, and what is wrong, was got and is to be done."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import ClassVar
+
+
+class TesseraError(Exception):
+    """A mistake that its author can mend; the base of every coded error.
+
+    Args:
+      what: One sentence: which argument, and what is wrong with it.
+      got: The values met, with the arithmetic that fails.
+      fix: What to write instead, with the nearest legal values.
+
+    Example:
+      >>> raise NoMeshError("there is no mesh here", fix="open one with 'with mesh:'")
+      Traceback (most recent call last):
+      ...
+      tessera.errors.NoMeshError: [T106] there is no mesh here
+        fix: open one with 'with mesh:'
+        docs: docs/errors/T106.md
+    """
+
+    code: ClassVar[str] = "T000"
+    exit_code: ClassVar[int] = 2
+    """What a program that it ends exits with; docs/reliability.md has them all."""
+
+    def __init__(self, what: str, *, got: str = "", fix: str = "") -> None:
+        self.what, self.got, self.fix = what, got, fix
+        lines = [f"[{self.code}] {what}"]
+        lines += [f"  got: {line}" for line in got.splitlines()]
+        lines += [f"  fix: {line}" for line in fix.splitlines()]
+        lines += [f"  docs: docs/errors/{self.code}.md"]
+        # The name of a file may hold what is no character, and cannot be written.
+        super().__init__("\n".join(lines).encode(errors="backslashreplace").decode())
+
+
+class TesseraWarning(UserWarning):
+    """Something legal that its author probably did not want."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint that ends an error's ``fix`` line.
+
+    Example:
+      >>> did_you_mean("fdsp", ["fsdp", "tp"])
+      "did you mean 'fsdp'? Known: 'fsdp', 'tp'"
+    """
+    known = list(known)
+    close = get_close_matches(name, known, n=1)
+    listed = ", ".join(repr(item) for item in known) or "none"
+    return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {listed}"

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors T2xx: shards and layouts."""
+
+from tessera.errors.base import TesseraError
+
+
+class ShardDivisibilityError(TesseraError, ValueError):
+    """A dim is not a multiple of the mesh axes that it is split over."""
+
+    code = "T201"
+
+
+class AxisReusedError(TesseraError, ValueError):
+    """One mesh axis is asked to split two dims of the same array."""
+
+    code = "T202"
+
+
+class DimError(TesseraError, ValueError):
+    """A spec names a dim that the array does not have."""
+
+    code = "T203"
+
+
+class SpecFormError(TesseraError, ValueError):
+    """A ShardSpec is not well formed by itself, whatever the array."""
+
+    code = "T204"
+
+
+class LayoutMismatchError(TesseraError, ValueError):
+    """The layout that was compiled, or given, is not the declared one."""
+
+    code = "T205"
+
+
+class CollectiveError(TesseraError, ValueError):
+    """A collective cannot act on this array over this axis."""
+
+    code = "T206"
+
+
+class TensorFormError(TesseraError, ValueError):
+    """A tensor is declared with a dtype, shape or initializer that does not exist."""
+
+    code = "T207"
+
+
+class KernelError(TesseraError, ValueError):
+    """A kernel's argument or result cannot be laid out over the mesh."""
+
+    code = "T208"
+
+
+class BudgetError(TesseraError, ValueError):
+    """A program sends more between its devices than its budget allows."""
+
+    code = "T209"
+
+
+class BudgetFormError(TesseraError, ValueError):
+    """A budget of collectives is not a size, or is for an axis that does not exist."""
+
+    code = "T210"

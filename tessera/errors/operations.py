@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors T4xx: operations and models."""
+
+from tessera.errors.base import TesseraError
+
+
+class OperandError(TesseraError, ValueError):
+    """The operands of an operation do not fit each other."""
+
+    code = "T401"
+
+
+class HeadCountError(TesseraError, ValueError):
+    """Attention heads cannot be divided over the mesh axis that holds them."""
+
+    code = "T402"
+
+
+class UnknownModelError(TesseraError, ValueError):
+    """A model is named that the registry does not have."""
+
+    code = "T403"
+
+
+class LogicalAxisError(TesseraError, ValueError):
+    """A logical axis name is not in the rule table."""
+
+    code = "T404"
+
+
+class ModelShapeError(TesseraError, ValueError):
+    """The sizes of a model's configuration contradict each other."""
+
+    code = "T405"
+
+
+class ImplementationError(TesseraError, ValueError):
+    """An implementation of an operation is asked for that cannot serve the call."""
+
+    code = "T406"

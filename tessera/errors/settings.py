@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors T5xx: configuration."""
+
+from tessera.errors.base import TesseraError
+
+
+class UnknownSettingError(TesseraError, ValueError):
+    """A configuration key does not exist."""
+
+    code = "T501"
+
+
+class SettingValueError(TesseraError, ValueError):
+    """A configuration value is not one that the setting takes."""
+
+    code = "T502"
+
+
+class BatchSizeError(TesseraError, ValueError):
+    """A batch cannot be divided over devices, microbatches or accumulation steps."""
+
+    code = "T503"
+
+
+class OutputPathError(TesseraError, ValueError):
+    """The output folder cannot be written or leaves its place."""
+
+    code = "T504"
+
+
+class UnknownOptimizerError(TesseraError, ValueError):
+    """An optimizer or schedule is named that the registry does not have."""
+
+    code = "T505"
+
+
+class LossScaleError(TesseraError, ValueError):
+    """fp16 gradients overflow however small the loss is scaled."""
+
+    code = "T506"
+
+
+class SettingConflictError(TesseraError, ValueError):
+    """Two settings ask for things that exclude each other."""
+
+    code = "T507"
+
+
+class NonFiniteError(TesseraError, ValueError):
+    """The loss or the gradients were not finite for too many steps in a row."""
+
+    code = "T508"
+
+
+class DeviceMemoryError(TesseraError, ValueError):
+    """What a run keeps between its steps is larger than the memory of its devices."""
+
+    code = "T509"

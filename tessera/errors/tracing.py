@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors T3xx: tracing and pipelines."""
+
+from tessera.errors.base import TesseraError
+
+
+class ArgumentError(TesseraError, TypeError):
+    """An argument can be neither traced nor held static."""
+
+    code = "T301"
+
+
+class OutsideTraceError(TesseraError, ValueError):
+    """Something that only has a meaning inside a traced function was called outside."""
+
+    code = "T302"
+
+
+class UnconnectedGradientError(TesseraError, ValueError):
+    """A loss does not depend on what it is differentiated by."""
+
+    code = "T303"
+
+
+class LossFormError(TesseraError, ValueError):
+    """A loss is not one floating-point number."""
+
+    code = "T304"
+
+
+class ParameterNameError(TesseraError, ValueError):
+    """Two parameters of one step share a name, or a name is not legal."""
+
+    code = "T305"
+
+
+class ParameterTreeError(TesseraError, ValueError):
+    """The parameters given to a step are not the ones it declares."""
+
+    code = "T306"
+
+
+class UnknownPassError(TesseraError, ValueError):
+    """A pass is named that the pipeline does not have."""
+
+    code = "T307"
+
+
+class MeshConflictError(TesseraError, ValueError):
+    """The inputs of one step live on different meshes."""
+
+    code = "T308"
+
+
+class ScheduleError(TesseraError, ValueError):
+    """A pipeline schedule is a table that cannot be executed."""
+
+    code = "T309"
+
+
+class UnknownScheduleError(TesseraError, ValueError):
+    """A pipeline schedule is named that does not exist."""
+
+    code = "T310"
+
+
+class PipelineSizeError(TesseraError, ValueError):
+    """Stages, microbatches, chunks and layers of a pipeline do not fit each other."""
+
+    code = "T311"
+
+
+class PipelineFormError(TesseraError, ValueError):
+    """A function or its loss cannot be run as the stages of a pipeline."""
+
+    code = "T312"
+
+
+class StrategyError(TesseraError, ValueError):
+    """A strategy does not exist, or the function has not what it is about."""
+
+    code = "T313"
+
+
+class StageCollectiveError(TesseraError, ValueError):
+    """A stage of a pipeline makes devices wait that do not run it."""
+
+    code = "T314"
+
+
+class AnnotationError(TesseraError, TypeError):
+    """Arrays do not fit the annotations of a function, or one is not well formed."""
+
+    code = "T315"
+
+
+class UndifferentiableError(TesseraError, ValueError):
+    """A gradient would have to go through an operation that has no backward pass."""
+
+    code = "T317"
+
+
+class BranchError(TesseraError, TypeError):
+    """Two ways through a function leave values of different types in one place."""
+
+    code = "T318"
+
+
+class ControlFlowError(TesseraError, TypeError):
+    """Python has to decide something that is only known when the program runs."""
+
+    code = "T319"
+
+
+class WriteBackError(TesseraError, ValueError):
+    """An argument was changed in a way that cannot be given back to the caller."""
+
+    code = "T320"
+
+
+class UndecidedRoleError(TesseraError, ValueError):
+    """Nothing decides whether an argument is data, a weight or optimizer state."""
+
+    code = "T324"
