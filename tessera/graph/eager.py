@@ -21,7 +21,7 @@ from tessera.annotations import bind
 from tessera.errors import OutsideTraceError, UnconnectedGradientError
 from tessera.graph.ir import Graph, Value
 from tessera.graph.pipelining.mark import pipeline_p
-from tessera.graph.tracing.arguments import Call, common_mesh
+from tessera.graph.tracing.arguments import Call
 from tessera.graph.tracing.declarations import (
     Options,
     argument_values,
@@ -29,6 +29,7 @@ from tessera.graph.tracing.declarations import (
     output_values,
 )
 from tessera.graph.tracing.gradient import gradient_p, unconnected
+from tessera.graph.tracing.meshes import common_mesh
 from tessera.graph.tracing.swapping import let_transpose_swap
 from tessera.graph.tracing.tracer import trace
 from tessera.graph.tracing.write_back import Watch, Write, write_values

@@ -19,15 +19,15 @@ from jax.sharding import (
 )
 
 from tessera import _jax
-from tessera.errors import ArgumentError, MeshConflictError
+from tessera.errors import ArgumentError
 from tessera.graph.tracing.statics import Static
-from tessera.mesh import AUTO_AXES, Mesh
+from tessera.mesh import Mesh
 from tessera.objects import STRUCTURE, Structure
 from tessera.shard import DistTensor
 from tessera.spec import axes_of_dims, spec_of_axes
 
 # The axis of the mesh of an array that its owner put on one device.
-_ONE_DEVICE = "device"
+ONE_DEVICE = "device"
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, DistTensor, jax.ShapeDtypeStruct)
 
@@ -67,7 +67,7 @@ class Leaf:
             return _mesh_of(sharding.mesh), spec_of_axes(axes)
         if isinstance(sharding, SingleDeviceSharding) and self._is_committed:
             (device,) = sharding.device_set
-            return Mesh((_ONE_DEVICE,), devices=(device.id,)), PartitionSpec()
+            return Mesh((ONE_DEVICE,), devices=(device.id,)), PartitionSpec()
         return None
 
     @property
@@ -417,43 +417,3 @@ def _paths(argument: Argument) -> list[str]:
 
 
 _mesh_of = functools.lru_cache(maxsize=64)(Mesh.of)
-
-
-def common_mesh(
-    leaves: Sequence[Leaf], declared: Sequence[tuple[str, Mesh | None]]
-) -> Mesh | None:
-    """The mesh that a call runs on: a declared one, else the one its arrays live on.
-
-    Args:
-      leaves: The arrays.
-      declared: Meshes that functions declare, with what messages call them.
-
-    Raises:
-      MeshConflictError: [T308] there is more than one.
-    """
-    found: dict[Mesh, list[str]] = {}
-    for name, mesh in declared:
-        if mesh is not None:
-            found.setdefault(mesh, []).append(name)
-    for leaf in leaves:
-        if leaf.layout is not None:
-            found.setdefault(leaf.layout[0], []).append(leaf.name)
-    places = {mesh.device_ids for mesh in found if mesh.axes != (_ONE_DEVICE,)}
-    found = {
-        mesh: names
-        for mesh, names in found.items()
-        if mesh.axes != (_ONE_DEVICE,) or mesh.device_ids not in places
-    }
-    if len(found) > 1:
-        raise MeshConflictError(
-            "the inputs of one step live on different meshes",
-            got="\n".join(
-                f"{mesh.topology} of devices {mesh.device_ids}"
-                + (", Explicit axes" if mesh.explicit_axes else "")
-                + f": {', '.join(names)}"
-                for mesh, names in found.items()
-            ),
-            fix="put them on one mesh: jax.device_put(x, spec.named(x.shape, mesh))"
-            + (f"\n{AUTO_AXES}" if any(m.explicit_axes for m in found) else ""),
-        )
-    return next(iter(found), None)

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding
 
 from tessera import _jax, scope
@@ -24,9 +23,9 @@ from tessera.errors import (
     ParameterNameError,
     UnconnectedGradientError,
 )
-from tessera.graph.ir import Graph, Role, Value
+from tessera.graph.ir import Graph, Value
 from tessera.graph.pipelining.mark import Decision, argument_rows
-from tessera.graph.tracing.arguments import Call, Leaf, common_mesh, is_in
+from tessera.graph.tracing.arguments import Call, Leaf, is_in
 from tessera.graph.tracing.control_flow.autograph import Outside, with_control_flow
 from tessera.graph.tracing.control_flow.results import require_known
 from tessera.graph.tracing.declarations import (
@@ -37,6 +36,7 @@ from tessera.graph.tracing.declarations import (
     parameter_value,
 )
 from tessera.graph.tracing.gradient import gradient_p
+from tessera.graph.tracing.meshes import common_mesh, meshes_met
 from tessera.graph.tracing.microbatch import BatchRows, has_pipeline, require_even_rows
 from tessera.graph.tracing.roles import uses_of
 from tessera.graph.tracing.strategy_roles import BATCH
@@ -171,7 +171,7 @@ class _Tracing:
             self.parameters = here.declared  # the next trace has inputs for them
             return None
         graph = _graph(trial, inputs, mesh, options, self.binding)
-        met = _meshes_met(trial, graph)
+        met = meshes_met(graph, here.inner)
         if self._common_mesh(met) != mesh:
             self.owners += met  # the next trace is on the mesh that this one met
             return None
@@ -400,35 +400,6 @@ def _inputs_of(parameters: Mapping[str, DistTensor]) -> list[Any]:
         (name, held.shape, held.dtype, held.mesh, held.spec)
         for name, held in parameters.items()
     ]
-
-
-# --- which mesh the function brings along
-
-
-def _meshes_met(trial: _Trial, graph: Graph) -> list[tuple[str, Mesh | None]]:
-    """Meshes that a trace met: of inner functions, captured arrays, manual regions."""
-    met = list(trial.scope.inner)
-    names = [value.name for value in graph.inputs if value.role is Role.CAPTURED]
-    for leaf in map(Leaf, names, graph.captured):
-        if leaf.layout is not None:
-            met.append((leaf.name, leaf.layout[0]))
-    regions = set() if graph.mesh or met else _meshes_of_regions(graph.program)
-    # Several grids of the same devices are the user's own; none of them is the step's.
-    if len(regions) == 1:
-        met.append(("a manual region", Mesh.of(regions.pop())))
-    return met
-
-
-def _meshes_of_regions(program: _jax.Program) -> set[JaxMesh]:
-    meshes: set[JaxMesh] = set()
-    for equation in _jax.equations(program):
-        sharding = equation.params.get("sharding")
-        for mesh in (equation.params.get("mesh"), getattr(sharding, "mesh", None)):
-            if isinstance(mesh, JaxMesh):
-                meshes.add(mesh)
-        for inner in _jax.inner_programs(equation):
-            meshes |= _meshes_of_regions(inner)
-    return meshes
 
 
 # --- which parameters a loss reaches
