@@ -28,6 +28,7 @@ from tessera.mesh import Mesh
 from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.compile_cache import make_compile_cache, open_compile_cache
 from tessera.runtime.devices import prepare_devices
+from tessera.runtime.leaving import leave
 from tessera.runtime.processes import Processes, Timeouts, joined
 from tessera.runtime.xla_options import set_xla_options
 from tessera.training.checkpoints.resuming import choose_start
@@ -104,7 +105,6 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
 def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Processes]:
     """The processes of the run; a dry run is one of its own, and writes nothing."""
     runtime = composed.settings.runtime
-    same = {k: v for k, v in composed.flat.items() if k != "runtime.process_id"}
     return joined(
         Cluster(source="a dry run")
         if composed.settings.training.dry_run
@@ -114,7 +114,7 @@ def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Process
             num_processes=runtime.num_processes,
             process_id=runtime.process_id,
         ),
-        {"configuration": same},
+        {"configuration": composed.of_all_ranks},
         shared=str(composed.output_dir.absolute()),
         claim=None if composed.settings.training.dry_run else lock,
         platform=runtime.platform,
@@ -146,5 +146,5 @@ def prepare(settings: Settings, num_processes: int) -> str:
     )
 
 
-if COMPOSED is not None:
-    sys.exit(run_composed(main, COMPOSED))
+if COMPOSED is not None and (code := run_composed(main, COMPOSED)):
+    leave(code)  # the threads of a checkpoint that failed keep Python from its end
