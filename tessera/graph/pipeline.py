@@ -8,6 +8,7 @@ microbatches, in the order of a schedule, together with the backward of the loss
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from tessera.errors import (
     PipelineFormError,
     PipelineSizeError,
     UndecidedRoleError,
+    WriteBackError,
     did_you_mean,
 )
 from tessera.graph.pipelining.call import Split, marked_as_given
@@ -328,7 +330,21 @@ class _OfArrays:
             given[place] = array
         args, kwargs = jax.tree.unflatten(self._tree, given)
         found, self.results = jax.tree.flatten(self._body(*args, **kwargs))
+        now, tree = jax.tree.flatten((args, kwargs))
+        if tree != self._tree or not all(map(operator.is_, now, given)):
+            raise self._changed(now, given)
         return [jnp.asarray(leaf) for leaf in found]
+
+    def _changed(self, now: Sequence[Any], given: Sequence[Any]) -> WriteBackError:
+        pairs = zip(self.paths, self._places, strict=True)
+        names = [path for path, i in pairs if i >= len(now) or now[i] is not given[i]]
+        name = getattr(self._body, "__name__", "pipeline")
+        return WriteBackError(
+            f"the pipelined function {name!r} changes its arguments, which cannot be "
+            "given back",
+            got=f"another value of {names[0]!r}" if names else "another tree of them",
+            fix="in a stage of a pipeline return what is new",
+        )
 
 
 def _path(names: Sequence[str], path: tuple[Any, ...]) -> str:

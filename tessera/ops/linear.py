@@ -28,6 +28,7 @@ def linear(x: Any, weight: Any, bias: Any = None) -> jax.Array:
       OperandError: [T401] the shapes do not fit.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> linear(jnp.ones((4, 8, 2)), jnp.ones((2, 3)), jnp.zeros(3)).shape
       (4, 8, 3)
     """

@@ -238,7 +238,7 @@ class FolderLock:
         # come and gone meanwhile, and begun to count anew.
         if max(entries).number != number or (before and before not in entries):
             os.close(descriptor)
-            path.unlink()
+            path.unlink(missing_ok=True)  # whoever has it removes older ones
             return
         self._path, self._descriptor = path, descriptor
         self._process = os.getpid()

@@ -39,6 +39,27 @@ def refused(kind: type[errors.TesseraError], call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
+def test_a_pipelined_function_that_changes_an_argument_is_refused():
+    """It runs for each microbatch, on other devices: the change would be lost."""
+    stages = [graph.stage(name)(jnp.tanh) for name in ("first", "second")]
+
+    @graph.pipeline(stages=stages, mesh=TWO, batch="x")
+    def model(x: Any, state: Any) -> Any:
+        state["calls"] = state["calls"] + 1
+        return stages[1](stages[0](x))
+
+    state = {"calls": jnp.int32(0)}
+    text = refused(errors.WriteBackError, lambda: model(jnp.ones((ROWS, 4)), state))
+    assert text == (
+        "[T320] the pipelined function 'model' changes its arguments, which cannot be "
+        "given back\n"
+        "  got: another value of 'state/calls'\n"
+        "  fix: in a stage of a pipeline return what is new\n"
+        "  docs: docs/errors/T320.md"
+    )
+    assert state == {"calls": 0}
+
+
 @pytest.mark.parametrize("called", [["b", "a"], ["a"], ["a", "b", "b"], []])
 def test_each_stage_is_called_once_and_in_order(called):
     model = model_of("a", "b", called=called)
