@@ -15,6 +15,7 @@ class TesseraError(Exception):
       fix: What to write instead, with the nearest legal values.
 
     Example:
+      >>> from tessera.errors import NoMeshError
       >>> raise NoMeshError("there is no mesh here", fix="open one with 'with mesh:'")
       Traceback (most recent call last):
       ...
@@ -26,6 +27,10 @@ class TesseraError(Exception):
     code: ClassVar[str] = "T000"
     exit_code: ClassVar[int] = 2
     """What a program that it ends exits with; docs/reliability.md has them all."""
+
+    def __init_subclass__(cls) -> None:
+        if cls.__module__.startswith("tessera.errors."):
+            cls.__module__ = "tessera.errors"  # as users import it, and see it
 
     def __init__(self, what: str, *, got: str = "", fix: str = "") -> None:
         self.what, self.got, self.fix = what, got, fix

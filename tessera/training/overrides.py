@@ -147,9 +147,10 @@ def _is_reserved(key: str) -> bool:
 
 def _unknown(key: str, config: DictConfig, text: str) -> TesseraError | None:
     """T501 when a configuration has no such key, with the nearest that it has."""
-    node: Any = config
+    # Nothing is resolved before it is known to be harmless.
+    node: Any = OmegaConf.to_container(config, resolve=False)
     for part in key.split("."):
-        known = list(node) if isinstance(node, DictConfig) else []
+        known = list(node) if isinstance(node, dict) else []
         if part not in known:
             break
         node = node[part]

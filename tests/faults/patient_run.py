@@ -23,9 +23,11 @@ def call(here: Processes) -> None:
 
 
 def hold(here: Processes) -> None:
-    """In one that keeps the interpreter's lock: no thread of Python runs."""
+    """It saves, in one that keeps the interpreter's lock: no thread of Python runs."""
     assert here.goes_on()
     say("waiting")
+    while here.goes_on():
+        time.sleep(0.01)
     for _ in range(600):
         ctypes.PyDLL(None).sleep(600)
 

@@ -61,6 +61,7 @@ def main() -> None:
 
 def say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def run(here: Processes, options: dict[str, str]) -> None:

@@ -274,3 +274,9 @@ def test_what_a_file_holds_is_judged_like_the_command_line(tmp_path, monkeypatch
 def test_an_output_folder_needs_a_name(text):
     said = message(text)
     assert said.startswith("[T504] the run has no folder to write to\n")
+
+
+def test_what_a_later_value_replaces_is_never_resolved(monkeypatch):
+    monkeypatch.setenv("SECRET", SECRET)
+    given = ["model.num_layers=${oc.env:SECRET}", "model.num_layers=2"]
+    assert compose(given, CONFIGS_DIR).flat["model.num_layers"] == "2"

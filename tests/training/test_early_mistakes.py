@@ -2,6 +2,7 @@
 """A mistake in a setting is told before JAX, which takes seconds, is imported."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -77,7 +78,7 @@ def test_mistakes_are_told_without_jax_flax_optax_orbax_and_grain(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True,
         text=True,
         timeout=300,

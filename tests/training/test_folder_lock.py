@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -46,6 +47,7 @@ def refuse(*_):
     raise OSError(errno.ENOLCK, "No locks available")
 fcntl.lockf = refuse
 """
+EXECUTABLE = shlex.quote(sys.executable)
 PACKAGE = str(Path(module.__file__).parents[1])
 ELSEWHERE = "folder_lock._machine = lambda: 'another machine'"
 BEATING = "folder_lock._BEAT = 0.05"
@@ -113,12 +115,12 @@ def test_a_folder_that_is_held_names_its_holder(hold, lock, tmp_path, impatient)
     said = json.loads((tmp_path / "lock.1").read_text())
     assert said["process"] == holder.pid
     assert said["host"] == os.uname().nodename
-    assert said["command"].startswith(f"{sys.executable} -c ")
+    assert said["command"].startswith(f"{EXECUTABLE} -c ")
     lines = str(caught.value).splitlines()
     assert lines[0] == f"[T710] another run writes to the folder {tmp_path}"
     assert lines[1].startswith(
         f"  got: lock.1: held by process {holder.pid} on host {said['host']}, since "
-        f"{said['since']}: {sys.executable} -c "
+        f"{said['since']}: {EXECUTABLE} -c "
     )
     assert lines[-2:] == [
         "  fix: wait until it has ended, or end it; or use another folder: "

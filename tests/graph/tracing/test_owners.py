@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates for one owner of each parameter, on devices that share all of them."""
 
+import os
 import subprocess
 import sys
 
@@ -119,7 +120,12 @@ def test_processes_whose_hashes_differ_have_one_program():
     def program(seed):
         return subprocess.run(
             [sys.executable, "-c", PROGRAM],
-            env={"PYTHONHASHSEED": str(seed), "PATH": "", "JAX_PLATFORMS": "cpu"},
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": str(seed),
+                "PATH": "",
+                "JAX_PLATFORMS": "cpu",
+            },
             capture_output=True,
             text=True,
             check=True,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of rows: seeds, passes, processes, resumption, threads."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -195,7 +196,7 @@ def test_a_program_ends_with_batches_open_no_backend_started_and_nothing_said():
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
         # A platform that does not exist: whoever asks JAX for devices fails.
-        env={"JAX_PLATFORMS": "no_such_platform", "PATH": ""},
+        env={**os.environ, "JAX_PLATFORMS": "no_such_platform", "PATH": ""},
         capture_output=True,
         text=True,
         timeout=120,
