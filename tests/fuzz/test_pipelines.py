@@ -7,7 +7,7 @@ with the data. What a pipeline computes is what JAX computes without one, or it 
 error where nobody says which of several arguments are the batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -340,6 +340,12 @@ class Case:
         weights, batch, fixed = self.arrays()
         return jax.jit(jax.value_and_grad(self.loss_of))(weights, batch, fixed)
 
+    def exact(self) -> Any:
+        """The same in f64, which shows how far f32 is off on one device."""
+        with jax.enable_x64(True):
+            weights, batch, fixed = jax.tree.map(_in_f64, self.arrays())
+            return jax.jit(jax.value_and_grad(self.loss_of))(weights, batch, fixed)
+
 
 def _with_parameters(
     kind: Any, shapes: Any, x: Any, _: Any, data: Any, fixed: Any
@@ -351,17 +357,29 @@ def _with_parameters(
     return kind(x, w, data, fixed)
 
 
+def _in_f64(array: Any) -> Any:
+    return np.float64(array) if np.asarray(array).dtype == np.float32 else array
+
+
 def _names(kinds: Any) -> list[str]:
     return [f"stage_{i}" for i in range(len(kinds))]
 
 
 def assert_close(got: Tree, want: Tree, case: Case) -> None:
+    far = {path: x for path, x in apart_by_path(got, want) if not x <= 2e-5}
+    if far:  # or f32 itself is not as near, on one device
+        rounding = max(x for _, x in apart_by_path(want, case.exact()))
+        assert all(x <= rounding for x in far.values()), f"{far}, {rounding}: {case}"
+
+
+def apart_by_path(got: Tree, want: Tree) -> Iterator[tuple[str, float]]:
+    """How far apart arrays are, relative to them or to a hundredth of the largest."""
     largest = max(np.linalg.norm(leaf) for leaf in jax.tree.leaves(want))
     there = jax.tree_util.tree_leaves_with_path(want)
     for (path, x), y in zip(there, jax.tree.leaves(got), strict=True):
         x, y = np.asarray(x), np.asarray(y)
         apart = np.linalg.norm(y - x) / max(np.linalg.norm(x), 1e-2 * largest)
-        assert apart <= 2e-5, f"{jax.tree_util.keystr(path)} apart {apart}: {case}"
+        yield jax.tree_util.keystr(path), float(apart)
 
 
 @pytest.mark.fuzz(sample=6, whole=300)
