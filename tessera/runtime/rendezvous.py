@@ -205,7 +205,7 @@ class _Meeting:
                 assert isinstance(connection, socket.socket)
                 if connection is self._listener:
                     self._accept()
-                else:
+                elif connection in self._heard:  # not turned away just now
                     self._read(connection)
             if self._layout_mistakes(missing=False):
                 until = min(until, time.monotonic() + _SETTLE)

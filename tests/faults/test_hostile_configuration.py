@@ -126,7 +126,8 @@ def unpickled() -> list[str]:
 def test_a_run_that_goes_on_reads_no_pickle(program, tmp_path, mark, unpickled, capsys):
     """Bombs lie in the folders of data and of the checkpoint, and in the text."""
     pickle.loads(pickle.dumps(Path()))
-    assert unpickled.pop() == "pathlib.PosixPath"
+    # In Python 3.13 the class is defined in a module of its own.
+    assert unpickled.pop() in ("pathlib.PosixPath", "pathlib._local.PosixPath")
     bomb, books, run = pickle.dumps(Bomb(mark)), tmp_path / "books", tmp_path / "run"
     books.mkdir()
     (books / "a.txt").write_bytes(b"Call me Ishmael.\n" * 500)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that meet, as threads, over the loopback interface."""
 
+import selectors
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -112,6 +114,28 @@ def test_why_rank_0_refuses_the_run_is_told_to_all():
 )
 def test_no_line_of_a_peer_ends_rank_0(line):
     assert rendezvous.Hello.read(line) is None
+
+
+def test_a_stranger_that_is_turned_away_for_another_is_not_read_any_more(monkeypatch):
+    """Both are heard of at once: one has sent something, and the other has come."""
+    monkeypatch.setattr(rendezvous, "_MOST_STRANGERS", -1)
+    own = rendezvous.Hello(0, 2, "here", {})
+    address = ("127.0.0.1", free_port())
+    with rendezvous.Listener(address) as listener:
+        meeting = rendezvous._Meeting(listener, own, timeout=1)
+        selector = meeting._selector
+        with socket.create_connection(address) as first:
+            meeting._accept()
+            with socket.create_connection(address):
+                first.sendall(b"GET /")
+                keys = [*selector.get_map().values()]  # the listener, and the first
+                looks = iter([[(key, selectors.EVENT_READ) for key in keys]])
+                monkeypatch.setattr(selector, "select", lambda _: next(looks, []))
+                meeting._receive_until(time.monotonic() + 0.2)
+                assert len(meeting._heard) == 1
+                for connection in meeting._heard:
+                    connection.close()
+        selector.close()
 
 
 def test_a_missing_rank_is_named_on_every_other():
