@@ -92,9 +92,8 @@ def value_and_grad(
         if here is None:
             args, kwargs = asked.with_changed(jnp.asarray, args, kwargs)
             return compiled(*args, **kwargs)  # which comes back here, in a step
-        if here.is_eager or changes_in_place(
-            (args, kwargs)
-        ):  # a program of its own would have copies
+        # A program of its own would have copies of objects.
+        if here.is_eager or changes_in_place((args, kwargs)):
             return asked.marked(*args, **kwargs)
         before = here.mark()
         own = _OwnProgram(asked.marked, args, kwargs)
