@@ -188,12 +188,24 @@ def test_a_folder_in_which_something_was_written_stays(lock, tmp_path):
     assert names(tmp_path / "a" / "b") == ["train.log"]
 
 
-def test_one_that_is_just_ending_is_waited_for(hold, lock, tmp_path):
-    holder = hold(tmp_path)
-    timer = threading.Timer(0.5, holder.kill)
+def assert_waits_for_end(lock, folder, holder, *, after):
+    """See that a folder is taken, and not before its holder is killed."""
+    killed = threading.Event()
+
+    def kill():
+        killed.set()
+        holder.kill()
+
+    timer = threading.Timer(after, kill)
     timer.start()
-    lock.take(tmp_path)
+    lock.take(folder)
+    assert killed.is_set()
     timer.join()
+    lock.check()
+
+
+def test_one_that_is_just_ending_is_waited_for(hold, lock, tmp_path):
+    assert_waits_for_end(lock, tmp_path, hold(tmp_path), after=0.5)
 
 
 def test_what_a_holder_has_forked_does_not_hold_it(hold, lock, tmp_path):
@@ -297,6 +309,7 @@ def test_locks_that_another_machine_does_not_see_prove_no_end(hold, lock, tmp_pa
 def test_another_machine_that_is_silent_loses_it(hold, lock, tmp_path, impatient):
     end(hold(tmp_path, ELSEWHERE), signal.SIGKILL)
     lock.take(tmp_path)
+    assert names(tmp_path) == ["lock.2"]
 
 
 def test_a_lock_that_a_server_keeps_for_a_machine_is_waited_for(
@@ -304,10 +317,7 @@ def test_a_lock_that_a_server_keeps_for_a_machine_is_waited_for(
 ):
     """As NFS does for a while; here the holder's own, until it is killed."""
     holder = hold(tmp_path, ELSEWHERE, SILENT)
-    timer = threading.Timer(1.5, holder.kill)
-    timer.start()
-    lock.take(tmp_path)
-    timer.join()
+    assert_waits_for_end(lock, tmp_path, holder, after=1.5)
 
 
 def test_one_that_a_server_keeps_for_ever_is_said(
