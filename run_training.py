@@ -28,19 +28,19 @@ from tessera.mesh import Mesh
 from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.compile_cache import make_compile_cache, open_compile_cache
 from tessera.runtime.devices import prepare_devices
-from tessera.runtime.leaving import leave
-from tessera.runtime.processes import Processes, Timeouts, joined
+from tessera.runtime.process_exit import leave
+from tessera.runtime.process_group import Processes, Timeouts, joined
 from tessera.runtime.xla_options import set_xla_options
 from tessera.training.checkpoints.resuming import choose_start
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.config import Settings
 from tessera.training.console import Console, log
 from tessera.training.folder_lock import FolderLock
-from tessera.training.job import Job
 from tessera.training.loop import Guard, Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
 from tessera.training.profiling import Window
+from tessera.training.run import Job
 from tessera.training.summary import dry_run_text, run_rows
 
 

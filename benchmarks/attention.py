@@ -23,8 +23,8 @@ import numpy as np
 import report
 
 from tessera import op
-from tessera.ops.attention.choice import IMPLEMENTATIONS, Device, reason_against
-from tessera.ops.attention.operands import Operands, Setting
+from tessera.ops.attention.attention_call import Operands, Setting
+from tessera.ops.attention.dispatch import IMPLEMENTATIONS, Device, reason_against
 
 # Arrays as large as the square of the sequence that still fit a machine.
 _MOST_SCORES = 2**32

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.models.gemma3 import Gemma3
 from tessera.ops.clipping import global_norm
-from tessera.training.state import TrainState, state_specs
 from tessera.training.step import Recipe, batch_spec
+from tessera.training.train_state import TrainState, state_specs
 
 Tree: TypeAlias = Any
 Loss: TypeAlias = Callable[[Tree, Tree], jax.Array]

@@ -27,7 +27,7 @@ import report  # noqa: E402
 
 from tessera.mesh import Mesh  # noqa: E402
 from tessera.models.registry import config_of  # noqa: E402
-from tessera.training.checkpoints.folder import (  # noqa: E402
+from tessera.training.checkpoints.checkpoint_folder import (  # noqa: E402
     Checkpoint,
     read_checkpoint,
 )
@@ -39,8 +39,8 @@ from tessera.training.config import (  # noqa: E402
     TrainingConfig,
 )
 from tessera.training.data.cursor import Cursor  # noqa: E402
-from tessera.training.job import Job  # noqa: E402
-from tessera.training.state import init_state  # noqa: E402
+from tessera.training.run import Job  # noqa: E402
+from tessera.training.train_state import init_state  # noqa: E402
 
 # Widths of a model of 12 layers: about 30 MB, 200 MB, 1.3 GB of state.
 WIDTHS = (128, 512, 1280)

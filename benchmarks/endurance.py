@@ -32,10 +32,10 @@ from tessera.training.config import (  # noqa: E402
     TrainingConfig,
 )
 from tessera.training.console import Console  # noqa: E402
-from tessera.training.data.config import DataConfig  # noqa: E402
-from tessera.training.job import Job  # noqa: E402
+from tessera.training.data.data_config import DataConfig  # noqa: E402
 from tessera.training.loop import Trainer  # noqa: E402
 from tessera.training.metrics import MetricWriter  # noqa: E402
+from tessera.training.run import Job  # noqa: E402
 
 MESHES = {
     "fsdp": ((8,), ("fsdp",)),

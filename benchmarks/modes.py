@@ -13,7 +13,7 @@ from typing import Any
 import by_hand
 
 from tessera.mesh import Mesh
-from tessera.models.config import Gemma3Config
+from tessera.models.gemma3_config import Gemma3Config
 from tessera.models.model import Model
 from tessera.models.registry import config_of
 from tessera.training.optimizers import AdamWConfig, make_optimizer

@@ -9,10 +9,10 @@ from modes import MODES
 from report import Row, progress
 from runs import random_batch
 
-from tessera.graph.pipelining.schedules import NAMES
-from tessera.graph.stages import Compiled
-from tessera.training.state import init_state
+from tessera.compiler.pipelining.schedules import NAMES
+from tessera.compiler.stages import Compiled
 from tessera.training.step import make_train_step
+from tessera.training.train_state import init_state
 
 FEW, MANY = 8, 64
 SHALLOW, DEEP = 2, 8

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tessera.graph.function import Function
-from tessera.graph.pass_runner import BACKEND_PASSES
-from tessera.graph.stages import Compiled
-from tessera.training.state import TrainState, init_state
+from tessera.api.function import Function
+from tessera.compiler.pass_runner import BACKEND_PASSES
+from tessera.compiler.stages import Compiled
 from tessera.training.step import Recipe, batch_spec, make_train_step
+from tessera.training.train_state import TrainState, init_state
 
 
 def random_batch(recipe: Recipe, rows: int, length: int) -> dict[str, jax.Array]:

@@ -110,7 +110,7 @@ def measured(overrides: list[str]) -> dict[str, Any]:
     # Here, so that the parent stays small.
     from tessera.mesh import Mesh
     from tessera.training.command_line import compose
-    from tessera.training.job import Job
+    from tessera.training.run import Job
 
     settings = compose(overrides, CONFIGS).settings
     job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))

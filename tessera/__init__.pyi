@@ -9,17 +9,17 @@ from tessera import mesh as mesh
 from tessera import nn as nn
 from tessera import ops as op
 from tessera.annotations import Tensor as Tensor
+from tessera.api import schedule as schedule
+from tessera.api.distribute import distribute as distribute
+from tessera.api.function import function as function
+from tessera.api.function import function as jit
+from tessera.api.value_and_grad import value_and_grad as value_and_grad
 from tessera.arrays import *
+from tessera.compiler.gradient_primitive import grad as grad
+from tessera.debug.compare_layouts import compare_layouts as compare_layouts
 from tessera.dtypes import *
 from tessera.errors import TesseraError as TesseraError
 from tessera.errors import TesseraWarning as TesseraWarning
-from tessera.graph import schedule as schedule
-from tessera.graph.comparison import compare_layouts as compare_layouts
-from tessera.graph.distribute import distribute as distribute
-from tessera.graph.function import function as function
-from tessera.graph.function import function as jit
-from tessera.graph.tracing.gradient import grad as grad
-from tessera.graph.value_and_grad import value_and_grad as value_and_grad
 from tessera.mesh import Mesh as Mesh
 from tessera.ops.accumulation import accumulate_gradients as accumulate_gradients
 from tessera.ops.attention.pallas.tuning import tune_attention as tune_attention
@@ -30,4 +30,4 @@ from tessera.ops.clipping import global_norm as global_norm
 from tessera.scope import autocast as autocast
 from tessera.shard import DistTensor as DistTensor
 from tessera.shard import ShardSpec as ShardSpec
-from tessera.training.checkpoints.plan import resume_plan as resume_plan
+from tessera.training.checkpoints.resume_plan import resume_plan as resume_plan

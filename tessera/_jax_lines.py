@@ -16,7 +16,7 @@ from jax._src import config, source_info_util, traceback_util
 
 PACKAGE = Path(__file__).parent
 
-_FOLDERS = ("graph", "ops", "analysis", "annotations")
+_FOLDERS = ("api", "compiler", "debug", "ops", "analysis", "annotations")
 _FACADES = ("arrays.py", "dist.py")
 _FILES = ("objects.py", "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py")
 _DOORS = tuple(path.name for path in PACKAGE.glob("_jax*.py"))

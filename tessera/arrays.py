@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.errors import OperandError
-from tessera.ops.dims import dims_of, swap_dims
+from tessera.ops.dim_arguments import dims_of, swap_dims
 from tessera.ops.matmul import matmul as matmul
 from tessera.shard import as_dtype
 

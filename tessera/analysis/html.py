@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
-from tessera.analysis.pictures import Cell, Grid, Picture
+from tessera.analysis.layout_figures import Cell, Grid, Picture
 
 _CELL: Final = "border:1px solid rgba(128,128,128,.4);padding:.2em .6em"
 _SIDE: Final = "display:inline-block;vertical-align:top;margin:0 1em 1em 0"

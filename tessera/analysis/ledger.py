@@ -23,11 +23,11 @@ from jax.sharding import PartitionSpec
 from tessera.analysis import budget, hlo, replica_groups
 from tessera.analysis.collective import KINDS, Collective, Total
 from tessera.analysis.dataflow import Node
-from tessera.analysis.declared import DeclaredLayout, spec_axes
-from tessera.analysis.executions import Execution, cause, executions
 from tessera.analysis.hlo import Instruction, Module, Shape
+from tessera.analysis.hlo_walk import Execution, cause, executions
 from tessera.analysis.memory import format_bytes
-from tessera.analysis.planned import LAYOUT, Ends, Reasons
+from tessera.analysis.planned_collectives import LAYOUT, Ends, Reasons
+from tessera.analysis.sharding_constraints import DeclaredLayout, spec_axes
 from tessera.analysis.source_lines import short, user_line
 from tessera.analysis.tables import aligned
 from tessera.errors import MeshShapeError

@@ -11,7 +11,7 @@ from typing import Any
 from tessera.analysis.cost import Balance, format_seconds, sent_bytes
 from tessera.analysis.flops import format_flops
 from tessera.analysis.ledger import Ledger
-from tessera.analysis.measured import Measured
+from tessera.analysis.measured_times import Measured
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.peaks import peak
 from tessera.analysis.tables import aligned

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tessera.models.config import Gemma3Config
-from tessera.models.experts import Experts
+from tessera.models.attention_inputs import layer_reads
+from tessera.models.expert_mlp import Experts
+from tessera.models.gemma3_config import Gemma3Config
 from tessera.models.layers import MLP, Attention, Read, RMSNorm, parameter
-from tessera.models.reading import layer_reads
+from tessera.models.partition_rules import NO_MESH, Placement
 from tessera.models.remat import NONE, policies_of, policies_of_stage, scan_layers
-from tessera.models.rules import NO_MESH, Placement
 from tessera.ops.embedding import look_up
 from tessera.ops.fused_losses import Split, fused_loss
 from tessera.ops.fused_losses_chunks import Head, Terms

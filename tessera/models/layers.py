@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tessera.models.config import Gemma3Config
-from tessera.models.rules import Placement
+from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.partition_rules import Placement
 from tessera.ops.norms import rms_norm
 from tessera.shard import ShardSpec
 

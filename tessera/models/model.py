@@ -19,12 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from tessera.errors import ParameterTreeError, ShardDivisibilityError
 from tessera.mesh import Mesh
-from tessera.models.config import Gemma3Config
 from tessera.models.gemma3 import Gemma3
+from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.partition_rules import Placement
+from tessera.models.pipeline_stages import StageSplit
 from tessera.models.remat import NONE, policies_of
-from tessera.models.rules import Placement
-from tessera.models.stages import StageSplit
-from tessera.ops.attention.spread import Method
+from tessera.ops.attention.context_variants import Method
 from tessera.shard import ShardSpec
 
 # Nested dicts; the leaves are arrays, shapes, specs or layouts.

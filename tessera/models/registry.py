@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 
 from tessera.errors import UnknownModelError, did_you_mean
-from tessera.models.config import Gemma3Config
 from tessera.models.gemma3 import Gemma3
+from tessera.models.gemma3_config import Gemma3Config
 
 CONFIGS: Final[Mapping[str, Gemma3Config]] = MappingProxyType(
     {

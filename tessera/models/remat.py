@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import SettingConflictError, SettingValueError, did_you_mean
-from tessera.models.config import Gemma3Config
+from tessera.models.gemma3_config import Gemma3Config
 from tessera.ops.checkpointing import NONE as NONE
 from tessera.ops.checkpointing import POLICIES as POLICIES
 

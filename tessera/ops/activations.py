@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import OperandError
-from tessera.ops.dims import Dims
+from tessera.ops.dim_arguments import Dims
 from tessera.ops.norms import at_least_f32, floating_along
 
 Approximate: TypeAlias = Literal["none", "tanh"] | bool

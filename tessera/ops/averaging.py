@@ -24,9 +24,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera import _jax
 from tessera.errors import CollectiveError, NoMeshError, did_you_mean
 from tessera.mesh import manual_axes, opened_or_none
-from tessera.ops import compression as compressed
-from tessera.ops.compression import COMPRESSIONS
-from tessera.ops.operands import Axis, Operand, each
+from tessera.ops import compressed_means as compressed
+from tessera.ops.collective_operands import Axis, Operand, each
+from tessera.ops.compressed_means import COMPRESSIONS
 
 if TYPE_CHECKING:
     import optax

@@ -23,9 +23,9 @@ from jax.experimental import multihost_utils
 
 from tessera.errors import CollectiveError
 from tessera.mesh import manual_axes
-from tessera.ops import blocks
-from tessera.ops.blocks import Reduction
-from tessera.ops.operands import Axis, Operand, each
+from tessera.ops import device_collectives
+from tessera.ops.collective_operands import Axis, Operand, each
+from tessera.ops.device_collectives import Reduction
 
 Ranks: TypeAlias = int | Sequence[int]
 
@@ -61,7 +61,7 @@ def all_reduce(x: Any, axis: Axis, op: Reduction = "sum") -> Any:
 
     def one(operand: Operand) -> Array:
         _check_reduction(operand, op)
-        return operand.run(blocks.reduce, op, lands=None)
+        return operand.run(device_collectives.reduce, op, lands=None)
 
     return each(one, x, axis)
 
@@ -99,7 +99,7 @@ def reduce_scatter(
         _check_reduction(operand, op)
         fallback = operand.split_dim
         along = operand.dim(dim, default=-1 if fallback is None else fallback)
-        return operand.run(blocks.reduce_scatter, along, op, lands=along)
+        return operand.run(device_collectives.reduce_scatter, along, op, lands=along)
 
     return each(one, x, axis)
 
@@ -126,7 +126,7 @@ def all_gather(x: Any, axis: Axis, dim: int | None = None) -> Any:
 
     def one(operand: Operand) -> Array:
         along = operand.dim(dim, default=-1 if operand.is_block else operand.split_dim)
-        return operand.run(blocks.all_gather, along, lands=None)
+        return operand.run(device_collectives.all_gather, along, lands=None)
 
     return each(one, x, axis)
 
@@ -152,7 +152,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
 
     def one(operand: Operand) -> Array:
         split, concat = operand.dim(split_dim), operand.dim(concat_dim)
-        return operand.run(blocks.all_to_all, split, concat, lands=split)
+        return operand.run(device_collectives.all_to_all, split, concat, lands=split)
 
     return each(one, x, axis)
 
@@ -176,7 +176,7 @@ def broadcast(x: Any, axis: Axis, root: int = 0) -> Any:
     """
 
     def one(operand: Operand) -> Array:
-        return operand.run(blocks.broadcast, operand.rank(root), lands=None)
+        return operand.run(device_collectives.broadcast, operand.rank(root), lands=None)
 
     return each(one, x, axis)
 
@@ -202,7 +202,9 @@ def scatter(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Any:
 
     def one(operand: Operand) -> Array:
         along = operand.dim(dim)
-        return operand.run(blocks.scatter, operand.rank(root), along, lands=along)
+        return operand.run(
+            device_collectives.scatter, operand.rank(root), along, lands=along
+        )
 
     return each(one, x, axis)
 
@@ -227,7 +229,9 @@ def gather(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Any:
 
     def one(operand: Operand) -> Array:
         along = operand.dim(dim)
-        return operand.run(blocks.gather, operand.rank(root), along, lands=along)
+        return operand.run(
+            device_collectives.gather, operand.rank(root), along, lands=along
+        )
 
     return each(one, x, axis)
 
@@ -252,7 +256,7 @@ def send(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
 
     def one(operand: Operand) -> Array:
         return operand.run(
-            blocks.send, _pairs(operand, source, destination), lands="kept"
+            device_collectives.send, _pairs(operand, source, destination), lands="kept"
         )
 
     return each(one, x, axis)
@@ -277,7 +281,7 @@ def recv(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
 
     def one(operand: Operand) -> Array:
         return operand.run(
-            blocks.recv, _pairs(operand, source, destination), lands="kept"
+            device_collectives.recv, _pairs(operand, source, destination), lands="kept"
         )
 
     return each(one, x, axis)

@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from tessera.errors import OperandError
-from tessera.ops.layouts import as_array
+from tessera.ops.operand_layouts import as_array
 
 
 def embedding(numbers: Any, table: Any) -> Array:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from tessera.ops import blocks
+from tessera.ops import device_collectives
 
 Tree: TypeAlias = Any
 
@@ -94,7 +94,7 @@ def sum_over_devices(tree: Tree, axes: tuple[str, ...], size: int) -> Tree:
         pairs = [(device, device ^ distance) for device in range(size)]
 
         def add(own: jax.Array, pairs: Any = pairs) -> jax.Array:
-            return own + blocks.permuted(own, axes, pairs)
+            return own + device_collectives.permuted(own, axes, pairs)
 
         tree = jax.tree.map(add, tree)
         distance *= 2

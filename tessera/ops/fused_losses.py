@@ -36,8 +36,8 @@ from tessera.ops.fused_losses_chunks import (
     losses,
     losses_and_gradients,
 )
-from tessera.ops.layouts import as_array, layout_of, region_mesh
 from tessera.ops.losses import Reduction, as_labels, check_settings, reduced
+from tessera.ops.operand_layouts import as_array, layout_of, region_mesh
 from tessera.spec import axes_of_dims, is_padded
 
 Given: TypeAlias = tuple[Array, Head, Array]

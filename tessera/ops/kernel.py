@@ -33,7 +33,7 @@ from tessera.errors import (
 )
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
 from tessera.objects import holds_objects
-from tessera.ops.layouts import (
+from tessera.ops.operand_layouts import (
     as_array,
     block_layout_of,
     is_unplaced,

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from tessera.errors import OperandError
-from tessera.ops.layouts import as_array
 from tessera.ops.matmul import matmul
+from tessera.ops.operand_layouts import as_array
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import OperandError
-from tessera.ops.layouts import as_array
+from tessera.ops.operand_layouts import as_array
 
 
 def matmul(a: Any, b: Any) -> jax.Array:

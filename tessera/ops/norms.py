@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import OperandError
-from tessera.ops.dims import Dims, dims_of
+from tessera.ops.dim_arguments import Dims, dims_of
 
 
 def layer_norm(

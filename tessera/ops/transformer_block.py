@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from tessera import scope
 from tessera.errors import OperandError
-from tessera.ops.layouts import as_array
 from tessera.ops.norms import rms_norm
+from tessera.ops.operand_layouts import as_array
 from tessera.shard import ShardSpec
 
 _HEAD_SIZE = 64

@@ -19,7 +19,7 @@ import jax
 
 from tessera import _jax
 from tessera.errors import BackendStartedError, DeviceCountError
-from tessera.runtime.agreement import difference_error, differences
+from tessera.runtime.rank_consistency import difference_error, differences
 
 
 def simulate_devices(count: int) -> None:

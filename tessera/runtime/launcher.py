@@ -27,8 +27,8 @@ from tessera.runtime import exit_codes
 from tessera.runtime.cluster import LOOPBACK
 from tessera.runtime.exit_codes import ASKS
 from tessera.runtime.failures import Failure, first_of, how_it_ended, what_to_read
-from tessera.runtime.launched import ALIVE, STATUS
-from tessera.runtime.ranks import Ended, Rank
+from tessera.runtime.launcher_messages import ALIVE, STATUS
+from tessera.runtime.rank_process import Ended, Rank
 from tessera.runtime.status_page import Command, StatusPage
 
 FORWARDED: Final = (

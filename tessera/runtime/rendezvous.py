@@ -30,14 +30,14 @@ from tessera.errors import (
     TesseraError,
 )
 from tessera.runtime.addresses import Listener, check_port, find_host, host_and_port
-from tessera.runtime.agreement import (
+from tessera.runtime.cluster import Address, Cluster
+from tessera.runtime.rank_consistency import (
     Facts,
     difference_error,
     differences,
     listed,
     shown,
 )
-from tessera.runtime.cluster import Address, Cluster
 from tessera.untrusted import count_of, parse_json, printable, text_of
 
 _PROTOCOL: Final = 1

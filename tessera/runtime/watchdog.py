@@ -19,7 +19,7 @@ from typing import Final
 
 from tessera.errors import StalledError
 from tessera.runtime import exit_codes
-from tessera.runtime.leaving import leave
+from tessera.runtime.process_exit import leave
 from tessera.runtime.status_page import Command, StatusPage
 
 NO_LAUNCHER: Final = "the launcher is gone, and this rank ends with it\n"

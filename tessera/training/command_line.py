@@ -30,7 +30,6 @@ from tessera.errors import (
     UnknownSettingError,
     did_you_mean,
 )
-from tessera.training.checks import check
 from tessera.training.config import Settings
 from tessera.training.optimizer_config import OPTIMIZERS
 from tessera.training.overrides import (
@@ -44,7 +43,8 @@ from tessera.training.overrides import (
     walk,
 )
 from tessera.training.schema import Schema, as_text, settings_of, typed
-from tessera.training.settings import as_yaml, joined
+from tessera.training.setting import as_yaml, joined
+from tessera.training.settings_checks import check
 from tessera.training.usage import usage
 
 # The error for a file that a group does not have; T502 for the others.
@@ -142,8 +142,8 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
       UnknownSettingError: [T501] a key does not exist.
       SettingValueError: [T502] a setting does not take a value, or an override is of a
         kind that is refused.
-      TesseraError: Any code of ``tessera.training.checks.check``, T403 or T505 for a
-        file that a group does not have, T405 for a model's sizes.
+      TesseraError: Any code of ``settings_checks.check``, T403 or T505 for a file
+        that a group does not have, T405 for a model's sizes.
     """
     parsed: list[Override] = []
     errors: list[TesseraError] = []

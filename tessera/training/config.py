@@ -2,7 +2,7 @@
 """Everything that a run can be told, as values.
 
 ``command_line.py`` composes them with Hydra from the files of ``configs/`` and the
-command line; ``checks.py`` says what is wrong with them. The trainer sees only
+command line; ``settings_checks.py`` says what is wrong with them. The trainer sees only
 ``Settings``, in which no OmegaConf is left. Nothing here imports JAX.
 """
 
@@ -12,10 +12,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from tessera.models.axis_rules import RULES
-from tessera.models.config import Gemma3Config
-from tessera.training.data.config import DataConfig
+from tessera.models.gemma3_config import Gemma3Config
+from tessera.training.data.data_config import DataConfig
 from tessera.training.optimizer_config import AdamWConfig, OptimizerConfig
-from tessera.training.settings import MOST_COUNT, setting
+from tessera.training.setting import MOST_COUNT, setting
 
 if TYPE_CHECKING:
     from tessera.mesh import Mesh

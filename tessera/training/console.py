@@ -26,7 +26,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from tessera.training.settings import as_yaml
+from tessera.training.setting import as_yaml
 from tessera.untrusted import printable
 
 log = logging.getLogger("tessera")

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from tessera import _jax
-from tessera.analysis.layouts import inspect
+from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
 from tessera.errors import DeviceCountError, DeviceMemoryError
 from tessera.mesh import Mesh

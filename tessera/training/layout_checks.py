@@ -2,20 +2,20 @@
 """What is wrong with a model on its mesh, before anything is compiled or written.
 
 It is asked of the modules that lay out arrays, which import JAX. So it comes after
-``checks.py``, once nothing is wrong with the settings themselves.
+``settings_checks.py``, once nothing is wrong with the settings themselves.
 """
 
 from math import lcm
 from typing import Final, cast
 
+from tessera.compiler.pipelining.schedules import schedule
 from tessera.errors import BatchSizeError, PipelineSizeError, TesseraError
-from tessera.graph.pipelining.schedules import schedule
 from tessera.mesh import Mesh
-from tessera.models.config import nearest
+from tessera.models.gemma3_config import nearest
+from tessera.models.partition_rules import Placement
+from tessera.models.pipeline_stages import StageSplit
 from tessera.models.remat import policies_of, policies_of_stage
-from tessera.models.rules import Placement
-from tessera.models.stages import StageSplit
-from tessera.ops.attention.spread import Method
+from tessera.ops.attention.context_variants import Method
 from tessera.training.config import ModelSettings, Settings
 
 # Places of a schedule's table, stages times microbatches: some seconds to make.

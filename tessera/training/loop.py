@@ -22,20 +22,20 @@ import numpy as np
 from tessera.analysis.flops import count
 from tessera.analysis.peaks import mfu, peak_flops
 from tessera.errors import CheckpointWriteError, LossScaleError, NonFiniteError
-from tessera.models.sampling import generate
+from tessera.models.generation import generate
 from tessera.models.weights import import_weights
-from tessera.training.checkpoints.folder import Checkpoint
+from tessera.training.checkpoints.checkpoint_folder import Checkpoint
 from tessera.training.checkpoints.restoring import Restoration
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.console import Console, Progress, log
 from tessera.training.data import Corpus
 from tessera.training.data.cursor import Cursor
 from tessera.training.interrupts import Shield
-from tessera.training.job import Job
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
-from tessera.training.state import TrainState, init_state
+from tessera.training.run import Job
 from tessera.training.step import batch_spec
+from tessera.training.train_state import TrainState, init_state
 
 Numbers: TypeAlias = dict[str, float]
 

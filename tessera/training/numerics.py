@@ -24,7 +24,7 @@ from tessera.ops.fixed_order import (
     sequential_sum,
     sum_over_devices,
 )
-from tessera.ops.layouts import region_mesh
+from tessera.ops.operand_layouts import region_mesh
 
 Tree: TypeAlias = Any
 

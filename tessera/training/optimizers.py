@@ -15,7 +15,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from tessera.training.clipping import clip_by_global_norm
+from tessera.training.clip_transform import clip_by_global_norm
 from tessera.training.optimizer_config import OPTIMIZERS as OPTIMIZERS
 from tessera.training.optimizer_config import SCALINGS as SCALINGS
 from tessera.training.optimizer_config import SCHEDULES as SCHEDULES
@@ -29,7 +29,7 @@ from tessera.training.optimizer_config import check as check
 from tessera.training.optimizer_config import (
     scaled_learning_rate as scaled_learning_rate,
 )
-from tessera.training.settings import joined
+from tessera.training.setting import joined
 
 # Nested containers of arrays, as parameters and gradients are.
 Tree: TypeAlias = Any

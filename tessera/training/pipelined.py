@@ -16,16 +16,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from tessera.graph.pipelining.device import Stages
-from tessera.graph.pipelining.loop import Pipeline
-from tessera.graph.pipelining.schedules import schedule
-from tessera.graph.pipelining.table import Schedule
+from tessera.compiler.pipelining.device_tick import Stages
+from tessera.compiler.pipelining.schedule_loop import Pipeline
+from tessera.compiler.pipelining.schedule_table import Schedule
+from tessera.compiler.pipelining.schedules import schedule
 from tessera.mesh import Mesh
-from tessera.models.config import Gemma3Config
 from tessera.models.gemma3 import RESIDUAL, Gemma3
+from tessera.models.gemma3_config import Gemma3Config
 from tessera.models.model import Model
-from tessera.models.rules import Placement
-from tessera.models.stages import StageSplit
+from tessera.models.partition_rules import Placement
+from tessera.models.pipeline_stages import StageSplit
 from tessera.scope import autocast, constrain
 from tessera.spec import axes_of_dims
 from tessera.training.data.packing import NO_TARGET

@@ -14,11 +14,11 @@ from tempfile import TemporaryDirectory
 
 import jax
 
+from tessera.debug.profile_report import Profile, of_program
 from tessera.errors import OutputPathError
-from tessera.graph.profile_report import Profile, of_program
 from tessera.training.console import log
-from tessera.training.job import Job
 from tessera.training.outputs import RunFolder
+from tessera.training.run import Job
 
 
 def write_profile(folder: Path, profile: Profile) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tessera.models.config import Gemma3Config
+from tessera.models.gemma3_config import Gemma3Config
 
 ROUTER_METRICS: Final = (
     "router_loss",

@@ -8,14 +8,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tessera.models.config import Gemma3Config
+from tessera.models.gemma3_config import Gemma3Config
 from tessera.training.config import (
     ModelSettings,
     RuntimeConfig,
     Settings,
     TrainingConfig,
 )
-from tessera.training.data.config import DataConfig
+from tessera.training.data.data_config import DataConfig
 from tessera.training.optimizer_config import OPTIMIZERS, OptimizerConfig
 
 T = TypeVar("T")

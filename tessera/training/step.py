@@ -18,23 +18,23 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from tessera.graph.function import Function, function
-from tessera.graph.pipelining.table import Schedule
-from tessera.graph.tracing.gradient import grad
+from tessera.api.function import Function, function
+from tessera.compiler.gradient_primitive import grad
+from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.mesh import Mesh
 from tessera.models.model import Model
-from tessera.models.rules import NO_MESH, Placement
+from tessera.models.partition_rules import NO_MESH, Placement
 from tessera.ops.clipping import global_norm
 from tessera.ops.loss_scale import LossScale
 from tessera.scope import autocast, constrain
-from tessera.training.compression import AXIS, CompressedExchange
+from tessera.training.gradient_compression import AXIS, CompressedExchange
 from tessera.training.numerics import FixedOrder
 from tessera.training.offload import fetched, stored
 from tessera.training.optimizers import Schedule as LearningRate
 from tessera.training.pipelined import PipelinedModel
 from tessera.training.router import ROUTER_METRICS, router_sums
-from tessera.training.state import TrainState, state_specs
-from tessera.training.zero import Zero
+from tessera.training.train_state import TrainState, state_specs
+from tessera.training.zero_stages import Zero
 
 Tree: TypeAlias = Any
 Batch: TypeAlias = Mapping[str, Int[Array, "..."]]

@@ -5,11 +5,11 @@ from collections import Counter
 
 import jax
 
-from tessera.analysis.layouts import inspect
+from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
-from tessera.models.config import Gemma3Config
+from tessera.models.gemma3_config import Gemma3Config
 from tessera.models.remat import NONE, policies_of
-from tessera.training.job import Job
+from tessera.training.run import Job
 
 
 def run_rows(job: Job) -> list[tuple[str, str]]:

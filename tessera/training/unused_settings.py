@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tessera.errors import SettingConflictError, TesseraError
-from tessera.models.config import Gemma3Config
+from tessera.models.gemma3_config import Gemma3Config
 from tessera.training.config import ModelSettings, Settings, TrainingConfig
 from tessera.training.optimizer_config import SgdConfig
-from tessera.training.settings import as_yaml
+from tessera.training.setting import as_yaml
 
 
 @dataclass(frozen=True)

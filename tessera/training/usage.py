@@ -7,7 +7,7 @@ from textwrap import fill
 from typing import Any
 
 from tessera.training.config import Settings
-from tessera.training.settings import Description, as_yaml, describe
+from tessera.training.setting import Description, as_yaml, describe
 
 _HEAD = """\
 Trains a model on a mesh of devices.

@@ -10,7 +10,7 @@ from tessera.analysis.source_lines import Frame, short, user_line
 
 JAX = Frame("/venv/lib/python3.12/site-packages/jax/_src/lax.py", 9)
 FLAX = Frame("/venv/lib/python3.12/site-packages/flax/nnx/linear.py", 8)
-MACHINERY = Frame(str(PACKAGE / "graph" / "rewriting.py"), 7)
+MACHINERY = Frame(str(PACKAGE / "compiler" / "rewriting.py"), 7)
 MODEL = Frame(str(PACKAGE / "models" / "gemma3.py"), 6)
 USER = Frame("/home/me/train.py", 5, "step")
 
@@ -52,7 +52,7 @@ def test_a_users_file_is_no_machinery_wherever_it_lies(path):
         jax.__file__,
         flax.__file__,
         contextlib.__file__,
-        f"{PACKAGE}/graph/tracing/tracer.py",
+        f"{PACKAGE}/compiler/trace/tracer.py",
         f"{PACKAGE}/_jax.py",
     ],
 )

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from tessera.analysis import hlo
-from tessera.analysis.executions import executions
+from tessera.analysis.hlo_walk import executions
 from tessera.analysis.trip_counts import trip_count
 
 

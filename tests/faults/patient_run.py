@@ -10,7 +10,7 @@ import sys
 import time
 
 from tessera.runtime.cluster import Cluster
-from tessera.runtime.processes import Processes, joined
+from tessera.runtime.process_group import Processes, joined
 
 
 def call(here: Processes) -> None:

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tessera.runtime.cluster import detect
 from tessera.runtime.devices import prepare_devices
-from tessera.runtime.processes import Processes, Timeouts, joined
+from tessera.runtime.process_group import Processes, Timeouts, joined
 
 OPTIONS = {
     "fault": "none",

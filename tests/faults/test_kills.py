@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from tessera.training.checkpoints.folder import complete_steps
+from tessera.training.checkpoints.checkpoint_folder import complete_steps
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="what processes hold is read from /proc"

@@ -18,10 +18,10 @@ from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.command_line import compose
 from tessera.training.console import Console
 from tessera.training.data import Corpus
-from tessera.training.job import Job
 from tessera.training.loop import Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
+from tessera.training.run import Job
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

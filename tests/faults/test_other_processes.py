@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from tessera.training.checkpoints.folder import complete_steps, read_checkpoint
+from tessera.training.checkpoints.checkpoint_folder import (
+    complete_steps,
+    read_checkpoint,
+)
 
 ROOT = Path(__file__).parents[2]
 SMALL = (

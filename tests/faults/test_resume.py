@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tessera.training.checkpoints.folder import (
+from tessera.training.checkpoints.checkpoint_folder import (
     Checkpoint,
     complete_steps,
     read_checkpoint,

@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
-from tessera.training.checkpoints.folder import complete_steps, read_checkpoint
+from tessera.training.checkpoints.checkpoint_folder import (
+    complete_steps,
+    read_checkpoint,
+)
 
 ROOT = Path(__file__).parents[2]
 PATIENT = Path(__file__).parent / "patient_run.py"

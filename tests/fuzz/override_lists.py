@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 from tessera.training.config import ModelSettings, RuntimeConfig, TrainingConfig
-from tessera.training.data.config import DataConfig, SyntheticConfig
+from tessera.training.data.data_config import DataConfig, SyntheticConfig
 from tessera.training.optimizer_config import OPTIMIZERS
 from tessera.training.usage import group_settings
 

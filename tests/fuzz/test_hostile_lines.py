@@ -18,9 +18,9 @@ import pytest
 
 from tessera.errors import TesseraError
 from tessera.runtime import rendezvous
-from tessera.runtime.agreement import difference_error, differences
 from tessera.runtime.cluster import Cluster
 from tessera.runtime.launcher import free_port
+from tessera.runtime.rank_consistency import difference_error, differences
 from tessera.runtime.rendezvous import Hello
 from tessera.training.checkpoints.metadata import read_metadata
 from tessera.training.folder_lock import Holder

@@ -20,7 +20,7 @@ from tessera.errors import TesseraError
 from tessera.mesh import Mesh
 from tessera.training.command_line import compose
 from tessera.training.config import Settings
-from tessera.training.job import Job
+from tessera.training.run import Job
 from tests.fuzz.override_lists import SETTINGS, SMALL
 
 ROOT = Path(__file__).parents[2]

@@ -13,11 +13,11 @@ from flax import nnx
 from tessera.errors import ModelShapeError, ShardDivisibilityError
 from tessera.mesh import Mesh
 from tessera.models import Model, config_of
-from tessera.models.experts import Experts
+from tessera.models.expert_mlp import Experts
 from tessera.models.layers import MLP
-from tessera.models.rules import NO_MESH
+from tessera.models.partition_rules import NO_MESH
 from tessera.ops.moe.experts import Weights
-from tessera.ops.moe.reference import reference
+from tessera.ops.moe.reference_experts import reference
 from tessera.ops.moe.routing import RoutingOptions
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -12,8 +12,8 @@ import safetensors.numpy
 from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
+from tessera.models.pipeline_stages import StageSplit
 from tessera.models.safetensors import open_file
-from tessera.models.stages import StageSplit
 from tessera.models.weights import export_weights, import_weights
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

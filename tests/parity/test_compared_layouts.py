@@ -11,8 +11,8 @@ import pytest
 
 import tessera as ts
 from tessera.models import Gemma3Config, Model
-from tessera.training.state import abstract_state, init_state
 from tessera.training.step import Recipe, make_train_step
+from tessera.training.train_state import abstract_state, init_state
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -24,8 +24,8 @@ from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
-from tessera.training.state import init_state
 from tessera.training.step import Recipe, batch_spec, make_eval_step, make_train_step
+from tessera.training.train_state import init_state
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -22,8 +22,8 @@ from tessera.models import Model, config_of
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.router import ROUTER_METRICS
-from tessera.training.state import init_state
 from tessera.training.step import Recipe, batch_spec, make_train_step
+from tessera.training.train_state import init_state
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

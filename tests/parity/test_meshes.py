@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding
 from tessera.mesh import Mesh
 from tessera.models import Model, config_of
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.state import init_state
 from tessera.training.step import Recipe, batch_spec, make_train_step
+from tessera.training.train_state import init_state
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

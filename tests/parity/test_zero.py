@@ -19,13 +19,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tessera.analysis.layouts import inspect
+from tessera.analysis.inspection import inspect
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
-from tessera.training.state import init_state, state_specs
 from tessera.training.step import Recipe, batch_spec, make_train_step
+from tessera.training.train_state import init_state, state_specs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

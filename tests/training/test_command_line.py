@@ -12,13 +12,13 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from tessera.compiler.pipelining import schedules
 from tessera.errors import ModelShapeError, TesseraError
-from tessera.graph.pipelining import schedules
 from tessera.models.axis_rules import RULES
-from tessera.models.config import Gemma3Config
+from tessera.models.gemma3_config import Gemma3Config
 from tessera.models.registry import CONFIGS, config_of
-from tessera.ops.attention.spread import METHODS
-from tessera.ops.compression import COMPRESSIONS
+from tessera.ops.attention.context_variants import METHODS
+from tessera.ops.compressed_means import COMPRESSIONS
 from tessera.training import config
 from tessera.training.command_line import run_from_command_line
 from tessera.training.config import (
@@ -27,10 +27,10 @@ from tessera.training.config import (
     Settings,
     TrainingConfig,
 )
-from tessera.training.data.config import DataConfig, SyntheticConfig
+from tessera.training.data.data_config import DataConfig, SyntheticConfig
 from tessera.training.optimizers import OPTIMIZERS, AdamWConfig
 from tessera.training.schema import Schema, settings_of, typed
-from tessera.training.settings import as_yaml, problems_of
+from tessera.training.setting import as_yaml, problems_of
 from tessera.training.usage import group_settings
 from tests.training.command_lines import CONFIGS_DIR, ROOT, composed
 

@@ -11,7 +11,7 @@ from tessera.errors import DeviceCountError, DeviceMemoryError
 from tessera.mesh import Mesh
 from tessera.training import device_checks
 from tessera.training.device_checks import check_compilable, check_state_fits
-from tessera.training.job import Job
+from tessera.training.run import Job
 from tests.training.command_lines import composed
 
 

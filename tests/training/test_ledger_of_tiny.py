@@ -11,7 +11,7 @@ import pytest
 
 from tessera.mesh import Mesh
 from tessera.training.command_line import compose
-from tessera.training.job import Job
+from tessera.training.run import Job
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -26,13 +26,13 @@ from tessera.training.config import (
     TrainingConfig,
 )
 from tessera.training.console import Console
-from tessera.training.data.config import DataConfig, SyntheticConfig
-from tessera.training.job import Job
+from tessera.training.data.data_config import DataConfig, SyntheticConfig
 from tessera.training.loop import Guard, Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.optimizers import AdamWConfig, SgdConfig
 from tessera.training.outputs import open_run_folder
-from tessera.training.state import TrainState
+from tessera.training.run import Job
+from tessera.training.train_state import TrainState
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

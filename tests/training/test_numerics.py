@@ -15,8 +15,8 @@ from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.state import init_state
 from tessera.training.step import Recipe, batch_spec, make_eval_step, make_train_step
+from tessera.training.train_state import init_state
 
 # Eight columns for each of eight devices: of four, JAX 0.12 computes AdamW otherwise.
 CONFIG = Gemma3Config(

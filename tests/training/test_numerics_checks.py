@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tessera.models.registry import config_of
-from tessera.training.checks import check
 from tessera.training.config import ModelSettings, Settings, TrainingConfig
 from tessera.training.optimizers import AdafactorConfig, AdamWConfig
+from tessera.training.settings_checks import check
 
 
 def settings(sizes: Any = (1,), axes: Any = ("dp",), **training: Any) -> Settings:

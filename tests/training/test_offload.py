@@ -19,16 +19,16 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tessera import _jax
-from tessera.analysis.layouts import inspect
+from tessera.analysis.inspection import inspect
+from tessera.compiler.lower.jit import jitted
 from tessera.errors import HostMemoryError
-from tessera.graph.lowering.jit import jitted
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training import offload
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.state import init_state
 from tessera.training.step import Recipe, batch_spec, make_train_step
+from tessera.training.train_state import init_state
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -13,7 +13,7 @@ import pytest
 
 from tessera import errors
 from tessera.ops.clipping import global_norm
-from tessera.training.clipping import clip_by_global_norm
+from tessera.training.clip_transform import clip_by_global_norm
 from tessera.training.optimizers import (
     OPTIMIZERS,
     AdafactorConfig,

@@ -13,14 +13,14 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from tessera.compiler.stages import Compiled
 from tessera.errors import PipelineSizeError
-from tessera.graph.stages import Compiled
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
-from tessera.models.stages import StageSplit
+from tessera.models.pipeline_stages import StageSplit
 from tessera.training.config import ModelSettings, Settings, TrainingConfig
-from tessera.training.job import Job
 from tessera.training.pipelined import PipelinedModel, schedule_of, split_of
+from tessera.training.run import Job
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

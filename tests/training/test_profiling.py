@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tessera.api.function import function
+from tessera.debug.profile_report import of_program
 from tessera.errors import OutputPathError
-from tessera.graph.function import function
-from tessera.graph.profile_report import of_program
 from tessera.training.profiling import Window, write_profile
 
 SQUARE = function(lambda x: x @ x)

@@ -25,12 +25,17 @@ from tessera.training.optimizers import (
     make_optimizer,
     make_schedule,
 )
-from tessera.training.state import TrainState, abstract_state, init_state, state_specs
 from tessera.training.step import (
     Recipe,
     batch_spec,
     make_eval_step,
     make_train_step,
+)
+from tessera.training.train_state import (
+    TrainState,
+    abstract_state,
+    init_state,
+    state_specs,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

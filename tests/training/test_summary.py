@@ -10,7 +10,7 @@ from tessera.analysis.memory import format_bytes
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config
 from tessera.training.config import ModelSettings, Settings, TrainingConfig
-from tessera.training.job import Job
+from tessera.training.run import Job
 from tessera.training.summary import dry_run_text, run_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

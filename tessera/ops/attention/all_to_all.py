@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera.ops.attention.arrangement import Spread
 from tessera.ops.attention.blockwise import (
     Keys,
     Mask,
@@ -27,7 +26,8 @@ from tessera.ops.attention.blockwise import (
     share_of,
     zeros_like,
 )
-from tessera.ops.attention.kept import Kept
+from tessera.ops.attention.context_residuals import Kept
+from tessera.ops.attention.zigzag import Spread
 
 
 @dataclass(frozen=True)

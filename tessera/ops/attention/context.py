@@ -21,10 +21,10 @@ from jax.sharding import Mesh as JaxMesh
 from tessera import _jax, scope
 from tessera.errors import CollectiveError, HeadCountError, OperandError
 from tessera.mesh import Mesh, manual_axes
-from tessera.ops.attention.arrangement import Arrangement, Spread
 from tessera.ops.attention.blockwise import all_varying
-from tessera.ops.attention.spread import Plan, attend_spread, wire_of
-from tessera.ops.layouts import as_array, block_layout_of, placed, region_mesh
+from tessera.ops.attention.context_variants import Plan, attend_spread, wire_of
+from tessera.ops.attention.zigzag import Arrangement, Spread
+from tessera.ops.operand_layouts import as_array, block_layout_of, placed, region_mesh
 from tessera.spec import axes_of_dims
 
 Way: TypeAlias = Literal["zigzag", "ring", "all_to_all"]

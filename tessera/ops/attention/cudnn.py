@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.ops.attention.operands import Operands, Setting
+from tessera.ops.attention.attention_call import Operands, Setting
 
 if TYPE_CHECKING:
-    from tessera.ops.attention.choice import Device
+    from tessera.ops.attention.dispatch import Device
 
 # Since Ampere; heads wider than 128 since Hopper.
 _AMPERE, _HOPPER = (8, 0), (9, 0)

@@ -16,8 +16,10 @@ import numpy as np
 from jax import Array
 
 from tessera.errors import OperandError
+from tessera.ops.attention.attention_call import Operands, Setting
 from tessera.ops.attention.blockwise import varying_alike
-from tessera.ops.attention.choice import (
+from tessera.ops.attention.context_variants import wire_of
+from tessera.ops.attention.dispatch import (
     KERNELS,
     Device,
     Name,
@@ -25,9 +27,7 @@ from tessera.ops.attention.choice import (
     check_choice,
     choose,
 )
-from tessera.ops.attention.operands import Operands, Setting
-from tessera.ops.attention.spread import wire_of
-from tessera.ops.layouts import as_array
+from tessera.ops.operand_layouts import as_array
 
 
 def flash_attention(  # noqa: PLR0913

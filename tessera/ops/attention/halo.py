@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera.ops.attention.arrangement import Spread
 from tessera.ops.attention.blockwise import (
     Keys,
     Mask,
@@ -25,7 +24,8 @@ from tessera.ops.attention.blockwise import (
     fold_gradients,
     zeros_like,
 )
-from tessera.ops.attention.kept import Kept
+from tessera.ops.attention.context_residuals import Kept
+from tessera.ops.attention.zigzag import Spread
 
 
 @dataclass(frozen=True)

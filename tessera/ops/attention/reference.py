@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.ops.attention.operands import Operands, Setting
+from tessera.ops.attention.attention_call import Operands, Setting
 
 if TYPE_CHECKING:
-    from tessera.ops.attention.choice import Device
+    from tessera.ops.attention.dispatch import Device
 
 
 def why_not(operands: Operands, setting: Setting, device: "Device") -> str | None:

@@ -15,7 +15,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera.ops.attention.arrangement import Spread
 from tessera.ops.attention.blockwise import (
     Keys,
     Mask,
@@ -29,7 +28,8 @@ from tessera.ops.attention.blockwise import (
     varying_as,
     zeros_like,
 )
-from tessera.ops.attention.kept import Kept
+from tessera.ops.attention.context_residuals import Kept
+from tessera.ops.attention.zigzag import Spread
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from tessera.ops.attention.attention_call import Operands, Setting
 from tessera.ops.attention.blockwise import (
     Keys,
     Mask,
@@ -29,12 +30,11 @@ from tessera.ops.attention.blockwise import (
     share_of,
     zeros_like,
 )
-from tessera.ops.attention.operands import Operands, Setting
-from tessera.ops.attention.spread import NO_WINDOW
+from tessera.ops.attention.context_variants import NO_WINDOW
 from tessera.ops.checkpointing import KEPT_BY_ATTENTION
 
 if TYPE_CHECKING:
-    from tessera.ops.attention.choice import Device
+    from tessera.ops.attention.dispatch import Device
 
 
 def why_not(operands: Operands, setting: Setting, device: "Device") -> str | None:

@@ -17,10 +17,10 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import PartitionSpec as P
 
 from tessera.mesh import manual_axes
+from tessera.ops.moe.capacity import limited
 from tessera.ops.moe.dropless import dropless
 from tessera.ops.moe.exchange import sum_of_results
 from tessera.ops.moe.experts import Weights
-from tessera.ops.moe.limited import limited
 from tessera.ops.moe.routing import (
     RouterStatistics,
     RoutingOptions,

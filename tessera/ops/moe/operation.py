@@ -9,14 +9,13 @@ import jax.numpy as jnp
 
 from tessera import scope
 from tessera.errors import OperandError, UnknownAxisError, did_you_mean
+from tessera.grid import DATA_AXES
 from tessera.mesh import Mesh, manual_axes
-from tessera.ops.layouts import as_array, region_mesh
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.routing import RouterStatistics, RoutingOptions
+from tessera.ops.operand_layouts import as_array, region_mesh
 from tessera.shard import ShardSpec
-
-_DATA_AXES = ("dp", "fsdp")
 
 
 def moe(
@@ -150,7 +149,7 @@ def _layout(mesh: Mesh | None, axes: tuple[str, ...]) -> ExpertLayout:
     others = tuple(axis for axis in mesh.axes if axis not in axes)
     return ExpertLayout(
         mesh=region_mesh(mesh),
-        batch=(*(axis for axis in _DATA_AXES if axis in others), *axes),
+        batch=(*(axis for axis in DATA_AXES if axis in others), *axes),
         experts=axes,
         hidden=("tp",) if "tp" in others else (),
         embed=("fsdp",) if "fsdp" in others else (),

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import CheckpointMismatchError
-from tessera.models.stages import StageSplit
+from tessera.models.pipeline_stages import StageSplit
 from tessera.training.checkpoints import storage
-from tessera.training.checkpoints.folder import Checkpoint
+from tessera.training.checkpoints.checkpoint_folder import Checkpoint
 from tessera.training.checkpoints.metadata import Metadata, Stored
 from tessera.training.checkpoints.saving import named
-from tessera.training.job import Job
-from tessera.training.state import TrainState
+from tessera.training.run import Job
+from tessera.training.train_state import TrainState
 
 Tree: TypeAlias = Any
 

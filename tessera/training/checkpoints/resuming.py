@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from tessera import errors
 from tessera.errors import CheckpointNotFoundError, TesseraError
-from tessera.training.checkpoints.folder import (
+from tessera.training.checkpoints.checkpoint_folder import (
     Checkpoint,
     complete_steps,
     damaged_ones,
@@ -31,8 +31,8 @@ from tessera.training.checkpoints.manifest import LAST
 from tessera.training.checkpoints.metadata import read_metadata
 from tessera.training.checkpoints.restoring import Restoration
 from tessera.training.data import Corpus
-from tessera.training.job import Job
 from tessera.training.outputs import CHECKPOINTS, check_inside
+from tessera.training.run import Job
 
 NONE: Final = "none"
 AUTO: Final = "auto"

@@ -22,12 +22,12 @@ import jax
 
 from tessera.analysis.memory import format_bytes
 from tessera.errors import CheckpointWriteError, TesseraError
-from tessera.training.checkpoints import folder, manifest, storage
+from tessera.training.checkpoints import checkpoint_folder, manifest, storage
 from tessera.training.checkpoints.metadata import Metadata, Stored, write_metadata
 from tessera.training.console import log
 from tessera.training.data.cursor import Cursor
-from tessera.training.job import Job
-from tessera.training.state import TrainState
+from tessera.training.run import Job
+from tessera.training.train_state import TrainState
 
 Tree: TypeAlias = Any
 
@@ -90,13 +90,13 @@ class Checkpoints:
         )
         if self._is_first and self.is_kept:
             check()
-            for line in folder.open_root(root, resumed_step, self._nbytes):
+            for line in checkpoint_folder.open_root(root, resumed_step, self._nbytes):
                 log.warning("%s", line)
 
     @property
     def durable_step(self) -> int | None:
         """The newest step whose checkpoint is complete on the disk, or None."""
-        return next(iter(folder.complete_steps(self._place)), None)
+        return next(iter(checkpoint_folder.complete_steps(self._place)), None)
 
     @property
     def is_kept(self) -> bool:
@@ -138,7 +138,7 @@ class Checkpoints:
         self._check_folder()
         if self._place is self._root:
             # Not before the first process has made it.
-            self._place = folder.anchored(self._root)
+            self._place = checkpoint_folder.anchored(self._root)
         if step <= self._started:
             raise CheckpointWriteError(
                 f"a checkpoint of step {step} cannot follow one of step "
@@ -157,7 +157,7 @@ class Checkpoints:
                 path.mkdir()
         try:
             self._check_room()
-            writing = storage.Writing(path / folder.STATE, named(state))
+            writing = storage.Writing(path / checkpoint_folder.STATE, named(state))
         except OSError as error:
             self._give_up(path, error)
             return
@@ -216,9 +216,11 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         keep = self._job.settings.training.keep
-        for step in folder.complete_steps(self._place)[keep:] if keep else ():
+        for step in (
+            checkpoint_folder.complete_steps(self._place)[keep:] if keep else ()
+        ):
             try:
-                folder.remove(self._place / str(step))
+                checkpoint_folder.remove(self._place / str(step))
             except OSError as error:
                 log.warning("the checkpoint of step %d is not removed: %s", step, error)
 
@@ -228,9 +230,11 @@ class Checkpoints:
             self._failure = error
         else:
             shown = str(error).replace(str(self._place), str(self._root))
-            self._failure = folder.cannot_write(self._root / path.name, error, shown)
+            self._failure = checkpoint_folder.cannot_write(
+                self._root / path.name, error, shown
+            )
         if self._is_first:
-            folder.remove_failed(path)
+            checkpoint_folder.remove_failed(path)
             storage.clear_up()
             log.error("%s\n%s", self._failure, self.last_said())
 
@@ -276,7 +280,7 @@ class Checkpoints:
                 log.warning("%s", self.last_said())
         finally:
             place, self._place = self._place, self._root
-            folder.give_back(place)
+            checkpoint_folder.give_back(place)
 
 
 def named(tree: Tree) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tessera.training.data.batches import (
     train_batches,
     validation_batches,
 )
-from tessera.training.data.config import DataConfig, check
+from tessera.training.data.data_config import DataConfig, check
 from tessera.training.data.documents import Document, list_files, list_stdlib, split
 from tessera.training.data.formats import JSON_LINES, format_of, texts_of
 from tessera.training.data.packing import Batch, PackedRows, TokenStream, join

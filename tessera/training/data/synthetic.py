@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import SettingValueError, TokenizerError
-from tessera.training.data.config import SyntheticConfig
+from tessera.training.data.data_config import SyntheticConfig
 from tessera.training.data.tokenization import Ids
 
 NUM_PATTERNS = 64

@@ -13,10 +13,10 @@ import tessera as ts
 from tessera import dist, op
 from tessera.mesh import Mesh
 from tessera.ops.attention import blockwise
-from tessera.ops.attention.arrangement import Arrangement, Spread
 from tessera.ops.attention.blockwise import Tiling
+from tessera.ops.attention.context_variants import Plan, attend_in_region
 from tessera.ops.attention.halo import Halo
-from tessera.ops.attention.spread import Plan, attend_in_region
+from tessera.ops.attention.zigzag import Arrangement, Spread
 from tests.ops.attention.spreading import (
     LENGTH,
     METHODS,

@@ -14,9 +14,9 @@ import tessera as ts
 from tessera import op
 from tessera.analysis.ledger import collectives
 from tessera.mesh import Mesh
-from tessera.ops.attention.arrangement import Arrangement
 from tessera.ops.attention.blockwise import Mask, Rows, Tiling
-from tessera.ops.attention.spread import NO_WINDOW
+from tessera.ops.attention.context_variants import NO_WINDOW
+from tessera.ops.attention.zigzag import Arrangement
 from tests.ops.attention.spreading import (
     BATCH,
     HEADS,

@@ -14,7 +14,7 @@ from tessera.analysis.ledger import collectives
 from tessera.mesh import Mesh
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
-from tessera.ops.moe.reference import reference
+from tessera.ops.moe.reference_experts import reference
 from tessera.ops.moe.routing import RoutingOptions
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

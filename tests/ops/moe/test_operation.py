@@ -17,7 +17,7 @@ from tessera.errors import (
 from tessera.mesh import Mesh
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.operation import moe
-from tessera.ops.moe.reference import reference
+from tessera.ops.moe.reference_experts import reference
 from tessera.ops.moe.routing import RoutingOptions
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

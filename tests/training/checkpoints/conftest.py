@@ -13,10 +13,10 @@ import pytest
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config
 from tessera.training.config import ModelSettings, Settings, TrainingConfig
-from tessera.training.data.config import DataConfig, SyntheticConfig
-from tessera.training.job import Job
+from tessera.training.data.data_config import DataConfig, SyntheticConfig
 from tessera.training.optimizers import AdamWConfig
-from tessera.training.state import TrainState
+from tessera.training.run import Job
+from tessera.training.train_state import TrainState
 
 CONFIG = Gemma3Config(
     vocab_size=64,

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from tessera.models.weights import export_weights
-from tessera.training.checkpoints.folder import complete_steps
+from tessera.training.checkpoints.checkpoint_folder import complete_steps
 from tessera.training.checkpoints.resuming import Choice, choose
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.console import Console
-from tessera.training.job import Job
 from tessera.training.loop import Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
-from tessera.training.state import TrainState
+from tessera.training.run import Job
+from tessera.training.train_state import TrainState
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tessera.errors import CheckpointMismatchError
-from tessera.training.checkpoints.folder import Checkpoint, read_checkpoint
+from tessera.training.checkpoints.checkpoint_folder import Checkpoint, read_checkpoint
 from tessera.training.checkpoints.restoring import Restoration
 from tessera.training.checkpoints.saving import Checkpoints, named
 from tessera.training.data.cursor import Cursor

@@ -11,7 +11,7 @@ from tessera.errors import (
     CheckpointNotFoundError,
     DataChangedError,
 )
-from tessera.training.checkpoints.folder import Checkpoint
+from tessera.training.checkpoints.checkpoint_folder import Checkpoint
 from tessera.training.checkpoints.manifest import LAST, NAME
 from tessera.training.checkpoints.restoring import Restoration
 from tessera.training.checkpoints.resuming import changed_settings, choose

@@ -12,7 +12,7 @@ import pytest
 
 from tessera.errors import CheckpointWriteError
 from tessera.training.checkpoints import manifest, saving
-from tessera.training.checkpoints.folder import (
+from tessera.training.checkpoints.checkpoint_folder import (
     Checkpoint,
     complete_steps,
     read_checkpoint,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.errors import TokenizerError
-from tessera.training.data.config import SyntheticConfig
+from tessera.training.data.data_config import SyntheticConfig
 from tessera.training.data.synthetic import SyntheticTokenizer, make_documents
 
 

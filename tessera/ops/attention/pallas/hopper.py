@@ -17,10 +17,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tessera.ops.attention.operands import Operands
-from tessera.ops.attention.pallas.blocks import WARPGROUP_ROWS as ROWS
-from tessera.ops.attention.pallas.blocks import Tiles
-from tessera.ops.attention.pallas.rules import Rules
+from tessera.ops.attention.attention_call import Operands
+from tessera.ops.attention.pallas.block_sizes import WARPGROUP_ROWS as ROWS
+from tessera.ops.attention.pallas.block_sizes import Tiles
+from tessera.ops.attention.pallas.mask_rules import Rules
 from tessera.ops.attention.pallas.warpgroups import (
     LOG2_E,
     LOWEST,

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from tessera.ops.attention.operands import Operands
-from tessera.ops.attention.pallas.blocks import Blocks
-from tessera.ops.attention.pallas.rules import Rules
+from tessera.ops.attention.attention_call import Operands
+from tessera.ops.attention.pallas.block_sizes import Blocks
+from tessera.ops.attention.pallas.mask_rules import Rules
 
 Segments = tuple[Array, Array] | None
 

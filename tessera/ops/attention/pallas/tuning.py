@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from tessera import _jax
 from tessera.dtypes import as_dtype
 from tessera.errors import ImplementationError
-from tessera.ops.attention.operands import Operands, Setting
-from tessera.ops.attention.pallas.blocks import (
+from tessera.ops.attention.attention_call import Operands, Setting
+from tessera.ops.attention.pallas.block_sizes import (
     Blocks,
     Hopper,
     Kernel,
@@ -37,7 +37,7 @@ from tessera.ops.attention.pallas.blocks import (
 )
 
 if TYPE_CHECKING:
-    from tessera.ops.attention.choice import Device
+    from tessera.ops.attention.dispatch import Device
 
 FORMAT = 1  # of the files; raised when kernels change what is best
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -45,7 +45,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 def kernel_for(operands: Operands, setting: Setting, device: "Device") -> Kernel:
     """The kernel of a call, cut as was found best or by default; measures nothing."""
-    from tessera.ops.attention.pallas.attending import why_not_hopper
+    from tessera.ops.attention.pallas.kernel_attention import why_not_hopper
 
     on_hopper = why_not_hopper(operands, setting, device) is None
     tuned = _read(str(_file(_case(operands, setting, device))))
@@ -94,7 +94,7 @@ def tune_attention(  # noqa: PLR0913 - a call, and how to measure it
       ImplementationError: [T406] it is called while a function is traced, or there is
         no candidate that runs.
     """
-    from tessera.ops.attention.choice import Device
+    from tessera.ops.attention.dispatch import Device
 
     if isinstance(jnp.zeros(()), _jax.Tracer):
         raise ImplementationError(
@@ -159,7 +159,7 @@ def _fastest(
     rounds: int,
 ) -> tuple[Kernel, float]:
     """The one whose forward and backward pass took least, and the seconds."""
-    from tessera.ops.attention.pallas.attending import attend_by
+    from tessera.ops.attention.pallas.kernel_attention import attend_by
 
     def program(kernel: Kernel) -> Any:
         def run(arrays: Any, gradient: Any) -> Any:

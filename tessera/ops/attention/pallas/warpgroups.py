@@ -20,8 +20,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tessera.ops.attention.pallas.blocks import Tiles
-from tessera.ops.attention.pallas.rules import Rules
+from tessera.ops.attention.pallas.block_sizes import Tiles
+from tessera.ops.attention.pallas.mask_rules import Rules
 
 LOWEST = -1e30  # of scores: finite, so that differences are numbers
 LOG2_E = 1.4426950408889634

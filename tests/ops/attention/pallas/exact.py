@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.ops.attention import reference
-from tessera.ops.attention.operands import Operands, Setting
+from tessera.ops.attention.attention_call import Operands, Setting
 
 NAMES = ("out", "dq", "dk", "dv")
 

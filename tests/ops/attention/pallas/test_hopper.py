@@ -18,10 +18,10 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from tessera._jax_traces import HAS_MOSAIC_GPU_KERNELS
-from tessera.ops.attention.choice import Device
-from tessera.ops.attention.operands import Operands, Setting
-from tessera.ops.attention.pallas.attending import attend_by, why_not_hopper
-from tessera.ops.attention.pallas.blocks import Hopper, Tiles, default_for_hopper
+from tessera.ops.attention.attention_call import Operands, Setting
+from tessera.ops.attention.dispatch import Device
+from tessera.ops.attention.pallas.block_sizes import Hopper, Tiles, default_for_hopper
+from tessera.ops.attention.pallas.kernel_attention import attend_by, why_not_hopper
 from tests.ops.attention.pallas.exact import (
     check_as_exact_as_the_reference,
     drawn,

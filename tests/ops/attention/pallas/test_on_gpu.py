@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tessera.ops.attention import reference
-from tessera.ops.attention.operands import Operands, Setting
-from tessera.ops.attention.pallas.attending import attend_by
-from tessera.ops.attention.pallas.blocks import default_for_hopper
+from tessera.ops.attention.attention_call import Operands, Setting
+from tessera.ops.attention.pallas.block_sizes import default_for_hopper
+from tessera.ops.attention.pallas.kernel_attention import attend_by
 from tessera.ops.attention.pallas.tuning import (
     _backward_variants,
     _forward_variants,

@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.mesh import Mesh
-from tessera.ops.attention.choice import Device
-from tessera.ops.attention.operands import Operands, Setting
-from tessera.ops.attention.pallas.attending import attend_by, why_not
-from tessera.ops.attention.pallas.blocks import Blocks, Portable
+from tessera.ops.attention.attention_call import Operands, Setting
+from tessera.ops.attention.dispatch import Device
+from tessera.ops.attention.pallas.block_sizes import Blocks, Portable
+from tessera.ops.attention.pallas.kernel_attention import attend_by, why_not
 from tests.ops.attention.pallas.exact import (
     check_as_exact_as_the_reference,
     drawn,

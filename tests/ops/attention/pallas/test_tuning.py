@@ -10,10 +10,10 @@ import pytest
 
 import tessera as ts
 from tessera.errors import ImplementationError
-from tessera.ops.attention.choice import Device
-from tessera.ops.attention.operands import Operands, Setting
+from tessera.ops.attention.attention_call import Operands, Setting
+from tessera.ops.attention.dispatch import Device
 from tessera.ops.attention.pallas import tuning
-from tessera.ops.attention.pallas.blocks import (
+from tessera.ops.attention.pallas.block_sizes import (
     Blocks,
     Hopper,
     Portable,
@@ -89,7 +89,7 @@ def test_what_cannot_be_trusted_or_read_counts_as_not_tuned(folder):
 
 def test_a_kernel_for_hopper_is_kept_in_both_directions(monkeypatch):
     monkeypatch.setattr(
-        "tessera.ops.attention.pallas.attending.HAS_MOSAIC_GPU_KERNELS", True
+        "tessera.ops.attention.pallas.kernel_attention.HAS_MOSAIC_GPU_KERNELS", True
     )
     device, operands = Device("cuda", "H", (9, 0)), call((1, 2, 256, 64), "bfloat16")
     assert kernel(operands, device=device) == default_for_hopper(64)

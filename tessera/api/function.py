@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ts.function`` and ``ts.jit``: a Python function that runs as one compiled program.
+
+Calls go to the program that served the last one, which takes the arguments as they
+are; only when it does not fit are they taken apart, and another program is found or
+compiled. A call inside another traced function is part of that function's program.
+"""
+
+import functools
+import inspect
+import sys
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+
+from tessera import _jax, _jax_traces, scope
+from tessera.annotations import checked
+from tessera.compiler.eager import Outcome, run_eagerly
+from tessera.compiler.lower.jit import jitted, returns_list, without_padding
+from tessera.compiler.pass_runner import check_names
+from tessera.compiler.stages import Compiled, Lowered, Traced
+from tessera.compiler.trace.arguments import (
+    Call,
+    StaleProgram,
+    changed_statics,
+    take_apart,
+)
+from tessera.compiler.trace.call_signature import Form, Spelling
+from tessera.compiler.trace.declared_layouts import Options
+from tessera.compiler.trace.inlining import inline
+from tessera.compiler.trace.tracer import trace
+from tessera.compiler.trace.write_back import check_apart, give_back
+from tessera.errors import (
+    OutsideTraceError,
+    SpecFormError,
+    TesseraWarning,
+    did_you_mean,
+)
+from tessera.mesh import Mesh, opened_or_none
+from tessera.objects import (
+    WithObjects,
+    changes_explained,
+    changes_in_place,
+    objects_split,
+)
+from tessera.shard import DistTensor
+
+_Result = TypeVar("_Result")
+_Run: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+
+_RECOMPILES_BEFORE_WARNING = 3
+_LAID_OUT = "lay out or donate"
+_PLAIN = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+# The function that ran last, for ``dist.profile()``; it is not kept alive for that.
+_ran: deque["weakref.ref[Function]"] = deque(maxlen=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A compiled program and the calls that it fits."""
+
+    call: Call
+    surroundings: Any
+    compiled: Compiled
+    spelling: Spelling | None = None
+
+    def parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The arguments as the program takes them; raises ``StaleProgram``."""
+        if self.spelling is None or _surroundings() != self.surroundings:
+            raise StaleProgram
+        return self.spelling.parts(self.call, args, kwargs)
+
+
+def _surroundings() -> Any:
+    """What a program depends on beside its function and arguments."""
+    return (
+        opened_or_none(),
+        scope.current_autocast(),
+        scope.current_plan(),
+        _jax.trace_settings(),
+    )
+
+
+class Function:
+    """A function that Tessera traces, compiles and runs.
+
+    Arrays among the arguments are traced; Python scalars, strings, callables and other
+    values are static, and another value is another program. ``trace``, ``lower`` and
+    ``compile`` stop at a stage. See ``function`` for the options.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        options: Options,
+        skip_passes: Collection[str] = (),
+    ) -> None:
+        check_names(skip_passes)
+        functools.update_wrapper(self, body)
+        self.body = body
+        self.options = options
+        self.skip_passes = tuple(skip_passes)
+        self._signature = inspect.signature(body)
+        self._form = Form(self._signature, getattr(body, "__name__", options.name))
+        self._positional = tuple(
+            name
+            for name, parameter in self._signature.parameters.items()
+            if parameter.kind in (_PLAIN, parameter.POSITIONAL_ONLY)
+        )
+        self._check_argument_names()
+        self._programs: dict[Any, _Program] = {}
+        self._inlined: dict[Any, tuple[Traced, Callable[..., Any]]] = {}
+        self._recent: _Program | None = None
+        self._body_with_objects = WithObjects(body)
+        self._takes_objects = False
+        self._weak: weakref.ref[Function] = weakref.ref(self)
+        self._changes: Counter[str] = Counter()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on arrays; inside another traced function, become part of it."""
+        if scope.current() is not None:
+            return self._inside(args, kwargs)
+        if self._takes_objects:
+            return self._with_objects(self._run_any, args, kwargs)
+        return self._run_any(args, kwargs)
+
+    def _run_any(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the program of the last call, or another one where that does not fit."""
+        if _jax_traces.jit_is_disabled():
+            return self._run_eagerly(args, kwargs)
+        if _jax_traces.is_tracing():
+            return self._with_objects(self._inline, args, kwargs)
+        try:
+            return self._run_compiled(args, kwargs)
+        except _jax_traces.InternalFloatingPointError as error:
+            raise self._where_not_finite(error, args, kwargs) from None
+
+    def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        recent = self._recent
+        if recent is not None:
+            try:
+                return self._run(recent, args, kwargs)
+            except StaleProgram:
+                pass
+            except (TypeError, ValueError):
+                # JAX refuses arrays of other types or layouts before it runs.
+                if self._key(self._take_apart(args, kwargs)) == self._key(recent.call):
+                    raise
+        return self._run_new(args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """Trace for these arguments, or ``jax.ShapeDtypeStruct`` s."""
+        return self._on_call(self._trace, args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace, run the passes and lower for these arguments."""
+        return self.trace(*args, **kwargs).lower()
+
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Trace, lower and compile for these arguments; a call finds the program.
+
+        Arrays and ``jax.ShapeDtypeStruct`` of the same types and layouts share one.
+        """
+        return self._on_call(self._program, args, kwargs).compiled
+
+    def num_programs(self) -> int:
+        """How many programs were compiled for calls so far."""
+        return len({id(program.compiled) for program in self._programs.values()})
+
+    @property
+    def last(self) -> Compiled | None:
+        """The program that served the last call."""
+        return self._recent.compiled if self._recent else None
+
+    def _parameters(self, traced: Traced) -> tuple[Any, ...]:
+        """The arrays of the parameter inputs of a program."""
+        return tuple(held.stored() for held in traced.origin.parameters.values())
+
+    def _run(
+        self, program: _Program, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        compiled, parts = program.compiled, program.parts(args, kwargs)
+        traced = compiled.traced
+        _ran.append(self._weak)
+        parts += (self._parameters(traced), compiled.captured)
+        if not traced.origin.writes:
+            return compiled(*parts)
+        assert program.spelling is not None, "a program that runs was spelled"
+        values = program.spelling.values(args, kwargs)
+        check_apart(traced.origin.writes, values)
+        return self._finished(traced, compiled.outputs(*parts), values)
+
+    def _finished(self, traced: Traced, outputs: Any, values: Sequence[Any]) -> Any:
+        """The function's result, once its writes to arguments are given back."""
+        origin = traced.origin
+        give_back(origin.writes, origin.written(outputs), values)
+        return traced.result(outputs)
+
+    def _run_new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if changes_in_place((args, kwargs)):
+            self._takes_objects = True
+            return self._with_objects(self._run_any, args, kwargs)
+        call = self._take_apart(args, kwargs)
+        spelling = self._form.spelling(args, kwargs)
+        program = replace(self._program(call, to_run=True), spelling=spelling)
+        self._recent = program
+        return self._run(program, args, kwargs)
+
+    def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if changes_in_place((args, kwargs)):
+            return self._with_objects(self._run_eagerly, args, kwargs)
+        outcome, values = self._outcome(args, kwargs), self._form.values(args, kwargs)
+        check_apart(outcome.writes, values)
+        give_back(outcome.writes, outcome.written, values)
+        return outcome.result
+
+    def _outcome(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+        """What the function gives that runs operation by operation."""
+        call = self._take_apart(args, kwargs)
+        body, options = self._for_objects(call)
+        with changes_explained():
+            return run_eagerly(body, call, options, self._parameter)
+
+    def _where_not_finite(
+        self, error: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> FloatingPointError:
+        """The error of the operation that makes what ``jax.debug_nans`` looks for."""
+        try:
+            with jax.disable_jit():
+                self._outcome(args, kwargs)
+        except FloatingPointError as found:
+            return found
+        except (OutsideTraceError, RuntimeError):
+            pass  # it needs its whole program, or an array that was donated
+        name = self.options.name
+        return FloatingPointError(f"invalid value ({error.ty}) encountered in {name!r}")
+
+    def _parameter(self, name: str, declared: DistTensor) -> Any:
+        """The array of one parameter."""
+        del name
+        return declared.materialize()
+
+    def _program(self, call: Call, *, to_run: bool = False) -> _Program:
+        """The program of a call, compiled unless an earlier call was alike."""
+        key = self._key(call)
+        if key not in self._programs:
+            self._warn_of_recompiles(call)
+            traced = self._trace(call)
+            if to_run:
+                traced.require_devices()
+            placed = self._key(traced.call_as_placed())
+            held = self._programs.get(placed)
+            compiled = held.compiled if held else traced.lower().compile()
+            self._programs[key] = _Program(traced.call, _surroundings(), compiled)
+            self._programs.setdefault(placed, self._programs[key])
+        return self._programs[key]
+
+    def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Become part of the function that Tessera is tracing, layouts and all."""
+        if self.options.mesh is None and not self.options.declares_layouts:
+            body, here = scope.as_called(self.body), scope.current()
+            # One microbatch has other sizes than annotations speak of.
+            check = here is not None and here.is_whole_batch
+            return checked(body, args, kwargs, name=self.options.name, check=check)
+        return self._with_objects(self._inside_laid_out, args, kwargs)
+
+    def _inside_laid_out(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        call, given = self._take_apart(args, kwargs), self._form.values(args, kwargs)
+        body = self._body_with_objects if call.has_objects else self.body
+        return inline(scope.as_called(body), call, self.options, given)
+
+    def _with_objects(
+        self, run: _Run, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What ``run`` gives for arrays in the place of NNX objects, with objects."""
+        with objects_split(args, kwargs) as call:
+            return call.finish(run(call.args, call.kwargs))
+
+    def _on_call(
+        self,
+        stage: Callable[[Call], _Result],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> _Result:
+        """What a stage gives for a call, which is not made."""
+        with objects_split(args, kwargs) as call:
+            return stage(self._take_apart(call.args, call.kwargs))
+
+    def _inline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Become part of a program that JAX, not Tessera, is tracing."""
+        call = self._take_apart(args, kwargs)
+        key = self._key(call)
+        if key in self._inlined:
+            traced, held = self._inlined[key]
+        else:
+            traced = self._trace(call)
+            held = jitted(traced.origin, traced.graph, traced.call)
+            if not any(isinstance(a, _jax.Tracer) for a in traced.graph.captured):
+                self._inlined[key] = traced, held  # else good for this trace only
+        parts = [argument.own_part() for argument in call.arguments]
+        outputs = held(*parts, self._parameters(traced), traced.graph.captured)
+        if returns_list(traced.origin, traced.graph):
+            values = zip(traced.graph.outputs, outputs, strict=True)
+            outputs = [without_padding(traced.graph, *pair) for pair in values]
+        if not traced.origin.writes:
+            return traced.result(outputs)
+        return self._finished(traced, outputs, self._form.values(args, kwargs))
+
+    def _trace(self, call: Call) -> Traced:
+        call = call.abstract()
+        body, options = self._for_objects(call)
+        with changes_explained():
+            return Traced(call, trace(body, call, options), self.skip_passes)
+
+    def _for_objects(self, call: Call) -> tuple[Callable[..., Any], Options]:
+        """The body and the options for a call, in which there may be objects."""
+        if not call.has_objects:
+            return self.body, self.options
+        return self._body_with_objects, self.options.for_objects(call)
+
+    def _take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        return take_apart(self._positional, *self._form.of(args, kwargs))
+
+    def _key(self, call: Call) -> Any:
+        return (_surroundings(), call.key())
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """A function in a class is a method of its instances."""
+        return self if instance is None else MethodType(self, instance)
+
+    def _check_argument_names(self) -> None:
+        """Raise [T204] for options that name an argument that there is not."""
+        kinds = {n: p.kind for n, p in self._signature.parameters.items()}
+        if inspect.Parameter.VAR_KEYWORD in kinds.values():
+            return
+        known = [n for n in kinds if kinds[n] is not inspect.Parameter.VAR_POSITIONAL]
+        has_more = len(known) < len(kinds)
+        uses = dict.fromkeys(self.options.batch or (), "take for a batch")
+        uses |= dict.fromkeys((*self.options.in_specs, *self.options.donate), _LAID_OUT)
+        for name, use in uses.items():
+            if has_more and name.startswith("args["):
+                continue
+            if name.partition("/")[0] not in known:
+                raise SpecFormError(
+                    f"{self.options.name!r} has no argument {name!r} to {use}",
+                    fix=did_you_mean(name, known),
+                )
+
+    def _warn_of_recompiles(self, call: Call) -> None:
+        if self._recent is None:
+            return
+        names = changed_statics(self._recent.call, call)
+        self._changes.update(names)
+        for name in names:
+            if self._changes[name] == _RECOMPILES_BEFORE_WARNING:
+                warnings.warn(
+                    f"{self.options.name!r} was compiled {self._changes[name] + 1} "
+                    f"times because argument {name!r} keeps changing: a Python value "
+                    "is part of the program. Pass it as an array to compile once",
+                    TesseraWarning,
+                    stacklevel=_num_frames_here(),
+                )
+
+
+def _num_frames_here() -> int:
+    """The ``stacklevel`` of who called this module, for a warning of the caller."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame, count = frame.f_back, count + 1
+    return count
+
+
+def last_run() -> Compiled | None:
+    """The program that began to run last; None before the first call of any."""
+    function = _ran[-1]() if _ran else None
+    return None if function is None else function.last
+
+
+def function(
+    body: Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Mapping[str, Any] | None = None,
+    out_specs: Any = None,
+    donate: Sequence[str] = (),
+    skip_passes: Collection[str] = (),
+) -> Any:
+    """Compile a function written for one device for the mesh that it is used on.
+
+    Args:
+      body: The function; leave it out to use the options as a decorator.
+      mesh: Mesh to run on. By default the innermost ``with mesh:``, or the mesh that
+        the arguments live on, or the default device.
+      in_specs: Layouts by argument name: a ``ShardSpec`` or ``PartitionSpec``, or a
+        tree of them that is a prefix of the argument. Arguments without one keep the
+        layout that they come with; without that they are replicated.
+      out_specs: Layouts of the result, in the same form. The partitioner decides where
+        none is given.
+      donate: Names of arguments whose memory the results may take over.
+      skip_passes: Names of passes to leave out. Inside another traced function this
+        one is part of that program, whose own ``donate`` and ``skip_passes`` hold.
+
+    Returns:
+      A ``Function``: call it, or stop at a stage: ``trace``, ``lower``, ``compile``.
+
+    Raises:
+      UnknownPassError: [T307] there is no such pass.
+      SpecFormError: [T204] a layout is declared for an argument that does not exist.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> @function
+      ... def scaled_sum(x, factor):
+      ...     return jnp.sum(x) * factor
+      >>> print(scaled_sum(jnp.arange(4.0), 2))
+      12.0
+    """
+    if body is None:
+        return functools.partial(
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            donate=donate,
+            skip_passes=skip_passes,
+        )
+    strategy = None
+    if isinstance(body, Function):
+        strategy, mesh = body.options.strategy, mesh or body.options.mesh
+        body = body.body
+    options = Options(
+        name=getattr(body, "__name__", type(body).__name__),
+        strategy=strategy,
+        mesh=mesh,
+        in_specs=dict(in_specs or {}),
+        out_specs=out_specs,
+        donate=frozenset(donate),
+    )
+    return Function(body, options, skip_passes)

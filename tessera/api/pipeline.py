@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``graph.pipeline``: a function whose stages run on different devices.
+
+The function is written for one batch, as a chain of stages. In a step it runs in
+microbatches, in the order of a schedule, together with the backward of the loss that
+``graph.backward`` or ``ts.grad`` differentiates.
+"""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera import scope
+from tessera.api.training_step import Stage, Step
+from tessera.compiler.pipelining.pipeline_call import Split, marked_as_given
+from tessera.compiler.pipelining.pipeline_primitive import (
+    Decision,
+    PipelineCall,
+    struct_of,
+)
+from tessera.compiler.pipelining.schedule_table import Schedule
+from tessera.compiler.pipelining.schedules import schedule as schedule_of
+from tessera.compiler.pipelining.split_stages import stage_end_p
+from tessera.compiler.trace.arguments import as_names, is_in
+from tessera.compiler.trace.declared_layouts import Options, is_number
+from tessera.compiler.zero_layouts import split_further
+from tessera.errors import (
+    NoMeshError,
+    PipelineFormError,
+    PipelineSizeError,
+    UndecidedRoleError,
+    WriteBackError,
+    did_you_mean,
+)
+from tessera.mesh import Mesh
+from tessera.shard import ShardSpec
+
+
+def pipeline(
+    stages: Sequence[Stage],
+    *,
+    mesh: Mesh | None = None,
+    axis: str = "pp",
+    schedule: str | Schedule = "1f1b",
+    microbatches: int | None = None,
+    batch: str | Collection[str] | None = None,
+) -> Callable[[Callable[..., Any]], Step]:
+    """Run a chain of stages as a pipeline over a mesh axis.
+
+    Each device holds the parameters of its own stages: stored in parts over the axis,
+    they are sent to their stage once in a step. The mesh's other axes work inside the
+    stages as they do outside. Arguments that have a row for each example are split into
+    microbatches, and along ``dp`` into a part of each for each device; others, and what
+    the function closes over, are whole in every stage that reads them.
+
+    Which arguments have rows is what ``batch`` says. Without it, it is what comes from
+    the step's arguments and not from its weights alone: one argument, or several as
+    long as each other, if the stages can be seen to treat each row by itself.
+
+    Args:
+      stages: The stages in order, made by ``graph.stage``: as many as the axis has
+        devices, or, for ``interleaved``, a multiple.
+      mesh: The mesh; by default that of the step.
+      axis: The mesh axis whose devices are the pipeline.
+      schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``zero_bubble``,
+        ``zero_bubble_fused``, or a table of your own.
+      microbatches: Equal parts of a batch. By default what
+        ``schedule.pipeline_microbatches`` said, or else as many as there are stages.
+      batch: The function's arguments that have a row for each example along their
+        leading dim, by name, or paths of arrays inside of them: ``inputs/tokens``.
+
+    Returns:
+      A decorator. The function calls each stage once, in order, and returns arrays that
+      have a row for each row of the batch. It is called in a step, or by itself.
+
+    Raises:
+      UnknownAxisError: [T103] the mesh has no such axis.
+      PipelineSizeError: [T311] stages, devices and schedule do not fit.
+      PipelineFormError: [T312] (when traced) the function is no chain of the stages, or
+        its loss cannot be computed microbatch by microbatch.
+      UndecidedRoleError: [T324] ``batch`` names no argument; (when traced) nothing
+        decides which arguments have rows.
+      BatchSizeError: [T503] (when traced) a batch is not divided by the microbatches.
+
+    Warns:
+      TesseraWarning: (when traced) a stage mixes the rows of its microbatch.
+
+    Sources: arXiv 1811.06965, 1806.03377, 2104.04473, 2401.10241.
+    """
+    names = tuple(map(_name, stages))
+    rows = None if batch is None else frozenset(as_names(batch))
+    wanted = _Pipeline(names, axis, schedule, microbatches, batch=rows)
+    if mesh is not None:
+        wanted.check(mesh, names)
+
+    def decorate(body: Callable[..., Any]) -> Step:
+        @functools.wraps(body)
+        def piped(*args: Any, **kwargs: Any) -> Any:
+            return wanted.call(body, mesh, args, kwargs)
+
+        name = getattr(body, "__name__", "pipeline")
+        options = Options(
+            name=name, mesh=mesh, split_batch=True, batch=rows or frozenset()
+        )
+        return Step(piped, options)
+
+    return decorate
+
+
+def _name(stage: Stage) -> str:
+    if isinstance(stage, Stage):
+        return stage.options.name
+    raise PipelineFormError(
+        "a stage of a pipeline is made by graph.stage",
+        got=f"{stage!r}",
+        fix='write @graph.stage("name") above the function',
+    )
+
+
+class PipelineOfArguments:
+    """A function whose weights are arguments, as a pipeline of the stages it calls."""
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        axis: str,
+        *,
+        batch: frozenset[str] | None,
+        weights: frozenset[str],
+    ) -> None:
+        functools.update_wrapper(self, body)
+        self._body, self._axis = body, axis
+        self._batch, self._weights = batch, weights
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result.
+
+        Raises:
+          PipelineFormError: [T312] it is no chain of stages.
+          PipelineSizeError: [T311] it has not as many stages as the axis has devices.
+          UndecidedRoleError: [T324] nothing decides which arguments have rows.
+        """
+        say = "ts.distribute('pipeline_parallel', batch=[...])"
+        wanted = _Pipeline(
+            None, self._axis, "1f1b", None, self._batch, self._weights, say
+        )
+        return wanted.call(scope.as_called(self._body), None, args, kwargs)
+
+
+def _stages_called(function: "_OfArrays", here: scope.Scope) -> tuple[str, ...]:
+    """The names of the stages that a function calls, in order; inner ones left out."""
+    found: list[str] = []
+    before, depth, end = here.mark(), len(here.path), here.stage_end
+
+    def note(name: str, results: Any) -> Any:
+        if len(here.path) == depth + 1:
+            found.append(name)
+        return results
+
+    here.stage_end = note
+    try:
+        jax.eval_shape(function, *(struct_of(array, None) for array in function.arrays))
+    finally:
+        here.stage_end = end
+        here.go_back(before)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """What ``pipeline`` was told.
+
+    Attributes:
+      stages: Its stages by name; None for those that the function calls.
+      batch: Arguments that have rows, all others being whole; None where nobody says.
+      weights: Arguments that are whole.
+      say: How a user says which arguments have rows.
+    """
+
+    stages: tuple[str, ...] | None
+    axis: str
+    schedule: str | Schedule
+    microbatches: int | None
+    batch: frozenset[str] | None = None
+    weights: frozenset[str] = frozenset()
+    say: str = "graph.pipeline(..., batch=[...])"
+
+    def check(self, mesh: Mesh, stages: Sequence[str]) -> int:
+        """Virtual stages for each device; raises [T103] and [T311]."""
+        size, count = mesh.axis_size(self.axis), len(stages)
+        is_interleaved = self.schedule == "interleaved" or (
+            isinstance(self.schedule, Schedule) and self.schedule.chunks > 1
+        )
+        if count == size or (is_interleaved and count and count % size == 0):
+            return count // size
+        raise PipelineSizeError(
+            f"the stages of a pipeline do not fit the devices of axis {self.axis!r}",
+            got=f"{count} stages, {size} devices",
+            fix=f"use {size} stages, or a multiple of {size} with "
+            "schedule='interleaved', or another mesh",
+        )
+
+    def call(
+        self, body: Callable[..., Any], mesh: Mesh | None, args: Any, kwargs: Any
+    ) -> Any:
+        """Trace the function for one microbatch, and mark where it was called."""
+        here = scope.current()
+        assert here is not None, "a step is being traced"
+        mesh = mesh or here.mesh
+        if mesh is None:
+            raise NoMeshError(
+                "a pipeline needs a mesh",
+                fix="pass mesh= to graph.pipeline, or call the step in 'with mesh:'",
+            )
+        function = _OfArrays(body, args, kwargs)
+        number = len(here.pipelined)
+        here.pipelined.append(tuple(map(jax.typeof, function.arrays)))
+        stages = self.stages
+        if stages is None:
+            stages = _stages_called(function, here)
+        decision = here.batch_arguments.get(number)
+        by_row = self._said(function) if decision is None else decision.by_row
+        call = PipelineCall(
+            number=number,
+            name=getattr(body, "__name__", "pipeline"),
+            schedule=self._schedule(mesh, self.check(mesh, stages), here),
+            mesh=mesh,
+            axis=self.axis,
+            paths=function.paths,
+            by_row=by_row,
+            say=self.say,
+        )
+        with self._telling_stages_apart(here, mesh, stages):
+            if here.is_whole_batch and None not in by_row:
+                known = decision or Decision(tuple(map(bool, by_row)))
+                marked = Split(function, call, known, stages, here).marked()
+            else:
+                marked = marked_as_given(function, call)
+        return jax.tree.unflatten(function.results, marked)
+
+    def _said(self, function: "_OfArrays") -> tuple[bool | None, ...]:
+        """Which arguments have rows, as far as the user says."""
+
+        def known(path: str, array: Any) -> bool | None:
+            if array.ndim and self.batch is not None:
+                return is_in(path, self.batch)
+            return False if not array.ndim or is_in(path, self.weights) else None
+
+        pairs = zip(function.paths, function.arrays, strict=True)
+        by_row = tuple(known(path, array) for path, array in pairs)
+        for name in self.batch or ():
+            found = zip(function.paths, by_row, strict=True)
+            if not any(row and is_in(path, (name,)) for path, row in found):
+                raise _no_argument(name, function.paths)
+        if not any(row is not False for row in by_row):
+            raise PipelineFormError(
+                "a pipeline has no batch to cut into microbatches",
+                got="arguments "
+                + ", ".join(str(jax.typeof(a)) for a in function.arrays),
+                fix="pass an array whose leading dim counts the rows of the batch",
+            )
+        return by_row
+
+    def _schedule(self, mesh: Mesh, chunks: int, here: scope.Scope) -> Schedule:
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        size = mesh.axis_size(self.axis)
+        count = self.microbatches or here.plan.microbatches or size
+        given = chunks if self.schedule == "interleaved" else None
+        return schedule_of(self.schedule, size, count, given)
+
+    @contextmanager
+    def _telling_stages_apart(
+        self, here: scope.Scope, mesh: Mesh, names: Sequence[str]
+    ) -> Iterator[None]:
+        """Let stages mark their results, and parameters be stored over the axis."""
+
+        def end(name: str, results: Any) -> Any:
+            if name not in names:
+                return results
+            leaves, tree = jax.tree.flatten(results)
+            marked = stage_end_p.bind(*leaves, stage=names.index(name))
+            return jax.tree.unflatten(tree, marked)
+
+        def stored(shape: tuple[int, ...], layout: ShardSpec | None) -> ShardSpec:
+            spec = (layout or ShardSpec.replicated()).resolve(shape, mesh)
+            spec = split_further(spec, shape, mesh, self.axis)
+            return ShardSpec(tuple(range(len(spec))), tuple(spec))
+
+        before = (here.stage_end, here.stored, here.mesh)
+        here.stage_end, here.stored, here.mesh = end, stored, mesh
+        try:
+            yield
+        finally:
+            here.stage_end, here.stored, here.mesh = before
+
+
+class _OfArrays:
+    """A function with its arguments, as one of the arrays among them.
+
+    Attributes:
+      arrays: These arrays.
+      paths: What each of them is called.
+      results: The tree of what it returned when it was called last.
+    """
+
+    def __init__(
+        self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._body = body
+        names = [
+            parameter.name
+            for parameter in inspect.signature(body).parameters.values()
+            if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
+        ]
+        given = (tuple(args), dict(kwargs))
+        found, self._tree = jax.tree_util.tree_flatten_with_path(given)
+        self._leaves = [leaf for _, leaf in found]
+        self._places = [i for i, leaf in enumerate(self._leaves) if is_number(leaf)]
+        self.arrays = [jnp.asarray(self._leaves[i]) for i in self._places]
+        self.paths = tuple(_path(names, found[i][0]) for i in self._places)
+        self.results: Any = None
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        given = list(self._leaves)
+        for place, array in zip(self._places, arrays, strict=True):
+            given[place] = array
+        args, kwargs = jax.tree.unflatten(self._tree, given)
+        found, self.results = jax.tree.flatten(self._body(*args, **kwargs))
+        now, tree = jax.tree.flatten((args, kwargs))
+        if tree != self._tree or not all(map(operator.is_, now, given)):
+            raise self._changed(now, given)
+        return [jnp.asarray(leaf) for leaf in found]
+
+    def _changed(self, now: Sequence[Any], given: Sequence[Any]) -> WriteBackError:
+        pairs = zip(self.paths, self._places, strict=True)
+        names = [path for path, i in pairs if i >= len(now) or now[i] is not given[i]]
+        name = getattr(self._body, "__name__", "pipeline")
+        return WriteBackError(
+            f"the pipelined function {name!r} changes its arguments, which cannot be "
+            "given back",
+            got=f"another value of {names[0]!r}" if names else "another tree of them",
+            fix="in a stage of a pipeline return what is new",
+        )
+
+
+def _path(names: Sequence[str], path: tuple[Any, ...]) -> str:
+    """The name of an array of the arguments, from its path in ``(args, kwargs)``."""
+    kind, first, *inner = path
+    if kind.idx == 0:
+        number = first.idx
+        label = names[number] if number < len(names) else f"args[{number}]"
+    else:
+        label = first.key
+    rest = jax.tree_util.keystr(tuple(inner), simple=True, separator="/")
+    return f"{label}/{rest}" if rest else label
+
+
+def _no_argument(name: str, known: Sequence[str]) -> UndecidedRoleError:
+    return UndecidedRoleError(
+        f"a pipeline has no array {name!r} among its arguments to take for its batch",
+        fix=did_you_mean(name, known),
+    )

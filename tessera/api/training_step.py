@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``graph.stage`` and ``graph.training_step``: functions that own parameters.
+
+Operations such as ``op.transformer_block`` declare parameters while the function is
+traced; a step holds their arrays and hands them to the compiled program beside the
+arguments.
+"""
+
+import functools
+import logging
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from tessera import scope
+from tessera.api.function import Function
+from tessera.compiler.gradient_primitive import nest
+from tessera.compiler.ir import Role
+from tessera.compiler.stages import Traced
+from tessera.compiler.trace.arguments import as_names
+from tessera.compiler.trace.declared_layouts import Options
+from tessera.errors import ParameterTreeError
+from tessera.mesh import Mesh
+from tessera.shard import DistTensor, padded, stored_tensor
+
+_logger = logging.getLogger("tessera.graph")
+
+
+class Step(Function):
+    """A function with parameters of its own; see ``training_step`` and ``stage``.
+
+    Parameters are known once the step was traced: by a call, by ``trace`` or by
+    ``init`` with example arguments.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        options: Options,
+        skip_passes: Collection[str] = (),
+    ) -> None:
+        super().__init__(body, options, skip_passes)
+        self._declared: dict[str, DistTensor] | None = None
+        self._held: dict[str, Any] = {}
+        self._placed_for: Traced | None = None
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters: nested dict by name, of arrays, lazy before ``init``.
+
+        Assign a tree of the same names and shapes, such as the one an optimizer
+        returned, to use it in the next call; arrays that lie elsewhere are moved to
+        the declared layout then.
+
+        Raises:
+          ParameterTreeError: [T306] the step was not traced yet, or an assigned tree
+            does not fit: every difference is listed and nothing is changed.
+        """
+        known = self._known()
+        return nest({name: self._held.get(name, held) for name, held in known.items()})
+
+    @params.setter
+    def params(self, tree: Mapping[str, Any]) -> None:
+        known, flat = self._known(), _flat(tree)
+        problems = [f"{name}: missing" for name in known if name not in flat]
+        problems += [f"{name}: not a parameter" for name in flat if name not in known]
+        problems += [
+            f"{name}: {_form(value)}, declared {_form(known[name])}"
+            for name, value in flat.items()
+            if name in known and _form(value) != _form(known[name])
+        ]
+        if problems:
+            raise ParameterTreeError(
+                f"these are not the parameters of step {self.options.name!r}",
+                got="\n".join(problems),
+                fix="assign a tree like step.params",
+            )
+        self._held = {name: flat[name] for name in known}
+        self._placed_for = None
+
+    def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Create the parameters, each shard on its own device.
+
+        A parameter's numbers depend on the key and its name alone, so they are the same
+        on every mesh.
+
+        Args:
+          key: A PRNG key.
+          *args: Example arguments, needed only before the step was first traced;
+            ``jax.ShapeDtypeStruct`` will do.
+          **kwargs: The same by name.
+
+        Returns:
+          ``step.params``.
+
+        Raises:
+          ParameterTreeError: [T306] the step was not traced and no example is given.
+        """
+        if args or kwargs:
+            self.trace(*args, **kwargs)
+        for name, held in self._known().items():
+            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            self._held[name] = held.materialize(own)
+        self._placed_for = None
+        return self.params
+
+    def _known(self) -> dict[str, DistTensor]:
+        if self._declared is None:
+            raise ParameterTreeError(
+                f"the parameters of step {self.options.name!r} are not known yet",
+                fix="give init an example: step.init(key, batch)",
+            )
+        return self._declared
+
+    def _trace(self, call: Any) -> Traced:
+        traced = super()._trace(call)
+        known = dict(self._declared or {})
+        for name, declared in traced.origin.parameters.items():
+            if _form(known.setdefault(name, declared)) != _form(declared):
+                raise ParameterTreeError(
+                    f"parameter {name!r} has another shape than in earlier calls",
+                    got=f"{_form(declared)}, before {_form(known[name])}",
+                    fix="call the step with arrays of the feature sizes it was first "
+                    "called with",
+                )
+            known[name] = declared  # on the mesh of this call
+        self._declared = known
+        return traced
+
+    def _parameters(self, traced: Traced) -> tuple[Any, ...]:
+        if traced is not self._placed_for:
+            # What is created or moved inside someone's trace is an array all the same.
+            with jax.ensure_compile_time_eval():
+                self._place(traced)
+            self._placed_for = traced
+        held = [self._held[name] for name in traced.origin.parameters]
+        return tuple(h.stored() if isinstance(h, DistTensor) else h for h in held)
+
+    def _parameter(self, name: str, declared: DistTensor) -> Any:
+        known = {**(self._declared or {}), name: declared}
+        self._declared = known
+        held = self._held.get(name, declared)
+        self._held[name] = held.materialize() if isinstance(held, DistTensor) else held
+        return self._held[name]
+
+    def _place(self, traced: Traced) -> None:
+        """Create the parameters that nobody did, and lay all out as a program does."""
+        graph, parameters = traced.origin.graph, traced.origin.parameters
+        missing = [name for name in parameters if name not in self._held]
+        if missing:
+            _logger.info(
+                "step %s creates %d parameters from their names; "
+                "step.init(key) chooses",
+                self.options.name,
+                len(missing),
+            )
+        values = [value for value in graph.inputs if value.role is Role.PARAMETER]
+        for (name, declared), value in zip(parameters.items(), values, strict=True):
+            held = self._held.get(name, declared)
+            place = graph.sharding(value)
+            if graph.is_padded(value):
+                self._held[name] = _padded_as(declared, held)
+                continue
+            array = held.materialize() if isinstance(held, DistTensor) else held
+            if place is not None and getattr(array, "sharding", None) != place:
+                array = jax.device_put(array, place)
+            self._held[name] = array
+
+
+def _padded_as(declared: DistTensor, held: Any) -> DistTensor:
+    """A parameter's numbers in its declared layout, which pads them."""
+    assert declared.mesh is not None, "a layout that pads is of a mesh"
+    layout = (declared.spec, declared.mesh)
+    if isinstance(held, DistTensor) and (held.spec, held.mesh) == layout:
+        return held
+    own = np.asarray(held) if isinstance(held, DistTensor) else jnp.asarray(held)
+    place = NamedSharding(declared.mesh.jax, declared.spec)
+    stored = jax.device_put(padded(jnp.asarray(own), declared.stored_shape), place)
+    return stored_tensor(stored, declared.shape, *layout)
+
+
+def _form(value: Any) -> str:
+    """Dtype and shape in words; of what is no array, its type."""
+    if not hasattr(value, "dtype"):
+        return type(value).__name__
+    return f"{value.dtype}{list(value.shape)}"
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+class Stage(Step):
+    """A part of a model that has a name, and may be a stage of a pipeline."""
+
+
+def stage(name: str) -> Callable[[Callable[..., Any]], Stage]:
+    """Name a part of a model; its parameters and operations are found under the name.
+
+    Args:
+      name: Path component of the stage's parameters, such as ``encoder``.
+
+    Returns:
+      A decorator. The stage is called inside a step, or by itself like a step.
+
+    Example:
+      >>> from tessera import op
+      >>> @stage("encoder")
+      ... def encoder(x):
+      ...     return op.transformer_block(x, depth=2, num_heads=2)
+      >>> traced = encoder.trace(jax.ShapeDtypeStruct((1, 4, 8), "float32"))
+      >>> sorted(encoder.params["encoder"])
+      ['block']
+    """
+
+    def decorate(body: Callable[..., Any]) -> Stage:
+        @functools.wraps(body)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            with scope.named(name):
+                return scope.ended_stage(name, scope.as_called(body)(*args, **kwargs))
+
+        return Stage(named, Options(name=name))
+
+    return decorate
+
+
+def training_step(
+    module: str | Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Mapping[str, Any] | None = None,
+    out_specs: Any = None,
+    batch: str | Collection[str] | None = None,
+    skip_passes: Collection[str] = (),
+) -> Any:
+    """Compile a training step written for one device for the mesh that it runs on.
+
+    The step's arguments are batches, unless it takes gradients by them: arrays without
+    a layout of their own are split along their leading dim over the mesh's data axes,
+    ``dp`` and ``fsdp``. ``graph.backward`` in its body differentiates by all its
+    parameters.
+
+    Args:
+      module: What the step is called in traces and compiled modules.
+      mesh: Mesh to run on. By default the innermost ``with mesh:``, or the mesh of the
+        arguments and of the captured tensors.
+      in_specs: Layouts by argument name, as for ``ts.function``.
+      out_specs: Layouts of the result, as for ``ts.function``.
+      batch: Arguments that are batches, where others are none, by name, or paths of
+        arrays inside of them: ``inputs/tokens``. By default all of them.
+      skip_passes: Names of passes to leave out.
+
+    Returns:
+      A decorator that gives a ``Step``.
+
+    Raises:
+      ShardDivisibilityError: [T201] (at the call) the data axes do not divide a batch.
+    """
+    if callable(module):
+        return training_step(
+            mesh=mesh, in_specs=in_specs, out_specs=out_specs, skip_passes=skip_passes
+        )(module)
+
+    def decorate(body: Callable[..., Any]) -> Step:
+        options = Options(
+            name=module or getattr(body, "__name__", "step"),
+            mesh=mesh,
+            in_specs=dict(in_specs or {}),
+            out_specs=out_specs,
+            split_batch=True,
+            batch=None if batch is None else frozenset(as_names(batch)),
+        )
+        return Step(body, options, skip_passes)
+
+    return decorate

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ts.value_and_grad``: a function's value and its gradient by some arguments.
+
+In a step the call is traced by itself and differentiated at once, so that it may stand
+inside ``jax.vmap`` and ``jax.grad``; one with a pipeline in it is left to the passes of
+the step, as ``ts.grad`` is. Outside of any step it is a ``ts.function``.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core.primitives import copy_p
+
+from tessera import _jax, scope
+from tessera.api.function import Function
+from tessera.compiler.differentiation import differentiated
+from tessera.compiler.gradient_primitive import grad, taken_p
+from tessera.compiler.pipelining.pipeline_primitive import pipeline_p
+from tessera.compiler.rewriting import contains
+from tessera.compiler.trace.declared_layouts import Options, is_number
+from tessera.errors import ArgumentError, did_you_mean
+from tessera.objects import changes_in_place, is_object, parameters_of
+from tessera.ops.operand_layouts import layout_of
+from tessera.shard import DistTensor
+
+Which: TypeAlias = int | str
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, DistTensor)
+
+
+def value_and_grad(
+    function: Callable[..., Any],
+    argnums: Which | Sequence[Which] = 0,
+    *,
+    has_aux: bool = False,
+    allow_unused: bool = False,
+) -> Callable[..., Any]:
+    """A function that gives a loss and its gradient by arguments of that loss.
+
+    It differentiates by what ``function`` does with the arguments, and by nothing that
+    it closes over. In a ``ts.function`` it becomes part of that program, and may be
+    used inside ``jax.vmap``, ``jax.grad`` or itself; elsewhere it is compiled as a
+    ``ts.function`` is. By an ``nnx.Module`` it differentiates as ``nnx.value_and_grad``
+    does, by its ``nnx.Param`` s; what ``function`` does to its other state is kept.
+
+    Args:
+      function: Gives one floating-point number; with ``has_aux`` a pair of it and
+        anything else.
+      argnums: Position or name of the argument to differentiate by, or several.
+      has_aux: Whether the function returns a pair.
+      allow_unused: Give zeros for arrays that the loss does not depend on.
+
+    Returns:
+      A function of the same arguments. It gives ``(loss, gradients)``, with ``has_aux``
+      ``((loss, aux), gradients)``; the gradients are a tree like the argument, or a
+      tuple of them where several were asked for. Shapes, dtypes and layouts are those
+      of ``ts.grad``.
+
+    Raises:
+      ArgumentError: [T301] (at the call) there is no such argument.
+      UnconnectedGradientError: [T303] (at the call) the loss does not depend on an
+        array, which is named by its path.
+      LossFormError: [T304] (at the call) the loss is not one floating-point number, or
+        an array is none of such numbers.
+
+    Example:
+      >>> import tessera as ts, jax.numpy as jnp
+      >>> def loss(weights, x):
+      ...     return jnp.sum((weights["scale"] * x) ** 2)
+      >>> value, slope = ts.value_and_grad(loss)({"scale": 2.0}, jnp.ones(3))
+      >>> print(value, slope["scale"])
+      12.0 12.0
+    """
+    is_single = isinstance(argnums, (int, str))
+    asked = _Asked(
+        function,
+        which=(argnums,) if isinstance(argnums, (int, str)) else tuple(argnums),
+        is_single=is_single,
+        has_aux=has_aux,
+        allow_unused=allow_unused,
+    )
+
+    @functools.wraps(function)
+    def with_gradient(*args: Any, **kwargs: Any) -> Any:
+        here = scope.current()
+        if here is None:
+            args, kwargs = asked.with_changed(jnp.asarray, args, kwargs)
+            return compiled(*args, **kwargs)  # which comes back here, in a step
+        # A program of its own would have copies of objects.
+        if here.is_eager or changes_in_place((args, kwargs)):
+            return asked.marked(*args, **kwargs)
+        before = here.mark()
+        own = _OwnProgram(asked.marked, args, kwargs)
+        if own.has_pipeline:
+            here.go_back(before)
+            return asked.marked(*args, **kwargs)
+        result, gradients = own.run()
+        taken_p.bind(asked.loss(result), *asked.weights(args, kwargs))
+        return result, gradients
+
+    name = getattr(function, "__name__", type(function).__name__)
+    compiled = Function(with_gradient, Options(name=f"value_and_grad_{name}"))
+    return with_gradient
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be differentiated, and by what."""
+
+    function: Callable[..., Any]
+    which: tuple[Which, ...]
+    is_single: bool
+    has_aux: bool
+    allow_unused: bool
+
+    def marked(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result, and marks for the gradients of its loss."""
+        args, kwargs = self.with_changed(_apart, args, kwargs)
+        weights = tuple(
+            parameters_of(args[place] if isinstance(place, int) else kwargs[place])
+            for place in self._places(args, kwargs)
+        )
+        # As they are now: a transformation of Flax's gives objects other arrays.
+        weights = jax.tree.unflatten(
+            jax.tree.structure(weights), jax.tree.leaves(weights)
+        )
+        result = scope.as_called(self.function)(*args, **kwargs)
+        found = grad(
+            self.loss(result),
+            weights[0] if self.is_single else weights,
+            allow_unused=self.allow_unused,
+        )
+        return result, found
+
+    def loss(self, result: Any) -> Any:
+        """The loss in the function's result."""
+        return result[0] if self.has_aux else result
+
+    def weights(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Every array that is differentiated by."""
+        found = [
+            args[place] if isinstance(place, int) else kwargs[place]
+            for place in self._places(args, kwargs)
+        ]
+        return [jnp.asarray(x) for x in jax.tree.leaves(found, is_leaf=_is_tensor)]
+
+    def with_changed(
+        self, change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with every leaf changed that is differentiated by."""
+        changed, named = list(args), dict(kwargs)
+        for place in self._places(args, kwargs):
+            held: Any = changed if isinstance(place, int) else named
+            held[place] = jax.tree.map(
+                functools.partial(_unless_object, change),
+                held[place],
+                is_leaf=_is_whole,
+            )
+        return tuple(changed), named
+
+    def _places(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Which]:
+        """Where the arguments stand in a call: by position, or by name."""
+        names = list(inspect.signature(self.function).parameters)
+        places: list[Which] = []
+        for which in self.which:
+            is_position = isinstance(which, int)
+            if is_position and -len(args) <= which < len(args):
+                places.append(which % len(args))
+                continue
+            within = is_position and 0 <= which < len(names)
+            name = names[which] if within else which
+            if name in kwargs:
+                places.append(name)
+            elif name in names[: len(args)]:
+                places.append(names.index(str(name)))
+            else:
+                raise self._no_such(which, [*names[: len(args)], *kwargs])
+        return places
+
+    def _no_such(self, which: Which, given: list[str]) -> ArgumentError:
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return ArgumentError(
+            f"{name!r} is not called with what ts.value_and_grad differentiates by",
+            got=f"argnums={which!r}, arguments {', '.join(given) or 'none'}",
+            fix=did_you_mean(str(which), given)
+            if isinstance(which, str)
+            else "give the position or the name of one of them",
+        )
+
+
+def _apart(leaf: Any) -> Any:
+    """The same value under a name of its own, so that nothing else is made from it."""
+    return _laid_out_like(copy_p.bind(jnp.asarray(leaf)), leaf)
+
+
+def _laid_out_like(value: Any, like: Any) -> Any:
+    """A value that is known to lie where another does, and its gradient, too."""
+    if (layout := layout_of(like)) is not None:
+        scope.record_layout(value, *layout)
+    if (layout := scope.gradient_layout_of(like)) is not None:
+        scope.record_gradient_layout(value, *layout)
+    return value
+
+
+class _OwnProgram:
+    """A call as a program by itself, which is differentiated at once.
+
+    A mark in the step would do for the step, and for no transformation of JAX.
+    """
+
+    def __init__(
+        self, marked: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_tensor)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+        self._arrays = [jnp.asarray(leaves[place]) for place in places]
+        self._results: list[Any] = []
+
+        def of_arrays(*given: Any) -> list[Any]:
+            filled = list(leaves)
+            for place, array in zip(places, given, strict=True):
+                filled[place] = _laid_out_like(array, leaves[place])
+            args, kwargs = jax.tree.unflatten(tree, filled)
+            self._results, self._tree = jax.tree.flatten(marked(*args, **kwargs))
+            return [jnp.asarray(leaf) for leaf in self._results if is_number(leaf)]
+
+        forms = [_jax.struct(jax.typeof(array)) for array in self._arrays]
+        self._program = jax.make_jaxpr(of_arrays)(*forms)
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether it has a pipelined call, whose loop the step's passes put there."""
+        return contains(self._program, lambda e, _: e.primitive is pipeline_p)
+
+    def run(self) -> Any:
+        """The call's result, with the gradients computed where they were marked."""
+        found = iter(_jax.evaluate(differentiated(self._program), *self._arrays))
+        leaves = [next(found) if is_number(leaf) else leaf for leaf in self._results]
+        return jax.tree.unflatten(self._tree, leaves)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, DistTensor)
+
+
+def _is_whole(value: object) -> bool:
+    return _is_tensor(value) or is_object(value)
+
+
+def _unless_object(change: Callable[[Any], Any], leaf: Any) -> Any:
+    return leaf if is_object(leaf) else change(leaf)

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward computation of a program, in the place of its ``gradient`` marks.
+
+The equations between the weights and the loss become one function, run once under
+``jax.vjp``; its intermediate values serve the rest of the program too. The work of the
+pass ``differentiate_losses``.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera import _jax
+from tessera.compiler import rewriting
+from tessera.compiler.gradient_primitive import (
+    differentiating,
+    gradient_p,
+    unconnected,
+)
+from tessera.errors import UndifferentiableError
+
+# How JAX begins what it says of a while loop.
+_NO_BACKWARD = "Reverse-mode differentiation does not work"
+
+
+def differentiated(program: _jax.Program, *, is_inner: bool = False) -> _jax.Program:
+    """A program whose ``gradient`` marks are backward passes; without any, the same.
+
+    Args:
+      program: The program, left as it is.
+      is_inner: Whether it is the body of a loop, a branch or the like.
+
+    Raises:
+      UnconnectedGradientError: [T303] a loss does not depend on one of its weights.
+      UndifferentiableError: [T317] a loop of unknown length leads to a loss.
+    """
+    # One at a time, for a later loss may use a gradient.
+    with differentiating():
+        while rewriting.contains(program, _is_mark):
+            program = _jax.retrace(_without_next_mark(program, is_inner), program)
+    return program
+
+
+def _is_mark(equation: _jax.Equation, _: str = "") -> bool:
+    return equation.primitive is gradient_p
+
+
+def _without_next_mark(program: _jax.Program, is_inner: bool) -> Any:
+    equations = _jax.equations(program)
+    place = next((i for i, e in enumerate(equations) if _is_mark(e)), len(equations))
+    holders = [
+        i
+        for i, equation in enumerate(equations)
+        if any(rewriting.contains(p, _is_mark) for p in _jax.inner_programs(equation))
+    ]
+    if holders:
+        return _with_nested_done(program, set(holders))
+    mark = equations[place]
+    ancestors = _jax.sources(program, mark.invars[0], before=place)
+    if not mark.params["allow_unused"]:
+        _require_connected(mark, ancestors, is_inner)
+    plan = _plan(program, place, ancestors)
+
+    def run(*values: Any) -> list[Any]:
+        env = rewriting.Environment(program, values)
+        env.run(plan.before)
+        _differentiate(env, plan)
+        env.run(plan.after)
+        return [env.read(atom) for atom in _jax.outputs(program)]
+
+    return run
+
+
+def _with_nested_done(program: _jax.Program, holders: set[int]) -> Any:
+    def interpret(inner: _jax.Program, values: Sequence[Any]) -> list[Any]:
+        return _jax.evaluate(differentiated(inner, is_inner=True), *values)
+
+    def run(*values: Any) -> list[Any]:
+        env = rewriting.Environment(program, values)
+        for i, equation in enumerate(_jax.equations(program)):
+            if i not in holders:
+                env.run([equation])
+                continue
+            operands = [env.read(atom) for atom in equation.invars]
+            results = rewriting.bind_with_nested(equation, operands, interpret)
+            env.write(equation.outvars, results)
+        return [env.read(atom) for atom in _jax.outputs(program)]
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The equations of a program sorted around one mark.
+
+    Attributes:
+      mark: The gradient mark.
+      given: Weights that the loss depends on and the region is given.
+      inner: Weights that the region itself computes from other weights.
+      before: Equations that do not depend on the weights.
+      region: Equations that lead from the weights to the loss.
+      shared: Results of the region that other equations, or the outputs, use.
+      after: All the others.
+    """
+
+    mark: _jax.Equation
+    given: list[_jax.Atom]
+    inner: list[_jax.Atom]
+    before: list[_jax.Equation]
+    region: list[_jax.Equation]
+    shared: list[_jax.Atom]
+    after: list[_jax.Equation]
+
+
+def _plan(program: _jax.Program, place: int, ancestors: set[_jax.Atom]) -> _Plan:
+    equations = _jax.equations(program)
+    mark = equations[place]
+    weights = [v for v in _variables(mark.invars[1:]) if v in ancestors]
+    moved: set[_jax.Atom] = set()
+    while True:
+        before, region, after = _sorted(equations[:place], weights, ancestors, moved)
+        references = {v for equation in region for v in _jax.references(equation)}
+        if references <= moved:
+            break
+        moved |= references  # what the region changes, it has to create as well
+    after += equations[place + 1 :]
+    made = dict.fromkeys(v for equation in region for v in equation.outvars)
+    used = {v for equation in after for v in _variables(equation.invars)}
+    used.update(_variables(_jax.outputs(program)))
+    return _Plan(
+        mark=mark,
+        given=[weight for weight in weights if weight not in made],
+        inner=[weight for weight in weights if weight in made],
+        before=before,
+        region=region,
+        shared=[v for v in made if v in used],
+        after=after,
+    )
+
+
+def _sorted(
+    equations: Sequence[_jax.Equation],
+    weights: Sequence[_jax.Atom],
+    ancestors: set[_jax.Atom],
+    moved: set[_jax.Atom],
+) -> tuple[list[_jax.Equation], ...]:
+    """Equations before, in and after the region, which has all that touch ``moved``."""
+    before, region, after = list[Any](), list[Any](), list[Any]()
+    dependent = {*weights, *moved}
+    for equation in equations:
+        if dependent.isdisjoint((*_variables(equation.invars), *equation.outvars)):
+            before.append(equation)
+            continue
+        dependent.update(equation.outvars, _jax.references(equation))
+        leads_to_loss = not ancestors.isdisjoint(
+            (*equation.outvars, *_jax.references(equation))
+        )
+        (region if leads_to_loss else after).append(equation)
+    return before, region, after
+
+
+def _variables(atoms: Sequence[_jax.Atom]) -> list[_jax.Atom]:
+    """The variables among some atoms, each once."""
+    return list(dict.fromkeys(a for a in atoms if not isinstance(a, _jax.Literal)))
+
+
+def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
+    """Run the region once, forward and backward, and write what it gives."""
+    loss_atom, *weight_atoms = plan.mark.invars
+
+    def forward(values: list[Any], offsets: list[Any]) -> tuple[Any, list[Any]]:
+        local = env.copy()
+        local.write(plan.given, values)
+        taps = dict(zip(plan.inner, offsets, strict=True))
+        for equation in plan.region:
+            local.run([equation])
+            for weight in taps.keys() & set(equation.outvars):
+                local.write([weight], [_tap(local.read(weight), taps[weight])])
+        return local.read(loss_atom), [local.read(v) for v in plan.shared]
+
+    try:
+        loss, pull_back, kept = jax.vjp(
+            forward,
+            [env.read(weight) for weight in plan.given],
+            [_jax.zeros(weight.aval) for weight in plan.inner],
+            has_aux=True,
+        )
+        with _jax.line_context(plan.mark):
+            by_given, by_inner = pull_back(jnp.ones_like(loss))
+    except ValueError as error:
+        if _NO_BACKWARD not in str(error):
+            raise
+        raise _undifferentiable(plan) from error
+    gradients = dict(
+        zip((*plan.given, *plan.inner), (*by_given, *by_inner), strict=True)
+    )
+    env.write(plan.shared, kept)
+    env.write(
+        plan.mark.outvars,
+        [
+            _strong(gradients[atom])
+            if not isinstance(atom, _jax.Literal) and atom in gradients
+            else _jax.zeros(atom.aval)
+            for atom in weight_atoms
+        ],
+    )
+
+
+def _undifferentiable(plan: _Plan) -> UndifferentiableError:
+    line = _jax.source_line(plan.mark)
+    loops = [f"the loop at {place}" for place in dict.fromkeys(_loops(plan.region))]
+    return UndifferentiableError(
+        "a gradient cannot go through a loop whose number of turns is not known before "
+        "it runs",
+        got="\n".join([*loops, f"ts.grad was called at {line}"]),
+        fix="loop over a Python number, such as an upper bound, with `if` and `break`, "
+        "or use jax.lax.scan\n"
+        "or take the gradient inside of the loop",
+    )
+
+
+def _loops(equations: Sequence[_jax.Equation]) -> Iterator[str]:
+    """The lines of the loops among some equations, nested ones included."""
+    for equation in equations:
+        if equation.primitive.name == "while":
+            yield _jax.source_line(equation) or "an unknown line"
+        for inner in _jax.inner_programs(equation):
+            yield from _loops(_jax.equations(inner))
+
+
+def _strong(gradient: jax.Array) -> jax.Array:
+    """A gradient whose dtype does not give way, as the mark promised."""
+    return jax.lax.convert_element_type(gradient, gradient.dtype)
+
+
+@jax.custom_jvp
+def _tap(value: Any, offset: Any) -> Any:
+    """``value + offset`` for an offset of zero: a place to differentiate by.
+
+    The forward program has no trace of it.
+    """
+    del offset
+    return value
+
+
+@_tap.defjvp
+def _tap_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return primals[0], tangents[0] + tangents[1]
+
+
+def _require_connected(
+    mark: _jax.Equation, ancestors: set[_jax.Atom], is_inner: bool
+) -> None:
+    names = mark.params["names"]
+    loose = [
+        name
+        for name, weight in zip(names, mark.invars[1:], strict=True)
+        if isinstance(weight, _jax.Literal) or weight not in ancestors
+    ]
+    if loose:
+        line, hint = _jax.source_line(mark), mark.params.get("hint", "")
+        raise unconnected(loose, len(names), line, is_inner=is_inner, hint=hint)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ts.grad`` and ``graph.backward``: a mark in the traced program.
+
+While a function is traced, the gradient of a value that was already computed is one
+equation, ``gradient loss weight…``, with one result for each weight. The pass
+``differentiate_losses`` puts the backward computation in its place, so users' values
+stay ordinary arrays and Flax, Optax and ``jnp`` work in between.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from tessera import _jax, _jax_traces, scope
+from tessera.errors import (
+    LossFormError,
+    OutsideTraceError,
+    UnconnectedGradientError,
+)
+from tessera.mesh import manual_axes
+from tessera.objects import hint_of_parameters, parameters_of
+from tessera.ops.operand_layouts import layout_of
+
+gradient_p = _jax.Primitive("gradient")
+gradient_p.multiple_results = True
+
+# The rules of a user's own derivatives are traced where a program is differentiated.
+_differentiating: ContextVar[bool] = ContextVar("tessera_gradient", default=False)
+
+
+# Says what a gradient was by, and of what, where it was computed at once.
+taken_p = _jax.Primitive("gradient_taken")
+taken_p.multiple_results = True
+_jax_traces.let_pass(taken_p)
+
+
+def _refuse(transform: str) -> NoReturn:
+    raise OutsideTraceError(
+        f"{transform} cannot look inside ts.grad and graph.backward",
+        got=f"a gradient taken in the function that {transform} is applied to",
+        fix="use ts.value_and_grad(function) in it, which any transformation takes\n"
+        f"or take the gradient outside {transform}, by ts.grad",
+    )
+
+
+_jax.refuse_transforms(gradient_p, _refuse)
+
+
+def _batched(
+    values: Sequence[Any], dims: Sequence[int | None], **params: Any
+) -> tuple[list[Any], Sequence[int | None]]:
+    """The gradients of a loss for each example, by weights that each has of its own."""
+    pairs = zip(params["names"], dims[1:], strict=True)
+    shared = [name for name, dim in pairs if dim is None]
+    if dims[0] is not None and shared:
+        names = ", ".join(repr(name) for name in shared if name) or "the weight"
+        raise OutsideTraceError(
+            "jax.vmap cannot tell gradients by what all examples share apart",
+            got=f"a loss for each example, differentiated by {names}",
+            fix="use ts.value_and_grad(function) in the function that is mapped\n"
+            "or take ts.grad of the sum of the losses, outside jax.vmap",
+        )
+    return gradient_p.bind(*values, **params), dims[1:]
+
+
+_jax_traces.let_batch(gradient_p, _batched)
+
+
+@contextmanager
+def differentiating() -> Iterator[None]:
+    """Let derivative rules that a pass has JAX trace take gradients, too."""
+    token = _differentiating.set(True)
+    try:
+        yield
+    finally:
+        _differentiating.reset(token)
+
+
+@gradient_p.def_abstract_eval
+def _abstract(loss: Any, *weights: Any, names: tuple[str, ...], **_: Any) -> list[Any]:
+    del loss, names
+    return [weight.strip_weak_type() for weight in weights]
+
+
+def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
+    """The gradient of a loss that was already computed, by any traced weights.
+
+    Args:
+      loss: One floating-point number, computed in the function being traced.
+      weights: Tree of floating-point arrays that the loss was computed from:
+        arguments, parameters or intermediate values. In the body of a loop or a branch
+        it may be a loss from before, by weights from before. An ``nnx.Module`` in it
+        stands for ``nnx.state(module, nnx.Param)``.
+      allow_unused: Give zeros for weights that the loss does not depend on.
+
+    Returns:
+      A tree like ``weights``: same shapes, dtypes and, for inputs of the step, layouts
+      (under ZeRO from stage 2 on, the layouts of its gradients).
+
+    Raises:
+      OutsideTraceError: [T302] the loss is not being traced by Tessera.
+      UnconnectedGradientError: [T303] the loss does not depend on a weight (raised when
+        the program is differentiated, with the weight's path).
+      LossFormError: [T304] the loss is not a floating-point scalar.
+      UndifferentiableError: [T317] (as T303) a loop of unknown length is in the way.
+
+    Example:
+      >>> import tessera as ts, jax.numpy as jnp
+      >>> @ts.function
+      ... def slope(x):
+      ...     return ts.grad(jnp.sum(x**2), x)
+      >>> print(slope(jnp.array([1.0, 2.0])))
+      [2. 4.]
+    """
+    traced = isinstance(loss, _jax.Tracer)
+    if not traced or not (scope.current() or _differentiating.get()):
+        kind = "a loss that JAX traces by itself" if traced else _untraced(loss)
+        raise OutsideTraceError(
+            "ts.grad needs the computation of the loss, which nobody recorded",
+            got=kind,
+            fix="call it in a function decorated with @ts.function, where the loss is "
+            "computed",
+        )
+    check_loss(loss)
+    weights = parameters_of(weights)
+    hint = hint_of_parameters(weights)
+    names, leaves, tree = _weights(weights, hint)
+    known = [_jax_traces.is_known_where(leaf, loss) for leaf in leaves]
+    if not (all(known) or allow_unused):
+        loose = [
+            name for name, is_known in zip(names, known, strict=True) if not is_known
+        ]
+        raise unconnected(loose, len(names), hint=hint)
+    with _jax_traces.where_traced(loss):
+        # A loss does not depend on what is traced further in; zeros stand for that.
+        given = [
+            leaf if is_known else jnp.zeros(leaf.shape, leaf.dtype)
+            for leaf, is_known in zip(leaves, known, strict=True)
+        ]
+        gradients = gradient_p.bind(
+            loss, *given, names=names, allow_unused=allow_unused, hint=hint
+        )
+    return jax.tree.unflatten(tree, _in_layout_of(leaves, gradients))
+
+
+def _weights(weights: Any, hint: str) -> tuple[tuple[str, ...], list[Any], Any]:
+    """Paths, arrays and the tree of weights; raises [T304] for other than floats."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(weights)
+    leaves = [x if isinstance(x, _jax.Tracer) else jnp.asarray(x) for _, x in paths]
+    names = tuple(
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths
+    )
+    for name, leaf in zip(names, leaves, strict=True):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise LossFormError(
+                f"weight {name!r} cannot be differentiated by",
+                got=f"dtype {leaf.dtype.name}, shape {leaf.shape}",
+                fix="give ts.grad floating-point weights only"
+                + f"\n{hint}" * bool(hint),
+            )
+    return names, leaves, tree
+
+
+def unconnected(
+    names: Sequence[str],
+    count: int,
+    line: str = "",
+    *,
+    is_inner: bool = False,
+    hint: str = "",
+) -> UnconnectedGradientError:
+    """The error for weights that a loss does not depend on.
+
+    Args:
+      names: Their paths.
+      count: Of how many.
+      line: Where the gradient was taken.
+      is_inner: Whether that is in the body of a loop, a branch or the like.
+      hint: What else to write.
+    """
+    inner = (
+        "\nin a loop or a branch, compute all of the loss in the body, or all before it"
+    )
+    listed = ", ".join(repr(name) if name else "the weight" for name in names)
+    return UnconnectedGradientError(
+        f"the loss does not depend on {listed}",
+        got=f"{len(names)} of {count} weights have no path to the loss"
+        + (f"\nts.grad was called at {line}" if line else ""),
+        fix="compute the loss from them, leave them out, or pass allow_unused=True "
+        "to get zeros" + inner * is_inner + f"\n{hint}" * bool(hint),
+    )
+
+
+def _untraced(loss: Any) -> str:
+    inside = " that does not depend on traced arrays" if scope.current() else ""
+    return f"a loss of type {type(loss).__name__}{inside}"
+
+
+def check_loss(loss: Any) -> None:
+    """Raise [T304] unless a loss is one floating-point number."""
+    if jnp.ndim(loss) == 0 and jnp.issubdtype(loss.dtype, jnp.floating):
+        return
+    raise LossFormError(
+        "a loss must be one floating-point number",
+        got=f"shape {tuple(loss.shape)}, dtype {loss.dtype.name}",
+        fix="reduce it first, e.g. with .mean()",
+    )
+
+
+def backward(loss: Any) -> dict[str, Any]:
+    """Gradients of a loss by every trainable parameter of the step that it reaches.
+
+    Args:
+      loss: One floating-point number, computed in the step being traced.
+
+    Returns:
+      Nested dict by parameter name, a part of the tree ``step.params``; each gradient
+      has its parameter's shape, dtype and layout.
+
+    Raises:
+      OutsideTraceError: [T302] no step is being traced.
+      UnconnectedGradientError: [T303] the loss reaches no trainable parameter.
+      LossFormError: [T304] the loss is not a floating-point scalar.
+    """
+    open_scope = scope.current()
+    if open_scope is None or not isinstance(loss, _jax.Tracer):
+        raise OutsideTraceError(
+            "graph.backward differentiates by parameters, and no step is traced",
+            fix="call it in a function decorated with @graph.training_step",
+        )
+    check_loss(loss)
+    call = open_scope.backward_calls
+    open_scope.backward_calls += 1
+    known = {
+        name: open_scope.value_of(name)
+        for name, declared in open_scope.declared.items()
+        if declared.trainable
+    }
+    skipped = open_scope.not_reached(call, loss, known)
+    weights = {name: value for name, value in known.items() if name not in skipped}
+    if not weights:
+        raise UnconnectedGradientError(
+            "graph.backward has no parameter to differentiate by",
+            got=f"{len(open_scope.declared)} parameters, none of them trainable",
+            fix="compute the loss with an operation that owns parameters or with a "
+            "trainable dist.tensor, or use ts.grad(loss, weights)",
+        )
+    gradients = gradient_p.bind(
+        loss, *weights.values(), names=tuple(weights), allow_unused=True, call=call
+    )
+    laid_out = _in_layout_of(list(weights.values()), gradients)
+    return nest(dict(zip(weights, laid_out, strict=True)))
+
+
+def _in_layout_of(weights: list[Any], gradients: list[Any]) -> list[Any]:
+    """The gradients, each constrained to the layout declared for it or its weight."""
+    if manual_axes():  # blocks of this device: nothing is laid out here
+        return gradients
+    return [
+        gradient
+        if (layout := scope.gradient_layout_of(weight) or layout_of(weight)) is None
+        else scope.constrain(gradient, *layout, pads=True)
+        for weight, gradient in zip(weights, gradients, strict=True)
+    ]
+
+
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """A nested dict from one whose keys are paths.
+
+    Example:
+      >>> nest({"encoder/up": 1, "encoder/down": 2, "table": 3})
+      {'encoder': {'up': 1, 'down': 2}, 'table': 3}
+    """
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split("/")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return tree

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one type that the stages of a step hand on: ``Graph``.
+
+A graph is a jaxpr, the mesh it runs on, and what is known of each input and output:
+its name in the user's tree, what it is, and how it is laid out. Every pass takes one
+and returns another; nothing is changed in place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tessera import _jax
+from tessera.compiler.captures import lift_captures
+from tessera.mesh import Mesh
+from tessera.ops.operand_layouts import layout_of
+from tessera.scope import Plan
+from tessera.spec import stored_shape
+
+
+class Role(Enum):
+    """What an input of a graph is."""
+
+    ARGUMENT = "argument"
+    PARAMETER = "parameter"
+    CAPTURED = "captured"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One input or output of a graph.
+
+    Attributes:
+      name: Its path in the user's tree: ``batch/tokens``, ``encoder/block/up``.
+      aval: Global shape and dtype.
+      spec: Its layout over the graph's mesh; None leaves it to the partitioner.
+      role: What kind of input it is; outputs are arguments of whatever comes next.
+      donated: Whether its memory may be used for the outputs.
+      gradient: The layout of a gradient by it, where that is not its own.
+    """
+
+    name: str
+    aval: Any
+    spec: PartitionSpec | None = None
+    role: Role = Role.ARGUMENT
+    donated: bool = False
+    gradient: PartitionSpec | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it lies in the memory of the host, as its type says."""
+        return _jax.on_host(self.aval)
+
+    def describe(self) -> str:
+        """``batch/tokens: int32[8,16] over P('dp',)`` (role)."""
+        shape = ",".join(map(str, self.aval.shape))
+        where = "undeclared" if self.spec is None else str(self.spec)
+        where += " on the host" * self.on_host
+        role = "" if self.role is Role.ARGUMENT else f" ({self.role.value})"
+        return f"{self.name}: {self.aval.dtype.name}[{shape}] over {where}{role}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """A traced step: its equations, its mesh, and where its values live.
+
+    Attributes:
+      name: The user's function.
+      program: Its jaxpr, without constants: captured arrays are inputs.
+      mesh: The mesh it runs on; None is the default device.
+      inputs: One entry for each input of the program, in order.
+      outputs: One entry for each output of the program, in order.
+      captured: The closed-over arrays, one for each captured input; these come last.
+      plan: What ``tessera.schedule`` was told.
+      microbatch: The program of one microbatch, where the step has a pipeline that was
+        not scheduled yet.
+    """
+
+    name: str
+    program: _jax.Program
+    mesh: Mesh | None
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    captured: tuple[Any, ...] = ()
+    plan: Plan = field(default_factory=Plan)
+    microbatch: _jax.Program | None = None
+
+    @property
+    def platform(self) -> str:
+        """What it is compiled for: ``cpu``, ``gpu`` or ``tpu``."""
+        return self._device.platform
+
+    @property
+    def device_kind(self) -> str:
+        """The model of the devices, such as ``NVIDIA H200``."""
+        return self._device.device_kind
+
+    @property
+    def _device(self) -> jax.Device:
+        if self.mesh is None:
+            return jax.devices()[0]
+        return self.mesh.compile_mesh.devices.flat[0]
+
+    def with_program(self, program: _jax.Program) -> "Graph":
+        """The same graph with other equations; arrays that they hold become inputs.
+
+        A pass meets such arrays where a user's derivative rule closes over them.
+        """
+        program, found = lift_captures(program)
+        more = [
+            captured_input(index, array, self.mesh)
+            for index, array in enumerate(found, len(self.captured))
+        ]
+        return replace(
+            self,
+            program=program,
+            inputs=(*self.inputs, *more),
+            captured=(*self.captured, *found),
+        )
+
+    def scheduled(self) -> "Graph":
+        """The same graph without the program of one microbatch, once that was used."""
+        return replace(self, microbatch=None)
+
+    def with_outputs(self, outputs: Sequence[Value]) -> "Graph":
+        """The same graph with more known of its outputs."""
+        return replace(self, outputs=tuple(outputs))
+
+    def sharding(self, value: Value) -> NamedSharding | None:
+        """The sharding of an input or output, or None where none is declared.
+
+        On an abstract mesh it is one to compile for and never to run on.
+        """
+        if self.mesh is None or value.spec is None:
+            return None
+        kind = _jax.HOST_MEMORY if value.on_host else None
+        return NamedSharding(self.mesh.compile_mesh, value.spec, memory_kind=kind)
+
+    def is_padded(self, value: Value) -> bool:
+        """Whether devices store more than an input or output has."""
+        return self.stored_shape(value) != tuple(value.aval.shape)
+
+    def stored_shape(self, value: Value) -> tuple[int, ...]:
+        """What devices store of an input or output, together."""
+        shape = tuple(value.aval.shape)
+        if self.mesh is None or value.spec is None:
+            return shape
+        return stored_shape(shape, value.spec, self.mesh)
+
+    def as_text(self) -> str:
+        """Inputs with their layouts, then the equations with the user's lines."""
+        where = self.mesh.topology if self.mesh is not None else "one device"
+        lines = [f"step {self.name} on {where}", *self._plan_as_text(), "inputs:"]
+        lines += [f"  {self._described(value)}" for value in self.inputs]
+        lines += ["outputs:"]
+        lines += [f"  {self._described(value)}" for value in self.outputs]
+        lines += ["equations:", _jax.pretty(self.program)]
+        return "\n".join(lines)
+
+    def _described(self, value: Value) -> str:
+        stored = self.stored_shape(value)
+        more = f", stored as {list(stored)}" if self.is_padded(value) else ""
+        return value.describe() + more
+
+    def _plan_as_text(self) -> list[str]:
+        """What was said of the schedule; nothing where nothing was."""
+        said = [
+            f"{field.name}={value}"
+            for field in fields(self.plan)
+            if (value := getattr(self.plan, field.name)) is not None
+        ]
+        if self.plan.all_reduce_overlap and self.platform == "cpu":
+            said.append("(no collective of a CPU runs beside computation)")
+        return [f"schedule: {' '.join(said)}"] if said else []
+
+
+def captured_input(index: int, array: Any, mesh: Mesh | None) -> Value:
+    """The input that stands for a closed-over array, laid out as the array is."""
+    layout = layout_of(array)
+    spec = layout[1] if layout else (None if mesh is None else PartitionSpec())
+    return Value(f"captured_{index}", jax.typeof(array), spec, Role.CAPTURED)
+
+
+def verify(graph: Graph) -> None:
+    """Check what every stage may rely on; a failure is a bug of the stage before.
+
+    The jaxpr is well formed, holds no constants, and has exactly the inputs and
+    outputs that the graph describes.
+    """
+    _jax.check(graph.program)
+    assert not _jax.constants(graph.program), "captured arrays must be inputs"
+    for kind, described, variables in (
+        ("input", graph.inputs, _jax.inputs(graph.program)),
+        ("output", graph.outputs, _jax.outputs(graph.program)),
+    ):
+        assert len(described) == len(variables), (
+            f"{len(described)} {kind}s described, {len(variables)} in the program"
+        )
+        for value, variable in zip(described, variables, strict=True):
+            assert (value.aval.shape, value.aval.dtype) == (
+                variable.aval.shape,
+                variable.aval.dtype,
+            ), f"{kind} {value.name!r} is described as {value.aval}, is {variable.aval}"

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 3: a ``Graph`` becomes ``jax.jit`` with the declared shardings.
+
+What is compiled is the program that a JAX user would have written by hand: one jit of
+one function, its inputs and outputs laid out by ``NamedSharding``. After compilation
+the layouts that XLA chose are compared with the declared ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tessera import _jax
+from tessera.compiler.ir import Graph, Role, Value
+from tessera.compiler.trace.arguments import Call
+from tessera.compiler.trace.tracer import Trace
+from tessera.errors import LayoutMismatchError
+from tessera.shard import padded
+
+
+def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
+    """A graph, after its passes, as ``jax.jit`` for a call's arguments.
+
+    Args:
+      trace: How the call was traced: its parameters and the tree of its result.
+      graph: Its graph after the passes.
+      call: The call.
+
+    Returns:
+      A jitted function. It takes the list of arrays of each argument, then the
+      tuple of parameters, then the tuple of captured arrays, all as devices store
+      them; it gives the function's result, or a list of arrays: where some leaves of
+      the result are no arrays or are stored padded, and where arguments are written
+      back.
+    """
+    shardings = [graph.sharding(value) for value in graph.inputs]
+    result_shardings = [graph.sharding(value) for value in graph.outputs]
+
+    def step(*parts: Any) -> Any:
+        stored = zip(graph.inputs, jax.tree.leaves(parts), strict=True)
+        own = [without_padding(graph, value, array) for value, array in stored]
+        results = zip(graph.outputs, _jax.evaluate(graph.program, *own), strict=True)
+        arrays = [
+            padded(array, graph.stored_shape(value))
+            if graph.is_padded(value)
+            else array
+            for value, array in results
+        ]
+        return arrays if returns_list(trace, graph) else trace.unflatten(arrays)
+
+    step.__name__ = step.__qualname__ = graph.name
+    donated = [
+        place
+        for place, argument in enumerate(call.arguments)
+        if argument.name in trace.donated
+    ]
+    return jax.jit(
+        step,
+        in_shardings=_parts(call, graph, shardings) if graph.mesh else None,
+        out_shardings=_result(trace, graph, result_shardings) if graph.mesh else None,
+        donate_argnums=tuple(donated),
+    )
+
+
+def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
+    """``jitted``, lowered for the types of the graph's inputs."""
+    structs = [_stored(graph, value) for value in graph.inputs]
+    return jitted(trace, graph, call).lower(*_parts(call, graph, structs))
+
+
+def compiler_options(graph: Graph) -> dict[str, bool | str]:
+    """What ``tessera.schedule`` has XLA do, where the platform can do it."""
+    overlap = graph.plan.all_reduce_overlap
+    if overlap is None or graph.platform != "gpu":
+        return {}
+    return {"xla_gpu_enable_latency_hiding_scheduler": overlap}
+
+
+def _parts(call: Call, graph: Graph, entries: Sequence[Any]) -> tuple[Any, ...]:
+    """One entry for each input, in the trees that the lowered program takes."""
+    rest = list(entries)
+    parts = []
+    for argument in call.arguments:
+        taken, rest = rest[: len(argument.leaves)], rest[len(argument.leaves) :]
+        parts.append(taken)
+    count = sum(value.role is Role.PARAMETER for value in graph.inputs)
+    return (*parts, tuple(rest[:count]), tuple(rest[count:]))
+
+
+def _result(trace: Trace, graph: Graph, entries: Sequence[Any]) -> Any:
+    return list(entries) if returns_list(trace, graph) else trace.unflatten(entries)
+
+
+def returns_list(trace: Trace, graph: Graph) -> bool:
+    """Whether the program returns a list of arrays, and not the result's tree."""
+    return trace.returns_list or any(map(graph.is_padded, graph.outputs))
+
+
+def without_padding(graph: Graph, value: Value, stored: Any) -> Any:
+    """The array of an input or output, from what devices store of it.
+
+    XLA splits it over the devices as it is stored, and minds itself where it ends.
+    """
+    if not graph.is_padded(value):
+        return stored
+    own = jax.lax.slice(stored, [0] * stored.ndim, value.aval.shape)
+    return jax.lax.with_sharding_constraint(own, graph.sharding(value))
+
+
+def _stored(graph: Graph, value: Value) -> Any:
+    struct = _jax.struct(value.aval)
+    if not graph.is_padded(value):
+        return struct
+    return struct.update(shape=graph.stored_shape(value))
+
+
+def check_layouts(graph: Graph, compiled: jax.stages.Compiled) -> None:
+    """Compare the layouts that were compiled with the declared ones.
+
+    Raises:
+      LayoutMismatchError: [T205] with every input and output that differs.
+    """
+    if graph.mesh is None:
+        return
+    inputs = compiled.in_tree.flatten_up_to(compiled.input_shardings)
+    outputs = compiled.out_tree.flatten_up_to(compiled.output_shardings)
+    wrong = [
+        f"{value.name}: declared {value.spec}, compiled {getattr(found, 'spec', found)}"
+        for values, shardings in ((graph.inputs, inputs), (graph.outputs, outputs))
+        for value, found in zip(values, shardings, strict=True)
+        if not _agrees(graph, value, found)
+    ]
+    if wrong:
+        raise LayoutMismatchError(
+            f"XLA did not compile {graph.name!r} with the declared layouts",
+            got="\n".join(wrong),
+            fix="lay the arrays out as compiled, or report this with the program",
+        )
+
+
+def _agrees(graph: Graph, value: Value, found: Any) -> bool:
+    declared = graph.sharding(value)
+    # JAX reports None for an input that the program does not use.
+    if declared is None or found is None:
+        return True
+    return declared.is_equivalent_to(found, len(value.aval.shape))

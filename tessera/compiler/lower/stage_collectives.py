@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the stages of a compiled pipeline can run at different times.
+
+At any time some devices of a pipeline run a stage and others do not, so a collective
+inside a stage may only be among devices that run it together. XLA's collective-permute
+on CPU is not: it waits for every device of the program, and would wait for ever. The
+partitioner inserts one where arrays change their layout in certain ways; the program is
+refused before it runs.
+"""
+
+import jax
+
+from tessera.compiler.ir import Graph
+from tessera.compiler.pipelining.pipeline_primitive import SCOPE
+from tessera.errors import StageCollectiveError
+
+_KIND = "collective-permute"
+
+
+def check_stages(graph: Graph, compiled: jax.stages.Compiled) -> None:
+    """Refuse a pipeline that would not end.
+
+    Raises:
+      StageCollectiveError: [T314] with the lines that cause it.
+    """
+    if graph.mesh is None or graph.platform != "cpu":
+        return
+    text = compiled.as_text() or ""
+    if f"/{SCOPE}/" not in text or _KIND not in text:
+        return
+    # Of few programs, and not of those that import tessera only.
+    from tessera.analysis.ledger import collectives
+
+    found = [
+        f"over {'×'.join(row.axes)}, caused at {row.source or row.op_name}"
+        for row in collectives(compiled, graph.mesh).rows
+        if row.kind == _KIND and row.conditional and f"/{SCOPE}/" in row.op_name
+    ]
+    if found:
+        raise StageCollectiveError(
+            f"a stage of a pipeline has a {_KIND}, for which XLA on CPU waits for "
+            "devices that run another stage",
+            got="\n".join(dict.fromkeys(found)),
+            fix="keep the layout of activations inside a stage as it is, or use a mesh "
+            "whose other axes split nothing there",
+        )

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 2: the passes, in order, and the one loop that runs them."""
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from tessera import _jax
+from tessera.compiler.ir import Graph, verify
+from tessera.compiler.passes.assign_output_layouts import assign_output_layouts
+from tessera.compiler.passes.autocast_matmuls import autocast_matmuls
+from tessera.compiler.passes.differentiate_losses import differentiate_losses
+from tessera.compiler.passes.orient_matmuls import orient_matmuls
+from tessera.compiler.passes.schedule_pipelines import schedule_pipelines
+from tessera.compiler.program_diff import diff_programs
+from tessera.errors import UnknownPassError, did_you_mean
+
+_logger = logging.getLogger("tessera.passes")
+
+Pass: TypeAlias = Callable[[Graph], Graph]
+
+# Pipelines come first: differentiation meets the loop's loss, not what is inside.
+# Those that deal with matmuls come after differentiation, to see the backward's too.
+PASSES: Final[tuple[Pass, ...]] = (
+    schedule_pipelines,
+    differentiate_losses,
+    autocast_matmuls,
+    orient_matmuls,
+    assign_output_layouts,
+)
+
+
+# Those that change what everyone would have written for the sake of a backend.
+BACKEND_PASSES: Final = ("orient_matmuls",)
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did to one graph.
+
+    Attributes:
+      name: The pass; ``trace`` for the graph that the passes were given.
+      graph: The graph after it.
+      seconds: Wall time of the pass.
+      skipped: Whether it was skipped by name.
+    """
+
+    name: str
+    graph: Graph
+    seconds: float = 0.0
+    skipped: bool = False
+
+    def diff(self, before: Graph) -> str:
+        """The lines that the pass changed, as a unified diff; empty if none."""
+        return diff_programs(before.as_text(), self.graph.as_text(), name=self.name)
+
+
+def run_passes(graph: Graph, *, skip: Collection[str] = ()) -> tuple[PassRecord, ...]:
+    """Run every pass in order, verifying the graph at each seam.
+
+    Args:
+      graph: The traced graph.
+      skip: Names of passes to leave out.
+
+    Returns:
+      The given graph as ``trace``, then one record for each pass.
+
+    Raises:
+      UnknownPassError: [T307] ``skip`` names a pass that does not exist.
+    """
+    check_names(skip)
+    verify(graph)
+    records = [PassRecord("trace", graph)]
+    for apply in PASSES:
+        name = apply.__name__
+        if name in skip:
+            records.append(PassRecord(name, graph, skipped=True))
+            continue
+        start = time.perf_counter()
+        before, graph = graph, apply(graph)
+        record = PassRecord(name, graph, time.perf_counter() - start)
+        try:
+            verify(graph)
+        except Exception as error:
+            error.add_note(f"the graph was well formed before the pass {name!r}")
+            raise
+        records.append(record)
+        if _logger.isEnabledFor(logging.DEBUG):
+            _log(record, before)
+    return tuple(records)
+
+
+def check_names(skip: Collection[str]) -> None:
+    """Raise [T307] for a name that is no pass's."""
+    names = [apply.__name__ for apply in PASSES]
+    for name in skip:
+        if name not in names:
+            raise UnknownPassError(
+                f"there is no pass {name!r} to skip", fix=did_you_mean(name, names)
+            )
+
+
+def _log(record: PassRecord, before: Graph) -> None:
+    counts = [len(_jax.equations(g.program)) for g in (before, record.graph)]
+    _logger.debug(
+        "%s: %d -> %d equations, %.1f ms\n%s",
+        record.name,
+        *counts,
+        record.seconds * 1e3,
+        record.diff(before),
+    )

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carry declared layouts to the outputs that plainly have them."""
+
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from tessera import _jax, scope
+from tessera.compiler.ir import Graph
+from tessera.mesh import Mesh
+from tessera.spec import check_even
+
+
+def assign_output_layouts(graph: Graph) -> Graph:
+    """Declare the layout of outputs that are inputs or constrained. Numerics: exact.
+
+    What is declared is checked against the compiled program, so this extends the
+    check to gradients, which are constrained to the layout of their weights.
+
+    Before:  g = sharding_constraint[P('tp')] h; out g over undeclared
+    After:   the same equations; out g over P('tp')
+
+    Raises:
+      ShardDivisibilityError: [T201] a user's constraint does not divide an output.
+    """
+    if graph.mesh is None:
+        return graph
+    known = {
+        variable: value.spec
+        for variable, value in zip(
+            _jax.inputs(graph.program), graph.inputs, strict=True
+        )
+    }
+    by_user = set[Any]()
+    for equation in _jax.equations(graph.program):
+        if (spec := _constraint(equation, graph.mesh)) is not None:
+            known[equation.outvars[0]] = spec
+            if scope.PADDED not in _jax.name_scopes(equation):
+                by_user.add(equation.outvars[0])
+    outputs = []
+    for atom, value in zip(_jax.outputs(graph.program), graph.outputs, strict=True):
+        if value.spec is None and not isinstance(atom, _jax.Literal):
+            value = replace(value, spec=known.get(atom))
+            if value.spec is not None and atom in by_user:
+                what = f"a constraint lays out output {value.name!r}, and pads nothing"
+                fix = "declare it: out_specs=ShardSpec(…, uneven='pad')"
+                check_even(what, value.aval.shape, value.spec, graph.mesh, fix)
+        outputs.append(value)
+    return graph.with_outputs(outputs)
+
+
+def _constraint(equation: _jax.Equation, mesh: Mesh) -> PartitionSpec | None:
+    """The layout that an equation constrains a value to, where this mesh can say it."""
+    sharding = equation.params.get("sharding")
+    # Over Explicit axes the type of a value has its layout, and no constraint has it.
+    if equation.primitive.name != "sharding_constraint" or mesh.explicit_axes:
+        return None
+    if not isinstance(sharding, NamedSharding) or PartitionSpec.UNCONSTRAINED in tuple(
+        sharding.spec
+    ):
+        return None
+    on_this = dict(sharding.mesh.shape) == mesh.shape and (
+        sharding.mesh == mesh.compile_mesh or isinstance(sharding.mesh, AbstractMesh)
+    )
+    return sharding.spec if on_this else None

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give the matmuls of weight gradients the form that XLA's CPU compiler is fast at."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import jax.numpy as jnp
+from jax import lax
+
+from tessera import _jax
+from tessera.compiler import rewriting
+from tessera.compiler.ir import Graph
+
+Dims: TypeAlias = tuple[int, ...]
+
+# Multiplications below which one more operation costs more than the form saves.
+_WORTH_IT: Final = 1 << 22
+
+
+def orient_matmuls(graph: Graph) -> Graph:
+    """Contract the last dims of left operands, on CPU. Numerics: reordered.
+
+    The product is the same; its sums may be made in another order. XLA's CPU compiler
+    hands a matmul to its fast kernels where the left operand's last dims are
+    contracted. In a weight gradient those are the first dims of both operands, and JAX
+    writes it the other way around with a transpose behind, for which the compiler has a
+    slow loop. Here the smaller operand is transposed beforehand and comes first; no
+    transpose is left behind where it is in the order of the result. Barriers keep the
+    compiler from merging the transposes with the matmul again. No two dims are made
+    one, so each is laid out over the mesh as it was.
+
+    Before:  g = dot_general[contract B,T of both] dy:[B,T,F] x:[B,T,D]    [F, D]
+             w = transpose g                                               [D, F]
+    After:   a = optimization_barrier (transpose x)                        [D, B, T]
+             w = dot_general[contract B,T of both] a dy                    [D, F]
+    """
+    if graph.platform != "cpu":
+        return graph
+    plans = {id(plan.equation): plan for plan in _plans(graph.program)}
+    exchanged = {id(plan.behind) for plan in plans.values() if plan.behind is not None}
+
+    def is_planned(equation: _jax.Equation, scopes: str) -> bool:
+        return id(equation) in plans or id(equation) in exchanged
+
+    def apply(
+        equation: _jax.Equation, operands: Sequence[Any], scopes: str
+    ) -> list[Any]:
+        if id(equation) in exchanged:
+            return [operands[0]]  # The matmul gave it as it is to be.
+        return [plans[id(equation)].product(*operands)]
+
+    return graph.with_program(rewriting.rewrite(graph.program, is_planned, apply))
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """One side of a matmul, its dims by what becomes of them."""
+
+    atom: Any
+    batch: Dims
+    contracted: Dims
+
+    @property
+    def shape(self) -> Dims:
+        return self.atom.aval.shape
+
+    @property
+    def free(self) -> Dims:
+        taken = {*self.batch, *self.contracted}
+        return tuple(dim for dim in range(len(self.shape)) if dim not in taken)
+
+    def size(self, dims: Dims) -> int:
+        """Of some of its dims together."""
+        return math.prod(self.shape[dim] for dim in dims)
+
+    @property
+    def contracts_first(self) -> bool:
+        """Whether the contracted dims come before the free ones."""
+        return max(self.contracted) < min(self.free)
+
+    @property
+    def contracts_last(self) -> bool:
+        """Whether they come after them."""
+        return min(self.contracted) > max(self.free)
+
+    @property
+    def cost(self) -> tuple[bool, int]:
+        """Of transposing it; one of mixed dims is transposed in any case."""
+        return self.contracts_first, self.size(self.free)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A matmul to be written another way.
+
+    Attributes:
+      equation: The matmul.
+      left: The operand whose free dims come first in what is wanted.
+      right: The other one.
+      behind: The transpose that wants them in the other order than the matmul has.
+    """
+
+    equation: _jax.Equation
+    left: _Operand
+    right: _Operand
+    behind: _jax.Equation | None
+
+    def product(self, first: Any, second: Any) -> Any:
+        """The product of the equation's operands, in the order that is wanted."""
+        left, right = (self.left, first), (self.right, second)
+        if self.behind is not None:
+            left, right = (self.left, second), (self.right, first)
+        with _jax.source_context(self.equation):
+            if self.left.cost <= self.right.cost:
+                return self._product(*left, *right)
+            turned = lax.optimization_barrier(self._product(*right, *left))
+            batch, firsts = len(self.left.batch), len(self.right.free)
+            return lax.transpose(turned, _exchange(batch, firsts, turned.ndim))
+
+    def _product(self, left: _Operand, a: Any, right: _Operand, b: Any) -> Any:
+        """Of ``a``, transposed to have its contracted dims last, and ``b``."""
+        order = (*left.batch, *left.free, *left.contracted)
+        turned = lax.optimization_barrier(lax.transpose(a, order))
+        batch = len(left.batch)
+        last = range(batch + len(left.free), turned.ndim)
+        numbers = (
+            (tuple(last), right.contracted),
+            (tuple(range(batch)), right.batch),
+        )
+        params = dict(self.equation.params, dimension_numbers=numbers)
+        return _jax.bind(self.equation, [turned, b], params)[0]
+
+
+def _plans(program: _jax.Program) -> Iterator[_Plan]:
+    """The matmuls that contract neither operand's last dims, nested ones too."""
+    equations = _jax.equations(program)
+    read = Counter(
+        atom
+        for atoms in (*(e.invars for e in equations), _jax.outputs(program))
+        for atom in atoms
+        if not isinstance(atom, _jax.Literal)
+    )
+    transposes = {
+        equation.invars[0]: equation
+        for equation in equations
+        if equation.primitive.name == "transpose" and read[equation.invars[0]] == 1
+    }
+    for equation in equations:
+        for inner in _jax.inner_programs(equation):
+            yield from _plans(inner)
+        if equation.primitive.name == "dot_general":
+            plan = _plan(equation, transposes.get(equation.outvars[0]))
+            if plan is not None:
+                yield plan
+
+
+def _plan(equation: _jax.Equation, behind: _jax.Equation | None) -> _Plan | None:
+    (contracted, batch) = equation.params["dimension_numbers"]
+    first, second = (
+        _Operand(atom, tuple(b), tuple(c))
+        for atom, b, c in zip(equation.invars, batch, contracted, strict=True)
+    )
+    if not all(side.contracted and side.free for side in (first, second)):
+        return None
+    if (
+        first.contracts_last
+        or second.contracts_last
+        or math.prod(first.shape) * second.size(second.free) < _WORTH_IT
+        or not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+    ):
+        return None
+    free = len(first.batch), len(first.free), equation.outvars[0].aval.ndim
+    if behind is None or tuple(behind.params["permutation"]) != _exchange(*free):
+        return _Plan(equation, first, second, None)
+    return _Plan(equation, second, first, behind)
+
+
+def _exchange(batch: int, first: int, rank: int) -> Dims:
+    """The permutation that puts the free dims of the second operand first."""
+    firsts = range(batch, batch + first)
+    return (*range(batch), *range(batch + first, rank), *firsts)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put the loop over microbatches where a pipelined function was called."""
+
+from tessera import _jax
+from tessera.compiler import rewriting
+from tessera.compiler.ir import Graph
+from tessera.compiler.pipelining.pipeline_primitive import pipeline_p
+
+
+def schedule_pipelines(graph: Graph) -> Graph:
+    """Run each pipelined call by its schedule, with the loss it leads to.
+
+    A call whose output a differentiated loss depends on becomes one loop that computes
+    the loss and all its gradients, microbatch by microbatch; the equations from the
+    output to the loss go into the last stage. Any other call becomes a forward loop.
+    Numerics: reordered. Sums over rows become sums over microbatches.
+
+    Before:  y = pipeline x w; l = sum y; g = gradient l w; out g
+    After:   l = custom_vjp[shard_map[scan over ticks]] x w; g = gradient l w; out g
+
+    Raises:
+      PipelineFormError: [T312] the loss cannot be computed microbatch by microbatch.
+    """
+    if not rewriting.contains(graph.program, _is_call):
+        return graph
+    # Here, because most programs have no pipeline, and it is a large part of Tessera.
+    from tessera.compiler.pipelining.insert_pipeline_loop import with_loops
+
+    return with_loops(graph)
+
+
+def _is_call(equation: _jax.Equation, _: str = "") -> bool:
+    return equation.primitive is pipeline_p

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipelined call, and the way from its output to a loss, as stages of the loop.
+
+Stages of users differ from each other, and one program runs on all devices: a switch on
+the virtual stage picks the branch, and weights and activations lie in slots that the
+stages share by form.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from tessera import _jax, scope
+from tessera.compiler.pipelining import manual_axis
+from tessera.compiler.pipelining.device_tick import Stages
+from tessera.compiler.pipelining.loss_decomposition import Separated
+from tessera.compiler.pipelining.pipeline_primitive import PipelineCall
+from tessera.compiler.pipelining.ring_buffers import zeros
+from tessera.compiler.pipelining.schedule_loop import Pipeline
+from tessera.compiler.pipelining.stage_packing import Packing
+from tessera.compiler.pipelining.stage_weights import StageWeights, WeightForm
+from tessera.compiler.rewriting import Environment
+from tessera.grid import DATA_AXES
+
+Tree: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a pipelined call runs on.
+
+    Attributes:
+      inputs: Whole batches.
+      weights: What the stages read that has no rows.
+      rows: Whole arrays that the way to the loss reads row by row, with their dims.
+      wholes: What it reads as it is.
+      coefficients: Of the sums over rows in the loss.
+      differentiated: For each of the inputs and then of the rows, whether the loss is
+        differentiated by something that it depends on.
+    """
+
+    inputs: Sequence[Any]
+    weights: Sequence[Any]
+    rows: Sequence[tuple[Any, int]] = ()
+    wholes: Sequence[Any] = ()
+    coefficients: Sequence[Any] = ()
+    differentiated: Sequence[bool] = ()
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One pipelined call.
+
+    Attributes:
+      call: What is to be run.
+      tail: The way from its output to the loss; None where there is no loss.
+      scopes: The name scopes that the call stood in.
+    """
+
+    call: PipelineCall
+    tail: Separated | None = None
+    scopes: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def outputs(self, operands: Operands) -> list[Array]:
+        """The whole batch's outputs, forward only; JAX can differentiate it."""
+        slots, shared, micros, constants = self._taken_apart(operands)
+        outputs, _, _ = self._pipeline(constants).outputs(slots, shared, micros)
+        return [self.joined(array) for array in outputs]
+
+    def loss(self, operands: Operands, *, keep_outputs: bool) -> tuple[Array, Any]:
+        """The sums in the loss, times their coefficients; and the outputs, if wanted.
+
+        JAX can differentiate the first by everything of floating point; its gradients
+        come out of the loop that computes it.
+        """
+        taken, asked = self._taken_apart(operands), operands.differentiated
+        leaves = enumerate(jax.tree.leaves(taken[2]))
+        wanted = frozenset(i for i, x in leaves if asked[i] and _is_float(x))
+        run = _with_gradients(self._pipeline, wanted, keep_outputs)
+        total, outputs = run(*taken)
+        if not keep_outputs:
+            return total, None
+        return total, [self.joined(array) for array in outputs]
+
+    def _taken_apart(self, operands: Operands) -> tuple[Any, Any, Any, Any]:
+        """Slots of weights, what all stages read, microbatches, and constants."""
+        own = [
+            [operands.weights[number] for number in numbers]
+            for numbers in self._own_weights
+        ]
+        micros = {
+            "inputs": [self.split(array, 0) for array in operands.inputs],
+            "rows": [self.split(array, dim) for array, dim in operands.rows],
+        }
+        same = {
+            "weights": {n: operands.weights[n] for n in self._shared_weights},
+            "wholes": dict(enumerate(operands.wholes)),
+            "coefficients": dict(enumerate(operands.coefficients)),
+        }
+        shared, constants = (
+            {name: _of_floats(arrays, wanted) for name, arrays in same.items()}
+            for wanted in (True, False)
+        )
+        return self._stage_weights.gather(own), shared, micros, constants
+
+    def split(self, array: Array, dim: int) -> Array:
+        """``[M, rows, ...]`` of an array whose dim counts rows.
+
+        Each device's rows are cut by themselves, so none changes its device.
+        """
+        array = jnp.moveaxis(array, dim, 0)
+        parts, shape = self._data_parts(len(array)), array.shape[1:]
+        array = array.reshape(parts, self._count, -1, *shape).swapaxes(0, 1)
+        return self._held(array.reshape(self._count, -1, *shape), 1)
+
+    def joined(self, array: Array) -> Array:
+        """The other way round, of an array whose first dim counts rows."""
+        rows, shape = self._count * array.shape[1], array.shape[2:]
+        parts = self._data_parts(rows)
+        array = array.reshape(self._count, parts, -1, *shape).swapaxes(0, 1)
+        return self._held(array.reshape(rows, *shape), 0)
+
+    def _data_parts(self, rows: int) -> int:
+        axes = [axis for axis in DATA_AXES if axis in self.call.mesh.axes]
+        parts = self.call.mesh.axis_size(axes)
+        return parts if rows % (parts * self._count) == 0 else 1
+
+    def _held(self, array: Array, dim: int, *, inside: bool = False) -> Array:
+        """Rows over the mesh's data axes, where these divide them."""
+        mesh, manual = self.call.mesh, self.call.data_axes if inside else ()
+        axes = tuple(a for a in DATA_AXES if a in mesh.axes and a not in manual)
+        if not axes or array.ndim <= dim or array.shape[dim] % mesh.axis_size(axes):
+            return array
+        return scope.constrain(array, mesh, PartitionSpec(*[None] * dim, axes))
+
+    @property
+    def _count(self) -> int:
+        return self.call.schedule.microbatches
+
+    # --- which weights and values are whose
+
+    @cached_property
+    def _readers(self) -> Counter[int]:
+        cuts = self.call.stages.cuts
+        return Counter(number for cut in cuts for number in cut.weights)
+
+    def _is_own(self, number: int) -> bool:
+        atom = _jax.inputs(self.call.stages.program)[self._first_weight + number]
+        return self._readers[number] == 1 and _is_float(atom.aval)
+
+    @property
+    def _first_weight(self) -> int:
+        return self.call.stages.num_inputs
+
+    @cached_property
+    def _own_weights(self) -> list[list[int]]:
+        """For each stage, the weights that it alone reads."""
+        cuts = self.call.stages.cuts
+        return [[n for n in cut.weights if self._is_own(n)] for cut in cuts]
+
+    @cached_property
+    def _shared_weights(self) -> list[int]:
+        return sorted(n for n in self._readers if not self._is_own(n))
+
+    @cached_property
+    def _stage_weights(self) -> StageWeights:
+        atoms = _jax.inputs(self.call.stages.program)[self._first_weight :]
+        forms = [
+            [
+                WeightForm(
+                    atoms[n].aval.shape, atoms[n].aval.dtype.name, self.call.layouts[n]
+                )
+                for n in numbers
+            ]
+            for numbers in self._own_weights
+        ]
+        return StageWeights(Packing.of(forms), self.call.mesh, self.call.axis)
+
+    @cached_property
+    def _wires(self) -> Packing[Any]:
+        """What passes between stages; nothing comes from the last."""
+        cuts = self.call.stages.cuts
+        return Packing.of(
+            [[_jax.struct(v.aval) for v in cut.leaves] for cut in cuts[:-1]] + [[]]
+        )
+
+    # --- one stage on one microbatch
+
+    def _pipeline(self, constants: Tree) -> Pipeline:
+        call = self.call
+
+        def run(
+            weights: Any, shared: Any, wire: Any, micro: Any, stage: int
+        ) -> tuple[Any, Array, Any]:
+            return self._run(stage, weights, shared, wire, micro, constants)
+
+        stages = Stages(
+            run=run,
+            wire=list(self._wires.slots),
+            constrain_wire=lambda wires: [
+                self._held(wire, 0, inside=True) for wire in wires
+            ],
+            constrain_weights=self._stage_weights.constrain,
+            kinds=len(call.stages.cuts),
+        )
+        return Pipeline(call.schedule, stages, call.mesh, call.axis, call.data_axes)
+
+    def _run(
+        self, stage: int, slots: Any, shared: Any, wire: Any, micro: Any, constants: Any
+    ) -> tuple[Any, Array, Any]:
+        staged = self.call.stages
+        is_last = stage == len(staged.cuts) - 1
+        same = {name: {**shared[name], **constants[name]} for name in shared}
+        arrived = self._wires.unpack(stage - 1, wire) if stage else []
+        own = self._stage_weights.packing.unpack(stage, slots)
+        weights = dict(zip(self._own_weights[stage], own, strict=True))
+        weights |= same["weights"]
+        with self.scopes():
+            found = staged.run(
+                stage,
+                micro["inputs"],
+                [weights[number] for number in staged.cuts[stage].weights],
+                arrived,
+            )
+        loss, empty = jnp.float32(0.0), zeros(list(self._wires.slots))
+        if not is_last:
+            outputs = [_jax.struct(v.aval) for v in _jax.outputs(staged.program)]
+            return self._wires.pack(stage, found, empty), loss, (zeros(outputs), {})
+        if self.tail is not None:
+            loss = _loss(self.tail, found, micro["rows"], same)
+        return empty, loss, (found, {})
+
+
+def _loss(tail: Separated, outputs: Any, rows: Sequence[Array], same: Any) -> Array:
+    """One microbatch's part of the loss."""
+    outputs = [_copied(array, tail.copies) for array in outputs]
+    values: dict[Any, Any] = dict(zip(tail.outputs, outputs, strict=True))
+    for (_, variable, dim), array in zip(tail.rows, rows, strict=True):
+        values[variable] = jnp.moveaxis(_copied(array, tail.copies), 0, dim)
+    values.update((v, same["wholes"][i]) for i, (_, v) in enumerate(tail.wholes))
+    env = Environment.of(values)
+    for equation, atoms in tail.equations:
+        operands = [env.read(atom) for atom in atoms]
+        env.write(equation.outvars, manual_axis.apply(equation, operands))
+    loss = jnp.float32(0.0)
+    for number, (_, variable) in enumerate(tail.sums):
+        part = jnp.sum(same["coefficients"][number] * env.read(variable))
+        loss += part.astype(jnp.float32)
+    return loss / tail.copies if tail.copies > 1 else loss
+
+
+def _copied(rows: Array, copies: int) -> Array:
+    """Rows, several times one after the other."""
+    return jnp.concatenate([rows] * copies) if copies > 1 else rows
+
+
+def _with_gradients(
+    pipeline: Callable[[Tree], Pipeline], wanted: frozenset[int], keep_outputs: bool
+) -> Callable[..., Any]:
+    """The pipeline's loss as a function whose gradients the same loop computes.
+
+    JAX takes its gradient in a later trace, so nothing of this one is closed over.
+    """
+
+    def gradients(slots: Any, shared: Any, micros: Any, constants: Any) -> Any:
+        return pipeline(constants).gradients(
+            slots,
+            shared,
+            micros,
+            jnp.float32(1.0),
+            micro_gradients=wanted,
+            keep_outputs=keep_outputs,
+        )
+
+    @jax.custom_vjp
+    def run(*taken: Any) -> tuple[Array, Any]:
+        found = gradients(*taken)
+        return found.loss, found.outputs
+
+    def forward(*taken: Any) -> tuple[Any, Any]:
+        found = gradients(*taken)
+        kept = (found.weights, found.shared, found.micros)
+        return (found.loss, found.outputs), (kept, *taken[2:])
+
+    def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
+        (weights, shared, found), micros, constants = kept
+        seed = cotangents[0]
+        leaves, tree = jax.tree.flatten(micros)
+        back = [
+            _times(found[i], seed) if i in found else _no_gradient(leaf)
+            for i, leaf in enumerate(leaves)
+        ]
+        scaled = jax.tree.map(partial(_times, factor=seed), (weights, shared))
+        return *scaled, tree.unflatten(back), jax.tree.map(_no_gradient, constants)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _times(gradient: Array, factor: Array) -> Array:
+    return gradient * factor.astype(gradient.dtype)
+
+
+def _no_gradient(leaf: Any) -> Any:
+    if _is_float(leaf):
+        return jnp.zeros_like(leaf)
+    return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def _is_float(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def _of_floats(arrays: dict[int, Any], wanted: bool) -> dict[int, Any]:
+    """Those that have gradients, or those that have none."""
+    return {i: array for i, array in arrays.items() if _is_float(array) == wanted}

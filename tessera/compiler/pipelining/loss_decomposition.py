@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss over a batch as a sum of losses over microbatches.
+
+A pipeline begins the backward of one microbatch before it has seen the next, so the
+computation from its output to the loss has to be done for each microbatch by itself.
+The step is traced twice: for the whole batch, and for one microbatch. Both programs
+have the same equations; a dim that is smaller in the second counts rows. Equations that
+treat each row by itself are run for each microbatch, up to the sums over rows; what
+follows the sums has to be linear in them, so the loss is ``c + Σ_m Σ_j a_j · s_j(m)``,
+with coefficients that are known before the first microbatch. A mean over the tokens
+that count, which are as many as the whole batch has, is one of these.
+
+What is computed from the batch alone and mixes its rows (that number of tokens) is
+taken from the program of the whole batch.
+"""
+
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, Final, Literal, NoReturn
+
+import jax.numpy as jnp
+
+from tessera import _jax
+from tessera.compiler.pipelining.batch_dims import (
+    Rows,
+    have_same_equations,
+    have_same_parameters,
+    variables,
+)
+from tessera.errors import PipelineFormError
+
+Kind = Literal["rows", "whole", "sum"]
+
+_LINEAR_WORDS = """
+    add add_any broadcast_in_dim concatenate convert_element_type copy copy_p div
+    dot_general dynamic_slice gather integer_pow mul neg reduce_sum reshape select_n
+    slice squeeze stack sub transpose
+"""
+_LINEAR: Final = frozenset(_LINEAR_WORDS.split())
+_SUMS: Final = frozenset(("reduce_sum", "dot_general"))
+
+
+@dataclass
+class Separated:
+    """The way from a pipeline's output to a loss.
+
+    Attributes:
+      copies: How many of a microbatch of one row the equations are for: JAX does other
+        things where there is one row.
+      outputs: The microbatch's variables of the pipeline's output.
+      equations: Of the microbatch's program, from its output to the sums over rows,
+        each with its operands; the numbers among these are the whole batch's.
+      sums: The sums: (whole batch's variable, microbatch's variable).
+      rows: What the equations read row by row: (whole, microbatch's, dim of rows).
+      wholes: What they read as it is: (whole, microbatch's).
+      after: Of the whole batch's program: from the sums to the loss.
+      tainted: Everything in the whole batch's program that the output leads to.
+    """
+
+    copies: int
+    outputs: list[Any]
+    equations: list[tuple[_jax.Equation, list[_jax.Atom]]] = field(default_factory=list)
+    sums: list[tuple[Any, Any]] = field(default_factory=list)
+    rows: list[tuple[Any, Any, int]] = field(default_factory=list)
+    wholes: list[tuple[Any, Any]] = field(default_factory=list)
+    after: list[_jax.Equation] = field(default_factory=list)
+    tainted: set[Any] = field(default_factory=set)
+
+
+def separate(
+    whole: _jax.Program,
+    micro: _jax.Program,
+    output: int,
+    loss: int,
+    microbatches: int | Fraction,
+    copies: int = 1,
+) -> Separated:
+    """Find the sums over rows between two equations.
+
+    Args:
+      whole: The program of the whole batch, without calls of jitted functions.
+      micro: The same of one microbatch.
+      output: The place of the equation whose results are the pipeline's output.
+      loss: The place of the equation whose first input is the loss.
+      microbatches: How many times the rows of ``micro`` the batch has; not 1.
+      copies: How many times the rows of a microbatch ``micro`` has.
+
+    Raises:
+      PipelineFormError: [T312] the loss is not such a sum.
+    """
+    found = _Separation(whole, micro, output, loss, microbatches).run()
+    return replace(found, copies=copies)
+
+
+class _Separation:
+    """What is known of each variable of the whole batch's program."""
+
+    def __init__(
+        self,
+        whole: _jax.Program,
+        micro: _jax.Program,
+        output: int,
+        loss: int,
+        microbatches: int | Fraction,
+    ) -> None:
+        self.whole = _jax.equations(whole)[: loss + 1]
+        self.micro = _jax.equations(micro)[: loss + 1]
+        if not have_same_equations(self.whole, self.micro):
+            raise PipelineFormError(
+                "a step does other things for a microbatch than for the whole batch",
+                got=f"{len(_jax.equations(whole))} equations for the batch, "
+                f"{len(_jax.equations(micro))} for a microbatch",
+                fix="do not branch on the batch size, and take no rows by their number",
+            )
+        self.output = output
+        self.rows = Rows(microbatches)
+        self.kind: dict[Any, Kind] = {}
+        self.maker: dict[Any, int] = {}
+        self.tainted: set[Any] = set()
+        self.frontier: set[Any] = set()
+        self.leading = _jax.sources(whole, self.whole[-1].invars[0], before=loss)
+        self.rows.pair(_jax.inputs(whole), _jax.inputs(micro))
+        for variable in _jax.inputs(whole):
+            has_rows = self.rows.dim(variable) is not None
+            self.kind[variable] = "rows" if has_rows else "whole"
+
+    def run(self) -> Separated:
+        pairs = zip(self.whole[:-1], self.micro[:-1], strict=True)
+        for place, (equation, twin) in enumerate(pairs):
+            self.rows.pair(equation.outvars, twin.outvars)
+            self.maker.update(dict.fromkeys(equation.outvars, place))
+            inputs = variables(equation.invars)
+            is_tainted = not self.tainted.isdisjoint(inputs) or place == self.output
+            if is_tainted:
+                self.tainted.update(equation.outvars)
+            if not self.leading.isdisjoint(equation.outvars):
+                kind = self._classified(place, equation, twin, is_tainted)
+                self.kind.update(dict.fromkeys(equation.outvars, kind))
+        loss = self.whole[-1].invars[0]
+        if self.kind.get(loss) != "sum":
+            self._refuse(
+                self.whole[-1], "the loss is no sum over the rows of the batch"
+            )
+        return self._collected(loss)
+
+    def _classified(
+        self, place: int, equation: _jax.Equation, twin: _jax.Equation, is_tainted: bool
+    ) -> Kind:
+        if place == self.output:
+            return "rows"
+        kinds = {self.kind[v] for v in variables(equation.invars)}
+        if "sum" in kinds:
+            self._check_linear(equation)
+            return "sum"
+        is_apart = self.rows.are_kept_apart(equation, twin)
+        is_same = have_same_parameters(equation, twin)
+        if is_apart and is_same:
+            reads_rows = "rows" in kinds or is_tainted
+            if reads_rows or not self.rows.of(equation.invars):
+                return "rows"
+        if not is_tainted:
+            return "whole"
+        if is_apart and not is_same:
+            name = equation.primitive.name
+            self._refuse(equation, f"{name} depends on the size of the batch")
+        if not self._sums_rows(equation):
+            self._refuse(equation, f"{equation.primitive.name} mixes rows of the batch")
+        self.frontier.update(equation.outvars)
+        return "sum"
+
+    def _sums_rows(self, equation: _jax.Equation) -> bool:
+        name, (result, *_) = equation.primitive.name, equation.outvars
+        is_sum = name in _SUMS and _is_float(result)
+        read = self.rows.of(equation.invars).values()
+        reads_rows = bool(read) and -1 not in read
+        return is_sum and reads_rows and self.rows.dim(result) is None
+
+    def _check_linear(self, equation: _jax.Equation) -> None:
+        """Raise [T312] unless a result is linear in the sums that it is made of."""
+        name, operands = equation.primitive.name, equation.invars
+        sums = [i for i, v in enumerate(operands) if self._is_sum(v)]
+        others = set(variables(operands)).difference(operands[i] for i in sums)
+        legal = name in _LINEAR and self.tainted.isdisjoint(others)
+        match name:
+            case "mul" | "dot_general":
+                legal &= len(sums) == 1
+            case "div" | "gather" | "dynamic_slice":
+                legal &= sums == [0]
+            case "select_n":
+                legal &= 0 not in sums
+            case "integer_pow":
+                legal &= equation.params["y"] == 1
+            case "convert_element_type":
+                legal &= _is_float(equation.outvars[0])
+        if not legal:
+            self._refuse(
+                equation, f"{name} of a sum over the batch is not linear in it"
+            )
+
+    def _is_sum(self, atom: _jax.Atom) -> bool:
+        return not isinstance(atom, _jax.Literal) and self.kind[atom] == "sum"
+
+    def _refuse(self, equation: _jax.Equation, why: str) -> NoReturn:
+        line = _jax.source_line(equation)
+        raise PipelineFormError(
+            "the loss of a pipeline cannot be computed microbatch by microbatch",
+            got=why + (f"\nat {line}" if line else ""),
+            fix="reduce the loss by a sum or a mean over rows, or use "
+            "schedule='gpipe', which has all of the output before the first backward",
+        )
+
+    def _collected(self, loss: Any) -> Separated:
+        outputs = list(self.micro[self.output].outvars)
+        found = Separated(1, outputs, tainted=self.tainted)
+        wanted, after = {loss}, list[_jax.Equation]()
+        for equation in reversed(self.whole[:-1]):
+            made = wanted.intersection(equation.outvars)
+            if not made or self.kind[equation.outvars[0]] != "sum":
+                continue
+            if made <= self.frontier:
+                found.sums += [(v, self.rows.twin[v]) for v in made]
+                continue
+            after.append(equation)
+            wanted.update(variables(equation.invars))
+        found.after = after[::-1]
+        self._collect_rows(found)
+        return found
+
+    def _collect_rows(self, found: Separated) -> None:
+        """The microbatch's equations up to the sums, and what they read."""
+        todo = [v for v, _ in found.sums]
+        seen, places = set(todo), set[int]()
+        while todo:
+            variable = todo.pop()
+            place, twin = self.maker.get(variable), self.rows.twin[variable]
+            if place == self.output:
+                continue
+            if place is not None and self.kind[variable] != "whole":
+                places.add(place)
+                read = dict.fromkeys(variables(self.whole[place].invars))
+                todo += [v for v in read if v not in seen]
+                seen.update(read)
+            elif (dim := self.rows.dim(variable)) is None:
+                found.wholes.append((variable, twin))
+            else:
+                assert dim >= 0, "rows are counted by one dim"
+                found.rows.append((variable, twin, dim))
+        found.equations = [
+            (self.micro[place], self._operands(place)) for place in sorted(places)
+        ]
+
+    def _operands(self, place: int) -> list[_jax.Atom]:
+        """A microbatch's variables, and the numbers of the whole batch."""
+        whole, micro = self.whole[place].invars, self.micro[place].invars
+        pairs = zip(whole, micro, strict=True)
+        return [a if isinstance(a, _jax.Literal) else b for a, b in pairs]
+
+
+def _is_float(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.floating)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equations of a step, run where one mesh axis is manual and the others are not.
+
+A pipelined function is traced as what it is to its author, a function of whole arrays.
+Its stages run in a region that is manual over the pipeline's axis, where some of it has
+to be said otherwise:
+
+- Layouts are those over the region's other axes.
+- XLA ends the process when it splits a gather or a scatter, in such a region, along the
+  dims that are looked up; so these dims are whole.
+- Regions inside are manual over the other axes.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tessera import _jax
+from tessera.compiler.rewriting import Environment, bind_with_nested, contains
+from tessera.errors import PipelineFormError
+from tessera.spec import axes_of_dims
+
+FREE = PartitionSpec.UNCONSTRAINED
+
+
+def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation in the region that is being traced.
+
+    Raises:
+      PipelineFormError: [T312] it has a region over the axis that is manual already.
+    """
+    name = equation.primitive.name
+    if not _is_said_otherwise(equation):
+        if any(contains(p, _is_said_otherwise) for p in _jax.inner_programs(equation)):
+            return bind_with_nested(equation, operands, _evaluate)
+        return _jax.bind(equation, operands)
+    if _jax.is_manual_region(equation):
+        return _nested_region(equation, operands)
+    with _jax.source_context(equation):
+        if name == "sharding_constraint":
+            return [_constrained(operands[0], equation.params["sharding"])]
+        if "sharding" in equation.params:
+            # What JAX takes over from a value that it is made like.
+            return _jax.bind(equation, operands, {**equation.params, "sharding": None})
+        looked_up = _whole(operands[0], _dims_looked_up(equation))
+        (result,) = _jax.bind(equation, [looked_up, *operands[1:]])
+        if name == "gather":
+            return [result]
+        # The way back of a scatter is a gather from the gradient of its result.
+        return [_whole(result, _dims_looked_up(equation))]
+
+
+def _evaluate(program: _jax.Program, values: Sequence[Any]) -> list[Any]:
+    env = Environment(program, values)
+    for equation in _jax.equations(program):
+        operands = [env.read(atom) for atom in equation.invars]
+        env.write(equation.outvars, apply(equation, operands))
+    return [env.read(atom) for atom in _jax.outputs(program)]
+
+
+def _is_said_otherwise(equation: _jax.Equation, _: str = "") -> bool:
+    name = equation.primitive.name
+    is_look_up = name == "gather" or name.startswith("scatter")
+    is_laid_out = isinstance(equation.params.get("sharding"), NamedSharding)
+    return is_look_up or is_laid_out or _jax.is_manual_region(equation)
+
+
+def _dims_looked_up(equation: _jax.Equation) -> tuple[int, ...]:
+    numbers = equation.params["dimension_numbers"]
+    if equation.primitive.name == "gather":
+        return numbers.start_index_map
+    return numbers.scatter_dims_to_operand_dims
+
+
+def _whole(value: Any, dims: Sequence[int]) -> Any:
+    """A value whose given dims nothing splits."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if set(mesh.axis_names) == set(mesh.manual_axes):
+        return value
+    spec = [None if dim in dims else FREE for dim in range(value.ndim)]
+    layout = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.lax.with_sharding_constraint(value, layout)
+
+
+def _constrained(value: Any, layout: NamedSharding) -> Any:
+    """A value laid out over the axes that are not manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def kept(entry: Any) -> Any:
+        names = (entry,) if isinstance(entry, str) else entry
+        if not isinstance(names, tuple):
+            return entry
+        return tuple(name for name in names if name not in mesh.manual_axes) or None
+
+    here = NamedSharding(mesh, PartitionSpec(*map(kept, layout.spec)))
+    return jax.lax.with_sharding_constraint(value, here)
+
+
+def _nested_region(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+    mesh, params = jax.sharding.get_abstract_mesh(), equation.params
+    specs = (*params["in_specs"], *params["out_specs"])
+    named = {axis for s in specs for names in axes_of_dims(s, len(s)) for axis in names}
+    if named & set(mesh.manual_axes):
+        _refuse_region(equation, sorted(named & set(mesh.manual_axes)))
+
+    def run(*blocks: Any) -> tuple[Any, ...]:
+        return tuple(_jax.evaluate(params["jaxpr"], *blocks))
+
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]) - set(mesh.manual_axes),
+        check_vma=params["check_vma"],
+    )
+    with _jax.source_context(equation):
+        return list(mapped(*operands))
+
+
+def _refuse_region(equation: _jax.Equation, axes: Sequence[str]) -> NoReturn:
+    line = _jax.source_line(equation)
+    names = ", ".join(map(repr, axes))
+    raise PipelineFormError(
+        f"a kernel in a stage of a pipeline splits arrays over the pipeline's {names}",
+        got=f"at {line}" if line else "in a stage, or between a pipeline and its loss",
+        fix="split them over the mesh's other axes: a stage is on one device of its "
+        "own axis",
+    )

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a pipelined function and its arguments to one equation of the step.
+
+Once it is known which arguments have the batch's rows, the function is traced twice:
+for the whole batch, as it is written, and for the rows that one device has of a
+microbatch. Its stages are cut from the second program. Beside the first it shows
+whether they treat each row by itself; only then is it sure that a pipeline computes
+what one device does, whatever the arguments are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tessera import _jax, scope
+from tessera.compiler.differentiation import differentiated
+from tessera.compiler.pipelining.batch_dims import Rows
+from tessera.compiler.pipelining.microbatches import check_batch
+from tessera.compiler.pipelining.pipeline_primitive import (
+    Decision,
+    PipelineCall,
+    bind,
+    check_results,
+    struct_of,
+)
+from tessera.compiler.pipelining.split_stages import cut
+from tessera.compiler.rewriting import contains, without_jits
+from tessera.errors import BatchSizeError, TesseraError
+from tessera.ops.operand_layouts import layout_of
+from tessera.spec import axes_of_dims
+
+# A program, and what its function closes over: inputs after its own.
+Traced: TypeAlias = tuple[_jax.Program, list[Any]]
+
+# Weights are split over fsdp, too.
+_ROWS_ALONE = ("dp",)
+
+
+class OfArrays(Protocol):
+    """A function of arrays, and those that it is called with."""
+
+    arrays: list[Any]
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        """Its results for other arrays."""
+        ...
+
+
+def marked_as_given(function: OfArrays, call: PipelineCall) -> list[Any]:
+    """The results of a call whose arguments are not cut: they are just its types."""
+    program, captured = _traced(function, function.arrays)
+    results = tuple(atom.aval for atom in _jax.outputs(program))
+    return bind(replace(call, results=results), function.arrays, captured)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A call, some of whose arguments are cut into microbatches.
+
+    Attributes:
+      function: The function, with its arguments.
+      call: What is known of the call.
+      decision: Which arguments have rows.
+      names: The stages.
+      here: The scope of the step.
+    """
+
+    function: OfArrays
+    call: PipelineCall
+    decision: Decision
+    names: Sequence[str]
+    here: scope.Scope
+
+    def marked(self) -> list[Any]:
+        """The call's results.
+
+        Raises:
+          PipelineFormError: [T312] the function is no chain of the stages.
+          UndecidedRoleError: [T324] it cannot be proven which arguments have rows.
+          BatchSizeError: [T503] the batch cannot be cut into microbatches.
+        """
+        check_batch(self._rows, self.call.schedule.microbatches)
+        before = self.here.mark()
+        whole = self._of_batch(self._rows, before)
+        call, captured = self._staged(self._data_axes)
+        if call.data_axes and _is_for_all_rows(call):
+            self.here.go_back(before)
+            call, captured = self._staged(())
+        if call.rows == call.parts > 1:  # JAX does other things where there is one row
+            problem = self._problem_of_larger(whole, before)
+        else:
+            part = call.stages.program, captured
+            problem = self._problem(whole, part, call.parts)
+        if problem is not None:
+            if self.decision.is_guess:
+                raise self._undecided(problem)
+            call = replace(call, mixes=problem)
+        return bind(call, self._data, [*self._others, *captured])
+
+    # --- which rows
+
+    @cached_property
+    def _data(self) -> list[Any]:
+        """The arguments that have rows."""
+        pairs = zip(self.function.arrays, self.decision.by_row, strict=True)
+        return [array for array, has_rows in pairs if has_rows]
+
+    @cached_property
+    def _others(self) -> list[Any]:
+        pairs = zip(self.function.arrays, self.decision.by_row, strict=True)
+        return [array for array, has_rows in pairs if not has_rows]
+
+    @cached_property
+    def _rows(self) -> int:
+        """Rows of the whole batch."""
+        pairs = zip(self.call.paths, self.function.arrays, strict=True)
+        rows = {
+            path: array.shape[0]
+            for (path, array), has_rows in zip(pairs, self.decision.by_row, strict=True)
+            if has_rows
+        }
+        if len(set(rows.values())) == 1:
+            return next(iter(rows.values()))
+        raise BatchSizeError(
+            f"the batch of pipeline {self.call.name!r} has several numbers of rows",
+            got="\n".join(f"{path}: {count}" for path, count in rows.items()),
+            fix="give each array one row for each example",
+        )
+
+    @property
+    def _data_axes(self) -> tuple[str, ...]:
+        """Axes that divide each microbatch's rows, and split nothing else."""
+        mesh, count = self.call.mesh, self.call.schedule.microbatches
+        axes = tuple(a for a in _ROWS_ALONE if a in mesh.axes and a != self.call.axis)
+        parts = mesh.axis_size(axes)
+        return axes if parts > 1 and self._rows % (count * parts) == 0 else ()
+
+    # --- its programs
+
+    def _program(self, rows: int) -> Traced:
+        """The function of so many rows; its weights are inputs after those."""
+        order = [i for i, row in enumerate(self.decision.by_row) if row]
+        order += [i for i, row in enumerate(self.decision.by_row) if not row]
+
+        def ordered(*arrays: Any) -> list[Any]:
+            given = dict(zip(order, arrays, strict=True))
+            return self.function(*(given[i] for i in range(len(order))))
+
+        structs = [struct_of(array, rows) for array in self._data]
+        structs += [struct_of(array, None) for array in self._others]
+        return _traced(ordered, structs)
+
+    def _of_batch(self, rows: int, before: tuple[Any, ...]) -> Traced:
+        """The function as one device would run it, to compare with."""
+        after, self.here.is_whole_batch = self.here.mark(), rows == self._rows
+        self.here.go_back(before)
+        try:
+            program, captured = self._program(rows)
+        finally:
+            self.here.is_whole_batch = True
+            self.here.go_back(after)
+        return differentiated(program), captured
+
+    def _staged(self, axes: tuple[str, ...]) -> tuple[PipelineCall, list[Any]]:
+        """The call with its stages, and what the function closes over."""
+        call = replace(self.call, rows=self._rows, data_axes=axes)
+        part, self.here.is_whole_batch = call.rows // call.parts, False
+        try:
+            program, captured = self._program(part)
+        except TesseraError:
+            raise
+        except (TypeError, ValueError) as error:  # it could be traced for the batch
+            problem = f"{part} of {call.rows} rows: {_first_line(error)}"
+            raise self._undecided(problem) from error
+        finally:
+            self.here.is_whole_batch = True
+        staged = cut(differentiated(program), len(self._data), self.names)
+        avals = [atom.aval for atom in _jax.outputs(staged.program)]
+        check_results(avals, part)
+        results = tuple(a.update(shape=(call.rows, *a.shape[1:])) for a in avals)
+        layouts = tuple(map(_layout, (*self._others, *captured)))
+        return replace(call, staged=staged, results=results, layouts=layouts), captured
+
+    def _problem(self, whole: Traced, part: Traced, parts: int) -> str | None:
+        """Why it is not sure that the stages treat each row by itself, or None."""
+        if parts == 1:
+            return None
+        if len(whole[1]) != len(part[1]) or not all(map(_is_same, whole[1], part[1])):
+            return "an array that it makes depends on the number of rows"
+        programs = [
+            _jax.without_dead_code(without_jits(program), keep_inputs=True)
+            for program, _ in (whole, part)
+        ]
+        rows = Rows(parts)
+        find = rows.unproven if self.decision.is_guess else rows.mixed
+        return find(*programs)
+
+    def _problem_of_larger(self, whole: Traced, before: tuple[Any, ...]) -> str | None:
+        """The same, where the batch is the part of a larger one."""
+        rows = 2 * self._rows
+        try:
+            larger = self._of_batch(rows, before)
+        except (TypeError, ValueError) as error:
+            return f"for {rows} rows: {_first_line(error)}"
+        return self._problem(larger, whole, 2)
+
+    def _undecided(self, problem: str) -> TesseraError:
+        found = zip(self.call.by_row, self.decision.by_row, strict=True)
+        by_row = tuple(None if row else known for known, row in found)
+        return replace(self.call, by_row=by_row).undecided(problem)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _traced(function: Any, arrays: Sequence[Any]) -> Traced:
+    structs = [struct_of(array, None) for array in arrays]
+    return _jax.lift_constants(jax.make_jaxpr(function)(*structs))
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether two traces closed over the same array."""
+    if first is second:
+        return True
+    if isinstance(first, _jax.Tracer) or isinstance(second, _jax.Tracer):
+        return False
+    return first.shape == second.shape and np.array_equal(first, second)
+
+
+def _is_for_all_rows(call: PipelineCall) -> bool:
+    """Whether stages have to do with a data axis: in weights' layouts, in kernels."""
+    program = call.stages.program
+    if contains(program, lambda equation, _: _jax.is_manual_region(equation)):
+        return True
+    specs = call.layouts
+    named = {a for spec in specs for names in axes_of_dims(spec, 0) for a in names}
+    return not named.isdisjoint(call.data_axes)
+
+
+def _layout(weight: Any) -> PartitionSpec:
+    known = layout_of(weight)
+    return PartitionSpec() if known is None else known[1]

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipelined call as one equation of the traced step.
+
+``pipeline`` takes the call's arguments, whole batches, and the weights that its stages
+read, and gives whole batches. The pass ``schedule_pipelines`` puts the loop in its
+place, together with the loss, where there is one.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from tessera import _jax
+from tessera.compiler.pipelining.schedule_table import Schedule
+from tessera.compiler.pipelining.split_stages import StagedProgram
+from tessera.errors import (
+    OutsideTraceError,
+    PipelineFormError,
+    TesseraWarning,
+    UndecidedRoleError,
+)
+from tessera.mesh import Mesh
+
+# The name scope of everything that a pipeline's devices do.
+SCOPE: Final = "pipeline"
+
+# As many paths are in an error.
+_LISTED: Final = 8
+
+pipeline_p = _jax.Primitive("pipeline")
+pipeline_p.multiple_results = True
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which arguments of a pipelined call have the batch's rows.
+
+    Attributes:
+      by_row: For each, whether its leading dim counts rows.
+      is_guess: Whether that is a guess by their numbers of rows, which takes a proof:
+        nobody says it, and several might.
+    """
+
+    by_row: tuple[bool, ...]
+    is_guess: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineCall:
+    """What is to be run where the mark stands.
+
+    The equation's inputs are the arguments that have the batch's rows, then everything
+    else that the stages read. As long as it is not known which of the arguments have
+    rows, and in a program of another number of rows, there are no stages yet, and its
+    inputs are all arguments, then what the function closes over.
+
+    Attributes:
+      number: Which of the step's pipelined calls it is.
+      name: The function's.
+      schedule: The order of the stages.
+      mesh: Where they run.
+      axis: The pipeline's axis.
+      paths: What each of the arguments' arrays is called.
+      by_row: For each of them, whether its leading dim counts rows; None if not known.
+      results: The types of its results.
+      staged: The stages' programs, for what one device has of a microbatch.
+      rows: Rows of the whole batch.
+      layouts: For each input that has no rows, how it is stored.
+      data_axes: Axes along which there is a pipeline for each part of the rows.
+      mixes: What in the stages makes rows of each other; "" if nothing is known to.
+      say: How a user says which arguments have rows.
+    """
+
+    number: int
+    name: str
+    schedule: Schedule
+    mesh: Mesh
+    axis: str
+    paths: tuple[str, ...]
+    by_row: tuple[bool | None, ...]
+    results: tuple[Any, ...] = ()
+    staged: StagedProgram | None = None
+    rows: int = 0
+    layouts: tuple[PartitionSpec, ...] = ()
+    data_axes: tuple[str, ...] = ()
+    mixes: str = ""
+    say: str = "graph.pipeline(..., batch=[...])"
+
+    @property
+    def stages(self) -> StagedProgram:
+        """The stages' programs, which a program has once its rows are known."""
+        assert self.staged is not None, "it is known which arguments have rows"
+        return self.staged
+
+    @property
+    def parts(self) -> int:
+        """Into how many the rows are cut: what one device's stage sees is one."""
+        return self.schedule.microbatches * self.mesh.axis_size(self.data_axes)
+
+    def undecided(self, why: str) -> UndecidedRoleError:
+        """The error where nothing decides which arguments have rows."""
+        by_path = zip(self.paths, self.by_row, strict=True)
+        names = [path for path, row in by_path if row is not False]
+        return UndecidedRoleError(
+            f"it is not decided which arguments of pipeline {self.name!r} have a row "
+            "for each example",
+            got=f"{first_of(names)}: {why}",
+            fix=f"name those that have: {self.say}\n"
+            "all others are whole in every stage that reads them",
+        )
+
+    def warn(self) -> None:
+        """Warn where a stage makes rows of each other.
+
+        Warns:
+          TesseraWarning: It does; with the line.
+        """
+        if self.mixes:
+            warnings.warn(
+                f"a stage of pipeline {self.name!r} sees one microbatch at a time, and "
+                f"its rows are not kept apart: {self.mixes}",
+                TesseraWarning,
+                stacklevel=2,
+            )
+
+    def __repr__(self) -> str:
+        """One line for the program's text."""
+        return f"{self.schedule.summary()} over {self.axis!r}"
+
+
+@pipeline_p.def_abstract_eval
+def _abstract(*_: Any, call: PipelineCall) -> list[Any]:
+    return list(call.results)
+
+
+def _refuse(transform: str) -> NoReturn:
+    raise OutsideTraceError(
+        f"{transform} cannot look inside a pipeline",
+        got=f"a pipelined function inside the function that {transform} is applied to",
+        fix="take gradients with graph.backward or ts.grad in the step that calls it",
+    )
+
+
+_jax.refuse_transforms(pipeline_p, _refuse)
+
+
+def bind(call: PipelineCall, arguments: Sequence[Any], weights: Sequence[Any]) -> Any:
+    """The call's results, as traced values."""
+    return pipeline_p.bind(*arguments, *weights, call=call)
+
+
+def argument_rows(program: _jax.Program) -> dict[str, bool]:
+    """Which arguments of a program's pipelined calls have rows, where it is known."""
+    found: dict[str, bool] = {}
+    for equation in _jax.equations(program):
+        if equation.primitive is pipeline_p:
+            call: PipelineCall = equation.params["call"]
+            if None not in call.by_row:
+                found.update(zip(call.paths, map(bool, call.by_row), strict=True))
+        for inner in _jax.inner_programs(equation):
+            found |= argument_rows(inner)
+    return found
+
+
+def first_of(paths: Sequence[str]) -> str:
+    """Some paths in an error, however many there are."""
+    return ", ".join(paths[:_LISTED]) + ", …" * (len(paths) > _LISTED)
+
+
+def check_results(avals: Sequence[Any], rows: int | None) -> None:
+    """Raise [T312] unless results have as many rows as the batch, or as each other."""
+    for aval in avals:
+        is_float = jnp.issubdtype(aval.dtype, jnp.floating)
+        rows = aval.shape[0] if rows is None and aval.shape else rows
+        if is_float and aval.shape and aval.shape[0] == rows:
+            continue
+        of = "" if rows is None else f" for {rows} rows"
+        raise PipelineFormError(
+            "a pipelined function returns a row for each row of its batch",
+            got=f"{aval.dtype.name}{list(aval.shape)}{of}",
+            fix="return floating-point arrays with the batch as leading dim, and "
+            "reduce them in the step",
+        )
+
+
+def struct_of(leaf: Any, rows: int | None) -> jax.ShapeDtypeStruct:
+    """The form of an argument, with another number of rows where one is given."""
+    aval = _jax.struct(jax.typeof(leaf))
+    shape = aval.shape if rows is None else (rows, *aval.shape[1:])
+    return jax.ShapeDtypeStruct(shape, aval.dtype)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline schedule as data: which device does what for which microbatch, and when.
+
+The table of :mod:`tessera.compiler.pipelining`. :mod:`.schedules` makes tables,
+:mod:`.legality` checks them, :mod:`.slots` says where what arrives is kept, and one
+loop executes whatever table it is given.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from tessera.compiler.pipelining import drawing
+from tessera.compiler.pipelining.buffer_slots import Slots, allocate
+
+Kind = Literal["F", "B", "W"]
+KINDS: tuple[Kind, ...] = ("F", "B", "W")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One piece of work of one device, for one microbatch.
+
+    Args:
+      kind: "F" runs a chunk forward. "B" carries the gradient back through it: to its
+        input and, in a schedule that does not split the backward, to its weights. "W"
+        is the gradient of its weights by itself.
+      microbatch: Which microbatch, from 0.
+      chunk: Which of the chunks of layers that the device holds, from 0.
+    """
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+
+Cells = tuple[tuple[tuple[Op, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When each device of a pipeline does which work, tick by tick.
+
+    The layers are cut into ``virtual_stages`` = ``stages`` x ``chunks`` pieces; piece k
+    is chunk k // ``stages`` of device k % ``stages``. Devices go in lock-step. In one
+    tick a device does at most one F, one B and one W, in this order. What it then sends
+    - an activation to the next piece, a gradient to the one before - is there at the
+    next tick. A tick lasts as long as the device that has most to do in it.
+
+    Nothing is checked here: :func:`tessera.compiler.pipelining.legality.check` says
+    whether a table can be executed.
+
+    Args:
+      name: What the schedule is called.
+      stages: Devices along the pipeline, S.
+      microbatches: Parts of the batch, M.
+      chunks: Pieces of the model on each device, v.
+      splits_backward: Whether B leaves the gradients of weights to W.
+      cells: ``cells[tick][device]``, the work of that device in that tick.
+
+    Example:
+      >>> from tessera.compiler.pipelining import schedule
+      >>> print(schedule("1f1b", stages=2, microbatches=3).as_text())
+      1f1b: 2 stages, 3 microbatches, 5 ticks, idle 25.0 %
+      tick     | 0  | 1     | 2     | 3     | 4
+      device 0 | F0 | F1    | F2 B0 | B1    | B2
+      device 1 |    | F0 B0 | F1 B1 | F2 B2 |
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    chunks: int
+    splits_backward: bool
+    cells: Cells
+
+    @property
+    def ticks(self) -> int:
+        """Steps of the loop that executes the table."""
+        return len(self.cells)
+
+    @property
+    def virtual_stages(self) -> int:
+        """Pieces that the layers are cut into: stages x chunks."""
+        return self.stages * self.chunks
+
+    def placed(self) -> Iterator[tuple[int, int, Op]]:
+        """Every op with the tick and the device that it is done in and by."""
+        for tick, row in enumerate(self.cells):
+            for device, cell in enumerate(row):
+                for op in cell:
+                    yield tick, device, op
+
+    def table(self, kind: Kind) -> np.ndarray:
+        """What the loop reads: which microbatch and chunk each device works on.
+
+        Returns:
+          int32 [ticks, stages, 2] of (microbatch, chunk), -1 and -1 where a device does
+          nothing of this kind. Read-only.
+        """
+        return self._tables[kind]
+
+    @cached_property
+    def _tables(self) -> dict[Kind, np.ndarray]:
+        shape = (self.ticks, self.stages, 2)
+        tables = {kind: np.full(shape, -1, np.int32) for kind in KINDS}
+        for tick, device, op in self.placed():
+            tables[op.kind][tick, device] = op.microbatch, op.chunk
+        for table in tables.values():
+            table.flags.writeable = False
+        return tables
+
+    @property
+    def phases(self) -> tuple[tuple[tuple[Kind, ...], slice], ...]:
+        """Kinds of work and the ticks that they are in: forwards apart, or all at once.
+
+        Example:
+          >>> from tessera.compiler.pipelining import schedule
+          >>> schedule("gpipe", stages=2, microbatches=3).phases
+          ((('F',), slice(0, 4, None)), (('B',), slice(4, 8, None)))
+          >>> schedule("1f1b", stages=2, microbatches=3).phases
+          ((('F', 'B'), slice(0, 5, None)),)
+        """
+        ticks: dict[Kind, list[int]] = {op.kind: [] for *_, op in self.placed()}
+        for tick, _, op in self.placed():
+            ticks[op.kind].append(tick)
+        kinds = tuple(kind for kind in KINDS if kind in ticks)
+        turn = max(ticks["F"]) + 1
+        if any(min(ticks[kind]) < turn for kind in kinds[1:]):
+            return ((kinds, slice(0, self.ticks)),)
+        return (kinds[:1], slice(0, turn)), (kinds[1:], slice(turn, self.ticks))
+
+    @cached_property
+    def slots(self) -> Slots:
+        """Where a device keeps what arrives until it is read; see :class:`Slots`."""
+        return allocate(self)
+
+    def costs(
+        self, forward: float = 1.0, backward: float | None = None, weight: float = 1.0
+    ) -> np.ndarray:
+        """How long each device works in each tick.
+
+        Args:
+          forward: Time that a whole device's layers take for an F, in any unit.
+          backward: The same for a B; when not given, 2, or 1 where W is split from it.
+            A backward that runs the forward anew costs 1 more.
+          weight: The same for a W.
+
+        Returns:
+          float64 [ticks, stages], in that unit. A chunk takes its share of the device.
+        """
+        if backward is None:
+            backward = 1.0 if self.splits_backward else 2.0
+        prices: dict[Kind, float] = {"F": forward, "B": backward, "W": weight}
+        each = [(self.table(kind)[..., 0] >= 0) * prices[kind] for kind in KINDS]
+        return np.sum(each, axis=0) / self.chunks
+
+    def idle_fraction(
+        self, forward: float = 1.0, backward: float | None = None, weight: float = 1.0
+    ) -> float:
+        """The share of the devices' time in which they wait, counted from the table.
+
+        Args:
+          forward: As in :meth:`costs`, and so are the others.
+          backward: See above.
+          weight: See above.
+
+        Returns:
+          1 - work / (stages x time), where the time is the sum over ticks of the
+          longest work of a device in it.
+        """
+        costs = self.costs(forward, backward, weight)
+        return float(1.0 - costs.sum() / (self.stages * costs.max(axis=1).sum()))
+
+    def expected_idle_fraction(self) -> float | None:
+        """The idle share of the formula for the schedule of this name.
+
+        With S stages, M microbatches and v chunks:
+
+        - gpipe (Huang et al. 2019, arXiv 1811.06965) and 1f1b (Narayanan et al. 2021,
+          arXiv 2104.04473): (S-1) / (M+S-1);
+        - interleaved (Narayanan et al. 2021): (S-1) / (v M+S-1);
+        - zero_bubble, which is ZB-H1 of Qi et al. 2023 (arXiv 2401.10241): a bubble of
+          (S-1)(F+B-W), which for F = B = W is (S-1) / (3 M+S-1), from M = S on;
+        - zero_bubble_fused, of no paper: a bubble of (S-1)(F+B), which for F = B = W is
+          2 (S-1) / (3 M+2 (S-1)).
+
+        Returns:
+          The fraction at the default costs, or None where no formula is known.
+        """
+        bubble = self.stages - 1
+        match self.name:
+            case "gpipe" | "1f1b":
+                return bubble / (self.microbatches + bubble)
+            case "interleaved":
+                return bubble / (self.chunks * self.microbatches + bubble)
+            case "zero_bubble":
+                return bubble / (3 * self.microbatches + bubble)
+            case "zero_bubble_fused":
+                return 2 * bubble / (3 * self.microbatches + 2 * bubble)
+            case _:
+                return None
+
+    def summary(self) -> str:
+        """One line: sizes, ticks and the idle share at the default costs."""
+        sizes = [f"{self.stages} stages"]
+        sizes += [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        sizes += [f"{self.microbatches} microbatches", f"{self.ticks} ticks"]
+        return (
+            f"{self.name}: {', '.join(sizes)}, idle {self.idle_fraction():.1%}".replace(
+                "%", " %"
+            )
+        )
+
+    def as_text(self) -> str:
+        """A row per device, a column per tick; chunks as letters, as in ``F0a``."""
+        return drawing.as_text(self)
+
+    def as_svg(self) -> str:
+        """A picture: time to the right, a row per device, a box per op."""
+        return drawing.as_svg(self)
+
+    def _repr_svg_(self) -> str:
+        return self.as_svg()

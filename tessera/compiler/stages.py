@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of one step as objects that print, in the manner of ``jax.stages``.
+
+``f.trace(x)`` gives ``Traced``, its ``.lower()`` gives ``Lowered``, whose
+``.compile()`` gives ``Compiled``. Each has ``as_text()``.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jax
+
+from tessera.analysis.memory import Memory, memory
+from tessera.compiler.ir import Graph, Role
+from tessera.compiler.lower.jit import (
+    check_layouts,
+    compiler_options,
+    lower,
+    returns_list,
+)
+from tessera.compiler.lower.stage_collectives import check_stages
+from tessera.compiler.pass_runner import PassRecord, check_names, run_passes
+from tessera.compiler.trace.arguments import Call
+from tessera.compiler.trace.tracer import Trace
+from tessera.errors import OutsideTraceError
+from tessera.mesh import Mesh
+from tessera.shard import DistTensor, capturing, stored_tensor
+
+if TYPE_CHECKING:
+    from tessera.analysis.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step that was traced for certain arguments.
+
+    Attributes:
+      call: The arguments, taken apart.
+      origin: The graph as traced, its parameters and the tree of its result.
+      skip_passes: Passes to leave out, by name.
+    """
+
+    call: Call
+    origin: Trace
+    skip_passes: Collection[str] = ()
+
+    @cached_property
+    def passes(self) -> tuple[PassRecord, ...]:
+        """The graph as traced, then after each pass, with times."""
+        with capturing(_refuse_tensor):
+            return run_passes(self.origin.graph, skip=self.skip_passes)
+
+    @property
+    def graph(self) -> Graph:
+        """The graph after every pass."""
+        return self.passes[-1].graph
+
+    def as_text(self) -> str:
+        """The graph as traced: inputs with layouts, equations with source lines."""
+        return self.origin.graph.as_text()
+
+    def diff(self, name: str) -> str:
+        """The lines of the graph that one pass changed, as a unified diff.
+
+        Raises:
+          UnknownPassError: [T307] there is no such pass.
+        """
+        check_names([name])
+        places = [record.name for record in self.passes]
+        place = places.index(name)
+        return self.passes[place].diff(self.passes[place - 1].graph)
+
+    def require_devices(self) -> None:
+        """Raise [T105] where the step's mesh has devices that this machine lacks."""
+        if self.origin.graph.mesh is not None:
+            self.origin.graph.mesh.jax  # noqa: B018 - raises
+
+    def call_as_placed(self) -> Call:
+        """The call with the arrays that nobody placed where the step has them.
+
+        Such a call has the same program.
+        """
+        inputs = self.origin.graph.inputs[: len(self.call.leaves)]
+        return self.call.laid_out([self.origin.graph.sharding(v) for v in inputs])
+
+    def result(self, returned: Any) -> Any:
+        """The function's result from what ``Compiled.outputs`` gives."""
+        return self.origin.unflatten(returned) if self._returns_list else returned
+
+    @cached_property
+    def _returns_list(self) -> bool:
+        return returns_list(self.origin, self.graph)
+
+    def lower(self) -> "Lowered":
+        """Run the passes and lower the result to ``jax.jit``."""
+        return Lowered(self, lower(self.origin, self.graph, self.call))
+
+
+def _refuse_tensor(tensor: DistTensor) -> NoReturn:
+    raise OutsideTraceError(
+        f"{tensor.described} is used in a derivative rule that closes over it",
+        got=repr(tensor),
+        fix="pass it to the function that has the rule, as an argument",
+    )
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A step as StableHLO with the declared shardings, before XLA partitions it."""
+
+    traced: Traced
+    jax: jax.stages.Lowered
+
+    def as_text(self) -> str:
+        """The StableHLO module."""
+        return self.jax.as_text()
+
+    def compile(self) -> "Compiled":
+        """Compile it, and check the layouts that XLA chose.
+
+        Raises:
+          LayoutMismatchError: [T205] a compiled layout is not the declared one.
+          StageCollectiveError: [T314] a pipeline would not end.
+        """
+        graph = self.traced.graph
+        compiled = self.jax.compile(compiler_options(graph) or None)
+        check_layouts(graph, compiled)
+        check_stages(graph, compiled)
+        return Compiled(self.traced, compiled)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A step as the program that each device runs."""
+
+    traced: Traced
+    jax: jax.stages.Compiled
+
+    def as_text(self) -> str:
+        """The optimized HLO module of one device."""
+        return self.jax.as_text() or ""
+
+    @cached_property
+    def collectives(self) -> "Ledger":
+        """The ledger: every collective, its axes, bytes, line, and why it is there."""
+        # Imported by who looks: a program that only runs does without.
+        from tessera.analysis.ledger import collectives
+        from tessera.analysis.sharding_constraints import declared_layouts
+
+        graph = self.traced.graph
+        mesh = graph.mesh or Mesh(("device",), devices=(0,))
+        inside = declared_layouts(graph.program)
+        results = [value.spec for value in graph.outputs if value.spec is not None]
+        return collectives(self.jax, mesh, inside, results)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes per device: arguments, outputs, temporaries, peak."""
+        return memory(self.jax)
+
+    @cached_property
+    def captured(self) -> tuple[Any, ...]:
+        """The closed-over arrays, where the program takes them."""
+        graph = self.traced.graph
+        inputs = [value for value in graph.inputs if value.role is Role.CAPTURED]
+        return tuple(
+            array
+            if (place := graph.sharding(value)) is None
+            # Once, not at every call.
+            else jax.device_put(array, place)
+            for value, array in zip(inputs, graph.captured, strict=True)
+        )
+
+    def outputs(self, *parts: Any) -> Any:
+        """Run it on the parts that ``lower`` describes; gives what it returns.
+
+        Results that devices store padded are tensors, the others arrays.
+
+        Raises:
+          AbstractMeshError: [T105] its mesh has devices that this machine lacks.
+        """
+        self.traced.require_devices()
+        returned, graph = self.jax(*parts), self.traced.graph
+        if not self._padded:
+            return returned
+        return [
+            stored_tensor(array, value.aval.shape, value.spec, graph.mesh)
+            if value.spec is not None and graph.mesh and place in self._padded
+            else array
+            for place, (value, array) in enumerate(
+                zip(graph.outputs, returned, strict=True)
+            )
+        ]
+
+    @cached_property
+    def _padded(self) -> frozenset[int]:
+        """The results that devices store padded, by position."""
+        graph = self.traced.graph
+        every = enumerate(graph.outputs)
+        return frozenset(place for place, value in every if graph.is_padded(value))
+
+    def __call__(self, *parts: Any) -> Any:
+        """Run it on the parts that ``lower`` describes; gives the function's result.
+
+        Raises:
+          AbstractMeshError: [T105] its mesh has devices that this machine lacks.
+        """
+        return self.traced.result(self.outputs(*parts))

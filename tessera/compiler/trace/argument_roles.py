@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a traced step does with its inputs: what tells a weight from data.
+
+A gradient is taken by weights, and a loss reads weights and data. Neither names nor
+sizes say which is which.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tessera import _jax
+from tessera.compiler.gradient_primitive import gradient_p, taken_p
+from tessera.compiler.rewriting import nested_with_operands, without_jits
+
+# A gradient by what one of these gives is one by what it was given.
+_VIEW_WORDS = """
+    convert_element_type copy copy_p device_put optimization_barrier reduce_precision
+    reshape sharding_constraint squeeze transpose
+"""
+_VIEWS: Final = frozenset(_VIEW_WORDS.split())
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What the gradients of a program are about.
+
+    Attributes:
+      differentiated: Inputs of the program that some gradient is taken by.
+      read: Inputs that the loss of some gradient depends on, those included.
+    """
+
+    differentiated: frozenset[Any]
+    read: frozenset[Any]
+
+    @property
+    def data(self) -> frozenset[Any]:
+        """What losses read and no gradient is taken by."""
+        return self.read - self.differentiated
+
+
+def uses_of(program: _jax.Program) -> Uses:
+    """What a program does with its inputs, in loops and branches as well."""
+    inputs = set(_jax.inputs(program))
+    differentiated, read = _uses(program)
+    return Uses(frozenset(differentiated & inputs), frozenset(read & inputs))
+
+
+def views_of(program: _jax.Program, atoms: Iterable[_jax.Atom]) -> frozenset[Any]:
+    """Inputs of a program that some of its values are views of."""
+    made = {
+        variable: (equation, number)
+        for equation in _jax.equations(program)
+        for number, variable in enumerate(equation.outvars)
+    }
+    return frozenset(_viewed(atoms, made) & set(_jax.inputs(program)))
+
+
+def _uses(program: _jax.Program) -> tuple[set[Any], set[Any]]:
+    """Variables that are differentiated by, and that losses depend on."""
+    differentiated, read = set[Any](), set[Any]()
+    made: dict[Any, tuple[_jax.Equation, int]] = {}
+    for place, equation in enumerate(_jax.equations(program)):
+        made.update((v, (equation, i)) for i, v in enumerate(equation.outvars))
+        if equation.primitive in (gradient_p, taken_p):
+            loss, *weights = equation.invars
+            differentiated.update(_viewed(weights, made))
+            read |= _jax.sources(program, loss, before=place)
+        for inner, operands in nested_with_operands(equation):
+            inside = _uses(inner)
+            outside = dict(zip(_jax.inputs(inner), operands, strict=True))
+            by, of = ([outside[v] for v in found if v in outside] for found in inside)
+            differentiated.update(_viewed(by, made))
+            for atom in of:
+                read |= _jax.sources(program, atom, before=place)
+    return differentiated, read
+
+
+def _viewed(atoms: Iterable[_jax.Atom], made: dict[Any, Any]) -> set[Any]:
+    """Some variables, and those that they are views of."""
+    found, todo = set[Any](), list(atoms)
+    while todo:
+        atom = todo.pop()
+        if isinstance(atom, _jax.Literal) or atom in found:
+            continue
+        found.add(atom)
+        equation, number = made.get(atom, (None, 0))
+        if equation is not None and equation.primitive.name in _VIEWS:
+            todo.append(equation.invars[number])
+    return found
+
+
+@dataclass(frozen=True)
+class NewValue:
+    """Of which inputs of a program a value may be the new one.
+
+    Attributes:
+      of: Inputs that it is made from by adding to them.
+      scaled: Inputs that it is made from by scaling them, and adding.
+    """
+
+    of: frozenset[Any] = frozenset()
+    scaled: frozenset[Any] = frozenset()
+
+    @property
+    def any(self) -> frozenset[Any]:
+        """The first, or else the second."""
+        return self.of or self.scaled
+
+    def __or__(self, other: "NewValue") -> "NewValue":
+        return NewValue(self.of | other.of, self.scaled | other.scaled)
+
+
+def updated(program: _jax.Program) -> list[NewValue]:
+    """For each output of a program, the inputs that it is the new value of.
+
+    The result of ``w - rate * gradient`` is a new ``w``, whatever ``gradient`` is, and
+    that of ``0.9 * m + 0.1 * gradient`` a new ``m`` where ``gradient`` is no input.
+
+    Args:
+      program: The program, without calls of jitted functions.
+    """
+    known = {v: NewValue(frozenset([v])) for v in _jax.inputs(program)}
+
+    def of(atom: _jax.Atom) -> NewValue:
+        return NewValue() if isinstance(atom, _jax.Literal) else known.get(atom, _NONE)
+
+    for equation in _jax.equations(program):
+        operands = [of(atom) for atom in equation.invars]
+        for number, variable in enumerate(equation.outvars):
+            known[variable] = _result(equation, number, operands)
+    return [of(atom) for atom in _jax.outputs(program)]
+
+
+def replaced(program: _jax.Program) -> list[list[int]]:
+    """The same by number, in a program that may call jitted functions."""
+    program = without_jits(program)
+    numbers = {variable: i for i, variable in enumerate(_jax.inputs(program))}
+    return [sorted(numbers[v] for v in found.any) for found in updated(program)]
+
+
+_NONE: Final = NewValue()
+
+
+def _result(
+    equation: _jax.Equation, number: int, operands: Sequence[NewValue]
+) -> NewValue:
+    """One of the results of an equation."""
+    name, found = equation.primitive.name, NewValue()
+    if name in _VIEWS:
+        return operands[number]
+    if name == "sub":
+        return operands[0]
+    if name in ("mul", "div"):
+        first, second = operands
+        if second == _NONE:
+            return NewValue(scaled=first.any)
+        return (
+            NewValue(scaled=second.any) if first == _NONE and name == "mul" else found
+        )
+    if name in ("add", "add_any", "select_n"):
+        for operand in operands[name == "select_n" :]:
+            found |= operand
+    elif name == "cond":
+        for inner in _jax.inner_programs(equation):
+            given = dict(zip(_jax.inputs(inner), operands[1:], strict=True))
+            result = updated(inner)[number]
+            for variable in result.of:
+                found |= given[variable]
+            for variable in result.scaled:
+                found |= NewValue(scaled=given[variable].any)
+    return found

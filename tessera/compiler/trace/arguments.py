@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of one call, taken apart: what is traced, what is held static.
+
+Arrays are traced. Python scalars, strings, callables and whatever else sits in the
+arguments is static, by value: another value is another program.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import (
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
+
+from tessera import _jax
+from tessera.compiler.trace.static_values import Static
+from tessera.errors import ArgumentError
+from tessera.mesh import Mesh
+from tessera.objects import STRUCTURE, Structure
+from tessera.shard import DistTensor
+from tessera.spec import axes_of_dims, spec_of_axes
+
+# The axis of the mesh of an array that its owner put on one device.
+ONE_DEVICE = "device"
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, DistTensor, jax.ShapeDtypeStruct)
+
+
+class StaleProgram(Exception):
+    """A call does not fit the program that served the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array among the arguments.
+
+    Attributes:
+      name: Its path: the argument's name, then keys.
+      value: The array.
+      of_object: Whether an NNX object holds it, so that it is no batch.
+    """
+
+    name: str
+    value: Any
+    of_object: bool = False
+
+    @property
+    def layout(self) -> tuple[Mesh, PartitionSpec] | None:
+        """The mesh and spec that the array itself carries, if it carries any.
+
+        An array that was put on one device by its owner lives on a mesh of that device.
+        """
+        if isinstance(self.value, DistTensor):
+            mesh = self.value.mesh
+            return None if mesh is None else (mesh, self.value.spec)
+        if self.is_traced:
+            return None
+        sharding = getattr(self.value, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            axes = axes_of_dims(sharding.spec, len(self.value.shape))
+            return _mesh_of(sharding.mesh), spec_of_axes(axes)
+        if isinstance(sharding, SingleDeviceSharding) and self._is_committed:
+            (device,) = sharding.device_set
+            return Mesh((ONE_DEVICE,), devices=(device.id,)), PartitionSpec()
+        return None
+
+    @property
+    def _is_committed(self) -> bool:
+        return getattr(self.value, "committed", True)
+
+    @property
+    def aval(self) -> Any:
+        """Global shape, dtype and whether the dtype is weak."""
+        if isinstance(self.value, (DistTensor, jax.ShapeDtypeStruct)):
+            return self.value
+        return jax.typeof(self.value)
+
+    @property
+    def is_weak(self) -> bool:
+        """Whether the dtype gives way to others, as that of a Python number does."""
+        return _is_weak(self.aval)
+
+    def key(self) -> tuple[Any, ...]:
+        """What a program is specialized to in this array."""
+        shape, dtype = tuple(self.aval.shape), self.aval.dtype
+        # No compiled program serves a value that JAX is tracing.
+        varies = _jax.varying_axes(self.value) if self.is_traced else None
+        place = (self.layout, _jax.on_host(self.value), varies)
+        return (shape, dtype, self.is_weak, *place)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether JAX is tracing it, so that its numbers are not known."""
+        return isinstance(self.value, _jax.Tracer)
+
+    @property
+    def may_be_padded(self) -> bool:
+        """Whether devices can store it padded, or a layout is for a traced value."""
+        return isinstance(self.value, DistTensor) or self.is_traced
+
+    def abstract(self) -> "Leaf":
+        """The same leaf without its numbers, which a program must not keep alive."""
+        if _is_padded(self.value):
+            return Leaf(self.name, self.value.declaration())
+        if not isinstance(self.value, (jax.Array, np.ndarray)):
+            return self
+        if self.is_traced:
+            return replace(self, value=_jax.struct(self.aval))
+        layout = getattr(self.value, "sharding", None) if self.layout else None
+        shape, dtype = self.aval.shape, self.aval.dtype
+        struct = jax.ShapeDtypeStruct(
+            shape, dtype, sharding=layout, weak_type=self.is_weak
+        )
+        return replace(self, value=struct)
+
+    def laid_out(self, layout: NamedSharding | None) -> "Leaf":
+        """The same leaf in a layout, unless it has one of its own."""
+        if layout is None or self.layout is not None:
+            return self
+        shape, dtype = tuple(self.aval.shape), self.aval.dtype
+        struct = jax.ShapeDtypeStruct(
+            shape, dtype, sharding=layout, weak_type=self.is_weak
+        )
+        return replace(self, value=struct)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a call: its tree, its arrays, its static leaves by position."""
+
+    name: str
+    tree: Any
+    leaves: tuple[Leaf, ...]
+    statics: tuple[tuple[int, Static], ...]
+
+    @functools.cached_property
+    def _dynamic(self) -> list[int]:
+        fixed = {place for place, _ in self.statics}
+        total = len(self.leaves) + len(fixed)
+        return [place for place in range(total) if place not in fixed]
+
+    @functools.cached_property
+    def _weak(self) -> list[bool]:
+        return [leaf.is_weak for leaf in self.leaves]
+
+    @functools.cached_property
+    def _has_padding(self) -> bool:
+        return any(_is_padded(leaf.value) for leaf in self.leaves)
+
+    def _fits_padding(self, arrays: Sequence[Any]) -> bool:
+        """Whether what is padded is so in the leaves, and from the same shape."""
+        return all(
+            _is_padded(array) == _is_padded(leaf.value)
+            and (not _is_padded(array) or array.shape == leaf.value.shape)
+            for array, leaf in zip(arrays, self.leaves, strict=True)
+        )
+
+    @functools.cached_property
+    def _placed(self) -> list[int]:
+        return [place for place, leaf in enumerate(self.leaves) if leaf.layout]
+
+    @property
+    def structure(self) -> Structure | None:
+        """What is static of an NNX object, where the argument is one."""
+        value = self.rebuilt(self.leaves)
+        return value.get(STRUCTURE) if isinstance(value, dict) else None
+
+    def dynamic_part(self, value: Any) -> list[Any]:
+        """What the compiled program takes for this argument: its arrays.
+
+        Raises:
+          StaleProgram: The value has another structure or other static leaves.
+        """
+        flat, tree = jax.tree.flatten(value)
+        if tree != self.tree:
+            raise StaleProgram
+        for place, static in self.statics:
+            found = flat[place]
+            if found is not static.value and not static.is_like(found):
+                raise StaleProgram
+        arrays = [flat[place] for place in self._dynamic] if self.statics else flat
+        # JAX would take a Python number for an array, and weak dtypes for strong ones.
+        weak, are_arrays = _jax.weak_types(arrays)
+        if weak != self._weak:
+            raise StaleProgram
+        # And for the tensor that devices store padded what has the padding's shape.
+        if (self._has_padding or not are_arrays) and not self._fits_padding(arrays):
+            raise StaleProgram
+        # It would also take what lies nowhere yet for what lives on the mesh.
+        if not all(_is_placed(arrays[place]) for place in self._placed):
+            raise StaleProgram
+        return arrays if are_arrays else _materialized(arrays)
+
+    def own_part(self) -> list[Any]:
+        """What the compiled program takes for the argument that this is of."""
+        return _materialized([leaf.value for leaf in self.leaves])
+
+    def rebuilt(self, arrays: Sequence[Any]) -> Any:
+        """The argument with other arrays, such as tracers, in place of its own."""
+        rest = iter(arrays)
+        fixed = {place: static.value for place, static in self.statics}
+        total = len(arrays) + len(fixed)
+        return jax.tree.unflatten(
+            self.tree,
+            [fixed[i] if i in fixed else next(rest) for i in range(total)],
+        )
+
+    def key(self) -> tuple[Any, ...]:
+        """What a program is specialized to in this argument."""
+        return (
+            self.tree,
+            self.statics,
+            tuple(leaf.key() for leaf in self.leaves),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a function, taken apart."""
+
+    positional: int
+    keywords: tuple[str, ...]
+    arguments: tuple[Argument, ...]
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether there are arrays in the place of an object among the arguments."""
+        statics = [
+            static for argument in self.arguments for _, static in argument.statics
+        ]
+        return any(isinstance(static.value, Structure) for static in statics)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Every array of the call, in order."""
+        return tuple(leaf for argument in self.arguments for leaf in argument.leaves)
+
+    def key(self) -> tuple[Any, ...]:
+        """What a program of this call is specialized to."""
+        parts = tuple(argument.key() for argument in self.arguments)
+        return (self.positional, self.keywords, parts)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments, as they were given."""
+        return self.rebuilt([leaf.value for leaf in self.leaves])[0]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments, as they were given."""
+        return self.rebuilt([leaf.value for leaf in self.leaves])[1]
+
+    def laid_out(self, layouts: Sequence[NamedSharding | None]) -> "Call":
+        """The call with its arrays in some layouts; None leaves one as it is."""
+        arguments: list[Argument] = []
+        rest = iter(layouts)
+        for argument in self.arguments:
+            leaves = tuple(leaf.laid_out(next(rest)) for leaf in argument.leaves)
+            arguments.append(replace(argument, leaves=leaves))
+        return replace(self, arguments=tuple(arguments))
+
+    def abstract(self) -> "Call":
+        """The same call without the numbers of its arrays."""
+        return replace(
+            self,
+            arguments=tuple(
+                replace(
+                    argument, leaves=tuple(leaf.abstract() for leaf in argument.leaves)
+                )
+                for argument in self.arguments
+            ),
+        )
+
+    def rebuilt(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with other arrays in place."""
+        rest, values = list(arrays), list[Any]()
+        for argument in self.arguments:
+            values.append(argument.rebuilt(rest[: len(argument.leaves)]))
+            del rest[: len(argument.leaves)]
+        named = zip(self.keywords, values[self.positional :], strict=True)
+        return tuple(values[: self.positional]), dict(named)
+
+
+def take_apart(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Call:
+    """Split the arguments of one call into arrays and static values.
+
+    Args:
+      names: The function's parameter names, for messages and for the graph.
+      args: Positional arguments.
+      kwargs: Keyword arguments.
+
+    Raises:
+      ArgumentError: [T301] a leaf is neither an array nor hashable.
+    """
+    labels = [names[i] if i < len(names) else f"args[{i}]" for i in range(len(args))]
+    keywords = tuple(sorted(kwargs))  # their order at the call is no difference
+    values = [*args, *(kwargs[name] for name in keywords)]
+    arguments = [
+        _argument(name, value)
+        for name, value in zip([*labels, *keywords], values, strict=True)
+    ]
+    return Call(len(args), keywords, tuple(arguments))
+
+
+def as_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
+    """One name or several, as users say them."""
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def is_in(path: str, names: Iterable[str]) -> bool:
+    """Whether an array is one of some arguments, or inside of them.
+
+    Example:
+      >>> is_in("batch/x", ["batch"]), is_in("batch/x", ["batch/x"]), is_in("b", ["bc"])
+      (True, True, False)
+    """
+    return any(path == name or path.startswith(f"{name}/") for name in names)
+
+
+def _argument(name: str, value: Any) -> Argument:
+    paths, tree = jax.tree_util.tree_flatten_with_path(value)
+    objects = {path[:-1] for path, leaf in paths if isinstance(leaf, Structure)}
+    leaves: list[Leaf] = []
+    statics: list[tuple[int, Static]] = []
+    for place, (path, leaf) in enumerate(paths):
+        inner = jax.tree_util.keystr(path, simple=True, separator="/")
+        full = f"{name}/{inner}" if inner else name
+        if isinstance(leaf, _ARRAYS):
+            held = bool(objects) and any(path[:n] in objects for n in range(len(path)))
+            leaves.append(Leaf(full, leaf, held))
+        else:
+            statics.append((place, _static(full, leaf)))
+    return Argument(name, tree, tuple(leaves), tuple(statics))
+
+
+def _static(name: str, leaf: Any) -> Static:
+    static = Static.of(leaf)
+    try:
+        hash(static)
+    except TypeError as error:
+        if isinstance(leaf, Structure):
+            raise ArgumentError(
+                f"a static attribute of {name.removesuffix(f'/{STRUCTURE}')!r} cannot "
+                "be told from others",
+                got=f"{error}, in a {leaf.kind}",
+                fix="make it a value that hashes, such as a tuple, or nnx.data(...)",
+            ) from None
+        raise ArgumentError(
+            f"argument {name!r} can be neither traced nor held static",
+            got=f"{type(leaf).__name__}, which is no array and has no hash",
+            fix="pass an array, or a value that hashes: a number, a string, a tuple, "
+            "a frozen dataclass, a function",
+        ) from None
+    return static
+
+
+def _materialized(values: list[Any]) -> list[Any]:
+    return [v.stored() if isinstance(v, DistTensor) else v for v in values]
+
+
+def _is_padded(value: Any) -> bool:
+    return isinstance(value, DistTensor) and value.is_padded
+
+
+def _is_placed(value: Any) -> bool:
+    return isinstance(value, DistTensor) or getattr(value, "committed", False)
+
+
+def _is_weak(value: Any) -> bool:
+    return getattr(value, "weak_type", False)
+
+
+def changed_statics(before: Call, after: Call) -> list[str]:
+    """Names of the static leaves whose values differ; empty if anything else does.
+
+    Example:
+      >>> first = take_apart(["x", "rate"], (np.ones(2), 0.1), {})
+      >>> second = take_apart(["x", "rate"], (np.ones(2), 0.2), {})
+      >>> changed_statics(first, second)
+      ['rate']
+    """
+    names: list[str] = []
+    if (before.positional, before.keywords) != (after.positional, after.keywords):
+        return []
+    for old, new in zip(before.arguments, after.arguments, strict=True):
+        if old.tree != new.tree or old.key()[2] != new.key()[2]:
+            return []
+        paths = _paths(old)
+        for (place, was), (_, now) in zip(old.statics, new.statics, strict=True):
+            if was != now:
+                names.append(paths[place])
+    return names
+
+
+def _paths(argument: Argument) -> list[str]:
+    total = len(argument.leaves) + len(argument.statics)
+    tree = jax.tree.unflatten(argument.tree, range(total))
+    return [
+        "/".join(
+            filter(
+                None,
+                (argument.name, jax.tree_util.keystr(path, simple=True, separator="/")),
+            )
+        )
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+
+
+_mesh_of = functools.lru_cache(maxsize=64)(Mesh.of)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When functions are converted: a function is traced as it is, until it cannot be.
+
+Where Python asks for the number or the text of a traced value, or where a function
+prints, it is traced again with its source converted, and so are the functions that it
+calls. What the first trace changed outside of the function is put back before.
+"""
+
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+from tessera import _jax, _jax_traces
+from tessera.compiler.trace.control_flow.active_conversion import (
+    NEEDS_VALUE,
+    Conversion,
+    opened,
+)
+from tessera.compiler.trace.control_flow.mutable_places import Position, differences
+from tessera.compiler.trace.control_flow.reachability import Reach
+from tessera.compiler.trace.control_flow.user_code import is_users_code, prints
+from tessera.errors import ControlFlowError
+
+_Result = TypeVar("_Result")
+
+# What NumPy and JAX raise where Python asks for the truth of several.
+_AMBIGUOUS = "The truth value of an array with more than one element is ambiguous"
+
+# Functions that were converted before: they need not be traced as they are.
+_seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+class Outside:
+    """What a function can change that outlives its trace, as it was before.
+
+    Args:
+      function: The user's function.
+      given: Values that it is given beside arrays.
+    """
+
+    def __init__(self, function: Any, given: Iterable[Any]) -> None:
+        self.given = list(given)
+        body = getattr(function, "body", function)
+        reach = Reach([body], [("", value) for value in self.given], None)
+        self._before = [(holder, holder.content()) for holder in reach.holders]
+
+    @property
+    def things(self) -> dict[int, Any]:
+        """Everything that holds values, by its id."""
+        return {id(holder.thing): holder.thing for holder, _ in self._before}
+
+    def put_back(self) -> None:
+        """Undo what a trace changed.
+
+        Raises:
+          ControlFlowError: [T319] it used up an iterator.
+        """
+        for holder, before in self._before:
+            holder.fill(before)
+            if isinstance(holder, Position) and differences(before, holder.content()):
+                raise ControlFlowError(
+                    f"{holder.path!r} is moved on by a function that is traced more "
+                    "than once",
+                    got=f"a {type(holder.thing).__name__} from outside of it",
+                    fix="take from it before the call, and pass what it gives",
+                )
+
+
+def with_control_flow(
+    run: Callable[[], _Result], function: Callable[..., Any], outside: Outside
+) -> _Result:
+    """Trace a function as it is; where that cannot be done, with its source converted.
+
+    Args:
+      run: Traces it.
+      function: The user's function.
+      outside: What it can change that outlives the trace.
+
+    Raises:
+      ControlFlowError: [T319] the trace meets what cannot be converted.
+    """
+    if function not in _seen and not any(map(prints, (function, *outside.given))):
+        asked: list[str] = []
+        try:
+            with opened(None), _asked_of_values(asked, text=True):
+                result = run()
+            if not asked:
+                return result
+        except Exception as error:
+            if not asked and not _needs_value(error):
+                raise
+        _seen.add(function)
+        outside.put_back()
+    module = getattr(function, "__module__", None) or ""
+    conversion = Conversion(module.partition(".")[0], outside.things)
+    try:
+        with opened(conversion), _asked_of_values(conversion.asked):
+            result = run()
+    except NEEDS_VALUE as error:
+        conversion.require_nothing_refused(but=error)
+        raise _unsupported(error, conversion) from error
+    except Exception as error:
+        conversion.require_nothing_refused(but=error)
+        if conversion.locked and "read-only" in str(error):
+            raise _written(error) from error
+        raise
+    conversion.require_nothing_refused()
+    return result
+
+
+@contextmanager
+def _asked_of_values(found: list[str], *, text: bool = False) -> Iterator[None]:
+    """Note the user's lines that ask a traced value for its number, or for its text.
+
+    JAX answers with an exception, which the user's code may catch.
+    """
+
+    def note(kind: str, frame: FrameType) -> None:
+        if (text or kind != "text") and is_users_code(frame.f_code, frame.f_globals):
+            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+    with _jax_traces.values_watched(note):
+        yield
+
+
+def _needs_value(error: Exception) -> bool:
+    return isinstance(error, NEEDS_VALUE) or str(error).startswith(_AMBIGUOUS)
+
+
+def _written(error: Exception) -> ControlFlowError:
+    return ControlFlowError(
+        f"a NumPy array is written that is one of two{_user_line_of(error)[0]}",
+        got=str(error),
+        fix="write before a branch chooses it, or into a copy",
+    )
+
+
+def _unsupported(error: Exception, conversion: Conversion) -> ControlFlowError:
+    where, line = _user_line_of(error)
+    got = str(error).strip().partition("\n")[0] + (f"\nin: {line}" if line else "")
+    return conversion.value_error(where, got)
+
+
+def _user_line_of(error: Exception) -> tuple[str, str]:
+    """`` at file.py:12`` of the user's line that an error is from, and its text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not _jax.is_machinery(frame.filename)]
+    if not users:
+        return "", ""
+    return f" at {users[-1].filename}:{users[-1].lineno}", users[-1].line or ""

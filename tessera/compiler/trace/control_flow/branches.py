@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``if``, ``and``, ``or``, ``not`` and ``a if c else b``: on traced values, ``cond``.
+
+A condition that Python knows is decided by Python, as ever. Where it is traced, both
+branches are traced, and ``jax.lax.cond`` runs one of them.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera import _jax, scope
+from tessera.compiler.trace.control_flow.block_state import (
+    ABSENT,
+    Key,
+    State,
+    Undefined,
+)
+from tessera.compiler.trace.control_flow.merge_points import Filled, Merge, OneSided
+from tessera.compiler.trace.control_flow.traced_blocks import Block, traced_block, truth
+from tessera.compiler.trace.control_flow.user_code import user_line
+
+Run = Callable[[], Any]
+
+
+def if_stmt(
+    test: Any,
+    body: Run,
+    orelse: Run,
+    get: Callable[[], tuple[Any, ...]],
+    put: Callable[[tuple[Any, ...]], None],
+    names: Sequence[str],
+    num_outputs: int,
+) -> None:
+    """An ``if``; variables after the first ``num_outputs`` are not used after it."""
+    if not isinstance(test, _jax.Tracer):
+        body() if test else orelse()
+        return
+    state = State(names, get, put, (body, orelse))
+    dead = frozenset(names[num_outputs:])
+    choose(test, body, orelse, state, dead=dead, what="the `if`")
+
+
+def if_exp(test: Any, body: Run, orelse: Run) -> Any:
+    """``body if test else orelse``."""
+    if not isinstance(test, _jax.Tracer):
+        return body() if test else orelse()
+    value = _Value()
+    state = value.state(body, orelse)
+    ways = value.of(body), value.of(orelse)
+    choose(test, *ways, state, what="the conditional expression")
+    return value.now.read() if isinstance(value.now, Undefined) else value.now
+
+
+class _Value:
+    """The value of an expression, as a variable that its operands assign."""
+
+    def __init__(self) -> None:
+        self.now: Any = None
+
+    def state(self, *functions: Run) -> State:
+        """What the operands can change, their value among it."""
+
+        def put(values: tuple[Any, ...]) -> None:
+            self.now = values[0]
+
+        return State(("its value",), lambda: (self.now,), put, functions)
+
+    def of(self, operand: Run) -> Run:
+        """The operand as a block."""
+
+        def run() -> None:
+            self.now = operand()
+
+        return run
+
+
+def choose(
+    test: Any,
+    body: Run,
+    orelse: Run,
+    state: State,
+    *,
+    what: str,
+    dead: frozenset[str] = frozenset(),
+) -> None:
+    """Run one of two blocks, which is known when the program runs.
+
+    Raises:
+      BranchError: [T318] they leave values of different types.
+      ControlFlowError: [T319] the condition is not one number, or a block does what
+        cannot be traced.
+    """
+    predicate = truth(test, what)
+    before, where = state.read(), f"{what} at {user_line()}"
+    known = _known(test, before)
+    starts = [
+        before | {key: sense is way for key, sense in known.items()}
+        for way in (True, False)
+    ]
+    blocks = []
+    for run, start in zip((body, orelse), starts, strict=True):
+        state.write(start)
+        blocks.append(traced_block(run, state, start, where))
+    state.write(before)
+    ways = ("if it holds", "if not")
+    merge = Merge(where, ways, state, (blocks[0].side, blocks[1].side))
+    merged: dict[Key, Any] = {}
+    for key in dict.fromkeys((*blocks[0].after, *blocks[1].after)):
+        values = [
+            block.after.get(key, start.get(key, ABSENT))
+            for block, start in zip(blocks, starts, strict=True)
+        ]
+        if key.holder == 0 and key.entry in dead:
+            merged[key] = OneSided(key.name, where)
+        else:
+            merged[key] = merge.place(key, *values)
+    merge.require_agreement()
+    filled = Filled(before, merged, _cond(predicate, blocks, merge))
+    state.write(filled.values)
+    merge.note_ambiguous(filled)
+
+
+def _cond(predicate: Any, blocks: Sequence[Block], merge: Merge) -> Sequence[Any]:
+    """What the program computes for the slots of a merge, in order."""
+    if not merge.meetings and not any(b.program.effects for b in blocks):
+        return []
+
+    def way(block: Block, first: bool) -> Callable[[], list[Any]]:
+        def run() -> list[Any]:
+            outputs = _jax.evaluate(block.program)
+            return [
+                meeting.cast(
+                    block.value(meeting.first if first else meeting.second, outputs),
+                    meeting.second if first else meeting.first,
+                )
+                for meeting in merge.meetings
+            ]
+
+        return run
+
+    return jax.lax.cond(predicate, way(blocks[0], True), way(blocks[1], False))
+
+
+# --- what follows from a condition
+
+# What a condition is the negation of, by its id and for as long as it lives.
+_negations: dict[int, Any] = {}
+
+
+def not_(value: Any) -> Any:
+    """``not value``."""
+    if not isinstance(value, _jax.Tracer):
+        return not value
+    negated = jnp.logical_not(truth(value, "`not`"))
+    _negations[id(negated)] = value
+    weakref.finalize(negated, _negations.pop, id(negated))
+    return negated
+
+
+def _known(test: Any, before: dict[Key, Any]) -> dict[Key, bool]:
+    """Variables that are the condition itself, or its negation, and which of them.
+
+    What they are in each branch is known there: so it is known that a function has
+    returned, where it returns on either side of an ``if not returned``.
+    """
+    opposite = _negations.get(id(test))
+    return {
+        key: value is test
+        for key, value in before.items()
+        if key.holder == 0
+        and (value is test or value is opposite)
+        and isinstance(value, _jax.Tracer)
+    }
+
+
+def and_(value: Any, second: Run) -> Any:
+    """``value and second()``."""
+    if not isinstance(value, _jax.Tracer):
+        return value and second()
+    other, is_certain = _operand(second)
+    if not is_certain:
+        return if_exp(value, second, lambda: value)
+    if _are_conditions(value, other):
+        return jnp.logical_and(value, other)
+    return if_exp(value, lambda: other, lambda: value)
+
+
+def or_(value: Any, second: Run) -> Any:
+    """``value or second()``."""
+    if not isinstance(value, _jax.Tracer):
+        return value or second()
+    other, is_certain = _operand(second)
+    if not is_certain:
+        return if_exp(value, lambda: value, second)
+    if _are_conditions(value, other):
+        return jnp.logical_or(value, other)
+    return if_exp(value, lambda: value, lambda: other)
+
+
+def _operand(second: Run) -> tuple[Any, bool]:
+    """The second operand, computed in any case; whether that makes no difference.
+
+    It does where the operand changes or prints something: then it is a branch.
+    """
+    result, here = _Value(), scope.current()
+    state = result.state(second)
+    before, where = state.read(), f"`and` or `or` at {user_line()}"
+    mark = None if here is None else here.mark()
+    block = traced_block(result.of(second), state, before, where)
+    if block.program.effects or any(key.holder for key in block.after):
+        if here is not None and mark is not None:
+            here.go_back(mark)
+        return None, False
+    outputs = _jax.evaluate(block.program)
+    (value,) = block.after.values() or (None,)
+    leaves, tree = jax.tree.flatten(value)
+    computed = [block.value(leaf, outputs) for leaf in leaves]
+    return jax.tree.unflatten(tree, computed), True
+
+
+def _are_conditions(*values: Any) -> bool:
+    return all(
+        isinstance(value, bool)
+        or (getattr(value, "dtype", None) == jnp.bool_ and jnp.ndim(value) == 0)
+        for value in values
+    )

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What converted code calls: functions, operators, and built-in functions.
+
+A call of a user's function calls it converted; a library's is called as it is, and the
+user's functions that it is handed are converted.
+"""
+
+import collections
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera import _jax, _jax_traces
+from tessera.compiler.trace.control_flow import branches, iterables, loops, printing
+from tessera.compiler.trace.control_flow.active_conversion import current
+from tessera.compiler.trace.control_flow.block_state import NotReturned, Undefined
+from tessera.compiler.trace.control_flow.function_source import Unconvertible
+from tessera.compiler.trace.control_flow.reachability import Reach, is_followed
+from tessera.compiler.trace.control_flow.source_conversion import convert
+from tessera.compiler.trace.control_flow.user_code import (
+    is_users,
+    target_of,
+    user_line,
+)
+from tessera.errors import BranchError, ControlFlowError
+
+# --- what converted functions do besides control flow
+
+
+def _returned(value: Any, returned: Any) -> Any:
+    """What a function returns at its end."""
+    conversion = current()
+    if conversion is not None:
+        conversion.end_function()
+    if isinstance(value, NotReturned):
+        return None
+    if isinstance(returned, _jax.Tracer) and value is not None:
+        raise BranchError(
+            f"the function at {user_line()} returns a value on one way through it, and "
+            "None on another",
+            got="a `return` in a branch or a loop, and no `return` at the end",
+            fix="return a value of the same type at the end",
+        )
+    return value
+
+
+def _load(value: Any) -> Any:
+    """A variable's value; an error where it has none that can be used."""
+    return value.read() if isinstance(value, Undefined) else value
+
+
+def _peek(load: Callable[[], Any], name: str) -> Any:
+    """A variable's value, or that it has none."""
+    try:
+        return load()
+    except NameError:
+        return Undefined(name)
+
+
+def _is(first: Any, second: Any) -> bool:
+    """``first is second``, of which a merge of two objects may be either."""
+    conversion = current()
+    if first is second or conversion is None:
+        return first is second
+    arrays = isinstance(first, jax.Array) and isinstance(second, jax.Array)
+    merged = any(id(each) in conversion.merged for each in (first, second))
+    if merged and (arrays or type(first) is type(second)):
+        raise ControlFlowError(
+            f"whether two objects are one is asked at {user_line()}, and only known "
+            "when the program runs",
+            got=f"a {type(first).__name__} that a branch or a loop has left, where "
+            "another one was before",
+            fix="compare what they hold, or remember it in a variable",
+        )
+    return False
+
+
+def _is_not(first: Any, second: Any) -> bool:
+    return not _is(first, second)
+
+
+def _keywords(**named: Any) -> dict[str, Any]:
+    return named
+
+
+def converted_call(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call what a converted function calls."""
+    if isinstance(function, functools.partial):
+        kwargs = {**function.keywords, **kwargs}
+        return converted_call(function.func, (*function.args, *args), kwargs)
+    builtin = _builtin(function)
+    if builtin is not None:
+        return builtin(*args, **kwargs)
+    if _has_plain_constructor(function):
+        made = object.__new__(function)
+        converted_call(function.__init__, (made, *args), kwargs)
+        return made
+    target, bound = target_of(function)
+    made = None if target is None else converted(target)
+    if made is not None:
+        return made(*bound, *args, **kwargs)
+    _require_followed(function, args)
+    args = tuple(map(_callback, args))
+    kwargs = {name: _callback(value) for name, value in kwargs.items()}
+    result = function(*args, **kwargs)
+    _note_hidden(result, function, args, kwargs)
+    return result
+
+
+def _has_plain_constructor(function: Any) -> bool:
+    """Whether a call makes an object of a user's class, by its ``__init__`` alone."""
+    return (
+        type(function) is type
+        and function.__new__ is object.__new__
+        and isinstance(function.__init__, FunctionType)
+        and is_users(function.__init__)
+    )
+
+
+# What these hold or do is not followed, and not undone.
+_FRAME_READERS = (globals, locals, vars, dir, eval, exec, super)
+_STATEFUL = frozenset(
+    {"_contextvars", "_io", "_queue", "_socket", "_thread", "_weakref", "array"}
+    | {"asyncio", "contextvars", "io", "multiprocessing", "os", "posix", "queue"}
+    | {"shutil", "socket", "subprocess", "threading", "weakref"}
+)
+
+
+def _require_followed(function: Any, args: tuple[Any, ...]) -> None:
+    """Refuse a call that depends on where it stands, or on what is not followed."""
+    if not args and any(function is each for each in _FRAME_READERS):
+        raise ControlFlowError(
+            f"{function.__name__}() at {user_line()} is called under another name",
+            fix="call it by its own name",
+        )
+    conversion = current()
+    if conversion is None or not conversion.blocks:
+        return
+    owner = getattr(function, "__self__", None)
+    has_owner = owner is not None and not isinstance(owner, (ModuleType, type))
+    kinds = type(owner).__mro__ if has_owner else (function,)
+    modules = {getattr(kind, "__module__", None) or "" for kind in kinds}
+    if function is input or any(m.partition(".")[0] in _STATEFUL for m in modules):
+        name = getattr(function, "__qualname__", repr(function))
+        raise not_followed(f"a call of {name}()")
+
+
+def written(value: Any) -> Any:
+    """An object that code assigns into.
+
+    Raises:
+      ControlFlowError: [T319] a block does, and would not notice.
+    """
+    conversion = current()
+    in_block = conversion is not None and conversion.blocks
+    if in_block and not is_followed(value) and not isinstance(value, jax.Array):
+        kind = type(value)
+        raise not_followed(f"an assignment into a {kind.__module__}.{kind.__name__}")
+    return value
+
+
+def not_followed(use: str) -> ControlFlowError:
+    """What is raised where a block uses what outlives it in a way that is not seen."""
+    return ControlFlowError(
+        f"a branch or loop that is traced whether it runs or not does at {user_line()} "
+        "what cannot be undone",
+        got=use,
+        fix="do it before or after; to write something when the program runs, print it "
+        "or use jax.debug.callback",
+    )
+
+
+def _setattr(value: Any, name: str, attribute: Any) -> None:
+    setattr(written(value), name, attribute)
+
+
+def _delattr(value: Any, name: str) -> None:
+    delattr(written(value), name)
+
+
+def _note_hidden(
+    result: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Note a container that a library keeps: a block must not change it.
+
+    Something else than the result refers to it, and it was not among the arguments.
+    """
+    conversion = current()
+    is_container = isinstance(result, (dict, list, set, collections.deque))
+    if conversion is None or not is_container or sys.getrefcount(result) <= _UNSHARED:
+        return
+    arguments = [("", value) for value in (*args, *kwargs.values())]
+    known = Reach([function], arguments, conversion.outside)
+    if id(result) not in {id(holder.thing) for holder in known.holders}:
+        name = getattr(function, "__qualname__", repr(function))
+        kept = Reach([], [(f"{name}()", result)], conversion.outside)
+        conversion.note_hidden(kept.holders)
+
+
+def _count_of(result: Any) -> int:
+    return sys.getrefcount(result)
+
+
+# What that is of a result that only a caller's variable refers to.
+_UNSHARED = _count_of([]) + 1
+
+
+def _builtin(function: Any) -> Callable[..., Any] | None:
+    """Ours of a built-in function that traced values are to be given to."""
+    if inspect.isbuiltin(function) or isinstance(function, type):
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, str):
+            return printing.method_of_text(owner, function.__name__)
+        return _BUILTINS.get(function)
+    return None
+
+
+def _number(kind: type) -> Callable[..., Any]:
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], _jax.Tracer) and args[0].ndim == 0:
+            return _jax_traces.as_number(args[0], kind)
+        return kind(*args, **kwargs)
+
+    return cast
+
+
+def _extreme(
+    function: Callable[..., Any], pair: Callable[..., Any]
+) -> Callable[..., Any]:
+    def extreme(*args: Any, **kwargs: Any) -> Any:
+        values = args if len(args) > 1 else tuple(args[0]) if args else ()
+        if kwargs or not any(isinstance(value, _jax.Tracer) for value in values):
+            return function(*args, **kwargs)
+        return functools.reduce(pair, values)
+
+    return extreme
+
+
+def _quantifier(
+    function: Callable[..., Any], pair: Callable[..., Any]
+) -> Callable[..., Any]:
+    def over(values: Any) -> Any:
+        values = list(values)
+        if not any(isinstance(value, _jax.Tracer) for value in values):
+            return function(values)
+        return functools.reduce(lambda a, b: pair(a, lambda: b), values)
+
+    return over
+
+
+_BUILTINS: dict[Any, Callable[..., Any]] = {
+    print: printing.print_,
+    str: printing.str_,
+    range: iterables.range_,
+    enumerate: iterables.enumerate_,
+    zip: iterables.zip_,
+    reversed: iterables.reversed_,
+    len: iterables.len_,
+    int: _number(int),
+    float: _number(float),
+    bool: _number(bool),
+    max: _extreme(max, jnp.maximum),
+    min: _extreme(min, jnp.minimum),
+    all: _quantifier(all, branches.and_),
+    any: _quantifier(any, branches.or_),
+    setattr: _setattr,
+    delattr: _delattr,
+}
+
+
+class Operators:
+    """What converted code calls in the place of statements and operators."""
+
+    NotReturned = NotReturned
+
+
+def _recorded(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator whose refusals end the trace, whoever catches them."""
+
+    @functools.wraps(operator)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return operator(*args, **kwargs)
+        except (BranchError, ControlFlowError) as error:
+            conversion = current()
+            if conversion is not None:
+                conversion.refuse(error)
+            raise
+
+    return run
+
+
+for _name, _operator in {
+    "call": converted_call,
+    "keywords": _keywords,
+    "returned": _returned,
+    "load": _load,
+    "peek": _peek,
+    "written": written,
+    "is_": _is,
+    "is_not": _is_not,
+    "if_stmt": branches.if_stmt,
+    "if_exp": branches.if_exp,
+    "and_": branches.and_,
+    "or_": branches.or_,
+    "not_": branches.not_,
+    "while_stmt": loops.while_stmt,
+    "for_stmt": loops.for_stmt,
+    "format_string": printing.format_string,
+    "format_percent": printing.format_percent,
+}.items():
+    setattr(Operators, _name, staticmethod(_recorded(_operator)))
+
+loops.measure_references(Operators.for_stmt)  # type: ignore[attr-defined]
+
+
+# --- functions, converted
+
+_converted: "weakref.WeakKeyDictionary[FunctionType, FunctionType | None]" = (
+    weakref.WeakKeyDictionary()
+)
+_made: "weakref.WeakSet[FunctionType]" = weakref.WeakSet()
+
+
+def converted(function: FunctionType) -> FunctionType | None:
+    """A function, converted; itself where it is already; None where it cannot be."""
+    if function in _made:
+        return function
+    if function not in _converted:
+        try:
+            _converted[function] = made = convert(function, Operators)
+            _made.add(made)
+        except Unconvertible as error:
+            _converted[function] = None
+            conversion = current()
+            if conversion is not None:
+                conversion.failures[function.__qualname__] = str(error)
+    return _converted[function]
+
+
+def _callback(value: Any) -> Any:
+    """A function that is handed to a library, converted."""
+    if isinstance(value, (FunctionType, MethodType, functools.partial)):
+        target, _ = target_of(getattr(value, "func", value))
+        if target is not None and converted(target) is not None:
+            if isinstance(value, FunctionType):
+                return converted(target)
+
+            @functools.wraps(target)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return converted_call(value, args, kwargs)
+
+            return run
+    return value

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``while`` and ``for`` over what is only known when the program runs.
+
+``while`` on a traced condition and ``for`` over ``range`` of traced numbers become
+``jax.lax.while_loop``; ``for`` over the leading dim of an array, whose length is known,
+becomes ``jax.lax.scan``, which can be differentiated. Loops over what Python knows are
+run by Python, and their turns stand in the program one after the other.
+"""
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera import _jax, scope
+from tessera.compiler.trace.control_flow.active_conversion import (
+    NEEDS_VALUE,
+    Ambiguous,
+    current,
+)
+from tessera.compiler.trace.control_flow.block_state import (
+    ABSENT,
+    Key,
+    NotReturned,
+    State,
+    Undefined,
+)
+from tessera.compiler.trace.control_flow.branches import if_stmt
+from tessera.compiler.trace.control_flow.iterables import Items, items_of
+from tessera.compiler.trace.control_flow.merge_points import (
+    Filled,
+    Merge,
+    OneSided,
+    Rebuilt,
+)
+from tessera.compiler.trace.control_flow.mutable_places import differences, is_iterator
+from tessera.compiler.trace.control_flow.traced_blocks import Block, traced_block, truth
+from tessera.compiler.trace.control_flow.user_code import user_line
+from tessera.errors import BranchError, ControlFlowError
+
+Get = Callable[[], tuple[Any, ...]]
+Put = Callable[[tuple[Any, ...]], None]
+
+# What a turn raises that cannot be the same program for every row.
+_NO_LOOP = (BranchError, ControlFlowError, LookupError, *NEEDS_VALUE)
+
+# Each trial finds places that a turn changes because of what the one before found.
+_MOST_TRIALS = 8
+
+
+def while_stmt(
+    test: Callable[[], Any],
+    body: Callable[[], None],
+    get: Get,
+    put: Put,
+    names: Sequence[str],
+    num_live: int,
+    test_acts: bool,
+) -> None:
+    """A ``while``: Python's own until its condition is traced.
+
+    ``test_acts``: whether the condition may change something.
+    """
+    while True:
+        before = State(names, get, put, (test, body)).read() if test_acts else None
+        holds = test()
+        if _is_traced(holds):
+            break
+        if not holds:
+            return
+        body()
+    state = State(names, get, put, (test, body))
+    if before is not None:
+        state.write(before)  # the program evaluates the condition once more
+    dead = frozenset(names[num_live:])
+    _Loop(state, "the `while`", lambda _: body(), dead, test).run_while()
+
+
+def for_stmt(
+    iterated: Any,
+    extra_test: Callable[[], Any] | None,
+    body: Callable[[Any], None],
+    get: Get,
+    put: Put,
+    names: Sequence[str],
+    num_live: int,
+) -> None:
+    """A ``for``; ``extra_test`` is whether no ``break`` or ``return`` was met."""
+    references = sys.getrefcount(iterated)
+
+    def guarded(item: Any) -> None:
+        goes_on = True if extra_test is None else extra_test()
+        if_stmt(goes_on, lambda: body(item), lambda: None, get, put, names, num_live)
+
+    items = items_of(iterated)
+    if items is None:
+        is_shared = is_iterator(iterated) and _is_shared(iterated, references)
+        _unrolled(iterated, extra_test, guarded, is_shared=is_shared)
+        return
+    state = State(names, get, put, (extra_test, body))
+    dead = frozenset(names[num_live:])
+    if _is_traced(items.length):
+        _Loop(state, "the `for`", body, dead, extra_test, items).run_while()
+        return
+    if state.has_iterators:  # a trial would use them up
+        _unrolled(items, extra_test, guarded)
+        return
+    # A turn may be no program of its own, such as one that fills a list. Python runs
+    # it then, and raises what is to be raised.
+    with contextlib.suppress(*_NO_LOOP), _attempt(state):
+        _Loop(state, "the `for`", guarded, dead, None, items).run_scan()
+        return
+    _unrolled(items, extra_test, guarded)
+
+
+@contextlib.contextmanager
+def _attempt(state: State) -> Iterator[None]:
+    """Undo what is done inside, if it ends with an exception."""
+    conversion, before = current(), state.read()
+    try:
+        with contextlib.nullcontext() if conversion is None else conversion.attempt():
+            yield
+    except Exception:
+        state.write(before)
+        raise
+
+
+# How many references an iterator has in ``for_stmt`` that only the loop refers to, and
+# how many what it goes over has in ``_is_shared``; ``measure_references`` finds both.
+_own_references = [0, 0]
+
+
+def measure_references(for_stmt: Callable[..., None]) -> None:
+    """Find out how many references this Python makes by calling ``for_stmt``."""
+    counts = _own_references
+    counts[:] = 0, 0
+
+    def nothing(_: Any) -> None:
+        """Stand for a body, and for what writes its variables."""
+
+    for_stmt(enumerate([None]), None, nothing, tuple, nothing, (), 0)
+
+
+def _is_shared(iterated: Any, references: int) -> bool:
+    """Whether other code could go on with an iterator after the loop."""
+    inner, waiting = list[Any](), [iterated]
+    while waiting:
+        parts = gc.get_referents(waiting.pop())
+        parts += [each for part in parts if type(part) is tuple for each in part]
+        found = [each for each in parts if is_iterator(each)]
+        inner, waiting = inner + found, waiting + found
+        del parts, found
+    counts = [references, max(map(sys.getrefcount, inner), default=0)]
+    if not _own_references[0]:
+        _own_references[:] = counts
+    pairs = zip(counts, _own_references, strict=True)
+    return any(count > own for count, own in pairs)
+
+
+def _unrolled(
+    items: Any,
+    extra_test: Callable[[], Any] | None,
+    turn: Callable[[Any], None],
+    *,
+    is_shared: bool = False,
+) -> None:
+    """Let Python go round; a turn after a traced ``break`` is a branch."""
+    for item in items:
+        if extra_test is not None:
+            goes_on = extra_test()
+            if _is_traced(goes_on) and is_shared:
+                raise ControlFlowError(
+                    f"an iterator is left by a `break` or `return` at {user_line()}, "
+                    "which is only known when the program runs",
+                    got=f"a {type(items).__name__}, of which the items that are left "
+                    "would depend on it",
+                    fix="loop over a list, such as list(items)",
+                )
+            if not _is_traced(goes_on) and not goes_on:
+                break
+        turn(item)
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, _jax.Tracer)
+
+
+# --- loops in the program
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One turn of a loop as a program.
+
+    Attributes:
+      block: Its inputs are the turn's number, the rows, and what is carried.
+      merged: What the places hold from turn to turn, with slots for what is carried.
+      merge: Of what they hold before the loop and after a turn.
+    """
+
+    block: Block
+    merged: dict[Key, Any]
+    merge: Merge
+
+    def initial(self) -> list[Any]:
+        """What is carried into the first turn."""
+        return [each.cast(each.first, each.second) for each in self.merge.meetings]
+
+    def carries(self) -> tuple[Any, ...]:
+        """The types of what is carried, and where it is put."""
+        places = {
+            key: value.structure() if isinstance(value, Rebuilt) else type(value)
+            for key, value in self.merged.items()
+        }
+        return places, [jax.typeof(value) for value in self.initial()]
+
+    def run(self, place: Any, rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """What is carried out of a turn."""
+        outputs = _jax.evaluate(self.block.program, place, *rows, *values)
+        return [
+            each.cast(self.block.value(each.second, outputs), each.first)
+            for each in self.merge.meetings
+        ]
+
+
+class _Loop:
+    """One loop; the places that its turns change are carried from turn to turn."""
+
+    def __init__(
+        self,
+        state: State,
+        what: str,
+        body: Callable[[Any], None],
+        dead: frozenset[str],
+        test: Callable[[], Any] | None,
+        items: Items | None = None,
+    ) -> None:
+        self._state, self._what = state, f"{what} at {user_line()}"
+        self._body, self._test, self._items = body, test, items
+        self._dead = dead
+        self._rows = () if items is None else items.rows
+        self._before = state.read()
+
+    def run_while(self) -> None:
+        """As ``jax.lax.while_loop``."""
+        turn = self._turn(ends_defined=False)
+        test = None if self._test is None else self._traced_test(self._test, turn)
+        length = None if self._items is None else self._items.length
+
+        def goes_on(carry: tuple[Any, list[Any]]) -> Any:
+            place, values = carry
+            within = True if length is None else place < length
+            if test is None:
+                return within
+            (holds,) = _jax.evaluate(test, *values)
+            return holds if within is True else jnp.logical_and(within, holds)
+
+        def step(carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+            place, values = carry
+            return place + 1, turn.run(place, [], values)
+
+        _, results = jax.lax.while_loop(goes_on, step, (0, turn.initial()))
+        self._leave(turn, results)
+
+    def run_scan(self) -> None:
+        """As ``jax.lax.scan``."""
+        assert self._items is not None, "a scan goes over items"
+        turn = self._turn(ends_defined=self._items.length > 0)
+
+        def step(carry: tuple[Any, list[Any]], rows: Any) -> tuple[Any, None]:
+            place, values = carry
+            return (place + 1, turn.run(place, rows, values)), None
+
+        (_, results), _ = jax.lax.scan(
+            step, (0, turn.initial()), list(self._rows), length=self._items.length
+        )
+        self._leave(turn, results)
+
+    def _leave(self, turn: _Turn, results: Sequence[Any]) -> None:
+        filled = Filled(self._before, turn.merged, results)
+        self._state.write(filled.values)
+        turn.merge.note_ambiguous(filled)
+
+    def _turn(self, *, ends_defined: bool) -> _Turn:
+        """One turn, which gives back what it is given in the same types."""
+        turn, here = None, scope.current()
+        for _ in range(_MOST_TRIALS):
+            mark = None if here is None else here.mark()
+            last, turn = turn, self._trial(turn, ends_defined)
+            if last is not None and last.carries() == turn.carries():
+                return turn
+            if here is not None and mark is not None:
+                here.go_back(mark)
+        raise AssertionError("the types that a loop carries do not settle")
+
+    def _trial(self, last: _Turn | None, ends_defined: bool) -> _Turn:
+        """One turn that is given what the last trial found to be carried."""
+        given = [] if last is None else last.initial()
+        rows = [jax.eval_shape(lambda row=row: row[0]) for row in self._rows]
+
+        def run(place: Any, *values: Any) -> None:
+            own, carried = values[: len(rows)], values[len(rows) :]
+            doubtful = self._enter(last, carried)
+            items = self._items
+            self._body(None if items is None else items.item(place, own))
+            for each in doubtful:
+                each.check()
+
+        inputs = [jax.typeof(0), *rows, *map(jax.typeof, given)]
+        structs = [_jax.struct(each) for each in inputs]
+        block = traced_block(run, self._state, self._before, self._what, inputs=structs)
+        return self._merged(block, ends_defined)
+
+    def _merged(self, block: Block, ends_defined: bool) -> _Turn:
+        sides = self._state.side(self._before), block.side
+        ways = ("before", "after a turn")
+        merge = Merge(self._what, ways, self._state, sides, "another type after")
+        merged: dict[Key, Any] = {}
+        for key, after in block.after.items():
+            before = self._before.get(key, ABSENT)
+            if isinstance(before, Undefined) and ends_defined:
+                before = NotReturned()  # every turn begins without it
+            if key.holder == 0 and key.entry in self._dead:
+                merged[key] = OneSided(key.name, self._what)
+            else:
+                merged[key] = merge.place(key, before, after)
+        merge.require_agreement()
+        return _Turn(block, merged, merge)
+
+    def _enter(self, last: _Turn | None, carried: Sequence[Any]) -> list[Ambiguous]:
+        """Put what is carried where it is found at the beginning of a turn.
+
+        Returns:
+          What the turn must not change: see ``Ambiguous``.
+        """
+        filled = Filled(self._before, {} if last is None else last.merged, carried)
+        undefined = {
+            key: value
+            for key, value in self._before.items()
+            if isinstance(value, Undefined)
+        }
+        self._state.write(filled.values | undefined)
+        made = filled.ambiguous
+        return [Ambiguous.now(thing, name, self._what) for thing, name in made]
+
+    def _traced_test(self, test: Callable[[], Any], turn: _Turn) -> _jax.Program:
+        """Whether there is another turn, as a program of what is carried."""
+
+        def run(*carried: Any) -> Any:
+            self._enter(turn, carried)
+            start = self._state.read()
+            holds = truth(jnp.asarray(test()), self._what)
+            if changed := differences(start, self._state.read()):
+                names = ", ".join(repr(key.name) for key in changed)
+                raise ControlFlowError(
+                    f"the condition of {self._what} changes {names}",
+                    fix="change it in the body of the loop",
+                )
+            return holds
+
+        structs = [_jax.struct(jax.typeof(value)) for value in turn.initial()]
+        try:
+            return jax.make_jaxpr(run)(*structs)
+        finally:
+            self._state.write(self._before)

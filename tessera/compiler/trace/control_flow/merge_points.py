@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a place holds where two ways meet: after an ``if``, and after a loop's turn.
+
+What it holds on one way has to be of the same type as on the other; a Python number
+gives way to the dtype of an array, as it does in arithmetic. Two containers become a
+third one with the merged content. Which of the two it stands for is only known when the
+program runs, so it can be read but not changed, unless both are new and stand for each
+other wherever they are found.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tessera import _jax
+from tessera.compiler.trace.control_flow.active_conversion import current
+from tessera.compiler.trace.control_flow.block_state import (
+    ABSENT,
+    Key,
+    NotReturned,
+    State,
+    Undefined,
+)
+from tessera.compiler.trace.control_flow.containers import Side, parts_of
+from tessera.compiler.trace.control_flow.mutable_places import Snapshot
+from tessera.compiler.trace.control_flow.user_code import user_line
+from tessera.compiler.trace.declared_layouts import is_number
+from tessera.errors import BranchError
+
+SCALARS = (bool, int, float, complex)
+
+_IMMUTABLE = (str, bytes, range, frozenset, type, Snapshot, np.dtype)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """In a merged value: a number that the program computes."""
+
+    number: int
+
+
+@dataclass(eq=False)
+class Rebuilt:
+    """In a merged value: a container that is made anew from merged parts.
+
+    Attributes:
+      make: Makes it.
+      parts: What it is made from, in order.
+      name: What messages call it.
+      is_ambiguous: Whether it stands for one of two that code can still reach.
+    """
+
+    make: Callable[[Sequence[Any]], Any]
+    parts: tuple[Any, ...]
+    name: str
+    is_ambiguous: bool = False
+
+    def structure(self) -> tuple[Any, ...]:
+        """Equal to that of another one that a loop can carry in its place."""
+        inner = (
+            p.structure() if isinstance(p, Rebuilt) else type(p) for p in self.parts
+        )
+        return tuple(inner)
+
+
+class Filled:
+    """Merged values with what the program computed for their slots.
+
+    Attributes:
+      values: Every place after the merge.
+      made: The objects that are new in them.
+      ambiguous: Containers in them that must not be changed, and what they are called.
+    """
+
+    def __init__(
+        self,
+        before: Mapping[Key, Any],
+        merged: Mapping[Key, Any],
+        results: Sequence[Any],
+    ) -> None:
+        self._results, self._made = results, dict[int, Any]()
+        self.ambiguous: list[tuple[Any, str]] = []
+        filled = {key: self._fill(value) for key, value in merged.items()}
+        now = {**before, **filled}
+        self.values = {key: v for key, v in now.items() if v is not ABSENT}
+        self.made = [*self._made.values(), *results]
+
+    def _fill(self, value: Any) -> Any:
+        if isinstance(value, Slot):
+            return self._results[value.number]
+        if not isinstance(value, Rebuilt):
+            return value
+        if id(value) not in self._made:
+            made = value.make([self._fill(part) for part in value.parts])
+            self._made[id(value)] = made
+            if value.is_ambiguous:
+                self.ambiguous.append((made, value.name))
+        return self._made[id(value)]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One number that comes by two ways, and the type that it has after."""
+
+    first: Any
+    second: Any
+    dtype: Any
+    weak: bool
+
+    def cast(self, value: Any, like: Any) -> Any:
+        """What one way brings, in the common type; ``like`` fills what it lacks."""
+        if isinstance(value, NotReturned):
+            return _jax.zeros(jax.typeof(like))
+        if self.weak:
+            kind: Any = {"i": int, "f": float, "c": complex}[self.dtype.kind]
+            if isinstance(value, SCALARS):
+                value = kind(value)
+            elif value.dtype != self.dtype:
+                value = value * kind(1)
+        else:
+            value = jax.lax.convert_element_type(value, self.dtype)
+        return _varying_like(value, like)
+
+
+def _varying_like(value: Any, like: Any) -> Any:
+    """A value that varies over the manual mesh axes that another one varies over."""
+    if isinstance(like, NotReturned):
+        return value
+    missing = _jax.varying_axes(like) - _jax.varying_axes(value)
+    return jax.lax.pcast(value, tuple(missing), to="varying") if missing else value
+
+
+@dataclass
+class Merge:
+    """What places hold where two ways meet; mismatches are collected.
+
+    Attributes:
+      where: What meets, as ``the `if` at file.py:12``.
+      ways: What messages call the two ways.
+      state: The state before them.
+      sides: What each way left in containers.
+      relation: What messages say of places that do not agree.
+      meetings: The numbers that the program computes, in the order of their slots.
+    """
+
+    where: str
+    ways: tuple[str, str]
+    state: State
+    sides: tuple[Side, Side]
+    relation: str = "another type on each side of"
+    meetings: list[Meeting] = field(default_factory=list)
+    _problems: list[tuple[str, str]] = field(default_factory=list)
+    _later: list[tuple[str, str]] = field(default_factory=list)
+    _pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _partners: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _reachable: dict[int, tuple[Any, str]] = field(default_factory=dict)
+
+    def place(self, key: Key, first: Any, second: Any) -> Any:
+        """What a place holds after; a variable of two types cannot be used any more."""
+        count = len(self._problems)
+        merged = self.value(key.name, first, second)
+        if key.holder or len(self._problems) == count:
+            return merged
+        self._later += self._problems[count:]
+        del self._problems[count:]
+        return Disagreeing(key.name, self)
+
+    def value(self, name: str, first: Any, second: Any) -> Any:
+        """The merged value, with ``Slot`` and ``Rebuilt`` where it is a new one."""
+        if first is second:
+            return first
+        if isinstance(first, Undefined) or isinstance(second, Undefined):
+            ways = (first, second)
+            known = [way for way in ways if isinstance(way, OneSided | Disagreeing)]
+            return known[0] if known else OneSided(name, self.where)
+        if isinstance(first, NotReturned) or isinstance(second, NotReturned):
+            return self._returned(name, first, second)
+        if is_number(first) and is_number(second):
+            return self._number(name, first, second)
+        if type(first) is not type(second):
+            return self._mismatch(name, first, second)
+        if isinstance(first, _IMMUTABLE):
+            return first if first == second else self._mismatch(name, first, second)
+        return self._container(name, first, second)
+
+    def require_agreement(self) -> None:
+        """Raise [T318] if entries, attributes or closed-over variables disagree."""
+        if self._problems:
+            raise self.disagreement()
+
+    def disagreement(self) -> BranchError:
+        """The error [T318] that names every place with values of different types."""
+        problems = [*self._later, *self._problems]
+        names = ", ".join(repr(name) for name, _ in problems)
+        return BranchError(
+            f"{names} {'has' if len(problems) == 1 else 'have'} {self.relation} "
+            f"{self.where}",
+            got="\n".join(f"{name}: {text}" for name, text in problems),
+            fix="give it the same shape and dtype on both ways, e.g. with .astype or "
+            "jnp.broadcast_to\n"
+            "what is no array, nor a tree of arrays, has to be the same on both ways",
+        )
+
+    def note_ambiguous(self, filled: Filled) -> None:
+        """Let what is one of two from now on not be changed."""
+        conversion = current()
+        if conversion is not None:
+            for thing, name in (*filled.ambiguous, *self._reachable.values()):
+                conversion.note_ambiguous(thing, name, self.where)
+            conversion.merged |= {id(each): each for each in filled.made}
+
+    # --- numbers
+
+    def _number(self, name: str, first: Any, second: Any) -> Any:
+        same_kind = isinstance(first, SCALARS) and type(first) is type(second)
+        if same_kind and first == second:
+            return first
+        common = _common(jax.typeof(first), jax.typeof(second))
+        if common is None:
+            return self._mismatch(name, first, second)
+        for value in (first, second):  # it may be written into under another name
+            if isinstance(value, np.ndarray) and self.state.holds(value):
+                self._reachable[id(value)] = value, name
+        return self._slot(Meeting(first, second, *common))
+
+    def _slot(self, meeting: Meeting) -> Slot:
+        self.meetings.append(meeting)
+        return Slot(len(self.meetings) - 1)
+
+    def _returned(self, name: str, first: Any, second: Any) -> Any:
+        """What is returned on one way, where the other has not returned yet."""
+        way = int(isinstance(first, NotReturned))
+        given = (first, second)[way]
+        if is_number(given):
+            return self._slot(Meeting(first, second, jax.typeof(given).dtype, False))
+        if id(given) in self.sides[way].changed:
+            return self._mismatch(name, first, second)
+        parts = parts_of(given, self.sides[way].contents)
+        if parts is None:
+            return given
+        inner = [
+            self._returned(name, *((part, second) if way == 0 else (first, part)))
+            for part in parts.parts.values()
+        ]
+        merged = Rebuilt(parts.make, tuple(inner), name)
+        self._note(given, way, merged, object())
+        return merged
+
+    # --- containers
+
+    def _container(self, name: str, first: Any, second: Any) -> Any:
+        pair = id(first), id(second)
+        if pair in self._pairs:  # None while it is being merged: it holds itself
+            return self._pairs[pair] or self._mismatch(name, first, second)
+        ways = list(zip((first, second), self.sides, strict=True))
+        if any(id(value) in side.changed for value, side in ways):
+            return self._mismatch(name, first, second)
+        ours, theirs = (parts_of(value, side.contents) for value, side in ways)
+        self._pairs[pair] = merged = None
+        if ours is None or theirs is None:
+            has_value = type(first).__eq__ is not object.__eq__
+            if has_value and (first == second) is True:
+                merged = first
+        elif ours.form == theirs.form:
+            inner = [
+                self.value(f"{name}{place}", part, theirs.parts[place])
+                for place, part in ours.parts.items()
+            ]
+            merged = Rebuilt(ours.make, tuple(inner), name)
+        if merged is None:
+            return self._mismatch(name, first, second)
+        self._pairs[pair] = merged
+        if not isinstance(first, tuple):
+            for way, (value, partner) in enumerate(((first, second), (second, first))):
+                self._note(value, way, merged, partner)
+        return merged
+
+    def _note(self, value: Any, way: int, merged: Any, partner: Any) -> None:
+        """Note what a container was merged with; it may be ambiguous from now on."""
+        name = merged.name if isinstance(merged, Rebuilt) else ""
+        _, others = self._partners.setdefault((way, id(value)), (value, []))
+        others.append((partner, merged))
+        is_held = self.state.holds(value)
+        if is_held:
+            self._reachable[id(value)] = value, name
+        if is_held or any(other is not partner for other, _ in others):
+            for _, each in others:
+                if isinstance(each, Rebuilt):
+                    each.is_ambiguous = True
+                else:
+                    self._reachable[id(each)] = each, name
+
+    def _mismatch(self, name: str, first: Any, second: Any) -> Any:
+        texts = described(first), described(second)
+        if texts[0] == texts[1]:
+            texts = repr(first), repr(second)
+        ways = ", ".join(f"{t} {w}" for t, w in zip(texts, self.ways, strict=True))
+        self._problems.append((name, ways))
+        return first
+
+
+class OneSided(Undefined):
+    """A variable that one way has given a value, and the other has not."""
+
+    def __init__(self, name: str, where: str) -> None:
+        super().__init__(name)
+        self._where = where
+
+    def read(self) -> Any:
+        """Raise [T318]: whether there is a value is only known when it runs."""
+        raise BranchError(
+            f"{self.name!r} has a value on one way only through {self._where}, "
+            f"and is used at {user_line()}",
+            fix="give it a value before, or on both ways",
+        )
+
+
+class Disagreeing(Undefined):
+    """A variable that has values of different types on the two ways."""
+
+    def __init__(self, name: str, merge: Merge) -> None:
+        super().__init__(name)
+        self._merge = merge
+
+    def read(self) -> Any:
+        """Raise [T318] with all that disagrees where the ways meet."""
+        raise self._merge.disagreement()
+
+
+def described(value: Any) -> str:
+    """The type of a value in words: ``float32[4, 8]`` of an array."""
+    if isinstance(value, (Undefined, NotReturned)) or value is ABSENT:
+        return "nothing"
+    if isinstance(value, SCALARS):
+        return f"the Python number {value!r}"
+    if is_number(value):
+        return f"{value.dtype.name}{list(value.shape)}"
+    if value is None or isinstance(value, str):
+        return repr(value)
+    if isinstance(value, Snapshot):
+        return repr(value.value)
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(map(repr, value)) or 'nothing'}"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _common(first: Any, second: Any) -> tuple[Any, bool] | None:
+    """The dtype of two types where they meet, and whether it is weak; None if none."""
+    if first.shape != second.shape:
+        return None
+    weak = first.weak_type, second.weak_type
+    if first.dtype == second.dtype:
+        return first.dtype, all(weak)
+    if weak == (True, True):
+        return max(first.dtype, second.dtype, key=_rank), True
+    for narrow, wide in ((first, second), (second, first)):
+        if narrow.weak_type and 0 < _rank(narrow.dtype) <= _rank(wide.dtype):
+            return wide.dtype, False
+    return None
+
+
+def _rank(dtype: Any) -> int:
+    """The order in which kinds of numbers give way: int, float, complex."""
+    kinds = (np.integer, np.floating, np.complexfloating)
+    return 1 + next(
+        (place for place, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), -1
+    )

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What some code can change: everything that its names lead to.
+
+The walk begins at the variables that functions close over and at the globals that they
+name, and goes on through containers, objects, classes, modules and the functions that
+are found there. Of an object only attributes that some of the code names are followed,
+so a data loader that a step never mentions is left alone.
+"""
+
+import argparse
+import collections
+import functools
+import inspect
+from collections.abc import Collection, Iterable, Sequence
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any
+
+import jax
+import numpy as np
+
+from tessera.compiler.trace.control_flow.mutable_places import (
+    Attributes,
+    Elements,
+    Globals,
+    Holder,
+    Numbers,
+    Position,
+    holder_of,
+    is_iterator,
+    is_random_generator,
+)
+from tessera.compiler.trace.control_flow.user_code import (
+    free_variables,
+    is_users,
+    is_users_module,
+    names_in,
+)
+from tessera.shard import DistTensor
+
+_ATOMS = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    np.generic,
+    jax.Array,
+    DistTensor,
+)
+_CONTAINERS = (dict, list, collections.deque, set, bytearray, CellType)
+_NAMESPACES = (
+    SimpleNamespace,
+    argparse.Namespace,
+    collections.ChainMap,
+    collections.UserDict,
+    collections.UserList,
+)
+
+# Larger arrays are locked instead of copied; a handler may hide that they were.
+_MOST_COPIED = 2**26
+
+# Code that names one of these can name any attribute.
+_REFLECTION = frozenset({"vars", "setattr", "getattr", "delattr", "__dict__"})
+
+
+class Reach:
+    """The holders, and large NumPy arrays, that some code can reach, each once.
+
+    Args:
+      code: The functions that are the code.
+      values: Values that it begins with, and what messages call them.
+      outside: Ids of things that outlive the trace; None where everything does.
+    """
+
+    def __init__(
+        self,
+        code: Sequence[Any],
+        values: Iterable[tuple[str, Any]],
+        outside: Collection[int] | None,
+    ) -> None:
+        self._outside = outside or ()
+        start = [*(("", function) for function in code), *values]
+        self._names: frozenset[str] = frozenset()
+        while True:  # what is found names more attributes
+            self._found: dict[tuple[int, type], Holder] = {}
+            self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
+            self._seen: dict[int, tuple[Any, bool]] = {}
+            self._classes: dict[type, bool] = {}
+            names = self._names
+            for path, value in start:
+                self._visit(path, value, outside is None)
+            if names == self._names:
+                break
+        known = [Globals(*each) for each in self._global_variables()]
+        self.holders: list[Holder] = [*self._found.values(), *known]
+        seen = (value for value, _ in self._seen.values())
+        arrays = [value for value in seen if isinstance(value, np.ndarray)]
+        self.arrays = [array for array in arrays if array.nbytes > _MOST_COPIED]
+
+    def _global_variables(self) -> Iterable[tuple[Any, str, bool, frozenset[str]]]:
+        for variables, names in self._globals.values():
+            yield variables, "", True, frozenset(names)
+
+    def _visit(self, path: str, value: Any, outside: bool) -> None:
+        if isinstance(value, _ATOMS):
+            return
+        if isinstance(value, type):
+            self._class(value, is_called=bool(path))
+            return
+        outside = outside or id(value) in self._outside
+        if self._seen.get(id(value), (None, -1))[1] >= outside:
+            return
+        self._seen[id(value)] = value, outside
+        match value:
+            case FunctionType():
+                self._function(path, value, outside)
+            case MethodType():
+                self._each(path, (value.__self__, value.__func__), outside)
+            case BuiltinMethodType() | MethodWrapperType():
+                self._visit(path, value.__self__, outside)
+            case functools.partial():
+                parts = (value.func, *value.args, *value.keywords.values())
+                self._each(path, parts, outside)
+            case ModuleType():
+                self._module(value)
+            case _:
+                self._object(path, value, outside)
+        if is_users_module(type(value).__module__):
+            self._visit("", type(value), True)
+
+    def _each(self, path: str, values: Iterable[Any], outside: bool) -> None:
+        for value in values:
+            self._visit(path, value, outside)
+
+    def _hold(self, holder: Holder) -> None:
+        """Add a holder, and visit what it holds."""
+        self._found[id(holder.thing), type(holder)] = holder
+        if isinstance(holder, Elements):
+            self._each(holder.path, holder.thing, holder.outside)
+        elif not isinstance(holder, Position | Numbers):
+            for entry, item in holder.content().items():
+                self._visit(holder.entry_name(entry), item, holder.outside)
+
+    def _attributes(self, path: str, value: Any, outside: bool) -> None:
+        # What a library's methods change need not be named in the user's code.
+        every = self._names & _REFLECTION or _has_methods_of_library(type(value))
+        names = None if every else self._names
+        self._hold(Attributes(value, path, outside, names))
+
+    def _object(self, path: str, value: Any, outside: bool) -> None:
+        if isinstance(value, (tuple, frozenset)):
+            for place, item in enumerate(value):
+                self._visit(f"{path}[{place}]", item, outside)
+        is_own = isinstance(value, _CONTAINERS) or is_iterator(value)
+        is_array = isinstance(value, np.ndarray) and value.nbytes <= _MOST_COPIED
+        if is_own or is_array or is_random_generator(value):
+            self._hold(holder_of(value, path, outside))
+        if has_attributes(value):
+            self._attributes(path, value, outside)
+        elif not is_own:  # of a library: perhaps a function that it wraps
+            for name in ("__wrapped__", "body"):
+                inner = inspect.getattr_static(value, name, None)
+                if isinstance(inner, (FunctionType, MethodType, functools.partial)):
+                    self._visit(path, inner, outside)
+
+    def _function(self, path: str, function: FunctionType, outside: bool) -> None:
+        self._visit(path, getattr(function, "__wrapped__", None), outside)
+        if not is_users(function):  # such as what a decorator of a library made
+            for _, cell in free_variables(function):
+                for inner in holder_of(cell, "", outside).content().values():
+                    if callable(inner):
+                        self._visit(path, inner, outside)
+            return
+        names = names_in(function.__code__)
+        self._names |= names
+        for name, cell in free_variables(function):
+            self._visit(name, cell, outside)
+        defaults = function.__defaults__ or (), function.__kwdefaults__ or {}
+        self._each(path, (*defaults[0], *defaults[1].values()), outside)
+        self._attributes(function.__name__, function, True)
+        variables = function.__globals__
+        self._globals.setdefault(id(variables), (variables, set()))[1].update(names)
+        for name in names & variables.keys():
+            self._visit(name, variables[name], True)
+
+    def _module(self, module: ModuleType) -> None:
+        """Follow what a user's module holds; of a library's, random generators."""
+        own = is_users_module(module.__name__)
+        variables = vars(module)
+        named = {name for name in self._names if name in variables}
+        if own:
+            self._globals.setdefault(id(variables), (variables, set()))[1].update(named)
+        for name in named:
+            value = variables[name]
+            generator = getattr(value, "__self__", None)
+            if own:
+                self._visit(name, value, True)
+            elif is_random_generator(generator):
+                self._visit(f"{module.__name__}.{name}", generator, True)
+            elif isinstance(value, ModuleType) and name == "random":
+                self._visit(name, value, True)
+
+    def _class(self, kind: type, *, is_called: bool) -> None:
+        """Follow a class; what makes its objects only where code names the class."""
+        if self._classes.get(kind, -1) >= is_called:
+            return
+        self._classes[kind] = is_called
+        for base in kind.__mro__:
+            if is_users_module(base.__module__):
+                self._attributes(base.__name__, base, True)
+                for name, value in vars(base).items():
+                    makes = name in ("__init__", "__new__")
+                    is_implied = name.startswith("__") and (is_called or not makes)
+                    if name in self._names or is_implied:
+                        inner = [getattr(value, each, None) for each in _ACCESSORS]
+                        for function in (value, *inner):
+                            if isinstance(function, FunctionType):
+                                self._visit(base.__name__, function, True)
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether a value is an object whose attributes are followed and compared."""
+    is_users = is_users_module(type(value).__module__)
+    return isinstance(value, _NAMESPACES) or (is_users and not isinstance(value, tuple))
+
+
+def is_followed(value: Any) -> bool:
+    """Whether a change of a value is noticed: of its entries or its attributes."""
+    kinds = (*_CONTAINERS, np.ndarray, FunctionType, type, ModuleType)
+    return isinstance(value, kinds) or has_attributes(value)
+
+
+def _has_methods_of_library(kind: type) -> bool:
+    own = (object, tuple, *_CONTAINERS)
+    return any(
+        not (
+            issubclass(base, own[2:]) or base in own or is_users_module(base.__module__)
+        )
+        and any(isinstance(value, FunctionType) for value in vars(base).values())
+        for base in kind.__mro__
+    )
+
+
+# Where a property, a class method and a static method keep their functions.
+_ACCESSORS = ("fget", "fset", "__func__")

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A function that is called while another is traced becomes part of that program.
+
+Its declared layouts hold there: arguments and results are constrained to them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from tessera import scope
+from tessera.annotations import bind
+from tessera.compiler.trace.arguments import Call
+from tessera.compiler.trace.declared_layouts import (
+    Options,
+    declared_layouts,
+    is_number,
+    output_values,
+)
+from tessera.compiler.trace.write_back import Watch
+from tessera.mesh import Mesh
+
+
+def inline(
+    function: Callable[..., Any],
+    call: Call,
+    options: Options,
+    given: Sequence[Any],
+) -> Any:
+    """Call a function whose options declare a mesh or layouts, inside a trace.
+
+    Args:
+      function: The user's function.
+      call: Its arguments, taken apart.
+      options: What is declared beside the code.
+      given: The arguments themselves, whose dicts and lists it may assign into.
+
+    Raises:
+      ShardDivisibilityError: [T201] a declared layout does not divide an array.
+      LayoutMismatchError: [T205] arrays are laid out otherwise than declared.
+      MeshConflictError: [T308] (when the trace ends) its mesh is not the program's.
+      AnnotationError: [T315] arguments or result do not fit the annotations.
+      NoMeshError: [T106] (when the trace ends) it has layouts, and nobody a mesh.
+      WriteBackError: [T320] an argument was changed that cannot be given back.
+    """
+    here = scope.current()
+    assert here is not None, "inline is for calls inside a trace"
+    here.inner.append((options.name, options.mesh))
+    mesh = options.mesh or here.mesh
+    check = here.is_whole_batch  # one microbatch has other sizes
+    binding = bind(function, call.args, call.kwargs, name=options.name, check=check)
+    if mesh is None:  # if this trace finds one, the next trace has it
+        named = zip(call.keywords, given[call.positional :], strict=True)
+        result = function(*given[: call.positional], **dict(named))
+        binding.check_result(result)
+        return result
+    arrays = [leaf.value for leaf in call.leaves]
+    declared = declared_layouts(call, options, mesh, binding.dim_names)
+    laid_out = _constrained(arrays, declared, mesh)
+    args, kwargs = call.rebuilt(laid_out)
+    names = [argument.name for argument in call.arguments]
+    watch = Watch([*args, *kwargs.values()], names)
+    result = function(*args, **kwargs)
+    watch.give_back(given)
+    binding.check_result(result)
+    names = binding.result_dim_names(result)
+    leaves, tree = jax.tree.flatten(result)
+    places = [i for i, leaf in enumerate(leaves) if is_number(leaf)]
+    statics = {i: leaf for i, leaf in enumerate(leaves) if i not in places}
+    results = [leaves[i] for i in places]
+    avals = [jax.typeof(result) for result in results]
+    values = output_values(options, tree, statics, avals, mesh, names)
+    laid_out = _constrained(results, [value.spec for value in values], mesh)
+    for place, result in zip(places, laid_out, strict=True):
+        leaves[place] = result
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _constrained(
+    arrays: Sequence[Any], specs: Sequence[PartitionSpec | None], mesh: Mesh
+) -> list[Any]:
+    return [
+        array if spec is None else scope.constrain(array, mesh, spec, pads=True)
+        for array, spec in zip(arrays, specs, strict=True)
+    ]

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mesh of a call: what its arrays live on, or what the function brings along."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from jax.sharding import Mesh as JaxMesh
+
+from tessera import _jax
+from tessera.compiler.ir import Graph, Role
+from tessera.compiler.trace.arguments import ONE_DEVICE, Leaf
+from tessera.errors import MeshConflictError
+from tessera.mesh import AUTO_AXES, Mesh
+
+# What messages call its owner, and the mesh.
+Owned: TypeAlias = tuple[str, Mesh | None]
+
+
+def common_mesh(leaves: Sequence[Leaf], declared: Sequence[Owned]) -> Mesh | None:
+    """The mesh that a call runs on: a declared one, else the one its arrays live on.
+
+    Args:
+      leaves: The arrays.
+      declared: Meshes that functions declare, with what messages call them.
+
+    Raises:
+      MeshConflictError: [T308] there is more than one.
+    """
+    found: dict[Mesh, list[str]] = {}
+    for name, mesh in declared:
+        if mesh is not None:
+            found.setdefault(mesh, []).append(name)
+    for leaf in leaves:
+        if leaf.layout is not None:
+            found.setdefault(leaf.layout[0], []).append(leaf.name)
+    places = {mesh.device_ids for mesh in found if mesh.axes != (ONE_DEVICE,)}
+    found = {
+        mesh: names
+        for mesh, names in found.items()
+        if mesh.axes != (ONE_DEVICE,) or mesh.device_ids not in places
+    }
+    if len(found) > 1:
+        raise MeshConflictError(
+            "the inputs of one step live on different meshes",
+            got="\n".join(
+                f"{mesh.topology} of devices {mesh.device_ids}"
+                + (", Explicit axes" if mesh.explicit_axes else "")
+                + f": {', '.join(names)}"
+                for mesh, names in found.items()
+            ),
+            fix="put them on one mesh: jax.device_put(x, spec.named(x.shape, mesh))"
+            + (f"\n{AUTO_AXES}" if any(m.explicit_axes for m in found) else ""),
+        )
+    return next(iter(found), None)
+
+
+def meshes_met(graph: Graph, inner: Sequence[Owned]) -> list[Owned]:
+    """Meshes that a trace met, with what messages call them.
+
+    Args:
+      graph: The function, as it was traced: its captured arrays and manual regions.
+      inner: Meshes of the functions that it calls.
+    """
+    met = list(inner)
+    names = [value.name for value in graph.inputs if value.role is Role.CAPTURED]
+    for leaf in map(Leaf, names, graph.captured):
+        if leaf.layout is not None:
+            met.append((leaf.name, leaf.layout[0]))
+    regions = set() if graph.mesh or met else _meshes_of_regions(graph.program)
+    # Several grids of the same devices are the user's own; none of them is the step's.
+    if len(regions) == 1:
+        met.append(("a manual region", Mesh.of(regions.pop())))
+    return met
+
+
+def _meshes_of_regions(program: _jax.Program) -> set[JaxMesh]:
+    meshes: set[JaxMesh] = set()
+    for equation in _jax.equations(program):
+        sharding = equation.params.get("sharding")
+        for mesh in (equation.params.get("mesh"), getattr(sharding, "mesh", None)):
+            if isinstance(mesh, JaxMesh):
+                meshes.add(mesh)
+        for inner in _jax.inner_programs(equation):
+            meshes |= _meshes_of_regions(inner)
+    return meshes

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a step with pipelines: who has them, and the program of one microbatch.
+
+A pipeline cuts arguments that have a row for each example, and gives weights whole to
+the stages that read them. Which is which follows from where an argument comes from: it
+is a weight where it is made of parameters, captured arrays and what a gradient is taken
+by alone, and has rows where it grows with the batch. Where several arguments come from
+others, their numbers of rows are a guess, which the pipelined function has to prove
+when its stages are cut.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, NoReturn, TypeAlias
+
+import jax
+
+from tessera import _jax
+from tessera.compiler.captures import lift_captures
+from tessera.compiler.gradient_primitive import gradient_p
+from tessera.compiler.ir import Graph, Role, Value
+from tessera.compiler.pipelining.batch_dims import have_same_equations
+from tessera.compiler.pipelining.microbatches import fewer_microbatches_warning
+from tessera.compiler.pipelining.pipeline_primitive import (
+    Decision,
+    PipelineCall,
+    check_results,
+    pipeline_p,
+)
+from tessera.compiler.rewriting import contains, without_jits
+from tessera.compiler.trace.argument_roles import Uses, uses_of, views_of
+from tessera.errors import PipelineFormError, TesseraError
+from tessera.scope import Scope
+from tessera.spec import check_even
+
+Retrace: TypeAlias = Callable[[Sequence[Value], Scope], _jax.Program]
+
+
+def has_pipeline(program: _jax.Program) -> bool:
+    """Whether a step calls a pipelined function."""
+    return contains(program, lambda equation, _: equation.primitive is pipeline_p)
+
+
+def require_even_rows(graph: Graph) -> None:
+    """Raise [T201] where an input of a step with pipelines is stored padded."""
+    for value in graph.inputs:
+        if graph.mesh is not None and value.spec is not None:
+            what = f"{value.name!r} is stored padded, and a pipeline takes even blocks"
+            check_even(what, value.aval.shape, value.spec, graph.mesh)
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """What is known of the rows of a step's batch.
+
+    Attributes:
+      graph: The step, as it was traced.
+      may_be_batch: Whether an argument's array, by path, is not said to be another
+        thing.
+      retrace: Traces the step for other inputs.
+      scope: Gives a scope to do so in.
+    """
+
+    graph: Graph
+    may_be_batch: Callable[[str], bool]
+    retrace: Retrace
+    scope: Callable[[], Scope]
+
+    def decisions(self) -> dict[int, Decision]:
+        """Which arguments have rows, for the pipelined calls that do not know yet.
+
+        Raises:
+          UndecidedRoleError: [T324] nothing decides it.
+          PipelineFormError: [T312] they are not the rows of the step's arguments.
+        """
+        found = {
+            call.number: _Arguments(self, equation, place)
+            for place, equation, call in self._calls()
+            if None in call.by_row
+        }
+        if not found:
+            return {}
+        rows = {arguments.rows for arguments in found.values()}
+        factor = _factor(rows, self.graph.inputs)
+        read = set[Any]().union(*(each.read for each in found.values()))
+        whole = set[Any]().union(*(each.closed_over for each in found.values()))
+        atoms = [atom for each in found.values() for atom in each.candidate_atoms]
+        grown = {
+            variable: factor * value.aval.shape[0]
+            for variable, value in self._with_rows(rows, read, atoms)
+            if variable in read or variable not in whole
+        }
+        here = self.scope()
+        try:
+            self.retrace(self._resized(grown), here)
+        except Exception as error:
+            # What comes after the last call does not matter.
+            if len(here.pipelined) <= max(found):
+                problem = f"{factor} times as many rows: {_first_line(error)}"
+                raise found[max(found)].call.undecided(problem) from error
+        return {
+            number: arguments.decision(here.pipelined[number], factor)
+            for number, arguments in found.items()
+        }
+
+    def microbatch(self) -> _jax.Program | None:
+        """The program of one microbatch; None for a step that has no pipeline to run.
+
+        Raises:
+          PipelineFormError: [T312] the step cannot be traced for one.
+
+        Warns:
+          TesseraWarning: There are fewer microbatches than stages, or a stage mixes
+            the rows of its microbatch.
+        """
+        calls = list(self._calls())
+        if not calls:
+            return None
+        for _, _, call in calls:
+            fewer_microbatches_warning(call.schedule)
+            call.warn()
+        first = min((call for *_, call in calls), key=lambda call: call.parts)
+        atoms, rows, whole = list[_jax.Atom](), set[Any](), set[Any]()
+        for place, equation, call in calls:
+            count = call.stages.num_inputs
+            atoms += equation.invars[:count]
+            rows |= self.sources(equation.invars[:count], place)
+            whole |= self.sources(equation.invars[count:], place)
+        known = [
+            variable
+            for variable, _ in self._with_rows({c.rows for *_, c in calls}, rows, atoms)
+            if variable in rows or variable not in whole
+        ]
+        program = self._of_rows(known, first, Fraction(1, first.parts))
+        if first.rows == first.parts > 1 and not self._has_equations_of(program):
+            # JAX does some things otherwise where there is one row: two are copies.
+            size = Fraction(2 if first.rows != 2 else 3, first.rows)
+            program = self._of_rows(known, first, size)
+        return program
+
+    def _has_equations_of(self, program: _jax.Program) -> bool:
+        """Whether another program does the same up to the last loss."""
+        first, second = map(_jax.equations, (self.program, without_jits(program)))
+        ends = [i for i, e in enumerate(first) if e.primitive is gradient_p]
+        last = ends[-1] + 1 if ends else 0
+        return have_same_equations(first[:last], second[:last])
+
+    def _of_rows(
+        self, known: Sequence[Any], first: PipelineCall, size: Fraction
+    ) -> _jax.Program:
+        """The program of another number of rows.
+
+        Args:
+          known: The inputs that have rows.
+          first: What errors speak of.
+          size: How many times the rows of the batch.
+        """
+        rows = {v: int(self.values[v].aval.shape[0] * size) for v in known}
+        here = self.scope()
+        try:
+            program = self.retrace(self._resized(rows), here)
+        except TesseraError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise _no_rows_of_a_batch(first, size, _first_line(error)) from error
+        for _, _, call in self._calls():
+            types = zip(call.by_row, here.pipelined[call.number], strict=True)
+            for found in {aval.shape[0] for has_rows, aval in types if has_rows}:
+                if found != call.rows * size:
+                    problem = f"{found} rows in {call.rows}"
+                    raise _no_rows_of_a_batch(first, size, problem)
+        return lift_captures(program)[0]
+
+    # --- the inputs of the step
+
+    @cached_property
+    def program(self) -> _jax.Program:
+        """The step's program, without calls of jitted functions."""
+        return without_jits(self.graph.program)
+
+    @cached_property
+    def values(self) -> dict[Any, Value]:
+        """What the graph says of each input."""
+        inputs = _jax.inputs(self.program)
+        return dict(zip(inputs, self.graph.inputs, strict=True))
+
+    @cached_property
+    def uses(self) -> Uses:
+        """What gradients are taken by, and of."""
+        return uses_of(self.program)
+
+    @cached_property
+    def free(self) -> frozenset[Any]:
+        """Inputs that may have rows: arguments that no gradient is taken by."""
+        return frozenset(
+            variable
+            for variable, value in self.values.items()
+            if value.role is Role.ARGUMENT
+            and value.aval.shape
+            and variable not in self.uses.differentiated
+            and self.may_be_batch(value.name)
+        )
+
+    def sources(self, atoms: Sequence[_jax.Atom], place: int) -> set[Any]:
+        """The inputs that some values come from."""
+        found = set[Any]()
+        for atom in atoms:
+            found |= _jax.sources(self.program, atom, before=place)
+        return found & self.values.keys()
+
+    def _calls(self) -> Iterator[tuple[int, _jax.Equation, PipelineCall]]:
+        """The pipelined calls of the step's own level."""
+        for place, equation in enumerate(_jax.equations(self.program)):
+            if equation.primitive is pipeline_p:
+                yield place, equation, equation.params["call"]
+
+    def _with_rows(
+        self, rows: set[int], read: set[Any], atoms: Sequence[_jax.Atom]
+    ) -> Iterator[tuple[Any, Value]]:
+        """Inputs that may have some number of rows, and their values.
+
+        That is a guess: what follows from it is proven where it is used.
+
+        Args:
+          rows: The numbers.
+          read: Inputs that arguments with rows come from.
+          atoms: These arguments.
+        """
+        free = self.free | views_of(self.program, atoms)
+        weights = [
+            value
+            for variable, value in self.values.items()
+            if value.role is Role.PARAMETER or variable in self.uses.differentiated
+        ]
+        for variable in self.values:
+            value = self.values[variable]
+            if variable not in free or not rows.issuperset(value.aval.shape[:1]):
+                continue
+            is_read = variable in self.uses.read or variable in read
+            if is_read or not _is_like(value, weights):
+                yield variable, value
+
+    def _resized(self, rows: Mapping[Any, int]) -> list[Value]:
+        """The step's inputs with other numbers of rows."""
+        found: list[Value] = []
+        for variable, value in self.values.items():
+            if value.role is Role.CAPTURED:
+                continue
+            # Layouts are left out: other numbers of rows need not divide.
+            if variable in rows:
+                shape = (rows[variable], *value.aval.shape[1:])
+                aval = jax.ShapeDtypeStruct(shape, value.aval.dtype)
+                value = replace(value, aval=aval, spec=None)
+            found.append(value)
+        return found
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of one pipelined call that does not know which of them have rows.
+
+    Attributes:
+      batch: The step.
+      equation: The call.
+      place: Its place in the step's program.
+    """
+
+    batch: BatchRows
+    equation: _jax.Equation
+    place: int
+
+    @property
+    def call(self) -> PipelineCall:
+        """What is known of it."""
+        return self.equation.params["call"]
+
+    @cached_property
+    def origins(self) -> list[set[Any]]:
+        """The inputs of the step that each argument comes from."""
+        atoms = self.equation.invars[: len(self.call.paths)]
+        return [self.batch.sources([atom], self.place) for atom in atoms]
+
+    @cached_property
+    def candidates(self) -> list[int]:
+        """Arguments that may have rows, by what they come from."""
+        known = self.call.by_row
+        unknown = [number for number, row in enumerate(known) if row is None]
+        found = [n for n in unknown if not self.batch.free.isdisjoint(self.origins[n])]
+        return found or (unknown if len(unknown) == 1 else [])
+
+    @property
+    def candidate_atoms(self) -> list[_jax.Atom]:
+        """The same, as variables of the step."""
+        return [self.equation.invars[number] for number in self.candidates]
+
+    @property
+    def read(self) -> set[Any]:
+        """Inputs of the step that these come from."""
+        return set[Any]().union(*(self.origins[number] for number in self.candidates))
+
+    @property
+    def closed_over(self) -> set[Any]:
+        """Inputs of the step that the function reads, other than by its arguments."""
+        atoms = self.equation.invars[len(self.call.paths) :]
+        return self.batch.sources(atoms, self.place)
+
+    @property
+    def rows(self) -> int:
+        """How many rows the batch has: those of the call's results."""
+        if not self.candidates:
+            raise self.call.undecided(
+                "all of them are made of parameters, captured arrays and what a "
+                "gradient is taken by"
+            )
+        check_results(self.call.results, None)
+        return self.call.results[0].shape[0]
+
+    def decision(self, grown: Sequence[Any], factor: int) -> Decision:
+        """Which have rows, from their types in a step of more rows."""
+        by_row = [bool(known) for known in self.call.by_row]
+        for number, known in enumerate(self.call.by_row):
+            if known is not None:
+                continue
+            shape, larger = (
+                aval.shape
+                for aval in (self.equation.invars[number].aval, grown[number])
+            )
+            by_row[number] = larger == (factor * shape[0], *shape[1:])
+            if larger != shape and not by_row[number]:
+                raise self.call.undecided(
+                    f"{self.call.paths[number]!r} of shape {shape} is {larger} where "
+                    f"the batch has {factor} times as many rows"
+                )
+        if not any(by_row):
+            self._refuse_rows(self.candidates[0])
+        return Decision(tuple(by_row), is_guess=len(self.candidates) > 1)
+
+    def _refuse_rows(self, number: int) -> NoReturn:
+        path, shape = self.call.paths[number], self.equation.invars[number].aval.shape
+        raise PipelineFormError(
+            "the rows of a pipeline are not those of the step's arguments",
+            got=f"{self.call.name!r} returns {self.rows} rows, and {path!r} of shape "
+            f"{shape} has them from no argument of the step",
+            fix=_ROWS_OF_THE_STEP,
+        )
+
+
+_ROWS_OF_THE_STEP = (
+    "give the pipeline the rows of the step's arguments, as many and in the same order"
+)
+
+
+def _factor(rows: set[int], inputs: Sequence[Value]) -> int:
+    """By what to multiply numbers of rows, so that no other dim is as large."""
+    sizes = {size for value in inputs for size in value.aval.shape}
+    factor = 2
+    while sizes.intersection(factor * number for number in rows):
+        factor += 1
+    return factor
+
+
+def _is_like(value: Value, weights: Sequence[Value]) -> bool:
+    """Whether an array that no loss reads is one that an update keeps for a weight."""
+    return any(
+        value.aval.shape == weight.aval.shape or f"/{weight.name}/" in f"/{value.name}/"
+        for weight in weights
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _no_rows_of_a_batch(
+    call: PipelineCall, size: Fraction, problem: str
+) -> PipelineFormError:
+    number = f"{int(call.rows * size)} of {call.rows} rows"
+    return PipelineFormError(
+        "a step with a pipeline cannot be traced for another number of rows",
+        got=f"{number} in each argument that may be a batch: {problem}",
+        fix=_ROWS_OF_THE_STEP + "\n"
+        "or say which arguments are batches: graph.training_step(batch=...)",
+    )

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strategies of ``ts.distribute``: layouts by what an argument is, not by its shape.
+
+A strategy gives every array of the parameters, the gradients, the optimizer's state and
+the batch a layout: the one that it comes with, and over the strategy's axes what the
+strategy says. Which is which the user says, or the function shows when it is traced.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Final, Self
+
+import jax
+from jax.sharding import PartitionSpec
+
+from tessera.analysis.memory import format_bytes
+from tessera.compiler.ir import Graph
+from tessera.compiler.pipelining.pipeline_primitive import argument_rows
+from tessera.compiler.trace.argument_roles import replaced
+from tessera.compiler.trace.arguments import Argument, Call, Leaf, is_in
+from tessera.compiler.trace.carried_state import (
+    Part,
+    is_array,
+    layouts_of_results,
+    results_in_parts,
+)
+from tessera.compiler.trace.strategy_roles import (
+    BATCH,
+    GRADIENTS,
+    PARAMS,
+    find_roles,
+    is_like,
+)
+from tessera.compiler.zero_layouts import SPLIT_FROM, split_further
+from tessera.errors import (
+    StrategyError,
+    TesseraWarning,
+    UnknownAxisError,
+    did_you_mean,
+)
+from tessera.mesh import Mesh
+from tessera.shard import ShardSpec
+from tessera.spec import axes_of_dims, spec_of_axes
+
+# Of arrays of fewer bytes nobody asks where they lie.
+_LARGE: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A strategy, for one function.
+
+    Attributes:
+      name: As in ``ts.distribute``.
+      stage: From which of ``SPLIT_FROM`` on arrays are split: 0 splits none of them.
+      axes: The mesh axes that it splits over; the batch over all of them, other arrays
+        over the last.
+      said: What arguments are, or parts of them by path.
+      found: What the function shows of other arrays, by path.
+      results: What the results are, a role or None for each; None finds out.
+    """
+
+    name: str
+    stage: int
+    axes: tuple[str, ...]
+    said: Mapping[str, str] = field(default_factory=dict)
+    found: Mapping[str, str] = field(default_factory=dict)
+    results: tuple[str | None, ...] | None = None
+
+    def role(self, path: str) -> str | None:
+        """What an array of the arguments is, as far as that is known."""
+        names = [name for name in self.said if is_in(path, (name,))]
+        return self.said[max(names, key=len)] if names else self.found.get(path)
+
+    def informed(self, graph: Graph, call: Call) -> Self:
+        """The strategy, with the roles that the traced function shows.
+
+        Raises:
+          StrategyError: [T313] a role is said of what the arguments do not have.
+          UndecidedRoleError: [T324] nothing decides what an array is.
+        """
+        paths = [leaf.name for leaf in call.leaves]
+        for name in self.said:
+            if not any(is_in(path, (name,)) for path in paths):
+                raise StrategyError(
+                    f"{graph.name!r} is given no array {name!r}",
+                    got=f"{self.said[name]}={name!r}",
+                    fix=did_you_mean(name, paths),
+                )
+        said = {p: role for p in paths if (role := replace(self, found={}).role(p))}
+        return replace(self, found=find_roles(self.name, self.stage, said, graph))
+
+    def default_mesh(self) -> Mesh:
+        """Every device there is, along the axis of the strategy."""
+        return Mesh(self.axes[-1:])
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """See that a mesh has the axes.
+
+        Raises:
+          UnknownAxisError: [T103] it lacks one.
+        """
+        for axis in self.axes:
+            if axis not in mesh.axes:
+                raise UnknownAxisError(
+                    f"strategy {self.name!r} is for an axis {axis!r}, which the mesh "
+                    "lacks",
+                    got=mesh.topology,
+                    fix=f"name one of the mesh's: mesh_axes=[{mesh.axes[0]!r}]\n"
+                    + did_you_mean(axis, mesh.axes),
+                )
+
+    def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
+        """The layout of one array of an argument."""
+        own = leaf.layout[1] if leaf.layout else PartitionSpec()
+        role, shape = self.role(leaf.name), tuple(leaf.aval.shape)
+        if role is None:
+            return own
+        spec = self._without_axes(own, len(shape))
+        if role == BATCH:
+            if not shape:
+                return spec
+            return ShardSpec((0,), (self.axes,)).resolve(
+                shape, mesh, what=repr(leaf.name)
+            )
+        return self._split(role, spec, shape, mesh)
+
+    def gradient_layout(
+        self, argument: Argument, leaf: Leaf, mesh: Mesh
+    ) -> PartitionSpec | None:
+        """Where the gradient by an array lies, if it is a parameter."""
+        if self.role(leaf.name) != PARAMS:
+            return None
+        own = leaf.layout[1] if leaf.layout else PartitionSpec()
+        shape = tuple(leaf.aval.shape)
+        return self._split(GRADIENTS, self._without_axes(own, len(shape)), shape, mesh)
+
+    def _split(
+        self, role: str, spec: PartitionSpec, shape: Sequence[int], mesh: Mesh
+    ) -> PartitionSpec:
+        if self.stage < SPLIT_FROM[role]:
+            return spec
+        return split_further(spec, shape, mesh, self.axes[-1])
+
+    def warn(self, call: Call, mesh: Mesh) -> None:
+        """Warn where a large array stays whole that was to be split.
+
+        Warns:
+          TesseraWarning: The axis divides none of its dims.
+        """
+        axis, size = self.axes[-1], mesh.shape[self.axes[-1]]
+        for argument in call.arguments:
+            for leaf in argument.leaves if size > 1 else ():
+                role, shape = self.role(leaf.name), tuple(leaf.aval.shape)
+                if role not in SPLIT_FROM or self.stage < SPLIT_FROM[role]:
+                    continue
+                layout = self.layout(argument, leaf, mesh)
+                is_split = any(axis in names for names in axes_of_dims(layout, 0))
+                count = prod(shape) * leaf.aval.dtype.itemsize
+                if not is_split and count >= _LARGE:
+                    warnings.warn(
+                        f"strategy {self.name!r} leaves {leaf.name!r} of shape {shape} "
+                        f"whole on each device, {format_bytes(count)}: {size} devices "
+                        f"along {axis!r} divide none of its dims",
+                        TesseraWarning,
+                        stacklevel=2,
+                    )
+
+    def _without_axes(self, spec: PartitionSpec, rank: int) -> PartitionSpec:
+        """What others split, so that a result is laid out like what it replaces."""
+        return spec_of_axes(
+            tuple(axis for axis in axes if axis not in self.axes)
+            for axes in axes_of_dims(spec, rank)
+        )
+
+    def with_results(self, graph: Graph, result: Any, call: Call) -> Graph:
+        """A graph with the layouts of its results, None for what is like no argument.
+
+        Args:
+          graph: The function, as it was traced.
+          result: The tree of its result: arrays as their types.
+          call: The arguments.
+
+        Raises:
+          StrategyError: [T313] ``results`` is not of as many as there are.
+          UndecidedRoleError: [T324] nothing decides what a result replaces.
+        """
+        assert graph.mesh is not None, "a strategy has a mesh"
+        layouts = {
+            leaf.name: self.layout(argument, leaf, graph.mesh)
+            for argument in call.arguments
+            for leaf in argument.leaves
+        }
+        arguments = [
+            Part.of(
+                argument.rebuilt([leaf.aval for leaf in argument.leaves]),
+                [leaf.name for leaf in argument.leaves],
+            )
+            for argument in call.arguments
+            if any(
+                self.role(leaf.name) not in (None, BATCH) for leaf in argument.leaves
+            )
+        ]
+        count = sum(map(is_array, jax.tree.leaves(result)))
+        names = [value.name for value in graph.outputs[:count]]
+        whole = Part.of(result, names)
+        if self.results is None:
+            parts = results_in_parts(whole, arguments)
+            of = [{graph.inputs[i].name for i in f} for f in replaced(graph.program)]
+            new = dict(zip(names, of[:count], strict=True))
+            found = layouts_of_results(parts, arguments, layouts, new)
+        else:
+            parts = list(whole.children()) or [whole]
+            found = self._said_layouts(parts, arguments, layouts)
+        pairs = zip(parts, found, strict=True)
+        known = [
+            layout
+            for part, laid_out in pairs
+            for key, layout in zip(part.keys, laid_out, strict=True)
+            if key is not None
+        ]
+        returned = zip(graph.outputs[:count], known, strict=True)
+        specs = [replace(value, spec=spec) for value, spec in returned]
+        return graph.with_outputs([*specs, *graph.outputs[count:]])
+
+    def _said_layouts(
+        self,
+        parts: Sequence[Part],
+        arguments: Sequence[Part],
+        layouts: Mapping[str, PartitionSpec],
+    ) -> list[tuple[PartitionSpec | None, ...]]:
+        """Layouts of results whose roles are said."""
+        assert self.results is not None, "they are said"
+        if len(self.results) != len(parts):
+            raise StrategyError(
+                f"strategy {self.name!r} is told of {len(self.results)} results",
+                got=f"results={self.results!r}, and the function returns {len(parts)}",
+                fix="give a role, or None, for each of them",
+            )
+        found: list[tuple[PartitionSpec | None, ...]] = []
+        for role, result in zip(self.results, parts, strict=True):
+            alike = [
+                part
+                for argument in arguments
+                for part in argument.parts()
+                if part.form == result.form
+                and all(key is None or self.role(key) == role for key in part.keys)
+            ]
+            if role is not None and not alike:
+                raise StrategyError(
+                    f"a result is said to be {role!r}, and is like no argument that is",
+                    got=f"results={self.results!r}",
+                    fix="say None of it, or say which argument it is like",
+                )
+            keys = alike[0].keys if role is not None else (None,) * len(result.keys)
+            found.append(tuple(None if k is None else layouts[k] for k in keys))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineParallel(Strategy):
+    """Weights are stored in parts over the pipeline's axis, and data is not.
+
+    What has rows is known once the pipelined call knows it.
+    """
+
+    def informed(self, graph: Graph, call: Call) -> Self:
+        """The strategy, with the roles that the pipelined call found."""
+        rows = argument_rows(graph.program)
+        found = {path: BATCH if row else PARAMS for path, row in rows.items()}
+        return replace(self, found=found)
+
+    def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
+        """The layout of one array of an argument."""
+        if self.role(leaf.name) == BATCH:
+            return leaf.layout[1] if leaf.layout else PartitionSpec()
+        return super().layout(argument, leaf, mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallel(Strategy):
+    """Experts are split along their leading dim, which counts them.
+
+    Everything else is whole, and the batch is split.
+
+    Attributes:
+      experts: Arguments that are experts, or parts of them by path.
+      of_experts: Paths of these arrays, and of what is like them by path and shape,
+        such as an optimizer's moments.
+    """
+
+    experts: tuple[str, ...] = ()
+    of_experts: frozenset[str] = frozenset()
+
+    def informed(self, graph: Graph, call: Call) -> Self:
+        """The strategy, with the roles that the traced function shows.
+
+        Raises:
+          StrategyError: [T313] there are no such experts among the arguments.
+        """
+        shapes = {leaf.name: tuple(leaf.aval.shape) for leaf in call.leaves}
+        for name in self.experts:
+            if not any(is_in(path, (name,)) for path in shapes):
+                raise StrategyError(
+                    f"strategy {self.name!r} finds no experts {name!r}",
+                    got=f"arrays {', '.join(shapes)}",
+                    fix=did_you_mean(name, shapes),
+                )
+        experts = {path for path in shapes if is_in(path, self.experts)}
+        alike = {
+            path
+            for path in shapes
+            if any(is_like(path, shapes[path], e, shapes[e]) for e in experts)
+        }
+        found = super().informed(graph, call)
+        return replace(found, of_experts=frozenset(experts | alike))
+
+    def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
+        """The layout of one array of an argument."""
+        return self._by_expert(super().layout(argument, leaf, mesh), leaf, mesh)
+
+    def gradient_layout(
+        self, argument: Argument, leaf: Leaf, mesh: Mesh
+    ) -> PartitionSpec | None:
+        """Where the gradient by an array lies, if it is a parameter."""
+        spec = super().gradient_layout(argument, leaf, mesh)
+        return spec if spec is None else self._by_expert(spec, leaf, mesh)
+
+    def _by_expert(self, spec: PartitionSpec, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
+        shape = tuple(leaf.aval.shape)
+        if not shape or leaf.name not in self.of_experts:
+            return spec
+        first, *rest = axes_of_dims(spec, len(shape))
+        leading = (*first, *self.axes)
+        ShardSpec((0,), (leading,)).resolve(shape, mesh, what=repr(leaf.name))
+        return spec_of_axes([leading, *rest])

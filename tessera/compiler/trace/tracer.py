@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 1: a callable and one call's arguments become a ``Graph``.
+
+``jax.make_jaxpr`` traces the function. Arrays that it closes over, the tensors that it
+captures and the parameters that its operations declare become inputs beside the
+arguments, each with its name and layout; nothing is baked in as a constant.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from tessera import _jax, scope
+from tessera.annotations import Binding, bind
+from tessera.compiler.gradient_primitive import gradient_p
+from tessera.compiler.ir import Graph, Value
+from tessera.compiler.pipelining.pipeline_primitive import Decision, argument_rows
+from tessera.compiler.trace.argument_roles import uses_of
+from tessera.compiler.trace.arguments import Call, Leaf, is_in
+from tessera.compiler.trace.control_flow.autograph import Outside, with_control_flow
+from tessera.compiler.trace.control_flow.printing import require_known
+from tessera.compiler.trace.declared_layouts import (
+    Options,
+    argument_values,
+    is_number,
+    output_values,
+    parameter_value,
+)
+from tessera.compiler.trace.mesh_inference import common_mesh, meshes_met
+from tessera.compiler.trace.microbatch_trace import (
+    BatchRows,
+    has_pipeline,
+    require_even_rows,
+)
+from tessera.compiler.trace.strategy_roles import BATCH
+from tessera.compiler.trace.torch_transpose import let_transpose_swap
+from tessera.compiler.trace.write_back import Watch, Write, write_values
+from tessera.errors import (
+    NoMeshError,
+    ParameterNameError,
+    UnconnectedGradientError,
+)
+from tessera.mesh import Mesh, manual_axes, opened_or_none
+from tessera.objects import check_references
+from tessera.shard import DistTensor
+
+# Two are usual: one that finds the parameters and one that has them.
+_MOST_TRIALS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A traced call: the graph and what is needed to call it and read its result.
+
+    Attributes:
+      graph: The program with its inputs: arguments, then parameters, then arrays.
+      parameters: The step's parameters, one for each parameter input, by name.
+      donated: Arguments whose memory the outputs may take over.
+      out_tree: Tree of the function's result.
+      out_statics: Leaves of the result that are no arrays, by position.
+      writes: What is given back to the caller's arguments, after the result.
+    """
+
+    graph: Graph
+    parameters: dict[str, DistTensor]
+    donated: frozenset[str]
+    out_tree: Any
+    out_statics: dict[int, Any]
+    writes: tuple[Write, ...] = ()
+
+    @property
+    def returns_list(self) -> bool:
+        """Whether the program returns a list of arrays, and not the result's tree."""
+        return bool(self.out_statics or self.writes)
+
+    def unflatten(self, arrays: Sequence[Any]) -> Any:
+        """The function's result from the program's outputs."""
+        rest, statics = iter(arrays), self.out_statics
+        count = self.out_tree.num_leaves
+        leaves = [statics[i] if i in statics else next(rest) for i in range(count)]
+        return jax.tree.unflatten(self.out_tree, leaves)
+
+    def written(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The program's outputs for ``writes``."""
+        return arrays[self.out_tree.num_leaves - len(self.out_statics) :]
+
+
+def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
+    """Trace one call of a function, and check it against its annotations.
+
+    Args:
+      function: The user's function.
+      call: Its arguments, taken apart.
+      options: What is declared beside the code.
+
+    Raises:
+      ShardDivisibilityError: [T201] a declared layout does not divide an array.
+      SpecFormError: [T204] a layout is declared for an argument that does not exist.
+      ParameterNameError: [T305] the function declares other parameters every time.
+      MeshConflictError: [T308] the inputs live on different meshes.
+      AnnotationError: [T315] arguments or result do not fit the annotations.
+      BranchError: [T318] the sides of a branch leave values of different types.
+      ControlFlowError: [T319] Python has to decide on what is traced.
+      WriteBackError: [T320] an argument was changed that cannot be given back.
+    """
+    _jax.hide_machinery()
+    let_transpose_swap()
+    statics = [value.value for each in call.arguments for _, value in each.statics]
+    outside = Outside(function, statics)
+    return with_control_flow(
+        lambda: _trace(function, call, options, outside), function, outside
+    )
+
+
+def _trace(
+    function: Callable[..., Any], call: Call, options: Options, outside: Outside
+) -> Trace:
+    tracing = _Tracing(function, call, options, outside)
+    before: Mapping[str, DistTensor] = {}
+    for _ in range(_MOST_TRIALS):
+        before = tracing.parameters
+        if (found := tracing.next_trial()) is not None:
+            return found
+    raise ParameterNameError(
+        f"the parameters of {options.name!r} are others every time that it is traced",
+        got=f"{_listed(tracing.parameters)}, before {_listed(before)}",
+        fix="name them after what they are: a step is traced more than once",
+    )
+
+
+class _Tracing:
+    """The traces of one call, each of which knows what those before it found out."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        call: Call,
+        options: Options,
+        outside: Outside,
+    ) -> None:
+        self.function, self.call, self.options = function, call, options
+        self.outside = outside
+        self.parameters: dict[str, DistTensor] = {}
+        self.unreached: dict[int, frozenset[str]] = {}
+        self.batch_arguments: dict[int, Decision] = {}
+        self.weights: dict[str, bool] | None = None
+        self.binding = bind(function, call.args, call.kwargs, name=options.name)
+        # What is open around a manual region is no mesh for the blocks inside it.
+        opened = None if manual_axes() else opened_or_none()
+        self.owners: list[tuple[str, Mesh | None]] = [
+            ("the step", options.mesh or opened)
+        ]
+        if options.strategy is not None and self._common_mesh() is None:
+            self.owners.append(("the strategy", options.strategy.default_mesh()))
+
+    def next_trial(self) -> Trace | None:
+        """The traced call; None where another trace has to know what this one found."""
+        options, mesh = self._options(), self._common_mesh()
+        if options.strategy is not None and mesh is not None:
+            options.strategy.check_mesh(mesh)
+        inputs = (
+            *argument_values(self.call, options, mesh, self.binding.dim_names),
+            *(parameter_value(name, p, mesh) for name, p in self.parameters.items()),
+        )
+        here = self._scope(mesh)
+        trial = self._run(inputs, here)
+        is_new = self._learned_weights(trial.program, inputs)
+        if is_new or _inputs_of(here.declared) != _inputs_of(self.parameters):
+            self.parameters = here.declared  # the next trace has inputs for them
+            return None
+        graph = _graph(trial, inputs, mesh, options, self.binding)
+        met = meshes_met(graph, here.inner)
+        if self._common_mesh(met) != mesh:
+            self.owners += met  # the next trace is on the mesh that this one met
+            return None
+        if mesh is None:
+            _refuse_layouts(trial, options)
+        if missed := _unreached(graph.program):
+            self.unreached |= missed  # the next trace leaves these gradients out
+            return None
+        if self._learned_roles(graph):
+            return None
+        if has_pipeline(graph.program):
+            require_even_rows(graph)
+            rows = self._rows(graph)
+            if found := rows.decisions():
+                self.batch_arguments |= found  # the next trace cuts these arguments
+                return None
+            graph = replace(graph, microbatch=rows.microbatch())
+        if options.strategy is not None and mesh is not None:
+            options.strategy.warn(self.call, mesh)
+            if options.out_specs is None:
+                result = trial.result(value.aval for value in graph.outputs)
+                graph = options.strategy.with_results(graph, result, self.call)
+        return Trace(
+            graph=graph,
+            parameters=here.declared,
+            donated=options.donate,
+            out_tree=trial.out_tree,
+            out_statics=trial.out_statics,
+            writes=tuple(trial.writes),
+        )
+
+    def _options(self) -> Options:
+        """What is declared; no batch is split before it is known to be one."""
+        is_known = self.weights is not None or not self._asks_for_weights
+        return self.options if is_known else replace(self.options, split_batch=False)
+
+    @property
+    def _asks_for_weights(self) -> bool:
+        """Whether all arguments are batches but those that gradients are taken by."""
+        return self.options.split_batch and self.options.batch is None
+
+    def _learned_weights(self, program: _jax.Program, inputs: Sequence[Value]) -> bool:
+        """Whether a trace shows for the first time what gradients are taken by."""
+        if not self._asks_for_weights:
+            return False
+        before, by = self.weights, uses_of(program).differentiated
+        pairs = zip(inputs, _jax.inputs(program), strict=True)
+        self.weights = {value.name: False for value, x in pairs if x in by}
+        self.options = replace(self.options, found=self.weights)
+        return self.weights != before
+
+    def _learned_roles(self, graph: Graph) -> bool:
+        """Whether a trace shows for the first time what some arguments are."""
+        before, strategy = self.options, self.options.strategy
+        if strategy is not None:
+            self.options = replace(before, strategy=strategy.informed(graph, self.call))
+        elif before.split_batch and not before.batch and not self._asks_for_weights:
+            self.options = replace(before, found=argument_rows(graph.program))
+        return self.options != before
+
+    def _common_mesh(self, met: Sequence[tuple[str, Mesh | None]] = ()) -> Mesh | None:
+        held = self.parameters
+        leaves = (*self.call.leaves, *map(Leaf, held, held.values()))
+        return common_mesh(leaves, [*self.owners, *met])
+
+    def _scope(self, mesh: Mesh | None, *, is_whole_batch: bool = True) -> scope.Scope:
+        return scope.Scope(
+            mesh=mesh,
+            unreached=self.unreached,
+            plan=scope.current_plan(),
+            is_whole_batch=is_whole_batch,
+            batch_arguments=self.batch_arguments,
+        )
+
+    def _run(self, values: Sequence[Value], here: scope.Scope) -> "_Trial":
+        self.outside.put_back()  # what an earlier trace changed
+        donated = self.options.donate
+        return _run(self.function, self.call, values, here, donated=donated)
+
+    def _rows(self, graph: Graph) -> BatchRows:
+        def retrace(values: Sequence[Value], here: scope.Scope) -> _jax.Program:
+            return self._run(values, here).program
+
+        def opened() -> scope.Scope:
+            return self._scope(graph.mesh, is_whole_batch=False)
+
+        return BatchRows(graph, self._may_be_batch, retrace, opened)
+
+    def _may_be_batch(self, path: str) -> bool:
+        """Whether an array is not said to be anything else, nor found to be."""
+        options = self.options
+        if options.strategy is not None:
+            return options.strategy.role(path) in (None, BATCH)
+        return not options.batch or is_in(path, options.batch)
+
+
+def _listed(parameters: Mapping[str, DistTensor]) -> str:
+    return ", ".join(map(repr, parameters)) or "none"
+
+
+@dataclass
+class _Trial:
+    """One run of the function under the tracer."""
+
+    scope: scope.Scope
+    program: _jax.Program
+    out_tree: Any
+    out_statics: dict[int, Any]
+    writes: list[Write]
+
+    def result(self, arrays: Iterable[Any]) -> Any:
+        """The function's result with something else in the place of its arrays."""
+        rest, statics = iter(arrays), self.out_statics
+        count = self.out_tree.num_leaves
+        leaves = [statics[i] if i in statics else next(rest) for i in range(count)]
+        return jax.tree.unflatten(self.out_tree, leaves)
+
+
+def _run(
+    function: Callable[..., Any],
+    call: Call,
+    values: Sequence[Value],
+    here: scope.Scope,
+    *,
+    donated: frozenset[str] = frozenset(),
+) -> _Trial:
+    mesh = here.mesh
+    trial = _Trial(here, None, None, {}, [])
+    names = [argument.name for argument in call.arguments]
+
+    def flat(*arrays: Any) -> list[Any]:
+        for array, value in zip(arrays, values, strict=True):
+            if value.spec is not None and mesh is not None:
+                scope.record_layout(array, mesh, value.spec)
+            if value.gradient is not None and mesh is not None:
+                scope.record_gradient_layout(array, mesh, value.gradient)
+        count = len(call.leaves)
+        here.values = {
+            value.name: array
+            for value, array in zip(values[count:], arrays[count:], strict=True)
+        }
+        args, kwargs = call.rebuilt(arrays[:count])
+        watch = Watch([*args, *kwargs.values()], names, donated)
+        with scope.carried_autocast():
+            result = scope.as_called(function)(*args, **kwargs)
+        leaves, trial.out_tree = jax.tree.flatten(result)
+        check_references(leaves, ())
+        trial.out_statics = {
+            i: leaf for i, leaf in enumerate(leaves) if not is_number(leaf)
+        }
+        trial.writes, written = watch.changes()
+        statics = [value for each in trial.writes for value in each.statics.values()]
+        require_known([*trial.out_statics.values(), *statics])
+        returned = [leaf for leaf in leaves if is_number(leaf)]
+        return [jnp.asarray(leaf) for leaf in (*returned, *written)]
+
+    _describe(flat, function, [value.name for value in values])
+    with scope.opened(here), _jax.isolated_trace():
+        trial.program = jax.make_jaxpr(flat)(*(_struct(v, mesh) for v in values))
+    check_references((), _jax.constants(trial.program))
+    return trial
+
+
+def _struct(value: Value, mesh: Mesh | None) -> Any:
+    """What an input is traced as: over Explicit axes its type has its layout."""
+    struct = _jax.struct(value.aval)
+    if mesh is None or value.spec is None or not mesh.explicit_axes:
+        return struct
+    return struct.update(sharding=NamedSharding(mesh.compile_mesh, value.spec))
+
+
+def _describe(flat: Any, function: Callable[..., Any], names: list[str]) -> None:
+    """Let JAX's errors speak of the user's function and arguments."""
+    parameters: dict[str, inspect.Parameter] = {}
+    for name in names:
+        legal = re.sub(r"\W", "_", name)
+        while legal in parameters:
+            legal += "_"
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        parameters[legal] = inspect.Parameter(legal, kind)
+    flat.__wrapped__ = function
+    flat.__signature__ = inspect.Signature(list(parameters.values()))
+
+
+def _graph(
+    trial: _Trial,
+    inputs: Sequence[Value],
+    mesh: Mesh | None,
+    options: Options,
+    binding: Binding,
+) -> Graph:
+    avals = [variable.aval for variable in _jax.outputs(trial.program)]
+    result = trial.result(avals)
+    binding.check_result(result)
+    names = binding.result_dim_names(result)
+    count = trial.out_tree.num_leaves - len(trial.out_statics)
+    outputs = output_values(
+        options, trial.out_tree, trial.out_statics, avals[:count], mesh, names
+    )
+    described = Graph(
+        name=options.name,
+        program=trial.program,
+        mesh=mesh,
+        inputs=tuple(inputs),
+        outputs=(*outputs, *write_values(trial.writes, avals[count:], inputs)),
+        plan=trial.scope.plan,
+    )
+    return described.with_program(trial.program)  # lifts what the trial captured
+
+
+def _refuse_layouts(trial: _Trial, options: Options) -> None:
+    """Raise [T106] where layouts are declared and there is no mesh to hold them."""
+    names = [options.name] if options.declares_layouts else []
+    names += [name for name, _ in trial.scope.inner]
+    if names:
+        raise NoMeshError(
+            f"{' and '.join(map(repr, names))} has in_specs or out_specs, and no mesh",
+            fix="pass mesh=, call it inside 'with mesh:', or give it arrays that live "
+            "on a mesh",
+        )
+
+
+def _inputs_of(parameters: Mapping[str, DistTensor]) -> list[Any]:
+    """What the inputs for some parameters look like, in order."""
+    return [
+        (name, held.shape, held.dtype, held.mesh, held.spec)
+        for name, held in parameters.items()
+    ]
+
+
+# --- which parameters a loss reaches
+
+
+def _unreached(program: _jax.Program) -> dict[int, frozenset[str]]:
+    """For each ``graph.backward``, the parameters that its loss does not depend on."""
+    found: dict[int, frozenset[str]] = {}
+
+    def visit(program: _jax.Program) -> None:
+        for place, equation in enumerate(_jax.equations(program)):
+            if equation.primitive is gradient_p and "call" in equation.params:
+                sources = _jax.sources(program, equation.invars[0], before=place)
+                names, weights = equation.params["names"], equation.invars[1:]
+                found[equation.params["call"]] = frozenset(
+                    name
+                    for name, weight in zip(names, weights, strict=True)
+                    if weight not in sources
+                )
+                if not sources.intersection(weights):
+                    _refuse_loss(equation)
+            for inner in _jax.inner_programs(equation):
+                visit(inner)
+
+    visit(program)
+    return {call: names for call, names in found.items() if names}
+
+
+def _refuse_loss(mark: _jax.Equation) -> NoReturn:
+    names = mark.params["names"]
+    line = _jax.source_line(mark)
+    raise UnconnectedGradientError(
+        "the loss depends on no trainable parameter of the step",
+        got=f"none of {len(names)}: {', '.join(map(repr, names[:3]))}"
+        + (", …" if len(names) > 3 else "")
+        + (f"\ngraph.backward was called at {line}" if line else ""),
+        fix="compute the loss from them, at the level where graph.backward is called",
+    )

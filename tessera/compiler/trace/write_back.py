@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a function assigns into dicts and lists of its arguments: outputs, given back.
+
+A traced function works on copies of its arguments. The entries that it has changed are
+outputs of the program after those of its result, and after a call they are put into the
+caller's own dicts and lists. A call that fails changes nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tessera.compiler.ir import Value
+from tessera.compiler.trace.declared_layouts import is_number
+from tessera.errors import WriteBackError
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Write:
+    """One dict or list of an argument that a function has changed.
+
+    Attributes:
+      argument: Which of the call's arguments.
+      path: The keys and indices from the argument to it.
+      name: What messages and programs call it.
+      entries: The keys that were given values.
+      kept: The keys that are there after the call.
+      tree: The tree of the values, a tuple.
+      statics: Leaves of the values that are no arrays, by position.
+    """
+
+    argument: int
+    path: Path
+    name: str
+    entries: tuple[Any, ...]
+    kept: tuple[Any, ...]
+    tree: Any
+    statics: Mapping[int, Any]
+
+    @property
+    def num_arrays(self) -> int:
+        """How many outputs of the program its values have."""
+        return self.tree.num_leaves - len(self.statics)
+
+    def values(self, arrays: Sequence[Any]) -> dict[Any, Any]:
+        """What the entries are given, from its outputs."""
+        rest = iter(arrays)
+        leaves = [
+            self.statics[i] if i in self.statics else next(rest)
+            for i in range(self.tree.num_leaves)
+        ]
+        return dict(
+            zip(self.entries, jax.tree.unflatten(self.tree, leaves), strict=True)
+        )
+
+    def names(self) -> list[str]:
+        """What each of its outputs is called: ``optimizer_state/loss_scale``."""
+        places = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
+        named = dict(zip(self.entries, places, strict=True))
+        return [
+            "/".join([self.name, *map(str, (entry,)), *_inner(path)])
+            for entry, value in named.items()
+            for path, place in jax.tree_util.tree_flatten_with_path(value)[0]
+            if place not in self.statics
+        ]
+
+
+def _inner(path: Any) -> list[str]:
+    text = jax.tree_util.keystr(path, simple=True, separator="/")
+    return [text] if text else []
+
+
+class Watch:
+    """The dicts and lists of some arguments, as they are before a function runs.
+
+    Args:
+      values: Copies of the arguments, which the function may change.
+      names: What the arguments are called.
+      wholly: Names of those of which every entry is given back if any is: arrays that
+        are donated are gone after the call.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[Any],
+        names: Sequence[str],
+        wholly: frozenset[str] = frozenset(),
+    ) -> None:
+        self._seen: list[tuple[int, Path, str, Any, dict[Any, Any]]] = []
+        self._opaque: list[tuple[str, Any, list[Any]]] = []
+        self._wholly = wholly
+        named = zip(values, names, strict=True)
+        for argument, (value, name) in enumerate(named):
+            self._visit(argument, (), name, value)
+
+    def _visit(self, argument: int, path: Path, name: str, value: Any) -> None:
+        if isinstance(value, (dict, list, tuple)):
+            content = dict(_content(value))
+            if not isinstance(value, tuple):
+                self._seen.append((argument, path, name, value, content))
+            for entry, item in content.items():
+                self._visit(argument, (*path, entry), f"{name}/{entry}", item)
+        elif not jax.tree_util.all_leaves([value]):
+            self._opaque.append((name, value, jax.tree.leaves(value)))
+
+    def changes(self) -> tuple[list[Write], list[Any]]:
+        """What was changed since, and the arrays that it was given.
+
+        A Python number stays one.
+
+        Raises:
+          WriteBackError: [T320] something else than a dict or a list was changed.
+        """
+        for name, value, before in self._opaque:
+            now = jax.tree.leaves(value)
+            if len(now) != len(before) or any(map(_differ, now, before)):
+                raise WriteBackError(
+                    f"{name!r} was changed, and cannot be given back",
+                    got=f"a {type(value).__name__}, of which the function has a copy",
+                    fix="return it, or assign into a dict or list argument",
+                )
+        changed = {
+            argument
+            for argument, _, _, holder, before in self._seen
+            if _changed(holder, before) is not None
+        }
+        writes, arrays = list[Write](), list[Any]()
+        for argument, path, name, holder, before in self._seen:
+            entries = _changed(holder, before)
+            if argument in changed and name.partition("/")[0] in self._wholly:
+                entries = [key for key, value in _content(holder) if _is_held(value)]
+            if not entries and _changed(holder, before) is None:
+                continue
+            assert entries is not None, "what was changed has entries, or lost some"
+            now = dict(_content(holder))
+            leaves, tree = jax.tree.flatten(tuple(now[key] for key in entries))
+            statics = {i: x for i, x in enumerate(leaves) if not _is_array(x)}
+            arrays += [x for i, x in enumerate(leaves) if i not in statics]
+            keys = tuple(entries), tuple(now)
+            writes.append(Write(argument, path, name, *keys, tree, statics))
+        return writes, arrays
+
+    def give_back(self, values: Sequence[Any]) -> None:
+        """Make the caller's arguments what these were changed to, entry by entry."""
+        found = [
+            (_at(values, argument, path), holder, entries)
+            for argument, path, _, holder, before in self._seen
+            if (entries := _changed(holder, before)) is not None
+        ]
+        for theirs, holder, entries in found:
+            now = dict(_content(holder))
+            _put(theirs, {key: now[key] for key in entries}, tuple(now))
+
+
+def _content(holder: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(holder.items() if isinstance(holder, dict) else enumerate(holder))
+
+
+def _is_array(leaf: Any) -> bool:
+    return is_number(leaf) and not isinstance(leaf, (bool, int, float, complex))
+
+
+def _differ(first: Any, second: Any) -> bool:
+    return first is not second
+
+
+def _is_held(value: Any) -> bool:
+    """Whether an entry is no container that is looked into by itself."""
+    return not isinstance(value, (dict, list))
+
+
+def _changed(holder: Any, before: Mapping[Any, Any]) -> list[Any] | None:
+    """The entries that have another value than before; None if nothing differs."""
+    absent = object()
+    now = list(_content(holder))
+    entries = [key for key, value in now if value is not before.get(key, absent)]
+    return entries if entries or len(now) != len(before) else None
+
+
+def write_values(
+    writes: Sequence[Write], avals: Sequence[Any], inputs: Sequence[Value]
+) -> list[Value]:
+    """The outputs for what is given back; an entry keeps the layout that it had."""
+    known = {value.name: value for value in inputs}
+    names = [name for write in writes for name in write.names()]
+    values = list[Value]()
+    for name, aval in zip(names, avals, strict=True):
+        before = known.get(name)
+        alike = before is not None and before.aval.shape == aval.shape
+        values.append(Value(name, aval, before.spec if alike and before else None))
+    return values
+
+
+def give_back(
+    writes: Sequence[Write],
+    arrays: Sequence[Any],
+    values: Sequence[Any],
+) -> None:
+    """Put what a program computed into the caller's dicts and lists.
+
+    Args:
+      writes: What the function changed.
+      arrays: The program's outputs for it.
+      values: The call's arguments.
+    """
+    rest, found = list(arrays), list[Any]()
+    for write in writes:
+        own, rest = rest[: write.num_arrays], rest[write.num_arrays :]
+        holder = _at(values, write.argument, write.path)
+        found.append((holder, write.values(own), write.kept))
+    for holder, values, kept in found:
+        _put(holder, values, kept)
+
+
+def check_apart(writes: Sequence[Write], values: Sequence[Any]) -> None:
+    """Raise [T320] where a dict that is written to was given to the call twice."""
+    names = {
+        id(_at(values, write.argument, write.path)): write.name for write in writes
+    }
+    met = set[int]()
+
+    def visit(value: Any) -> None:
+        if not isinstance(value, (dict, list, tuple)):
+            return
+        if id(value) in names:
+            if id(value) in met:
+                raise WriteBackError(
+                    f"{names[id(value)]!r} is assigned into, and is given to the call "
+                    "a second time",
+                    got=f"one {type(value).__name__} in two places of the arguments",
+                    fix="pass it once, or pass a copy of it",
+                )
+            met.add(id(value))
+        for _, item in _content(value):
+            visit(item)
+
+    visit(tuple(values))
+
+
+def _at(values: Sequence[Any], argument: int, path: Path) -> Any:
+    holder = values[argument]
+    for key in path:
+        holder = holder[key]
+    return holder
+
+
+def _put(holder: Any, values: Mapping[Any, Any], kept: Sequence[Any]) -> None:
+    """Give entries their values, and drop those that are not kept."""
+    if isinstance(holder, list):
+        before = list(holder)
+        holder[:] = [values[i] if i in values else before[i] for i in kept]
+        return
+    for key in set(holder).difference(kept):
+        del holder[key]
+    holder.update(values)

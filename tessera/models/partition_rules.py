@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the logical dims of a model lie on a mesh, by the table of ``axis_rules.py``.
+
+An axis that the mesh lacks is skipped, so one model serves every subset of ``dp``,
+``fsdp`` and ``tp``.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+import jax
+from jax.sharding import PartitionSpec
+
+from tessera import scope
+from tessera.errors import HeadCountError, LogicalAxisError, did_you_mean
+from tessera.mesh import Mesh
+from tessera.models.axis_rules import RULES as RULES
+from tessera.models.gemma3_config import Gemma3Config, nearest
+from tessera.ops.attention.context import check_exchange
+from tessera.ops.attention.context_variants import Method
+from tessera.ops.attention.zigzag import Arrangement
+from tessera.shard import ShardSpec
+
+# What a dim is split like when it is not split like itself.
+_WITHOUT: Final = MappingProxyType({"sequence": "context", "table": "embed"})
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A mesh, and which logical dims stay whole on it.
+
+    Attributes:
+      mesh: Where the model runs; None leaves every layout to XLA.
+      whole: Logical dims that are not split although a rule would; ``sequence`` then is
+        split as ``context`` is, ``table`` as ``embed`` is.
+      taken: Mesh axes that split nothing, because a ``jax.vmap`` runs over them.
+      context_parallel: How attention sees sequences that ``cp`` splits: ``ring`` or
+        ``all_to_all``.
+
+    Example:
+      >>> from tessera.mesh import Mesh
+      >>> Placement(Mesh(("fsdp", "tp"), shape=(2, 4))).axes("batch")
+      ('fsdp',)
+    """
+
+    mesh: Mesh | None = None
+    whole: frozenset[str] = frozenset({"sequence"})
+    taken: frozenset[str] = frozenset()
+    context_parallel: Method = "ring"
+
+    @classmethod
+    def of(
+        cls,
+        config: Gemma3Config,
+        mesh: Mesh | None,
+        *,
+        sequence_parallel: bool = False,
+        context_parallel: Method = "ring",
+    ) -> "Placement":
+        """Where a model of these sizes lies on a mesh.
+
+        Fewer key/value heads than ``tp``: each device keeps them all. A width that
+        ``pp`` does not divide: each stage keeps the embedding table.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``, or by
+            all-to-all attention over ``cp``.
+        """
+        whole = frozenset[str]() if sequence_parallel else frozenset({"sequence"})
+        place = cls(mesh, whole, context_parallel=context_parallel)
+        tp, cp = place.size("heads"), place.size("context")
+        _check_heads(config, tp)
+        if context_parallel == "all_to_all" and cp > 1:
+            kv_heads = max(config.num_kv_heads // tp, 1)
+            check_exchange(config.num_heads // tp, kv_heads, cp, "cp")
+        if config.num_kv_heads % tp:
+            whole |= {"kv_heads"}
+        if config.d_model % place.size("table"):
+            whole |= {"table"}
+        return replace(place, whole=whole)
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """The mesh axes that split a logical dim, outer first.
+
+        Raises:
+          LogicalAxisError: [T404] the name is not in the rule table.
+        """
+        if name not in RULES:
+            raise LogicalAxisError(
+                f"there is no rule for a dim called {name!r}",
+                fix=did_you_mean(name, RULES),
+            )
+        if name in self.whole:
+            name = _WITHOUT.get(name, name)
+        if self.mesh is None or name in self.whole:
+            return ()
+        free = [axis for axis in self.mesh.axes if axis not in self.taken]
+        return tuple(axis for axis in RULES[name] if axis in free)
+
+    def size(self, name: str) -> int:
+        """Into how many blocks a logical dim is split."""
+        return 1 if self.mesh is None else self.mesh.axis_size(self.axes(name))
+
+    @property
+    def arrangement(self) -> Arrangement | None:
+        """In which order devices hold a sequence; None where it is not split."""
+        size = self.size("context")
+        if size == 1:
+            return None
+        # The ring is balanced by it; who has all tokens of its heads has no need.
+        order = "zigzag" if self.context_parallel == "ring" else "contiguous"
+        return Arrangement(order, size)
+
+    def arranged(self, x: jax.Array, dim: int = -1) -> jax.Array:
+        """An array in the order of a sequence, put in that of the devices.
+
+        Raises:
+          ShardDivisibilityError: [T201] the devices cannot share such a sequence.
+        """
+        return x if self.arrangement is None else self.arrangement.apply(x, dim)
+
+    def restored(self, x: jax.Array, dim: int = -1) -> jax.Array:
+        """Undo :meth:`arranged`."""
+        return x if self.arrangement is None else self.arrangement.undo(x, dim)
+
+    def resolve(
+        self, names: tuple[str | None, ...], shape: tuple[int, ...], what: str
+    ) -> PartitionSpec:
+        """The layout of an array whose dims have these logical names.
+
+        Args:
+          names: One for each dim; None keeps the dim whole.
+          shape: Global shape.
+          what: How an error calls the array.
+
+        Raises:
+          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+          LogicalAxisError: [T404] a name is not in the rule table.
+        """
+        entries = tuple(self.axes(name) or None if name else None for name in names)
+        if self.mesh is None:
+            return PartitionSpec()
+        spec = ShardSpec(partition=tuple(range(len(names))), mesh_axes=entries)
+        return spec.resolve(shape, self.mesh, what=what)
+
+    def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """Hold an activation to the layout of its logical dims; nothing without a mesh.
+
+        Raises:
+          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+          LogicalAxisError: [T404] a name is not in the rule table.
+        """
+        if self.mesh is None or self.mesh.size == 1:
+            return x
+        what = f"activation [{', '.join(name or '-' for name in names)}]"
+        spec = self.resolve(names, x.shape, what)
+        return scope.constrain(x, self.mesh, spec)
+
+
+NO_MESH: Final = Placement()
+
+
+def _shares(kv_heads: int, tp: int) -> bool:
+    """Whether key/value heads can be divided over tp, or copied along it."""
+    return kv_heads % tp == 0 or tp % kv_heads == 0
+
+
+def _check_heads(config: Gemma3Config, tp: int) -> None:
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % tp == 0 and _shares(kv_heads, tp):
+        return
+    sizes = f"num_heads = {heads}, num_kv_heads = {kv_heads}, axis size {tp}"
+    legal = [n for n in range(1, heads + 1) if heads % n == 0 and _shares(kv_heads, n)]
+    fix = f"use tp {nearest(legal, tp)}"
+    if heads % tp:
+        if _shares(kv_heads, tp):
+            step = math.lcm(tp, kv_heads)
+            counts = range(step, heads + 2 * step, step)
+            fix += f", or num_heads {nearest(counts, heads)}"
+        raise HeadCountError(
+            f"{heads} attention heads cannot be divided over mesh axis 'tp'",
+            got=f"{sizes}, remainder {heads % tp}",
+            fix=fix,
+        )
+    counts = [n for n in range(1, heads + 1) if heads % n == 0 and _shares(n, tp)]
+    raise HeadCountError(
+        f"{kv_heads} key/value heads can be neither divided over mesh axis 'tp' "
+        "nor copied along it",
+        got=f"{sizes}: neither of {kv_heads} and {tp} divides the other",
+        fix=f"use tp {nearest(legal, tp)}, or num_kv_heads {nearest(counts, kv_heads)}",
+    )

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model's layers are cut into the stages of a pipeline, and stored by them.
+
+A model keeps each kind of layer parameter in one array with a leading ``layers`` dim.
+For a pipeline this dim becomes three: ``[chunks, stages, layers, ...]``. The second is
+split over the mesh axis ``pp``, so a device stores its own stages and no others, their
+gradients and their optimizer state. Virtual stage ``k``, which holds the ``k``-th run
+of layers, is at ``[k // stages, k % stages]``.
+
+Where the layers do not divide, some stages hold one more than others, and the others a
+filler: zeros that no layer reads, which keep a gradient of zero and stay zeros.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from tessera.compiler.pipelining.partition import balanced
+from tessera.models.gemma3_config import Gemma3Config
+
+Tree: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class StageSplit:
+    """Which layers each virtual stage holds.
+
+    Attributes:
+      stages: Devices along the pipeline.
+      layers: The run of layers of each virtual stage, in order; as many as ``stages``,
+        or a multiple.
+
+    Example:
+      >>> split = StageSplit(2, (range(0, 3), range(3, 5)))
+      >>> split.numbers.tolist()
+      [[[0, 1, 2], [3, 4, 5]]]
+    """
+
+    stages: int
+    layers: tuple[range, ...]
+
+    @classmethod
+    def of(cls, config: Gemma3Config, stages: int, chunks: int = 1) -> "StageSplit":
+        """The split in which the slowest virtual stage is as fast as can be.
+
+        Costs are matmul sizes; the first stage has the embedding, which costs nothing
+        beside them, and the last the logits.
+
+        Raises:
+          PipelineSizeError: [T311] there are more virtual stages than layers.
+        """
+        costs, head = layer_costs(config)
+        return cls(stages, balanced(costs, stages * chunks, last=head))
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages of each device."""
+        return len(self.layers) // self.stages
+
+    @property
+    def depth(self) -> int:
+        """Layers that each virtual stage has room for."""
+        return max(map(len, self.layers))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.layers[-1].stop
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """int32 ``[chunks, stages, depth]``: the layer in each place.
+
+        A filler's number is that of the layers, or above.
+        """
+        filler = self.num_layers
+        rows = [[*run, *range(filler, filler + self.depth)] for run in self.layers]
+        table = np.array([row[: self.depth] for row in rows], np.int32)
+        return table.reshape(self.chunks, self.stages, self.depth)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no stage has a filler."""
+        return len(set(map(len, self.layers))) == 1
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The stored shape of an array ``[layers, ...]``."""
+        return (self.chunks, self.stages, self.depth, *shape[1:])
+
+    def stack(self, layers: Tree) -> Tree:
+        """Arrays ``[layers, ...]`` as they are stored."""
+        return jax.tree.map(self._stacked, layers)
+
+    def unstack(self, stored: Tree) -> Tree:
+        """Stored arrays as ``[layers, ...]``, without fillers."""
+        return jax.tree.map(self._unstacked, stored)
+
+    def _stacked(self, layers: Array) -> Array:
+        shape = self.shape(layers.shape)
+        if self.is_even:
+            return layers.reshape(shape)
+        rows = jnp.take(
+            layers, self.numbers.reshape(-1), axis=0, mode="fill", fill_value=0
+        )
+        return rows.reshape(shape)
+
+    def _unstacked(self, stored: Array) -> Array:
+        rows = stored.reshape(-1, *stored.shape[3:])
+        if self.is_even:
+            return rows
+        numbers = self.numbers.reshape(-1)
+        return rows[np.flatnonzero(numbers < self.num_layers)]
+
+
+def layer_costs(config: Gemma3Config) -> tuple[list[float], float]:
+    """Multiplications per token of each layer, and of the logits, in millions."""
+    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    mlp = 3 * config.mlp_dim
+    if config.num_experts:
+        mlp = config.experts_per_token * mlp + config.num_experts
+    layer = config.d_model * (heads + mlp)
+    return (
+        [layer / 1e6] * config.num_layers,
+        config.d_model * config.vocab_size / 1e6,
+    )

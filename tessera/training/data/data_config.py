@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of the data: what ``data=`` and ``data.<setting>=`` take.
+
+Plain types only, so that Hydra can use the classes as structured configs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tessera.errors import SettingValueError
+from tessera.training.setting import MOST_COUNT, joined, problems_of, setting
+
+SOURCES = ("stdlib", "text", "synthetic")
+
+
+# Not frozen: OmegaConf makes a frozen dataclass read-only, command line included.
+@dataclass
+class SyntheticConfig:
+    """Settings of ``data=synthetic``; see ``tessera.training.data.synthetic``.
+
+    Attributes:
+      tokens: How many tokens to make, training and validation together.
+      vocab_size: Ids are below this; null takes the model's vocabulary.
+      noise: The share of tokens replaced by random ones.
+    """
+
+    tokens: int = setting(2_000_000, least=1, most=10**9)
+    vocab_size: int | None = setting(None, least=2, most=MOST_COUNT)
+    noise: float = setting(0.05, least=0, most=1)
+
+
+@dataclass
+class DataConfig:
+    """Which text to train on, and how to turn it into tokens.
+
+    Attributes:
+      name: Where the text comes from.
+      path: For text: a file, a folder or a glob.
+      format: For text: how files are read; auto goes by the ending, jsonl takes a JSON
+        object from each line, text takes every byte as it is.
+      text_field: Of the objects of JSON lines, the field that holds the text.
+      tokenizer: bytes, the path of a tokenizers file (.json) or of a sentencepiece
+        model (.model).
+      validation_fraction: The share of the data kept for validation; 0 keeps none.
+      prefetch: How many batches to make ahead in a thread; 0 makes each when asked.
+      synthetic: The settings of synthetic.
+    """
+
+    name: str = setting("stdlib", choices=SOURCES)
+    path: str = ""
+    format: str = setting("auto", choices=("auto", "text", "jsonl"))
+    text_field: str = "text"
+    tokenizer: str = "bytes"
+    validation_fraction: float = setting(0.05, least=0, below=1)
+    prefetch: int = setting(4, least=0, most=1024)
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+
+
+def check(config: DataConfig) -> None:
+    """Refuse values that no source takes, and settings that this one would ignore.
+
+    Raises:
+      SettingValueError: [T502] values are out of range, missing, or have no effect
+        here; all of them at once.
+
+    Example:
+      >>> check(DataConfig(name="text", path="books"))
+    """
+    problems = problems_of(config, "data")
+    problems += problems_of(config.synthetic, "data.synthetic")
+    # What a setting means is only known for a source that exists.
+    if config.name in SOURCES:
+        problems += _misplaced(config)
+    if problems:
+        raise joined(problems)
+
+
+def _misplaced(config: DataConfig) -> Iterator[SettingValueError]:
+    if config.name == "text" and not config.path:
+        yield SettingValueError(
+            "data=text needs data.path",
+            got="data.path is empty",
+            fix="add data.path=<a file, a folder or a glob>",
+        )
+    if config.format == "text" and config.text_field != DataConfig.text_field:
+        yield SettingValueError(
+            "data.format=text does not use data.text_field",
+            got=f"data.text_field={config.text_field}",
+            fix="use data.format=jsonl, or leave data.text_field out",
+        )
+    owners = {
+        "path": ("text",),
+        "format": ("text",),
+        "text_field": ("text",),
+        "tokenizer": ("stdlib", "text"),
+        "synthetic": ("synthetic",),
+    }
+    default = DataConfig()
+    for name, users in owners.items():
+        value = getattr(config, name)
+        if config.name not in users and value != getattr(default, name):
+            yield SettingValueError(
+                f"data={config.name} does not use data.{name}",
+                got=f"data.{name}={value}",
+                fix=f"use data={users[-1]}, or leave data.{name} out",
+            )

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with the settings of a run, before anything is compiled or written.
+
+Nothing here imports JAX, which takes seconds; ``layout_checks.py`` has what needs it.
+"""
+
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Any, Final
+
+from tessera.errors import (
+    BatchSizeError,
+    MeshShapeError,
+    OutputPathError,
+    SettingConflictError,
+    SettingValueError,
+    TesseraError,
+    UnknownAxisError,
+    did_you_mean,
+)
+from tessera.grid import checked_axes, checked_shape
+from tessera.models.gemma3_config import nearest
+from tessera.training import optimizer_config
+from tessera.training.config import (
+    MESH_AXES,
+    ModelSettings,
+    Settings,
+    TrainingConfig,
+    data_parallel_groups,
+)
+from tessera.training.data import data_config as data_config
+from tessera.training.data.data_config import DataConfig
+from tessera.training.numerics_checks import numerics_problems
+from tessera.training.setting import MOST_COUNT, as_yaml, problems_of
+from tessera.training.unused_settings import unused_problems
+
+# More than any machine has.
+_MOST_DEVICES: Final = 2**20
+# Numbers of one array: 256 PB in f32, below where the compiler's 64 bits overflow.
+_MOST_ELEMENTS: Final = 2**56
+
+
+def check(settings: Settings) -> list[TesseraError]:
+    """Every mistake that can be seen without JAX.
+
+    T101, T102 and T103 for the mesh, T502 and T505 for values, T503 for batches, T504
+    for the run's name, T507 for settings that exclude each other.
+    """
+    sizes, mesh_errors = _read_mesh(settings.model)
+    ranges = [
+        *problems_of(settings.model, "model"),
+        *problems_of(settings.training, "training"),
+    ]
+    return [
+        *_check_name(settings.name),
+        *mesh_errors,
+        *ranges,
+        *_check_resume(settings.training),
+        *_check_accumulation(settings.training),
+        *_check_zero(settings.training),
+        *_check_profile(settings.training),
+        *_check_remat(settings.training.remat),
+        *_check_loss_chunk(settings.training.loss_chunk),
+        *_check_compression(settings.training, sizes),
+        *_check_pipeline(settings.training, sizes),
+        *([] if sizes is None else numerics_problems(settings, sizes)),
+        *([] if sizes is None or ranges else _check_elements(settings, sizes)),
+        *_check_data(settings.data),
+        *optimizer_config.check(settings.optimizer, data_parallel_groups(sizes or {})),
+        *unused_problems(settings, sizes),
+        *problems_of(settings.runtime, "runtime"),
+    ]
+
+
+def _check_name(name: str) -> list[TesseraError]:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        return []
+    return [
+        OutputPathError(
+            "the run's name cannot name a folder",
+            got=f"name={name!r}",
+            fix="use letters, digits, '.', '_' and '-', beginning with a letter or "
+            "digit, at most 100",
+        )
+    ]
+
+
+def _read_mesh(
+    model: ModelSettings,
+) -> tuple[dict[str, int] | None, list[TesseraError]]:
+    """Sizes of the mesh's axes, with -1 as 1, or what is wrong with it."""
+    got = f"model.mesh_shape={as_yaml(model.mesh_shape)}"
+    try:
+        if [type(part) for part in model.mesh_shape] != [tuple, tuple]:
+            raise MeshShapeError(
+                "a mesh shape is a pair of sizes and axis names",
+                got=got,
+                fix="write model.mesh_shape=[[4,2],[fsdp,tp]]",
+            )
+        axes = checked_axes(model.mesh_shape[1])
+        sizes = [max(size, 1) for size in checked_shape(model.mesh_shape[0], axes)]
+        if prod(sizes) > _MOST_DEVICES:
+            raise MeshShapeError(
+                "the mesh has more devices than any machine",
+                got=f"{got}: {prod(sizes)} devices",
+                fix=f"use sizes whose product is at most {_MOST_DEVICES}",
+            )
+        if unknown := [axis for axis in axes if axis not in MESH_AXES]:
+            raise UnknownAxisError(
+                f"the model has no use for mesh axes {', '.join(map(repr, unknown))}",
+                got=got,
+                fix="\n".join(did_you_mean(axis, MESH_AXES) for axis in unknown),
+            )
+    except TesseraError as error:
+        return None, [error]
+    return dict(zip(axes, sizes, strict=True)), []
+
+
+def _check_resume(training: TrainingConfig) -> list[TesseraError]:
+    if not training.resume or "\0" in training.resume:
+        return [
+            SettingValueError(
+                "training.resume names nothing",
+                got=f"training.resume={training.resume!r}",
+                fix="use none, auto, or the folder of a run",
+            )
+        ]
+    if training.init_from is not None and training.resume not in ("none", "auto"):
+        return [
+            SettingConflictError(
+                "two settings say what the run begins with",
+                got=f"training.init_from={training.init_from}, "
+                f"training.resume={training.resume}",
+                fix="leave one of them out; with training.resume=auto, init_from is "
+                "for a run that finds no checkpoint",
+            )
+        ]
+    if training.resume == "none" and training.resume_data != "exact":
+        return [
+            SettingValueError(
+                "training.resume_data has no meaning without training.resume",
+                got=f"training.resume_data={training.resume_data}, "
+                "training.resume=none",
+                fix="leave it out, or use training.resume=auto or a folder",
+            )
+        ]
+    return []
+
+
+def _check_accumulation(training: TrainingConfig) -> list[TesseraError]:
+    total, every = training.gradient_accumulation_steps, training.sync_gradients_every
+    names = "gradient_accumulation_steps", "sync_gradients_every"
+    if problems_of(training, "training", *names) or total % every == 0:
+        return []
+    divisors = [number for number in range(1, total + 1) if total % number == 0]
+    return [
+        BatchSizeError(
+            "training.sync_gradients_every does not divide "
+            "training.gradient_accumulation_steps",
+            got=f"{total} / {every} leaves {total % every}",
+            fix=f"use training.sync_gradients_every={nearest(divisors, every)}",
+        )
+    ]
+
+
+def _check_zero(training: TrainingConfig) -> list[TesseraError]:
+    if training.zero_stage < 2 or training.sync_gradients_every <= 1:
+        return []
+    return [
+        SettingConflictError(
+            "gradients cannot be split over dp and be exchanged seldom as well",
+            got=f"training.zero_stage={training.zero_stage} splits them, "
+            f"training.sync_gradients_every={training.sync_gradients_every} keeps "
+            "whole ones on each device in between",
+            fix="use training.sync_gradients_every=1, or training.zero_stage=1",
+        )
+    ]
+
+
+def _check_profile(training: TrainingConfig) -> list[TesseraError]:
+    before = training.profile_wait + training.profile_warmup
+    if not training.profile_communication or before < training.steps:
+        return []
+    return [
+        SettingConflictError(
+            "the run ends before the steps that are to be profiled",
+            got=f"training.profile_wait={training.profile_wait} and "
+            f"training.profile_warmup={training.profile_warmup} let {before} steps "
+            f"pass, training.steps={training.steps}",
+            fix=f"use training.steps={before + training.profile_active} or more, or "
+            "training.profile_wait=0 training.profile_warmup=0",
+        )
+    ]
+
+
+def _check_compression(
+    training: TrainingConfig, sizes: Mapping[str, int] | None
+) -> list[TesseraError]:
+    if training.compression_ratio != 0.01 and training.gradient_compression != "top_k":
+        return [
+            SettingValueError(
+                "training.compression_ratio has no meaning without top_k",
+                got=f"training.compression_ratio={training.compression_ratio}, "
+                f"training.gradient_compression={training.gradient_compression}",
+                fix="leave it out, or use training.gradient_compression=top_k",
+            )
+        ]
+    if training.gradient_compression == "none":
+        return []
+    axes = {"dp": 1} if sizes is None else sizes
+    conflicts = [
+        ("dp" not in axes, "no axis dp in the mesh", "name an axis dp"),
+        (
+            "pp" in axes,
+            "pipeline stages, whose gradients are reduced where they arise",
+            "use a mesh without pp",
+        ),
+        (
+            training.sync_gradients_every > 1,
+            f"training.sync_gradients_every={training.sync_gradients_every}, while "
+            "compressed gradients cross dp once in a step",
+            "use training.sync_gradients_every=1",
+        ),
+        (
+            training.zero_stage > 1,
+            f"training.zero_stage={training.zero_stage}, which splits gradients over "
+            "dp, while compressed ones are whole there",
+            "use training.zero_stage=1",
+        ),
+    ]
+    return [
+        SettingConflictError(
+            "gradients cannot be compressed in this run",
+            got=f"training.gradient_compression={training.gradient_compression}; {got}",
+            fix=f"{fix}, or training.gradient_compression=none",
+        )
+        for found, got, fix in conflicts
+        if found
+    ]
+
+
+def _check_pipeline(
+    training: TrainingConfig, sizes: Mapping[str, int] | None
+) -> list[TesseraError]:
+    name, chunks = training.pipeline_schedule, training.pipeline_chunks
+    if sizes is None or "pp" not in sizes:
+        return []
+    if (chunks > 1) != (name == "interleaved"):
+        return [
+            SettingConflictError(
+                "several runs of layers on a device are what makes a schedule "
+                "interleaved",
+                got=f"training.pipeline_schedule={name}, "
+                f"training.pipeline_chunks={chunks}",
+                fix="use training.pipeline_schedule=interleaved with "
+                "training.pipeline_chunks=2 or more, or another schedule with 1",
+            )
+        ]
+    if training.sync_gradients_every > 1:
+        return [
+            SettingConflictError(
+                "the stages of a pipeline exchange gradients where they arise",
+                got=f"training.sync_gradients_every={training.sync_gradients_every}",
+                fix="use training.sync_gradients_every=1, or a mesh without pp",
+            )
+        ]
+    return []
+
+
+def _check_elements(settings: Settings, sizes: Mapping[str, int]) -> list[TesseraError]:
+    """Whether the arrays of a microbatch have sizes that a compiler can count."""
+    training, config = settings.training, settings.model.config
+    rows = training.micro_batch_size * data_parallel_groups(sizes)
+    length = training.sequence_length
+    each = {
+        "the logits": config.vocab_size,
+        "the hidden layer": config.mlp_dim * max(config.num_experts, 1),
+        "the heads": config.num_heads * config.head_dim,
+        "the scores of attention": config.num_heads * length,
+    }
+    what, widest = max(each.items(), key=lambda item: item[1])
+    if rows * length * widest <= _MOST_ELEMENTS:
+        return []
+    return [
+        BatchSizeError(
+            f"a microbatch is larger than any machine holds: {what}",
+            got=f"{rows} sequences x {length} tokens x {widest} = "
+            f"{rows * length * widest} numbers",
+            fix="use a smaller training.micro_batch_size or training.sequence_length, "
+            f"for at most {_MOST_ELEMENTS}",
+        )
+    ]
+
+
+def _check_remat(remat: Any) -> list[TesseraError]:
+    """The form alone; which policies there are, JAX knows."""
+    if isinstance(remat, Mapping):
+        names = [*remat, *remat.values()]
+    else:
+        names = list(remat) if isinstance(remat, (list, tuple)) else [remat]
+    wrong = [name for name in names if not isinstance(name, str)]
+    if not wrong:
+        return []
+    return [
+        SettingValueError(
+            "training.remat is made of the names of policies",
+            got=f"training.remat={as_yaml(remat)}: {as_yaml(wrong[0])} is no name",
+            fix="use one name, a list with one for each layer, or "
+            "{global: full, local: none}",
+        )
+    ]
+
+
+def _check_loss_chunk(given: int | str) -> list[TesseraError]:
+    is_number = isinstance(given, int) and not isinstance(given, bool)
+    if given in ("auto", "none") or (is_number and 1 <= int(given) <= MOST_COUNT):
+        return []
+    return [
+        SettingValueError(
+            "training.loss_chunk is a number of tokens",
+            got=f"training.loss_chunk={given}",
+            fix=f"use a number from 1 to {MOST_COUNT}, auto or none",
+        )
+    ]
+
+
+def _check_data(data: DataConfig) -> list[TesseraError]:
+    try:
+        data_config.check(data)
+    except TesseraError as error:
+        return [error]
+    return []

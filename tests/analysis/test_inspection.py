@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tessera import scope
+from tessera.analysis.inspection import inspect
+from tessera.mesh import Mesh
+from tessera.shard import ShardSpec, tensor
+
+P = PartitionSpec
+
+
+def on(mesh, x, *spec):
+    return jax.device_put(x, NamedSharding(mesh.jax, P(*spec)))
+
+
+def test_a_lazy_tensor_shows_shapes_bytes_copies_and_slices():
+    mesh = Mesh(axes=["tp", "dp"], devices=[[0, 1, 2, 3], [4, 5, 6, 7]])
+    table = tensor(
+        (10_000_000, 4096), ShardSpec(("row",), ("tp",)), mesh, "bf16", name="E"
+    )
+    assert inspect(table).as_text() == (
+        "lazy tensor 'E': bfloat16[10000000, 4096]\n"
+        f"  layout      {P('tp')} on Mesh(tp=2, dp=4; devices 0..7)\n"
+        "  per device  bfloat16[5000000, 4096]\n"
+        "  bytes       76.3 GiB global, 38.1 GiB per device\n"
+        "  replicated  over dp: 4 copies of every element\n"
+        "              devices 0..3 hold the same block\n"
+        "\n"
+        "dim 0 over tp\n"
+        "0:5000000         0..3\n"
+        "5000000:10000000  4..7\n"
+        "\n"
+        "device  tp  dp  slice\n"
+        "0       0   0   [0:5000000, 0:4096]\n"
+        "1       0   1   [0:5000000, 0:4096]\n"
+        "2       0   2   [0:5000000, 0:4096]\n"
+        "3       0   3   [0:5000000, 0:4096]\n"
+        "4       1   0   [5000000:10000000, 0:4096]\n"
+        "5       1   1   [5000000:10000000, 0:4096]\n"
+        "6       1   2   [5000000:10000000, 0:4096]\n"
+        "7       1   3   [5000000:10000000, 0:4096]"
+    )
+    assert not table.is_materialized
+
+
+def test_of_many_devices_the_middle_is_left_out_and_counted(large_mesh):
+    spec = ShardSpec(("row", "col"), ("tp", "pp"))
+    lines = str(inspect(tensor((96, 8), spec, large_mesh))).splitlines()
+    table = lines[-18:]
+    assert table[0].startswith("device  tp  pp  dp  slice")
+    assert len(table) == 1 + 16 + 1
+    assert table[9] == "…       …   …   …   56 more devices"
+    assert table[-1] == "71      3   1   8   [72:96, 4:8]"
+
+
+def test_an_abstract_mesh_is_looked_at_without_starting_a_backend():
+    program = """
+from tessera.mesh import Mesh
+from tessera.shard import ShardSpec, tensor
+from tessera.analysis.inspection import inspect
+from tessera import _jax
+mesh = Mesh(["tp", "pp", "dp"], devices=range(720))
+w = tensor((90_000, 90_000), ShardSpec(("row", "col"), ("tp", "pp")), mesh)
+assert "per device" in str(inspect({"w": w}))
+assert "more devices" in inspect(w)._repr_html_()
+assert not _jax.backend_started()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((8,), ("tp",)),
+        ((8, 4), (("dp", "tp"), None)),
+        ((8, 4), (("tp", "dp"),)),
+        ((4, 2, 6), ("tp", "dp")),
+        ((4, 2, 6), (None, "dp")),
+        ((), ()),
+    ],
+)
+def test_slices_are_those_that_jax_gives_the_devices(grid_mesh, shape, spec):
+    x = on(grid_mesh, np.zeros(shape, np.float32), *spec)
+    (leaf,) = inspect(x).leaves
+    for position, device in enumerate(grid_mesh.jax.devices.flat):
+        slices = x.sharding.devices_indices_map(shape)[device]
+        bounds = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=True)]
+        assert leaf.device_at(position) == device.id
+        assert leaf.block_at(position) == tuple(bounds)
+    assert leaf.local_shape == x.sharding.shard_shape(shape)
+    assert leaf.copies * leaf.nbytes == 8 * leaf.local_nbytes
+
+
+def test_devices_are_named_by_their_ids():
+    mesh = Mesh(["dp"], devices=[6, 4])
+    (leaf,) = inspect(on(mesh, np.zeros(4, np.float32), "dp")).leaves
+    assert [leaf.device_at(position) for position in range(2)] == [6, 4]
+
+
+def test_a_tree_has_a_row_per_leaf_and_totals(grid_mesh):
+    tree = {
+        "up": tensor((8, 4), ShardSpec((0,), (("dp", "tp"),)), grid_mesh),
+        "norm": on(grid_mesh, np.ones(4, np.float32)),
+        "rest": [
+            on(grid_mesh, np.ones((4, 4), np.float32), "tp"),
+            np.ones(2, np.int32),
+        ],
+    }
+    found = inspect(tree)
+    assert (found.nbytes, found.local_nbytes, found.replicated_nbytes) == (
+        16 + 64 + 8 + 128,
+        16 + 16 + 8 + 16,
+        16,
+    )
+    assert re.sub(r"  +", " | ", str(found)).splitlines() == [
+        "array | global | spec | per device | bytes | bytes per device | "
+        "replicated over",
+        f"['norm']: array | float32[4] | {P()} | [4] | 16 B | 16 B | dp, tp",
+        f"['rest'][0]: array | float32[4, 4] | {P('tp')} | [1, 4] | 64 B | 16 B | dp",
+        "['rest'][1]: NumPy array | int32[2] | - | [2] | 8 B | 8 B | -",
+        f"['up']: lazy tensor | float32[8, 4] | {P(('dp', 'tp'))} | [1, 4] | 128 B | "
+        "16 B | -",
+        "",
+        "4 arrays: 216 B global, 56 B per device, of which 16 B whole on every device",
+        "on Mesh(dp=2, tp=4; devices 0..7)",
+    ]
+
+
+def test_arrays_on_one_device_say_which():
+    x = jax.device_put(jnp.ones((2, 3)), jax.devices()[5])
+    assert inspect(x).as_text() == (
+        "array: float32[2, 3]\n"
+        "  per device  float32[2, 3]\n"
+        "  bytes       24 B global, 24 B per device\n"
+        "\n"
+        "whole  5\n"
+        "\n"
+        "device  slice\n"
+        "5       [0:2, 0:3]"
+    )
+
+
+def test_numpy_arrays_and_numbers_are_on_no_device():
+    assert str(inspect(np.zeros((2,), np.float32))) == (
+        "NumPy array: float32[2]\n"
+        "  per device  float32[2]\n"
+        "  bytes       8 B global, 8 B per device"
+    )
+    assert inspect([1.0]).leaves[0].shape == ()
+
+
+def test_abstract_arrays_show_their_sharding(grid_mesh):
+    sharding = NamedSharding(grid_mesh.jax, P("dp"))
+    struct = jax.ShapeDtypeStruct((4, 2), jnp.float32, sharding=sharding)
+    (leaf,) = inspect(struct).leaves
+    assert (leaf.kind, leaf.local_shape) == ("abstract array", (2, 2))
+    assert inspect(jax.ShapeDtypeStruct((4,), jnp.float32)).leaves[0].num_devices == 0
+
+
+def test_traced_arrays_show_what_is_recorded_of_them(grid_mesh):
+    seen = []
+
+    def body(x):
+        seen.append(inspect(x).leaves[0])
+        with scope.opened(scope.Scope(mesh=grid_mesh)):
+            scope.record_layout(x, grid_mesh, P("tp"))
+            seen.append(inspect(x).leaves[0])
+        return x
+
+    jax.eval_shape(body, jnp.ones((8, 2)))
+    assert seen[0].kind == "traced array of unknown layout"
+    assert (seen[1].kind, seen[1].local_shape) == ("traced array", (2, 2))
+
+
+def test_a_materialized_tensor_is_not_called_lazy(grid_mesh):
+    made = tensor((8,), ShardSpec((0,), ("tp",)), grid_mesh, name="b")
+    made.materialize()
+    assert inspect(made).leaves[0].kind == "tensor 'b'"
+
+
+def test_an_empty_tree_has_no_arrays():
+    assert str(inspect({})).endswith(
+        "0 arrays: 0 B global, 0 B per device, of which 0 B whole on every device"
+    )
+
+
+def test_idle_devices_are_seen():
+    mesh = Mesh(["dp"], devices=range(4))
+    text = str(inspect(tensor((8,), ShardSpec((0,), ("dp",)), mesh)))
+    assert "Mesh(dp=4; devices 0..3; idle 4..7)" in text
+
+
+def test_in_a_notebook_blocks_have_colors_and_devices(grid_mesh):
+    x = on(grid_mesh, np.zeros((4, 4), np.float32), "dp", None)
+    html = inspect(x)._repr_html_()
+    assert html.count("<td style=") == 2
+    assert ">0..3</td>" in html
+    assert ">4..7</td>" in html
+    assert html.count("hsla(0,") == html.count("hsla(180,") == 1
+    assert "<td>[2:4, 0:4]</td>" in html
+
+
+def test_in_a_notebook_a_tree_has_one_picture_for_all_that_is_split_alike(grid_mesh):
+    rows = ShardSpec((0,), ("dp",))
+    tree = {
+        "a": tensor((8, 4), rows, grid_mesh),
+        "b": tensor((16, 4), rows, grid_mesh),
+        "c": tensor((4,), None, grid_mesh),
+        "d": np.ones(3, np.float32),
+    }
+    html = inspect(tree)._repr_html_()
+    assert html.count("<details>") == 2
+    assert "[&#x27;a&#x27;] and 1 more split alike: [8, 4] over" in html
+    assert "<summary>[&#x27;c&#x27;]: [4] over" in html
+
+
+def test_html_escapes_names():
+    html = inspect({"<b>": tensor((2,), name="<i>")})._repr_html_()
+    assert "<b>" not in html
+    assert "<i>" not in html
+
+
+class Document(HTMLParser):
+    """What is open, in order: a page is well formed if nothing is left."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.attributes = [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_html_is_complete_in_itself_and_takes_its_text_color_from_the_page(grid_mesh):
+    spec = ShardSpec((0, 2), ("dp", "tp"))
+    html = inspect({"x": tensor((4, 3, 8), spec, grid_mesh)})._repr_html_()
+    page = Document(html)
+    assert not page.open
+    assert {name for name, _ in page.attributes} <= {"style", "open"}
+    styles = [value for name, value in page.attributes if name == "style"]
+    for rule in ";".join(styles).split(";"):
+        name, _, value = rule.partition(":")
+        assert name != "color"
+        assert "rgb(" not in value
+        assert "hsl(" not in value
+
+
+def test_html_of_many_devices_is_small():
+    mesh = Mesh(["tp", "pp", "dp"], devices=range(512), shape=(8, 8, 8))
+    rows = tensor((64,), ShardSpec((0,), (("tp", "pp"),)), mesh)
+    assert len(inspect(rows)._repr_html_()) < 10_000
+    cube = tensor((8, 8, 8), ShardSpec((0, 1, 2), ("tp", "pp", "dp")), mesh)
+    html = inspect(cube)._repr_html_()
+    assert len(html) < 60_000
+    assert "… 2 more such grids" in html

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays that functions close over become inputs, and are never baked in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import tessera as ts
+from tessera import _jax
+from tessera.compiler.captures import lift_captures
+from tessera.mesh import Mesh
+
+HELD = jnp.arange(9.0).reshape(3, 3)
+X = jnp.linspace(-1.0, 1.0, 6, dtype=jnp.float32).reshape(2, 3)
+
+
+def times_held(x):
+    return x @ HELD
+
+
+def mapped(function):
+    return jax.shard_map(
+        function,
+        mesh=Mesh(["z"], devices=range(2)).jax,
+        in_specs=P("z"),
+        out_specs=P("z"),
+    )
+
+
+NESTS = {
+    "plain": times_held,
+    "jit": jax.jit(times_held),
+    "jit in jit": jax.jit(lambda x: jax.jit(times_held)(x) * 2.0),
+    "remat": jax.checkpoint(times_held),
+    "vmap of jit": jax.vmap(jax.jit(times_held)),
+    "cond": lambda x: lax.cond(x.sum() > 0, times_held, lambda x: x, x),
+    "while": lambda x: lax.while_loop(lambda c: c[0, 0] < 0, times_held, x),
+    "scan": lambda x: lax.scan(lambda c, _: (times_held(c), None), x, None, length=2)[
+        0
+    ],
+    "jit in shard_map": mapped(jax.jit(times_held)),
+}
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_an_array_is_one_input_wherever_it_is_used(nest):
+    def function(x):
+        return NESTS[nest](x) + times_held(x)
+
+    program, arrays = lift_captures(jax.make_jaxpr(function)(X))
+    assert [array is HELD for array in arrays] == [True]
+    assert not _jax.constants(program)
+    assert all(
+        not _jax.constants(inner)
+        for equation in _jax.equations(program)
+        for _, inner in _jax.nested(equation)
+    )
+    result = jax.jit(lambda *v: _jax.evaluate(program, *v))(X, HELD)
+    np.testing.assert_allclose(result[0], jax.jit(function)(X), rtol=1e-6)
+
+
+def test_numpy_arrays_are_inputs_too():
+    held = np.arange(9.0, dtype=np.float32).reshape(3, 3)
+    _, arrays = lift_captures(jax.make_jaxpr(lambda x: x @ held)(X))
+    np.testing.assert_array_equal(arrays[0], held)
+
+
+def test_a_program_that_holds_nothing_stays_as_it_is():
+    program = jax.make_jaxpr(jax.jit(jnp.sin))(X)
+    assert lift_captures(program) == (program, [])
+
+
+def test_a_jit_keeps_its_name_and_its_shardings(dp_mesh):
+    sharding = jax.sharding.NamedSharding(dp_mesh.jax, P())
+    inner = jax.jit(times_held, in_shardings=sharding, out_shardings=sharding)
+    program, _ = lift_captures(jax.make_jaxpr(inner)(X))
+    params = _jax.equations(program)[0].params
+    assert params["name"] == "times_held"
+    assert params["in_shardings"][0] == params["out_shardings"][0] == sharding
+
+
+def test_no_captured_array_is_a_constant_of_the_compiled_module():
+    large = jnp.arange(4096.0)
+    step = ts.function(lambda x: jax.jit(lambda x: x * large)(x))
+    compiled = step.compile(large)
+    assert "4096]{0} constant" not in compiled.as_text()
+    assert compiled.captured[0] is large
+
+
+def test_a_gradient_by_an_array_that_a_nested_jit_closes_over():
+    inner = jax.jit(times_held)
+
+    @ts.function
+    def slope(x):
+        return ts.grad(jnp.sum(inner(x) ** 2), HELD)
+
+    expected = jax.grad(lambda held: jnp.sum((X @ held) ** 2))(HELD)
+    np.testing.assert_allclose(slope(X), expected, rtol=1e-6)

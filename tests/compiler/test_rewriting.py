@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How passes rewrite programs: some equations another way, the others as they were."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from tessera import _jax
+from tessera.compiler.rewriting import Environment, contains, rewrite
+
+X = jnp.linspace(-1.0, 1.0, 8, dtype=jnp.float32)
+
+
+def program_of(function, *args):
+    return jax.make_jaxpr(function)(*args)
+
+
+def is_sin(equation, scopes=""):
+    return equation.primitive.name == "sin"
+
+
+def as_cos(equation, operands, scopes):
+    return [jnp.cos(operands[0])]
+
+
+def names(program):
+    """The primitives of a program, nested programs in brackets."""
+    found = []
+    for equation in _jax.equations(program):
+        found.append(equation.primitive.name)
+        found += [names(inner) for _, inner in _jax.nested(equation)]
+    return found
+
+
+NESTS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), c), x, None, length=3)[0],
+    "while": lambda f: lambda x: lax.while_loop(lambda c: c[0] < 0.5, f, x + 0.1),
+    "cond": lambda f: lambda x: lax.cond(x[0] < 0, f, lambda x: x * 2.0, x),
+    "vmap of jit": lambda f: jax.vmap(jax.jit(f)),
+    "shard_map": lambda f: jax.shard_map(
+        f,
+        mesh=jax.make_mesh((8,), ("z",), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=P("z"),
+        out_specs=P("z"),
+    ),
+    "scan in shard_map in jit": lambda f: jax.jit(NESTS["shard_map"](NESTS["scan"](f))),
+}
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_equations_are_rewritten_however_deep_they_are(nest):
+    def with_sin(x):
+        return NESTS[nest](lambda x: jnp.sin(x) * 0.5 + 0.4)(x)
+
+    def with_cos(x):
+        return NESTS[nest](lambda x: jnp.cos(x) * 0.5 + 0.4)(x)
+
+    program = program_of(with_sin, X)
+    rewritten = rewrite(program, is_sin, as_cos)
+    assert names(rewritten) == names(program_of(with_cos, X))
+    _jax.check(rewritten)
+    results = jax.jit(lambda x: _jax.evaluate(rewritten, x))(X)
+    np.testing.assert_allclose(results[0], jax.jit(with_cos)(X), rtol=1e-6)
+
+
+def test_the_given_program_is_left_as_it_is():
+    program = program_of(jax.jit(jnp.sin), X)
+    before = str(program)
+    rewrite(program, is_sin, as_cos)
+    assert str(program) == before
+
+
+def test_a_program_without_such_equations_is_the_same_object():
+    program = program_of(jnp.tanh, X)
+    assert rewrite(program, is_sin, as_cos) is program
+
+
+def test_rewriting_twice_is_rewriting_once():
+    once = rewrite(program_of(jax.jit(jnp.sin), X), is_sin, as_cos)
+    assert rewrite(once, is_sin, as_cos) is once
+
+
+def test_the_path_of_scopes_leads_through_nested_programs():
+    seen = []
+
+    def note(equation, operands, scopes):
+        seen.append(scopes)
+        return as_cos(equation, operands, scopes)
+
+    def function(x):
+        with jax.named_scope("outer"):
+
+            @jax.jit
+            def inner(x):
+                with jax.named_scope("inner"):
+                    return jnp.sin(x)
+
+            return inner(x)
+
+    rewrite(program_of(function, X), is_sin, note)
+    assert [part for part in seen[0].split("/") if part] == ["outer", "inner"]
+
+
+def test_equations_keep_their_scopes_and_source_lines():
+    def function(x):
+        with jax.named_scope("mine"):
+            y = x * 2.0
+        return jnp.sin(y)
+
+    program = program_of(function, X)
+    rewritten = rewrite(program, is_sin, as_cos)
+    kept, before = _jax.equations(rewritten)[0], _jax.equations(program)[0]
+    assert _jax.name_scopes(kept) == "mine"
+    assert _jax.source_line(kept) == _jax.source_line(before)
+    assert __file__ in _jax.source_line(kept)
+
+
+def test_weak_types_of_inputs_are_kept():
+    program = program_of(lambda x: jnp.sin(x) * 2, 1.0)
+    rewritten = rewrite(program, is_sin, as_cos)
+    assert _jax.inputs(rewritten)[0].aval.weak_type
+
+
+def test_contains_looks_into_nested_programs():
+    assert contains(program_of(NESTS["scan in shard_map in jit"](jnp.sin), X), is_sin)
+    assert not contains(
+        program_of(NESTS["scan in shard_map in jit"](jnp.cos), X), is_sin
+    )
+
+
+def test_an_environment_reads_inputs_constants_and_literals():
+    held = jnp.arange(8.0)
+    program = program_of(lambda x: x * held + 2.0, X)
+    env = Environment(program, [X])
+    env.run(_jax.equations(program))
+    (result,) = (env.read(atom) for atom in _jax.outputs(program))
+    np.testing.assert_allclose(result, X * held + 2.0)
+
+
+def test_a_copied_environment_is_on_its_own():
+    program = program_of(jnp.sin, X)
+    env = Environment(program, [X])
+    other = env.copy()
+    other.write(_jax.inputs(program), [X + 1])
+    assert env.read(_jax.inputs(program)[0]) is X

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to write one call, and how a program takes its arguments from each."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from tessera.compiler.trace.arguments import StaleProgram, take_apart
+from tessera.compiler.trace.call_signature import Form
+
+X, Y = np.ones(2), np.ones(3)
+ARRAY = np.ones(4)
+
+
+def function(a, /, b, c=3, *rest, d=4, e=ARRAY, **more): ...
+
+
+FORM = Form(inspect.signature(function), "function")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((X, Y), {}), ((X,), {"b": Y}), ((X, Y, 3), {}), ((X,), {"d": 4, "b": Y, "c": 3})],
+)
+def test_a_call_has_one_form(args, kwargs):
+    positional, named = FORM.of(args, kwargs)
+    assert positional[0] is X
+    assert positional[1] is Y
+    assert (positional[2:], named) == ((3,), {"d": 4})
+
+
+def test_more_arguments_keep_their_places():
+    assert FORM.of((1, 2, 3, 4, 5), {"z": 6}) == ((1, 2, 3, 4, 5), {"d": 4, "z": 6})
+
+
+def test_a_default_with_an_array_or_without_a_hash_stays_the_functions():
+    def other(a, b=(1, ARRAY), c={1}, d=None, e=[2, "x"]): ...  # noqa: B006
+
+    assert Form(inspect.signature(other), "other").of((0,), {}) == (
+        (0,),
+        {"d": None, "e": [2, "x"]},
+    )
+
+
+def test_a_wrong_call_is_a_type_error_as_in_python():
+    with pytest.raises(TypeError, match="missing a required argument: 'b'"):
+        FORM.of((X,), {})
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),
+    [
+        ((X, Y), {}, (X, Y, None, None)),
+        ((X, Y, 3), {"d": 4}, (X, Y, None, None)),
+        ((X,), {"d": 4, "b": Y}, (X, Y, None, None)),
+        ((X, Y, 3, ARRAY), {"z": Y, "e": X}, (X, Y, None, ARRAY, None, X, Y)),
+    ],
+)
+def test_a_program_takes_what_its_form_has_in_its_order(args, kwargs, expected):
+    call = take_apart(("a", "b", "c"), *FORM.of(args, kwargs))
+    parts = FORM.spelling(args, kwargs).parts(call, args, kwargs)
+    for part, want in zip(parts, expected, strict=True):
+        wanted = [] if want is None else [id(want)]
+        assert [id(array) for array in part] == wanted
+
+
+def test_another_spelling_is_stale():
+    call = take_apart(("a", "b", "c"), *FORM.of((X, Y), {}))
+    spelling = FORM.spelling((X, Y), {})
+    assert len(spelling.parts(call, (X, Y), {})) == 4
+    for args, kwargs in [((X,), {"b": Y}), ((X, Y, 3), {}), ((X, Y), {"d": 4})]:
+        with pytest.raises(StaleProgram):
+            spelling.parts(call, args, kwargs)

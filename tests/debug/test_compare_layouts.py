@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F821 - dims are strings, which ruff takes for names
+"""The same step on several meshes, and the first operation that is not the same."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tessera as ts
+from tessera import dist, graph, op
+from tessera.debug import compared_runs
+from tessera.debug.mesh_runs import MeshRun
+from tessera.errors import AbstractMeshError, NoMeshError
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+X = jax.random.normal(KEYS[0], (4, 8))
+UP = jax.random.normal(KEYS[1], (8, 16))
+DOWN = jax.random.normal(KEYS[2], (16, 8))
+
+
+@pytest.fixture
+def tp_mesh():
+    return dist.Mesh(["tp"], devices=range(4))
+
+
+def line_of(function, text):
+    """``test_comparison.py:12``: where a function has some text."""
+    lines, start = inspect.getsourcelines(function)
+    (place,) = [i for i, line in enumerate(lines) if text in line]
+    return f"test_comparison.py:{start + place}"
+
+
+def tensor_parallel_mlp(reduce):
+    """An MLP whose hidden units are split over tp, as one writes it by hand."""
+
+    def blocks(x, up, down):
+        hidden = jnp.tanh(x @ up)
+        partial = hidden @ down  # a part of the sum on each device
+        return jax.lax.psum(partial, "tp") if reduce else partial
+
+    def mlp(x, up, down):
+        return jax.shard_map(
+            blocks,
+            mesh=ts.mesh.current().jax,
+            in_specs=(P(), P(None, "tp"), P("tp")),
+            out_specs=P(),
+            check_vma=False,  # with the check, JAX itself refuses the missing sum
+        )(x, up, down)
+
+    @ts.function(in_specs={"up": P(None, "tp"), "down": P("tp")})
+    def step(x, up, down):
+        with jax.named_scope("embed"):
+            x = jnp.sin(x)
+        with jax.named_scope("mlp"):
+            y = mlp(x, up, down)
+        loss = jnp.mean(jax.nn.log_softmax(y) ** 2)
+        return loss, ts.grad(loss, (up, down))
+
+    return step, blocks
+
+
+def test_a_forgotten_sum_over_an_axis_is_named_with_its_line(tp_mesh):
+    step, blocks = tensor_parallel_mlp(reduce=False)
+    report = ts.compare_layouts(step, (X, UP, DOWN), [None, tp_mesh])
+    assert not report.agrees
+    first = report.first
+    assert (first.site.operation, first.site.path) == ("shard_map", "jvp(mlp)")
+    line = line_of(blocks, "partial = hidden @ down")
+    assert first.site.inside.startswith("dot_general at ")
+    assert first.site.inside.endswith(line)
+    expected = np.tanh(np.sin(X) @ UP) @ DOWN
+    found = np.tanh(np.sin(X) @ UP[:, :4]) @ DOWN[:4]
+    np.testing.assert_allclose(first.error, np.abs(found - expected).max(), rtol=1e-4)
+    np.testing.assert_allclose(first.expected, expected[first.index], rtol=1e-4)
+    np.testing.assert_allclose(first.value, found[first.index], rtol=1e-4)
+    assert line in report.as_text()
+
+
+def test_parts_of_a_sum_that_nothing_adds_up_are_called_so(tp_mesh):
+    step, _ = tensor_parallel_mlp(reduce=False)
+    first = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh).first
+    assert first.diagnosis == (
+        ("wrong", "these are parts of a sum over tp, which nothing adds up"),
+    )
+
+
+def per_device(body):
+    """A step that runs a body per device, as in the layers of a loop."""
+
+    @ts.function(in_specs={"up": P(None, "tp"), "down": P("tp")})
+    def step(x, up, down):
+        def layer(x, _):
+            mapped = jax.shard_map(
+                body,
+                mesh=ts.mesh.current().jax,
+                in_specs=(P(), P(None, "tp"), P("tp")),
+                out_specs=P(),
+                check_vma=False,
+            )
+            return mapped(x, up, down), None
+
+        return jax.lax.scan(layer, x, length=2)[0]
+
+    return step
+
+
+def test_what_is_computed_with_parts_of_a_sum_is_named_and_what_gives_them(tp_mesh):
+    def blocks(x, up, down):
+        partial = jnp.sin(x @ up) @ down
+        wrong = jnp.tanh(partial)  # before the sum
+        return jax.lax.psum(wrong, "tp") * 0.5
+
+    first = ts.compare_layouts(per_device(blocks), (X, UP, DOWN), tp_mesh).first
+    assert first.iterations == (0,)
+    (wrong, operation), (before, reason) = first.diagnosis
+    assert (wrong, before) == ("wrong", "before")
+    assert operation.startswith("first in tanh at ")
+    assert operation.endswith(line_of(blocks, "wrong = jnp.tanh(partial)"))
+    assert reason.startswith("dot_general at ")
+    assert reason.endswith(
+        line_of(blocks, "sin(x @ up)") + " gives parts of a sum over tp"
+    )
+
+
+def test_a_sum_that_was_added_up_is_not_blamed_for_what_comes_later(tp_mesh):
+    def blocks(x, up, down):
+        y = jax.lax.psum(jnp.sin(x @ up) @ down, "tp")
+        return y + jax.lax.axis_index("tp").astype(y.dtype)
+
+    first = ts.compare_layouts(per_device(blocks), (X, UP, DOWN), tp_mesh).first
+    assert [name for name, _ in first.diagnosis] == ["wrong"]
+
+
+def test_a_strategy_that_runs_the_body_per_device_is_looked_into(tp_mesh):
+    @ts.distribute(strategy="tensor_parallel", mesh_axes=("tp",))
+    def mlp(
+        x: ts.Tensor["B", "D"],
+        up: ts.Tensor["D", "F"],
+        down: ts.Tensor["F", "D"],
+    ):
+        hidden = jnp.tanh(x @ up)
+        partial = hidden @ down
+        wrong = jnp.sin(partial)
+        return dist.all_reduce(wrong, axis="tp")
+
+    first = ts.compare_layouts(mlp, (X, UP, DOWN), tp_mesh).first
+    (_, operation), (_, reason) = first.diagnosis
+    assert operation.endswith(line_of(mlp.body, "wrong = jnp.sin(partial)"))
+    assert line_of(mlp.body, "partial = hidden @ down") in reason
+
+
+def test_blocks_that_are_put_together_wrongly_are_right_by_themselves(tp_mesh):
+    @ts.function(in_specs={"up": P(None, "tp")})
+    def step(x, up):
+        columns = jax.shard_map(
+            lambda x, up: jnp.tanh(x @ up),
+            mesh=ts.mesh.current().jax,
+            in_specs=(P(), P(None, "tp")),
+            out_specs=P("tp"),
+            check_vma=False,
+        )(x, up)
+        return columns.sum()
+
+    first = ts.compare_layouts(step, (X, UP), tp_mesh).first
+    assert first.shape == (16, 4)
+    assert first.diagnosis == (
+        ("wrong", "each device has a block or a copy of it: see the out_specs"),
+    )
+
+
+def test_what_differs_later_and_in_the_results_is_listed(tp_mesh):
+    step, _ = tensor_parallel_mlp(reduce=False)
+    lines = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh).as_text().splitlines()
+    assert lines[0] == "step step, compared with tp mesh, 1"
+    assert lines[1] == "tp mesh, 4: the first difference"
+    assert lines[2] == "  operation  shard_map: float32[4,8] in jvp(mlp)"
+    assert any(line.startswith("  then       ") for line in lines)
+    results = [line for line in lines if "result/" in line]
+    assert [line.split(":")[0].split()[-1] for line in results] == [
+        *("result/0", "result/1/0", "result/1/1")
+    ]
+
+
+def test_ordinary_rounding_is_no_difference(tp_mesh):
+    step, _ = tensor_parallel_mlp(reduce=True)
+    report = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh)
+    assert report.agrees
+    assert report.first is None
+    (only,) = report.meshes
+    assert 0 < only.largest < 0.1
+    assert only.compared > 20
+    assert "tp mesh, 4: no difference in " in report.as_text()
+
+
+def test_no_rounding_is_allowed_where_none_is_asked_for(tp_mesh):
+    step, _ = tensor_parallel_mlp(reduce=True)
+    report = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh, rtol=0, atol=0)
+    assert not report.agrees
+    assert report.first.error < 1e-5
+
+
+def test_every_mesh_is_compared_with_the_first(tp_mesh):
+    step, _ = tensor_parallel_mlp(reduce=False)
+    one = dist.Mesh(["tp"], devices=[5])
+    report = ts.compare_layouts(step, (X, UP, DOWN), [None, one, tp_mesh])
+    same, other = report.meshes
+    assert (same.mesh, other.mesh) == (one, tp_mesh)
+    assert same.first is None
+    assert same.largest == 0.0
+    assert report.first is other.first
+    text = report.as_text()
+    assert re.search(
+        r"tp mesh, 1: no difference in \d+ operations; all are equal", text
+    )
+    assert text.index("all are equal") < text.index("the first difference")
+
+
+def test_results_are_those_of_the_step_and_arguments_stay_as_they_are(tp_mesh):
+    @ts.function(donate=("w",), in_specs={"w": P("tp")})
+    def update(w):
+        return w - 0.5 * jnp.cos(w)
+
+    w = jax.device_put(UP, NamedSharding(tp_mesh.jax, P("tp")))
+    assert ts.compare_layouts(update, w, tp_mesh).agrees
+    assert not w.is_deleted()
+    assert update.num_programs() == 0
+
+
+def test_layouts_of_arguments_are_kept_as_far_as_a_mesh_has_their_axes(grid_mesh):
+    seen = []
+
+    @ts.function
+    def step(x):
+        seen.append(dist.inspect(x).leaves[0].spec)
+        return jnp.sum(jnp.exp(x))
+
+    x = jax.device_put(X, NamedSharding(grid_mesh.jax, P("dp", "tp")))
+    assert ts.compare_layouts(step, x, [grid_mesh, dist.Mesh(["tp"], range(2))]).agrees
+    assert set(seen) == {P("dp", "tp"), P(None, "tp")}
+
+
+# --- steps with parameters, loops and dtypes
+
+
+def test_a_training_step_is_compared_with_the_numbers_of_its_parameters(grid_mesh):
+    @graph.training_step
+    def step(x):
+        loss = jnp.mean(op.transformer_block(x, depth=1, num_heads=4) ** 2)
+        return loss, graph.backward(loss)
+
+    x = jax.random.normal(KEYS[0], (4, 2, 8))
+    step.init(jax.random.key(7), x)
+    numbers = step.params["block"]["query"]
+    for mesh in (dist.Mesh(["dp", "tp"], [[0]]), grid_mesh):
+        run = MeshRun.on(mesh, step, (x,))
+        (site,) = [s for s in run.sites if s.path == "block/query"]
+        np.testing.assert_array_equal(run.values([site])[0], numbers)
+    assert ts.compare_layouts(step, x, grid_mesh).agrees
+    assert step.params["block"]["query"] is numbers
+
+
+def test_parameters_that_nobody_made_are_the_same_on_every_mesh(dp_mesh):
+    @graph.training_step
+    def step(x):
+        loss = jnp.sum(op.matmul(x, dist.tensor((8, 2), init="normal", name="w")) ** 2)
+        return loss, graph.backward(loss)
+
+    assert ts.compare_layouts(step, jnp.ones((8, 8)), dp_mesh).agrees
+
+
+def test_a_step_that_is_made_for_a_mesh_is_given_as_what_makes_it(tp_mesh):
+    def make(mesh):
+        layout = dist.ShardSpec(("row",), ("tp",))
+        size = 2.0 if mesh.size > 1 else 1.0  # the mistake
+        table = dist.tensor((8, 8), layout, mesh, init="normal", name="table")
+
+        @ts.function
+        def step(x):
+            h = jnp.tanh(op.matmul(x, table))
+            return jnp.sum(h * size)
+
+        return step
+
+    first = ts.compare_layouts(make, X, tp_mesh).first
+    assert first.site.operation == "mul"
+    assert first.site.source.endswith(line_of(make, "h * size"))
+
+
+def test_in_a_loop_the_iteration_is_named_and_what_comes_first_in_it(tp_mesh):
+    @ts.function
+    def step(x):
+        wrong = jnp.arange(3) == (1 if ts.mesh.current().size > 1 else 5)
+
+        def layer(x, is_wrong):
+            h = jnp.sin(x)
+            h = jnp.where(is_wrong, h + 1, h)
+            return jnp.tanh(h), None
+
+        with jax.named_scope("layers"):
+            x, _ = jax.lax.scan(layer, x, wrong)
+        return x
+
+    report = ts.compare_layouts(step, X, tp_mesh)
+    assert report.first.site.operation == "eq"  # of integers, before the loop
+    later = next(d for d in report.meshes[0].differences if d.iterations)
+    assert later.iterations == (1,)
+    assert later.site.operation in ("select_n", "jit")
+    assert "layers" in later.site.path
+
+
+def test_in_a_loop_backwards_the_last_iteration_is_the_first(tp_mesh):
+    @ts.function
+    def step(x):
+        size = 1.0 if ts.mesh.current().size > 1 else 0.0
+
+        def layer(carry, item):
+            return carry + item, jnp.exp(carry * 0.1)
+
+        _, y = jax.lax.scan(layer, x.sum() * 0, jnp.arange(3.0) * size, reverse=True)
+        return y
+
+    found = ts.compare_layouts(step, X, tp_mesh).meshes[0].differences
+    add = next(d for d in found if d.site.operation == "add")
+    assert add.iterations == (2,)
+
+
+def test_what_was_computed_in_bf16_may_differ_by_half_of_its_digits(tp_mesh):
+    @ts.function(in_specs={"up": P(None, "tp"), "down": P("tp")})
+    def step(x, up, down):
+        with ts.autocast(dtype="bf16"):
+            y = jnp.tanh(x @ up) @ down
+        loss = jnp.sum(y**2)
+        return loss, ts.grad(loss, (up, down))
+
+    report = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh)
+    assert report.agrees
+
+
+def test_one_nan_is_a_difference_and_two_are_none(tp_mesh):
+    def make(bad):
+        @ts.function
+        def step(x):
+            scale = jnp.nan if bad(ts.mesh.current().size) else 1.0
+            return x * scale
+
+        return step
+
+    assert ts.compare_layouts(make(lambda size: True), X, tp_mesh).agrees
+    first = ts.compare_layouts(make(lambda size: size > 1), X, tp_mesh).first
+    assert first.error == np.inf
+    assert np.isnan(first.value)
+
+
+def test_values_are_fetched_a_few_at_a_time(tp_mesh, monkeypatch):
+    monkeypatch.setattr(compared_runs, "_MAX_BYTES", 600)
+    chunks = []
+    whole = compared_runs._chunks
+
+    def noted(pairs):
+        for chunk in whole(pairs):
+            chunks.append(sum(site.nbytes for site, _ in chunk))
+            yield chunk
+
+    monkeypatch.setattr(compared_runs, "_chunks", noted)
+    step, _ = tensor_parallel_mlp(reduce=False)
+    report = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh)
+    assert len(chunks) > 3
+    assert max(chunks) <= max(600, UP.nbytes)
+    assert report.first.site.operation == "shard_map"
+
+
+def test_random_numbers_and_keys_are_arguments_like_others(dp_mesh):
+    @ts.function(in_specs={"x": P("dp")})
+    def step(x, key):
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.where(keep, x * 2, 0.0)
+
+    x = jnp.ones((8, 4))
+    assert ts.compare_layouts(step, (x, jax.random.key(3)), dp_mesh).agrees
+
+
+def test_no_mesh_or_one_alone_cannot_be_compared(tp_mesh):
+    step, _ = tensor_parallel_mlp(reduce=True)
+    for meshes in ([], [tp_mesh], [None, None]):
+        with pytest.raises(NoMeshError, match="there are no meshes to compare"):
+            ts.compare_layouts(step, (X, UP, DOWN), meshes)
+
+
+def test_a_mesh_of_other_machines_is_refused(large_mesh):
+    with pytest.raises(AbstractMeshError, match="T105"):
+        ts.compare_layouts(ts.function(jnp.sin), X, large_mesh)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``graph.trace``: one stage, one line, one pass, or everything, as text and HTML."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import tessera as ts
+from tessera import graph, op
+from tessera.debug.explain import Explanation
+from tessera.errors import OperandError, UnknownPassError
+
+W, X = jnp.ones((8, 4)), jnp.ones((4, 8))
+
+
+def step(w, x):
+    with ts.autocast(dtype="bf16"):
+        h = jnp.tanh(x @ w)
+    loss = jnp.sum(h**2)
+    return loss, ts.grad(loss, w)
+
+
+@pytest.fixture
+def traced(grid_mesh):
+    function = ts.function(
+        step, mesh=grid_mesh, in_specs={"w": P(None, "tp"), "x": P("dp")}
+    )
+    return graph.trace(function, W, X)
+
+
+def line(text):
+    """``test_explain.py:19``: where ``step`` has some text."""
+    lines = Path(__file__).read_text().splitlines()
+    (place,) = [i for i, code in enumerate(lines, start=1) if code.strip() == text]
+    return f"test_explain.py:{place}"
+
+
+# --- one stage
+
+
+def test_each_stage_is_shown_alone(traced):
+    titles = {
+        "trace": ["1 trace"],
+        "passes": ["2 passes"],
+        "lower": ["3 lower: each operation with its layout"],
+        "compile": ["4 compile: each collective", "4 compile: memory"],
+    }
+    for name, expected in titles.items():
+        text = traced.stage(name).as_text()
+        assert re.findall(r"^=== (.*) ===$", text, re.MULTILINE) == expected
+
+
+def test_a_stage_computes_nothing_that_comes_after_it(traced, monkeypatch):
+    def refuse(_):
+        raise AssertionError("it was lowered")
+
+    monkeypatch.setattr(Explanation, "lowered", property(refuse))
+    assert "tanh" in str(traced.stage("trace"))
+    assert "reduce_precision" in str(traced.stage("passes"))
+
+
+def test_everything_is_the_stages_in_order(traced):
+    stages = [str(traced.stage(name)) for name in ("trace", "passes", "lower")]
+    assert str(traced).startswith("\n\n".join(stages))
+    assert repr(traced) == str(traced)
+
+
+def test_modules_are_shown_where_they_are_asked_for(traced):
+    assert "stablehlo.tanh" not in str(traced.stage("lower"))
+    assert "stablehlo.tanh" in traced.stage("lower", hlo=True).as_text()
+    assert "HloModule" in traced.stage("compile", hlo=True).as_text()
+    assert "HloModule" in traced.as_text(hlo=True)
+
+
+def test_a_stage_that_does_not_exist_is_an_error_that_lists_them(traced):
+    with pytest.raises(UnknownPassError) as caught:
+        traced.stage("lowered")
+    assert str(caught.value).startswith("[T307] a step has no stage 'lowered'")
+    assert "lower" in str(caught.value)
+
+
+# --- one line
+
+
+def test_side_by_side_each_line_is_what_it_became(traced):
+    found = {
+        name.rpartition("/")[2]: dict(
+            zip(("trace", "passes", "lower", "compile"), stages, strict=True)
+        )
+        for name, stages in traced.side_by_side().rows
+    }
+    matmul = found[line("h = jnp.tanh(x @ w)")]
+    assert matmul["trace"] == ("dot_general", "tanh")
+    assert "2 × dot_general" in matmul["passes"]
+    assert "4 × reduce_precision" in matmul["passes"]
+    assert "dot_general P('dp', 'tp')" in matmul["lower"]
+    assert "tanh" in matmul["compile"]
+    total = found[line("loss = jnp.sum(h**2)")]
+    assert "all-reduce tp 4 B" in total["compile"]
+    assert found[line("return loss, ts.grad(loss, w)")]["trace"] == (
+        *("gradient", "sharding_constraint"),
+    )
+
+
+def test_side_by_side_may_be_of_one_line(traced):
+    wanted = line("h = jnp.tanh(x @ w)")
+    (row,) = traced.side_by_side(wanted).rows
+    assert row[0].endswith(wanted)
+    assert traced.side_by_side("nowhere.py:1").rows == ()
+
+
+def test_side_by_side_is_a_table(traced):
+    lines = str(traced.side_by_side(line("h = jnp.tanh(x @ w)"))).splitlines()
+    assert lines[0].split() == ["line", "trace", "passes", "lower", "compile"]
+    assert len({text.index("dot_general") for text in lines[1:2]}) == 1
+
+
+def test_side_by_side_works_on_one_device_and_on_a_mesh_of_other_machines(large_mesh):
+    one = graph.trace(ts.function(step), W, X)
+    assert "dot_general" in str(one.side_by_side())
+    assert "one device: every array is whole" in str(one.stage("lower"))
+    many = ts.function(step, mesh=large_mesh, in_specs={"x": P(None, "pp")})
+    assert "all-reduce" in str(graph.trace(many, W, X).side_by_side())
+
+
+def test_what_a_line_does_in_a_loop_is_its_own():
+    def looped(x):
+        def body(h, _):
+            return jnp.exp(h) * 0.1, None
+
+        return jax.lax.scan(body, x, length=3)[0]
+
+    rows = dict(graph.trace(ts.function(looped), X).side_by_side().rows)
+    (inside,) = [stages for name, stages in rows.items() if "exp" in stages[0]]
+    assert "scan" not in inside[0]
+
+
+# --- one pass
+
+
+def test_the_diff_of_all_passes_is_that_of_each(traced):
+    names = ("differentiate_losses", "autocast_matmuls", "assign_output_layouts")
+    assert traced.diff() == "\n".join(traced.diff(name) for name in names)
+    assert "--- before schedule_pipelines" not in traced.diff()
+
+
+# --- in a notebook
+
+
+def test_in_a_notebook_stages_open_and_close(traced):
+    html = traced._repr_html_()
+    assert html.count("<details") == html.count("</details>") == 6
+    assert "<details open><summary>side by side</summary><table>" in html
+    assert html.count("<summary>") == 6
+
+
+def test_in_a_notebook_a_diff_has_colors_and_names_are_escaped(traced):
+    html = traced.stage("passes")._repr_html_()
+    assert '<span style="background:rgba(46,160,67,.25)">+ ' in html
+    assert '<span style="background:rgba(248,81,73,.25)">- ' in html
+
+    def odd(x):
+        return {"<b>": x + 1}
+
+    assert "<b>" not in graph.trace(ts.function(odd), X)._repr_html_()
+
+
+# --- a model and a batch
+
+BATCH = {"input": jnp.ones((8, 4)), "labels": jnp.zeros(8, jnp.int32)}
+
+
+def test_a_model_is_traced_with_the_input_of_a_batch():
+    traced = graph.trace(lambda x: jnp.tanh(op.matmul(x, W.T)), BATCH)
+    text = traced.stage("trace").as_text()
+    assert text.startswith("=== 1 trace of batch['input'] ===")
+    assert "x: float32[8,4]" in text
+
+
+def test_a_model_that_takes_a_batch_gets_the_whole():
+    traced = graph.trace(lambda batch: batch["input"][batch["labels"]], BATCH)
+    text = traced.stage("trace").as_text()
+    assert text.startswith("=== 1 trace ===")
+    assert "batch/labels: int32[8]" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (lambda x: op.matmul(x, W), {"images": BATCH["input"]}),
+        (lambda x: op.matmul(x, jnp.ones((5, 5))), BATCH),
+    ],
+)
+def test_a_model_that_can_take_neither_is_refused_for_what_it_was_given(model, batch):
+    with pytest.raises(OperandError) as caught:
+        graph.trace(model, batch)
+    field = next(iter(batch))
+    assert str(caught.value) == (
+        "[T401] an operation takes arrays, and is given a dict\n"
+        f"  got: dict of {', '.join(map(repr, batch))}\n"
+        f"  fix: pass what it holds, such as batch[{field!r}]\n"
+        "  docs: docs/errors/T401.md"
+    )
+
+
+def test_what_a_step_does_wrong_with_its_batch_is_its_own_error():
+    with pytest.raises(KeyError, match="lables"):
+        graph.trace(lambda batch: batch["lables"].sum(), BATCH)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose sequences are split over ``cp`` is the model that it is elsewhere."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from tessera.errors import HeadCountError, ShardDivisibilityError
+from tessera.mesh import Mesh
+from tessera.models import (
+    Gemma3Config,
+    Model,
+    Placement,
+    attention_inputs,
+    config_of,
+    generate,
+)
+from tessera.models.partition_rules import NO_MESH
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CONFIG = Gemma3Config(
+    vocab_size=64,
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=16,
+    window=3,
+    query_pre_attn_scalar=4,
+    global_every=2,
+)
+KEY = jax.random.key(0)
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
+SEGMENTS = np.repeat(np.array([[1, 2, 2, 3], [1, 1, 1, 2]], np.int32), 4, axis=1)
+
+
+def mesh_of(**sizes: int) -> Mesh:
+    devices = range(math.prod(sizes.values()))
+    return Mesh(tuple(sizes), devices=devices, shape=tuple(sizes.values()))
+
+
+def logits(model: Model, mesh: Mesh | None, segments: Any) -> jax.Array:
+    params = model.init(KEY, mesh)
+    apply = jax.jit(lambda p: model.apply(p, TOKENS, segment_ids=segments, mesh=mesh))
+    return apply(params)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"cp": 4}, {}),
+        ({"dp": 2, "cp": 2, "tp": 2}, {"sequence_parallel": True}),
+        ({"cp": 2, "tp": 2}, {"context_parallel": "all_to_all"}),
+    ],
+    ids=["ring", "ring_tp", "all_to_all_tp"],
+)
+def test_tokens_go_in_and_logits_come_out_in_the_order_of_the_sequence(sizes, options):
+    mesh, model = mesh_of(**sizes), Model(CONFIG, **options)
+    for segments in (None, SEGMENTS):
+        got = logits(model, mesh, segments)
+        want = logits(Model(CONFIG), None, segments)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    assert got.sharding.spec[1] == "cp"
+
+
+def test_a_placement_knows_the_order_of_its_devices():
+    mesh = mesh_of(dp=2, cp=2)
+    ring = Placement(mesh)
+    assert ring.arranged(np.arange(8)[None]).tolist() == [[0, 1, 6, 7, 2, 3, 4, 5]]
+    assert ring.restored(ring.arranged(TOKENS)).tolist() == TOKENS.tolist()
+    exchange = dataclasses.replace(ring, context_parallel="all_to_all")
+    assert exchange.arranged(TOKENS) is TOKENS
+    assert Placement(mesh_of(dp=2)).arrangement is None
+
+
+def test_the_residual_is_split_over_cp_and_under_sequence_parallelism_over_tp():
+    mesh = mesh_of(cp=2, tp=2)
+    names, shape = ("batch", "sequence", None), (2, 16, 32)
+    place = Model(CONFIG).place(mesh)
+    assert place.resolve(names, shape, "x") == PartitionSpec(None, "cp")
+    place = Model(CONFIG, sequence_parallel=True).place(mesh)
+    assert place.resolve(names, shape, "x") == PartitionSpec(None, ("cp", "tp"))
+
+
+def test_a_model_samples_where_its_parameters_lie():
+    model, mesh = Model(CONFIG), mesh_of(fsdp=2, cp=2)
+    want = generate(model, model.init(KEY), TOKENS[:1, :5], 4, KEY, temperature=0.0)
+    params = model.init(KEY, mesh)
+    got = generate(model, params, TOKENS[:1, :5], 4, KEY, temperature=0.0)
+    assert got.tolist() == want.tolist()
+
+
+def test_the_layout_notes_say_how_sequences_are_split():
+    ring = Model(config_of("tiny"))
+    (note,) = ring.layout_notes(mesh_of(cp=4))
+    assert note == (
+        "sequences are split over 'cp' in zigzag order; keys and values go round its 4 "
+        "devices, in local layers the halo of 63 tokens alone, if chunks are as long"
+    )
+    (note,) = ring.layout_notes(mesh_of(pp=2, cp=4))
+    assert "stages gather keys and values of its 4 devices" in note
+    exchange = Model(config_of("tiny"), context_parallel="all_to_all")
+    (note,) = exchange.layout_notes(mesh_of(cp=4))
+    assert "exchanged for heads among its 4 devices" in note
+    assert exchange.layout_notes(mesh_of(dp=4)) == [
+        "context_parallel changes nothing: 'cp' has one device"
+    ]
+    assert ring.layout_notes(mesh_of(dp=4)) == []
+
+
+def test_heads_and_sequences_that_cp_does_not_divide():
+    exchange = Model(CONFIG, context_parallel="all_to_all")
+    with pytest.raises(HeadCountError) as caught:
+        exchange.place(mesh_of(cp=4, tp=2))
+    assert str(caught.value) == (
+        "[T402] all-to-all attention cannot divide the heads over mesh axis 'cp'\n"
+        "  got: 2 query heads and 1 key/value heads on each device, axis size 4\n"
+        "  fix: use cp 2, or the ring, which divides no heads\n"
+        "  docs: docs/errors/T402.md"
+    )
+    model = Model(CONFIG)
+    with pytest.raises(ShardDivisibilityError, match="16 tokens: 16 / 6 leaves 4"):
+        model.apply(model.init(KEY), TOKENS, mesh=mesh_of(cp=3))
+
+
+def test_kernels_that_know_their_window_stand_side_by_side(monkeypatch):
+    """As on GPUs: each kind of layer has a call of its own, with its own window."""
+    q, k, v = (
+        jax.random.normal(jax.random.key(n), (1, 12, heads, 4))
+        for n, heads in enumerate((4, 2, 2))
+    )
+
+    def read(sees_all):
+        return attention_inputs.layer_reads(CONFIG, 12, None, NO_MESH)(sees_all)(
+            q, k, v
+        )
+
+    flags = [jnp.asarray(flag) for flag in (True, False)]
+    expected = [read(flag) for flag in flags]
+    monkeypatch.setattr(attention_inputs, "_windows_may_come_late", lambda: False)
+    for flag, want in zip(flags, expected, strict=True):
+        np.testing.assert_allclose(jax.jit(read)(flag), want, atol=1e-6)
+    assert abs(expected[0] - expected[1]).max() > 0.1

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation of attention serves a call, and why another one does not."""
+
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tessera as ts
+from tessera import op
+from tessera.errors import ImplementationError
+from tessera.ops.attention.attention_call import Operands, Setting
+from tessera.ops.attention.dispatch import Device, choose, reason_against
+
+CPU, TPU = Device("cpu"), Device("tpu", "TPU v5")
+AMPERE = Device("cuda", "NVIDIA A100", (8, 0))
+HOPPER = Device("cuda", "NVIDIA H200", (9, 0))
+TURING = Device("cuda", "NVIDIA T4", (7, 5))
+
+
+def operands(dtype="bfloat16", width=64, keys=32, **others):
+    def made(length):
+        return jax.ShapeDtypeStruct((2, 4, length, width), jnp.dtype(dtype))
+
+    return Operands(made(32), made(keys), made(keys), **others)
+
+
+def scalar():
+    return jax.ShapeDtypeStruct((), jnp.int32)
+
+
+CAUSAL = Setting(causal=True, scale=0.125)
+
+
+def test_a_device_is_known_by_its_platform_and_capability():
+    def of(platform, kind, **others):
+        return Device.of(SimpleNamespace(platform=platform, device_kind=kind, **others))
+
+    assert of("gpu", "NVIDIA H200", compute_capability="9.0") == HOPPER
+    assert of("gpu", "AMD", compute_capability="gfx90a") == Device("rocm", "AMD")
+    assert of("tpu", "TPU v5") == TPU
+    assert Device.here().platform == "cpu"
+
+
+def test_a_cpu_gets_blocks():
+    assert choose(operands("float32"), CAUSAL, CPU) == "xla"
+
+
+def test_ampere_gets_cudnn():
+    assert choose(operands(), CAUSAL, AMPERE) == "cudnn"
+
+
+def test_a_tpu_gets_blocks():
+    assert choose(operands(), CAUSAL, TPU) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("given", "setting", "device", "reason"),
+    [
+        ({}, CAUSAL, CPU, "NVIDIA GPUs, and this call on cpu"),
+        ({}, CAUSAL, TURING, "compute capability 8.0, and this is 7.5"),
+        ({"dtype": "float32"}, CAUSAL, HOPPER, "bfloat16 and float16, and got float32"),
+        ({"width": 160}, CAUSAL, AMPERE, "up to 128 on this device, and got 160"),
+        ({"width": 264}, CAUSAL, HOPPER, "up to 256 on this device, and got 264"),
+        ({"width": 60}, CAUSAL, HOPPER, "multiple of 8"),
+        ({}, Setting(True, 1.0, soft_cap=2.0), HOPPER, "soft_cap"),
+        ({}, Setting(True, 1.0, offset=3), HOPPER, "query_offset"),
+        ({"offset": scalar()}, CAUSAL, HOPPER, "query_offset"),
+        ({"window": scalar()}, CAUSAL, HOPPER, "before the call runs"),
+        ({"keys": 48}, CAUSAL, HOPPER, "as many queries as keys"),
+        (
+            {"query_segments": scalar(), "key_segments": scalar()},
+            CAUSAL,
+            HOPPER,
+            "segment ids",
+        ),
+    ],
+)
+def test_cudnn_says_what_it_cannot_do(given, setting, device, reason):
+    said = reason_against("cudnn", operands(**given), setting, device)
+    assert said is not None
+    assert reason in said
+
+
+@pytest.mark.parametrize(
+    ("given", "setting", "device"),
+    [
+        ({}, CAUSAL, AMPERE),
+        ({"dtype": "float16", "width": 128}, CAUSAL, AMPERE),
+        ({"width": 256}, Setting(True, 1.0, window=7), HOPPER),
+        ({"keys": 48}, Setting(False, 1.0), HOPPER),
+    ],
+)
+def test_cudnn_serves_what_it_can(given, setting, device):
+    assert reason_against("cudnn", operands(**given), setting, device) is None
+
+
+def test_an_implementation_that_cannot_is_an_error_with_its_reason():
+    q = jnp.ones((1, 2, 16, 8))
+    with pytest.raises(ImplementationError) as caught:
+        op.flash_attention(q, q, q, implementation="cudnn")
+    said = str(caught.value)
+    assert said.startswith(
+        "[T406] implementation 'cudnn' of flash_attention cannot serve this call\n"
+        "  got: cuDNN runs on NVIDIA GPUs, and this call on cpu\n"
+    )
+    assert "'xla' or 'reference', or None for the fastest that fits" in said
+
+
+def test_an_unknown_implementation_is_an_error_with_a_suggestion():
+    q = jnp.ones((1, 2, 16, 8))
+    with pytest.raises(ImplementationError, match="did you mean 'reference'") as caught:
+        op.flash_attention(q, q, q, implementation="referense")
+    assert "has no implementation 'referense'" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["xla", "reference"])
+def test_the_choice_is_seen_in_the_trace(name):
+    @ts.function
+    def read(q):
+        return op.flash_attention(q, q, q, causal=True, implementation=name)
+
+    text = read.trace(jnp.ones((1, 2, 16, 8))).as_text()
+    assert set(re.findall(r"flash_attention_(\w+)", text)) == {name}
+
+
+def test_the_kernels_of_cudnn_are_in_the_program_for_cuda(monkeypatch):
+    """Lowered, not run: there the masks are named and no array is made for them."""
+    from tessera.ops.attention import cudnn
+
+    place = "jax._src.cudnn.fused_attention_stablehlo."
+    monkeypatch.setattr(place + "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(place + "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(place + "is_cuda_compute_capability_equal", lambda _: False)
+    call, setting = operands(), Setting(True, 0.3, window=7)
+
+    def loss(q, k, v):
+        return cudnn.attend(Operands(q, k, v), setting).astype(jnp.float32).sum()
+
+    for function, target in (
+        (loss, "__cudnn$fmhaSoftmax"),
+        (jax.grad(loss, (0, 1, 2)), "__cudnn$fmhaSoftmaxBackward"),
+    ):
+        traced = jax.jit(function).trace(*call[:3])
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert target in text
+        assert "\\22sliding_window_length\\22: 7" in text
+        assert "CAUSAL" in text
+        assert "32x32" not in text
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("pallas", "bfloat16"), ("xla", None)])
+def test_a_kernel_is_given_what_autocast_makes_of_the_operands(name, dtype):
+    """The pass casts the matmuls of the others, which it can see."""
+    seen = []
+
+    @ts.function
+    def read(q):
+        with ts.autocast("bf16"):
+            out = op.flash_attention(q, q, q, implementation=name)
+        seen.append(out.dtype)
+        return out
+
+    q = jax.random.normal(jax.random.key(0), (1, 2, 16, 8))
+    text = read.trace(q).as_text()
+    assert ("to bfloat16" in text or "new_dtype=bfloat16" in text) == bool(dtype), text
+    assert seen == [jnp.float32]
+    exact = op.flash_attention(q, q, q, implementation="reference")
+    assert 0 < jnp.abs(read(q) - exact).max() < 0.05
