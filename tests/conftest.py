@@ -22,6 +22,9 @@ from tessera.mesh import Mesh
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Halves the time to compile. What JAX traces, what XLA partitions, and the collectives
+# are the same; the fixture ``optimized`` is for what is not.
+jax.config.update("jax_disable_most_optimizations", True)
 
 # The first example of a shape compiles, so a deadline would measure the compiler.
 hypothesis.settings.register_profile(
@@ -55,14 +58,13 @@ def large_mesh() -> Mesh:
 
 
 @pytest.fixture(scope="module")
-def quick_compile() -> Iterator[None]:
-    """Half the time to compile, by leaving out LLVM's optimizations.
+def optimized() -> Iterator[None]:
+    """Compile with all of LLVM's optimizations: where bits or accuracy are the subject.
 
-    What JAX traces, what XLA partitions and the collectives are the same.
+    Programs compiled the other way are dropped: they would have other bits.
     """
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
-    # JAX would run the programs that it has, and tests of bits would see it.
+    jax.config.update("jax_disable_most_optimizations", True)
     jax.clear_caches()

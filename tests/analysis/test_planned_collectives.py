@@ -17,8 +17,6 @@ from tessera.analysis.ledger import collectives
 from tessera.analysis.planned_collectives import LAYOUT, STORED_SPLIT, SUM, WRITTEN
 from tessera.errors import BudgetError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 MEGATRON = {"up": P(None, "tp"), "down": P("tp")}
 
 

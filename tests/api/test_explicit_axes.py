@@ -12,8 +12,6 @@ import tessera as ts
 from tessera import dist, graph, op
 from tessera.errors import LayoutMismatchError, MeshConflictError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 NUMBERS = np.arange(32, dtype=np.float32).reshape(8, 4)
 
 

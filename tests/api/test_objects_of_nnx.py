@@ -25,8 +25,6 @@ from tessera.errors import (
     WriteBackError,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 X = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
 

@@ -15,8 +15,6 @@ from tessera.errors import ShardDivisibilityError
 from tessera.mesh import Mesh
 from tessera.shard import stored_tensor
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 ROWS = dist.ShardSpec(("row",), ("dp",), uneven="pad")
 # Below zero, so that a zero of the padding would be the largest.
 NUMBERS = -1 - np.random.default_rng(0).random((10, 3), np.float32)

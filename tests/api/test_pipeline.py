@@ -31,9 +31,6 @@ from tests.api.pipelines import (
     words,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
 # --- schedules and meshes
 
 

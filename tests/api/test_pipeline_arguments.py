@@ -24,8 +24,6 @@ from tessera.errors import (
 )
 from tests.api.pipelines import TWO, Pipe, close, normal, unpiped
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 ROWS, WIDTH = 8, 8  # as many as each other, and as many layers, entries, positions
 X, Y = normal(ROWS, WIDTH), normal(ROWS, WIDTH, seed=1)
 SQUARE, STACK = normal(WIDTH, WIDTH, seed=2), normal(ROWS, WIDTH, WIDTH, seed=3)

@@ -24,8 +24,6 @@ from tests.api.pipelines import (
     weight,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 Loss = Callable[[Any, Any], Any]
 
 

@@ -14,8 +14,6 @@ from tessera import dist, errors, graph, op
 from tessera.mesh import Mesh
 from tests.api.pipelines import BATCH, ROWS, TWO, WIDTH, dense, normal
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def model_of(*names: str, called: Any, **options: Any) -> Any:
     """A pipeline of stages by name, whose function calls them as it is told."""

@@ -16,8 +16,6 @@ from tessera.errors import (
     UnknownAxisError,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 DRAW = np.random.default_rng(0)
 PP = dist.Mesh(["pp"], devices=range(2))
 

@@ -27,8 +27,6 @@ from tests.api.pipelines import (
     words,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def test_an_embedding_may_be_the_first_stage_and_a_head_the_last():
     def make(pipe: Pipe) -> Any:

@@ -17,8 +17,6 @@ from jax.sharding import PartitionSpec as P
 import tessera as ts
 from tessera.errors import ArgumentError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 X = np.arange(8, dtype=np.float32)
 
 

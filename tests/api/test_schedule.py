@@ -17,8 +17,6 @@ from tessera.compiler.stages import Lowered
 from tessera.mesh import Mesh
 from tessera.scope import Plan
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(autouse=True)
 def _nothing_said() -> Iterator[None]:

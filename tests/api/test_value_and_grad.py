@@ -174,7 +174,7 @@ def test_of_parameters_that_operations_declare():
     np.testing.assert_allclose([loss, slope], [loss_of(jnp.ones((2, 3)), X)] * 2)
 
 
-def test_of_a_pipeline(quick_compile):
+def test_of_a_pipeline():
     mesh = dist.Mesh(["pp"], devices=range(2))
     one = graph.stage("one")(lambda x: jnp.tanh(x))
     two = graph.stage("two")(lambda x: x * 2.0)

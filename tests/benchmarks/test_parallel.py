@@ -9,8 +9,6 @@ from pathlib import Path
 import jax
 import pytest
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 

@@ -18,8 +18,6 @@ from tessera.debug import compared_runs
 from tessera.debug.mesh_runs import MeshRun
 from tessera.errors import AbstractMeshError, NoMeshError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (4, 8))
 UP = jax.random.normal(KEYS[1], (8, 16))

@@ -10,8 +10,6 @@ import tessera as ts
 from tessera import dist
 from tessera.errors import OutsideTraceError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def step(w, x):
     return w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)

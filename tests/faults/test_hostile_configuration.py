@@ -122,7 +122,6 @@ def unpickled() -> list[str]:
     return found
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_a_run_that_goes_on_reads_no_pickle(program, tmp_path, mark, unpickled, capsys):
     """Bombs lie in the folders of data and of the checkpoint, and in the text."""
     pickle.loads(pickle.dumps(Path()))

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import pytest
 
 from tessera.errors import NonFiniteError
 from tessera.mesh import Mesh
@@ -22,8 +21,6 @@ from tessera.training.loop import Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
 from tessera.training.run import Job
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (

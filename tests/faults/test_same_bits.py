@@ -10,11 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tessera.training.command_line import run_from_command_line
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 ROOT = Path(__file__).parents[2]
 ROWS = 8

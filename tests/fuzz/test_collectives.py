@@ -22,8 +22,6 @@ from tessera.errors import TesseraError
 from tessera.mesh import Mesh
 from tessera.spec import spec_of_axes
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SIZES = [
     sizes
     for count in (1, 2, 3)

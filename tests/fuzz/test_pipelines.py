@@ -22,8 +22,6 @@ from tessera import graph, scope
 from tessera.errors import UndecidedRoleError
 from tessera.mesh import Mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 Tree = Any
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_fused")
 STEPS = ("function", "training_step", "value_and_grad", "strategy", "declared")

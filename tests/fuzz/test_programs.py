@@ -14,8 +14,6 @@ import pytest
 import tessera as ts
 from tests.fuzz.programs import draw
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 INPUTS = ((3, 4), (-2, 1), (0, -5), (7, 2))
 
 

@@ -23,8 +23,6 @@ from tessera.models import (
 )
 from tessera.models.partition_rules import NO_MESH
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = Gemma3Config(
     vocab_size=64,
     d_model=32,

@@ -20,8 +20,6 @@ from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.reference_experts import reference
 from tessera.ops.moe.routing import RoutingOptions
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = dataclasses.replace(
     config_of("moe_tiny"), num_layers=2, window=4, global_every=2
 )

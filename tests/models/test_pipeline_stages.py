@@ -145,7 +145,6 @@ SPLITS = {
 }
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("case", SPLITS)
 def test_parameters_are_those_of_the_plain_model_whatever_the_stages(case):
     config, shape, chunks = SPLITS[case]
@@ -189,7 +188,6 @@ def test_a_table_that_pp_does_not_divide_is_whole_and_the_notes_say_so():
     ]
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     ("config", "shape", "share"),
     [

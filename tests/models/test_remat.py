@@ -19,8 +19,6 @@ from tessera.models.remat import (
     scan_layers,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = Gemma3Config(
     vocab_size=64,
     d_model=32,

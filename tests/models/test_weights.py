@@ -16,8 +16,6 @@ from tessera.models.pipeline_stages import StageSplit
 from tessera.models.safetensors import open_file
 from tessera.models.weights import export_weights, import_weights
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = Gemma3Config(
     vocab_size=64,
     d_model=16,

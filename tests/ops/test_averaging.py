@@ -14,8 +14,6 @@ from tessera.analysis.ledger import collectives
 from tessera.errors import CollectiveError, NoMeshError
 from tessera.mesh import Mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 DP = Mesh(["dp"], devices=range(8))
 GRID = Mesh(["node", "dp"], devices=range(8), shape=(2, 4))
 

@@ -231,7 +231,6 @@ EACH = ("dp", "fsdp", "tp")
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("quick_compile")
 def test_devices_chunk_their_own_tokens_and_words(
     hidden, labels, weight, tokens, words
 ):

@@ -14,8 +14,6 @@ from tessera.models import Gemma3Config, Model
 from tessera.training.step import Recipe, make_train_step
 from tessera.training.train_state import abstract_state, init_state
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = Gemma3Config(
     vocab_size=32,
     d_model=16,

@@ -27,8 +27,6 @@ from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.step import Recipe, batch_spec, make_eval_step, make_train_step
 from tessera.training.train_state import init_state
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 STEPS, MICROBATCHES, ROWS, LENGTH = 5, 2, 4, 32
 CONFIG = Gemma3Config(
     vocab_size=64,

@@ -25,8 +25,6 @@ from tessera.training.router import ROUTER_METRICS
 from tessera.training.step import Recipe, batch_spec, make_train_step
 from tessera.training.train_state import init_state
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 STEPS, ROWS, LENGTH = 5, 8, 16
 CONFIG = dataclasses.replace(
     config_of("moe_tiny"), num_layers=2, window=8, global_every=2

@@ -24,8 +24,6 @@ from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.step import Recipe, batch_spec, make_train_step
 from tessera.training.train_state import init_state
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 STEPS, ROWS, LENGTH = 20, 8, 16
 MODEL = Model(dataclasses.replace(config_of("tiny"), window=8))
 KEY = jax.random.key(0)

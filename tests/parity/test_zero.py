@@ -27,8 +27,6 @@ from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.step import Recipe, batch_spec, make_train_step
 from tessera.training.train_state import init_state, state_specs
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 STEPS, MICROBATCHES, ROWS, LENGTH = 5, 2, 8, 16
 CONFIG = Gemma3Config(
     vocab_size=64,

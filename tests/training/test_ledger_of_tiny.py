@@ -7,13 +7,9 @@ each kind of parallelism has to send. A float32 has four bytes, a mesh has two d
 
 from pathlib import Path
 
-import pytest
-
 from tessera.mesh import Mesh
 from tessera.training.command_line import compose
 from tessera.training.run import Job
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 F32 = 4

@@ -34,8 +34,6 @@ from tessera.training.outputs import open_run_folder
 from tessera.training.run import Job
 from tessera.training.train_state import TrainState
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = Gemma3Config(
     vocab_size=264,
     d_model=32,

@@ -30,8 +30,6 @@ from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.step import Recipe, batch_spec, make_train_step
 from tessera.training.train_state import init_state
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = Gemma3Config(
     vocab_size=64,
     d_model=32,

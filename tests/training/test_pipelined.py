@@ -22,8 +22,6 @@ from tessera.training.config import ModelSettings, Settings, TrainingConfig
 from tessera.training.pipelined import PipelinedModel, schedule_of, split_of
 from tessera.training.run import Job
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 MICROBATCHES, ROWS, LENGTH = 4, 2, 8
 CONFIG = Gemma3Config(
     vocab_size=32,

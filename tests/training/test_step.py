@@ -38,8 +38,6 @@ from tessera.training.train_state import (
     state_specs,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = Gemma3Config(
     vocab_size=64,
     d_model=32,

@@ -13,8 +13,6 @@ from tessera.training.config import ModelSettings, Settings, TrainingConfig
 from tessera.training.run import Job
 from tessera.training.summary import dry_run_text, run_rows
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = Gemma3Config(
     vocab_size=64,
     d_model=32,

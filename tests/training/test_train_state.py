@@ -32,8 +32,6 @@ from tessera.training.train_state import (
     state_specs,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 MODEL = Model(
     Gemma3Config(
         vocab_size=64,

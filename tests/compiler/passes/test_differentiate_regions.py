@@ -50,7 +50,7 @@ def assert_same(step, reference, *args, rtol=1e-5):
 # --- in the stages of a pipeline
 
 
-def test_in_a_stage_of_a_pipeline(quick_compile):
+def test_in_a_stage_of_a_pipeline():
     tables = [tensor((2, 2), init="ones", name=name) for name in "ab"]
 
     def stage_of(table):

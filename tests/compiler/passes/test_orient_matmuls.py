@@ -233,7 +233,6 @@ def test_a_function_that_jax_differentiates_is_still_differentiable():
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     ("axes", "sizes", "wide"),
     [

@@ -24,8 +24,6 @@ from tessera.compiler.pipelining.device_tick import Gradients, Stages
 from tessera.compiler.pipelining.schedule_loop import Pipeline
 from tessera.mesh import Mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 DEPTH, ROWS, WIDTH, HIDDEN, CLASSES = 2, 4, 8, 16, 6
 SEED = jnp.float32(0.5)
 

@@ -15,8 +15,6 @@ from tessera.compiler.pipelining.stage_packing import Packing
 from tessera.compiler.pipelining.stage_weights import StageWeights, WeightForm
 from tessera.mesh import Mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 MESH = Mesh(["dp", "pp", "tp"], devices=range(8), shape=(2, 2, 2))
 
 # A matrix in parts over pp within tp, a vector in parts, a scalar that has none.

@@ -31,7 +31,6 @@ from tests.compiler.pipelining.stages import (
     scanned,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 every_stage = pytest.mark.parametrize("name", STAGES)
 
 

@@ -112,7 +112,7 @@ def in_jax(x, weight, bias=None):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("given", [(X, WEIGHT), (X, WEIGHT, BIAS)])
-def test_columns_of_a_layer(size, given, quick_compile):
+def test_columns_of_a_layer(size, given):
     def trained(function):
         @ts.function
         def step(*given):
@@ -128,7 +128,7 @@ def test_columns_of_a_layer(size, given, quick_compile):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_heads_of_attention(size, quick_compile):
+def test_heads_of_attention(size):
     @ts.function
     def step(function, *given):
         out = function(*given, HEADS)
@@ -144,7 +144,7 @@ def test_heads_of_attention(size, quick_compile):
     assert_alike(found, step(alone, *given))
 
 
-def test_a_layer_sends_what_it_says_and_nothing_else(quick_compile):
+def test_a_layer_sends_what_it_says_and_nothing_else():
     with tp_mesh(4):
         kinds = [
             c.kind for c in attention.compile(HIDDEN, QKV, OUT, HEADS).collectives.rows
@@ -154,7 +154,7 @@ def test_a_layer_sends_what_it_says_and_nothing_else(quick_compile):
         assert kinds == ["all-gather"]
 
 
-def test_beside_an_axis_that_splits_the_batch(grid_mesh, quick_compile):
+def test_beside_an_axis_that_splits_the_batch(grid_mesh):
     def step(x, w_qkv, w_out):
         loss = jnp.mean(attention(x, w_qkv, w_out, HEADS) ** 2)
         return loss, ts.grad(loss, (w_qkv, w_out))
@@ -184,7 +184,7 @@ def test_columns_then_rows_need_no_gather():
     assert_alike(found, jnp.tanh(X[0] @ WEIGHT) @ WEIGHT.T)
 
 
-def test_a_whole_step_on_blocks(quick_compile):
+def test_a_whole_step_on_blocks():
     @split
     def step(
         x: ts.Tensor["B", "D"],

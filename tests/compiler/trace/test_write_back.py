@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 import tessera as ts
 from tessera.errors import WriteBackError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 X = jnp.arange(3.0)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tessera import op
 from tessera.ops.attention import blockwise
 
-pytestmark = pytest.mark.usefixtures("quick_compile", "small_blocks")
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 # Units in the last place of the largest sum of absolute values that a result is: a
 # gradient may be 0 by cancellation, and an error below that is luck.

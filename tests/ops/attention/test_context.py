@@ -32,8 +32,6 @@ from tests.ops.attention.spreading import (
     spread,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def with_gradients(
     mesh: Mesh, method: str, given: list[np.ndarray], **options: Any

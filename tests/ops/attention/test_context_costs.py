@@ -32,9 +32,6 @@ from tests.ops.attention.spreading import (
     spread,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
 # --- what is sent
 
 

@@ -16,8 +16,6 @@ from tessera.errors import (
 )
 from tests.ops.attention.spreading import P, mesh_of, operands, spread
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def message_of(kind: type[Exception], *args: Any, **options: Any) -> str:
     with pytest.raises(kind) as caught:

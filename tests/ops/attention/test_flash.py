@@ -13,7 +13,7 @@ from tessera.errors import OperandError
 from tessera.ops.attention import blockwise
 from tessera.ops.attention.flash import flash_attention
 
-pytestmark = pytest.mark.usefixtures("quick_compile", "small_blocks")
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,6 @@ from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.reference_experts import reference
 from tessera.ops.moe.routing import RoutingOptions
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 B, S, D, E, F = 8, 6, 8, 8, 12
 TOP2 = RoutingOptions(top_k=2)
 

@@ -20,8 +20,6 @@ from tessera.ops.moe.operation import moe
 from tessera.ops.moe.reference_experts import reference
 from tessera.ops.moe.routing import RoutingOptions
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype("f4")
 
 

@@ -14,8 +14,6 @@ from tessera.training.checkpoints.export_checkpoint import export_checkpoint
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.data.cursor import Cursor
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module", params=["one device", "stages"])
 def written(request, job_of, filled, tmp_path_factory):

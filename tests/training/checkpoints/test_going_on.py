@@ -22,8 +22,6 @@ from tessera.training.outputs import open_run_folder
 from tessera.training.run import Job
 from tessera.training.train_state import TrainState
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def run(job: Job, path: Path, resume: str = "none") -> tuple[TrainState, Choice]:
     """What ``run_training.py`` does with a job."""

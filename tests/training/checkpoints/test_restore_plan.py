@@ -22,8 +22,6 @@ from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.data.cursor import Cursor
 from tessera.training.optimizers import SgdConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def text_of(job) -> str:
     """The settings of a job as the configuration of its run would be."""

@@ -17,8 +17,6 @@ from tessera.training.checkpoints.saving import Checkpoints, named
 from tessera.training.data.cursor import Cursor
 from tessera.training.optimizers import AdafactorConfig, SgdConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CURSOR = Cursor(12, {"text": "a", "seed": 0})
 
 MESHES: dict[str, dict[str, Any]] = {

@@ -19,8 +19,6 @@ from tessera.training.checkpoints.saving import Checkpoints, named
 from tessera.training.data.cursor import Cursor
 from tessera.training.optimizers import SgdConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = "training:\n  steps: 8\n  resume: none\nmodel: {name: small}\n"
 
 

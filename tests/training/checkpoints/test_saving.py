@@ -21,8 +21,6 @@ from tessera.training.checkpoints.restoring import Restoration
 from tessera.training.checkpoints.saving import Checkpoints, metadata_of, named
 from tessera.training.data.cursor import Cursor
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CURSOR = Cursor(12, {"text": "a", "seed": 0})
 
 

@@ -15,8 +15,6 @@ from tessera import op
 from tessera.compiler.trace.control_flow import autograph, converted_calls, user_code
 from tessera.errors import ControlFlowError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 X = jnp.arange(3.0)
 YES = jnp.array(True)
 

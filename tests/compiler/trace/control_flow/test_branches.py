@@ -13,8 +13,6 @@ import tessera as ts
 from tessera import _jax
 from tessera.errors import ControlFlowError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 X = jnp.arange(3.0)
 YES, NO = jnp.array(True), jnp.array(False)
 

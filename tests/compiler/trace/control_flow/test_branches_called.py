@@ -7,11 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import tessera as ts
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 X = jnp.arange(3.0)
 YES, NO = jnp.array(True), jnp.array(False)

@@ -11,8 +11,6 @@ import tessera as ts
 from tessera import _jax, op
 from tessera.errors import BranchError, ControlFlowError, UndifferentiableError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 X = jnp.arange(4.0)
 
 

@@ -18,8 +18,6 @@ import pytest
 import tessera as ts
 from tessera.errors import ControlFlowError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 X = jnp.float32(2.0)
 YES, NO = jnp.array(True), jnp.array(False)
 

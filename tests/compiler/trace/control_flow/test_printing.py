@@ -11,8 +11,6 @@ import pytest
 import tessera as ts
 from tessera.errors import ControlFlowError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 X = jnp.arange(2.0)
 
 

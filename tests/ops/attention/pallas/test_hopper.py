@@ -28,8 +28,6 @@ from tests.ops.attention.pallas.exact import (
     exact,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 needs_kernels = pytest.mark.skipif(
     not HAS_MOSAIC_GPU_KERNELS, reason="this JAX is older than the kernels' language"
 )

@@ -22,8 +22,6 @@ from tests.ops.attention.pallas.exact import (
     with_gradients,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 BLOCKS = Blocks(16, 32)
 
 

@@ -21,8 +21,6 @@ from tessera.ops.attention.pallas.block_sizes import (
     default_for_hopper,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SHAPE = (1, 2, 32, 8)
 SETTING = Setting(causal=True, scale=8**-0.5)
 CANDIDATES = [Portable(Blocks(16, 16)), Portable(Blocks(32, 32))]
