@@ -36,7 +36,7 @@ ON_GPU = JAX_PLATFORMS=cuda,cpu $(BIN)/python
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test fuzz lint format docs bench bench-gpu constraints clean
+.PHONY: help train test test-all fuzz lint format docs bench bench-gpu constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
@@ -44,7 +44,10 @@ help: ## Say what there is to make
 train: $(TRAIN_READY) ## Train the default model: run_training.py $(ARGS)
 	$(BIN)/python run_training.py $(ARGS)
 
-test: $(DEV_READY) ## Run the tests: pytest $(ARGS)
+test: $(DEV_READY) ## Test every public behaviour once: pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-all: $(DEV_READY) ## Run all tests: pytest $(ARGS)
 	$(BIN)/python -m pytest $(ARGS)
 
 fuzz: $(DEV_READY) ## Compare drawn programs with Python, NumPy and JAX: all seeds

@@ -63,7 +63,7 @@ def losses(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "loss" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_goes_on_in_two_processes_and_then_in_four(tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "run"
     run(whole, 1, 9)

@@ -87,7 +87,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     return numbers(run(tmp_path_factory.mktemp("one"), "run_training.py")[1])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_of_which_one_is_killed_give_the_numbers_of_one(tmp_path, alone):
     """``kill -9`` of one of two ranks after the first checkpoint; both start again."""
     killed: list[int] = []

@@ -105,14 +105,14 @@ def run(name: str, microshards: int | None = 8, **options: Any) -> dict[str, str
     "name",
     [
         "dp2_fsdp2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
+        *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS),
     ],
 )
 def test_every_mesh_gives_the_same_bits(name):
     assert run(name) == run("dp1")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_run_gives_the_same_bits():
     first = run("dp8")
     run.cache_clear()
@@ -120,12 +120,12 @@ def test_every_run_gives_the_same_bits():
     assert run("dp8") == first
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fast_numerics_differ_from_mesh_to_mesh():
     assert run("dp8", None)["params"] != run("dp1", None)["params"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_settings_beside_it_give_the_same_bits_on_every_mesh():
     options = {"zero_stage": 2, "dtype": "f16"}
     assert run("dp4", **options) == run("dp1", **options)
