@@ -36,7 +36,7 @@ ON_GPU = JAX_PLATFORMS=cuda,cpu $(BIN)/python
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-all fuzz lint format docs bench bench-gpu constraints clean
+.PHONY: help train test test-all durations fuzz lint format docs bench bench-gpu constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
@@ -49,6 +49,9 @@ test: $(DEV_READY) ## Test every public behaviour once: pytest $(ARGS)
 
 test-all: $(DEV_READY) ## Run all tests: pytest $(ARGS)
 	$(BIN)/python -m pytest $(ARGS)
+
+durations: $(DEV_READY) ## Measure each test anew, for tests/durations.json
+	$(BIN)/python -m pytest --record-durations $(ARGS)
 
 fuzz: $(DEV_READY) ## Compare drawn programs with Python, NumPy and JAX: all seeds
 	TESSERA_FUZZ=$(or $(TESSERA_FUZZ),whole) $(BIN)/python -m pytest $(or $(ARGS),tests/fuzz)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["tests.durations"]
+
 runpy.run_path(str(Path(__file__).parent / "tests" / "conftest.py"))
 
 
