@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plugin: how long each test takes, and a limit for those of ``make test``.
 
-``durations.json`` has the CPU seconds of every test above half a second, its subprocesses
-included, as ``make durations`` measured them. CPU time, unlike wall time, hardly depends
-on what else the machine does.
+``durations.json`` has the CPU seconds of every test above half a second, including its
+subprocesses, as ``make durations`` measured them. CPU time, unlike wall time, hardly
+depends on what else the machine does.
 """
 
 import json

@@ -23,7 +23,10 @@ from tessera.compiler.ir import Graph, Value
 from tessera.compiler.pipelining.pipeline_primitive import Decision, argument_rows
 from tessera.compiler.trace.argument_roles import uses_of
 from tessera.compiler.trace.arguments import Call, Leaf, is_in
-from tessera.compiler.trace.control_flow.autograph import Outside, with_control_flow
+from tessera.compiler.trace.control_flow.autograph import (
+    ExternalState,
+    with_control_flow,
+)
 from tessera.compiler.trace.control_flow.printing import require_known
 from tessera.compiler.trace.declared_layouts import (
     Options,
@@ -112,14 +115,14 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
     _jax.hide_machinery()
     let_transpose_swap()
     statics = [value.value for each in call.arguments for _, value in each.statics]
-    outside = Outside(function, statics)
+    outside = ExternalState(function, statics)
     return with_control_flow(
         lambda: _trace(function, call, options, outside), function, outside
     )
 
 
 def _trace(
-    function: Callable[..., Any], call: Call, options: Options, outside: Outside
+    function: Callable[..., Any], call: Call, options: Options, outside: ExternalState
 ) -> Trace:
     tracing = _Tracing(function, call, options, outside)
     before: Mapping[str, DistTensor] = {}
@@ -142,7 +145,7 @@ class _Tracing:
         function: Callable[..., Any],
         call: Call,
         options: Options,
-        outside: Outside,
+        outside: ExternalState,
     ) -> None:
         self.function, self.call, self.options = function, call, options
         self.outside = outside
@@ -251,7 +254,7 @@ class _Tracing:
         )
 
     def _run(self, values: Sequence[Value], here: scope.Scope) -> "_Trial":
-        self.outside.put_back()  # what an earlier trace changed
+        self.outside.restore()  # what an earlier trace changed
         donated = self.options.donate
         return _run(self.function, self.call, values, here, donated=donated)
 

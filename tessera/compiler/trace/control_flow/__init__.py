@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python's control flow on traced values: converted source, and what it calls."""
+"""AutoGraph: Python control flow on traced values, by converting source."""

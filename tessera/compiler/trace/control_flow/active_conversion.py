@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion that is under way: a trace of functions whose source is converted.
+"""The state of the trace that converts source now, and the errors it has recorded.
 
-It remembers what was refused. A refusal is an exception, and the user's code may catch
-it, where Python would have caught nothing; so it is raised again when the trace ends.
+The user's code may catch an error that the conversion raises, where plain Python would
+have raised nothing. So the first error is recorded, and raised again at the end.
 """
 
 import functools
@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from tessera import scope
-from tessera.compiler.trace.control_flow.mutable_places import (
-    Holder,
+from tessera.compiler.trace.control_flow.mutable_objects import (
+    MutableObject,
     differences,
-    holder_of,
+    mutable_object,
 )
 from tessera.errors import ControlFlowError
 
@@ -32,33 +32,33 @@ NEEDS_VALUE = (
 
 
 # What messages call the value that a function returns.
-RETURNED_NAME = "the value returned"
+RETURN_VALUE_NAME = "the value returned"
 
 
 @dataclass(frozen=True, eq=False)
 class Ambiguous:
-    """A container that is one of two, which the program decides when it runs.
+    """A container that stands for one of two; which one is known only at run time.
 
-    Reading it is fine. Changing it would have to change the one that it is.
+    It may be read. A mutation would have to change the one that it stands for.
     """
 
-    holder: Holder
+    owner: MutableObject
     content: Mapping[Any, Any]
     where: str
 
     @classmethod
-    def now(cls, thing: Any, name: str, where: str) -> "Ambiguous":
-        """A thing that must not be changed from now on."""
-        holder = holder_of(thing, name, False)
-        return cls(holder, holder.content(), where)
+    def now(cls, value: Any, name: str, where: str) -> "Ambiguous":
+        """Record the content of a value that must not be mutated from now on."""
+        owner = mutable_object(value, name, False)
+        return cls(owner, owner.content(), where)
 
     def check(self) -> None:
-        """Raise [T319] if it was changed."""
-        if differences(self.content, self.holder.content()):
+        """Raise [T319] if it was mutated."""
+        if differences(self.content, self.owner.content()):
             raise ControlFlowError(
-                f"{self.holder.path!r} is changed after {self.where}, where it is one "
+                f"{self.owner.path!r} is changed after {self.where}, where it is one "
                 "of two",
-                got=f"a {type(self.holder.thing).__name__} that is another object on "
+                got=f"a {type(self.owner.target).__name__} that is another object on "
                 "each way; which one is only known when the program runs",
                 fix="change a copy, such as dict(x) or list(x), or assign to its "
                 "entries on both ways instead of to the variable",
@@ -71,15 +71,15 @@ class Conversion:
 
     Attributes:
       package: The top-level package of the function that is traced.
-      outside: Things that hold values and outlive the trace, by id.
+      outside: Mutable objects that outlive the trace, by id.
       failures: Functions that could not be converted, and why.
-      ambiguous: Containers that must not be changed any more.
-      returned: Those that must not be once the function that returns them has ended.
-      hidden: What libraries keep and have given to the code, and what it held before.
-      merged: What merges of two ways made, by id.
+      ambiguous: Containers that must not be mutated any more.
+      returned: Those that must not be mutated once the function has returned them.
+      hidden: Containers that a library keeps and has returned, with their content.
+      merged: Objects that merge points have made, by id.
       locked: NumPy arrays that must not be written into until the trace ends.
-      asked: The user's lines that asked a traced value for its number.
-      blocks: How many branches and turns are being traced, one inside the other.
+      asked: The user's lines that needed the number of a traced value.
+      blocks: The nesting depth of the branches and loop bodies being traced.
     """
 
     package: str
@@ -87,64 +87,68 @@ class Conversion:
     failures: dict[str, str] = field(default_factory=dict)
     ambiguous: list[Ambiguous] = field(default_factory=list)
     returned: list[tuple[Any, str, str]] = field(default_factory=list)
-    hidden: list[tuple[Holder, Mapping[Any, Any]]] = field(default_factory=list)
+    library_state: list[tuple[MutableObject, Mapping[Any, Any]]] = field(
+        default_factory=list
+    )
     merged: dict[int, Any] = field(default_factory=dict)
     locked: list[np.ndarray[Any, Any]] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    value_requests: list[str] = field(default_factory=list)
     blocks: int = 0
     _refusal: BaseException | None = None
 
     def refuse(self, error: BaseException) -> None:
-        """Let the trace fail with this error, whoever may catch it before."""
+        """Record an error: the trace fails with it even if user code catches it."""
         if self._refusal is None:
             self._refusal = error
 
-    def note_ambiguous(self, thing: Any, name: str, where: str) -> None:
-        """Let a container not be changed any more, as it is one of two."""
-        if isinstance(thing, np.ndarray):
-            if thing.flags.writeable:
-                thing.flags.writeable = False
-                self.locked.append(thing)
-        elif name.startswith(RETURNED_NAME):
-            self.returned.append((thing, name, where))
+    def record_ambiguous(self, value: Any, name: str, where: str) -> None:
+        """Record a container that stands for one of two: it must not be mutated."""
+        if isinstance(value, np.ndarray):
+            if value.flags.writeable:
+                value.flags.writeable = False
+                self.locked.append(value)
+        elif name.startswith(RETURN_VALUE_NAME):
+            self.returned.append((value, name, where))
         else:
-            self.ambiguous.append(Ambiguous.now(thing, name, where))
+            self.ambiguous.append(Ambiguous.now(value, name, where))
 
     def end_function(self) -> None:
-        """Let what a function returns not be changed by others, if it is one of two."""
+        """Forbid callers to mutate a returned container that stands for one of two."""
         self.ambiguous += [Ambiguous.now(*each) for each in self.returned]
         self.returned.clear()
 
-    def note_hidden(self, holders: Iterable[Holder]) -> None:
-        """Let blocks not change what a library keeps and has given to their code."""
-        for holder in holders:
-            self.outside[id(holder.thing)] = holder.thing
-            self.hidden.append((holder, holder.content()))
+    def record_library_state(self, mutable_objects: Iterable[MutableObject]) -> None:
+        """Forbid blocks to mutate containers that a library keeps and has returned."""
+        for owner in mutable_objects:
+            self.outside[id(owner.target)] = owner.target
+            self.library_state.append((owner, owner.content()))
 
-    def require_hidden_unchanged(self, what: str) -> None:
-        """Raise [T319] if a block changed what a library keeps."""
-        for holder, content in self.hidden:
-            if differences(content, holder.content()):
-                holder.fill(content)
-                raise outlives(holder.path, what)
+    def require_library_state_unchanged(self, what: str) -> None:
+        """Raise [T319] if a block mutated a container that a library keeps."""
+        for owner, content in self.library_state:
+            if differences(content, owner.content()):
+                owner.fill(content)
+                raise external_change_error(owner.path, what)
 
     def require_nothing_refused(self, but: BaseException | None = None) -> None:
-        """Raise what was refused first, or what was changed and must not be.
+        """Raise the first recorded error, or [T319] for a forbidden mutation.
 
         Args:
-          but: What ends the trace by itself.
+          but: An exception that already ends the trace.
         """
         if self._refusal is not None and self._refusal is not but:
             raise self._refusal
         if but is not None:
             return
-        if self.asked:
-            raise self.value_error(f" at {self.asked[0]}", "an error that was caught")
+        if self.value_requests:
+            raise self.value_error(
+                f" at {self.value_requests[0]}", "an error that was caught"
+            )
         for each in self.ambiguous:
             each.check()
 
     def value_error(self, where: str, got: str) -> ControlFlowError:
-        """What is raised where Python needs a number that only the program knows."""
+        """The error [T319] for Python code that needs the number of a traced value."""
         runs_plainly = "".join(
             f"\n{name} runs as it is: {why}" for name, why in self.failures.items()
         )
@@ -158,8 +162,8 @@ class Conversion:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Forget what is refused inside, if it ends with an exception."""
-        lists: list[list[Any]] = [self.ambiguous, self.returned, self.asked]
+        """Drop the errors recorded inside, if it ends with an exception."""
+        lists: list[list[Any]] = [self.ambiguous, self.returned, self.value_requests]
         refusal, counts = self._refusal, list(map(len, lists))
         try:
             yield
@@ -170,8 +174,8 @@ class Conversion:
             raise
 
 
-def outlives(name: str, what: str) -> ControlFlowError:
-    """What is raised where a block changes what is there after the call."""
+def external_change_error(name: str, what: str) -> ControlFlowError:
+    """The error [T319] for a block that changes an object which outlives the call."""
     return ControlFlowError(
         f"{name!r} is changed in {what}, and outlives the call",
         got="a global variable, or what a function that is there before the call "
@@ -189,8 +193,8 @@ def current() -> Conversion | None:
 
 
 @contextmanager
-def opened(conversion: Conversion | None) -> Iterator[None]:
-    """Let functions that are called be converted, or not."""
+def conversion_context(conversion: Conversion | None) -> Iterator[None]:
+    """Convert the functions that are called inside, or none of them."""
     token = _open.set(conversion)
     try:
         with scope.calling(None if conversion is None else _converted):
@@ -202,7 +206,7 @@ def opened(conversion: Conversion | None) -> Iterator[None]:
 
 
 def _converted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A user's function that is called in the middle of a conversion."""
+    """A wrapper that calls a user's function converted."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When functions are converted: a function is traced as it is, until it cannot be.
+"""AutoGraph: trace a function as it is, and convert its source only if that fails.
 
-Where Python asks for the number or the text of a traced value, or where a function
-prints, it is traced again with its source converted, and so are the functions that it
-calls. What the first trace changed outside of the function is put back before.
+A function that needs the number or the text of a traced value, or that prints, is
+traced again with its source converted, and so are the functions that it calls. Before
+that, what the first trace changed outside of the function is restored.
 """
 
 import traceback
@@ -17,11 +17,14 @@ from tessera import _jax, _jax_traces
 from tessera.compiler.trace.control_flow.active_conversion import (
     NEEDS_VALUE,
     Conversion,
-    opened,
+    conversion_context,
 )
-from tessera.compiler.trace.control_flow.mutable_places import Position, differences
+from tessera.compiler.trace.control_flow.mutable_objects import (
+    IteratorPosition,
+    differences,
+)
 from tessera.compiler.trace.control_flow.reachability import Reach
-from tessera.compiler.trace.control_flow.user_code import is_users_code, prints
+from tessera.compiler.trace.control_flow.user_code import is_user_code, prints
 from tessera.errors import ControlFlowError
 
 _Result = TypeVar("_Result")
@@ -33,44 +36,48 @@ _AMBIGUOUS = "The truth value of an array with more than one element is ambiguou
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-class Outside:
-    """What a function can change that outlives its trace, as it was before.
+class ExternalState:
+    """The objects that outlive a trace and that the function can change.
+
+    Their content is recorded when this is made.
 
     Args:
       function: The user's function.
       given: Values that it is given beside arrays.
     """
 
-    def __init__(self, function: Any, given: Iterable[Any]) -> None:
-        self.given = list(given)
+    def __init__(self, function: Any, arguments: Iterable[Any]) -> None:
+        self.arguments = list(arguments)
         body = getattr(function, "body", function)
-        reach = Reach([body], [("", value) for value in self.given], None)
-        self._before = [(holder, holder.content()) for holder in reach.holders]
+        reach = Reach([body], [("", value) for value in self.arguments], None)
+        self._before = [(owner, owner.content()) for owner in reach.mutable_objects]
 
     @property
-    def things(self) -> dict[int, Any]:
-        """Everything that holds values, by its id."""
-        return {id(holder.thing): holder.thing for holder, _ in self._before}
+    def targets(self) -> dict[int, Any]:
+        """The mutable objects, by id."""
+        return {id(owner.target): owner.target for owner, _ in self._before}
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Undo what a trace changed.
 
         Raises:
           ControlFlowError: [T319] it used up an iterator.
         """
-        for holder, before in self._before:
-            holder.fill(before)
-            if isinstance(holder, Position) and differences(before, holder.content()):
+        for owner, before in self._before:
+            owner.fill(before)
+            if isinstance(owner, IteratorPosition) and differences(
+                before, owner.content()
+            ):
                 raise ControlFlowError(
-                    f"{holder.path!r} is moved on by a function that is traced more "
+                    f"{owner.path!r} is moved on by a function that is traced more "
                     "than once",
-                    got=f"a {type(holder.thing).__name__} from outside of it",
+                    got=f"a {type(owner.target).__name__} from outside of it",
                     fix="take from it before the call, and pass what it gives",
                 )
 
 
 def with_control_flow(
-    run: Callable[[], _Result], function: Callable[..., Any], outside: Outside
+    run: Callable[[], _Result], function: Callable[..., Any], outside: ExternalState
 ) -> _Result:
     """Trace a function as it is; where that cannot be done, with its source converted.
 
@@ -82,44 +89,50 @@ def with_control_flow(
     Raises:
       ControlFlowError: [T319] the trace meets what cannot be converted.
     """
-    if function not in _seen and not any(map(prints, (function, *outside.given))):
-        asked: list[str] = []
+    if function not in _seen and not any(map(prints, (function, *outside.arguments))):
+        value_requests: list[str] = []
         try:
-            with opened(None), _asked_of_values(asked, text=True):
+            with (
+                conversion_context(None),
+                _value_requests_recorded(value_requests, text=True),
+            ):
                 result = run()
-            if not asked:
+            if not value_requests:
                 return result
         except Exception as error:
-            if not asked and not _needs_value(error):
+            if not value_requests and not _needs_value(error):
                 raise
         _seen.add(function)
-        outside.put_back()
+        outside.restore()
     module = getattr(function, "__module__", None) or ""
-    conversion = Conversion(module.partition(".")[0], outside.things)
+    conversion = Conversion(module.partition(".")[0], outside.targets)
     try:
-        with opened(conversion), _asked_of_values(conversion.asked):
+        with (
+            conversion_context(conversion),
+            _value_requests_recorded(conversion.value_requests),
+        ):
             result = run()
     except NEEDS_VALUE as error:
         conversion.require_nothing_refused(but=error)
-        raise _unsupported(error, conversion) from error
+        raise _unsupported_error(error, conversion) from error
     except Exception as error:
         conversion.require_nothing_refused(but=error)
         if conversion.locked and "read-only" in str(error):
-            raise _written(error) from error
+            raise _readonly_array_error(error) from error
         raise
     conversion.require_nothing_refused()
     return result
 
 
 @contextmanager
-def _asked_of_values(found: list[str], *, text: bool = False) -> Iterator[None]:
-    """Note the user's lines that ask a traced value for its number, or for its text.
+def _value_requests_recorded(found: list[str], *, text: bool = False) -> Iterator[None]:
+    """Record the user's lines that need the number, or the text, of a traced value.
 
     JAX answers with an exception, which the user's code may catch.
     """
 
     def note(kind: str, frame: FrameType) -> None:
-        if (text or kind != "text") and is_users_code(frame.f_code, frame.f_globals):
+        if (text or kind != "text") and is_user_code(frame.f_code, frame.f_globals):
             found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
     with _jax_traces.values_watched(note):
@@ -130,7 +143,7 @@ def _needs_value(error: Exception) -> bool:
     return isinstance(error, NEEDS_VALUE) or str(error).startswith(_AMBIGUOUS)
 
 
-def _written(error: Exception) -> ControlFlowError:
+def _readonly_array_error(error: Exception) -> ControlFlowError:
     return ControlFlowError(
         f"a NumPy array is written that is one of two{_user_line_of(error)[0]}",
         got=str(error),
@@ -138,7 +151,7 @@ def _written(error: Exception) -> ControlFlowError:
     )
 
 
-def _unsupported(error: Exception, conversion: Conversion) -> ControlFlowError:
+def _unsupported_error(error: Exception, conversion: Conversion) -> ControlFlowError:
     where, line = _user_line_of(error)
     got = str(error).strip().partition("\n")[0] + (f"\nin: {line}" if line else "")
     return conversion.value_error(where, got)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a block of code can change, read before and after it, and put back.
+"""The state that a block of code can change: read before and after it, then restored.
 
 A branch or a loop's body is traced by running it. What it changed is found by
-comparing this state before and after, and is then undone: what the traced program
-computes takes its place.
+comparing this state before and after, and is then undone: the outputs of the
+traced program take its place.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,13 +13,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from tessera.compiler.trace.control_flow.active_conversion import RETURNED_NAME, current
-from tessera.compiler.trace.control_flow.containers import Side
+from tessera.compiler.trace.control_flow.active_conversion import (
+    RETURN_VALUE_NAME,
+    current,
+)
+from tessera.compiler.trace.control_flow.containers import BranchContents
 from tessera.compiler.trace.control_flow.lower_jumps import PREFIX, RESULT
-from tessera.compiler.trace.control_flow.mutable_places import (
-    Entries,
-    Holder,
-    Items,
+from tessera.compiler.trace.control_flow.mutable_objects import (
+    DictEntries,
+    ListItems,
+    MutableObject,
     is_iterator,
 )
 from tessera.compiler.trace.control_flow.reachability import Reach
@@ -51,23 +54,23 @@ class Undefined:
 
 
 class NotReturned:
-    """What a function returns that has not returned yet."""
+    """The result of a function that has not returned yet."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One place that has a value: a variable, or an entry of a holder."""
+    """One variable, or one entry of a mutable object."""
 
-    holder: int  # 0 for variables, else the holder's number
+    owner: int  # 0 for variables, else the number of the mutable object
     entry: Any
     name: str
 
     def __hash__(self) -> int:
-        return hash((self.holder, self.entry))
+        return hash((self.owner, self.entry))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Key) and (self.holder, self.entry) == (
-            other.holder,
+        return isinstance(other, Key) and (self.owner, self.entry) == (
+            other.owner,
             other.entry,
         )
 
@@ -93,66 +96,73 @@ class State:
         conversion = current()
         outside = conversion.outside if conversion else {}
         values = [
-            (spoken(name), value) for name, value in zip(names, get(), strict=True)
+            (display_name(name), value)
+            for name, value in zip(names, get(), strict=True)
         ]
         reach = Reach([each for each in functions if each], values, outside)
         own = set(map(id, getattr(get, "__closure__", None) or ()))
-        self._holders = [h for h in reach.holders if id(h.thing) not in own]
+        self._mutable_objects = [
+            h for h in reach.mutable_objects if id(h.target) not in own
+        ]
         self._arrays = reach.arrays
-        self._things = {id(holder.thing) for holder in self._holders}
-        self._things |= {id(array) for array in self._arrays}
+        self._ids = {id(owner.target) for owner in self._mutable_objects}
+        self._ids |= {id(array) for array in self._arrays}
 
     @property
     def has_iterators(self) -> bool:
-        """Whether the code can move on an iterator that was there before."""
-        return any(is_iterator(holder.thing) for holder in self._holders)
+        """Whether the code can advance an iterator that existed before."""
+        return any(is_iterator(owner.target) for owner in self._mutable_objects)
 
-    def holds(self, thing: Any) -> bool:
-        """Whether a thing was there before the block."""
+    def holds(self, target: Any) -> bool:
+        """Whether an object existed before the block."""
         conversion = current()
-        is_outside = conversion is not None and id(thing) in conversion.outside
-        return is_outside or id(thing) in self._things
+        is_outside = conversion is not None and id(target) in conversion.outside
+        return is_outside or id(target) in self._ids
 
     def read(self) -> dict[Key, Any]:
-        """Every place and its value."""
+        """The value of every variable and entry."""
         values = {
-            Key(0, name, spoken(name)): value
+            Key(0, name, display_name(name)): value
             for name, value in zip(self.names, self._get(), strict=True)
         }
-        for number, holder in enumerate(self._holders, start=1):
-            for entry, value in holder.content().items():
-                values[Key(number, entry, holder.entry_name(entry))] = value
+        for number, owner in enumerate(self._mutable_objects, start=1):
+            for entry, value in owner.content().items():
+                values[Key(number, entry, owner.entry_name(entry))] = value
         return values
 
     def write(self, values: dict[Key, Any]) -> None:
-        """Give every place its value; entries that are not among them go."""
+        """Set every variable and entry; entries without a value are removed."""
         self._put(tuple(values[Key(0, name, name)] for name in self.names))
-        contents: list[dict[Any, Any]] = [{} for _ in self._holders]
+        contents: list[dict[Any, Any]] = [{} for _ in self._mutable_objects]
         for key, value in values.items():
-            if key.holder:
-                contents[key.holder - 1][key.entry] = value
-        for holder, content in zip(self._holders, contents, strict=True):
-            holder.fill(content)
+            if key.owner:
+                contents[key.owner - 1][key.entry] = value
+        for owner, content in zip(self._mutable_objects, contents, strict=True):
+            owner.fill(content)
 
-    def side(self, values: dict[Key, Any], changed: Iterable[Key] = ()) -> Side:
-        """What containers hold in some reading of the state, and what else changed."""
+    def side(
+        self, values: dict[Key, Any], changed: Iterable[Key] = ()
+    ) -> BranchContents:
+        """The contents of the containers, and which other objects changed."""
         found: dict[int, dict[Any, Any]] = {
-            id(holder.thing): {} for holder in self._holders if _has_parts(holder)
+            id(owner.target): {} for owner in self._mutable_objects if _has_parts(owner)
         }
         for key, value in values.items():
-            holder = self.holder(key)
-            if holder is not None and _has_parts(holder):
-                found[id(holder.thing)][key.entry] = value
-        others = filter(None, map(self.holder, changed))
-        return Side(found, frozenset(id(h.thing) for h in others if not _has_parts(h)))
+            owner = self.owner(key)
+            if owner is not None and _has_parts(owner):
+                found[id(owner.target)][key.entry] = value
+        others = filter(None, map(self.owner, changed))
+        return BranchContents(
+            found, frozenset(id(h.target) for h in others if not _has_parts(h))
+        )
 
-    def holder(self, key: Key) -> Holder | None:
-        """What a place is an entry of; None of a variable."""
-        return self._holders[key.holder - 1] if key.holder else None
+    def owner(self, key: Key) -> MutableObject | None:
+        """The object that a key is an entry of; None for a variable."""
+        return self._mutable_objects[key.owner - 1] if key.owner else None
 
     @contextmanager
     def arrays_locked(self) -> Iterator[None]:
-        """Let NumPy refuse to write into arrays that were there before."""
+        """Make NumPy arrays that existed before read-only inside."""
         locked = [array for array in self._arrays if array.flags.writeable]
         for array in locked:
             array.flags.writeable = False
@@ -165,18 +175,18 @@ class State:
                 array.flags.writeable = True
 
 
-def _has_parts(holder: Holder) -> bool:
-    return isinstance(holder, (Entries, Items))
+def _has_parts(owner: MutableObject) -> bool:
+    return isinstance(owner, (DictEntries, ListItems))
 
 
 def _depth(array: Any) -> int:
     return 1 + _depth(array.base) if isinstance(array, np.ndarray) else 0
 
 
-def spoken(name: str) -> str:
-    """What a variable is called in messages."""
+def display_name(name: str) -> str:
+    """The name of a variable in messages."""
     if name == RESULT:
-        return RETURNED_NAME
+        return RETURN_VALUE_NAME
     if name.startswith(PREFIX):
         return "whether to go on"
     return name

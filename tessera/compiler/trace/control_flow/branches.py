@@ -19,7 +19,11 @@ from tessera.compiler.trace.control_flow.block_state import (
     State,
     Undefined,
 )
-from tessera.compiler.trace.control_flow.merge_points import Filled, Merge, OneSided
+from tessera.compiler.trace.control_flow.merge_points import (
+    AssignedOnOneBranch,
+    Merge,
+    MergeResult,
+)
 from tessera.compiler.trace.control_flow.traced_blocks import Block, traced_block, truth
 from tessera.compiler.trace.control_flow.user_code import user_line
 
@@ -62,7 +66,7 @@ class _Value:
         self.now: Any = None
 
     def state(self, *functions: Run) -> State:
-        """What the operands can change, their value among it."""
+        """The state that the operands can change, with their value as a variable."""
 
         def put(values: tuple[Any, ...]) -> None:
             self.now = values[0]
@@ -87,7 +91,7 @@ def choose(
     what: str,
     dead: frozenset[str] = frozenset(),
 ) -> None:
-    """Run one of two blocks, which is known when the program runs.
+    """Trace both blocks; ``jax.lax.cond`` runs one of them.
 
     Raises:
       BranchError: [T318] they leave values of different types.
@@ -114,30 +118,30 @@ def choose(
             block.after.get(key, start.get(key, ABSENT))
             for block, start in zip(blocks, starts, strict=True)
         ]
-        if key.holder == 0 and key.entry in dead:
-            merged[key] = OneSided(key.name, where)
+        if key.owner == 0 and key.entry in dead:
+            merged[key] = AssignedOnOneBranch(key.name, where)
         else:
-            merged[key] = merge.place(key, *values)
+            merged[key] = merge.merged(key, *values)
     merge.require_agreement()
-    filled = Filled(before, merged, _cond(predicate, blocks, merge))
+    filled = MergeResult(before, merged, _cond(predicate, blocks, merge))
     state.write(filled.values)
-    merge.note_ambiguous(filled)
+    merge.record_ambiguous(filled)
 
 
 def _cond(predicate: Any, blocks: Sequence[Block], merge: Merge) -> Sequence[Any]:
-    """What the program computes for the slots of a merge, in order."""
-    if not merge.meetings and not any(b.program.effects for b in blocks):
+    """The outputs of ``cond``: one for each slot of the merge, in order."""
+    if not merge.numbers and not any(b.program.effects for b in blocks):
         return []
 
     def way(block: Block, first: bool) -> Callable[[], list[Any]]:
         def run() -> list[Any]:
             outputs = _jax.evaluate(block.program)
             return [
-                meeting.cast(
-                    block.value(meeting.first if first else meeting.second, outputs),
-                    meeting.second if first else meeting.first,
+                number.cast(
+                    block.value(number.first if first else number.second, outputs),
+                    number.second if first else number.first,
                 )
-                for meeting in merge.meetings
+                for number in merge.numbers
             ]
 
         return run
@@ -162,7 +166,7 @@ def not_(value: Any) -> Any:
 
 
 def _known(test: Any, before: dict[Key, Any]) -> dict[Key, bool]:
-    """Variables that are the condition itself, or its negation, and which of them.
+    """Variables that are the condition (True) or its negation (False).
 
     What they are in each branch is known there: so it is known that a function has
     returned, where it returns on either side of an ``if not returned``.
@@ -171,7 +175,7 @@ def _known(test: Any, before: dict[Key, Any]) -> dict[Key, bool]:
     return {
         key: value is test
         for key, value in before.items()
-        if key.holder == 0
+        if key.owner == 0
         and (value is test or value is opposite)
         and isinstance(value, _jax.Tracer)
     }
@@ -202,16 +206,16 @@ def or_(value: Any, second: Run) -> Any:
 
 
 def _operand(second: Run) -> tuple[Any, bool]:
-    """The second operand, computed in any case; whether that makes no difference.
+    """The second operand, evaluated in any case, and whether it has no side effects.
 
-    It does where the operand changes or prints something: then it is a branch.
+    With side effects it must be a branch instead.
     """
     result, here = _Value(), scope.current()
     state = result.state(second)
     before, where = state.read(), f"`and` or `or` at {user_line()}"
     mark = None if here is None else here.mark()
     block = traced_block(result.of(second), state, before, where)
-    if block.program.effects or any(key.holder for key in block.after):
+    if block.program.effects or any(key.owner for key in block.after):
         if here is not None and mark is not None:
             here.go_back(mark)
         return None, False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Containers taken into their parts and made anew, one level at a time.
+"""Flatten and rebuild containers, one level at a time.
 
 What a dict or list holds at the end of a block is read before the block is undone, so
 it comes from such a reading (``contents``), not from the dict itself.
@@ -13,14 +13,17 @@ from typing import Any
 
 import jax
 
-from tessera.compiler.trace.control_flow.mutable_places import holder_of, is_iterator
+from tessera.compiler.trace.control_flow.mutable_objects import (
+    is_iterator,
+    mutable_object,
+)
 
 Contents = Mapping[int, Mapping[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Side:
-    """What one way through a branch, or a loop's turn, left in what was there before.
+class BranchContents:
+    """The contents of existing containers after one branch, or one loop iteration.
 
     Attributes:
       contents: What dicts, lists and deques hold at its end, by their id.
@@ -36,7 +39,7 @@ _CONTAINERS = (dict, list, collections.deque)
 
 @dataclass(frozen=True)
 class Parts:
-    """A container, taken apart.
+    """A flattened container.
 
     Attributes:
       form: Equals that of another container which has the same places for parts.
@@ -56,7 +59,7 @@ def parts_of(value: Any, contents: Contents) -> Parts | None:
     if isinstance(value, _CONTAINERS):
         content = contents.get(id(value))
         if content is None:
-            content = holder_of(value, "", False).content()
+            content = mutable_object(value, "", False).content()
         return _parts_of_entries(value, content)
 
     def is_part(each: Any) -> bool:
@@ -75,7 +78,7 @@ def _parts_of_entries(value: Any, content: Mapping[Any, Any]) -> Parts:
     def make(others: Sequence[Any]) -> Any:
         made = kind() if kind in (dict, list) else copy.copy(value)
         filled = dict(zip(keys, others, strict=True))
-        holder_of(made, "", False).fill(filled)
+        mutable_object(made, "", False).fill(filled)
         return made
 
     form = (kind, frozenset(keys), getattr(value, "maxlen", None))
@@ -83,7 +86,7 @@ def _parts_of_entries(value: Any, content: Mapping[Any, Any]) -> Parts:
 
 
 def leaves_in(values: Iterable[Any], contents: Contents) -> list[Any]:
-    """What the values lead to that has no parts, each object once."""
+    """The leaves of some values, each object once."""
     found: list[Any] = []
     seen: dict[int, Any] = {}
     waiting = list(values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What converted code calls: functions, operators, and built-in functions.
+"""AutoGraph dispatch: the operators and calls that converted code makes.
 
 A call of a user's function calls it converted; a library's is called as it is, and the
 user's functions that it is handed are converted.
@@ -22,10 +22,10 @@ from tessera.compiler.trace.control_flow import branches, iterables, loops, prin
 from tessera.compiler.trace.control_flow.active_conversion import current
 from tessera.compiler.trace.control_flow.block_state import NotReturned, Undefined
 from tessera.compiler.trace.control_flow.function_source import Unconvertible
-from tessera.compiler.trace.control_flow.reachability import Reach, is_followed
+from tessera.compiler.trace.control_flow.reachability import Reach, is_tracked
 from tessera.compiler.trace.control_flow.source_conversion import convert
 from tessera.compiler.trace.control_flow.user_code import (
-    is_users,
+    is_user_function,
     target_of,
     user_line,
 )
@@ -35,7 +35,7 @@ from tessera.errors import BranchError, ControlFlowError
 
 
 def _returned(value: Any, returned: Any) -> Any:
-    """What a function returns at its end."""
+    """The result of a converted function, at its end."""
     conversion = current()
     if conversion is not None:
         conversion.end_function()
@@ -52,12 +52,12 @@ def _returned(value: Any, returned: Any) -> Any:
 
 
 def _load(value: Any) -> Any:
-    """A variable's value; an error where it has none that can be used."""
+    """The value of a variable; an error where it has none."""
     return value.read() if isinstance(value, Undefined) else value
 
 
 def _peek(load: Callable[[], Any], name: str) -> Any:
-    """A variable's value, or that it has none."""
+    """The value of a variable, or ``Undefined``."""
     try:
         return load()
     except NameError:
@@ -65,7 +65,7 @@ def _peek(load: Callable[[], Any], name: str) -> Any:
 
 
 def _is(first: Any, second: Any) -> bool:
-    """``first is second``, of which a merge of two objects may be either."""
+    """``first is second``; refused where a merge point makes it unknown."""
     conversion = current()
     if first is second or conversion is None:
         return first is second
@@ -95,7 +95,7 @@ def converted_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call what a converted function calls."""
+    """Call a function from converted code: convert it if it is the user's."""
     if isinstance(function, functools.partial):
         kwargs = {**function.keywords, **kwargs}
         return converted_call(function.func, (*function.args, *args), kwargs)
@@ -110,11 +110,11 @@ def converted_call(
     made = None if target is None else converted(target)
     if made is not None:
         return made(*bound, *args, **kwargs)
-    _require_followed(function, args)
+    _require_tracked(function, args)
     args = tuple(map(_callback, args))
     kwargs = {name: _callback(value) for name, value in kwargs.items()}
     result = function(*args, **kwargs)
-    _note_hidden(result, function, args, kwargs)
+    _record_library_state(result, function, args, kwargs)
     return result
 
 
@@ -124,7 +124,7 @@ def _has_plain_constructor(function: Any) -> bool:
         type(function) is type
         and function.__new__ is object.__new__
         and isinstance(function.__init__, FunctionType)
-        and is_users(function.__init__)
+        and is_user_function(function.__init__)
     )
 
 
@@ -137,8 +137,8 @@ _STATEFUL = frozenset(
 )
 
 
-def _require_followed(function: Any, args: tuple[Any, ...]) -> None:
-    """Refuse a call that depends on where it stands, or on what is not followed."""
+def _require_tracked(function: Any, args: tuple[Any, ...]) -> None:
+    """Refuse a call that reads the frame, or whose side effects are not tracked."""
     if not args and any(function is each for each in _FRAME_READERS):
         raise ControlFlowError(
             f"{function.__name__}() at {user_line()} is called under another name",
@@ -153,25 +153,25 @@ def _require_followed(function: Any, args: tuple[Any, ...]) -> None:
     modules = {getattr(kind, "__module__", None) or "" for kind in kinds}
     if function is input or any(m.partition(".")[0] in _STATEFUL for m in modules):
         name = getattr(function, "__qualname__", repr(function))
-        raise not_followed(f"a call of {name}()")
+        raise untracked_error(f"a call of {name}()")
 
 
-def written(value: Any) -> Any:
-    """An object that code assigns into.
+def check_assignment(value: Any) -> Any:
+    """Check that an assignment into an object is tracked, and return the object.
 
     Raises:
-      ControlFlowError: [T319] a block does, and would not notice.
+      ControlFlowError: [T319] it is in a traced block, and is not tracked.
     """
     conversion = current()
     in_block = conversion is not None and conversion.blocks
-    if in_block and not is_followed(value) and not isinstance(value, jax.Array):
+    if in_block and not is_tracked(value) and not isinstance(value, jax.Array):
         kind = type(value)
-        raise not_followed(f"an assignment into a {kind.__module__}.{kind.__name__}")
+        raise untracked_error(f"an assignment into a {kind.__module__}.{kind.__name__}")
     return value
 
 
-def not_followed(use: str) -> ControlFlowError:
-    """What is raised where a block uses what outlives it in a way that is not seen."""
+def untracked_error(use: str) -> ControlFlowError:
+    """The error [T319] for an untracked side effect in a traced block."""
     return ControlFlowError(
         f"a branch or loop that is traced whether it runs or not does at {user_line()} "
         "what cannot be undone",
@@ -182,17 +182,17 @@ def not_followed(use: str) -> ControlFlowError:
 
 
 def _setattr(value: Any, name: str, attribute: Any) -> None:
-    setattr(written(value), name, attribute)
+    setattr(check_assignment(value), name, attribute)
 
 
 def _delattr(value: Any, name: str) -> None:
-    delattr(written(value), name)
+    delattr(check_assignment(value), name)
 
 
-def _note_hidden(
+def _record_library_state(
     result: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Note a container that a library keeps: a block must not change it.
+    """Record a container that a library keeps: a block must not mutate it.
 
     Something else than the result refers to it, and it was not among the arguments.
     """
@@ -202,10 +202,10 @@ def _note_hidden(
         return
     arguments = [("", value) for value in (*args, *kwargs.values())]
     known = Reach([function], arguments, conversion.outside)
-    if id(result) not in {id(holder.thing) for holder in known.holders}:
+    if id(result) not in {id(owner.target) for owner in known.mutable_objects}:
         name = getattr(function, "__qualname__", repr(function))
         kept = Reach([], [(f"{name}()", result)], conversion.outside)
-        conversion.note_hidden(kept.holders)
+        conversion.record_library_state(kept.mutable_objects)
 
 
 def _count_of(result: Any) -> int:
@@ -217,7 +217,7 @@ _UNSHARED = _count_of([]) + 1
 
 
 def _builtin(function: Any) -> Callable[..., Any] | None:
-    """Ours of a built-in function that traced values are to be given to."""
+    """The replacement of a built-in function that takes traced values, if any."""
     if inspect.isbuiltin(function) or isinstance(function, type):
         owner = getattr(function, "__self__", None)
         if isinstance(owner, str):
@@ -280,13 +280,13 @@ _BUILTINS: dict[Any, Callable[..., Any]] = {
 
 
 class Operators:
-    """What converted code calls in the place of statements and operators."""
+    """The operators that converted code calls for statements and expressions."""
 
     NotReturned = NotReturned
 
 
 def _recorded(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator whose refusals end the trace, whoever catches them."""
+    """An operator whose errors are recorded, even if the user's code catches them."""
 
     @functools.wraps(operator)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -307,7 +307,7 @@ for _name, _operator in {
     "returned": _returned,
     "load": _load,
     "peek": _peek,
-    "written": written,
+    "written": check_assignment,
     "is_": _is,
     "is_not": _is_not,
     "if_stmt": branches.if_stmt,
@@ -334,7 +334,7 @@ _made: "weakref.WeakSet[FunctionType]" = weakref.WeakSet()
 
 
 def converted(function: FunctionType) -> FunctionType | None:
-    """A function, converted; itself where it is already; None where it cannot be."""
+    """The converted function, made once; None if it cannot be converted."""
     if function in _made:
         return function
     if function not in _converted:
@@ -350,7 +350,7 @@ def converted(function: FunctionType) -> FunctionType | None:
 
 
 def _callback(value: Any) -> Any:
-    """A function that is handed to a library, converted."""
+    """A callback passed to a library, converted if it is the user's."""
     if isinstance(value, (FunctionType, MethodType, functools.partial)):
         target, _ = target_of(getattr(value, "func", value))
         if target is not None and converted(target) is not None:

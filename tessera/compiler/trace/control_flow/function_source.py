@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The definition of a function, found in the file that it comes from."""
+"""Find the definition of a function in its source file."""
 
 import ast
 import functools
@@ -39,7 +39,7 @@ def definition_of(function: FunctionType) -> ast.FunctionDef | ast.Lambda:
     node, owner = found[0]
     assert isinstance(node, (ast.FunctionDef, ast.Lambda))
     copied = deepcopy(node)
-    return _Private(owner).visit(copied) if owner else copied
+    return _MangleNames(owner).visit(copied) if owner else copied
 
 
 @functools.lru_cache(maxsize=8)
@@ -48,7 +48,7 @@ def _parsed(text: str) -> ast.Module:
 
 
 def _parsed_block(lines: list[str], first: int) -> ast.Module:
-    """The block that begins at a line of a file that is not all Python, with its place.
+    """Parse the block that begins at a line of a file that is not all Python.
 
     A page of documentation is such a file.
     """
@@ -101,8 +101,8 @@ def _spans(node: ast.AST, code: CodeType) -> bool:
     )
 
 
-class _Private(ast.NodeTransformer):
-    """Spell private names as Python does in a class: ``__x`` becomes ``_Model__x``.
+class _MangleNames(ast.NodeTransformer):
+    """Mangle private names as Python does in a class: ``__x`` becomes ``_Model__x``.
 
     Outside of the class that they stand in, the compiler would leave them as they are.
     """
@@ -110,7 +110,7 @@ class _Private(ast.NodeTransformer):
     def __init__(self, owner: str) -> None:
         self._prefix = f"_{owner.lstrip('_')}" if owner.strip("_") else ""
 
-    def _spelled(self, name: str) -> str:
+    def _mangle(self, name: str) -> str:
         is_private = name.startswith("__") and not name.endswith("__")
         return self._prefix + name if is_private and "." not in name else name
 
@@ -118,14 +118,14 @@ class _Private(ast.NodeTransformer):
         for field in ("id", "attr", "arg", "name", "rest"):
             value = getattr(node, field, None)
             if isinstance(value, str):
-                setattr(node, field, self._spelled(value))
+                setattr(node, field, self._mangle(value))
         if isinstance(node, (ast.Global, ast.Nonlocal)):
-            node.names = [self._spelled(name) for name in node.names]
+            node.names = [self._mangle(name) for name in node.names]
         return super().generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         """Leave a class inside to the compiler, but for what stands outside of it."""
-        node.name = self._spelled(node.name)
+        node.name = self._mangle(node.name)
         node.bases = [self.visit(base) for base in node.bases]
         node.keywords = [self.visit(keyword) for keyword in node.keywords]
         node.decorator_list = [self.visit(each) for each in node.decorator_list]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control flow and calls become calls of operators, which see traced values.
+"""Replace control flow and calls by calls of operators that take traced values.
 
     if x > 0:          def tessera__if(): nonlocal y; y = tessera__.call(f, (x,), {})
         y = f(x)       def tessera__else(): pass
@@ -16,11 +16,11 @@ import ast
 from collections.abc import Iterable, Sequence
 
 from tessera.compiler.trace.control_flow.function_source import Unconvertible
-from tessera.compiler.trace.control_flow.liveness import Liveness, bound
+from tessera.compiler.trace.control_flow.liveness import Liveness, assigned_names
 from tessera.compiler.trace.control_flow.lower_jumps import (
     PREFIX,
-    parsed,
-    within,
+    parse_at,
+    walk_scope,
 )
 
 # Calls of these by name depend on the function that they stand in.
@@ -42,11 +42,11 @@ class InsertOperators(ast.NodeTransformer):
     def __init__(self, definition: ast.FunctionDef, free: Sequence[str]) -> None:
         self._definition, self._free = definition, frozenset(free)
         self._count = 0
-        body = list(within(definition.body))
+        body = list(walk_scope(definition.body))
         self._globals = _declared(body, ast.Global)
         self._beyond = self._globals | _declared(body, ast.Nonlocal)
         blocks = [each for each in body if isinstance(each, (ast.If, *_LOOPS))]
-        self._variables = bound(blocks) - self._beyond
+        self._variables = assigned_names(blocks) - self._beyond
         self._live = Liveness(definition)
         arguments = definition.args
         first = [*arguments.posonlyargs, *arguments.args][:1]
@@ -57,12 +57,12 @@ class InsertOperators(ast.NodeTransformer):
         body = self._block(self._definition.body)
         if self._variables:  # they are the function's own, wherever they are assigned
             names = " = ".join(sorted(self._variables))
-            body = [*parsed(f"if False: {names} = None", body[0]), *body]
+            body = [*parse_at(f"if False: {names} = None", body[0]), *body]
         self._definition.body = body
 
     def _names(self, nodes: Sequence[ast.AST], live: set[str]) -> "_Names":
         self._count += 1
-        names = bound(nodes)
+        names = assigned_names(nodes)
         there = names & self._globals
         return _Names(self._count, names - there, there, names - self._beyond, live)
 
@@ -76,7 +76,7 @@ class InsertOperators(ast.NodeTransformer):
         return found
 
     def visit_If(self, node: ast.If) -> list[ast.stmt]:
-        """An ``if``: both ways are functions."""
+        """An ``if``: both branches become functions."""
         block = self._names([*node.body, *node.orelse], self._live.after(node))
         text = f"""
 def {block.name("if")}(): pass
@@ -84,25 +84,27 @@ def {block.name("else")}(): pass
 {block.accessors}
 {PREFIX}.if_stmt(None, {block.name("if")}, {block.name("else")}, {block.arguments})
 """
-        body, orelse, *rest = parsed(text, _head(node, node.test))
+        body, orelse, *rest = parse_at(text, _head(node, node.test))
         _fill(body, [*block.declarations(node), *self._block(node.body)])
         _fill(orelse, [*block.declarations(node), *self._block(node.orelse)])
         _call(rest[-1]).args[0] = self.visit(node.test)
         return [body, orelse, *rest]
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
-        """A ``while``: its condition and its body are functions."""
+        """A ``while``: its condition and its body become functions."""
         live = self._live.carried(node)
         block = self._names([node.test, *node.body], live)
-        acts = any(isinstance(n, ast.Call | ast.NamedExpr) for n in ast.walk(node.test))
+        has_effects = any(
+            isinstance(n, ast.Call | ast.NamedExpr) for n in ast.walk(node.test)
+        )
         functions = f"{block.name('test')}, {block.name('body')}"
         text = f"""
 def {block.name("test")}(): pass
 def {block.name("body")}(): pass
 {block.accessors}
-{PREFIX}.while_stmt({functions}, {block.arguments}, {acts})
+{PREFIX}.while_stmt({functions}, {block.arguments}, {has_effects})
 """
-        test, body, *rest = parsed(text, _head(node, node.test))
+        test, body, *rest = parse_at(text, _head(node, node.test))
         holds = self.visit(_without(_flags(node), node.test))
         _fill(
             test,
@@ -115,18 +117,18 @@ def {block.name("body")}(): pass
         return [test, body, *rest]
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
-        """A ``for``: its body is a function of the item."""
+        """A ``for``: its body becomes a function of the item."""
         live = self._live.carried(node)
         block = self._names([node.target, *node.body], live)
         flags = _flags(node)
-        goes_on = block.name("test") if flags else "None"
+        should_continue = block.name("test") if flags else "None"
         text = f"""
 def {block.name("test")}(): pass
 def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
 {block.accessors}
-{PREFIX}.for_stmt(None, {goes_on}, {block.name("body")}, {block.arguments})
+{PREFIX}.for_stmt(None, {should_continue}, {block.name("body")}, {block.arguments})
 """
-        test, body, *rest = parsed(text, _head(node, node.iter))
+        test, body, *rest = parse_at(text, _head(node, node.iter))
         assert isinstance(body, ast.FunctionDef)
         (assign,) = body.body
         assert isinstance(assign, ast.Assign)
@@ -145,7 +147,7 @@ def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
         before: list[ast.stmt] = []
         if isinstance(node.target, ast.Name) and node.target.id in self._variables:
             name = node.target.id
-            before = parsed(f"{PREFIX}.load({name})", node)
+            before = parse_at(f"{PREFIX}.load({name})", node)
         return [*before, self.generic_visit(node)]  # type: ignore[list-item]
 
     def visit_Delete(self, node: ast.Delete) -> list[ast.stmt]:
@@ -155,7 +157,7 @@ def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
             each
             for name in names
             if name in self._variables
-            for each in parsed(f"{PREFIX}.load({name})", node)
+            for each in parse_at(f"{PREFIX}.load({name})", node)
         ]
         return [*before, self.generic_visit(node)]  # type: ignore[list-item]
 
@@ -188,7 +190,7 @@ def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
         return node
 
     def _place(self, node: ast.Attribute | ast.Subscript) -> ast.AST:
-        """An attribute or an entry; what is assigned into is looked at."""
+        """An attribute or an entry; assignments into it are checked."""
         self.generic_visit(node)
         if not isinstance(node.ctx, ast.Load):
             node.value = _operator("written", node.value, node.value)
@@ -214,7 +216,7 @@ def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
         return _operator("not_", node, node.operand) if is_not else node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        """``a if c else b``: both ways are functions."""
+        """``a if c else b``: both branches become functions."""
         ways = [node.body, node.orelse]
         if _assigns(ways):
             return self.generic_visit(node)
@@ -292,7 +294,7 @@ def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
 
 
 class _Names:
-    """What the functions of one block are called, and which variables they share.
+    """The names of the functions made for one block, and the variables they share.
 
     Args:
       number: Tells the block from others.
@@ -317,12 +319,12 @@ class _Names:
         self._lines = [f"{word} {', '.join(sorted(v))}" for word, v in pairs if v]
 
     def name(self, part: str) -> str:
-        """What the function for some part of the block is called."""
+        """The name of the function for one part of the block."""
         return f"{PREFIX}{part}_{self._number}"
 
     def declarations(self, node: ast.AST) -> list[ast.stmt]:
-        """What begins the functions of the block."""
-        return parsed("\n".join(self._lines), node)
+        """The ``nonlocal`` and ``global`` statements of the block's functions."""
+        return parse_at("\n".join(self._lines), node)
 
     @property
     def accessors(self) -> str:
@@ -345,7 +347,7 @@ class _Names:
 
     @property
     def arguments(self) -> str:
-        """What every operator gets of the block."""
+        """The arguments about the block that every operator takes."""
         functions = f"{self.name('get')}, {self.name('put')}"
         return f"{functions}, {tuple(self._variables)!r}, {self._num_live}"
 
@@ -373,7 +375,7 @@ def _without(flags: Sequence[str], test: ast.expr | None = None) -> ast.expr:
 
 
 def _head(node: ast.stmt, part: ast.expr) -> ast.stmt:
-    """A place: the first line of a statement, where its operator is called."""
+    """The first line of a statement, as the source location of its operator."""
     same_line = part.end_lineno == node.lineno
     end = part.end_col_offset if same_line else node.col_offset
     return ast.Pass(
@@ -397,18 +399,18 @@ def _call(statement: ast.stmt) -> ast.Call:
 
 def _assigns(nodes: Iterable[ast.AST]) -> bool:
     """Whether an expression assigns a variable, which it could not from a function."""
-    return any(isinstance(node, ast.NamedExpr) for node in within(nodes))
+    return any(isinstance(node, ast.NamedExpr) for node in walk_scope(nodes))
 
 
 def _identity(node: ast.Compare) -> ast.expr:
     """``a is b``, where whether it is may be known only when the program runs."""
     is_not = isinstance(node.ops[0], ast.IsNot)
-    sides = [node.left, *node.comparators]
+    branch_contents = [node.left, *node.comparators]
     if not (is_not or isinstance(node.ops[0], ast.Is)):
         return node
-    if any(isinstance(side, ast.Constant) for side in sides):
+    if any(isinstance(side, ast.Constant) for side in branch_contents):
         return node
-    return _operator("is_not" if is_not else "is_", node, *sides)
+    return _operator("is_not" if is_not else "is_", node, *branch_contents)
 
 
 def _thunk(value: ast.expr) -> ast.expr:

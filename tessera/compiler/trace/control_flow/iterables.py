@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a traced loop goes over: ranges and rows of arrays, numbered or zipped."""
+"""What a traced loop iterates over: ranges and rows of arrays, enumerated or zipped."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 
 from tessera import _jax, _jax_traces
-from tessera.compiler.trace.control_flow.merge_points import described
+from tessera.compiler.trace.control_flow.merge_points import describe
 from tessera.compiler.trace.control_flow.user_code import user_line
 from tessera.errors import ControlFlowError
 
 
 @dataclass(frozen=True)
 class Items:
-    """What a traced loop goes over: a range, rows of arrays, or these numbered.
+    """What a traced loop iterates over: a range, or rows of arrays.
 
     Attributes:
       length: How many there are; a traced number where only the program knows.
-      rows: Arrays of which each turn has one row.
-      item: Makes a turn's item from its number and rows.
+      rows: Arrays of which each iteration takes one row.
+      item: Makes the item of an iteration from its index and rows.
     """
 
     length: Any
@@ -29,19 +29,19 @@ class Items:
     item: Callable[[Any, Sequence[Any]], Any]
 
     def __iter__(self) -> Iterator[Any]:
-        """The items one after the other, where their number is known."""
+        """The items one after the other, if the length is known."""
         if isinstance(self.length, _jax.Tracer):
             raise ControlFlowError(
-                f"how often this goes round is not known, at {user_line()}",
-                got=f"a range of {described(self.length)}, which is traced",
+                f"the number of iterations is not known at {user_line()}",
+                got=f"a range of {describe(self.length)}, which is traced",
                 fix="write a `for` statement, which can be a loop of the program",
             )
-        for place in range(self.length):
-            yield self.item(place, [row[place] for row in self.rows])
+        for index in range(self.length):
+            yield self.item(index, [row[index] for row in self.rows])
 
 
 def items_of(value: Any) -> Items | None:
-    """A traced array's rows as what a loop goes over; None for other things."""
+    """The rows of a traced array as items; None for other values."""
     if isinstance(value, Items):
         return value
     if isinstance(value, _jax.Tracer) and value.ndim:
@@ -61,13 +61,13 @@ def range_(*bounds: Any) -> Any:
         if jnp.ndim(bound) or not jnp.issubdtype(jax.typeof(bound).dtype, jnp.integer):
             raise ControlFlowError(
                 f"range at {user_line()} takes whole numbers",
-                got=described(bound),
+                got=describe(bound),
                 fix="cast it, e.g. with .astype(jnp.int32)",
             )
 
-    def item(place: Any, _: Sequence[Any]) -> Any:
+    def item(index: Any, _: Sequence[Any]) -> Any:
         # As a number of Python, it takes the dtype of what it is computed with.
-        return _jax_traces.as_number(start + place * step, int)
+        return _jax_traces.as_number(start + index * step, int)
 
     return Items(jnp.maximum(-((start - stop) // step), 0), (), item)
 
@@ -80,7 +80,7 @@ def enumerate_(value: Any, start: Any = 0) -> Any:
     return Items(
         items.length,
         items.rows,
-        lambda place, rows: (start + place, items.item(place, rows)),
+        lambda index, rows: (start + index, items.item(index, rows)),
     )
 
 
@@ -91,7 +91,7 @@ def reversed_(value: Any) -> Any:
         return reversed(value)
     last = items.length - 1
     rows = tuple(row[::-1] for row in items.rows)
-    return Items(items.length, rows, lambda place, own: items.item(last - place, own))
+    return Items(items.length, rows, lambda index, own: items.item(last - index, own))
 
 
 def len_(value: Any) -> Any:
@@ -110,11 +110,11 @@ def zip_(*values: Any, strict: bool = False) -> Any:
         raise ValueError(f"zip() arguments have lengths {sorted(lengths)}")
     length = min(lengths)
 
-    def item(place: Any, rows: Sequence[Any]) -> tuple[Any, ...]:
+    def item(index: Any, rows: Sequence[Any]) -> tuple[Any, ...]:
         rest, found = list(rows), list[Any]()
         for part in known:
             own, rest = rest[: len(part.rows)], rest[len(part.rows) :]
-            found.append(part.item(place, own))
+            found.append(part.item(index, own))
         return tuple(found)
 
     return Items(

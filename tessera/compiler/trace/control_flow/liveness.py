@@ -1,30 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which variables of a block may be read after it: a hint, read off the source.
+"""Liveness analysis: which variables of a block may be read after it.
 
-Nothing wrong is computed where the hint is wrong: a variable that is said not to be
-read gets a value whose use is an error. What functions inside of a function read counts
-as read everywhere.
+A wrong answer computes nothing wrong: a variable that counts as dead gets a value whose
+use is an error. Variables that nested functions read count as live everywhere.
 """
 
 import ast
 from collections.abc import Iterable, Sequence
 
-from tessera.compiler.trace.control_flow.lower_jumps import OWN_SCOPE, within
+from tessera.compiler.trace.control_flow.lower_jumps import OWN_SCOPE, walk_scope
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-def bound(nodes: Iterable[ast.AST]) -> set[str]:
-    """The variables that some statements assign, by any way that Python has."""
+def assigned_names(nodes: Iterable[ast.AST]) -> set[str]:
+    """The variables that some statements assign, in any of Python's ways."""
     found: set[str] = set()
     targets = {
         id(name)
-        for node in within(nodes)
+        for node in walk_scope(nodes)
         if isinstance(node, _COMPREHENSIONS)
         for generator in node.generators
         for name in ast.walk(generator.target)
     }
-    for node in within(nodes):
+    for node in walk_scope(nodes):
         match node:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
                 if id(node) not in targets:
@@ -53,41 +52,43 @@ def read(nodes: Iterable[ast.AST]) -> set[str]:
     }
 
 
-def exposed(statements: Sequence[ast.AST]) -> tuple[set[str], set[str]]:
+def upward_exposed(statements: Sequence[ast.AST]) -> tuple[set[str], set[str]]:
     """Variables that are read before they are assigned; those that always are."""
     reads, assigned = set[str](), set[str]()
     for node in statements:
-        own, made = _exposed(node)
+        own, made = _upward_exposed(node)
         reads |= own - assigned
         assigned |= made
     return reads, assigned
 
 
-def _exposed(node: ast.AST) -> tuple[set[str], set[str]]:
+def _upward_exposed(node: ast.AST) -> tuple[set[str], set[str]]:
     match node:
         case ast.If():
-            ways = exposed(node.body), exposed(node.orelse)
+            ways = upward_exposed(node.body), upward_exposed(node.orelse)
             return (
                 read([node.test]) | ways[0][0] | ways[1][0],
                 ways[0][1] & ways[1][1],
             )
         case ast.For() | ast.While():
             head = [node.iter] if isinstance(node, ast.For) else [node.test]
-            target = bound([node.target]) if isinstance(node, ast.For) else set()
-            return read(head) | (exposed(node.body)[0] - target), set()
+            target = (
+                assigned_names([node.target]) if isinstance(node, ast.For) else set()
+            )
+            return read(head) | (upward_exposed(node.body)[0] - target), set()
         case ast.With():
-            inner, made = exposed(node.body)
-            items = bound(node.items)
+            inner, made = upward_exposed(node.body)
+            items = assigned_names(node.items)
             return read(node.items) | (inner - items), made | items
         case ast.Try() | ast.Match():
             return read([node]), set()
         case ast.AugAssign(target=ast.Name(id=name)):
             return read([node.value]) | {name}, {name}
-    return read([node]), bound([node])
+    return read([node]), assigned_names([node])
 
 
 class Liveness:
-    """What is read where in one function."""
+    """The liveness of variables in one function."""
 
     def __init__(self, definition: ast.FunctionDef) -> None:
         self._order: dict[int, int] = {}
@@ -101,7 +102,7 @@ class Liveness:
             self._visit(statement, set())
 
     def _visit(self, node: ast.AST, needed: set[str]) -> None:
-        """Number the nodes below; ``needed``: what the next turns around them read."""
+        """Number the nodes below; later iterations of outer loops read ``needed``."""
         self._count += 1
         turn = set[str]()
         if isinstance(node, OWN_SCOPE):
@@ -113,18 +114,18 @@ class Liveness:
         if isinstance(node, (ast.For, ast.While)):
             head = [node.test] if isinstance(node, ast.While) else []
             flags = set(getattr(node, "flags", ()))
-            turn = flags | exposed([*head, *node.body])[0]
+            turn = flags | upward_exposed([*head, *node.body])[0]
         self._needed[id(node)], self._turns[id(node)] = needed, turn
         for child in ast.iter_child_nodes(node):
             self._visit(child, needed | turn)
         self._ends[id(node)] = self._count
 
     def after(self, node: ast.AST) -> set[str]:
-        """Variables that may be read after a statement, or in the next turn of it."""
+        """Variables that may be read after a statement, or in its next iteration."""
         end = self._ends[id(node)]
         later = {name for name, place in self._reads.items() if place > end}
         return later | self._captured | self._needed[id(node)]
 
     def carried(self, node: ast.AST) -> set[str]:
-        """Variables that a loop's next turn, or what follows the loop, may read."""
+        """Variables that the next iteration of a loop, or what follows it, may read."""
         return self.after(node) | self._turns[id(node)]

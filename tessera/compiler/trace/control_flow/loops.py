@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``while`` and ``for`` over what is only known when the program runs.
+"""``while`` and ``for`` on traced values: ``while_loop``, ``scan``, or unrolled.
 
 ``while`` on a traced condition and ``for`` over ``range`` of traced numbers become
 ``jax.lax.while_loop``; ``for`` over the leading dim of an array, whose length is known,
 becomes ``jax.lax.scan``, which can be differentiated. Loops over what Python knows are
-run by Python, and their turns stand in the program one after the other.
+run by Python, so the program has their iterations one after the other.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ from tessera.compiler.trace.control_flow.block_state import (
 from tessera.compiler.trace.control_flow.branches import if_stmt
 from tessera.compiler.trace.control_flow.iterables import Items, items_of
 from tessera.compiler.trace.control_flow.merge_points import (
-    Filled,
+    AssignedOnOneBranch,
     Merge,
-    OneSided,
-    Rebuilt,
+    MergedContainer,
+    MergeResult,
 )
-from tessera.compiler.trace.control_flow.mutable_places import differences, is_iterator
+from tessera.compiler.trace.control_flow.mutable_objects import differences, is_iterator
 from tessera.compiler.trace.control_flow.traced_blocks import Block, traced_block, truth
 from tessera.compiler.trace.control_flow.user_code import user_line
 from tessera.errors import BranchError, ControlFlowError
@@ -46,11 +46,11 @@ from tessera.errors import BranchError, ControlFlowError
 Get = Callable[[], tuple[Any, ...]]
 Put = Callable[[tuple[Any, ...]], None]
 
-# What a turn raises that cannot be the same program for every row.
+# Exceptions of an iteration that is not the same program for every row.
 _NO_LOOP = (BranchError, ControlFlowError, LookupError, *NEEDS_VALUE)
 
-# Each trial finds places that a turn changes because of what the one before found.
-_MOST_TRIALS = 8
+# Each trial may find more that an iteration changes, because of the one before.
+_MAX_TRIALS = 8
 
 
 def while_stmt(
@@ -60,14 +60,16 @@ def while_stmt(
     put: Put,
     names: Sequence[str],
     num_live: int,
-    test_acts: bool,
+    test_has_effects: bool,
 ) -> None:
     """A ``while``: Python's own until its condition is traced.
 
-    ``test_acts``: whether the condition may change something.
+    ``test_has_effects``: whether the condition may change something.
     """
     while True:
-        before = State(names, get, put, (test, body)).read() if test_acts else None
+        before = (
+            State(names, get, put, (test, body)).read() if test_has_effects else None
+        )
         holds = test()
         if _is_traced(holds):
             break
@@ -94,8 +96,10 @@ def for_stmt(
     references = sys.getrefcount(iterated)
 
     def guarded(item: Any) -> None:
-        goes_on = True if extra_test is None else extra_test()
-        if_stmt(goes_on, lambda: body(item), lambda: None, get, put, names, num_live)
+        should_continue = True if extra_test is None else extra_test()
+        if_stmt(
+            should_continue, lambda: body(item), lambda: None, get, put, names, num_live
+        )
 
     items = items_of(iterated)
     if items is None:
@@ -110,8 +114,8 @@ def for_stmt(
     if state.has_iterators:  # a trial would use them up
         _unrolled(items, extra_test, guarded)
         return
-    # A turn may be no program of its own, such as one that fills a list. Python runs
-    # it then, and raises what is to be raised.
+    # An iteration that appends to a list, say, is no program of its own. Then the loop
+    # is unrolled, and Python raises its own errors.
     with contextlib.suppress(*_NO_LOOP), _attempt(state):
         _Loop(state, "the `for`", guarded, dead, None, items).run_scan()
         return
@@ -132,12 +136,12 @@ def _attempt(state: State) -> Iterator[None]:
 
 # How many references an iterator has in ``for_stmt`` that only the loop refers to, and
 # how many what it goes over has in ``_is_shared``; ``measure_references`` finds both.
-_own_references = [0, 0]
+_baseline_references = [0, 0]
 
 
 def measure_references(for_stmt: Callable[..., None]) -> None:
     """Find out how many references this Python makes by calling ``for_stmt``."""
-    counts = _own_references
+    counts = _baseline_references
     counts[:] = 0, 0
 
     def nothing(_: Any) -> None:
@@ -147,7 +151,7 @@ def measure_references(for_stmt: Callable[..., None]) -> None:
 
 
 def _is_shared(iterated: Any, references: int) -> bool:
-    """Whether other code could go on with an iterator after the loop."""
+    """Whether other code could continue an iterator after the loop."""
     inner, waiting = list[Any](), [iterated]
     while waiting:
         parts = gc.get_referents(waiting.pop())
@@ -156,24 +160,24 @@ def _is_shared(iterated: Any, references: int) -> bool:
         inner, waiting = inner + found, waiting + found
         del parts, found
     counts = [references, max(map(sys.getrefcount, inner), default=0)]
-    if not _own_references[0]:
-        _own_references[:] = counts
-    pairs = zip(counts, _own_references, strict=True)
+    if not _baseline_references[0]:
+        _baseline_references[:] = counts
+    pairs = zip(counts, _baseline_references, strict=True)
     return any(count > own for count, own in pairs)
 
 
 def _unrolled(
     items: Any,
     extra_test: Callable[[], Any] | None,
-    turn: Callable[[Any], None],
+    iteration: Callable[[Any], None],
     *,
     is_shared: bool = False,
 ) -> None:
-    """Let Python go round; a turn after a traced ``break`` is a branch."""
+    """Iterate in Python; an iteration after a traced ``break`` is a branch."""
     for item in items:
         if extra_test is not None:
-            goes_on = extra_test()
-            if _is_traced(goes_on) and is_shared:
+            should_continue = extra_test()
+            if _is_traced(should_continue) and is_shared:
                 raise ControlFlowError(
                     f"an iterator is left by a `break` or `return` at {user_line()}, "
                     "which is only known when the program runs",
@@ -181,9 +185,9 @@ def _unrolled(
                     "would depend on it",
                     fix="loop over a list, such as list(items)",
                 )
-            if not _is_traced(goes_on) and not goes_on:
+            if not _is_traced(should_continue) and not should_continue:
                 break
-        turn(item)
+        iteration(item)
 
 
 def _is_traced(value: Any) -> bool:
@@ -194,13 +198,13 @@ def _is_traced(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """One turn of a loop as a program.
+class _Iteration:
+    """One iteration of a loop as a program.
 
     Attributes:
-      block: Its inputs are the turn's number, the rows, and what is carried.
-      merged: What the places hold from turn to turn, with slots for what is carried.
-      merge: Of what they hold before the loop and after a turn.
+      block: Its inputs are the iteration's index, the rows, and the carry.
+      merged: The changed variables and entries, with slots for the carry.
+      merge: Of their values before the loop and after an iteration.
     """
 
     block: Block
@@ -208,28 +212,30 @@ class _Turn:
     merge: Merge
 
     def initial(self) -> list[Any]:
-        """What is carried into the first turn."""
-        return [each.cast(each.first, each.second) for each in self.merge.meetings]
+        """The initial carry."""
+        return [each.cast(each.first, each.second) for each in self.merge.numbers]
 
-    def carries(self) -> tuple[Any, ...]:
-        """The types of what is carried, and where it is put."""
+    def carry_structure(self) -> tuple[Any, ...]:
+        """The types of the carry, and the variables and entries that it fills."""
         places = {
-            key: value.structure() if isinstance(value, Rebuilt) else type(value)
+            key: value.structure()
+            if isinstance(value, MergedContainer)
+            else type(value)
             for key, value in self.merged.items()
         }
         return places, [jax.typeof(value) for value in self.initial()]
 
-    def run(self, place: Any, rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """What is carried out of a turn."""
-        outputs = _jax.evaluate(self.block.program, place, *rows, *values)
+    def run(self, index: Any, rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """The carry after an iteration."""
+        outputs = _jax.evaluate(self.block.program, index, *rows, *values)
         return [
             each.cast(self.block.value(each.second, outputs), each.first)
-            for each in self.merge.meetings
+            for each in self.merge.numbers
         ]
 
 
 class _Loop:
-    """One loop; the places that its turns change are carried from turn to turn."""
+    """One loop; what an iteration changes is its carry."""
 
     def __init__(
         self,
@@ -248,97 +254,109 @@ class _Loop:
 
     def run_while(self) -> None:
         """As ``jax.lax.while_loop``."""
-        turn = self._turn(ends_defined=False)
-        test = None if self._test is None else self._traced_test(self._test, turn)
+        iteration = self._fixed_point(runs_at_least_once=False)
+        test = None if self._test is None else self._traced_test(self._test, iteration)
         length = None if self._items is None else self._items.length
 
-        def goes_on(carry: tuple[Any, list[Any]]) -> Any:
-            place, values = carry
-            within = True if length is None else place < length
+        def should_continue(carry: tuple[Any, list[Any]]) -> Any:
+            index, values = carry
+            within = True if length is None else index < length
             if test is None:
                 return within
             (holds,) = _jax.evaluate(test, *values)
             return holds if within is True else jnp.logical_and(within, holds)
 
         def step(carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
-            place, values = carry
-            return place + 1, turn.run(place, [], values)
+            index, values = carry
+            return index + 1, iteration.run(index, [], values)
 
-        _, results = jax.lax.while_loop(goes_on, step, (0, turn.initial()))
-        self._leave(turn, results)
+        _, results = jax.lax.while_loop(should_continue, step, (0, iteration.initial()))
+        self._write_results(iteration, results)
 
     def run_scan(self) -> None:
         """As ``jax.lax.scan``."""
         assert self._items is not None, "a scan goes over items"
-        turn = self._turn(ends_defined=self._items.length > 0)
+        iteration = self._fixed_point(runs_at_least_once=self._items.length > 0)
 
         def step(carry: tuple[Any, list[Any]], rows: Any) -> tuple[Any, None]:
-            place, values = carry
-            return (place + 1, turn.run(place, rows, values)), None
+            index, values = carry
+            return (index + 1, iteration.run(index, rows, values)), None
 
         (_, results), _ = jax.lax.scan(
-            step, (0, turn.initial()), list(self._rows), length=self._items.length
+            step, (0, iteration.initial()), list(self._rows), length=self._items.length
         )
-        self._leave(turn, results)
+        self._write_results(iteration, results)
 
-    def _leave(self, turn: _Turn, results: Sequence[Any]) -> None:
-        filled = Filled(self._before, turn.merged, results)
+    def _write_results(self, iteration: _Iteration, results: Sequence[Any]) -> None:
+        filled = MergeResult(self._before, iteration.merged, results)
         self._state.write(filled.values)
-        turn.merge.note_ambiguous(filled)
+        iteration.merge.record_ambiguous(filled)
 
-    def _turn(self, *, ends_defined: bool) -> _Turn:
-        """One turn, which gives back what it is given in the same types."""
-        turn, here = None, scope.current()
-        for _ in range(_MOST_TRIALS):
+    def _fixed_point(self, *, runs_at_least_once: bool) -> _Iteration:
+        """Trace iterations until the types of the carry no longer change."""
+        iteration, here = None, scope.current()
+        for _ in range(_MAX_TRIALS):
             mark = None if here is None else here.mark()
-            last, turn = turn, self._trial(turn, ends_defined)
-            if last is not None and last.carries() == turn.carries():
-                return turn
+            last, iteration = (
+                iteration,
+                self._trace_iteration(iteration, runs_at_least_once),
+            )
+            if (
+                last is not None
+                and last.carry_structure() == iteration.carry_structure()
+            ):
+                return iteration
             if here is not None and mark is not None:
                 here.go_back(mark)
         raise AssertionError("the types that a loop carries do not settle")
 
-    def _trial(self, last: _Turn | None, ends_defined: bool) -> _Turn:
-        """One turn that is given what the last trial found to be carried."""
+    def _trace_iteration(
+        self, last: _Iteration | None, runs_at_least_once: bool
+    ) -> _Iteration:
+        """Trace one iteration with the carry that the last trial found."""
         given = [] if last is None else last.initial()
         rows = [jax.eval_shape(lambda row=row: row[0]) for row in self._rows]
 
-        def run(place: Any, *values: Any) -> None:
+        def run(index: Any, *values: Any) -> None:
             own, carried = values[: len(rows)], values[len(rows) :]
-            doubtful = self._enter(last, carried)
+            doubtful = self._write_carried(last, carried)
             items = self._items
-            self._body(None if items is None else items.item(place, own))
+            self._body(None if items is None else items.item(index, own))
             for each in doubtful:
                 each.check()
 
         inputs = [jax.typeof(0), *rows, *map(jax.typeof, given)]
         structs = [_jax.struct(each) for each in inputs]
         block = traced_block(run, self._state, self._before, self._what, inputs=structs)
-        return self._merged(block, ends_defined)
+        return self._merged(block, runs_at_least_once)
 
-    def _merged(self, block: Block, ends_defined: bool) -> _Turn:
-        sides = self._state.side(self._before), block.side
-        ways = ("before", "after a turn")
-        merge = Merge(self._what, ways, self._state, sides, "another type after")
+    def _merged(self, block: Block, runs_at_least_once: bool) -> _Iteration:
+        branch_contents = self._state.side(self._before), block.side
+        ways = ("before", "after an iteration")
+        merge = Merge(
+            self._what, ways, self._state, branch_contents, "another type after"
+        )
         merged: dict[Key, Any] = {}
         for key, after in block.after.items():
             before = self._before.get(key, ABSENT)
-            if isinstance(before, Undefined) and ends_defined:
+            if isinstance(before, Undefined) and runs_at_least_once:
                 before = NotReturned()  # every turn begins without it
-            if key.holder == 0 and key.entry in self._dead:
-                merged[key] = OneSided(key.name, self._what)
+            if key.owner == 0 and key.entry in self._dead:
+                merged[key] = AssignedOnOneBranch(key.name, self._what)
             else:
-                merged[key] = merge.place(key, before, after)
+                merged[key] = merge.merged(key, before, after)
         merge.require_agreement()
-        return _Turn(block, merged, merge)
+        return _Iteration(block, merged, merge)
 
-    def _enter(self, last: _Turn | None, carried: Sequence[Any]) -> list[Ambiguous]:
-        """Put what is carried where it is found at the beginning of a turn.
+    def _write_carried(
+        self, last: _Iteration | None, carried: Sequence[Any]
+    ) -> list[Ambiguous]:
+        """Write the carry to its variables and entries, as an iteration begins.
 
         Returns:
-          What the turn must not change: see ``Ambiguous``.
+          What the iteration must not mutate: see ``Ambiguous``.
         """
-        filled = Filled(self._before, {} if last is None else last.merged, carried)
+        filled = MergeResult(self._before, {} if last is None else last.merged, carried)
         undefined = {
             key: value
             for key, value in self._before.items()
@@ -346,13 +364,15 @@ class _Loop:
         }
         self._state.write(filled.values | undefined)
         made = filled.ambiguous
-        return [Ambiguous.now(thing, name, self._what) for thing, name in made]
+        return [Ambiguous.now(value, name, self._what) for value, name in made]
 
-    def _traced_test(self, test: Callable[[], Any], turn: _Turn) -> _jax.Program:
-        """Whether there is another turn, as a program of what is carried."""
+    def _traced_test(
+        self, test: Callable[[], Any], iteration: _Iteration
+    ) -> _jax.Program:
+        """The condition of the loop, as a program of the carry."""
 
         def run(*carried: Any) -> Any:
-            self._enter(turn, carried)
+            self._write_carried(iteration, carried)
             start = self._state.read()
             holds = truth(jnp.asarray(test()), self._what)
             if changed := differences(start, self._state.read()):
@@ -363,7 +383,7 @@ class _Loop:
                 )
             return holds
 
-        structs = [_jax.struct(jax.typeof(value)) for value in turn.initial()]
+        structs = [_jax.struct(jax.typeof(value)) for value in iteration.initial()]
         try:
             return jax.make_jaxpr(run)(*structs)
         finally:

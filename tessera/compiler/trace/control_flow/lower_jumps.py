@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``return``, ``break`` and ``continue`` become variables, and what follows an ``if``.
+"""Lower ``return``, ``break`` and ``continue`` to flags, and what follows to ``if``.
 
     for x in xs:                     broken = False
         if x > 3:                    for x in xs:   # while not broken
@@ -8,7 +8,7 @@
                                          else:
                                              y = y + x
 
-After that a function ends at its end, and a loop's turn at the end of its body.
+After that a function returns at its end only, and an iteration ends with its body.
 """
 
 import ast
@@ -24,7 +24,7 @@ _Loop = ast.For | ast.While
 
 
 def lower_jumps(definition: ast.FunctionDef) -> None:
-    """Let a function end at its end only, and turns of loops at the end of their body.
+    """Rewrite a function to return, and iterations to end, at the end of the body only.
 
     A loop gets an attribute ``flags``: variables of which each ends it if it holds.
 
@@ -34,16 +34,16 @@ def lower_jumps(definition: ast.FunctionDef) -> None:
     body = definition.body
     ends = body[-1:] if isinstance(body[-1], ast.Return) else []
     before = body[: len(body) - len(ends)]
-    if not any(isinstance(each, ast.Return) for each in within(before)):
+    if not any(isinstance(each, ast.Return) for each in walk_scope(before)):
         definition.body = _Lowering().block(before) + ends
         return
-    start = parsed(f"{RETURNED} = False\n{RESULT} = {PREFIX}.NotReturned()", body[0])
-    end = parsed(f"return {PREFIX}.returned({RESULT}, {RETURNED})", body[-1])
+    start = parse_at(f"{RETURNED} = False\n{RESULT} = {PREFIX}.NotReturned()", body[0])
+    end = parse_at(f"return {PREFIX}.returned({RESULT}, {RETURNED})", body[-1])
     definition.body = [*start, *_Lowering().block(body), *end]
 
 
-def parsed(text: str, node: ast.AST) -> list[ast.stmt]:
-    """Statements of ours, at the place of a statement of the user's."""
+def parse_at(text: str, node: ast.AST) -> list[ast.stmt]:
+    """Parse generated statements, with the source location of the user's statement."""
     made = ast.parse(text).body
     for statement in made:
         for each in ast.walk(statement):
@@ -54,12 +54,12 @@ def parsed(text: str, node: ast.AST) -> list[ast.stmt]:
     return made
 
 
-def within(nodes: Iterable[ast.AST]) -> Iterable[ast.AST]:
-    """Nodes and all that they hold, but for the bodies of functions and classes."""
+def walk_scope(nodes: Iterable[ast.AST]) -> Iterable[ast.AST]:
+    """Walk nodes and their children, except the bodies of functions and classes."""
     for node in nodes:
         yield node
         if not isinstance(node, OWN_SCOPE):
-            yield from within(ast.iter_child_nodes(node))
+            yield from walk_scope(ast.iter_child_nodes(node))
 
 
 class _Lowering:
@@ -72,8 +72,8 @@ class _Lowering:
     def block(self, statements: Sequence[ast.stmt]) -> list[ast.stmt]:
         """Statements, where those after a jump depend on whether it was taken."""
         found: list[ast.stmt] = []
-        for place, statement in enumerate(statements):
-            rest = list(statements[place + 1 :])
+        for index, statement in enumerate(statements):
+            rest = list(statements[index + 1 :])
             if isinstance(statement, ast.If) and rest:
                 if _always_jumps(statement.body):
                     statement.orelse, rest = [*statement.orelse, *rest], rest[:0]
@@ -90,7 +90,7 @@ class _Lowering:
         return found
 
     def _flags(self) -> set[str]:
-        """Variables that say that what is being lowered was left by a jump."""
+        """The flags that say that a jump left the code being lowered."""
         kinds = ("broken", "continued")
         own = {f"{PREFIX}{kind}_{loop}" for loop in self._loops[-1:] for kind in kinds}
         return {RETURNED, *own}
@@ -99,11 +99,11 @@ class _Lowering:
         match node:
             case ast.Return():
                 result = _assign(RESULT, node.value or ast.Constant(None), node)
-                return [result, _raised(RETURNED, node)]
+                return [result, _set_flag(RETURNED, node)]
             case ast.Break():
-                return [_raised(f"{PREFIX}broken_{self._loops[-1]}", node)]
+                return [_set_flag(f"{PREFIX}broken_{self._loops[-1]}", node)]
             case ast.Continue():
-                return [_raised(f"{PREFIX}continued_{self._loops[-1]}", node)]
+                return [_set_flag(f"{PREFIX}continued_{self._loops[-1]}", node)]
             case ast.For() | ast.While():
                 return self._loop(node)
         if not isinstance(node, OWN_SCOPE):
@@ -156,10 +156,10 @@ def _always_jumps(statements: Sequence[ast.stmt]) -> bool:
 
 
 def _assigned(statements: Sequence[ast.stmt]) -> set[str]:
-    """Variables of ours that are set to True somewhere in some statements."""
+    """The generated flags that some statements set to True."""
     return {
         target.id
-        for node in within(statements)
+        for node in walk_scope(statements)
         if isinstance(node, ast.Assign)
         for target in node.targets
         if isinstance(target, ast.Name) and target.id.startswith(PREFIX)
@@ -167,7 +167,7 @@ def _assigned(statements: Sequence[ast.stmt]) -> set[str]:
     }
 
 
-def _raised(flag: str, node: ast.stmt) -> ast.stmt:
+def _set_flag(flag: str, node: ast.stmt) -> ast.stmt:
     return _assign(flag, ast.Constant(True), node)
 
 
@@ -176,7 +176,7 @@ def _assign(name: str, value: ast.expr, node: ast.stmt) -> ast.stmt:
 
 
 def _unless(flag: str, body: list[ast.stmt]) -> ast.stmt:
-    (made,) = parsed(f"if not {flag}: pass", body[0])
+    (made,) = parse_at(f"if not {flag}: pass", body[0])
     assert isinstance(made, ast.If)
     made.body = body
     return made

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a place holds where two ways meet: after an ``if``, and after a loop's turn.
+"""Merge points: the value of a variable after an ``if``, and after a loop iteration.
 
-What it holds on one way has to be of the same type as on the other; a Python number
-gives way to the dtype of an array, as it does in arithmetic. Two containers become a
+Its value on one branch must have the same type as on the other; a Python number
+takes the dtype of an array, as it does in arithmetic. Two containers become a
 third one with the merged content. Which of the two it stands for is only known when the
 program runs, so it can be read but not changed, unless both are new and stand for each
 other wherever they are found.
@@ -25,8 +25,8 @@ from tessera.compiler.trace.control_flow.block_state import (
     State,
     Undefined,
 )
-from tessera.compiler.trace.control_flow.containers import Side, parts_of
-from tessera.compiler.trace.control_flow.mutable_places import Snapshot
+from tessera.compiler.trace.control_flow.containers import BranchContents, parts_of
+from tessera.compiler.trace.control_flow.mutable_objects import Snapshot
 from tessera.compiler.trace.control_flow.user_code import user_line
 from tessera.compiler.trace.declared_layouts import is_number
 from tessera.errors import BranchError
@@ -38,14 +38,14 @@ _IMMUTABLE = (str, bytes, range, frozenset, type, Snapshot, np.dtype)
 
 @dataclass(frozen=True)
 class Slot:
-    """In a merged value: a number that the program computes."""
+    """A number in a merged value that the program computes."""
 
     number: int
 
 
 @dataclass(eq=False)
-class Rebuilt:
-    """In a merged value: a container that is made anew from merged parts.
+class MergedContainer:
+    """A container in a merged value, rebuilt from merged parts.
 
     Attributes:
       make: Makes it.
@@ -62,16 +62,17 @@ class Rebuilt:
     def structure(self) -> tuple[Any, ...]:
         """Equal to that of another one that a loop can carry in its place."""
         inner = (
-            p.structure() if isinstance(p, Rebuilt) else type(p) for p in self.parts
+            p.structure() if isinstance(p, MergedContainer) else type(p)
+            for p in self.parts
         )
         return tuple(inner)
 
 
-class Filled:
-    """Merged values with what the program computed for their slots.
+class MergeResult:
+    """Merged values, with the outputs of the program in their slots.
 
     Attributes:
-      values: Every place after the merge.
+      values: Every variable and entry after the merge.
       made: The objects that are new in them.
       ambiguous: Containers in them that must not be changed, and what they are called.
     """
@@ -92,7 +93,7 @@ class Filled:
     def _fill(self, value: Any) -> Any:
         if isinstance(value, Slot):
             return self._results[value.number]
-        if not isinstance(value, Rebuilt):
+        if not isinstance(value, MergedContainer):
             return value
         if id(value) not in self._made:
             made = value.make([self._fill(part) for part in value.parts])
@@ -103,8 +104,8 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """One number that comes by two ways, and the type that it has after."""
+class MergedNumber:
+    """One number with its values on two branches, and its type after the merge."""
 
     first: Any
     second: Any
@@ -112,7 +113,7 @@ class Meeting:
     weak: bool
 
     def cast(self, value: Any, like: Any) -> Any:
-        """What one way brings, in the common type; ``like`` fills what it lacks."""
+        """The value of one branch in the common type; zeros if it has none."""
         if isinstance(value, NotReturned):
             return _jax.zeros(jax.typeof(like))
         if self.weak:
@@ -136,47 +137,51 @@ def _varying_like(value: Any, like: Any) -> Any:
 
 @dataclass
 class Merge:
-    """What places hold where two ways meet; mismatches are collected.
+    """The values of variables and entries at a merge point; mismatches are collected.
 
     Attributes:
-      where: What meets, as ``the `if` at file.py:12``.
-      ways: What messages call the two ways.
+      where: The statement, as ``the `if` at file.py:12``.
+      ways: The names of the two branches in messages.
       state: The state before them.
-      sides: What each way left in containers.
-      relation: What messages say of places that do not agree.
+      sides: The contents of containers after each branch.
+      relation: How messages describe a mismatch.
       meetings: The numbers that the program computes, in the order of their slots.
     """
 
     where: str
     ways: tuple[str, str]
     state: State
-    sides: tuple[Side, Side]
+    branch_contents: tuple[BranchContents, BranchContents]
     relation: str = "another type on each side of"
-    meetings: list[Meeting] = field(default_factory=list)
+    numbers: list[MergedNumber] = field(default_factory=list)
     _problems: list[tuple[str, str]] = field(default_factory=list)
-    _later: list[tuple[str, str]] = field(default_factory=list)
+    _deferred: list[tuple[str, str]] = field(default_factory=list)
     _pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
     _partners: dict[tuple[int, int], Any] = field(default_factory=dict)
     _reachable: dict[int, tuple[Any, str]] = field(default_factory=dict)
 
-    def place(self, key: Key, first: Any, second: Any) -> Any:
-        """What a place holds after; a variable of two types cannot be used any more."""
+    def merged(self, key: Key, first: Any, second: Any) -> Any:
+        """The value after the merge; a variable with two types becomes unusable."""
         count = len(self._problems)
         merged = self.value(key.name, first, second)
-        if key.holder or len(self._problems) == count:
+        if key.owner or len(self._problems) == count:
             return merged
-        self._later += self._problems[count:]
+        self._deferred += self._problems[count:]
         del self._problems[count:]
-        return Disagreeing(key.name, self)
+        return TypeMismatch(key.name, self)
 
     def value(self, name: str, first: Any, second: Any) -> Any:
-        """The merged value, with ``Slot`` and ``Rebuilt`` where it is a new one."""
+        """The merged value; what is new is a ``Slot`` or a ``MergedContainer``."""
         if first is second:
             return first
         if isinstance(first, Undefined) or isinstance(second, Undefined):
             ways = (first, second)
-            known = [way for way in ways if isinstance(way, OneSided | Disagreeing)]
-            return known[0] if known else OneSided(name, self.where)
+            known = [
+                way
+                for way in ways
+                if isinstance(way, AssignedOnOneBranch | TypeMismatch)
+            ]
+            return known[0] if known else AssignedOnOneBranch(name, self.where)
         if isinstance(first, NotReturned) or isinstance(second, NotReturned):
             return self._returned(name, first, second)
         if is_number(first) and is_number(second):
@@ -193,8 +198,8 @@ class Merge:
             raise self.disagreement()
 
     def disagreement(self) -> BranchError:
-        """The error [T318] that names every place with values of different types."""
-        problems = [*self._later, *self._problems]
+        """The error [T318] that names every variable and entry with two types."""
+        problems = [*self._deferred, *self._problems]
         names = ", ".join(repr(name) for name, _ in problems)
         return BranchError(
             f"{names} {'has' if len(problems) == 1 else 'have'} {self.relation} "
@@ -205,12 +210,12 @@ class Merge:
             "what is no array, nor a tree of arrays, has to be the same on both ways",
         )
 
-    def note_ambiguous(self, filled: Filled) -> None:
-        """Let what is one of two from now on not be changed."""
+    def record_ambiguous(self, filled: MergeResult) -> None:
+        """Forbid mutations of what stands for one of two from now on."""
         conversion = current()
         if conversion is not None:
             for thing, name in (*filled.ambiguous, *self._reachable.values()):
-                conversion.note_ambiguous(thing, name, self.where)
+                conversion.record_ambiguous(thing, name, self.where)
             conversion.merged |= {id(each): each for each in filled.made}
 
     # --- numbers
@@ -225,28 +230,30 @@ class Merge:
         for value in (first, second):  # it may be written into under another name
             if isinstance(value, np.ndarray) and self.state.holds(value):
                 self._reachable[id(value)] = value, name
-        return self._slot(Meeting(first, second, *common))
+        return self._slot(MergedNumber(first, second, *common))
 
-    def _slot(self, meeting: Meeting) -> Slot:
-        self.meetings.append(meeting)
-        return Slot(len(self.meetings) - 1)
+    def _slot(self, number: MergedNumber) -> Slot:
+        self.numbers.append(number)
+        return Slot(len(self.numbers) - 1)
 
     def _returned(self, name: str, first: Any, second: Any) -> Any:
-        """What is returned on one way, where the other has not returned yet."""
+        """The result of one branch, where the other has not returned yet."""
         way = int(isinstance(first, NotReturned))
         given = (first, second)[way]
         if is_number(given):
-            return self._slot(Meeting(first, second, jax.typeof(given).dtype, False))
-        if id(given) in self.sides[way].changed:
+            return self._slot(
+                MergedNumber(first, second, jax.typeof(given).dtype, False)
+            )
+        if id(given) in self.branch_contents[way].changed:
             return self._mismatch(name, first, second)
-        parts = parts_of(given, self.sides[way].contents)
+        parts = parts_of(given, self.branch_contents[way].contents)
         if parts is None:
             return given
         inner = [
             self._returned(name, *((part, second) if way == 0 else (first, part)))
             for part in parts.parts.values()
         ]
-        merged = Rebuilt(parts.make, tuple(inner), name)
+        merged = MergedContainer(parts.make, tuple(inner), name)
         self._note(given, way, merged, object())
         return merged
 
@@ -256,7 +263,7 @@ class Merge:
         pair = id(first), id(second)
         if pair in self._pairs:  # None while it is being merged: it holds itself
             return self._pairs[pair] or self._mismatch(name, first, second)
-        ways = list(zip((first, second), self.sides, strict=True))
+        ways = list(zip((first, second), self.branch_contents, strict=True))
         if any(id(value) in side.changed for value, side in ways):
             return self._mismatch(name, first, second)
         ours, theirs = (parts_of(value, side.contents) for value, side in ways)
@@ -267,10 +274,10 @@ class Merge:
                 merged = first
         elif ours.form == theirs.form:
             inner = [
-                self.value(f"{name}{place}", part, theirs.parts[place])
-                for place, part in ours.parts.items()
+                self.value(f"{name}{index}", part, theirs.parts[index])
+                for index, part in ours.parts.items()
             ]
-            merged = Rebuilt(ours.make, tuple(inner), name)
+            merged = MergedContainer(ours.make, tuple(inner), name)
         if merged is None:
             return self._mismatch(name, first, second)
         self._pairs[pair] = merged
@@ -280,8 +287,8 @@ class Merge:
         return merged
 
     def _note(self, value: Any, way: int, merged: Any, partner: Any) -> None:
-        """Note what a container was merged with; it may be ambiguous from now on."""
-        name = merged.name if isinstance(merged, Rebuilt) else ""
+        """Record what a container was merged with; it may be ambiguous from now on."""
+        name = merged.name if isinstance(merged, MergedContainer) else ""
         _, others = self._partners.setdefault((way, id(value)), (value, []))
         others.append((partner, merged))
         is_held = self.state.holds(value)
@@ -289,13 +296,13 @@ class Merge:
             self._reachable[id(value)] = value, name
         if is_held or any(other is not partner for other, _ in others):
             for _, each in others:
-                if isinstance(each, Rebuilt):
+                if isinstance(each, MergedContainer):
                     each.is_ambiguous = True
                 else:
                     self._reachable[id(each)] = each, name
 
     def _mismatch(self, name: str, first: Any, second: Any) -> Any:
-        texts = described(first), described(second)
+        texts = describe(first), describe(second)
         if texts[0] == texts[1]:
             texts = repr(first), repr(second)
         ways = ", ".join(f"{t} {w}" for t, w in zip(texts, self.ways, strict=True))
@@ -303,8 +310,8 @@ class Merge:
         return first
 
 
-class OneSided(Undefined):
-    """A variable that one way has given a value, and the other has not."""
+class AssignedOnOneBranch(Undefined):
+    """A variable that has a value after one branch only."""
 
     def __init__(self, name: str, where: str) -> None:
         super().__init__(name)
@@ -319,19 +326,19 @@ class OneSided(Undefined):
         )
 
 
-class Disagreeing(Undefined):
-    """A variable that has values of different types on the two ways."""
+class TypeMismatch(Undefined):
+    """A variable whose values have different types on the two branches."""
 
     def __init__(self, name: str, merge: Merge) -> None:
         super().__init__(name)
         self._merge = merge
 
     def read(self) -> Any:
-        """Raise [T318] with all that disagrees where the ways meet."""
+        """Raise [T318] with all mismatches of the merge point."""
         raise self._merge.disagreement()
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """The type of a value in words: ``float32[4, 8]`` of an array."""
     if isinstance(value, (Undefined, NotReturned)) or value is ABSENT:
         return "nothing"
@@ -351,7 +358,7 @@ def described(value: Any) -> str:
 
 
 def _common(first: Any, second: Any) -> tuple[Any, bool] | None:
-    """The dtype of two types where they meet, and whether it is weak; None if none."""
+    """The common dtype of two types, and whether it is weak; None if there is none."""
     if first.shape != second.shape:
         return None
     weak = first.weak_type, second.weak_type
@@ -366,8 +373,8 @@ def _common(first: Any, second: Any) -> tuple[Any, bool] | None:
 
 
 def _rank(dtype: Any) -> int:
-    """The order in which kinds of numbers give way: int, float, complex."""
+    """The promotion order of kinds of numbers: int, float, complex."""
     kinds = (np.integer, np.floating, np.complexfloating)
     return 1 + next(
-        (place for place, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), -1
+        (index for index, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), -1
     )

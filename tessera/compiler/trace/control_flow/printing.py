@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``print`` where a function is traced: it prints when the program runs.
+"""``print`` and text of traced values: printed when the program runs.
 
-The values that it is given are those of the run, in a branch it prints only if the
-branch is taken, and text that was formatted from traced values keeps them until then.
+It prints the values of the run, and in a branch only if the branch is taken. Text that
+is formatted from traced values keeps them until then.
 """
 
 import builtins
@@ -60,7 +60,7 @@ class RuntimeText(str):
         return RuntimeText.of([(other, "", ""), (self, "", "")])
 
 
-def _refused(name: str) -> Callable[..., Any]:
+def _unavailable_method(name: str) -> Callable[..., Any]:
     def method(self: RuntimeText, *_: Any, **__: Any) -> Any:
         error, conversion = text_error(f"str.{name}"), current()
         if conversion is not None:
@@ -70,18 +70,18 @@ def _refused(name: str) -> Callable[..., Any]:
     return method
 
 
-# What a string does for JAX and for messages, which show what it was traced as.
+# Methods of a string that JAX and messages need, which show the traced text.
 _KEPT = {
     *("__new__", "__init__", "__getattribute__", "__getnewargs__", "__sizeof__"),
     *("__str__", "__repr__", "__format__"),
 }
 for _name, _method in vars(str).items():
     if callable(_method) and _name not in _KEPT | vars(RuntimeText).keys():
-        setattr(RuntimeText, _name, _refused(_name))
+        setattr(RuntimeText, _name, _unavailable_method(_name))
 
 
 def text_error(use: str) -> ControlFlowError:
-    """What is raised where Python needs text that is known when the program runs."""
+    """The error [T319] for Python code that needs the text of a traced value."""
     return ControlFlowError(
         f"Python needs text at {user_line()} that is only known when the program runs",
         got=f"{use} of text with traced values in it",
@@ -148,19 +148,19 @@ def print_(*values: Any, **options: Any) -> None:
         ]
     ]
     leaves, tree = jax.tree.flatten(parts)
-    traced = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
+    traced = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
 
     def emit(*arrays: Any) -> None:
         known = list(leaves)
-        for place, array in zip(traced, arrays, strict=True):
-            known[place] = _plain(np.asarray(array))
+        for index, array in zip(traced, arrays, strict=True):
+            known[index] = _plain(np.asarray(array))
         texts = [
             "".join(p if isinstance(p, str) else _formatted(*p) for p in text)
             for text in jax.tree.unflatten(tree, known)
         ]
         builtins.print(*texts, **options)  # noqa: T201
 
-    jax.debug.callback(emit, *(leaves[place] for place in traced))
+    jax.debug.callback(emit, *(leaves[index] for index in traced))
 
 
 def _formatted(value: Any, conversion: str, spec: str) -> str:
@@ -180,7 +180,7 @@ def _formatted(value: Any, conversion: str, spec: str) -> str:
 
 
 def _readable(leaf: Any) -> Any:
-    """A number of NumPy as the number of Python that is written with as few digits."""
+    """A NumPy number as the Python number that prints with as few digits."""
     if not isinstance(leaf, np.generic):
         return leaf
     kind = type(leaf.item())
@@ -188,7 +188,7 @@ def _readable(leaf: Any) -> Any:
 
 
 def _plain(array: np.ndarray[Any, Any]) -> Any:
-    """A single number rather than an array of no dims."""
+    """A NumPy number instead of an array without dims."""
     return array[()] if array.ndim == 0 else array
 
 

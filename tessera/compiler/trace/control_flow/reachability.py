@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What some code can change: everything that its names lead to.
+"""Reachability: the objects that some code can change.
 
 The walk begins at the variables that functions close over and at the globals that they
 name, and goes on through containers, objects, classes, modules and the functions that
@@ -26,21 +26,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from tessera.compiler.trace.control_flow.mutable_places import (
+from tessera.compiler.trace.control_flow.mutable_objects import (
     Attributes,
-    Elements,
-    Globals,
-    Holder,
-    Numbers,
-    Position,
-    holder_of,
+    GlobalVariables,
+    IteratorPosition,
+    MutableObject,
+    NumpyArray,
+    SetElements,
     is_iterator,
     is_random_generator,
+    mutable_object,
 )
 from tessera.compiler.trace.control_flow.user_code import (
     free_variables,
-    is_users,
-    is_users_module,
+    is_user_function,
+    is_user_module,
     names_in,
 )
 from tessera.shard import DistTensor
@@ -66,19 +66,19 @@ _NAMESPACES = (
 )
 
 # Larger arrays are locked instead of copied; a handler may hide that they were.
-_MOST_COPIED = 2**26
+_MAX_COPIED_BYTES = 2**26
 
 # Code that names one of these can name any attribute.
 _REFLECTION = frozenset({"vars", "setattr", "getattr", "delattr", "__dict__"})
 
 
 class Reach:
-    """The holders, and large NumPy arrays, that some code can reach, each once.
+    """The mutable objects, and large NumPy arrays, that some code can reach, each once.
 
     Args:
       code: The functions that are the code.
-      values: Values that it begins with, and what messages call them.
-      outside: Ids of things that outlive the trace; None where everything does.
+      values: Values to start from, with their names in messages.
+      outside: Ids of objects that outlive the trace; None if all do.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Reach:
         start = [*(("", function) for function in code), *values]
         self._names: frozenset[str] = frozenset()
         while True:  # what is found names more attributes
-            self._found: dict[tuple[int, type], Holder] = {}
+            self._by_id: dict[tuple[int, type], MutableObject] = {}
             self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
             self._seen: dict[int, tuple[Any, bool]] = {}
             self._classes: dict[type, bool] = {}
@@ -100,11 +100,11 @@ class Reach:
                 self._visit(path, value, outside is None)
             if names == self._names:
                 break
-        known = [Globals(*each) for each in self._global_variables()]
-        self.holders: list[Holder] = [*self._found.values(), *known]
+        known = [GlobalVariables(*each) for each in self._global_variables()]
+        self.mutable_objects: list[MutableObject] = [*self._by_id.values(), *known]
         seen = (value for value, _ in self._seen.values())
         arrays = [value for value in seen if isinstance(value, np.ndarray)]
-        self.arrays = [array for array in arrays if array.nbytes > _MOST_COPIED]
+        self.arrays = [array for array in arrays if array.nbytes > _MAX_COPIED_BYTES]
 
     def _global_variables(self) -> Iterable[tuple[Any, str, bool, frozenset[str]]]:
         for variables, names in self._globals.values():
@@ -124,46 +124,46 @@ class Reach:
             case FunctionType():
                 self._function(path, value, outside)
             case MethodType():
-                self._each(path, (value.__self__, value.__func__), outside)
+                self._visit_all(path, (value.__self__, value.__func__), outside)
             case BuiltinMethodType() | MethodWrapperType():
                 self._visit(path, value.__self__, outside)
             case functools.partial():
                 parts = (value.func, *value.args, *value.keywords.values())
-                self._each(path, parts, outside)
+                self._visit_all(path, parts, outside)
             case ModuleType():
                 self._module(value)
             case _:
                 self._object(path, value, outside)
-        if is_users_module(type(value).__module__):
+        if is_user_module(type(value).__module__):
             self._visit("", type(value), True)
 
-    def _each(self, path: str, values: Iterable[Any], outside: bool) -> None:
+    def _visit_all(self, path: str, values: Iterable[Any], outside: bool) -> None:
         for value in values:
             self._visit(path, value, outside)
 
-    def _hold(self, holder: Holder) -> None:
-        """Add a holder, and visit what it holds."""
-        self._found[id(holder.thing), type(holder)] = holder
-        if isinstance(holder, Elements):
-            self._each(holder.path, holder.thing, holder.outside)
-        elif not isinstance(holder, Position | Numbers):
-            for entry, item in holder.content().items():
-                self._visit(holder.entry_name(entry), item, holder.outside)
+    def _add(self, owner: MutableObject) -> None:
+        """Add a mutable object, and visit its content."""
+        self._by_id[id(owner.target), type(owner)] = owner
+        if isinstance(owner, SetElements):
+            self._visit_all(owner.path, owner.target, owner.outside)
+        elif not isinstance(owner, IteratorPosition | NumpyArray):
+            for entry, item in owner.content().items():
+                self._visit(owner.entry_name(entry), item, owner.outside)
 
     def _attributes(self, path: str, value: Any, outside: bool) -> None:
         # What a library's methods change need not be named in the user's code.
         every = self._names & _REFLECTION or _has_methods_of_library(type(value))
         names = None if every else self._names
-        self._hold(Attributes(value, path, outside, names))
+        self._add(Attributes(value, path, outside, names))
 
     def _object(self, path: str, value: Any, outside: bool) -> None:
         if isinstance(value, (tuple, frozenset)):
             for place, item in enumerate(value):
                 self._visit(f"{path}[{place}]", item, outside)
         is_own = isinstance(value, _CONTAINERS) or is_iterator(value)
-        is_array = isinstance(value, np.ndarray) and value.nbytes <= _MOST_COPIED
+        is_array = isinstance(value, np.ndarray) and value.nbytes <= _MAX_COPIED_BYTES
         if is_own or is_array or is_random_generator(value):
-            self._hold(holder_of(value, path, outside))
+            self._add(mutable_object(value, path, outside))
         if has_attributes(value):
             self._attributes(path, value, outside)
         elif not is_own:  # of a library: perhaps a function that it wraps
@@ -174,9 +174,9 @@ class Reach:
 
     def _function(self, path: str, function: FunctionType, outside: bool) -> None:
         self._visit(path, getattr(function, "__wrapped__", None), outside)
-        if not is_users(function):  # such as what a decorator of a library made
+        if not is_user_function(function):  # such as what a decorator of a library made
             for _, cell in free_variables(function):
-                for inner in holder_of(cell, "", outside).content().values():
+                for inner in mutable_object(cell, "", outside).content().values():
                     if callable(inner):
                         self._visit(path, inner, outside)
             return
@@ -185,7 +185,7 @@ class Reach:
         for name, cell in free_variables(function):
             self._visit(name, cell, outside)
         defaults = function.__defaults__ or (), function.__kwdefaults__ or {}
-        self._each(path, (*defaults[0], *defaults[1].values()), outside)
+        self._visit_all(path, (*defaults[0], *defaults[1].values()), outside)
         self._attributes(function.__name__, function, True)
         variables = function.__globals__
         self._globals.setdefault(id(variables), (variables, set()))[1].update(names)
@@ -193,8 +193,8 @@ class Reach:
             self._visit(name, variables[name], True)
 
     def _module(self, module: ModuleType) -> None:
-        """Follow what a user's module holds; of a library's, random generators."""
-        own = is_users_module(module.__name__)
+        """Follow variables of a user's module; of a library's, random generators."""
+        own = is_user_module(module.__name__)
         variables = vars(module)
         named = {name for name in self._names if name in variables}
         if own:
@@ -215,7 +215,7 @@ class Reach:
             return
         self._classes[kind] = is_called
         for base in kind.__mro__:
-            if is_users_module(base.__module__):
+            if is_user_module(base.__module__):
                 self._attributes(base.__name__, base, True)
                 for name, value in vars(base).items():
                     makes = name in ("__init__", "__new__")
@@ -229,12 +229,14 @@ class Reach:
 
 def has_attributes(value: Any) -> bool:
     """Whether a value is an object whose attributes are followed and compared."""
-    is_users = is_users_module(type(value).__module__)
-    return isinstance(value, _NAMESPACES) or (is_users and not isinstance(value, tuple))
+    is_users_class = is_user_module(type(value).__module__)
+    return isinstance(value, _NAMESPACES) or (
+        is_users_class and not isinstance(value, tuple)
+    )
 
 
-def is_followed(value: Any) -> bool:
-    """Whether a change of a value is noticed: of its entries or its attributes."""
+def is_tracked(value: Any) -> bool:
+    """Whether changes of a value's entries or attributes are tracked."""
     kinds = (*_CONTAINERS, np.ndarray, FunctionType, type, ModuleType)
     return isinstance(value, kinds) or has_attributes(value)
 
@@ -243,7 +245,7 @@ def _has_methods_of_library(kind: type) -> bool:
     own = (object, tuple, *_CONTAINERS)
     return any(
         not (
-            issubclass(base, own[2:]) or base in own or is_users_module(base.__module__)
+            issubclass(base, own[2:]) or base in own or is_user_module(base.__module__)
         )
         and any(isinstance(value, FunctionType) for value in vars(base).values())
         for base in kind.__mro__

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function's source, converted: its control flow becomes calls of our operators.
+"""Convert a function's source: its control flow becomes calls of operators.
 
-What is made is compiled with the file and the lines of the original, so tracebacks,
-debuggers and the source lines in JAX's programs are the user's own.
+The converted function is compiled with the file and the lines of the original, so
+tracebacks, debuggers and the source lines of JAX programs show the user's code.
 """
 
 import __future__
@@ -23,12 +23,12 @@ from tessera.compiler.trace.control_flow.insert_operators import InsertOperators
 from tessera.compiler.trace.control_flow.lower_jumps import (
     PREFIX,
     lower_jumps,
-    parsed,
+    parse_at,
 )
 
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in ("annotations",))
 _lock = threading.RLock()
-# By file as well: code of two files is equal where it says the same in the same lines.
+# By file as well: equal source on equal lines of two files makes equal code objects.
 _factories: dict[str, "weakref.WeakKeyDictionary[CodeType, FunctionType]"] = (
     collections.defaultdict(weakref.WeakKeyDictionary)
 )
@@ -40,7 +40,7 @@ def convert(function: FunctionType, operators: Any) -> FunctionType:
     Closure, globals and defaults are shared with the original.
 
     Raises:
-      Unconvertible: Its source is not to be had, or has what cannot be converted.
+      Unconvertible: Its source is missing, or cannot be converted.
     """
     code = function.__code__
     with _lock:
@@ -112,14 +112,14 @@ def outer_factory():
 
 
 def _plain(definition: ast.FunctionDef | ast.Lambda) -> ast.FunctionDef:
-    """A definition without what was evaluated when it was made."""
+    """A definition without defaults and annotations, which were evaluated already."""
     arguments = definition.args
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
     arguments.kw_defaults = [d and ast.Constant(None) for d in arguments.kw_defaults]
     for node in ast.walk(arguments):
         if isinstance(node, ast.arg):
             node.annotation = None
-    (made,) = parsed(f"def {PREFIX}function(): pass", definition)
+    (made,) = parse_at(f"def {PREFIX}function(): pass", definition)
     assert isinstance(made, ast.FunctionDef)
     made.args = arguments
     if isinstance(definition, ast.FunctionDef):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code is the user's own, and what its functions name.
+"""Tell the user's code from libraries, and list the names that it uses.
 
 Only the user's functions are converted, and only their code can name the variables and
 objects that a branch may change. Libraries are left alone.
@@ -27,13 +27,13 @@ _LIBRARIES = tuple(
 )
 
 
-def is_users(function: FunctionType) -> bool:
-    """Whether a function is the user's own, and no library's."""
-    return is_users_code(function.__code__, {"__name__": function.__module__})
+def is_user_function(function: FunctionType) -> bool:
+    """Whether a function is the user's, and not a library's."""
+    return is_user_code(function.__code__, {"__name__": function.__module__})
 
 
-def is_users_code(code: CodeType, variables: Mapping[str, Any]) -> bool:
-    """Whether code is the user's own, by its file and its module's global variables."""
+def is_user_code(code: CodeType, variables: Mapping[str, Any]) -> bool:
+    """Whether code is the user's, by its file and its module's global variables."""
     package = (variables.get("__name__") or "").partition(".")[0]
     if _jax.is_machinery(code.co_filename) or package == "tessera":
         return False
@@ -41,8 +41,8 @@ def is_users_code(code: CodeType, variables: Mapping[str, Any]) -> bool:
     return _is_converted_package(package) or not is_library
 
 
-def is_users_module(name: str) -> bool:
-    """Whether a module, or a class of it, is the user's own."""
+def is_user_module(name: str) -> bool:
+    """Whether a module is the user's."""
     package = name.partition(".")[0]
     if package in sys.stdlib_module_names or package == "tessera":
         return name == "__main__"
@@ -68,7 +68,7 @@ def target_of(function: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:
             function, bound = own_call, (function,)
     elif isinstance(function, MethodType):
         function, bound = function.__func__, (function.__self__,)
-    if isinstance(function, FunctionType) and is_users(function):
+    if isinstance(function, FunctionType) and is_user_function(function):
         return function, bound
     return None, ()
 

@@ -65,8 +65,8 @@ def test_a_function_is_traced_as_it_is_only_once(conversions, monkeypatch):
         with before(conversion):
             yield
 
-    before = autograph.opened
-    monkeypatch.setattr(autograph, "opened", opened)
+    before = autograph.conversion_context
+    monkeypatch.setattr(autograph, "conversion_context", opened)
 
     @ts.function
     def function(x, flag, name):

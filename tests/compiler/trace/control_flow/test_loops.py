@@ -351,7 +351,7 @@ def test_what_changes_its_type_is_named():
     line = function.body.__code__.co_firstlineno + 2
     assert str(caught.value) == (
         f"[T318] 'x' has another type after the `while` at {__file__}:{line}\n"
-        "  got: x: float32[4] before, float32[8] after a turn\n"
+        "  got: x: float32[4] before, float32[8] after an iteration\n"
         "  fix: give it the same shape and dtype on both ways, e.g. with .astype or "
         "jnp.broadcast_to\n"
         "  fix: what is no array, nor a tree of arrays, has to be the same on both "
@@ -370,7 +370,7 @@ def test_lists_do_not_grow_in_a_loop_of_unknown_length():
 
     with pytest.raises(BranchError) as caught:
         function(X, jnp.int32(2))
-    assert caught.value.got == "rows[0]: nothing before, float32[4] after a turn"
+    assert caught.value.got == "rows[0]: nothing before, float32[4] after an iteration"
 
 
 def test_a_variable_of_a_loop_that_may_not_turn():
@@ -389,7 +389,7 @@ def test_a_comprehension_over_a_traced_range():
     def function(x, n):
         return [x[i] for i in range(n)]
 
-    with pytest.raises(ControlFlowError, match="how often this goes round"):
+    with pytest.raises(ControlFlowError, match="the number of iterations is not known"):
         function(X, jnp.int32(2))
 
 

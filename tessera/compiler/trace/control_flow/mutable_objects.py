@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can hold a value: dicts, lists, objects, cells of closures, global variables.
+"""Objects whose content code can change: dicts, lists, attributes, closures, globals.
 
 A branch or a loop's body is traced by running it, so whatever its code changes has to
-be found and undone. A ``Holder`` is one thing whose content can be read, compared and
-put back, entry by entry. The elements of a set and the position of an iterator or of a
+be found and undone. A ``MutableObject`` has content that can be read, compared and
+restored, entry by entry. The elements of a set and the position of an iterator or of a
 random generator are one entry each, which can be compared but cannot be traced.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-# The one entry of a holder that has no entries of its own.
+# The one entry of an object that has no entries of its own.
 WHOLE: Final = "<content>"
 
 # Iterators whose position shows neither in a length nor in what they refer to.
@@ -37,31 +37,31 @@ _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 @dataclass(frozen=True, eq=False)
-class Holder:
-    """One thing that holds values.
+class MutableObject:
+    """One object with content that code can change.
 
     Attributes:
-      thing: It.
-      path: What messages call it, as ``state['inner']``.
+      target: The object itself.
+      path: Its name in messages, as ``state['inner']``.
       outside: Whether it outlives the trace, as global variables do. What a program
         computes must not be left in it.
     """
 
-    thing: Any
+    target: Any
     path: str
     outside: bool
 
     def content(self) -> dict[Any, Any]:
-        """What it holds now, by entry."""
+        """The present content, by entry."""
         return self._content()
 
     def fill(self, content: Mapping[Any, Any]) -> None:
-        """Make it hold just this; what holds it already is left alone."""
+        """Restore this content; entries that are equal already are left alone."""
         if differences(self._content(), content):
             self._fill(content)
 
     def entry_name(self, entry: Any) -> str:
-        """What messages call one of its entries."""
+        """The name of an entry in messages."""
         return self._entry_name(entry)
 
     def _content(self) -> dict[Any, Any]:
@@ -75,53 +75,53 @@ class Holder:
         return self.path
 
 
-class Entries(Holder):
+class DictEntries(MutableObject):
     """A dict."""
 
     def _content(self) -> dict[Any, Any]:
-        return dict(dict.items(self.thing))
+        return dict(dict.items(self.target))
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
-        for entry in dict.keys(self.thing) - content.keys():
-            dict.__delitem__(self.thing, entry)
-        dict.update(self.thing, content)
+        for entry in dict.keys(self.target) - content.keys():
+            dict.__delitem__(self.target, entry)
+        dict.update(self.target, content)
 
     def _entry_name(self, entry: Any) -> str:
         return f"{self.path}[{entry!r}]"
 
 
-class Items(Holder):
+class ListItems(MutableObject):
     """A list, or a deque."""
 
     def _content(self) -> dict[Any, Any]:
-        return dict(enumerate(self.thing))
+        return dict(enumerate(self.target))
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
-        self.thing.clear()
-        self.thing.extend(content[i] for i in sorted(content))
+        self.target.clear()
+        self.target.extend(content[i] for i in sorted(content))
 
     def _entry_name(self, entry: Any) -> str:
         return f"{self.path}[{entry!r}]"
 
 
-class Cell(Holder):
+class ClosureCell(MutableObject):
     """A variable that functions close over."""
 
     def _content(self) -> dict[Any, Any]:
         try:
-            return {WHOLE: self.thing.cell_contents}
+            return {WHOLE: self.target.cell_contents}
         except ValueError:  # not assigned yet
             return {}
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
         if content:
-            self.thing.cell_contents = content[WHOLE]
+            self.target.cell_contents = content[WHOLE]
         else:
-            del self.thing.cell_contents
+            del self.target.cell_contents
 
 
 @dataclass(frozen=True, eq=False)
-class Attributes(Holder):
+class Attributes(MutableObject):
     """An object, a class or a module.
 
     Attributes:
@@ -131,24 +131,26 @@ class Attributes(Holder):
     names: frozenset[str] | None = None
 
     def _content(self) -> dict[Any, Any]:
-        held = vars(self.thing) if hasattr(self.thing, "__dict__") else {}
-        found = {name: value for name, value in held.items() if self._is_named(name)}
-        if not isinstance(self.thing, (type, ModuleType)):
-            for name in filter(self._is_named, slots(type(self.thing))):
+        attributes = vars(self.target) if hasattr(self.target, "__dict__") else {}
+        found = {
+            name: value for name, value in attributes.items() if self._is_named(name)
+        }
+        if not isinstance(self.target, (type, ModuleType)):
+            for name in filter(self._is_named, slots(type(self.target))):
                 try:
-                    found[name] = object.__getattribute__(self.thing, name)
+                    found[name] = object.__getattribute__(self.target, name)
                 except AttributeError:  # not assigned yet
                     continue
         return found
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
-        owner = type if isinstance(self.thing, type) else object
+        owner = type if isinstance(self.target, type) else object
         now = self._content()
         for name in now.keys() - content.keys():
-            owner.__delattr__(self.thing, name)
+            owner.__delattr__(self.target, name)
         for name, value in content.items():
             if name not in now or now[name] is not value:
-                owner.__setattr__(self.thing, name, value)
+                owner.__setattr__(self.target, name, value)
 
     def _entry_name(self, entry: Any) -> str:
         return f"{self.path}.{entry}"
@@ -158,18 +160,18 @@ class Attributes(Holder):
 
 
 @dataclass(frozen=True, eq=False)
-class Globals(Holder):
+class GlobalVariables(MutableObject):
     """The global variables of a module's functions, those that code can name."""
 
     names: frozenset[str]
 
     def _content(self) -> dict[Any, Any]:
-        return {name: self.thing[name] for name in self.names & self.thing.keys()}
+        return {name: self.target[name] for name in self.names & self.target.keys()}
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
-        for name in (self.names & self.thing.keys()) - content.keys():
-            del self.thing[name]
-        self.thing.update(content)
+        for name in (self.names & self.target.keys()) - content.keys():
+            del self.target[name]
+        self.target.update(content)
 
     def _entry_name(self, entry: Any) -> str:
         return str(entry)
@@ -177,32 +179,32 @@ class Globals(Holder):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All of a holder's content as one value, which is compared by ``==``."""
+    """All content of an object as one value, which is compared by ``==``."""
 
     value: Any
 
 
-class Elements(Holder):
+class SetElements(MutableObject):
     """A set, or an array of bytes."""
 
     def _content(self) -> dict[Any, Any]:
-        kind = frozenset if isinstance(self.thing, set) else bytes
-        return {WHOLE: Snapshot(kind(self.thing))}
+        kind = frozenset if isinstance(self.target, set) else bytes
+        return {WHOLE: Snapshot(kind(self.target))}
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
-        self.thing.clear()
-        add = self.thing.update if isinstance(self.thing, set) else self.thing.extend
+        self.target.clear()
+        add = self.target.update if isinstance(self.target, set) else self.target.extend
         add(content[WHOLE].value)
 
 
-class Numbers(Holder):
+class NumpyArray(MutableObject):
     """A NumPy array that is small enough to be compared each time."""
 
     def _content(self) -> dict[Any, Any]:
-        return {WHOLE: Snapshot(_Copy(self.thing))}
+        return {WHOLE: Snapshot(_Copy(self.target))}
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
-        self.thing[...] = content[WHOLE].value.array
+        self.target[...] = content[WHOLE].value.array
 
 
 class _Copy:
@@ -220,41 +222,41 @@ class _Copy:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Position(Holder):
-    """An iterator or a random generator: code that uses it moves it on."""
+class IteratorPosition(MutableObject):
+    """An iterator or a random generator: code that uses it advances it."""
 
     def _content(self) -> dict[Any, Any]:
-        return {WHOLE: Snapshot(_position(self.thing))}
+        return {WHOLE: Snapshot(_position_of(self.target))}
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
-        # Nothing can put back an iterator.
-        if isinstance(self.thing, _RANDOM):
-            _set_state(self.thing, pickle.loads(content[WHOLE].value))
+        # Nothing can rewind an iterator.
+        if isinstance(self.target, _RANDOM):
+            _set_state(self.target, pickle.loads(content[WHOLE].value))
 
 
-def holder_of(thing: Any, path: str, outside: bool) -> Holder:
-    """The holder for a container, a cell, an iterator, or else an object."""
-    if isinstance(thing, dict):
-        return Entries(thing, path, outside)
-    if isinstance(thing, (list, collections.deque)):
-        return Items(thing, path, outside)
-    if isinstance(thing, (set, bytearray)):
-        return Elements(thing, path, outside)
-    if isinstance(thing, CellType):
-        return Cell(thing, path, outside)
-    if isinstance(thing, np.ndarray):
-        return Numbers(thing, path, outside)
-    if is_random_generator(thing) or is_iterator(thing):
-        return Position(thing, path, outside)
-    return Attributes(thing, path, outside)
+def mutable_object(target: Any, path: str, outside: bool) -> MutableObject:
+    """The ``MutableObject`` of the right class for any object."""
+    if isinstance(target, dict):
+        return DictEntries(target, path, outside)
+    if isinstance(target, (list, collections.deque)):
+        return ListItems(target, path, outside)
+    if isinstance(target, (set, bytearray)):
+        return SetElements(target, path, outside)
+    if isinstance(target, CellType):
+        return ClosureCell(target, path, outside)
+    if isinstance(target, np.ndarray):
+        return NumpyArray(target, path, outside)
+    if is_random_generator(target) or is_iterator(target):
+        return IteratorPosition(target, path, outside)
+    return Attributes(target, path, outside)
 
 
 def differences(
     before: Mapping[Any, Any], after: Mapping[Any, Any], absent: Any = None
 ) -> dict[Any, Any]:
-    """Entries of ``after`` that have another value, and ``absent`` for those that went.
+    """Entries of ``after`` that have another value, and ``absent`` for removed ones.
 
-    Values are compared by identity, snapshots by what they hold.
+    Values are compared by identity, snapshots by content.
 
     Example:
       >>> differences({"a": 1, "b": 2}, {"a": 1, "c": 3})
@@ -290,7 +292,7 @@ def is_random_generator(value: Any) -> bool:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether a value is used up by going over it, as what ``iter`` gives is.
+    """Whether iterating over a value uses it up, like the result of ``iter``.
 
     An object of a user's own class holds its position in attributes.
     """
@@ -298,34 +300,34 @@ def is_iterator(value: Any) -> bool:
     return hasattr(kind, "__next__") and not hasattr(value, "__dict__")
 
 
-def _position(thing: Any) -> Any:
-    """Something that differs where an iterator or a random generator has moved on."""
-    if isinstance(thing, _RANDOM):
-        return pickle.dumps(_state(thing))
-    if isinstance(thing, _OPAQUE_ITERATORS):
+def _position_of(target: Any) -> Any:
+    """A value that differs once an iterator or a random generator has advanced."""
+    if isinstance(target, _RANDOM):
+        return pickle.dumps(_state(target))
+    if isinstance(target, _OPAQUE_ITERATORS):
         return object()  # it differs from itself, so code that can reach it is refused
-    if isinstance(thing, itertools.count):
-        return repr(thing)
+    if isinstance(target, itertools.count):
+        return repr(target)
     parts: list[Any] = []
-    if isinstance(thing, GeneratorType):
-        parts.append(None if thing.gi_frame is None else thing.gi_frame.f_lasti)
-    elif hasattr(thing, "__length_hint__"):
-        parts.append(thing.__length_hint__())
-    for part in gc.get_referents(thing):
-        inner = part if isinstance(thing, (zip, map)) and type(part) is tuple else ()
-        parts += [_position(each) for each in (part, *inner) if is_iterator(each)]
-        parts.append(_Same(part))
+    if isinstance(target, GeneratorType):
+        parts.append(None if target.gi_frame is None else target.gi_frame.f_lasti)
+    elif hasattr(target, "__length_hint__"):
+        parts.append(target.__length_hint__())
+    for part in gc.get_referents(target):
+        inner = part if isinstance(target, (zip, map)) and type(part) is tuple else ()
+        parts += [_position_of(each) for each in (part, *inner) if is_iterator(each)]
+        parts.append(_Identity(part))
     return parts
 
 
-class _Same:
+class _Identity:
     """A value that equals nothing but itself."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
+        return isinstance(other, _Identity) and other._value is self._value
 
     __hash__ = None  # type: ignore[assignment]
 
