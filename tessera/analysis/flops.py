@@ -14,26 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from tessera import _jax
+from tessera.primitive_properties import (
+    CUMULATIVE,
+    DATA_MOVEMENT,
+    REDUCTIONS,
+    SORTS,
+)
 
-# Primitives that only move, convert or name data.
-_FREE_WORDS = """
-    all_gather all_gather_invariant all_gather_reduced all_to_all axis_index
-    bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p
-    create_token debug_callback debug_print device_put dynamic_slice
-    dynamic_update_slice empty empty2 expand_dims gather get io_callback iota
-    layout_constraint mesh_cast name num_programs optimization_barrier pad pbroadcast
-    pcast pmax pmin ppermute program_id psum psum2 psum_invariant psum_scatter
-    pure_callback pvary random_seed random_unwrap random_wrap reduce_precision
-    reduce_scatter reshape reshard rev sharding_constraint slice split squeeze swap
-    transpose unreduced_psum unreduced_reduce_scatter
-"""
 # Primitives that read each element of their first operand once.
-_READS_WORDS = """
-    argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce reduce_and reduce_max
-    reduce_min reduce_or reduce_prod reduce_sum reduce_xor sort top_k
-"""
-_FREE = frozenset(_FREE_WORDS.split())
-_READS = frozenset(_READS_WORDS.split())
+_READS = REDUCTIONS | CUMULATIVE | SORTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +157,7 @@ def _of(equation: _jax.Equation) -> Flops:
     name, params = equation.primitive.name, equation.params
     if name in _CONTRACTIONS:
         return Flops(matmul=_CONTRACTIONS[name](equation))
-    if name in _FREE:
+    if name in DATA_MOVEMENT:
         return Flops()
     if name in _READS:
         return Flops(other=_size(equation.invars[0]))

@@ -43,6 +43,7 @@ from tessera.analysis.dataflow import RESULT, Dataflow, Node
 from tessera.analysis.device_variance import Axes, Varying
 from tessera.analysis.hlo import Module, Shape
 from tessera.analysis.sharding_constraints import DeclaredLayout
+from tessera.primitive_properties import SLICES
 
 WRITTEN = "written"
 SUM = "sum"
@@ -55,7 +56,7 @@ _COLLECTIVES = re.compile(
     r"|reduce_scatter|psum_scatter|ragged_all_to_all|unreduced_\w+)(_invariant|_reduced)?\d?"
 )
 # Operations that move data and sum nothing: an all-reduce of one stands for a copy.
-_MOVES = ("concatenate", "pad", "slice", "dynamic_slice", "reshape", "rev", "copy")
+_MOVES = SLICES | {"copy", "reshape", "rev"}
 
 _SAME_ARRAY = (
     *("copy", "bitcast", "convert", "reshape", "transpose", "reduce-precision"),

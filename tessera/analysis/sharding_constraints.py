@@ -21,19 +21,12 @@ from typing import Any, TypeAlias
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax
+from tessera.primitive_properties import BROADCASTS, CASTS, COPIES, RESHAPES
 from tessera.spec import axes_of_dims
 
 # What changes the form of an array and not its place: a layout on one side of it may be
 # made on the other.
-_FORMS = (
-    "convert_element_type",
-    "reshape",
-    "transpose",
-    "squeeze",
-    "broadcast_in_dim",
-    "copy",
-    "optimization_barrier",
-)
+_FORMS = COPIES | CASTS | RESHAPES | BROADCASTS
 
 # What lays a value out, over Auto axes and over Explicit ones, and how it names it.
 _CONSTRAINTS = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}

@@ -17,9 +17,9 @@ from tessera.debug.differences import (
 )
 from tessera.debug.intermediates import Site, sites_inside
 from tessera.debug.mesh_runs import MeshRun
+from tessera.primitive_properties import DEVICE_SUMS
 
 _MAX_BYTES: Final = 2**28
-_SUMS: Final = ("psum", "psum_invariant", "psum2", "reduce_scatter")
 Pair: TypeAlias = tuple[Site, Site]
 
 
@@ -92,7 +92,7 @@ def _diagnosed(
                 return
             if axes:
                 parts[site.made] = ", ".join(axes)
-            elif site.operation in _SUMS:
+            elif site.operation in DEVICE_SUMS:
                 parts.clear()  # they were added up
     if over := parts.get(found.site.inside):
         yield "wrong", f"these are parts of a sum over {over}, which nothing adds up"

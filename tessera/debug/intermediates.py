@@ -18,18 +18,17 @@ from jax.sharding import PartitionSpec
 
 from tessera import _jax
 from tessera.compiler.rewriting import Environment
+from tessera.primitive_properties import (
+    BROADCASTS,
+    CALLS,
+    CONTRACTIONS,
+    COPIES,
+    PLACEMENTS,
+    RESHAPES,
+)
 
 # What such operations do is seen in the next one that computes with their results.
-_MOVES: Final = (
-    *("broadcast_in_dim", "copy", "copy_p", "device_put", "expand_dims", "iota"),
-    *("optimization_barrier", "pvary", "reshape", "sharding_constraint", "squeeze"),
-    *("stop_gradient", "transpose"),
-)
-# Operations that are a call of one program with their own inputs and outputs.
-_CALLS: Final = (
-    *("checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"),
-    *("jit", "pjit", "remat", "remat2"),
-)
+_MOVES: Final = COPIES | PLACEMENTS | RESHAPES | BROADCASTS | {"iota"}
 # Matmuls of f32 at default precision: TF32 on GPUs, bf16 on TPUs.
 _MATMUL_EPSILON: Final = {"gpu": 2.0**-10, "tpu": 2.0**-7}
 
@@ -255,7 +254,7 @@ class _Walk:
             results, inside = self._equation(equation, operands, here)
             env.write(equation.outvars, results)
             found += inside
-            if inside or equation.primitive.name in (*_MOVES, *_CALLS):
+            if inside or equation.primitive.name in _MOVES | CALLS:
                 continue
             found += self._results(equation, results, here, read)
         return [env.read(atom) for atom in _jax.outputs(program)], found
@@ -288,7 +287,7 @@ class _Walk:
         self, equation: _jax.Equation, operands: Sequence[Any], here: _Around
     ) -> tuple[list[Any], Found]:
         name, inner = equation.primitive.name, _jax.inner_programs(equation)
-        if name in _CALLS and len(inner) == 1:
+        if name in CALLS and len(inner) == 1:
             with _jax.source_context(equation):
                 return self.program(inner[0], operands, here)
         if name == "scan" and not self._is_in_region(here):
@@ -374,7 +373,7 @@ class _Walk:
             found += map(self._epsilon_of, _jax.equations(inner))
         if equation.primitive.name == "reduce_precision":
             found.append(2.0 ** -equation.params["mantissa_bits"])
-        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+        if equation.primitive.name in CONTRACTIONS:
             found.append(self._matmul_epsilon)
         return max(found, default=0.0)
 
@@ -396,9 +395,7 @@ def _read_atoms(program: _jax.Program, public: bool) -> set[_jax.Atom]:
     """The variables that something reads, or something other than regions and calls."""
     atoms = list(_jax.outputs(program))
     for equation in _jax.equations(program):
-        is_private = equation.primitive.name in _CALLS or _jax.is_manual_region(
-            equation
-        )
+        is_private = equation.primitive.name in CALLS or _jax.is_manual_region(equation)
         if not (public and is_private):
             atoms += equation.invars
     return {atom for atom in atoms if not isinstance(atom, _jax.Literal)}

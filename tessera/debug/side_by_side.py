@@ -19,13 +19,13 @@ from tessera.analysis.memory import format_bytes
 from tessera.analysis.propagation import OpLayout
 from tessera.analysis.source_lines import short, user_line
 from tessera.analysis.tables import aligned
+from tessera.primitive_properties import CALLS
 
 COLUMNS: Final = ("trace", "passes", "lower", "compile")
 
 # Line -> what it became, with how often.
 Stage: TypeAlias = Mapping[str, Counter[str]]
 
-_CALLS: Final = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 # What holds other instructions, or names values, and computes nothing itself.
 _NO_WORK: Final = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "fusion", "call", "bitcast")
@@ -120,7 +120,7 @@ def of_compiled(text: str, ledger: Ledger) -> Stage:
 def _equations(program: _jax.Program, around: str) -> Iterator[tuple[str, str]]:
     for equation in _jax.equations(program):
         source = _jax.source_line(equation) or around
-        if equation.primitive.name not in _CALLS:
+        if equation.primitive.name not in CALLS:
             yield source, equation.primitive.name
         for inner in _jax.inner_programs(equation):
             yield from _equations(inner, source)

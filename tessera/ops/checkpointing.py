@@ -17,6 +17,7 @@ import numpy as np
 from tessera import scope
 from tessera.errors import SettingValueError, did_you_mean
 from tessera.objects import is_object, remat
+from tessera.primitive_properties import MATMULS
 
 NONE: Final = "none"
 # The name, for ``jax.ad_checkpoint``, of what attention keeps for its gradient.
@@ -31,7 +32,7 @@ def keep_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
     """
     if primitive.name == "name":
         return params.get("name") == KEPT_BY_ATTENTION
-    return primitive.name in ("dot_general", "ragged_dot_general")
+    return primitive.name in MATMULS
 
 
 POLICIES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(

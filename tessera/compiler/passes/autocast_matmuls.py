@@ -11,9 +11,9 @@ from jax import lax
 from tessera import _jax
 from tessera.compiler import rewriting
 from tessera.compiler.ir import Graph
+from tessera.primitive_properties import CONTRACTIONS
 from tessera.scope import AUTOCAST_DTYPES, AUTOCAST_OFF, AUTOCAST_SCOPE
 
-_MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _SCOPE = re.compile(
     rf"\b{AUTOCAST_SCOPE}({'|'.join((AUTOCAST_OFF, *AUTOCAST_DTYPES))})\b"
 )
@@ -70,6 +70,6 @@ def _dtype_of(scopes: str) -> str:
 
 def _is_inside(equation: _jax.Equation, scopes: str) -> bool:
     name = equation.primitive.name
-    if name not in _MATMULS or _dtype_of(scopes) == AUTOCAST_OFF:
+    if name not in CONTRACTIONS or _dtype_of(scopes) == AUTOCAST_OFF:
         return False
     return all(atom.aval.dtype == jnp.float32 for atom in equation.invars[:2])

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from tessera import _jax
+from tessera.primitive_properties import SIZE_PRESERVING
 
 # Dims where an equation's results are made of several entries: by the parameter's name.
 _ALONG: Final = {
@@ -29,29 +30,12 @@ _ALONG: Final = {
     "concatenate": "dimension",
     "split": "axis",
 }
-_BY_ELEMENT_WORDS = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    cbrt ceil clamp clz conj convert_element_type copy copy_p cos cosh device_put
-    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
-    integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul name ne
-    neg nextafter not one_minus_square optimization_barrier or polygamma
-    population_count pow real reduce_precision regularized_incomplete_beta rem round
-    rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
-    zeta
-"""
-# Dims of their operands either stay or go, and what stays keeps its size.
-_BY_SIZE_WORDS = """
-    argmax argmin dot_general dynamic_slice reduce_and reduce_max reduce_min reduce_or
-    reduce_prod reduce_sum reduce_xor slice squeeze stack transpose unstack
-"""
-_BY_SIZE: Final = frozenset((_BY_ELEMENT_WORDS + _BY_SIZE_WORDS).split())
 _OTHER_WORDS = """
     broadcast_in_dim conv_general_dilated dynamic_update_slice gather pad reshape rev
     top_k
 """
 # Where it is known when they mix rows; others, such as kernels, may or may not.
-_UNDERSTOOD: Final = _BY_SIZE | frozenset((*_ALONG, *_OTHER_WORDS.split()))
+_UNDERSTOOD: Final = SIZE_PRESERVING | frozenset((*_ALONG, *_OTHER_WORDS.split()))
 # Parameters that say sizes of results, which are compared themselves.
 _OF_SIZES: Final = frozenset(
     ("shape", "new_sizes", "limit_indices", "slice_sizes", "sizes")
@@ -254,7 +238,7 @@ def _keeps_apart(equation: _jax.Equation, rows: dict[Any, int], dim: int) -> boo
     name, params = equation.primitive.name, equation.params
     if name in _ALONG:
         return params[_ALONG[name]] != dim
-    if name in _BY_SIZE:
+    if name in SIZE_PRESERVING:
         sizes = {v.aval.shape[d] for v, d in rows.items()}
         return sizes == {equation.outvars[0].aval.shape[dim]}
     match name:

@@ -28,15 +28,10 @@ from tessera.compiler.pipelining.batch_dims import (
     variables,
 )
 from tessera.errors import PipelineFormError
+from tessera.primitive_properties import LINEAR
 
 Kind = Literal["rows", "whole", "sum"]
 
-_LINEAR_WORDS = """
-    add add_any broadcast_in_dim concatenate convert_element_type copy copy_p div
-    dot_general dynamic_slice gather integer_pow mul neg reduce_sum reshape select_n
-    slice squeeze stack sub transpose
-"""
-_LINEAR: Final = frozenset(_LINEAR_WORDS.split())
 _SUMS: Final = frozenset(("reduce_sum", "dot_general"))
 
 
@@ -180,7 +175,7 @@ class _Separation:
         name, operands = equation.primitive.name, equation.invars
         sums = [i for i, v in enumerate(operands) if self._is_sum(v)]
         others = set(variables(operands)).difference(operands[i] for i in sums)
-        legal = name in _LINEAR and self.tainted.isdisjoint(others)
+        legal = name in LINEAR and self.tainted.isdisjoint(others)
         match name:
             case "mul" | "dot_general":
                 legal &= len(sums) == 1

@@ -28,26 +28,14 @@ from jax import lax
 
 from tessera import _jax
 from tessera.compiler.rewriting import Environment, contains
+from tessera.primitive_properties import ARITHMETIC, BROADCASTS, EXPENSIVE, RESHAPES
 
 Key: TypeAlias = Any  # a variable of a jaxpr, or a _Stack
 Half: TypeAlias = Literal["first", "second"]
 
-_DEAR_WORDS = """
-    conv_general_dilated dot_general ffi_call pallas_call ragged_dot_general
-"""
-_DEAR = frozenset(_DEAR_WORDS.split())
 _BARRIER = "optimization_barrier"
-_SHAPE_WORDS = """
-    broadcast_in_dim convert_element_type expand_dims reshape rev squeeze transpose
-"""
-_ELEMENTWISE_WORDS = """
-    abs add add_any and atan2 cbrt ceil clamp cos div dynamic_slice eq erf exp exp2
-    expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
-    not one_minus_square or pow rem round rsqrt select_n sign sin slice sqrt square sub
-    tan tanh xor
-"""
-_SHAPE_ONLY = frozenset(_SHAPE_WORDS.split())
-_ELEMENTWISE = _SHAPE_ONLY | frozenset(_ELEMENTWISE_WORDS.split())
+_SHAPE_ONLY = RESHAPES | BROADCASTS | {"convert_element_type"}
+_ELEMENTWISE = _SHAPE_ONLY | ARITHMETIC | {"dynamic_slice", "slice"}
 _EARLY = _ELEMENTWISE | {"reduce_sum"}
 
 
@@ -395,7 +383,9 @@ def _reads(equation: _jax.Equation, results: Iterable[Key]) -> list[_jax.Atom]:
 def _is_dear(equation: _jax.Equation, scopes: str = "") -> bool:
     """Whether an equation is a product or a kernel, or has one inside."""
     inner = _jax.inner_programs(equation)
-    return equation.primitive.name in _DEAR or any(contains(p, _is_dear) for p in inner)
+    return equation.primitive.name in EXPENSIVE or any(
+        contains(p, _is_dear) for p in inner
+    )
 
 
 def _chosen(program: _jax.Program, outputs: Sequence[bool]) -> set[Key]:

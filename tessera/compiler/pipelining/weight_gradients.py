@@ -32,14 +32,9 @@ from jax import lax
 from tessera import _jax
 from tessera.compiler.pipelining.partial_evaluation import Halves, Key
 from tessera.compiler.rewriting import Environment, bind_with_nested
+from tessera.primitive_properties import CALLS
 
 Tree: TypeAlias = Any
-
-_CALL_WORDS = """
-    jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call
-    custom_vjp_call custom_vjp_call_jaxpr
-"""
-_CALLS = frozenset(_CALL_WORDS.split())
 
 
 @dataclass(frozen=True)
@@ -263,4 +258,4 @@ def _is_call(equation: _jax.Equation) -> bool:
     params = equation.params
     layouts = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     declared = any(isinstance(layout, jax.sharding.Sharding) for layout in layouts)
-    return equation.primitive.name in _CALLS and not declared
+    return equation.primitive.name in CALLS and not declared

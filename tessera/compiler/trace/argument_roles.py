@@ -12,13 +12,7 @@ from typing import Any, Final
 from tessera import _jax
 from tessera.compiler.gradient_primitive import gradient_p, taken_p
 from tessera.compiler.rewriting import nested_with_operands, without_jits
-
-# A gradient by what one of these gives is one by what it was given.
-_VIEW_WORDS = """
-    convert_element_type copy copy_p device_put optimization_barrier reduce_precision
-    reshape sharding_constraint squeeze transpose
-"""
-_VIEWS: Final = frozenset(_VIEW_WORDS.split())
+from tessera.primitive_properties import VIEWS
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ def _viewed(atoms: Iterable[_jax.Atom], made: dict[Any, Any]) -> set[Any]:
             continue
         found.add(atom)
         equation, number = made.get(atom, (None, 0))
-        if equation is not None and equation.primitive.name in _VIEWS:
+        if equation is not None and equation.primitive.name in VIEWS:
             todo.append(equation.invars[number])
     return found
 
@@ -147,7 +141,7 @@ def _result(
 ) -> NewValue:
     """One of the results of an equation."""
     name, found = equation.primitive.name, NewValue()
-    if name in _VIEWS:
+    if name in VIEWS:
         return operands[number]
     if name == "sub":
         return operands[0]
