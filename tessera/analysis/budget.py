@@ -12,6 +12,11 @@ from tessera.errors import BudgetError, BudgetFormError, did_you_mean
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([kKMGT]?)(i?)B\s*")
 _POWERS = "KMGT"
 _SHOWN = 5
+_CONSTRAINT = "jax.lax.with_sharding_constraint(x, NamedSharding(mesh.jax, {}))"
+_OTHERWISE = (
+    "raise the budget, or declare other layouts at the lines above; "
+    "print(ledger.as_text()) shows every collective"
+)
 
 
 def parse_bytes(size: int | str, what: str = "a budget") -> int:
@@ -62,6 +67,7 @@ def check(
       BudgetFormError: [T210] a budget is not a size, or an axis does not exist.
     """
     exceeded: list[str] = []
+    senders: list[Collective] = []
     for name, size in sizes.items():
         chosen = _chosen(rows, mesh_shape, name)
         if size is None:
@@ -72,18 +78,19 @@ def check(
             found, most = format_bytes(sent), format_bytes(limit)
             said = f"{_named(name)}: {found} = {sent:,} bytes, at most {most}"
             exceeded += [said, *_lines(chosen)]
+            senders += chosen
     for name, limit in calls.items():
         chosen = _chosen(rows, mesh_shape, name)
         made = sum(row.counted_calls for row in chosen)
         if made > limit:
             said = f"{_named(name)}: {made:,} calls, at most {limit:,}"
             exceeded += [said, *_lines(chosen)]
+            senders += chosen
     if exceeded:
         raise BudgetError(
             "the program sends more than its budget allows",
             got="\n".join(exceeded),
-            fix="declare the layout that the lines above miss, or raise the budget; "
-            "print(ledger.as_text()) shows every collective",
+            fix="\n".join([*_constraints(senders), _OTHERWISE]),
         )
 
 
@@ -110,6 +117,34 @@ def _chosen(
 
 def _named(name: str | tuple[str, ...]) -> str:
     return name if isinstance(name, str) else "×".join(name)
+
+
+def _constraints(rows: Iterable[Collective]) -> list[str]:
+    """For the unplanned rows that send most, the line and the constraint to write."""
+    unplanned = [row for row in rows if not row.is_planned]
+    lines = [
+        f"at {short(row.source) or '?'} {_constraint(row)}"
+        for row in sorted(unplanned, key=lambda row: -row.total_bytes)
+    ]
+    return list(dict.fromkeys(lines))[:_SHOWN]
+
+
+def _constraint(row: Collective) -> str:
+    if row.kind == "all-gather":
+        arrays = ", ".join(map(str, row.arrays))
+        return f"keep {arrays} split: {_CONSTRAINT.format(_split_spec(row))}"
+    axes = "×".join(row.axes)
+    return (
+        f"split the array over {axes} before and after the operation along one dim "
+        f"that it treats entry by entry: {_CONSTRAINT.format('P(...)')}"
+    )
+
+
+def _split_spec(row: Collective) -> str:
+    """The layout that an all-gather undoes: ``P(None, 'tp')``."""
+    axes = row.axes[0] if len(row.axes) == 1 else row.axes
+    entries = ["None"] * (row.dims[0] if row.dims else 0)
+    return f"P({', '.join([*entries, repr(axes)])})"
 
 
 def _lines(rows: Iterable[Collective]) -> list[str]:

@@ -38,6 +38,7 @@ class Collective:
         ``written``, ``sum``, ``stored split``, ``layout``; ``""`` where none does.
       copies_whole: Whether it gives every device an array whole that each cuts again:
         what XLA calls an involuntary full rematerialization.
+      dims: The dims of the arrays that it gathers, scatters or exchanges.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Collective:
     instruction: str = ""
     reason: str = ""
     copies_whole: bool = False
+    dims: tuple[int, ...] = ()
 
     @property
     def is_planned(self) -> bool:

@@ -280,7 +280,14 @@ def _row(module: Module, execution: Execution, mesh: Mesh) -> Collective | None:
         op_name=origin.op_name,
         source=user_line(module.frames(origin)),
         instruction=instruction.name,
+        dims=_dims(instruction),
     )
+
+
+def _dims(instruction: Instruction) -> tuple[int, ...]:
+    """The dims that an all-gather, a reduce-scatter or an all-to-all is along."""
+    numbers = re.findall(r"\d+", instruction.attributes.get("dimensions", ""))
+    return tuple(map(int, numbers))
 
 
 def _held(axes: tuple[str, ...], shape: Mapping[str, int]) -> int:

@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding
 
 from tessera import scope
 from tessera.api.function import Function
-from tessera.compiler.gradient_primitive import nest
 from tessera.compiler.ir import Role
 from tessera.compiler.stages import Traced
 from tessera.compiler.trace.arguments import as_names
@@ -27,6 +26,7 @@ from tessera.compiler.trace.declared_layouts import Options
 from tessera.errors import ParameterTreeError
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, padded, stored_tensor
+from tessera.tree import named_leaves, nest
 
 _logger = logging.getLogger("tessera.graph")
 
@@ -66,7 +66,7 @@ class Step(Function):
 
     @params.setter
     def params(self, tree: Mapping[str, Any]) -> None:
-        known, flat = self._known(), _flat(tree)
+        known, flat = self._known(), named_leaves(tree)
         problems = [f"{name}: missing" for name in known if name not in flat]
         problems += [f"{name}: not a parameter" for name in flat if name not in known]
         problems += [
@@ -189,13 +189,6 @@ def _form(value: Any) -> str:
     if not hasattr(value, "dtype"):
         return type(value).__name__
     return f"{value.dtype}{list(value.shape)}"
-
-
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
 
 
 class Stage(Step):

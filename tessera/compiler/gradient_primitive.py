@@ -24,6 +24,7 @@ from tessera.errors import (
 from tessera.mesh import manual_axes
 from tessera.objects import hint_of_parameters, parameters_of
 from tessera.ops.operand_layouts import layout_of
+from tessera.tree import nest, path_name
 
 gradient_p = _jax.Primitive("gradient")
 gradient_p.multiple_results = True
@@ -151,9 +152,7 @@ def _weights(weights: Any, hint: str) -> tuple[tuple[str, ...], list[Any], Any]:
     """Paths, arrays and the tree of weights; raises [T304] for other than floats."""
     paths, tree = jax.tree_util.tree_flatten_with_path(weights)
     leaves = [x if isinstance(x, _jax.Tracer) else jnp.asarray(x) for _, x in paths]
-    names = tuple(
-        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths
-    )
+    names = tuple(path_name(path) for path, _ in paths)
     for name, leaf in zip(names, leaves, strict=True):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise LossFormError(
@@ -266,20 +265,3 @@ def _in_layout_of(weights: list[Any], gradients: list[Any]) -> list[Any]:
         else scope.constrain(gradient, *layout, pads=True)
         for weight, gradient in zip(weights, gradients, strict=True)
     ]
-
-
-def nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """A nested dict from one whose keys are paths.
-
-    Example:
-      >>> nest({"encoder/up": 1, "encoder/down": 2, "table": 3})
-      {'encoder': {'up': 1, 'down': 2}, 'table': 3}
-    """
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, last = path.split("/")
-        place = tree
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
-    return tree

@@ -10,7 +10,7 @@ tree of that form. The tree is nested plain dicts, with leaves such as
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from flax import nnx
@@ -26,9 +26,9 @@ from tessera.models.pipeline_stages import StageSplit
 from tessera.models.remat import NONE, policies_of
 from tessera.ops.attention.context_variants import Method
 from tessera.shard import ShardSpec
+from tessera.tree import Tree
 
 # Nested dicts; the leaves are arrays, shapes, specs or layouts.
-Tree: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ filler: zeros that no layer reads, which keep a gradient of zero and stay zeros.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,7 @@ from jaxtyping import Array
 
 from tessera.compiler.pipelining.partition import balanced
 from tessera.models.gemma3_config import Gemma3Config
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 
 @dataclass(frozen=True)

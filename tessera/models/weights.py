@@ -8,7 +8,7 @@ of ``Model.init`` without stages, whatever mesh it lies on.
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -25,8 +25,7 @@ from tessera.models.safetensors import (
     open_file,
     write_file,
 )
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 # Every number of these is one of float32, so nothing is lost by reading it as such.
 _READABLE: Final = ("F32", "BF16", "F16")

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from tessera import _jax, scope
 from tessera.errors import BatchSizeError, OperandError
+from tessera.tree import Tree
 
-Tree: TypeAlias = Any
 Reduction: TypeAlias = Literal["mean", "sum"]
 
 

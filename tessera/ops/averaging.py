@@ -14,7 +14,7 @@ data and that nobody has reduced yet:
         return optax.apply_updates(params, updates), state
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,10 @@ from tessera.mesh import manual_axes, opened_or_none
 from tessera.ops import compressed_means as compressed
 from tessera.ops.collective_operands import Axis, Operand, each
 from tessera.ops.compressed_means import COMPRESSIONS
+from tessera.tree import Tree
 
 if TYPE_CHECKING:
     import optax
-
-Tree: TypeAlias = Any
 
 
 class ErrorFeedback(NamedTuple):

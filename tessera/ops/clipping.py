@@ -4,15 +4,15 @@
 One definition for what the trainer logs, for what it clips by and for users' steps.
 """
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tessera.errors import OperandError
+from tessera.tree import Tree
 
 # Nested containers of arrays, as parameters and gradients are.
-Tree: TypeAlias = Any
 
 
 def global_norm(tree: Tree) -> jax.Array:

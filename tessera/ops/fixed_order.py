@@ -12,14 +12,13 @@ its lower levels on each device, its upper ones between devices.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tessera.ops import device_collectives
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 
 def sealed(function: Callable[..., Tree], *arguments: Tree) -> Tree:

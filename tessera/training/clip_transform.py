@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clipping by the global norm as a step of an Optax optimizer."""
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import optax
 
 from tessera.ops import clipping
+from tessera.tree import Tree
 
 # Nested containers of arrays, as parameters and gradients are.
-Tree: TypeAlias = Any
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:

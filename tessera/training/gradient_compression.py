@@ -8,7 +8,7 @@ for each device along it, and this exchanges them once: each device its own shar
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,7 @@ from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.ops.averaging import ErrorFeedback, compressed_mean
 from tessera.ops.operand_layouts import region_mesh
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 AXIS: Final = "dp"
 

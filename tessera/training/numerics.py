@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import jax
 from jax.sharding import PartitionSpec
@@ -25,8 +25,7 @@ from tessera.ops.fixed_order import (
     sum_over_devices,
 )
 from tessera.ops.operand_layouts import region_mesh
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 _FLAG: Final = "--xla_gpu_deterministic_ops=true"
 

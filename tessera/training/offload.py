@@ -9,7 +9,7 @@ Source: Ren et al., ZeRO-Offload, arXiv 2101.06840, which also updates on the ho
 """
 
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from jax.sharding import Mesh as JaxMesh
@@ -18,8 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera._jax import HOST_MEMORY
 from tessera.errors import HostMemoryError
 from tessera.mesh import Mesh
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 
 def shardings(mesh: JaxMesh, specs: Tree, shapes: Tree, *, on_host: bool) -> Tree:

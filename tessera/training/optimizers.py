@@ -30,9 +30,9 @@ from tessera.training.optimizer_config import (
     scaled_learning_rate as scaled_learning_rate,
 )
 from tessera.training.setting import joined
+from tessera.tree import Tree
 
 # Nested containers of arrays, as parameters and gradients are.
-Tree: TypeAlias = Any
 Schedule: TypeAlias = Callable[[ArrayLike], Float[Array, ""]]
 
 

@@ -9,7 +9,6 @@ is stored in parts over ``pp`` and put together once in a step.
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +29,7 @@ from tessera.scope import autocast, constrain
 from tessera.spec import axes_of_dims
 from tessera.training.data.packing import NO_TARGET
 from tessera.training.router import router_sums
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 
 @dataclass(frozen=True)

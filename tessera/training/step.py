@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +35,13 @@ from tessera.training.pipelined import PipelinedModel
 from tessera.training.router import ROUTER_METRICS, router_sums
 from tessera.training.train_state import TrainState, state_specs
 from tessera.training.zero_stages import Zero
+from tessera.tree import Tree
 
-Tree: TypeAlias = Any
+IGNORED = -100
+
 Batch: TypeAlias = Mapping[str, Int[Array, "..."]]
 # Of the numbers that a step shows: the loss and, with experts, the routers'.
 Sums: TypeAlias = dict[str, Float[Array, ""]]
-
-IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)

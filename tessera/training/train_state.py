@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ from tessera.models.model import Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training import offload
 from tessera.training.zero_stages import Zero
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 
 @partial(

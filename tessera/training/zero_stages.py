@@ -12,7 +12,7 @@ Source: Rajbhandari et al., ZeRO, arXiv 1910.02054.
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -23,8 +23,7 @@ from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.scope import constrain, record_gradient_layout
 from tessera.shard import ShardSpec
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 AXIS: Final = "dp"
 

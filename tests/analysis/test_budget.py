@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
+
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
+import tessera as ts
 from tessera.analysis.budget import parse_bytes
 from tessera.analysis.collective import Collective
 from tessera.analysis.hlo import Shape
@@ -21,6 +27,7 @@ def row(kind, axes, size, *, calls=1, reason="sum", line=1):
         op_name="f/dot",
         source=f"/a/b/m.py:{line}",
         reason=reason,
+        dims=(1,),
     )
 
 
@@ -97,9 +104,29 @@ def test_everything_that_is_exceeded_is_listed_with_its_lines():
         "  got: tp: 13 calls, at most 10\n"
         "  got:   1.17 KiB all-gather over tp at b/m.py:4, unplanned\n"
         "  got:   500 B all-reduce over dp×tp at b/m.py:5\n"
-        "  fix: declare the layout that the lines above miss, or raise the budget; "
+        "  fix: at b/m.py:4 keep u8[100] split: "
+        "jax.lax.with_sharding_constraint(x, NamedSharding(mesh.jax, P(None, 'tp')))\n"
+        "  fix: raise the budget, or declare other layouts at the lines above; "
         "print(ledger.as_text()) shows every collective\n"
         "  docs: docs/errors/T209.md"
+    )
+
+
+def test_the_fix_names_the_line_and_the_constraint():
+    mesh = ts.Mesh(["tp"], devices=range(8))
+
+    @ts.function(mesh=mesh, in_specs={"x": P(None, "tp")})
+    def ranked(x):
+        return x @ x.T @ jnp.cumsum(x, axis=1)
+
+    x = jax.ShapeDtypeStruct((8, 64), "float32")
+    with pytest.raises(BudgetError) as caught:
+        ranked.compile(x).collectives.assert_budget(unplanned=0)
+    keep = "NamedSharding(mesh.jax, P(None, 'tp'))"
+    line = ranked.body.__code__.co_firstlineno + 2
+    assert re.search(
+        rf"at \S*test_budget.py:{line} keep f32\[8,64\] split: .*{re.escape(keep)}",
+        str(caught.value),
     )
 
 

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import _jax, graph, scope
-from tessera.compiler.gradient_primitive import nest
 from tessera.errors import (
     LossFormError,
     OutsideTraceError,
@@ -242,11 +241,3 @@ def test_backward_takes_one_floating_point_number():
     step = graph.training_step(lambda x: graph.backward(x))
     with pytest.raises(LossFormError, match="T304"):
         step(X)
-
-
-def test_paths_become_a_nested_dict():
-    assert nest({"a/b": 1, "a/c/d": 2, "e": 3}) == {
-        "a": {"b": 1, "c": {"d": 2}},
-        "e": 3,
-    }
-    assert nest({}) == {}

@@ -27,8 +27,8 @@ from tessera.compiler.pipelining.ring_buffers import (
 from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.compiler.pipelining.stage_packing import Packing
 from tessera.compiler.pipelining.weight_gradients import SplitBackward, split_backward
+from tessera.tree import Tree
 
-Tree: TypeAlias = Any
 Row: TypeAlias = dict[str, Array]
 
 

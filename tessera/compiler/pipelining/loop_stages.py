@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,7 @@ from tessera.compiler.pipelining.stage_packing import Packing
 from tessera.compiler.pipelining.stage_weights import StageWeights, WeightForm
 from tessera.compiler.rewriting import Environment
 from tessera.grid import DATA_AXES
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 
 @dataclass(frozen=True)

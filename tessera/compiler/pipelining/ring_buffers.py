@@ -6,13 +6,13 @@ the program runs: every device of a pipeline executes the same program.
 """
 
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 
 def zeros(like: Tree) -> Tree:

@@ -20,7 +20,7 @@ Sources: GPipe, arXiv 1811.06965; 1F1B, arXiv 1806.03377; interleaved stages, ar
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,7 @@ from tessera.compiler.pipelining.pipeline_primitive import SCOPE
 from tessera.compiler.pipelining.schedule_table import Kind, Schedule
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import region_mesh
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ stage: what the stage is made of, and what it rematerializes, is its own affair.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,7 @@ from tessera import _jax
 from tessera.compiler.pipelining.partial_evaluation import Halves, Key
 from tessera.compiler.rewriting import Environment, bind_with_nested
 from tessera.primitive_properties import CALLS
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 
 @dataclass(frozen=True)

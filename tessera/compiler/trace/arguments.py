@@ -25,6 +25,7 @@ from tessera.mesh import Mesh
 from tessera.objects import STRUCTURE, Structure
 from tessera.shard import DistTensor
 from tessera.spec import axes_of_dims, spec_of_axes
+from tessera.tree import path_name
 
 # The axis of the mesh of an array that its owner put on one device.
 ONE_DEVICE = "device"
@@ -333,8 +334,7 @@ def _argument(name: str, value: Any) -> Argument:
     leaves: list[Leaf] = []
     statics: list[tuple[int, Static]] = []
     for place, (path, leaf) in enumerate(paths):
-        inner = jax.tree_util.keystr(path, simple=True, separator="/")
-        full = f"{name}/{inner}" if inner else name
+        full = path_name(path, name)
         if isinstance(leaf, _ARRAYS):
             held = bool(objects) and any(path[:n] in objects for n in range(len(path)))
             leaves.append(Leaf(full, leaf, held))

@@ -23,6 +23,7 @@ from tessera.mesh import Mesh
 from tessera.objects import STRUCTURE, is_object
 from tessera.shard import DistTensor, ShardSpec
 from tessera.spec import axes_of_dims, check_even
+from tessera.tree import path_name
 
 # What annotations call the dims of each array, by its path.
 DimNames: TypeAlias = Mapping[str, Sequence[str]]
@@ -219,7 +220,7 @@ def output_values(
     places = jax.tree.unflatten(tree, range(tree.num_leaves))
     specs = _specs("out_specs", options.out_specs, places, statics)
     names = [
-        _path_name("result", path)
+        path_name(path, "result")
         for path, place in jax.tree_util.tree_flatten_with_path(places)[0]
         if place not in statics
     ]
@@ -279,7 +280,7 @@ def _object_specs(specs: Any, argument: Argument) -> dict[str, Any]:
 
     given: dict[str, Any] = {}
     for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = path_name(path)
         # nnx.get_partition_spec gives them in variables.
         given[name] = spec.get_raw_value() if is_object(spec) else spec
     known = list(argument.rebuilt(argument.leaves))
@@ -306,11 +307,6 @@ def _is_argument_leaf(node: Any) -> bool:
 
 def _is_spec(node: Any) -> bool:
     return node is None or isinstance(node, (ShardSpec, PartitionSpec))
-
-
-def _path_name(root: str, path: Any) -> str:
-    inner = jax.tree_util.keystr(path, simple=True, separator="/")
-    return f"{root}/{inner}" if inner else root
 
 
 def is_number(leaf: Any) -> bool:

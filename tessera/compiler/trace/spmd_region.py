@@ -30,6 +30,7 @@ from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.objects import holds_objects
 from tessera.ops.operand_layouts import region_mesh
 from tessera.shard import DistTensor, ShardSpec
+from tessera.tree import named_leaves
 
 
 @dataclass(frozen=True)
@@ -334,14 +335,8 @@ def _together(split: Split | None, array: Any) -> Any:
 
 def _flat(root: str, tree: Any) -> tuple[dict[str, Any], Any]:
     """Leaves by path, as the graph names them, and the tree."""
-    paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_tensor)
-    named = {
-        "/".join(
-            filter(None, (root, jax.tree_util.keystr(p, simple=True, separator="/")))
-        ): leaf
-        for p, leaf in paths
-    }
-    return named, structure
+    structure = jax.tree.structure(tree, is_leaf=_is_tensor)
+    return named_leaves(tree, root, is_leaf=_is_tensor), structure
 
 
 def _is_array(leaf: Any) -> bool:

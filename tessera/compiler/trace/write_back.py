@@ -15,6 +15,7 @@ import jax
 from tessera.compiler.ir import Value
 from tessera.compiler.trace.declared_layouts import is_number
 from tessera.errors import WriteBackError
+from tessera.tree import path_name
 
 Path = tuple[Any, ...]
 
@@ -62,16 +63,11 @@ class Write:
         places = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
         named = dict(zip(self.entries, places, strict=True))
         return [
-            "/".join([self.name, *map(str, (entry,)), *_inner(path)])
+            path_name(path, f"{self.name}/{entry}")
             for entry, value in named.items()
             for path, place in jax.tree_util.tree_flatten_with_path(value)[0]
             if place not in self.statics
         ]
-
-
-def _inner(path: Any) -> list[str]:
-    text = jax.tree_util.keystr(path, simple=True, separator="/")
-    return [text] if text else []
 
 
 class Watch:

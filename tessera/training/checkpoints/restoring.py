@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,6 @@ from tessera.training.checkpoints.metadata import Metadata, Stored
 from tessera.training.checkpoints.saving import named
 from tessera.training.run import Job
 from tessera.training.train_state import TrainState
-
-Tree: TypeAlias = Any
 
 # Parts of a state that a setting of this run may add or leave out, and what then.
 _OPTIONAL: Final = {

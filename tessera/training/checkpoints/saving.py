@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Thread
 from time import perf_counter
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
@@ -28,8 +28,7 @@ from tessera.training.console import log
 from tessera.training.data.cursor import Cursor
 from tessera.training.run import Job
 from tessera.training.train_state import TrainState
-
-Tree: TypeAlias = Any
+from tessera.tree import Tree
 
 
 @dataclass(frozen=True)
