@@ -2,7 +2,6 @@
 """``run_training.py`` as a person starts it: what it shows, writes and refuses."""
 
 import gzip
-import importlib.util
 import json
 import math
 import os
@@ -11,12 +10,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import jax
 import pytest
 import yaml
 
+from tessera.training import train
 from tessera.training.command_line import run_from_command_line
 
 ROOT = Path(__file__).parents[1]
@@ -233,17 +232,6 @@ def test_a_billion_parameters_on_a_cluster_are_planned_on_a_laptop(
 # --- mistakes
 
 
-@pytest.fixture(scope="module")
-def program() -> ModuleType:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("run_training", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 MISTAKES = {
     "unknown_axis": (
         ["model.mesh_shape=[[4,2],[fspd,tp]]"],
@@ -293,7 +281,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_before_anything_is_compiled_or_written(
-    name, program, tmp_path, monkeypatch, capsys
+    name, tmp_path, monkeypatch, capsys
 ):
     arguments, message = MISTAKES[name]
     monkeypatch.chdir(tmp_path)
@@ -305,7 +293,7 @@ def test_a_mistake_is_told_before_anything_is_compiled_or_written(
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        code = run_from_command_line(program.main, ROOT / "configs", arguments)
+        code = run_from_command_line(train.run, ROOT / "configs", arguments)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     seen = capsys.readouterr()
@@ -332,11 +320,11 @@ def test_a_mistake_ends_the_process_with_code_two(tmp_path):
 
 
 def test_a_platform_that_is_not_there_is_refused_even_for_a_dry_run(
-    program, tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys
 ):
     if jax.default_backend() != "cpu":
         pytest.skip("this machine has an accelerator")
     monkeypatch.chdir(tmp_path)
     arguments = ["training.dry_run=true", "runtime.platform=tpu"]
-    assert run_from_command_line(program.main, ROOT / "configs", arguments) == 2
+    assert run_from_command_line(train.run, ROOT / "configs", arguments) == 2
     assert capsys.readouterr().err.startswith("[T702] there is no TPU that JAX can use")

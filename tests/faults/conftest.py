@@ -1,36 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``run_training.py`` in this process, for what is refused before anything runs."""
+"""The trainer in this process, for what is refused before anything runs."""
 
-import importlib.util
 import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import jax
 import pytest
 
+from tessera.training import train
 from tessera.training.command_line import run_from_command_line
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="session")
-def program() -> ModuleType:
-    """The script as a module."""
-    script = ROOT / "run_training.py"
-    spec = importlib.util.spec_from_file_location("run_training", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def refuse(
-    program: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -52,7 +38,7 @@ def refuse(
         before = contents(tmp_path)
         jax.monitoring.register_event_duration_secs_listener(listen)
         try:
-            code = run_from_command_line(program.main, ROOT / "configs", arguments)
+            code = run_from_command_line(train.run, ROOT / "configs", arguments)
         finally:
             jax.monitoring.unregister_event_duration_listener(listen)
         seen = capsys.readouterr()

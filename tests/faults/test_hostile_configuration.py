@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tessera.training import train
 from tessera.training.checkpoints.manifest import LAST, NAME, write_manifest
 from tessera.training.command_line import run_from_command_line
 
@@ -122,7 +123,7 @@ def unpickled() -> list[str]:
     return found
 
 
-def test_a_run_that_goes_on_reads_no_pickle(program, tmp_path, mark, unpickled, capsys):
+def test_a_run_that_goes_on_reads_no_pickle(tmp_path, mark, unpickled, capsys):
     """Bombs lie in the folders of data and of the checkpoint, and in the text."""
     pickle.loads(pickle.dumps(Path()))
     # In Python 3.13 the class is defined in a module of its own.
@@ -139,7 +140,7 @@ def test_a_run_that_goes_on_reads_no_pickle(program, tmp_path, mark, unpickled, 
     ]
     for steps in (1, 2):
         code = run_from_command_line(
-            program.main, CONFIGS, [*settings, f"training.steps={steps}"]
+            train.run, CONFIGS, [*settings, f"training.steps={steps}"]
         )
         assert code == 0, capsys.readouterr().err
         for place in ("checkpoints/1", "checkpoints/1/state"):

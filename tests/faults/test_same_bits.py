@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tessera.training import train
 from tessera.training.command_line import run_from_command_line
 
 ROOT = Path(__file__).parents[2]
@@ -38,13 +39,13 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_runs_on_one_two_and_four_devices_and_another_process_have_the_same_bits(
-    program, tmp_path, capsys
+    tmp_path, capsys
 ):
     found = {}
     for devices in (1, 2, 4):
         folder = tmp_path / f"on {devices}"
         given = arguments(folder, devices)
-        code = run_from_command_line(program.main, ROOT / "configs", given)
+        code = run_from_command_line(train.run, ROOT / "configs", given)
         assert code == 0, capsys.readouterr().err
         found[devices] = numbers(folder)
     # Again, by a compiler that knows nothing of the first time.

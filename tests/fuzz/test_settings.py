@@ -7,7 +7,6 @@ run, which would compile next, can be lowered as well. Nothing is compiled. What
 drawn is in ``override_lists.py``.
 """
 
-import importlib.util
 import os
 import signal
 from collections import Counter
@@ -15,12 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, NoReturn
 
 import jax
 import pytest
 
+from tessera.training import train
 from tessera.training.command_line import run_from_command_line
 from tests.fuzz.override_lists import draw, fill
 
@@ -33,17 +33,12 @@ class Started(BaseException):
     """A run that would make its folder, or compile, next."""
 
 
-@pytest.fixture(scope="module")
-def program() -> ModuleType:
-    """``run_training.py``, as far as where it starts."""
-    spec = importlib.util.spec_from_file_location("starting", ROOT / "run_training.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer, as far as where a run starts."""
     jobs: list[Any] = []
 
-    class Job(module.Job):
+    class Job(train.Job):
         def check(self) -> None:
             jobs.append(self)
             super().check()
@@ -55,10 +50,9 @@ def program() -> ModuleType:
             traced.lower()
         raise Started
 
-    module.Job = Job
-    module.open_run_folder = start
-    module.run_rows = start
-    return module
+    monkeypatch.setattr(train, "Job", Job)
+    monkeypatch.setattr(train, "open_run_folder", start)
+    monkeypatch.setattr(train, "run_rows", start)
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +86,11 @@ def patience(arguments: list[str]) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def outcome(program: ModuleType, arguments: list[str], capsys: Any) -> str:
+def outcome(arguments: list[str], capsys: Any) -> str:
     """``starts``, ``shown``, or the code of the error."""
     try:
         with patience(arguments):
-            code = run_from_command_line(program.main, ROOT / "configs", arguments)
+            code = run_from_command_line(train.run, ROOT / "configs", arguments)
     except Started:
         return "starts"
     except BaseException as error:
@@ -123,11 +117,11 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.fuzz(sample=12, whole=2000)
 def test_a_command_line_is_a_coded_error_or_a_run_that_starts(
-    seed, program, folder, capsys, outcomes
+    seed, trainer, folder, capsys, outcomes
 ):
     arguments = draw(Random(f"settings/{seed}"))
     before, settings = contents(folder), dict(jax.config.values)
-    found = outcome(program, arguments, capsys)
+    found = outcome(arguments, capsys)
     assert contents(folder) == before, arguments
     outcomes[found] += 1
     for name, value in settings.items():

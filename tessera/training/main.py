@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's entry point: a command line in, the exit code of the run out.
+
+``run_training.py`` and the ``tessera train`` command call ``main``. Mistakes in the
+settings are reported before JAX is imported, which takes seconds.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tessera.runtime.exit_codes import end_when_asked
+
+_PACKAGE: Final = Path(__file__).parents[1]
+
+
+def configs_dir() -> Path:
+    """The folder of ``config.yaml``: in the wheel in the package, else beside it."""
+    installed = _PACKAGE / "configs"
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the command line says.
+
+    Args:
+      arguments: None takes the process's own.
+
+    Returns:
+      The exit code: 0, or that of a coded error, which is shown. A process whose run
+      failed ends here instead, because the threads of an unfinished checkpoint would
+      keep Python from its end.
+    """
+    end_when_asked()  # before the imports below: there is nothing to save yet
+    from tessera.training.command_line import read_command_line, run_composed
+
+    composed = read_command_line(configs_dir(), arguments)
+    if isinstance(composed, int):
+        return composed
+    # These imports take seconds.
+    from tessera.runtime.process_exit import leave
+    from tessera.training.train import run
+
+    if code := run_composed(run, composed):
+        leave(code)
+    return 0
