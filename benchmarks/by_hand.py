@@ -18,20 +18,20 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.models.gemma3 import Gemma3
 from tessera.ops.clipping import global_norm
-from tessera.training.step import Recipe, batch_spec
+from tessera.training.step import StepConfig, batch_spec
 from tessera.training.train_state import TrainState, state_specs
 
 Tree: TypeAlias = Any
 Loss: TypeAlias = Callable[[Tree, Tree], jax.Array]
 
 
-def sharded(recipe: Recipe) -> Callable[..., Any]:
+def sharded(config: StepConfig) -> Callable[..., Any]:
     """The step on a mesh of ``dp``, ``fsdp`` and ``tp``, for one microbatch."""
-    place = recipe.model.place(recipe.mesh)
+    place = config.model.place(config.mesh)
 
     def summed_loss(params: Tree, batch: Tree) -> jax.Array:
         micro = {name: array[0] for name, array in batch.items()}
-        logits = recipe.model.module(params)(
+        logits = config.model.module(params)(
             micro["tokens"],
             positions=micro["positions"],
             segment_ids=micro["segment_ids"],
@@ -39,24 +39,24 @@ def sharded(recipe: Recipe) -> Callable[..., Any]:
         )
         return cross_entropy(logits, micro["targets"])
 
-    return step_of(recipe, summed_loss)
+    return step_of(config, summed_loss)
 
 
-def gpipe(recipe: Recipe) -> Callable[..., Any]:
-    """The step on a mesh of ``pp`` alone, for the recipe's microbatches.
+def gpipe(config: StepConfig) -> Callable[..., Any]:
+    """The step on a mesh of ``pp`` alone, for the config's microbatches.
 
     The backward of the scan is the pipeline in reverse. Each tick keeps the stage's
     input and runs the stage anew; a device with nothing to do skips it.
     """
-    stages, micros = recipe.mesh.shape["pp"], recipe.accumulation
+    stages, micros = config.mesh.shape["pp"], config.accumulation
     ring = [(device, (device + 1) % stages) for device in range(stages)]
 
     def own_losses(layers: Tree, shared: Tree, batch: Tree) -> jax.Array:
         stage = jax.lax.axis_index("pp")
         layers = jax.tree.map(lambda array: array[0, 0], layers)
-        module = recipe.model.stage({**shared, "decoder": layers})
+        module = config.model.stage({**shared, "decoder": layers})
         rows, length = batch["tokens"].shape[1:]
-        empty = jnp.zeros((rows, length, recipe.model.config.d_model))
+        empty = jnp.zeros((rows, length, config.model.config.d_model))
 
         @jax.checkpoint
         def work(x: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -77,14 +77,14 @@ def gpipe(recipe: Recipe) -> Callable[..., Any]:
         shared = {name: part for name, part in params.items() if name != "decoder"}
         pipelined = jax.shard_map(
             own_losses,
-            mesh=recipe.mesh.jax,
+            mesh=config.mesh.jax,
             in_specs=(P(None, "pp"), P(), P()),
             out_specs=P(),
             check_vma=False,
         )
         return pipelined(params["decoder"], shared, batch)
 
-    return step_of(recipe, summed_loss)
+    return step_of(config, summed_loss)
 
 
 def _micro(batch: Tree, number: jax.Array) -> Tree:
@@ -124,10 +124,10 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.where(labels != -100, losses, 0.0).sum()
 
 
-def step_of(recipe: Recipe, summed_loss: Loss) -> Callable[..., Any]:
+def step_of(config: StepConfig, summed_loss: Loss) -> Callable[..., Any]:
     """The step around a loss: gradients, their mean over tokens, the update."""
-    specs = state_specs(recipe.model, recipe.optimizer, recipe.mesh)
-    named = partial(NamedSharding, recipe.mesh.jax)
+    specs = state_specs(config.model, config.optimizer, config.mesh)
+    named = partial(NamedSharding, config.mesh.jax)
 
     def train_step(state: TrainState, batch: Tree) -> tuple[TrainState, Tree]:
         loss, gradients = jax.value_and_grad(summed_loss)(state.params, batch)
@@ -137,12 +137,12 @@ def step_of(recipe: Recipe, summed_loss: Loss) -> Callable[..., Any]:
         share = 1.0 / jnp.maximum(tokens, 1.0)
         gradients = jax.tree.map(lambda g: share * g, gradients)
         norm = global_norm(gradients)
-        update = optax.with_extra_args_support(recipe.optimizer).update
+        update = optax.with_extra_args_support(config.optimizer).update
         updates, optimizer = update(gradients, state.optimizer, state.params, norm=norm)
         metrics = {
             "loss": share * loss,
             "grad_norm": norm,
-            "learning_rate": recipe.learning_rate(state.step),
+            "learning_rate": config.learning_rate(state.step),
             "tokens": tokens,
         }
         params = optax.apply_updates(state.params, updates)
@@ -154,7 +154,7 @@ def step_of(recipe: Recipe, summed_loss: Loss) -> Callable[..., Any]:
     states = jax.tree.map(named, specs)
     return jax.jit(
         train_step,
-        in_shardings=(states, named(batch_spec(recipe))),
+        in_shardings=(states, named(batch_spec(config))),
         out_shardings=(states, named(P())),
         donate_argnums=0,
     )

@@ -34,12 +34,12 @@ from tessera.training.checkpoints.checkpoint_folder import (  # noqa: E402
 from tessera.training.checkpoints.restoring import Restoration  # noqa: E402
 from tessera.training.checkpoints.saving import Checkpoints, Saved  # noqa: E402
 from tessera.training.config import (  # noqa: E402
-    ModelSettings,
-    Settings,
+    Config,
+    ModelConfig,
     TrainingConfig,
 )
 from tessera.training.data.cursor import Cursor  # noqa: E402
-from tessera.training.run import Job  # noqa: E402
+from tessera.training.run import Run  # noqa: E402
 from tessera.training.train_state import init_state  # noqa: E402
 
 # Widths of a model of 12 layers: about 30 MB, 200 MB, 1.3 GB of state.
@@ -47,19 +47,19 @@ WIDTHS = (128, 512, 1280)
 SAVES = 5
 
 
-def job_of(width: int) -> Job:
+def job_of(width: int) -> Run:
     """A run of a model of this width on four devices."""
     config = replace(config_of("tiny"), d_model=width, mlp_dim=4 * width, num_layers=12)
     training = TrainingConfig(steps=10**6, checkpoint_every=1, keep=2)
-    model = ModelSettings(name="tiny", mesh_shape=((4,), ("fsdp",)), config=config)
-    settings = Settings(name="checkpoint", model=model, training=training)
-    return Job(settings, Mesh.from_shape(model.mesh_shape))
+    model = ModelConfig(name="tiny", mesh_shape=((4,), ("fsdp",)), config=config)
+    settings = Config(name="checkpoint", model=model, training=training)
+    return Run(settings, Mesh.from_shape(model.mesh_shape))
 
 
 def measure(width: int, folder: Path) -> dict[str, Any]:
     """Saves of one state, as a row of the table."""
     job, key = job_of(width), jax.random.key(0)
-    state = init_state(job.model, job.recipe.optimizer, key, job.mesh)
+    state = init_state(job.model, job.step_config.optimizer, key, job.mesh)
     update = jax.jit(
         lambda tree: jax.tree.map(lambda x: x + x.dtype.type(1), tree),
         donate_argnums=0,

@@ -26,16 +26,16 @@ import report  # noqa: E402
 from tessera.mesh import Mesh  # noqa: E402
 from tessera.models.registry import config_of  # noqa: E402
 from tessera.training.config import (  # noqa: E402
-    ModelSettings,
+    Config,
+    ModelConfig,
     RuntimeConfig,
-    Settings,
     TrainingConfig,
 )
 from tessera.training.console import Console  # noqa: E402
 from tessera.training.data.data_config import DataConfig  # noqa: E402
 from tessera.training.loop import Trainer  # noqa: E402
 from tessera.training.metrics import MetricWriter  # noqa: E402
-from tessera.training.run import Job  # noqa: E402
+from tessera.training.run import Run  # noqa: E402
 
 MESHES = {
     "fsdp": ((8,), ("fsdp",)),
@@ -61,9 +61,9 @@ class Recorder(MetricWriter):
 
 def endure(mesh: str, steps: int, in_flight: int) -> dict[str, Any]:
     """One run of ``tiny`` on synthetic data, as a row of the table."""
-    settings = Settings(
+    settings = Config(
         name="endurance",
-        model=ModelSettings(
+        model=ModelConfig(
             name="tiny", mesh_shape=MESHES[mesh], config=config_of("tiny")
         ),
         training=TrainingConfig(
@@ -76,10 +76,10 @@ def endure(mesh: str, steps: int, in_flight: int) -> dict[str, Any]:
         data=DataConfig(name="synthetic"),
         runtime=RuntimeConfig(max_steps_in_flight=in_flight),
     )
-    job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))
+    job = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
     recorder = Recorder()
     with Console(None, stream=io.StringIO(), terminal=False) as console:
-        Trainer(job, job.load_data(), console, recorder).run()
+        Trainer(job, job.load_data(), console, recorder).train()
     seconds = [after - before for before, after in itertools.pairwise(recorder.read_at)]
     return {
         "mesh": mesh,

@@ -18,7 +18,7 @@ from tessera.models.model import Model
 from tessera.models.registry import config_of
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
-from tessera.training.step import Recipe
+from tessera.training.step import StepConfig
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Mode:
     chunks: int = 1
     experts: bool = False
     model: dict[str, Any] = field(default_factory=dict)
-    by_hand: Callable[[Recipe], Any] | None = None
+    by_hand: Callable[[StepConfig], Any] | None = None
 
     @property
     def topology(self) -> str:
@@ -58,14 +58,14 @@ class Mode:
             global_every=2,
         )
 
-    def recipe(self, microbatches: int, depth: int | None = None) -> Recipe:
+    def step_config(self, microbatches: int, depth: int | None = None) -> StepConfig:
         """The trainer's; ``microbatches`` are those of a pipeline, others have one."""
         sizes = tuple(self.mesh.values())
         mesh = Mesh(tuple(self.mesh), devices=range(prod(sizes)), shape=sizes)
         accumulation = microbatches if "pp" in self.mesh else 1
         config = self.config(depth)
         optimizer, rate = make_optimizer(AdamWConfig(), steps=100, clip_norm=1.0)
-        return Recipe(
+        return StepConfig(
             model=Model(
                 config, split=split_of(mesh, config, self.chunks), **self.model
             ),

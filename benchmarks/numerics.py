@@ -22,19 +22,19 @@ from tessera.mesh import Mesh  # noqa: E402
 from tessera.models.model import Model  # noqa: E402
 from tessera.models.registry import config_of  # noqa: E402
 from tessera.training.optimizers import AdamWConfig, make_optimizer  # noqa: E402
-from tessera.training.step import Recipe  # noqa: E402
+from tessera.training.step import StepConfig  # noqa: E402
 
 MESHES = {"one device": ("dp", 1), "dp": ("dp", 4), "fsdp": ("fsdp", 4)}
 ROWS, LENGTH, MICROSHARDS = 16, 128, 8
 
 
-def recipe_on(axis: str, size: int) -> Recipe:
-    """The trainer's recipe for a small Gemma 3 on one mesh."""
+def config_on(axis: str, size: int) -> StepConfig:
+    """The trainer's config for a small Gemma 3 on one mesh."""
     config = replace(
         config_of("tiny"), d_model=64, num_layers=2, mlp_dim=128, global_every=2
     )
     optimizer, learning_rate = make_optimizer(AdamWConfig(), steps=100, clip_norm=1.0)
-    return Recipe(
+    return StepConfig(
         model=Model(config),
         optimizer=optimizer,
         learning_rate=learning_rate,
@@ -45,11 +45,11 @@ def recipe_on(axis: str, size: int) -> Recipe:
 def compare(name: str, rounds: int) -> report.Row:
     """One row of the table: both step times, and their ratio."""
     report.progress(name)
-    fast = recipe_on(*MESHES[name])
+    fast = config_on(*MESHES[name])
     batch = random_batch(fast, ROWS, LENGTH)
     steps = []
-    for recipe in (fast, replace(fast, microshards=MICROSHARDS)):
-        found = prepared(recipe, batch, None)
+    for config in (fast, replace(fast, microshards=MICROSHARDS)):
+        found = prepared(config, batch, None)
         steps.append(Runner(found.step, found.state, batch))
     report.alternate(steps, 2)
     ours, theirs = report.alternate(steps, rounds)

@@ -28,7 +28,7 @@ from tessera.mesh import Mesh  # noqa: E402
 from tessera.models.model import Model  # noqa: E402
 from tessera.models.registry import config_of  # noqa: E402
 from tessera.training.optimizers import AdamWConfig, make_optimizer  # noqa: E402
-from tessera.training.step import Recipe  # noqa: E402
+from tessera.training.step import StepConfig  # noqa: E402
 
 MESHES = {
     "one device": ((1,), ("fsdp",)),
@@ -40,13 +40,13 @@ MESHES = {
 ROWS, LENGTH = 16, 128
 
 
-def recipe_on(sizes: tuple[int, ...], axes: tuple[str, ...]) -> Recipe:
-    """The trainer's recipe for a small Gemma 3 on one mesh."""
+def config_on(sizes: tuple[int, ...], axes: tuple[str, ...]) -> StepConfig:
+    """The trainer's config for a small Gemma 3 on one mesh."""
     config = replace(
         config_of("tiny"), d_model=64, num_layers=2, mlp_dim=128, global_every=2
     )
     optimizer, learning_rate = make_optimizer(AdamWConfig(), steps=100, clip_norm=1.0)
-    return Recipe(
+    return StepConfig(
         model=Model(config),
         optimizer=optimizer,
         learning_rate=learning_rate,
@@ -56,15 +56,15 @@ def recipe_on(sizes: tuple[int, ...], axes: tuple[str, ...]) -> Recipe:
 
 def compare(name: str, rounds: int) -> dict[str, Any]:
     """One row of the table: what differs, and the ratio of the step times."""
-    recipe = recipe_on(*MESHES[name])
-    both = prepared(recipe, random_batch(recipe, ROWS, LENGTH), by_hand.sharded)
+    config = config_on(*MESHES[name])
+    both = prepared(config, random_batch(config, ROWS, LENGTH), by_hand.sharded)
     compiled, twin = both.compiled, both.twin
     flops = [
         count(compiled.traced.graph.program).total,
         count(both.by_hand.trace(both.state, both.batch).jaxpr).total,
     ]
     accessed = [bytes_accessed(compiled.jax), bytes_accessed(twin)]
-    sent = [collectives(each, recipe.mesh).totals() for each in (compiled.jax, twin)]
+    sent = [collectives(each, config.mesh).totals() for each in (compiled.jax, twin)]
     runs = both.runners()
     report.alternate(runs, 3)
     seconds = report.alternate(runs, rounds)

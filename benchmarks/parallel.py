@@ -87,14 +87,14 @@ class Counts:
 def prepare(name: str) -> Prepared:
     """One mode, compiled."""
     mode = MODES[name]
-    recipe = mode.recipe(MICROBATCHES)
-    batch = random_batch(recipe, ROWS // recipe.accumulation, LENGTH)
-    return prepared(recipe, batch, mode.by_hand)
+    config = mode.step_config(MICROBATCHES)
+    batch = random_batch(config, ROWS // config.accumulation, LENGTH)
+    return prepared(config, batch, mode.by_hand)
 
 
 def counted(name: str, both: Prepared) -> list[Counts]:
     """The counts of Tessera's program, and of the one by hand where there is one."""
-    mesh = MODES[name].recipe(MICROBATCHES).mesh
+    mesh = MODES[name].step_config(MICROBATCHES).mesh
     programs = [both.compiled.jax, both.twin]
     return [Counts.of(program, mesh) for program in programs if program is not None]
 

@@ -30,12 +30,12 @@ def _compile(
     Tracing and lowering are in them, the making of the state is not. They are those of
     this process: they do not grow when others take the cores.
     """
-    recipe = MODES[name].recipe(microbatches, depth)
-    batch = random_batch(recipe, ROWS, LENGTH)
-    state = init_state(recipe.model, recipe.optimizer, jax.random.key(0), recipe.mesh)
+    config = MODES[name].step_config(microbatches, depth)
+    batch = random_batch(config, ROWS, LENGTH)
+    state = init_state(config.model, config.optimizer, jax.random.key(0), config.mesh)
     jax.block_until_ready(state)
     begin = time.process_time()
-    compiled = make_train_step(recipe, state).compile(state, batch)
+    compiled = make_train_step(config, state).compile(state, batch)
     return compiled, time.process_time() - begin
 
 
@@ -67,7 +67,7 @@ def idle_rows() -> list[Row]:
     rows = []
     for name in NAMES:
         for count in (FEW, MANY):
-            schedule = MODES[name].recipe(count).schedule
+            schedule = MODES[name].step_config(count).schedule
             assert schedule is not None
             formula = schedule.expected_idle_fraction()
             assert formula is not None

@@ -25,12 +25,12 @@ import jax  # noqa: E402
 import report  # noqa: E402
 from canonical import canonical, differing, operations  # noqa: E402
 from modes import MODES  # noqa: E402
-from overhead import MESHES, recipe_on  # noqa: E402
+from overhead import MESHES, config_on  # noqa: E402
 from runs import random_batch  # noqa: E402
 
 from tessera.api.function import Function  # noqa: E402
 from tessera.compiler.pass_runner import BACKEND_PASSES  # noqa: E402
-from tessera.training.step import Recipe, make_train_step  # noqa: E402
+from tessera.training.step import StepConfig, make_train_step  # noqa: E402
 from tessera.training.train_state import init_state  # noqa: E402
 
 NAMES = (*MESHES, "gpipe")
@@ -45,22 +45,22 @@ SHOWN = (
 )
 
 
-def recipe_of(name: str) -> Recipe:
+def config_named(name: str) -> StepConfig:
     """The trainer's, on the mesh of that name."""
     if name == "gpipe":
-        return MODES[name].recipe(MICROBATCHES, depth=1)
-    return recipe_on(*MESHES[name])
+        return MODES[name].step_config(MICROBATCHES, depth=1)
+    return config_on(*MESHES[name])
 
 
 def steps(name: str) -> tuple[Function, Function, Any, Any]:
     """Tessera's step without and with backend passes, that by hand; their arguments."""
-    recipe = recipe_of(name)
-    state = init_state(recipe.model, recipe.optimizer, jax.random.key(0), recipe.mesh)
-    batch = random_batch(recipe, ROWS, LENGTH)
-    full = make_train_step(recipe, state)
+    config = config_named(name)
+    state = init_state(config.model, config.optimizer, jax.random.key(0), config.mesh)
+    batch = random_batch(config, ROWS, LENGTH)
+    full = make_train_step(config, state)
     plain = Function(full.body, full.options, skip_passes=BACKEND_PASSES)
     twin = by_hand.gpipe if name == "gpipe" else by_hand.sharded
-    return plain, full, twin(recipe), (state, batch)
+    return plain, full, twin(config), (state, batch)
 
 
 def compared(name: str, tables: dict[str, list[report.Row]]) -> report.Row:

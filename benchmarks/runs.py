@@ -14,14 +14,14 @@ from jax.sharding import NamedSharding
 from tessera.api.function import Function
 from tessera.compiler.pass_runner import BACKEND_PASSES
 from tessera.compiler.stages import Compiled
-from tessera.training.step import Recipe, batch_spec, make_train_step
+from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import TrainState, init_state
 
 
-def random_batch(recipe: Recipe, rows: int, length: int) -> dict[str, jax.Array]:
+def random_batch(config: StepConfig, rows: int, length: int) -> dict[str, jax.Array]:
     """One step's batch, ``rows`` sequences in each microbatch, on the mesh."""
-    shape = (recipe.accumulation, rows, length)
-    words = recipe.model.config.vocab_size
+    shape = (config.accumulation, rows, length)
+    words = config.model.config.vocab_size
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, words, (*shape[:2], length + 1), np.int32)
     batch = {
@@ -30,7 +30,7 @@ def random_batch(recipe: Recipe, rows: int, length: int) -> dict[str, jax.Array]
         "segment_ids": np.ones(shape, np.int32),
         "positions": np.broadcast_to(np.arange(length, dtype=np.int32), shape),
     }
-    return jax.device_put(batch, NamedSharding(recipe.mesh.jax, batch_spec(recipe)))
+    return jax.device_put(batch, NamedSharding(config.mesh.jax, batch_spec(config)))
 
 
 class Runner:
@@ -72,15 +72,15 @@ class Prepared:
 
 
 def prepared(
-    recipe: Recipe, batch: Any, by_hand: Callable[[Recipe], Any] | None
+    config: StepConfig, batch: Any, by_hand: Callable[[StepConfig], Any] | None
 ) -> Prepared:
     """Make a state and compile; beside a step by hand, without backend passes."""
-    state = init_state(recipe.model, recipe.optimizer, jax.random.key(0), recipe.mesh)
-    step = make_train_step(recipe, state)
+    state = init_state(config.model, config.optimizer, jax.random.key(0), config.mesh)
+    step = make_train_step(config, state)
     if by_hand is None:
         return Prepared(state, batch, step, step.compile(state, batch))
     step = Function(step.body, step.options, skip_passes=BACKEND_PASSES)
-    theirs = by_hand(recipe)
+    theirs = by_hand(config)
     # XLA compiles one program on one core; two take no longer than one.
     with ThreadPoolExecutor() as pool:
         compiling = pool.submit(step.compile, state, batch)

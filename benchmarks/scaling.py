@@ -110,10 +110,10 @@ def measured(overrides: list[str]) -> dict[str, Any]:
     # Here, so that the parent stays small.
     from tessera.mesh import Mesh
     from tessera.training.command_line import compose
-    from tessera.training.run import Job
+    from tessera.training.run import Run
 
-    settings = compose(overrides, CONFIGS).settings
-    job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))
+    settings = compose(overrides, CONFIGS).config
+    job = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
     args = job.abstract_state, job.abstract_batch
     before = peak_bytes()
     traced, trace = timed(lambda: job.step.trace(*args))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a command line to ``Settings`` with Hydra, or to one coded error.
+"""From a command line to ``Config`` with Hydra, or to one coded error.
 
 ``run_training.py model=tiny training.steps=100`` reads ``configs/config.yaml``, the
 file that each group chooses, then the overrides. JAX, whose import takes seconds, is
@@ -30,7 +30,7 @@ from tessera.errors import (
     UnknownSettingError,
     did_you_mean,
 )
-from tessera.training.config import Settings
+from tessera.training.config import Config
 from tessera.training.optimizer_config import OPTIMIZERS
 from tessera.training.overrides import (
     GROUPS,
@@ -56,12 +56,12 @@ class Composed:
     """A command line, understood.
 
     Attributes:
-      settings: Checked values.
+      config: Checked values.
       text: The same as YAML, resolved: what ``config.yaml`` keeps of the run.
       output_dir: Where the run writes; nothing is created yet.
     """
 
-    settings: Settings
+    config: Config
     text: str
     output_dir: Path
 
@@ -114,7 +114,7 @@ def read_command_line(
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     if flags.help:
-        sys.stdout.write(usage(composed.settings, _files(config_dir)))
+        sys.stdout.write(usage(composed.config, _files(config_dir)))
     elif flags.cfg:
         sys.stdout.write(composed.text)
     else:
@@ -175,14 +175,14 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     return Composed(settings, as_text(config), Path(output_dir))
 
 
-def _layout_problems(settings: Settings) -> list[TesseraError]:
+def _layout_problems(settings: Config) -> list[TesseraError]:
     """What is wrong with the model on its mesh, by modules that import JAX."""
     from tessera.training.layout_checks import layout_problems
 
     return layout_problems(settings)
 
 
-def _values(config: DictConfig) -> tuple[Settings, str]:
+def _values(config: DictConfig) -> tuple[Config, str]:
     """The settings and the output folder, with every reference resolved."""
     try:
         return settings_of(config), str(config.hydra.run.dir)
@@ -259,12 +259,12 @@ def _read_flags(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
         add_help=False, allow_abbrev=False, usage=SUPPRESS, exit_on_error=False
     )
     parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--cfg", "-c", choices=["run"])
     try:
         flags, rest = parser.parse_known_args(arguments)
     except ArgumentError as error:
         raise UnknownSettingError(
-            "a flag does not take this value", got=str(error), fix="use --cfg job"
+            "a flag does not take this value", got=str(error), fix="use --cfg run"
         ) from error
     for flag in (argument for argument in rest if argument.startswith("-")):
         several = flag in ("--multirun", "-m")
@@ -273,6 +273,6 @@ def _read_flags(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
             got=flag,
             fix="start a run for each value, from a loop of the shell"
             if several
-            else "use --help or --cfg job, or write settings as group.setting=value",
+            else "use --help or --cfg run, or write settings as group.setting=value",
         )
     return flags, rest

@@ -3,7 +3,7 @@
 
 ``command_line.py`` composes them with Hydra from the files of ``configs/`` and the
 command line; ``settings_checks.py`` says what is wrong with them. The trainer sees only
-``Settings``, in which no OmegaConf is left. Nothing here imports JAX.
+``Config``, in which no OmegaConf is left. Nothing here imports JAX.
 """
 
 from collections.abc import Mapping
@@ -203,7 +203,7 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings:
+class ModelConfig:
     """The model, and the mesh that it is spread over.
 
     Attributes:
@@ -230,12 +230,12 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Config:
     """A run: everything that the command line and the configuration files decide.
 
     Attributes:
       name: Names the folder of the run's output.
-      model: See ``ModelSettings``.
+      model: See ``ModelConfig``.
       training: See ``TrainingConfig``.
       data: See ``DataConfig``.
       optimizer: See ``OptimizerConfig`` and its subclasses.
@@ -243,7 +243,7 @@ class Settings:
     """
 
     name: str
-    model: ModelSettings
+    model: ModelConfig
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)

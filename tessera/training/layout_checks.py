@@ -16,13 +16,13 @@ from tessera.models.partition_rules import Placement
 from tessera.models.pipeline_stages import StageSplit
 from tessera.models.remat import policies_of, policies_of_stage
 from tessera.ops.attention.context_variants import Method
-from tessera.training.config import ModelSettings, Settings
+from tessera.training.config import Config, ModelConfig
 
 # Places of a schedule's table, stages times microbatches: some seconds to make.
 _LARGEST_TABLE: Final = 2**18
 
 
-def layout_problems(settings: Settings) -> list[TesseraError]:
+def layout_problems(settings: Config) -> list[TesseraError]:
     """Every mistake that is seen once a mesh is known; starts no backend.
 
     T402 for heads, T502 for policies of ``remat``, T503 for sequences, T311 and T507
@@ -44,7 +44,7 @@ def layout_problems(settings: Settings) -> list[TesseraError]:
     ]
 
 
-def _placement(model: ModelSettings, mesh: Mesh) -> Placement:
+def _placement(model: ModelConfig, mesh: Mesh) -> Placement:
     return Placement.of(
         model.config,
         mesh,
@@ -53,7 +53,7 @@ def _placement(model: ModelSettings, mesh: Mesh) -> Placement:
     )
 
 
-def _check_stages(settings: Settings, mesh: Mesh) -> list[TesseraError]:
+def _check_stages(settings: Config, mesh: Mesh) -> list[TesseraError]:
     training = settings.training
     if "pp" not in mesh.axes:
         return []
@@ -75,7 +75,7 @@ def _check_stages(settings: Settings, mesh: Mesh) -> list[TesseraError]:
     return []
 
 
-def _check_remat(settings: Settings, mesh: Mesh) -> list[TesseraError]:
+def _check_remat(settings: Config, mesh: Mesh) -> list[TesseraError]:
     config = settings.model.config
     try:
         policies = policies_of(settings.training.remat, config)
@@ -87,7 +87,7 @@ def _check_remat(settings: Settings, mesh: Mesh) -> list[TesseraError]:
     return []
 
 
-def _check_sequences(settings: Settings, place: Placement) -> list[TesseraError]:
+def _check_sequences(settings: Config, place: Placement) -> list[TesseraError]:
     length, spread = settings.training.sequence_length, place.arrangement
     chunks = spread.size * spread.runs if spread else 1
     split = place.size("sequence") if settings.model.sequence_parallel else 1

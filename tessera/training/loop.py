@@ -33,7 +33,7 @@ from tessera.training.data.cursor import Cursor
 from tessera.training.interrupts import Shield
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
-from tessera.training.run import Job
+from tessera.training.run import Run
 from tessera.training.step import batch_spec
 from tessera.training.train_state import TrainState, init_state
 
@@ -68,7 +68,7 @@ class Guard:
       enter: Told what begins, ``"step"``, ``"evaluation"``, ``"save"`` or
         ``"compile"``, and the step's number.
       goes_on: Asked before each step and each batch of an evaluation; where it says no
-        the run saves, and ``Trainer.run`` returns.
+        the run saves, and ``Trainer.train`` returns.
     """
 
     enter: Callable[[str, int], None] = lambda kind, step: None
@@ -94,10 +94,10 @@ class Trainer:
     """One run from its first array to its last line.
 
     Ctrl-C in a notebook leaves it where it is: ``position`` has the state after the
-    last step that was begun, and another ``run()`` goes on as if nothing had been.
+    last step that was begun, and another ``train()`` goes on as if nothing had been.
 
     Args:
-      job: What to run.
+      run: What to run.
       corpus: Its data.
       console: Where a person watches.
       writer: Where the numbers go.
@@ -109,7 +109,7 @@ class Trainer:
 
     def __init__(
         self,
-        job: Job,
+        run: Run,
         corpus: Corpus,
         console: Console,
         writer: MetricWriter,
@@ -119,21 +119,21 @@ class Trainer:
         *,
         guard: Guard | None = None,
     ) -> None:
-        self.job, self.corpus = job, corpus
+        self.run, self.corpus = run, corpus
         self._console, self._writer, self._window = console, writer, window
         self._checkpoints, self._resumed = checkpoints, resumed
         guard = guard or Guard()
         self._enter, self._goes_on = guard.enter, guard.goes_on
         self._shield = Shield()
         self.position: Position | None = None
-        """Where the run is; None before ``run`` has made or read a state."""
+        """Where the run is; None before ``train`` has made or read a state."""
         # The last steps that were evaluated and saved, here or before a resume.
         self._validated = self._saved = 0
         self._flights: deque[_Flight] = deque()
         self._read_at = 0.0
         self._skipped_in_a_row = 0
 
-    def run(self) -> TrainState:
+    def train(self) -> TrainState:
         """Train for all steps that are left, validate, and show a sample.
 
         Raises:
@@ -146,18 +146,18 @@ class Trainer:
         with self._shield.raised():
             self.position = self.position or self._beginning()
             self._enter("compile", self._at.step)
-            self.job.compile_evaluation(self.corpus)
-            if self._train() and self._goes_on():
+            self.run.compile_evaluation(self.corpus)
+            if self._take_steps() and self._goes_on():
                 self._sample(self._at.state)
             else:
                 self._stop()
         return self._at.state
 
-    def _train(self) -> bool:
+    def _take_steps(self) -> bool:
         """Take the steps that are left; False where the run stops before."""
-        steps, done = self.job.settings.training.steps, self._at.step
-        most = self.job.settings.runtime.max_steps_in_flight
-        flops = count(self.job.compiled.traced.graph.program).total
+        steps, done = self.run.config.training.steps, self._at.step
+        most = self.run.config.runtime.max_steps_in_flight
+        flops = count(self.run.compiled.traced.graph.program).total
         self._read_at = time.perf_counter()
         with (
             closing(self._batches(self._at.cursor.rows)) as batches,
@@ -184,9 +184,9 @@ class Trainer:
         self._enter("step", step)
         if self._window is not None:
             self._window.before(step, drain)
-        rows = self.job.settings.rows_per_step(self.job.mesh)
+        rows = self.run.config.rows_per_step(self.run.mesh)
         with self._shield:
-            state, metrics = self.job.step(at.state, batch)
+            state, metrics = self.run.step(at.state, batch)
             self.position = Position(step, state, at.cursor.moved(rows))
             self._flights.append(_Flight(step, metrics))
 
@@ -215,7 +215,7 @@ class Trainer:
             left = f": {checkpoints.last_said()}; training.resume goes on from it"
         # The first process alone knows what is complete.
         left *= jax.process_index() == 0
-        steps = self.job.settings.training.steps
+        steps = self.run.config.training.steps
         log.warning("the run is stopped after step %d of %d%s", at.step, steps, left)
 
     def _save(self, checkpoints: Checkpoints) -> None:
@@ -237,38 +237,38 @@ class Trainer:
 
     def _beginning(self) -> Position:
         """Where the run begins, or goes on."""
-        job = self.job
+        run = self.run
         if self._resumed is not None:
             metadata = self._resumed.metadata
-            resume_data = job.settings.training.resume_data
+            resume_data = run.config.training.resume_data
             cursor = metadata.cursor.resumed(self.corpus, resume_data)
-            state = Restoration(metadata, job).run(self._resumed)
+            state = Restoration(metadata, run).run(self._resumed)
             self._saved = metadata.step
             self._validated = metadata.step - (not metadata.is_validated)
             return Position(metadata.step, state, cursor)
         state = init_state(
-            job.model,
-            job.recipe.optimizer,
-            jax.random.key(job.settings.training.seed),
-            job.mesh,
-            loss_scale=job.loss_scale,
-            zero_stage=job.recipe.zero_stage,
-            offload_optimizer=job.recipe.offload_optimizer,
+            run.model,
+            run.step_config.optimizer,
+            jax.random.key(run.config.training.seed),
+            run.mesh,
+            loss_scale=run.loss_scale,
+            zero_stage=run.step_config.zero_stage,
+            offload_optimizer=run.step_config.offload_optimizer,
         )
-        state = replace(state, residual=job.recipe.exchange.first_residual())
-        if (path := job.settings.training.init_from) is not None:
-            layouts = job.recipe.zero.params
-            params = import_weights(path, job.model, job.mesh, layouts=layouts)
+        state = replace(state, residual=run.step_config.exchange.first_residual())
+        if (path := run.config.training.init_from) is not None:
+            layouts = run.step_config.zero.params
+            params = import_weights(path, run.model, run.mesh, layouts=layouts)
             state = replace(state, params=params)
         return Position(0, state, Cursor.beginning(self.corpus))
 
     def _batches(self, start_row: int) -> Generator[Any, None, None]:
         """One step's batch after the other, on its devices."""
-        training = self.job.settings.training
-        spec = batch_spec(self.job.recipe)
-        rows = self.job.settings.rows_per_step(self.job.mesh)
+        training = self.run.config.training
+        spec = batch_spec(self.run.step_config)
+        rows = self.run.config.rows_per_step(self.run.mesh)
         steps = training.gradient_accumulation_steps
-        feed = self.job.feed
+        feed = self.run.feed
         with closing(
             self.corpus.train(
                 rows, feed.index, feed.count, start_row, microbatches=steps
@@ -300,7 +300,7 @@ class Trainer:
         seconds, self._read_at = now - self._read_at, now
         self._check_scale(step, numbers)
         self._count_skipped(step, numbers)
-        training, mesh = self.job.settings.training, self.job.mesh
+        training, mesh = self.run.config.training, self.run.mesh
         numbers["tokens_per_second"] = numbers.pop("tokens") / seconds
         numbers["step_seconds"] = seconds
         kind = mesh.jax.devices.flat[0].device_kind
@@ -324,7 +324,7 @@ class Trainer:
 
     def _check_scale(self, step: int, numbers: Numbers) -> None:
         """Stop where no loss scale is small enough: every step would be skipped."""
-        scale = self.job.loss_scale
+        scale = self.run.loss_scale
         if scale is None or numbers["stalled_overflows"] < scale.patience:
             return
         raise LossScaleError(
@@ -344,14 +344,14 @@ class Trainer:
         in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self._skipped_in_a_row = in_a_row
         numbers |= {"skipped": float(skipped), "skipped_in_a_row": float(in_a_row)}
-        if not skipped or self.job.loss_scale is not None:
+        if not skipped or self.run.loss_scale is not None:
             return
         log.warning(
             "step %d is skipped, the parameters stay as they are: loss %g, norm of the "
             "gradients %g",
             *(step, loss, norm),
         )
-        most = self.job.settings.training.max_skipped_steps
+        most = self.run.config.training.max_skipped_steps
         if in_a_row <= most:
             return
         last = "the run keeps no checkpoints"
@@ -369,12 +369,12 @@ class Trainer:
 
     def _peak_memory(self) -> int | None:
         """Most bytes that the fullest of this process's devices held, if it counts."""
-        stats = [d.memory_stats() for d in self.job.mesh.jax.local_devices]
+        stats = [d.memory_stats() for d in self.run.mesh.jax.local_devices]
         peaks = [each["peak_bytes_in_use"] for each in stats if each]
         return max(peaks) if peaks else None
 
     def _validates_after(self, step: int) -> bool:
-        training = self.job.settings.training
+        training = self.run.config.training
         if step == training.steps:
             return True
         return bool(training.validate_every) and step % training.validate_every == 0
@@ -382,18 +382,18 @@ class Trainer:
     def _validate(self, step: int, state: TrainState) -> bool:
         """Evaluate and show the loss; False where the run stops meanwhile."""
         self._enter("evaluation", step)
-        job, feed = self.job, self.job.feed
-        rows = job.settings.rows_per_microbatch(job.mesh)
-        limit = job.settings.training.validation_batches
+        run, feed = self.run, self.run.feed
+        rows = run.config.rows_per_microbatch(run.mesh)
+        limit = run.config.training.validation_batches
         sums, flights = np.zeros(2), deque[Any]()
         with closing(self.corpus.validation(rows, feed.index, feed.count)) as batches:
             for batch in islice(batches, limit):
                 if not self._goes_on():
                     return False
-                placed = feed.placed(batch, job.validation_spec, dim=0)
-                flights.append(job.evaluate(state.params, placed))
+                placed = feed.placed(batch, run.validation_spec, dim=0)
+                flights.append(run.evaluate(state.params, placed))
                 # Read behind, as the numbers of steps are.
-                if len(flights) >= job.settings.runtime.max_steps_in_flight:
+                if len(flights) >= run.config.runtime.max_steps_in_flight:
                     sums += np.asarray(flights.popleft(), np.float64)
         for numbers in flights:
             sums += np.asarray(numbers, np.float64)
@@ -408,14 +408,14 @@ class Trainer:
         return True
 
     def _sample(self, state: TrainState) -> None:
-        training, tokenizer = self.job.settings.training, self.corpus.tokenizer
+        training, tokenizer = self.run.config.training, self.corpus.tokenizer
         if not training.sample_length:
             return
         self._enter("evaluation", training.steps)
         prompt, shown = self._prompt()
         key = jax.random.fold_in(jax.random.key(training.seed), training.steps)
         ids = generate(
-            self.job.model,
+            self.run.model,
             state.params,
             jnp.asarray(prompt, jnp.int32)[None],
             training.sample_length,
@@ -428,7 +428,7 @@ class Trainer:
     def _prompt(self) -> tuple[np.ndarray, str]:
         """What the sample continues: the separator alone where the data is no text."""
         text, tokenizer = (
-            self.job.settings.training.sample_prompt,
+            self.run.config.training.sample_prompt,
             self.corpus.tokenizer,
         )
         begin = list[int]() if tokenizer.separator is None else [tokenizer.separator]

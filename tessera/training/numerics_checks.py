@@ -9,12 +9,10 @@ from tessera.errors import (
     SettingValueError,
     TesseraError,
 )
-from tessera.training.config import Settings, TrainingConfig, data_parallel_groups
+from tessera.training.config import Config, TrainingConfig, data_parallel_groups
 
 
-def numerics_problems(
-    settings: Settings, sizes: Mapping[str, int]
-) -> list[TesseraError]:
+def numerics_problems(settings: Config, sizes: Mapping[str, int]) -> list[TesseraError]:
     """What keeps a run from ``training.numerics``: T502, T503 and T507.
 
     Args:
@@ -71,9 +69,7 @@ def _unused(training: TrainingConfig) -> list[TesseraError]:
     ]
 
 
-def _of_mesh(
-    settings: Settings, sizes: Mapping[str, int]
-) -> list[tuple[bool, str, str]]:
+def _of_mesh(settings: Config, sizes: Mapping[str, int]) -> list[tuple[bool, str, str]]:
     parts, groups = settings.training.microshards, data_parallel_groups(sizes)
     others = [
         axis
@@ -96,7 +92,7 @@ def _of_mesh(
     ]
 
 
-def _of_settings(settings: Settings) -> list[tuple[bool, str, str]]:
+def _of_settings(settings: Config) -> list[tuple[bool, str, str]]:
     training, optimizer = settings.training, settings.optimizer
     return [
         (

@@ -18,7 +18,7 @@ from tessera.debug.profile_report import Profile, of_program
 from tessera.errors import OutputPathError
 from tessera.training.console import log
 from tessera.training.outputs import RunFolder
-from tessera.training.run import Job
+from tessera.training.run import Run
 
 
 def write_profile(folder: Path, profile: Profile) -> None:
@@ -69,14 +69,14 @@ class Window:
         self._mark = ExitStack()
 
     @classmethod
-    def of(cls, job: Job, folder: RunFolder | None) -> "Window | None":
+    def of(cls, run: Run, folder: RunFolder | None) -> "Window | None":
         """That of a run which asks for one, in the process that has a folder."""
-        training = job.settings.training
+        training = run.config.training
         if folder is None or not training.profile_communication:
             return None
         return cls(
             folder.profile,
-            lambda: of_program(job.compiled),
+            lambda: of_program(run.compiled),
             wait=training.profile_wait,
             warmup=training.profile_warmup,
             active=training.profile_active,

@@ -26,7 +26,7 @@ from tessera.models.weights import check_weights
 from tessera.ops.attention.context_variants import Method
 from tessera.ops.loss_scale import LossScale
 from tessera.training import offload
-from tessera.training.config import Settings, data_parallel_groups
+from tessera.training.config import Config, data_parallel_groups
 from tessera.training.data import Corpus, load
 from tessera.training.data.vocabulary import check_tokens
 from tessera.training.device_checks import check_compilable, check_state_fits
@@ -36,7 +36,12 @@ from tessera.training.numerics_checks import numerics_problems
 from tessera.training.optimizers import make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.setting import joined
-from tessera.training.step import Recipe, batch_spec, make_eval_step, make_train_step
+from tessera.training.step import (
+    StepConfig,
+    batch_spec,
+    make_eval_step,
+    make_train_step,
+)
 from tessera.training.train_state import TrainState, abstract_state, state_specs
 
 _DTYPES: Final = {"f32": "f32", "bf16": "bf16", "fp16": "f16"}
@@ -44,33 +49,33 @@ _BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
 
 
 @dataclass(frozen=True)
-class Job:
+class Run:
     """A run before its first array.
 
     Attributes:
-      settings: What was asked for.
+      config: What was asked for.
       mesh: Where it runs; it may be abstract, which is enough for a dry run.
     """
 
-    settings: Settings
+    config: Config
     mesh: Mesh
 
     @cached_property
     def model(self) -> Model:
         """The model, without arrays."""
-        model, chunks = self.settings.model, self.settings.training.pipeline_chunks
+        model, chunks = self.config.model, self.config.training.pipeline_chunks
         return Model(
             model.config,
             sequence_parallel=model.sequence_parallel,
             context_parallel=cast(Method, model.context_parallel),
-            remat=self.settings.training.remat,
+            remat=self.config.training.remat,
             split=split_of(self.mesh, model.config, chunks),
         )
 
     @cached_property
     def schedule(self) -> Schedule | None:
         """The order of the pipeline, where the mesh has an axis ``pp``."""
-        training = self.settings.training
+        training = self.config.training
         return schedule_of(
             self.mesh,
             training.pipeline_schedule,
@@ -79,16 +84,16 @@ class Job:
         )
 
     @cached_property
-    def recipe(self) -> Recipe:
+    def step_config(self) -> StepConfig:
         """What the step is made of."""
-        training = self.settings.training
+        training = self.config.training
         optimizer, learning_rate = make_optimizer(
-            self.settings.optimizer,
+            self.config.optimizer,
             steps=training.steps,
             clip_norm=training.clip_norm,
             world_size=Placement(self.mesh).size("batch"),
         )
-        return Recipe(
+        return StepConfig(
             model=self.model,
             optimizer=optimizer,
             learning_rate=learning_rate,
@@ -111,13 +116,13 @@ class Job:
     @cached_property
     def loss_scale(self) -> LossScale | None:
         """The loss scale to begin with; fp16 alone has one."""
-        fp16 = self.settings.training.mixed_precision == "fp16"
+        fp16 = self.config.training.mixed_precision == "fp16"
         return LossScale.dynamic() if fp16 else None
 
     @cached_property
     def step(self) -> Function:
         """The training step: ``(state, batch) -> (state, metrics)``."""
-        return make_train_step(self.recipe, self.abstract_state)
+        return make_train_step(self.step_config, self.abstract_state)
 
     @cached_property
     def compiled(self) -> Compiled:
@@ -127,7 +132,7 @@ class Job:
     @cached_property
     def evaluate(self) -> Function:
         """The loss of one batch: ``(params, batch) -> (summed loss, tokens)``."""
-        return make_eval_step(self.recipe)
+        return make_eval_step(self.step_config)
 
     def compile_evaluation(self, corpus: Corpus) -> None:
         """Compile it before the first step, where there is anything to evaluate.
@@ -136,8 +141,8 @@ class Job:
         """
         if not len(corpus.validation_split.rows):
             return
-        rows = self.settings.rows_per_microbatch(self.mesh)
-        shape = rows, self.settings.training.sequence_length
+        rows = self.config.rows_per_microbatch(self.mesh)
+        shape = rows, self.config.training.sequence_length
         struct = self._struct(
             jax.ShapeDtypeStruct(shape, jnp.int32), self.validation_spec
         )
@@ -147,7 +152,7 @@ class Job:
     @property
     def validation_spec(self) -> PartitionSpec:
         """The layout of the arrays of a batch that is evaluated."""
-        return PartitionSpec(self.recipe.data_axes or None)
+        return PartitionSpec(self.step_config.data_axes or None)
 
     def step_facts(self) -> tuple[str, dict[str, str]]:
         """A fingerprint of the lowered step, and how often it has each operation.
@@ -163,20 +168,20 @@ class Job:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and layouts of the state; nothing is allocated."""
         shapes = abstract_state(
-            self.model, self.recipe.optimizer, loss_scale=self.loss_scale
+            self.model, self.step_config.optimizer, loss_scale=self.loss_scale
         )
         specs = state_specs(
             self.model,
-            self.recipe.optimizer,
+            self.step_config.optimizer,
             self.mesh,
             loss_scale=self.loss_scale,
-            zero_stage=self.recipe.zero_stage,
+            zero_stage=self.step_config.zero_stage,
         )
-        exchange = self.recipe.exchange
+        exchange = self.step_config.exchange
         shapes = replace(shapes, residual=exchange.abstract_residual)
         specs = replace(specs, residual=exchange.residual_specs)
         state = jax.tree.map(self._struct, shapes, specs)
-        if not self.recipe.offload_optimizer:
+        if not self.step_config.offload_optimizer:
             return state
         places = offload.shardings(
             self.mesh.compile_mesh, specs.optimizer, shapes.optimizer, on_host=True
@@ -187,17 +192,19 @@ class Job:
     @property
     def abstract_batch(self) -> dict[str, Any]:
         """Shapes, dtypes and layouts of one step's batch."""
-        training = self.settings.training
-        rows = self.settings.rows_per_microbatch(self.mesh)
+        training = self.config.training
+        rows = self.config.rows_per_microbatch(self.mesh)
         steps = training.gradient_accumulation_steps
         shape = jax.ShapeDtypeStruct((steps, rows, training.sequence_length), jnp.int32)
-        return {name: self._struct(shape, batch_spec(self.recipe)) for name in _BATCH}
+        return {
+            name: self._struct(shape, batch_spec(self.step_config)) for name in _BATCH
+        }
 
     def layout_notes(self) -> list[str]:
         """What a reader of the settings would not expect, one sentence each."""
         return [
             *self.model.layout_notes(self.mesh),
-            *self.recipe.zero.notes(),
+            *self.step_config.zero.notes(),
             *self._optimizer_notes(),
             *self._pipeline_notes(),
             *self._unused_notes(),
@@ -205,19 +212,19 @@ class Job:
 
     def _optimizer_notes(self) -> list[str]:
         """Where the optimizer's state makes a setting change nothing."""
-        recipe = self.recipe
+        config = self.step_config
         leaves = jax.tree.leaves(self.abstract_state.optimizer)
         if not any(leaf.shape for leaf in leaves):
             given = {
-                "zero_stage 1": recipe.zero_stage == 1,
-                "offload_optimizer": recipe.offload_optimizer,
+                "zero_stage 1": config.zero_stage == 1,
+                "offload_optimizer": config.offload_optimizer,
             }
             return [
                 f"{name} changes nothing: this optimizer keeps no arrays"
                 for name, is_given in given.items()
                 if is_given
             ]
-        return offload.notes(self.mesh) if recipe.offload_optimizer else []
+        return offload.notes(self.mesh) if config.offload_optimizer else []
 
     def _pipeline_notes(self) -> list[str]:
         """The split of the layers and the schedule; what they waste, as a warning."""
@@ -230,15 +237,15 @@ class Job:
 
     def _unused_notes(self) -> list[str]:
         """Settings that have nothing to do in a model or on a mesh of these sizes."""
-        model, recipe = self.model.config, self.recipe
-        rule = self.settings.optimizer.scale_learning_rate
+        model, config = self.model.config, self.step_config
+        rule = self.config.optimizer.scale_learning_rate
         is_alone = data_parallel_groups(self.mesh.shape) == 1
         kinds = {model.is_global(layer) for layer in range(model.num_layers)}
         scaled = model.rope_base_global, model.rope_scale_global
         usual = Gemma3Config.rope_base_global, Gemma3Config.rope_scale_global
         given = {
-            f"sync_gradients_every {recipe.sync_every}": is_alone
-            and recipe.sync_every > 1,
+            f"sync_gradients_every {config.sync_every}": is_alone
+            and config.sync_every > 1,
             f"scale_learning_rate {rule}": is_alone and rule != "none",
         }
         notes = [
@@ -268,17 +275,17 @@ class Job:
           DeviceMemoryError: [T509] the devices do not hold the state.
         """
         # A size of -1 is known only now.
-        if problems := numerics_problems(self.settings, self.mesh.shape):
+        if problems := numerics_problems(self.config, self.mesh.shape):
             raise joined(problems)
-        if self.settings.training.numerics == "deterministic":
+        if self.config.training.numerics == "deterministic":
             check_accelerator()
         check_compilable(self.mesh)
         self.model.layouts(self.mesh)
-        if self.settings.training.init_from is not None:
-            check_weights(self.settings.training.init_from, self.model)
-        if self.recipe.offload_optimizer:
+        if self.config.training.init_from is not None:
+            check_weights(self.config.training.init_from, self.model)
+        if self.step_config.offload_optimizer:
             offload.check_host_memory(self.mesh)
-        if not (self.settings.training.dry_run or self.mesh.is_abstract):
+        if not (self.config.training.dry_run or self.mesh.is_abstract):
             check_state_fits(self.abstract_state, self.mesh)
 
     def load_data(self) -> Corpus:
@@ -290,37 +297,37 @@ class Job:
           EmptyDataError: [T602] there are fewer rows than one step takes.
           BatchSizeError: [T503] a batch cannot be divided over the processes.
         """
-        training = self.settings.training
+        training = self.config.training
         corpus = load(
-            self.settings.data,
+            self.config.data,
             sequence_length=training.sequence_length,
             seed=training.seed,
-            vocab_size=self.settings.model.config.vocab_size,
+            vocab_size=self.config.model.config.vocab_size,
         )
         self._check_prompt(corpus)
         part = self.feed.index, self.feed.count
         # The loop would be told as well, but after the step was compiled.
         corpus.train(
-            self.settings.rows_per_step(self.mesh),
+            self.config.rows_per_step(self.mesh),
             *part,
             microbatches=training.gradient_accumulation_steps,
         ).close()
-        corpus.validation(self.settings.rows_per_microbatch(self.mesh), *part)
+        corpus.validation(self.config.rows_per_microbatch(self.mesh), *part)
         return corpus
 
     def _check_prompt(self, corpus: Corpus) -> None:
         """See that the model has the tokens that the sample at the end continues."""
-        training, tokenizer = self.settings.training, corpus.tokenizer
+        training, tokenizer = self.config.training, corpus.tokenizer
         if training.sample_length and tokenizer.kind != "synthetic":
             text = training.sample_prompt
-            vocab_size = self.settings.model.config.vocab_size
+            vocab_size = self.config.model.config.vocab_size
             ids = tokenizer.encode(text)
             check_tokens("training.sample_prompt", text, ids, tokenizer, vocab_size)
 
     @cached_property
     def feed(self) -> Feed:
         """Which rows of each batch this process reads."""
-        return Feed.of(self.mesh, self.recipe.data_axes)
+        return Feed.of(self.mesh, self.step_config.data_axes)
 
     def _struct(self, shape: Any, spec: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self.mesh.compile_mesh, spec)

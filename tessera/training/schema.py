@@ -10,9 +10,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tessera.models.gemma3_config import Gemma3Config
 from tessera.training.config import (
-    ModelSettings,
+    Config,
+    ModelConfig,
     RuntimeConfig,
-    Settings,
     TrainingConfig,
 )
 from tessera.training.data.data_config import DataConfig
@@ -26,8 +26,8 @@ ModelSchema: Final = make_dataclass(
     [
         ("name", str),
         ("mesh_shape", list[Any]),
-        ("sequence_parallel", bool, ModelSettings.sequence_parallel),
-        ("context_parallel", str, ModelSettings.context_parallel),
+        ("sequence_parallel", bool, ModelConfig.sequence_parallel),
+        ("context_parallel", str, ModelConfig.context_parallel),
         *(
             (name, hint, field(default=Gemma3Config.__dataclass_fields__[name].default))
             for name, hint in get_type_hints(Gemma3Config).items()
@@ -63,7 +63,7 @@ def typed(cls: type) -> DictConfig:
     return node
 
 
-def settings_of(config: DictConfig) -> Settings:
+def settings_of(config: DictConfig) -> Config:
     """A composed configuration as frozen values, with every interpolation resolved.
 
     Raises:
@@ -73,9 +73,9 @@ def settings_of(config: DictConfig) -> Settings:
         dict[str, Any],
         OmegaConf.to_container(config.model, resolve=True, throw_on_missing=True),
     )
-    return Settings(
+    return Config(
         name=config.name,
-        model=ModelSettings(
+        model=ModelConfig(
             name=model.pop("name"),
             mesh_shape=_frozen(model.pop("mesh_shape")),
             sequence_parallel=model.pop("sequence_parallel"),
@@ -89,7 +89,7 @@ def settings_of(config: DictConfig) -> Settings:
     )
 
 
-def settings_of_text(text: str) -> Settings:
+def settings_of_text(text: str) -> Config:
     """The settings that ``as_text`` wrote, from a checkpoint for instance.
 
     Raises:

@@ -24,8 +24,8 @@ from tessera.models.gemma3_config import nearest
 from tessera.training import optimizer_config
 from tessera.training.config import (
     MESH_AXES,
-    ModelSettings,
-    Settings,
+    Config,
+    ModelConfig,
     TrainingConfig,
     data_parallel_groups,
 )
@@ -41,7 +41,7 @@ _MOST_DEVICES: Final = 2**20
 _MOST_ELEMENTS: Final = 2**56
 
 
-def check(settings: Settings) -> list[TesseraError]:
+def check(settings: Config) -> list[TesseraError]:
     """Every mistake that can be seen without JAX.
 
     T101, T102 and T103 for the mesh, T502 and T505 for values, T503 for batches, T504
@@ -87,7 +87,7 @@ def _check_name(name: str) -> list[TesseraError]:
 
 
 def _read_mesh(
-    model: ModelSettings,
+    model: ModelConfig,
 ) -> tuple[dict[str, int] | None, list[TesseraError]]:
     """Sizes of the mesh's axes, with -1 as 1, or what is wrong with it."""
     got = f"model.mesh_shape={as_yaml(model.mesh_shape)}"
@@ -268,7 +268,7 @@ def _check_pipeline(
     return []
 
 
-def _check_elements(settings: Settings, sizes: Mapping[str, int]) -> list[TesseraError]:
+def _check_elements(settings: Config, sizes: Mapping[str, int]) -> list[TesseraError]:
     """Whether the arrays of a microbatch have sizes that a compiler can count."""
     training, config = settings.training, settings.model.config
     rows = training.micro_batch_size * data_parallel_groups(sizes)

@@ -45,7 +45,7 @@ Sums: TypeAlias = dict[str, Float[Array, ""]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class StepConfig:
     """What a step is made of.
 
     Attributes:
@@ -125,7 +125,7 @@ class Recipe:
         return Placement(self.mesh).axes("batch")
 
 
-def make_train_step(recipe: Recipe, state: TrainState) -> Function:
+def make_train_step(config: StepConfig, state: TrainState) -> Function:
     """Compile-ready function ``(state, batch) -> (state, metrics)``.
 
     The state is donated. ``batch`` holds int32 arrays ``tokens``, ``targets``,
@@ -142,13 +142,13 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
     them decide alike.
 
     Args:
-      recipe: What the step is made of.
+      config: What the step is made of.
       state: A state or its shapes, for the layouts.
     """
-    norm_of = recipe.fixed_order.norm if recipe.fixed_order else global_norm
+    norm_of = config.fixed_order.norm if config.fixed_order else global_norm
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Tree]:
-        batch = _arranged(recipe, batch)
+        batch = _arranged(config, batch)
         counted = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
         # A batch of padding alone has no gradient, and none is invented for it.
         tokens = jnp.maximum(counted, 1.0)
@@ -156,46 +156,46 @@ def make_train_step(recipe: Recipe, state: TrainState) -> Function:
         # the size of the batch.
         scale = None if state.loss_scale is None else state.loss_scale.value / tokens
         share = 1.0 / _scaled(tokens, scale)
-        sums, gradients, residual = _mean_gradients(recipe, state, batch, scale, share)
-        if recipe.fixed_order is None:
-            gradients = recipe.zero.hold_shares(gradients)
+        sums, gradients, residual = _mean_gradients(config, state, batch, scale, share)
+        if config.fixed_order is None:
+            gradients = config.zero.hold_shares(gradients)
         metrics = {
             **jax.tree.map(share.__mul__, sums),
             "grad_norm": norm_of(gradients),
-            "learning_rate": recipe.learning_rate(state.step),
+            "learning_rate": config.learning_rate(state.step),
             "tokens": counted,
         }
-        if recipe.offload_optimizer:
+        if config.offload_optimizer:
             state = replace(state, optimizer=fetched(state.optimizer))
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-        new = _updated(recipe, state, gradients, residual, finite, metrics["grad_norm"])
+        new = _updated(config, state, gradients, residual, finite, metrics["grad_norm"])
         if state.loss_scale is not None:
             scale = state.loss_scale.adjust(finite)
             metrics |= _scale_metrics(state.loss_scale, scale, finite)
             new = replace(new, loss_scale=scale)
-        if recipe.offload_optimizer:
+        if config.offload_optimizer:
             new = replace(new, optimizer=stored(new.optimizer))
         return new, metrics
 
     train_step.__name__ = "train_step"
     specs = state_specs(
-        recipe.model,
-        recipe.optimizer,
-        recipe.mesh,
+        config.model,
+        config.optimizer,
+        config.mesh,
         loss_scale=state.loss_scale,
-        zero_stage=recipe.zero_stage,
+        zero_stage=config.zero_stage,
     )
-    specs = replace(specs, residual=recipe.exchange.residual_specs)
+    specs = replace(specs, residual=config.exchange.residual_specs)
     return function(
         train_step,
-        mesh=recipe.mesh,
-        in_specs={"state": specs, "batch": batch_spec(recipe)},
+        mesh=config.mesh,
+        in_specs={"state": specs, "batch": batch_spec(config)},
         out_specs=(specs, PartitionSpec()),
         donate=("state",),
     )
 
 
-def make_eval_step(recipe: Recipe) -> Function:
+def make_eval_step(config: StepConfig) -> Function:
     """Compile-ready function ``(params, batch) -> (summed loss, tokens)``.
 
     ``batch`` is that of one microbatch: ``[B, S]`` arrays. The loss is in nats.
@@ -204,56 +204,56 @@ def make_eval_step(recipe: Recipe) -> Function:
     def eval_step(
         params: Tree, batch: Batch
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        batch = _arranged(recipe, batch)
+        batch = _arranged(config, batch)
         tokens = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
-        if recipe.pipeline is not None:
-            return recipe.pipeline.loss(params, batch), tokens
-        if recipe.fixed_order is not None:
+        if config.pipeline is not None:
+            return config.pipeline.loss(params, batch), tokens
+        if config.fixed_order is not None:
             rows = {name: array[None] for name, array in batch.items()}
 
             def loss(params: Tree, rows: Batch) -> Float[Array, ""]:
-                return _losses(recipe, params, rows, NO_MESH)[1]["loss"]
+                return _losses(config, params, rows, NO_MESH)[1]["loss"]
 
-            return recipe.fixed_order.summed(loss, params, rows), tokens
-        place = recipe.model.place(recipe.mesh)
-        return _losses(recipe, params, batch, place)[1]["loss"], tokens
+            return config.fixed_order.summed(loss, params, rows), tokens
+        place = config.model.place(config.mesh)
+        return _losses(config, params, batch, place)[1]["loss"], tokens
 
     return function(
         eval_step,
-        mesh=recipe.mesh,
+        mesh=config.mesh,
         in_specs={
-            "params": recipe.zero.params,
-            "batch": PartitionSpec(recipe.data_axes or None),
+            "params": config.zero.params,
+            "batch": PartitionSpec(config.data_axes or None),
         },
         out_specs=PartitionSpec(),
     )
 
 
-def _arranged(recipe: Recipe, batch: Batch) -> Batch:
+def _arranged(config: StepConfig, batch: Batch) -> Batch:
     """A batch in the order in which the devices of ``cp`` hold its sequences.
 
     They are given whole sequences, 16 bytes a token, so that each takes its own tokens,
     in whatever order, without a word to the others.
     """
-    place = recipe.model.place(recipe.mesh)
+    place = config.model.place(config.mesh)
     return {name: place.arranged(array) for name, array in batch.items()}
 
 
-def batch_spec(recipe: Recipe) -> PartitionSpec:
+def batch_spec(config: StepConfig) -> PartitionSpec:
     """Layout of a step's batch: whole over microbatches, split over the data axes."""
-    return PartitionSpec(None, recipe.data_axes or None)
+    return PartitionSpec(None, config.data_axes or None)
 
 
 def _losses(
-    recipe: Recipe, params: Tree, batch: Batch, place: Placement
+    config: StepConfig, params: Tree, batch: Batch, place: Placement
 ) -> tuple[Float[Array, ""], Sums]:
     """What one microbatch trains, in nats summed over tokens, and what it shows.
 
     The routers' losses are of one microbatch: each counts with the microbatch's share
     of the tokens.
     """
-    with autocast(recipe.dtype) if recipe.dtype != "f32" else nullcontext():
-        module = recipe.model.module(params)
+    with autocast(config.dtype) if config.dtype != "f32" else nullcontext():
+        module = config.model.module(params)
         hidden, statistics = module.hidden(
             batch["tokens"],
             positions=batch["positions"],
@@ -264,75 +264,75 @@ def _losses(
             hidden,
             batch["targets"],
             ignore_index=IGNORED,
-            chunk=recipe.loss_chunk,
+            chunk=config.loss_chunk,
             place=place,
         )
     tokens = (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
-    routers = router_sums(recipe.model.config, statistics, tokens)
+    routers = router_sums(config.model.config, statistics, tokens)
     return loss + routers.get("router_loss", 0.0), {"loss": loss, **routers}
 
 
-def _no_sums(recipe: Recipe) -> Sums:
-    routers = ROUTER_METRICS if recipe.model.config.num_experts else ()
+def _no_sums(config: StepConfig) -> Sums:
+    routers = ROUTER_METRICS if config.model.config.num_experts else ()
     return dict.fromkeys(("loss", *routers), jnp.float32(0.0))
 
 
 def _mean_gradients(
-    recipe: Recipe,
+    config: StepConfig,
     state: TrainState,
     batch: Batch,
     scale: Float[Array, ""] | None,
     share: Float[Array, ""],
 ) -> tuple[Sums, Tree, Tree]:
     """Sums times ``scale``; mean gradients; and what devices keep of them."""
-    if not recipe.exchange.is_active:
-        sums, gradients = _summed_gradients(recipe, state.params, batch, scale)
+    if not config.exchange.is_active:
+        sums, gradients = _summed_gradients(config, state.params, batch, scale)
         return sums, jax.tree.map(share.__mul__, gradients), state.residual
-    sums, own = _gradients_of_copies(recipe, (AXIS,), state.params, batch, scale)
+    sums, own = _gradients_of_copies(config, (AXIS,), state.params, batch, scale)
     own = jax.tree.map(share.__mul__, own)
-    return sums, *recipe.exchange.summed(own, state.residual)
+    return sums, *config.exchange.summed(own, state.residual)
 
 
 def _summed_gradients(
-    recipe: Recipe, params: Tree, batch: Batch, scale: Float[Array, ""] | None
+    config: StepConfig, params: Tree, batch: Batch, scale: Float[Array, ""] | None
 ) -> tuple[Sums, Tree]:
     """Sums and gradients over all microbatches, both times any ``scale``."""
-    if recipe.pipeline is not None:
+    if config.pipeline is not None:
         seed = _scaled(jnp.float32(1.0), scale)
-        sums, gradients = recipe.pipeline.gradients(params, batch, seed)
+        sums, gradients = config.pipeline.gradients(params, batch, seed)
         return _scaled(sums, scale), gradients
-    if recipe.fixed_order is not None:
-        return _summed_in_order(recipe, recipe.fixed_order, params, batch, scale)
-    if recipe.sync_every > 1 and recipe.mesh.axis_size(recipe.data_axes) > 1:
-        return _summed_in_groups(recipe, params, batch, scale)
-    place = recipe.model.place(recipe.mesh)
-    recipe.zero.declare_gradients(params)
+    if config.fixed_order is not None:
+        return _summed_in_order(config, config.fixed_order, params, batch, scale)
+    if config.sync_every > 1 and config.mesh.axis_size(config.data_axes) > 1:
+        return _summed_in_groups(config, params, batch, scale)
+    place = config.model.place(config.mesh)
+    config.zero.declare_gradients(params)
 
     def one(micro: Batch) -> tuple[Sums, Tree]:
-        loss, sums = _scaled(_losses(recipe, params, micro, place), scale)
+        loss, sums = _scaled(_losses(config, params, micro, place), scale)
         return sums, grad(loss, params)
 
-    zeros = _no_sums(recipe), recipe.zero.hold_gradients(_zeros(params))
+    zeros = _no_sums(config), config.zero.hold_gradients(_zeros(params))
     return _accumulated(one, zeros, batch)
 
 
 def _summed_in_groups(
-    recipe: Recipe, params: Tree, batch: Batch, scale: Float[Array, ""] | None
+    config: StepConfig, params: Tree, batch: Batch, scale: Float[Array, ""] | None
 ) -> tuple[Sums, Tree]:
     """The same, reduced over the data axes once for ``sync_every`` microbatches."""
 
     def group(micros: Batch) -> tuple[Sums, Tree]:
-        axes = recipe.data_axes
-        sums, own = _gradients_of_copies(recipe, axes, params, micros, scale)
+        axes = config.data_axes
+        sums, own = _gradients_of_copies(config, axes, params, micros, scale)
         return sums, jax.tree.map(_sum_of_copies, own)
 
-    groups = recipe.accumulation // recipe.sync_every
-    zeros = _no_sums(recipe), _zeros(params)
+    groups = config.accumulation // config.sync_every
+    zeros = _no_sums(config), _zeros(params)
     return _accumulated(group, zeros, _reshaped(batch, 0, groups))
 
 
 def _summed_in_order(
-    recipe: Recipe,
+    config: StepConfig,
     order: FixedOrder,
     params: Tree,
     batch: Batch,
@@ -344,7 +344,7 @@ def _summed_in_order(
     def losses(
         params: Tree, scale: Float[Array, ""], micro: Batch
     ) -> tuple[Float[Array, ""], Sums]:
-        return _scaled(_losses(recipe, params, micro, NO_MESH), scale)
+        return _scaled(_losses(config, params, micro, NO_MESH), scale)
 
     differentiated = jax.value_and_grad(losses, has_aux=True)
 
@@ -356,7 +356,7 @@ def _summed_in_order(
 
 
 def _gradients_of_copies(
-    recipe: Recipe,
+    config: StepConfig,
     axes: tuple[str, ...],
     params: Tree,
     batch: Batch,
@@ -368,21 +368,21 @@ def _gradients_of_copies(
     that the gradient of a copy is that device's own, not reduced, and can be summed
     over microbatches where it is.
     """
-    copies = recipe.mesh.axis_size(axes)
-    local = replace(recipe.model.place(recipe.mesh), taken=frozenset(axes))
+    copies = config.mesh.axis_size(axes)
+    local = replace(config.model.place(config.mesh), taken=frozenset(axes))
 
     def losses(own: Tree, micro: Batch) -> tuple[Float[Array, ""], Sums]:
-        return _losses(recipe, own, micro, local)
+        return _losses(config, own, micro, local)
 
     losses_of_copies = jax.vmap(losses, spmd_axis_name=axes)
-    own = _copied(recipe, params, axes)
+    own = _copied(config, params, axes)
 
     def one(micro: Batch) -> tuple[Sums, Tree]:
         totals = jax.tree.map(jnp.sum, losses_of_copies(own, micro))
         loss, sums = _scaled(totals, scale)
         return sums, grad(loss, own)
 
-    zeros = _no_sums(recipe), _zeros(own)
+    zeros = _no_sums(config), _zeros(own)
     return _accumulated(one, zeros, _reshaped(batch, 1, copies))
 
 
@@ -407,16 +407,16 @@ def _zeros(weights: Tree) -> Tree:
     return jax.tree.map(jnp.zeros_like, weights)
 
 
-def _copied(recipe: Recipe, params: Tree, axes: tuple[str, ...]) -> Tree:
+def _copied(config: StepConfig, params: Tree, axes: tuple[str, ...]) -> Tree:
     """One copy of every weight for each device along some axes, on that device."""
-    copies = recipe.mesh.axis_size(axes)
+    copies = config.mesh.axis_size(axes)
 
     def copy(weight: Array, spec: PartitionSpec) -> Array:
         inner = [None if entry in axes else entry for entry in spec]
         copied = jnp.broadcast_to(weight[None], (copies, *weight.shape))
-        return constrain(copied, recipe.mesh, PartitionSpec(axes, *inner))
+        return constrain(copied, config.mesh, PartitionSpec(axes, *inner))
 
-    return jax.tree.map(copy, params, recipe.model.layouts(recipe.mesh))
+    return jax.tree.map(copy, params, config.model.layouts(config.mesh))
 
 
 def _reshaped(batch: Batch, dim: int, parts: int) -> Batch:
@@ -432,7 +432,7 @@ def _sum_of_copies(gradient: Array) -> Array:
 
 
 def _updated(
-    recipe: Recipe,
+    config: StepConfig,
     state: TrainState,
     gradients: Tree,
     residual: Tree | None,
@@ -444,16 +444,16 @@ def _updated(
     A choice of each element, and not a branch: it becomes part of the loop that
     computes the element and has read the old one, and arrays stay where they are.
     """
-    shares = recipe.zero.hold_shares(state.params)
-    update = optax.with_extra_args_support(recipe.optimizer).update
-    if recipe.fixed_order is not None:
+    shares = config.zero.hold_shares(state.params)
+    update = optax.with_extra_args_support(config.optimizer).update
+    if config.fixed_order is not None:
         specs = state_specs(
-            recipe.model, recipe.optimizer, recipe.mesh, zero_stage=recipe.zero_stage
+            config.model, config.optimizer, config.mesh, zero_stage=config.zero_stage
         )
-        layouts = recipe.zero.optimizer_state
-        update = recipe.fixed_order.by_element(update, layouts, specs.optimizer)
+        layouts = config.zero.optimizer_state
+        update = config.fixed_order.by_element(update, layouts, specs.optimizer)
     updates, optimizer = update(gradients, state.optimizer, shares, norm=norm)
-    params = optax.apply_updates(shares, recipe.zero.hold_shares(updates))
+    params = optax.apply_updates(shares, config.zero.hold_shares(updates))
     old = replace(state, params=shares)
     new = TrainState(state.step + 1, params, optimizer, state.loss_scale, residual)
     return jax.tree.map(partial(jnp.where, finite), new, old)

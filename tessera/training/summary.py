@@ -9,16 +9,16 @@ from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
 from tessera.models.gemma3_config import Gemma3Config
 from tessera.models.remat import NONE, policies_of
-from tessera.training.run import Job
+from tessera.training.run import Run
 
 
-def run_rows(job: Job) -> list[tuple[str, str]]:
+def run_rows(run: Run) -> list[tuple[str, str]]:
     """Mesh, parameters, batch and memory per device; compiles, allocates nothing."""
-    settings, mesh = job.settings, job.mesh
-    memory, ledger = job.compiled.memory, job.compiled.collectives
+    settings, mesh = run.config, run.mesh
+    memory, ledger = run.compiled.memory, run.compiled.collectives
     rows = settings.rows_per_step(mesh)
-    state = sum(_nbytes(leaf) for leaf in jax.tree.leaves(job.abstract_state))
-    local = sum(_local_nbytes(leaf) for leaf in jax.tree.leaves(job.abstract_state))
+    state = sum(_nbytes(leaf) for leaf in jax.tree.leaves(run.abstract_state))
+    local = sum(_local_nbytes(leaf) for leaf in jax.tree.leaves(run.abstract_state))
     sent = [
         f"{'×'.join(axes)}: {total.calls} calls, {format_bytes(total.nbytes)}"
         for axes, total in ledger.by_axis().items()
@@ -31,10 +31,10 @@ def run_rows(job: Job) -> list[tuple[str, str]]:
         ("mesh", f"{mesh.topology}{', abstract' if mesh.is_abstract else ''}"),
         ("model", settings.model.name),
         ("parameters", _parameters(settings.model.config)),
-        *(("layout", note) for note in job.layout_notes()),
+        *(("layout", note) for note in run.layout_notes()),
         ("state", f"{format_bytes(state)}, {format_bytes(local)} per device"),
-        ("held per device", _held(job)),
-        *(("recomputed", text) for text in _recomputed(job)),
+        ("held per device", _held(run)),
+        *(("recomputed", text) for text in _recomputed(run)),
         (
             "batch",
             f"{rows:,} sequences of {settings.training.sequence_length:,} tokens "
@@ -55,22 +55,22 @@ def _parameters(config: Gemma3Config) -> str:
     return f"{total:,}" + (f", {active:,} for each token" if active < total else "")
 
 
-def _held(job: Job) -> str:
+def _held(run: Run) -> str:
     """What of the state and of the gradients one device holds."""
-    state, zero = job.abstract_state, job.recipe.zero
+    state, zero = run.abstract_state, run.step_config.zero
     sizes = {
         "parameters": sum(map(_local_nbytes, jax.tree.leaves(state.params))),
         "gradients": inspect(zero.abstract_gradients).local_nbytes,
         "optimizer": sum(map(_local_nbytes, jax.tree.leaves(state.optimizer))),
     }
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
-    return held + " on the host" * job.recipe.offload_optimizer
+    return held + " on the host" * run.step_config.offload_optimizer
 
 
-def _recomputed(job: Job) -> list[str]:
+def _recomputed(run: Run) -> list[str]:
     """Which layers are computed twice."""
-    config = job.model.config
-    policies = Counter(policies_of(job.model.remat, config))
+    config = run.model.config
+    policies = Counter(policies_of(run.model.remat, config))
     return [
         f"{name} in {count} of {config.num_layers} layers"
         for name, count in policies.items()
@@ -78,9 +78,9 @@ def _recomputed(job: Job) -> list[str]:
     ]
 
 
-def dry_run_text(job: Job) -> str:
+def dry_run_text(run: Run) -> str:
     """Memory per device and every collective of the compiled step."""
-    compiled = job.compiled
+    compiled = run.compiled
     return f"{compiled.memory.as_text()}\n\n{compiled.collectives.as_text()}"
 
 

@@ -14,14 +14,14 @@ from tessera.runtime.xla_options import set_xla_options
 from tessera.training.checkpoints.resuming import choose_start
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.command_line import Composed
-from tessera.training.config import Settings
+from tessera.training.config import Config
 from tessera.training.console import Console, log
 from tessera.training.folder_lock import FolderLock
 from tessera.training.loop import Guard, Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
 from tessera.training.profiling import Window
-from tessera.training.run import Job
+from tessera.training.run import Run
 from tessera.training.summary import dry_run_text, run_rows
 
 
@@ -34,20 +34,20 @@ def run(composed: Composed) -> None:
 
 def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
     """This process's part of the run, in a folder that is its own."""
-    settings = composed.settings
+    settings = composed.config
     told = f"{here.cluster}\n{prepare(settings, here.count)}"
-    job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))
-    job.check()
+    run = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    run.check()
     if settings.training.dry_run:
         make_compile_cache()
         with Console(None) as console:
-            console.show_run_table(run_rows(job))
-            log.info("%s", dry_run_text(job))
+            console.show_run_table(run_rows(run))
+            log.info("%s", dry_run_text(run))
         return
     # Nothing but the lock is written before all that can be wrong was looked at.
-    corpus = job.load_data()
+    corpus = run.load_data()
     choice = choose_start(settings.training.resume, Path(here.shared), here.attempt)
-    told += "".join(f"\n{line}" for line in choice.check(job, corpus, composed.text))
+    told += "".join(f"\n{line}" for line in choice.check(run, corpus, composed.text))
     folder, own, check = None, choice.own_step, lock.check
     make_compile_cache()
     if here.rank == 0:
@@ -60,7 +60,7 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
             rank=here.rank,
             num_processes=1 if here.is_launched else here.count,
         ) as console,
-        Checkpoints(job, choice.root, composed.text, own, check) as checkpoints,
+        Checkpoints(run, choice.root, composed.text, own, check) as checkpoints,
     ):
         console.show_configuration(composed.text)
         for line in choice.warnings:
@@ -69,15 +69,15 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
         log.info("%s", corpus.describe())
         log.info("compiling the step")
         here.watchdog.enter("compile")
-        console.show_run_table(run_rows(job))
+        console.show_run_table(run_rows(run))
         if here.count > 1:
-            here.compare("step", *job.step_facts())
+            here.compare("step", *run.step_facts())
         here.watchdog.enter("startup")
         Trainer(
-            *(job, corpus, console, writer, Window.of(job, folder)),
+            *(run, corpus, console, writer, Window.of(run, folder)),
             *(checkpoints, choice.checkpoint),
             guard=Guard(here.watchdog.enter, here.goes_on),
-        ).run()
+        ).train()
         here.watchdog.enter("save")
         checkpoints.wait()
         log.info("the run is in %s", choice.output_dir)
@@ -85,10 +85,10 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
 
 def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Processes]:
     """The processes of the run; a dry run is one of its own, and writes nothing."""
-    runtime = composed.settings.runtime
+    runtime = composed.config.runtime
     return joined(
         Cluster(source="a dry run")
-        if composed.settings.training.dry_run
+        if composed.config.training.dry_run
         else detect(
             os.environ,
             coordinator_address=runtime.coordinator_address,
@@ -97,7 +97,7 @@ def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Process
         ),
         {"configuration": composed.of_all_ranks},
         shared=str(composed.output_dir.absolute()),
-        claim=None if composed.settings.training.dry_run else lock,
+        claim=None if composed.config.training.dry_run else lock,
         platform=runtime.platform,
         timeouts=Timeouts(
             runtime.rendezvous_timeout,
@@ -112,7 +112,7 @@ def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Process
     )
 
 
-def prepare(settings: Settings, num_processes: int) -> str:
+def prepare(settings: Config, num_processes: int) -> str:
     """Find the devices that the mesh asks for, or simulate them; what the log says."""
     open_compile_cache(settings.runtime.compile_cache)
     flags = (settings.runtime.xla_flags or "").split()

@@ -12,7 +12,7 @@ from typing import Any
 
 from tessera.errors import SettingConflictError, TesseraError
 from tessera.models.gemma3_config import Gemma3Config
-from tessera.training.config import ModelSettings, Settings, TrainingConfig
+from tessera.training.config import Config, ModelConfig, TrainingConfig
 from tessera.training.optimizer_config import SgdConfig
 from tessera.training.setting import as_yaml
 
@@ -57,7 +57,7 @@ class _Unused:
 
 
 def unused_problems(
-    settings: Settings, sizes: Mapping[str, int] | None
+    settings: Config, sizes: Mapping[str, int] | None
 ) -> list[TesseraError]:
     """Every setting that is given and that nothing in the run reads.
 
@@ -69,7 +69,7 @@ def unused_problems(
     return [problem for each in found if (problem := each.problem()) is not None]
 
 
-def _of_model(settings: Settings) -> Iterator[_Unused]:
+def _of_model(settings: Config) -> Iterator[_Unused]:
     model, optimizer = settings.model.config, settings.optimizer
     if not model.num_experts:
         names = ("experts_per_token", "capacity_factor")
@@ -87,13 +87,13 @@ def _of_model(settings: Settings) -> Iterator[_Unused]:
         )
 
 
-def _of_mesh(settings: Settings, sizes: Mapping[str, int] | None) -> Iterator[_Unused]:
+def _of_mesh(settings: Config, sizes: Mapping[str, int] | None) -> Iterator[_Unused]:
     if sizes is None:
         return
     shape = f"model.mesh_shape={as_yaml(settings.model.mesh_shape)}"
     axes = {
-        "cp": ("model", settings.model, ModelSettings, ("context_parallel",)),
-        "tp": ("model", settings.model, ModelSettings, ("sequence_parallel",)),
+        "cp": ("model", settings.model, ModelConfig, ("context_parallel",)),
+        "tp": ("model", settings.model, ModelConfig, ("sequence_parallel",)),
         "pp": (
             *("training", settings.training, TrainingConfig),
             ("pipeline_schedule", "pipeline_chunks"),
@@ -106,7 +106,7 @@ def _of_mesh(settings: Settings, sizes: Mapping[str, int] | None) -> Iterator[_U
             )
 
 
-def _of_run(settings: Settings) -> Iterator[_Unused]:
+def _of_run(settings: Config) -> Iterator[_Unused]:
     training, data = settings.training, settings.data
     rows = [
         (

@@ -6,7 +6,7 @@ from operator import attrgetter
 from textwrap import fill
 from typing import Any
 
-from tessera.training.config import Settings
+from tessera.training.config import Config
 from tessera.training.setting import Description, as_yaml, describe
 
 _HEAD = """\
@@ -14,7 +14,7 @@ Trains a model on a mesh of devices.
 
 usage: python run_training.py [group=file ...] [group.setting=value ...]
        --help        this text, for the groups chosen beside it
-       --cfg job     the configuration as YAML; nothing is run
+       --cfg run     the configuration as YAML; nothing is run
 
 name=<text>              names the folder of the output
 hydra.run.dir=<folder>   puts the output there instead
@@ -22,7 +22,7 @@ hydra.run.dir=<folder>   puts the output there instead
 """
 
 
-def usage(settings: Settings, files: Mapping[str, Sequence[str]]) -> str:
+def usage(settings: Config, files: Mapping[str, Sequence[str]]) -> str:
     """The text of ``--help`` in 80 columns, for the classes that ``settings`` has."""
     return _HEAD + "\n".join(
         "".join(_group(group, names, settings)) for group, names in files.items()
@@ -43,7 +43,7 @@ def _value(config: Any, name: str) -> Any:
     return attrgetter(name)(config)
 
 
-def _group(group: str, names: Sequence[str], settings: Settings) -> Iterator[str]:
+def _group(group: str, names: Sequence[str], settings: Config) -> Iterator[str]:
     yield fill(f"{group}={' | '.join(names)}", 80, subsequent_indent="  ") + "\n"
     for one in group_settings(group, type(getattr(settings, group))):
         value = _value(getattr(settings, group), one.name)

@@ -48,7 +48,7 @@ def test_a_step_holds_and_sends_what_the_one_by_hand_does(parallel):
 def test_a_pipeline_sends_both_ways_in_every_tick(parallel):
     both = parallel.prepare("1f1b")
     (counts,) = parallel.counted("1f1b", both)
-    ticks = parallel.MODES["1f1b"].recipe(parallel.MICROBATCHES).schedule.ticks
+    ticks = parallel.MODES["1f1b"].step_config(parallel.MICROBATCHES).schedule.ticks
     assert counts.sent[("pp",), "collective-permute"].calls == 2 * ticks
     rows = list(counts.rows("1f1b", "Tessera"))
     assert sum(row["bytes"] for row in rows) == counts.nbytes

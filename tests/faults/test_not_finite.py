@@ -20,7 +20,7 @@ from tessera.training.data import Corpus
 from tessera.training.loop import Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
-from tessera.training.run import Job
+from tessera.training.run import Run as TrainingRun
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (
@@ -58,8 +58,8 @@ class Run:
 
     def __init__(self, path: Path, poisoned: set[int]) -> None:
         # One compiled step serves all runs.
-        settings = compose([*SMALL], CONFIGS).settings
-        Run.job = job = Run.job or Job(
+        settings = compose([*SMALL], CONFIGS).config
+        Run.job = job = Run.job or TrainingRun(
             settings, Mesh.from_shape(settings.model.mesh_shape)
         )
         folder, seen = open_run_folder(path, ""), io.StringIO()
@@ -72,9 +72,9 @@ class Run:
             Checkpoints(job, path / "checkpoints", "") as checkpoints,
         ):
             trainer = Trainer(job, corpus, console, writer, None, checkpoints)
-            trainer.job = Recorded(job, self.states)
+            trainer.run = Recorded(job, self.states)
             try:
-                trainer.run()
+                trainer.train()
             except NonFiniteError as error:
                 self.error = error
         self.seen = seen.getvalue()
@@ -85,7 +85,7 @@ class Run:
 class Recorded:
     """A job whose step leaves a copy of what it makes."""
 
-    def __init__(self, job: Job, states: list[Any]) -> None:
+    def __init__(self, job: TrainingRun, states: list[Any]) -> None:
         self._job, self._states = job, states
 
     def __getattr__(self, name: str) -> Any:

@@ -12,13 +12,13 @@ from dataclasses import fields
 from pathlib import Path
 from random import Random
 
-from tessera.training.config import ModelSettings, RuntimeConfig, TrainingConfig
+from tessera.training.config import ModelConfig, RuntimeConfig, TrainingConfig
 from tessera.training.data.data_config import DataConfig, SyntheticConfig
 from tessera.training.optimizer_config import OPTIMIZERS
 from tessera.training.usage import group_settings
 
 CLASSES = {
-    "model": [ModelSettings],
+    "model": [ModelConfig],
     "training": [TrainingConfig],
     "data": [DataConfig],
     "optimizer": list(OPTIMIZERS.values()),

@@ -19,8 +19,8 @@ import pytest
 from tessera.errors import TesseraError
 from tessera.mesh import Mesh
 from tessera.training.command_line import compose
-from tessera.training.config import Settings
-from tessera.training.run import Job
+from tessera.training.config import Config
+from tessera.training.run import Run as TrainingRun
 from tests.fuzz.override_lists import SETTINGS, SMALL
 
 ROOT = Path(__file__).parents[2]
@@ -146,8 +146,8 @@ def test_every_setting_is_looked_at():
     assert known == set(OTHERS) | OF_THE_LOOP
 
 
-def settings_of(*overrides: str) -> Settings:
-    return compose([*BASE, *overrides], ROOT / "configs").settings
+def settings_of(*overrides: str) -> Config:
+    return compose([*BASE, *overrides], ROOT / "configs").config
 
 
 class Run:
@@ -155,13 +155,15 @@ class Run:
 
     def __init__(self, *overrides: str) -> None:
         self.settings = settings_of(*overrides)
-        self.job = Job(self.settings, Mesh.from_shape(self.settings.model.mesh_shape))
+        self.job = TrainingRun(
+            self.settings, Mesh.from_shape(self.settings.model.mesh_shape)
+        )
         self.job.check()
 
     @cached_property
     def arrays(self) -> Any:
         """Shapes, dtypes and layouts of the state and of a batch, and the rates."""
-        job, rate = self.job, self.job.recipe.learning_rate
+        job, rate = self.job, self.job.step_config.learning_rate
         leaves, tree = jax.tree.flatten((job.abstract_state, job.abstract_batch))
         rates = [float(rate(step)) for step in (0, 3, 6, 20, 150, 299)]
         return tree, [(leaf, leaf.sharding) for leaf in leaves], rates
@@ -195,7 +197,7 @@ def test_another_value_changes_the_run_or_is_refused(seed):
             other = Run(*RUNS[name], f"{setting}={value}")
         except TesseraError:
             return
-        if other.settings != before.settings:
+        if other.config != before.config:
             break
     else:
         pytest.fail(f"{setting} has no other value in {name}")

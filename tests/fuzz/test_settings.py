@@ -38,7 +38,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer, as far as where a run starts."""
     jobs: list[Any] = []
 
-    class Job(train.Job):
+    class Run(train.Run):
         def check(self) -> None:
             jobs.append(self)
             super().check()
@@ -46,11 +46,11 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: Any, **__: Any) -> NoReturn:
         job = jobs.pop()
         traced = job.step.trace(job.abstract_state, job.abstract_batch)
-        if job.settings.training.dry_run:
+        if job.config.training.dry_run:
             traced.lower()
         raise Started
 
-    monkeypatch.setattr(train, "Job", Job)
+    monkeypatch.setattr(train, "Run", Run)
     monkeypatch.setattr(train, "open_run_folder", start)
     monkeypatch.setattr(train, "run_rows", start)
 

@@ -11,7 +11,7 @@ import pytest
 
 import tessera as ts
 from tessera.models import Gemma3Config, Model
-from tessera.training.step import Recipe, make_train_step
+from tessera.training.step import StepConfig, make_train_step
 from tessera.training.train_state import abstract_state, init_state
 
 CONFIG = Gemma3Config(
@@ -33,8 +33,8 @@ def mesh():
     return ts.Mesh(["dp", "tp"], devices=range(4), shape=(2, 2))
 
 
-def recipe_for(mesh):
-    return Recipe(
+def config_for(mesh):
+    return StepConfig(
         model=Model(CONFIG),
         optimizer=optax.sgd(0.1),
         learning_rate=optax.constant_schedule(0.1),
@@ -53,17 +53,17 @@ def batch():
 
 
 def first_state(mesh):
-    recipe = recipe_for(mesh)
-    return init_state(recipe.model, recipe.optimizer, jax.random.key(0), mesh)
+    config = config_for(mesh)
+    return init_state(config.model, config.optimizer, jax.random.key(0), mesh)
 
 
-def step_for(recipe):
-    return make_train_step(recipe, abstract_state(recipe.model, recipe.optimizer))
+def step_for(config):
+    return make_train_step(config, abstract_state(config.model, config.optimizer))
 
 
 def test_a_step_of_the_trainer_is_the_same_on_a_mesh(mesh):
     report = ts.compare_layouts(
-        lambda mesh: step_for(recipe_for(mesh)),
+        lambda mesh: step_for(config_for(mesh)),
         (first_state(mesh), batch()),
         [None, mesh],
     )
@@ -79,7 +79,7 @@ def test_where_a_step_of_the_trainer_depends_on_the_mesh_is_named(mesh):
         def descend(updates, state, params=None):
             return jax.tree.map(lambda u: u * -rate, updates), state
 
-        plain = recipe_for(mesh)
+        plain = config_for(mesh)
         optimizer = optax.GradientTransformation(plain.optimizer.init, descend)
         return step_for(dataclasses.replace(plain, optimizer=optimizer))
 

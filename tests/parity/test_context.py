@@ -24,7 +24,12 @@ from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
-from tessera.training.step import Recipe, batch_spec, make_eval_step, make_train_step
+from tessera.training.step import (
+    StepConfig,
+    batch_spec,
+    make_eval_step,
+    make_train_step,
+)
 from tessera.training.train_state import init_state
 
 STEPS, MICROBATCHES, ROWS, LENGTH = 5, 2, 4, 32
@@ -116,7 +121,7 @@ def expected(window: int) -> Run:
 
 def train(model: Model, mesh: Mesh, sync_every: int) -> Run:
     """The same steps by Tessera on a mesh."""
-    recipe = Recipe(
+    config = StepConfig(
         model=model,
         optimizer=ADAMW,
         learning_rate=RATE,
@@ -127,13 +132,13 @@ def train(model: Model, mesh: Mesh, sync_every: int) -> Run:
         loss_chunk=6,
     )
     state = init_state(model, ADAMW, KEY, mesh)
-    step, losses = make_train_step(recipe, state), []
-    place = NamedSharding(mesh.jax, batch_spec(recipe))
+    step, losses = make_train_step(config, state), []
+    place = NamedSharding(mesh.jax, batch_spec(config))
     for batch in batches():
         state, metrics = step(state, jax.device_put(batch, place))
         losses.append(float(metrics["loss"]))
     first = {name: array[0] for name, array in batches()[0].items()}
-    loss, _ = make_eval_step(recipe)(state.params, first)
+    loss, _ = make_eval_step(config)(state.params, first)
     params = jax.tree.map(np.asarray, state.params)
     return Run(losses, float(loss), model.plain(params))
 

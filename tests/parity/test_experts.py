@@ -22,7 +22,7 @@ from tessera.models import Model, config_of
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.router import ROUTER_METRICS
-from tessera.training.step import Recipe, batch_spec, make_train_step
+from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import init_state
 
 STEPS, ROWS, LENGTH = 5, 8, 16
@@ -77,7 +77,7 @@ def train(
     )
     adamw = AdamWConfig(epsilon=1e-6)
     optimizer, rate = make_optimizer(adamw, steps=STEPS, clip_norm=1.0)
-    recipe = Recipe(
+    config = StepConfig(
         model=model,
         optimizer=optimizer,
         learning_rate=rate,
@@ -88,8 +88,8 @@ def train(
         loss_chunk="auto",
     )
     state = init_state(model, optimizer, KEY, mesh)
-    step = make_train_step(recipe, state)
-    place = NamedSharding(mesh.jax, batch_spec(recipe))
+    step = make_train_step(config, state)
+    place = NamedSharding(mesh.jax, batch_spec(config))
     metrics = []
     for batch in batches(accumulation):
         state, numbers = step(state, jax.device_put(batch, place))

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from tessera.mesh import Mesh
 from tessera.models import Model, config_of
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.step import Recipe, batch_spec, make_train_step
+from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import init_state
 
 STEPS, ROWS, LENGTH = 20, 8, 16
@@ -100,7 +100,7 @@ def expected() -> Run:
 def train(axes: tuple[str, ...], sizes: tuple[int, ...]) -> Run:
     """The same steps by Tessera on a mesh."""
     mesh = Mesh(axes, devices=range(math.prod(sizes)), shape=sizes)
-    recipe = Recipe(
+    config = StepConfig(
         model=MODEL,
         optimizer=OPTIMIZER,
         learning_rate=RATE,
@@ -109,8 +109,8 @@ def train(axes: tuple[str, ...], sizes: tuple[int, ...]) -> Run:
         loss_chunk=6,
     )
     state = init_state(MODEL, OPTIMIZER, KEY, mesh)
-    step = make_train_step(recipe, state)
-    place = NamedSharding(mesh.jax, batch_spec(recipe))
+    step = make_train_step(config, state)
+    place = NamedSharding(mesh.jax, batch_spec(config))
     run = Run([], None)
     for batch in batches():
         state, metrics = step(state, jax.device_put(batch, place))

@@ -25,7 +25,12 @@ from tessera.models import Gemma3Config, Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
-from tessera.training.step import Recipe, batch_spec, make_eval_step, make_train_step
+from tessera.training.step import (
+    StepConfig,
+    batch_spec,
+    make_eval_step,
+    make_train_step,
+)
 from tessera.training.train_state import init_state
 
 STEPS, ROWS, LENGTH = 5, 24, 16
@@ -131,7 +136,7 @@ def train(
     mesh = Mesh(list(shape), devices=devices, shape=[*shape.values()])
     config = dataclasses.replace(CONFIG, **(sizes or {}))
     model = Model(config, split=split_of(mesh, config, chunks), **options)
-    recipe = Recipe(
+    config = StepConfig(
         model=model,
         optimizer=ADAMW,
         learning_rate=RATE,
@@ -144,8 +149,8 @@ def train(
     )
     scale = LossScale.dynamic() if dtype == "f16" else None
     state = init_state(model, ADAMW, KEY, mesh, zero_stage=zero_stage, loss_scale=scale)
-    step, losses = make_train_step(recipe, state), []
-    place = NamedSharding(mesh.jax, batch_spec(recipe))
+    step, losses = make_train_step(config, state), []
+    place = NamedSharding(mesh.jax, batch_spec(config))
     for batch in batches():
         micros = {
             name: array.reshape(microbatches, -1, LENGTH)
@@ -154,7 +159,7 @@ def train(
         state, metrics = step(state, jax.device_put(micros, place))
         losses.append(float(metrics["loss"]))
     assert step.num_programs() == 1
-    validation, _ = make_eval_step(recipe)(state.params, batches()[0])
+    validation, _ = make_eval_step(config)(state.params, batches()[0])
     params = model.plain(jax.tree.map(np.asarray, state.params))
     return Run(losses, float(validation), params, step.last)
 

@@ -24,7 +24,7 @@ from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
-from tessera.training.step import Recipe, batch_spec, make_train_step
+from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import init_state, state_specs
 
 STEPS, MICROBATCHES, ROWS, LENGTH = 5, 2, 8, 16
@@ -104,7 +104,7 @@ def expected() -> tuple[list[float], Any]:
 class Run:
     """Losses of all steps, the state after the last, and the program."""
 
-    recipe: Recipe
+    config: StepConfig
     losses: list[float]
     state: Any
     compiled: Any
@@ -114,7 +114,7 @@ class Run:
 def train(name: str, stage: int) -> Run:
     mesh = MESHES[name]
     model = Model(CONFIG, split=split_of(mesh, CONFIG, chunks=1))
-    recipe = Recipe(
+    config = StepConfig(
         model=model,
         optimizer=ADAMW,
         learning_rate=RATE,
@@ -125,13 +125,13 @@ def train(name: str, stage: int) -> Run:
         loss_chunk="auto",
     )
     state = init_state(model, ADAMW, KEY, mesh, zero_stage=stage)
-    step = make_train_step(recipe, state)
-    place, losses = NamedSharding(mesh.jax, batch_spec(recipe)), []
+    step = make_train_step(config, state)
+    place, losses = NamedSharding(mesh.jax, batch_spec(config)), []
     for batch in batches():
         state, metrics = step(state, jax.device_put(batch, place))
         losses.append(float(metrics["loss"]))
     assert step.num_programs() == 1
-    return Run(recipe, losses, state, step.last)
+    return Run(config, losses, state, step.last)
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def test_losses_and_parameters_are_those_of_one_device(name, stage):
     run, (losses, params) = train(name, stage), expected()
     np.testing.assert_allclose(run.losses, losses, rtol=2e-5)
     assert np.ptp(losses) > 0.1, "the losses have to move to be worth comparing"
-    first, got = MODEL.init(KEY), run.recipe.model.plain(run.state.params)
+    first, got = MODEL.init(KEY), run.step_config.model.plain(run.state.params)
     first, got = named(first), named(got)
     for path, want in named(params).items():
         assert np.linalg.norm(first[path] - want) > 0, path
@@ -177,7 +177,7 @@ def test_what_tp_splits_is_split_over_dp_as_well():
     assert params["decoder"]["pre_mlp_norm"]["scale"].sharding.spec == P(None, "dp")
     # Stage 2 on all three axes: parameters as the model has them, moments split thrice.
     run = train("dp_fsdp_tp", 2)
-    specs = state_specs(MODEL, ADAMW, run.recipe.mesh, zero_stage=2)
+    specs = state_specs(MODEL, ADAMW, run.step_config.mesh, zero_stage=2)
     assert specs.params["embedding"] == P("tp", "fsdp")
     assert P(("tp", "dp"), "fsdp") in jax.tree.leaves(specs.optimizer)
     assert inspect(run.state.optimizer).local_nbytes < 2 * WHOLE / 7

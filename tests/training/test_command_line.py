@@ -22,9 +22,9 @@ from tessera.ops.compressed_means import COMPRESSIONS
 from tessera.training import config
 from tessera.training.command_line import run_from_command_line
 from tessera.training.config import (
-    ModelSettings,
+    Config,
+    ModelConfig,
     RuntimeConfig,
-    Settings,
     TrainingConfig,
 )
 from tessera.training.data.data_config import DataConfig, SyntheticConfig
@@ -38,9 +38,9 @@ from tests.training.command_lines import CONFIGS_DIR, ROOT, composed
 
 
 def test_the_defaults_are_those_of_the_classes():
-    assert composed().settings == Settings(
+    assert composed().config == Config(
         name="tiny",
-        model=ModelSettings(name="tiny", config=config_of("tiny")),
+        model=ModelConfig(name="tiny", config=config_of("tiny")),
         training=TrainingConfig(),
         data=DataConfig(),
         optimizer=AdamWConfig(),
@@ -50,13 +50,13 @@ def test_the_defaults_are_those_of_the_classes():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_model_files_are_the_registry(name):
-    model = composed(f"model={name}").settings.model
-    assert model == ModelSettings(name=name, config=config_of(name))
+    model = composed(f"model={name}").config.model
+    assert model == ModelConfig(name=name, config=config_of(name))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_optimizer_files_are_the_defaults_of_their_classes(name):
-    assert composed(f"optimizer={name}").settings.optimizer == OPTIMIZERS[name]()
+    assert composed(f"optimizer={name}").config.optimizer == OPTIMIZERS[name]()
     text = yaml.safe_load((CONFIGS_DIR / "optimizer" / f"{name}.yaml").read_text())
     assert set(text) - {"defaults"} == {f.name for f in fields(OPTIMIZERS[name])}
 
@@ -88,7 +88,7 @@ def test_every_file_begins_with_what_it_is_and_a_command():
     ],
 )
 def test_meshes_are_written_with_or_without_quotes(text, expected):
-    assert composed(f"model.mesh_shape={text}").settings.model.mesh_shape == expected
+    assert composed(f"model.mesh_shape={text}").config.model.mesh_shape == expected
 
 
 def test_overrides_act_after_the_files_whatever_their_order():
@@ -99,7 +99,7 @@ def test_overrides_act_after_the_files_whatever_their_order():
         "training.clip_norm=null",
         "optimizer.weight_decay=0.01",
         "training={steps: 5, seed: 7}",
-    ).settings
+    ).config
     assert given.model.config == config_of("gemma3_4b")
     assert given.model.mesh_shape == ((8, 2), ("fsdp", "tp"))
     assert given.training == TrainingConfig(
@@ -110,7 +110,7 @@ def test_overrides_act_after_the_files_whatever_their_order():
 
 def test_one_setting_may_refer_to_another():
     given = composed("training.validate_every=${training.steps}", "training.steps=7")
-    assert given.settings.training.validate_every == 7
+    assert given.config.training.validate_every == 7
 
 
 def test_the_output_folder_has_the_runs_name_and_the_time():
@@ -136,9 +136,9 @@ def test_the_output_folder_may_be_given():
 def test_the_saved_text_reads_back_as_the_same_settings(overrides):
     given = composed(*overrides)
     node = typed(Schema)
-    node.optimizer = typed(type(given.settings.optimizer))
+    node.optimizer = typed(type(given.config.optimizer))
     assert settings_of(OmegaConf.merge(node, OmegaConf.create(given.text))) == (
-        given.settings
+        given.config
     )
     assert "hydra" not in yaml.safe_load(given.text)
 
@@ -161,7 +161,7 @@ def seen(capsys, *arguments, run=None):
 def test_a_good_command_line_runs(capsys):
     code, out, err, (call,) = seen(capsys, "training.steps=5")
     assert (code, out, err) == (0, "", "")
-    assert call.settings.training.steps == 5
+    assert call.config.training.steps == 5
 
 
 def test_a_mistake_is_a_short_message_and_exit_code_two(capsys):
@@ -191,7 +191,7 @@ def test_a_bug_keeps_its_traceback(capsys):
 
 
 def test_cfg_job_shows_the_configuration_and_runs_nothing(capsys):
-    code, out, _, calls = seen(capsys, "--cfg", "job", "training.steps=5")
+    code, out, _, calls = seen(capsys, "--cfg", "run", "training.steps=5")
     assert (code, calls) == (0, [])
     assert out == composed("training.steps=5").text
 
@@ -214,7 +214,7 @@ def test_help_names_every_setting_in_eighty_columns(capsys):
         ("-m", "start a run for each value, from a loop of the shell"),
         (
             "--experimental-rerun=x",
-            "use --help or --cfg job, or write settings as group.setting=value",
+            "use --help or --cfg run, or write settings as group.setting=value",
         ),
     ],
 )
@@ -250,7 +250,7 @@ def rows_of(group, cls):
 def test_the_documentation_has_every_setting_as_it_is():
     text = (ROOT / "docs" / "configuration.md").read_text()
     expected = [
-        *rows_of("model", ModelSettings),
+        *rows_of("model", ModelConfig),
         *rows_of("training", TrainingConfig),
         *rows_of("data", DataConfig),
         *rows_of("runtime", RuntimeConfig),

@@ -50,7 +50,7 @@ def test_a_misspelt_key_gets_a_hint():
         ("training.batch_size=4", "did you mean 'micro_batch_size'?"),
         ("training.learning_rat=1", "did you mean 'optimizer.learning_rate'?"),
         ("model.layers=2", "did you mean 'num_layers'?"),
-        ("hydra.job.name=x", "leave it out"),
+        ("hydra.run.name=x", "leave it out"),
         ("hydra/launcher=x", "leave it out"),
     ],
 )

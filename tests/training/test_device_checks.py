@@ -11,13 +11,13 @@ from tessera.errors import DeviceCountError, DeviceMemoryError
 from tessera.mesh import Mesh
 from tessera.training import device_checks
 from tessera.training.device_checks import check_compilable, check_state_fits
-from tessera.training.run import Job
+from tessera.training.run import Run
 from tests.training.command_lines import composed
 
 
-def job_of(*overrides):
-    settings = composed("data=synthetic", *overrides).settings
-    return Job(settings, Mesh.from_shape(settings.model.mesh_shape))
+def run_of(*overrides):
+    settings = composed("data=synthetic", *overrides).config
+    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
 
 
 def test_a_mesh_of_more_devices_than_jax_compiles_for_is_refused():
@@ -33,38 +33,38 @@ def test_a_mesh_of_more_devices_than_jax_compiles_for_is_refused():
         "  docs: docs/errors/T702.md"
     )
     with pytest.raises(DeviceCountError):
-        job_of("training.dry_run=true", "model.mesh_shape=[[4096],[dp]]").check()
+        run_of("training.dry_run=true", "model.mesh_shape=[[4096],[dp]]").check()
 
 
 def test_a_state_larger_than_the_machine_is_refused_before_it_is_made():
     sizes = "model.d_model=65536", "model.mlp_dim=1048576"
     with pytest.raises(DeviceMemoryError) as caught:
-        job_of(*sizes).check()
+        run_of(*sizes).check()
     lines = str(caught.value).splitlines()
     assert lines[0] == (
         "[T509] the parameters and the optimizer's state do not fit into the memory"
     )
     assert lines[1].startswith("  got: 13.5 TiB for the device of this process, and ")
-    job_of(*sizes, "training.dry_run=true").check()
+    run_of(*sizes, "training.dry_run=true").check()
 
 
 def test_copies_on_each_device_count_and_parts_count_once(monkeypatch):
-    job = job_of("model.mesh_shape=[[2],[dp]]")
-    split = job_of("model.mesh_shape=[[2],[fsdp]]")
+    run = run_of("model.mesh_shape=[[2],[dp]]")
+    split = run_of("model.mesh_shape=[[2],[fsdp]]")
     leaves = jax.tree.leaves(split.abstract_state)
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     memory = {"SC_PHYS_PAGES": int(whole * 1.5), "SC_PAGE_SIZE": 1}
     monkeypatch.setattr(device_checks.os, "sysconf", memory.__getitem__)
     check_state_fits(split.abstract_state, split.mesh)
     with pytest.raises(DeviceMemoryError, match="for the 2 devices of this process"):
-        check_state_fits(job.abstract_state, job.mesh)
+        check_state_fits(run.abstract_state, run.mesh)
 
 
 def test_an_accelerator_has_a_limit_of_its_own():
-    job = job_of()
+    run = run_of()
     limited = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1_000_000})
     mesh = SimpleNamespace(jax=SimpleNamespace(local_devices=[limited]))
     with pytest.raises(DeviceMemoryError, match="on each device, and a device has "):
-        check_state_fits(job.abstract_state, mesh)
-    kept = replace(job.abstract_state, params={}, optimizer={})
+        check_state_fits(run.abstract_state, mesh)
+    kept = replace(run.abstract_state, params={}, optimizer={})
     check_state_fits(kept, mesh)

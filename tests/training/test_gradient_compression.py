@@ -17,7 +17,7 @@ from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.step import Recipe, batch_spec, make_train_step
+from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import TrainState, init_state
 
 CONFIG = Gemma3Config(
@@ -56,7 +56,7 @@ def make_batch(seed: int = 0) -> dict[str, Any]:
 class Ran:
     """A compiled step, the state it began with and what its first call gave."""
 
-    recipe: Recipe
+    config: StepConfig
     step: Any
     state: TrainState
     metrics: dict[str, jax.Array]
@@ -67,17 +67,17 @@ class Ran:
 
     def again(self, seed: int) -> "Ran":
         state = jax.tree.map(jnp.copy, self.state)
-        state, metrics = self.step(state, put(self.recipe, make_batch(seed)))
+        state, metrics = self.step(state, put(self.step_config, make_batch(seed)))
         return dataclasses.replace(self, state=state, metrics=metrics)
 
 
-def put(recipe: Recipe, batch: Any) -> Any:
-    return jax.device_put(batch, NamedSharding(recipe.mesh.jax, batch_spec(recipe)))
+def put(config: StepConfig, batch: Any) -> Any:
+    return jax.device_put(batch, NamedSharding(config.mesh.jax, batch_spec(config)))
 
 
 @cache
 def run(mesh: Mesh, **options: Any) -> Ran:
-    recipe = Recipe(
+    config = StepConfig(
         model=Model(CONFIG),
         # A trace without decay holds the gradients of the last step.
         optimizer=optax.chain(optax.trace(decay=0.0), ADAMW),
@@ -87,17 +87,17 @@ def run(mesh: Mesh, **options: Any) -> Ran:
         **options,
     )
     state = init_state(
-        recipe.model,
-        recipe.optimizer,
+        config.model,
+        config.optimizer,
         jax.random.key(0),
         mesh,
-        loss_scale=LossScale.dynamic() if recipe.dtype == "f16" else None,
-        zero_stage=recipe.zero_stage,
+        loss_scale=LossScale.dynamic() if config.dtype == "f16" else None,
+        zero_stage=config.zero_stage,
     )
-    state = dataclasses.replace(state, residual=recipe.exchange.first_residual())
-    step = make_train_step(recipe, state)
-    state, metrics = step(state, put(recipe, make_batch()))
-    return Ran(recipe, step, state, metrics)
+    state = dataclasses.replace(state, residual=config.exchange.first_residual())
+    step = make_train_step(config, state)
+    state, metrics = step(state, put(config, make_batch()))
+    return Ran(config, step, state, metrics)
 
 
 def distances(got: Any, want: Any) -> list[float]:
@@ -177,7 +177,7 @@ def test_without_compression_nothing_is_kept_and_the_program_is_the_same():
 
 def test_what_top_k_keeps_lies_on_the_device_that_keeps_it():
     ran = run(CUBE, **EVERYTHING)
-    specs = ran.recipe.model.layouts(CUBE)
+    specs = ran.step_config.model.layouts(CUBE)
     for kept, leaf, spec in zip(
         jax.tree.leaves(ran.state.residual),
         jax.tree.leaves(ran.state.params),

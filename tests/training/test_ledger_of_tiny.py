@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tessera.mesh import Mesh
 from tessera.training.command_line import compose
-from tessera.training.run import Job
+from tessera.training.run import Run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 F32 = 4
@@ -32,9 +32,9 @@ ACTIVATION = B * S * D
 
 def ledger(axis, *more):
     overrides = ["model=tiny", f"model.mesh_shape=[[2],[{axis}]]", *more]
-    settings = compose(overrides, CONFIGS).settings
-    job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))
-    return job.compiled.collectives
+    settings = compose(overrides, CONFIGS).config
+    run = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    return run.compiled.collectives
 
 
 def sent(found):

@@ -20,9 +20,9 @@ from tessera.mesh import Mesh
 from tessera.models import Gemma3Config
 from tessera.training import loop
 from tessera.training.config import (
-    ModelSettings,
+    Config,
+    ModelConfig,
     RuntimeConfig,
-    Settings,
     TrainingConfig,
 )
 from tessera.training.console import Console
@@ -31,7 +31,7 @@ from tessera.training.loop import Guard, Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.optimizers import AdamWConfig, SgdConfig
 from tessera.training.outputs import open_run_folder
-from tessera.training.run import Job
+from tessera.training.run import Run
 from tessera.training.train_state import TrainState
 
 CONFIG = Gemma3Config(
@@ -51,7 +51,7 @@ SYNTHETIC = DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=4000))
 NO_VALIDATION = dataclasses.replace(SYNTHETIC, validation_fraction=0.0)
 
 
-def settings_of(**changed: Any) -> Settings:
+def settings_of(**changed: Any) -> Config:
     """A short run on synthetic data, on one device."""
     training = TrainingConfig(
         steps=STEPS,
@@ -64,33 +64,31 @@ def settings_of(**changed: Any) -> Settings:
     )
     fields: dict[str, Any] = {
         "name": "small",
-        "model": ModelSettings(
-            name="small", mesh_shape=((1,), ("fsdp",)), config=CONFIG
-        ),
+        "model": ModelConfig(name="small", mesh_shape=((1,), ("fsdp",)), config=CONFIG),
         "training": training,
         "data": SYNTHETIC,
         "optimizer": AdamWConfig(warmup_steps=2, learning_rate=0.01),
     }
-    return Settings(**{**fields, **changed})
+    return Config(**{**fields, **changed})
 
 
-def job_of(settings: Settings) -> Job:
-    return Job(settings, Mesh.from_shape(settings.model.mesh_shape))
+def run_of(settings: Config) -> Run:
+    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
 
 
-def with_program_of(ran: "Ran", settings: Settings) -> Job:
-    """A job that runs the compiled step of another, which differs in no array."""
-    job = job_of(settings)
+def with_program_of(ran: "Ran", settings: Config) -> Run:
+    """A run that runs the compiled step of another, which differs in no array."""
+    run = run_of(settings)
     names = ("step", "compiled", "evaluate")
-    vars(job).update({name: getattr(ran.job, name) for name in names})
-    return job
+    vars(run).update({name: getattr(ran.run, name) for name in names})
+    return run
 
 
 @dataclasses.dataclass
 class Ran:
     """What a run left."""
 
-    job: Job
+    run: Run
     state: TrainState
     seen: str
     lines: list[dict[str, Any]]
@@ -104,28 +102,28 @@ class Ran:
         return [line for line in self.lines if "val_loss" in line]
 
 
-def run(job: Job, path: Path) -> Ran:
-    corpus, folder, seen = job.load_data(), open_run_folder(path, ""), io.StringIO()
+def train(run: Run, path: Path) -> Ran:
+    corpus, folder, seen = run.load_data(), open_run_folder(path, ""), io.StringIO()
     with (
         MetricWriter(folder) as writer,
         Console(folder.log, stream=seen, terminal=False) as console,
     ):
-        state = Trainer(job, corpus, console, writer).run()
+        state = Trainer(run, corpus, console, writer).train()
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    return Ran(job, state, seen.getvalue(), lines)
+    return Ran(run, state, seen.getvalue(), lines)
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> Ran:
-    return run(job_of(settings_of()), tmp_path_factory.mktemp("run"))
+    return train(run_of(settings_of()), tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
 def unvalidated(ran, tmp_path_factory) -> Ran:
     """The same run without validation data and without a sample."""
-    training = dataclasses.replace(ran.job.settings.training, sample_length=0)
-    job = with_program_of(ran, settings_of(data=NO_VALIDATION, training=training))
-    return run(job, tmp_path_factory.mktemp("run"))
+    training = dataclasses.replace(ran.run.config.training, sample_length=0)
+    run = with_program_of(ran, settings_of(data=NO_VALIDATION, training=training))
+    return train(run, tmp_path_factory.mktemp("run"))
 
 
 # --- numbers
@@ -151,7 +149,7 @@ def test_every_step_has_a_line_in_order(ran):
 
 def test_numbers_are_written_in_full_precision(ran):
     rates = [line["learning_rate"] for line in ran.steps]
-    schedule = ran.job.recipe.learning_rate
+    schedule = ran.run.step_config.learning_rate
     expected = [float(schedule(step)) for step in range(STEPS)]
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
     for line in ran.steps:
@@ -174,11 +172,11 @@ def test_a_machine_whose_peak_is_unknown_has_no_mfu(ran):
 def test_where_the_peak_is_known_mfu_is_its_share(ran, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "peak_flops", lambda kind, dtype: 1e9)
     training = dataclasses.replace(
-        ran.job.settings.training, steps=2, log_every=1, sample_length=0
+        ran.run.config.training, steps=2, log_every=1, sample_length=0
     )
     settings = settings_of(data=NO_VALIDATION, training=training)
-    known = run(with_program_of(ran, settings), tmp_path)
-    flops = count(ran.job.compiled.traced.graph.program).total
+    known = train(with_program_of(ran, settings), tmp_path)
+    flops = count(ran.run.compiled.traced.graph.program).total
     for line in known.steps:
         assert line["mfu"] == pytest.approx(flops / line["step_seconds"] / 1e9)
         assert f"mfu {line['mfu']:.4g}" in known.seen
@@ -198,8 +196,8 @@ def test_progress_is_shown_for_the_first_the_last_and_every_fifth_step(ran):
 
 
 def test_one_program_serves_the_whole_run(ran):
-    assert ran.job.step.num_programs() == 1
-    assert ran.job.step.last is ran.job.compiled
+    assert ran.run.step.num_programs() == 1
+    assert ran.run.step.last is ran.run.compiled
     assert int(ran.state.step) == STEPS
 
 
@@ -215,10 +213,10 @@ def test_validation_follows_its_interval_and_the_last_step(ran):
 
 
 def test_the_validation_loss_is_the_mean_over_its_first_batches(ran):
-    corpus, total, tokens = ran.job.load_data(), 0.0, 0
+    corpus, total, tokens = ran.run.load_data(), 0.0, 0
     batches = corpus.validation(4)
     for batch, _ in zip(batches, range(2), strict=False):
-        logits = ran.job.model.apply(
+        logits = ran.run.model.apply(
             ran.state.params,
             batch["tokens"],
             positions=batch["positions"],
@@ -249,10 +247,10 @@ def test_text_is_continued_from_the_prompt(ran, tmp_path):
     settings = settings_of(
         data=DataConfig(name="text", path=str(tmp_path / "a.txt")),
         training=dataclasses.replace(
-            ran.job.settings.training, steps=1, sample_prompt="of w", sample_length=3
+            ran.run.config.training, steps=1, sample_prompt="of w", sample_length=3
         ),
     )
-    seen = run(with_program_of(ran, settings), tmp_path / "run").seen
+    seen = train(with_program_of(ran, settings), tmp_path / "run").seen
     assert "sample\n  of w" in seen
 
 
@@ -266,8 +264,8 @@ def numbers(ran: Ran) -> list[dict[str, Any]]:
 
 
 def test_the_same_seed_gives_bit_identical_numbers(ran, tmp_path):
-    again = run(job_of(settings_of()), tmp_path)
-    assert again.job.evaluate.num_programs() == 1  # that from before the first step
+    again = train(run_of(settings_of()), tmp_path)
+    assert again.run.evaluate.num_programs() == 1  # that from before the first step
     assert numbers(again) == numbers(ran)
     for left, right in zip(
         jax.tree.leaves(again.state), jax.tree.leaves(ran.state), strict=True
@@ -276,13 +274,13 @@ def test_the_same_seed_gives_bit_identical_numbers(ran, tmp_path):
 
 
 def test_microbatches_on_a_mesh_get_the_rows_of_one_device(unvalidated, tmp_path):
-    before = unvalidated.job.settings
+    before = unvalidated.run.config
     training = dataclasses.replace(
         before.training, micro_batch_size=1, gradient_accumulation_steps=2
     )
     model = dataclasses.replace(before.model, mesh_shape=((2, 1), ("fsdp", "tp")))
     settings = settings_of(training=training, model=model, data=NO_VALIDATION)
-    same = run(job_of(settings), tmp_path)
+    same = train(run_of(settings), tmp_path)
     np.testing.assert_allclose(
         [line["loss"] for line in same.steps],
         [line["loss"] for line in unvalidated.steps],
@@ -293,8 +291,8 @@ def test_microbatches_on_a_mesh_get_the_rows_of_one_device(unvalidated, tmp_path
 def test_another_seed_gives_other_numbers(ran, tmp_path):
     training = dataclasses.replace(settings_of().training, seed=1)
     # The seed is in the arrays and not in the program.
-    other = run(with_program_of(ran, settings_of(training=training)), tmp_path)
-    assert ran.job.step.num_programs() == 1
+    other = train(with_program_of(ran, settings_of(training=training)), tmp_path)
+    assert ran.run.step.num_programs() == 1
     assert other.steps[0]["loss"] != ran.steps[0]["loss"]
     assert other.validations[-1] != ran.validations[-1]
 
@@ -333,16 +331,16 @@ class CountingWriter(MetricWriter):
 def test_no_more_steps_are_in_flight_than_allowed(most, ran):
     settings = settings_of(
         training=dataclasses.replace(
-            ran.job.settings.training, sample_length=0, validate_every=0
+            ran.run.config.training, sample_length=0, validate_every=0
         ),
         data=NO_VALIDATION,
         runtime=RuntimeConfig(max_steps_in_flight=most),
     )
-    job, counting = with_program_of(ran, settings), Counting(ran.job.step)
-    vars(job)["step"] = counting
+    run, counting = with_program_of(ran, settings), Counting(ran.run.step)
+    vars(run)["step"] = counting
     writer = CountingWriter(counting)
     with Console(None, stream=io.StringIO(), terminal=False) as console:
-        Trainer(job, job.load_data(), console, writer).run()
+        Trainer(run, run.load_data(), console, writer).train()
     assert counting.started == counting.read == STEPS
     assert counting.most == most
     # The oldest is read when as many as allowed are in flight, and not before.
@@ -352,7 +350,7 @@ def test_no_more_steps_are_in_flight_than_allowed(most, ran):
 def test_three_hundred_steps_on_eight_simulated_devices_pass(tmp_path):
     one_layer = dataclasses.replace(CONFIG, num_layers=1)
     settings = settings_of(
-        model=ModelSettings(
+        model=ModelConfig(
             name="small", mesh_shape=((4, 2), ("fsdp", "tp")), config=one_layer
         ),
         data=NO_VALIDATION,
@@ -366,9 +364,9 @@ def test_three_hundred_steps_on_eight_simulated_devices_pass(tmp_path):
         ),
         runtime=RuntimeConfig(max_steps_in_flight=64),
     )
-    ran = run(job_of(settings), tmp_path)
+    ran = train(run_of(settings), tmp_path)
     assert len(ran.steps) == 300
-    assert ran.job.step.num_programs() == 1
+    assert ran.run.step.num_programs() == 1
     assert ran.steps[-1]["loss"] < ran.steps[0]["loss"]
 
 
@@ -401,18 +399,18 @@ class InterruptedWriter(MetricWriter):
 
 def test_ctrl_c_leaves_the_state_and_going_on_is_exact(ran, tmp_path):
     """In a step, in an evaluation, where numbers are written, in the last step."""
-    job = with_program_of(ran, ran.job.settings)
-    vars(job)["step"] = Interrupted(ran.job.step, 3, STEPS)
-    vars(job)["evaluate"] = Interrupted(ran.job.evaluate, 2)
+    run = with_program_of(ran, ran.run.config)
+    vars(run)["step"] = Interrupted(ran.run.step, 3, STEPS)
+    vars(run)["evaluate"] = Interrupted(ran.run.evaluate, 2)
     folder, left = open_run_folder(tmp_path, ""), list[int]()
     with (
         InterruptedWriter(folder) as writer,
         Console(None, stream=io.StringIO(), terminal=False) as console,
     ):
-        trainer = Trainer(job, job.load_data(), console, writer)
+        trainer = Trainer(run, run.load_data(), console, writer)
         while True:
             try:
-                state = trainer.run()
+                state = trainer.train()
                 break
             except KeyboardInterrupt:
                 at = trainer.position
@@ -427,16 +425,16 @@ def test_ctrl_c_leaves_the_state_and_going_on_is_exact(ran, tmp_path):
 
 def test_a_run_that_is_told_to_stop_ends_where_it_is_and_can_go_on(ran, tmp_path):
     answers = iter([True] * 6 + [False] + [True] * 100)
-    job, folder = with_program_of(ran, ran.job.settings), open_run_folder(tmp_path, "")
+    run, folder = with_program_of(ran, ran.run.config), open_run_folder(tmp_path, "")
     with (
         MetricWriter(folder) as writer,
         Console(folder.log, stream=io.StringIO(), terminal=False) as console,
     ):
         guard = Guard(goes_on=lambda: next(answers))
-        trainer = Trainer(job, job.load_data(), console, writer, guard=guard)
+        trainer = Trainer(run, run.load_data(), console, writer, guard=guard)
         # Five steps, and one of two batches of the evaluation after them.
-        assert int(trainer.run().step) == 5
-        state = trainer.run()
+        assert int(trainer.train().step) == 5
+        state = trainer.train()
     assert_same(state, tmp_path, ran)
     assert (
         "the run is stopped after step 5 of 12: it keeps no" in folder.log.read_text()
@@ -483,7 +481,7 @@ def test_fp16_that_overflows_at_the_smallest_scale_ends_the_run(tmp_path):
         runtime=RuntimeConfig(max_steps_in_flight=1),
     )
     with pytest.raises(LossScaleError) as caught:
-        run(job_of(settings), tmp_path)
+        train(run_of(settings), tmp_path)
     assert str(caught.value) == (
         "[T506] fp16 gradients overflow at step 17 with the smallest loss scale\n"
         "  got: loss scale 1, loss nan\n"

@@ -15,7 +15,12 @@ from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.step import Recipe, batch_spec, make_eval_step, make_train_step
+from tessera.training.step import (
+    StepConfig,
+    batch_spec,
+    make_eval_step,
+    make_train_step,
+)
 from tessera.training.train_state import init_state
 
 # Eight columns for each of eight devices: of four, JAX 0.12 computes AdamW otherwise.
@@ -67,7 +72,7 @@ def run(name: str, microshards: int | None = 8, **options: Any) -> dict[str, str
     """Three steps of AdamW with clipping; hashes of all that comes out of them."""
     mesh = mesh_of(name)
     optimizer, rate = make_optimizer(AdamWConfig(), steps=20, clip_norm=0.5)
-    recipe = Recipe(
+    config = StepConfig(
         model=Model(CONFIG),
         optimizer=optimizer,
         learning_rate=rate,
@@ -77,15 +82,15 @@ def run(name: str, microshards: int | None = 8, **options: Any) -> dict[str, str
         **options,
     )
     state = init_state(
-        recipe.model,
+        config.model,
         optimizer,
         jax.random.key(0),
         mesh,
-        zero_stage=recipe.zero_stage,
-        loss_scale=LossScale.dynamic() if recipe.dtype == "f16" else None,
+        zero_stage=config.zero_stage,
+        loss_scale=LossScale.dynamic() if config.dtype == "f16" else None,
     )
-    step = make_train_step(recipe, state)
-    sharding = NamedSharding(mesh.jax, batch_spec(recipe))
+    step = make_train_step(config, state)
+    sharding = NamedSharding(mesh.jax, batch_spec(config))
     shown = []
     for seed in range(3):
         state, metrics = step(state, jax.device_put(make_batch(seed), sharding))
@@ -97,7 +102,7 @@ def run(name: str, microshards: int | None = 8, **options: Any) -> dict[str, str
         "grad_norm": digest([metrics["grad_norm"] for metrics in shown]),
         "params": digest(state.params),
         "optimizer": digest(state.optimizer),
-        "evaluation": digest(make_eval_step(recipe)(state.params, micro)),
+        "evaluation": digest(make_eval_step(config)(state.params, micro)),
     }
 
 

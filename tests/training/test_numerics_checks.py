@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from tessera.models.registry import config_of
-from tessera.training.config import ModelSettings, Settings, TrainingConfig
+from tessera.training.config import Config, ModelConfig, TrainingConfig
 from tessera.training.optimizers import AdafactorConfig, AdamWConfig
 from tessera.training.settings_checks import check
 
 
-def settings(sizes: Any = (1,), axes: Any = ("dp",), **training: Any) -> Settings:
+def settings(sizes: Any = (1,), axes: Any = ("dp",), **training: Any) -> Config:
     given = {"numerics": "deterministic", **training}
-    return Settings(
+    return Config(
         name="test",
-        model=ModelSettings(
+        model=ModelConfig(
             name="tiny", mesh_shape=(sizes, axes), config=config_of("tiny")
         ),
         training=TrainingConfig(**given),

@@ -27,7 +27,7 @@ from tessera.models import Gemma3Config, Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training import offload
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.step import Recipe, batch_spec, make_train_step
+from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import init_state
 
 CONFIG = Gemma3Config(
@@ -58,7 +58,7 @@ class Run:
 @cache
 def run(on_host: bool, dtype: str = "f32") -> Run:
     """Three steps under ZeRO's first stage."""
-    recipe = Recipe(
+    config = StepConfig(
         model=Model(CONFIG),
         optimizer=ADAMW,
         learning_rate=RATE,
@@ -68,7 +68,7 @@ def run(on_host: bool, dtype: str = "f32") -> Run:
         dtype=dtype,
     )
     state = init_state(
-        recipe.model,
+        config.model,
         ADAMW,
         jax.random.key(0),
         MESH,
@@ -76,7 +76,7 @@ def run(on_host: bool, dtype: str = "f32") -> Run:
         zero_stage=1,
         offload_optimizer=on_host,
     )
-    step = make_train_step(recipe, state)
+    step = make_train_step(config, state)
     draw = np.random.default_rng(0).integers(0, 64, (1, 8, 16), np.int32)
     batch = jax.device_put(
         {
@@ -85,7 +85,7 @@ def run(on_host: bool, dtype: str = "f32") -> Run:
             "segment_ids": np.ones_like(draw),
             "positions": np.broadcast_to(np.arange(16, dtype=np.int32), draw.shape),
         },
-        NamedSharding(MESH.jax, batch_spec(recipe)),
+        NamedSharding(MESH.jax, batch_spec(config)),
     )
     for _ in range(3):
         state, metrics = step(state, batch)

@@ -18,9 +18,9 @@ from tessera.errors import PipelineSizeError
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.models.pipeline_stages import StageSplit
-from tessera.training.config import ModelSettings, Settings, TrainingConfig
+from tessera.training.config import Config, ModelConfig, TrainingConfig
 from tessera.training.pipelined import PipelinedModel, schedule_of, split_of
-from tessera.training.run import Job
+from tessera.training.run import Run
 
 MICROBATCHES, ROWS, LENGTH = 4, 2, 8
 CONFIG = Gemma3Config(
@@ -122,21 +122,21 @@ def test_the_program_is_no_longer_for_more_layers_in_a_stage(name):
 # --- the trainer's step
 
 
-def job_of(*axes: tuple[str, int], **training: Any) -> Job:
-    """A job whose activations are large beside its weights."""
+def run_of(*axes: tuple[str, int], **training: Any) -> Run:
+    """A run whose activations are large beside its weights."""
     names, shape = zip(*axes, strict=True)
     training = {"sequence_length": 64, "micro_batch_size": 4, **training}
-    settings = Settings(
+    settings = Config(
         name="small",
-        model=ModelSettings(name="small", mesh_shape=(shape, names), config=CONFIG),
+        model=ModelConfig(name="small", mesh_shape=(shape, names), config=CONFIG),
         training=TrainingConfig(**training),
     )
-    return Job(settings, Mesh.from_shape(settings.model.mesh_shape))
+    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
 
 
 @cache
 def compiled(name: str, microbatches: int) -> Compiled:
-    return job_of(
+    return run_of(
         ("pp", 2), pipeline_schedule=name, gradient_accumulation_steps=microbatches
     ).compiled
 
@@ -159,9 +159,9 @@ def test_each_tick_sends_one_activation_and_one_gradient():
 
 
 def test_gradients_cross_dp_once_in_a_step():
-    job = job_of(("dp", 2), ("pp", 2), gradient_accumulation_steps=8)
-    rows = job.compiled.collectives.rows
-    params = jax.tree.leaves(job.abstract_state.params)
+    run = run_of(("dp", 2), ("pp", 2), gradient_accumulation_steps=8)
+    rows = run.compiled.collectives.rows
+    params = jax.tree.leaves(run.abstract_state.params)
     held = sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in params)
     table = 4 * CONFIG.vocab_size * CONFIG.d_model  # its gradient is not yet split
     over_dp = sum(row.total_bytes for row in rows if "dp" in row.axes)
@@ -192,7 +192,7 @@ def test_a_schedule_that_has_no_chunks_gets_none():
 
 
 def test_the_state_of_a_job_is_stored_by_stage():
-    job = job_of(("pp", 2), ("tp", 2), gradient_accumulation_steps=4)
-    kernel = job.abstract_state.params["decoder"]["mlp"]["up"]["kernel"]
+    run = run_of(("pp", 2), ("tp", 2), gradient_accumulation_steps=4)
+    kernel = run.abstract_state.params["decoder"]["mlp"]["up"]["kernel"]
     assert kernel.shape == (1, 2, 2, 16, 32)
     assert kernel.sharding.spec == P(None, "pp", None, None, "tp")

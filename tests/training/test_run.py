@@ -18,10 +18,10 @@ from tessera.errors import (
 )
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config
-from tessera.training.config import ModelSettings, Settings, TrainingConfig
+from tessera.training.config import Config, ModelConfig, TrainingConfig
 from tessera.training.data.data_config import DataConfig, SyntheticConfig
 from tessera.training.optimizers import AdamWConfig, SgdConfig
-from tessera.training.run import Job
+from tessera.training.run import Run
 
 CONFIG = Gemma3Config(
     vocab_size=64,
@@ -38,18 +38,18 @@ CONFIG = Gemma3Config(
 SYNTHETIC = DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=2000))
 
 
-def job_of(
+def run_of(
     *axes: tuple[str, int],
     data: DataConfig = SYNTHETIC,
     sizes: dict[str, Any] | None = None,
     **training: Any,
-) -> Job:
-    """A job on a mesh such as ``("fsdp", 2), ("tp", 2)``."""
+) -> Run:
+    """A run on a mesh such as ``("fsdp", 2), ("tp", 2)``."""
     names, shape = zip(*axes or [("fsdp", 1)], strict=True)
     training = {"sequence_length": 16, "micro_batch_size": 4, **training}
-    settings = Settings(
+    settings = Config(
         name="small",
-        model=ModelSettings(
+        model=ModelConfig(
             name="small",
             mesh_shape=(shape, names),
             config=dataclasses.replace(CONFIG, **(sizes or {})),
@@ -57,80 +57,80 @@ def job_of(
         training=TrainingConfig(**training),
         data=data,
     )
-    return Job(settings, Mesh.from_shape(settings.model.mesh_shape))
+    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
 
 
 # --- what settings stand for
 
 
 def test_a_microbatch_has_its_rows_for_each_data_parallel_group():
-    job = job_of(("dp", 2), ("fsdp", 2), ("tp", 2), gradient_accumulation_steps=3)
-    assert job.abstract_batch.keys() == {
+    run = run_of(("dp", 2), ("fsdp", 2), ("tp", 2), gradient_accumulation_steps=3)
+    assert run.abstract_batch.keys() == {
         "tokens",
         "targets",
         "segment_ids",
         "positions",
     }
-    tokens = job.abstract_batch["tokens"]
+    tokens = run.abstract_batch["tokens"]
     assert (tokens.shape, tokens.dtype) == ((3, 4 * 2 * 2, 16), "int32")
     assert tokens.sharding.spec == P(None, ("dp", "fsdp"))
     assert tokens.sharding.shard_shape(tokens.shape) == (3, 4, 16)
 
 
-def test_the_recipe_is_what_the_settings_say():
-    recipe = job_of(
+def test_the_step_config_is_what_the_settings_say():
+    config = run_of(
         ("dp", 2),
         gradient_accumulation_steps=4,
         sync_gradients_every=2,
         mixed_precision="fp16",
-    ).recipe
-    assert (recipe.accumulation, recipe.sync_every, recipe.dtype) == (4, 2, "f16")
-    assert recipe.data_axes == ("dp",)
+    ).step_config
+    assert (config.accumulation, config.sync_every, config.dtype) == (4, 2, "f16")
+    assert config.data_axes == ("dp",)
 
 
 @pytest.mark.parametrize(
     ("precision", "scale"), [("f32", None), ("bf16", None), ("fp16", 32768.0)]
 )
 def test_only_fp16_scales_its_loss(precision, scale):
-    job = job_of(mixed_precision=precision)
-    held = job.loss_scale
+    run = run_of(mixed_precision=precision)
+    held = run.loss_scale
     assert (None if held is None else float(held.value)) == scale
-    assert (job.abstract_state.loss_scale is None) == (scale is None)
+    assert (run.abstract_state.loss_scale is None) == (scale is None)
 
 
 def test_sequence_and_context_parallelism_reach_the_model():
-    job = job_of(("tp", 2))
+    run = run_of(("tp", 2))
     model = dataclasses.replace(
-        job.settings.model, sequence_parallel=True, context_parallel="all_to_all"
+        run.config.model, sequence_parallel=True, context_parallel="all_to_all"
     )
-    settings = dataclasses.replace(job.settings, model=model)
-    reached = Job(settings, job.mesh).model
+    settings = dataclasses.replace(run.config, model=model)
+    reached = Run(settings, run.mesh).model
     assert (reached.sequence_parallel, reached.context_parallel) == (True, "all_to_all")
-    assert (job.model.sequence_parallel, job.model.context_parallel) == (False, "ring")
+    assert (run.model.sequence_parallel, run.model.context_parallel) == (False, "ring")
 
 
 def test_a_job_on_a_mesh_that_is_not_here_has_shapes_and_layouts():
-    job = job_of(("fsdp", 32), ("tp", 2))
+    run = run_of(("fsdp", 32), ("tp", 2))
     before = jax.live_arrays()  # held, so that none of them goes meanwhile
-    job.check()
-    table = job.abstract_state.params["embedding"]
+    run.check()
+    table = run.abstract_state.params["embedding"]
     assert table.sharding.spec == P("tp", "fsdp")
     assert table.sharding.shard_shape(table.shape) == (32, 1)
-    assert job.abstract_batch["tokens"].shape == (1, 128, 16)
+    assert run.abstract_batch["tokens"].shape == (1, 128, 16)
     assert len(jax.live_arrays()) == len(before)
 
 
 def test_the_clip_norm_and_the_steps_reach_the_optimizer():
-    rate = job_of(steps=50).recipe.learning_rate
+    rate = run_of(steps=50).step_config.learning_rate
     assert float(rate(49)) == pytest.approx(3e-4)
     assert float(rate(19)) == pytest.approx(3e-3)
 
 
 def test_the_learning_rate_is_scaled_by_the_groups_that_split_the_batch():
-    job = job_of(("dp", 2), ("fsdp", 2), ("tp", 2))
+    run = run_of(("dp", 2), ("fsdp", 2), ("tp", 2))
     optimizer = AdamWConfig(scale_learning_rate="sqrt")
-    scaled = dataclasses.replace(job.settings, optimizer=optimizer)
-    rate = Job(scaled, job.mesh).recipe.learning_rate
+    scaled = dataclasses.replace(run.config, optimizer=optimizer)
+    rate = Run(scaled, run.mesh).step_config.learning_rate
     assert float(rate(19)) == pytest.approx(2 * 3e-3)
 
 
@@ -139,13 +139,13 @@ def test_the_learning_rate_is_scaled_by_the_groups_that_split_the_batch():
 
 def test_heads_that_cannot_be_divided_are_refused():
     with pytest.raises(HeadCountError) as caught:
-        job_of(("fsdp", 2), ("tp", 3)).check()
+        run_of(("fsdp", 2), ("tp", 3)).check()
     assert caught.value.code == "T402"
 
 
 def test_every_parameter_that_cannot_be_split_is_named():
     with pytest.raises(ShardDivisibilityError) as caught:
-        job_of(("fsdp", 1), ("tp", 2), sizes={"vocab_size": 63, "mlp_dim": 65}).check()
+        run_of(("fsdp", 1), ("tp", 2), sizes={"vocab_size": 63, "mlp_dim": 65}).check()
     assert caught.value.code == "T201"
     for name in ("embedding", "mlp/gate", "mlp/up", "mlp/down"):
         assert name in str(caught.value)
@@ -154,7 +154,7 @@ def test_every_parameter_that_cannot_be_split_is_named():
 def test_data_that_is_not_there_is_refused(tmp_path):
     missing = DataConfig(name="text", path=str(tmp_path / "nothing"))
     with pytest.raises(DataNotFoundError) as caught:
-        job_of(data=missing, sizes={"vocab_size": 264}).load_data()
+        run_of(data=missing, sizes={"vocab_size": 264}).load_data()
     assert caught.value.code == "T601"
 
 
@@ -162,16 +162,16 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     text = DataConfig(name="text", path=str(tmp_path))
     with pytest.raises(VocabularyError) as caught:
-        job_of(data=text).load_data()
+        run_of(data=text).load_data()
     assert caught.value.code == "T603"
 
 
 def test_data_of_less_than_one_step_is_refused_before_the_step_is_compiled():
     few = DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=400))
-    assert job_of(("fsdp", 2), data=few).load_data()
-    job = job_of(("fsdp", 2), data=few, gradient_accumulation_steps=4)
+    assert run_of(("fsdp", 2), data=few).load_data()
+    run = run_of(("fsdp", 2), data=few, gradient_accumulation_steps=4)
     with pytest.raises(EmptyDataError) as caught:
-        job.load_data()
+        run.load_data()
     assert caught.value.what == "the training data is smaller than one batch"
     assert caught.value.got.endswith("= 22 rows, and a batch takes 32")
 
@@ -179,16 +179,16 @@ def test_data_of_less_than_one_step_is_refused_before_the_step_is_compiled():
 # --- memory
 
 
-def test_memory_settings_reach_the_recipe_the_model_and_the_state():
-    job = job_of(("dp", 8), zero_stage=1, offload_optimizer=True, remat="full")
-    assert (job.recipe.zero_stage, job.recipe.offload_optimizer) == (1, True)
-    assert job.model.remat == "full"
-    job.check()
-    moments = [x for x in jax.tree.leaves(job.abstract_state.optimizer) if x.shape]
+def test_memory_settings_reach_the_step_config_the_model_and_the_state():
+    run = run_of(("dp", 8), zero_stage=1, offload_optimizer=True, remat="full")
+    assert (run.step_config.zero_stage, run.step_config.offload_optimizer) == (1, True)
+    assert run.model.remat == "full"
+    run.check()
+    moments = [x for x in jax.tree.leaves(run.abstract_state.optimizer) if x.shape]
     assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
     assert all("dp" in x.sharding.spec for x in moments)
     assert all(
-        x.sharding.spec == P() for x in jax.tree.leaves(job.abstract_state.params)
+        x.sharding.spec == P() for x in jax.tree.leaves(run.abstract_state.params)
     )
 
 
@@ -220,25 +220,25 @@ def test_memory_settings_reach_the_recipe_the_model_and_the_state():
     ],
 )
 def test_a_setting_that_changes_nothing_says_so(axes, training, note):
-    assert note in job_of(*axes, **training).layout_notes()
-    assert note not in job_of(*axes).layout_notes()
+    assert note in run_of(*axes, **training).layout_notes()
+    assert note not in run_of(*axes).layout_notes()
 
 
 def test_an_optimizer_without_arrays_leaves_nothing_to_split_or_to_move():
-    job = job_of(("dp", 2), zero_stage=1, offload_optimizer=True)
-    settings = dataclasses.replace(job.settings, optimizer=SgdConfig(momentum=0.0))
-    notes = Job(settings, job.mesh).layout_notes()
+    run = run_of(("dp", 2), zero_stage=1, offload_optimizer=True)
+    settings = dataclasses.replace(run.config, optimizer=SgdConfig(momentum=0.0))
+    notes = Run(settings, run.mesh).layout_notes()
     assert "zero_stage 1 changes nothing: this optimizer keeps no arrays" in notes
     assert "offload_optimizer changes nothing: this optimizer keeps no arrays" in notes
 
 
 def test_one_group_has_no_number_to_scale_the_rate_by():
-    job = job_of(("tp", 2))
+    run = run_of(("tp", 2))
     scaled = SgdConfig(scale_learning_rate="linear")
-    settings = dataclasses.replace(job.settings, optimizer=scaled)
+    settings = dataclasses.replace(run.config, optimizer=scaled)
     assert (
         "scale_learning_rate linear changes nothing: there is one data-parallel group"
-    ) in Job(settings, job.mesh).layout_notes()
+    ) in Run(settings, run.mesh).layout_notes()
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,8 @@ def test_one_group_has_no_number_to_scale_the_rate_by():
     ],
 )
 def test_sizes_of_layers_that_the_model_does_not_have_change_nothing(sizes, note):
-    assert note in job_of(sizes=sizes).layout_notes()
-    assert note not in job_of(sizes={**sizes, "global_every": 2}).layout_notes()
+    assert note in run_of(sizes=sizes).layout_notes()
+    assert note not in run_of(sizes={**sizes, "global_every": 2}).layout_notes()
 
 
 # --- pipelines
@@ -264,33 +264,33 @@ def test_sizes_of_layers_that_the_model_does_not_have_change_nothing(sizes, note
 
 def test_a_pipeline_says_how_its_layers_are_split_and_how_long_devices_wait():
     large = {"num_layers": 8, "vocab_size": 2048}
-    job = job_of(("pp", 2), sizes=large, gradient_accumulation_steps=4)
+    run = run_of(("pp", 2), sizes=large, gradient_accumulation_steps=4)
     # A layer costs 32 x (2 x (4 + 2) x 8 + 3 x 64), the logits 32 x 2048.
-    assert job.layout_notes() == [
+    assert run.layout_notes() == [
         "stage 0: layers 0-6, cost 0.46; stage 1: layer 7, cost 0.54",
         "1f1b: 2 stages, 4 microbatches, 6 ticks, idle 20.0 %",
     ]
-    assert [list(run) for run in job.model.split.layers] == [[*range(7)], [7]]
+    assert [list(run) for run in run.model.split.layers] == [[*range(7)], [7]]
 
 
-def test_the_schedule_and_its_chunks_reach_the_recipe_and_the_model():
-    job = job_of(
+def test_the_schedule_and_its_chunks_reach_the_step_config_and_the_model():
+    run = run_of(
         ("pp", 2),
         sizes={"num_layers": 4},
         pipeline_schedule="interleaved",
         pipeline_chunks=2,
         gradient_accumulation_steps=4,
     )
-    table = job.recipe.schedule
+    table = run.step_config.schedule
     assert (table.name, table.stages, table.microbatches) == ("interleaved", 2, 4)
-    assert (table.chunks, job.model.split.chunks) == (2, 2)
-    job.check()
+    assert (table.chunks, run.model.split.chunks) == (2, 2)
+    run.check()
 
 
 def test_fewer_microbatches_than_stages_are_a_warning_that_says_what_they_cost():
-    job = job_of(("pp", 4), sizes={"num_layers": 4}, gradient_accumulation_steps=2)
+    run = run_of(("pp", 4), sizes={"num_layers": 4}, gradient_accumulation_steps=2)
     with pytest.warns(TesseraWarning) as caught:
-        job.layout_notes()
+        run.layout_notes()
     (warning,) = caught
     assert str(warning.message) == (
         "2 microbatches for 4 pipeline stages: under '1f1b' the devices wait for 60 % "

@@ -10,21 +10,21 @@ from tessera.mesh import Mesh
 from tessera.models.registry import config_of
 from tessera.training import settings_checks
 from tessera.training.config import (
-    ModelSettings,
+    Config,
+    ModelConfig,
     RuntimeConfig,
-    Settings,
     TrainingConfig,
 )
 from tessera.training.data.data_config import DataConfig
 from tessera.training.layout_checks import layout_problems
 from tessera.training.optimizers import SgdConfig
 
-TINY = ModelSettings(name="tiny", config=config_of("tiny"))
+TINY = ModelConfig(name="tiny", config=config_of("tiny"))
 
 
 def settings(*, mesh_shape=((1, 1), ("fsdp", "tp")), name="tiny", **training):
     model = replace(TINY, mesh_shape=mesh_shape)
-    return Settings(name=name, model=model, training=TrainingConfig(**training))
+    return Config(name=name, model=model, training=TrainingConfig(**training))
 
 
 def check(given):
@@ -225,7 +225,7 @@ def test_not_clipping_is_legal():
 
 
 def test_every_group_is_checked():
-    given = Settings(
+    given = Config(
         name="..",
         model=replace(TINY, mesh_shape=((2, 2), ("x", "tp"))),
         training=TrainingConfig(steps=0),

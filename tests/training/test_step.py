@@ -26,7 +26,7 @@ from tessera.training.optimizers import (
     make_schedule,
 )
 from tessera.training.step import (
-    Recipe,
+    StepConfig,
     batch_spec,
     make_eval_step,
     make_train_step,
@@ -76,8 +76,10 @@ BATCH = make_batch()
 COUNTED = int((BATCH["targets"] != -100).sum())
 
 
-def recipe_of(mesh: Mesh, *, sequence_parallel: bool = False, **options: Any) -> Recipe:
-    return Recipe(
+def config_on(
+    mesh: Mesh, *, sequence_parallel: bool = False, **options: Any
+) -> StepConfig:
+    return StepConfig(
         model=Model(CONFIG, sequence_parallel=sequence_parallel),
         # A trace without decay holds the gradients of the last step.
         optimizer=optax.chain(optax.trace(decay=0.0), ADAMW),
@@ -90,29 +92,29 @@ def recipe_of(mesh: Mesh, *, sequence_parallel: bool = False, **options: Any) ->
 @cache
 def first_state(*, scaled: bool = False) -> TrainState:
     """A fresh state in the memory of the host, to be copied to any mesh."""
-    recipe, scale = recipe_of(ONE), LossScale.dynamic() if scaled else None
+    config, scale = config_on(ONE), LossScale.dynamic() if scaled else None
     key = jax.random.key(0)
-    state = init_state(recipe.model, recipe.optimizer, key, ONE, loss_scale=scale)
+    state = init_state(config.model, config.optimizer, key, ONE, loss_scale=scale)
     return jax.tree.map(np.array, state)
 
 
-def placed(recipe: Recipe, state: TrainState) -> TrainState:
+def placed(config: StepConfig, state: TrainState) -> TrainState:
     specs = state_specs(
-        recipe.model, recipe.optimizer, recipe.mesh, loss_scale=state.loss_scale
+        config.model, config.optimizer, config.mesh, loss_scale=state.loss_scale
     )
-    shardings = jax.tree.map(lambda s: NamedSharding(recipe.mesh.jax, s), specs)
+    shardings = jax.tree.map(lambda s: NamedSharding(config.mesh.jax, s), specs)
     return jax.device_put(jax.tree.map(np.array, state), shardings)
 
 
-def put(recipe: Recipe, batch: Any) -> Any:
-    return jax.device_put(batch, NamedSharding(recipe.mesh.jax, batch_spec(recipe)))
+def put(config: StepConfig, batch: Any) -> Any:
+    return jax.device_put(batch, NamedSharding(config.mesh.jax, batch_spec(config)))
 
 
 @dataclasses.dataclass
 class Ran:
     """A compiled step and what its first call gave."""
 
-    recipe: Recipe
+    config: StepConfig
     step: Any
     given: TrainState
     state: TrainState
@@ -125,16 +127,16 @@ class Ran:
     def again(self, state: TrainState, batch: Any = None) -> Any:
         """Another call of the program, from a copy of some state."""
         batch = BATCH if batch is None else batch
-        return self.step(placed(self.recipe, state), put(self.recipe, batch))
+        return self.step(placed(self.step_config, state), put(self.step_config, batch))
 
 
 @cache
 def run(mesh: Mesh, **options: Any) -> Ran:
-    recipe = recipe_of(mesh, **options)
-    given = placed(recipe, first_state(scaled=recipe.dtype == "f16"))
-    step = make_train_step(recipe, given)
-    state, metrics = step(given, put(recipe, BATCH))
-    return Ran(recipe, step, given, state, metrics)
+    config = config_on(mesh, **options)
+    given = placed(config, first_state(scaled=config.dtype == "f16"))
+    step = make_train_step(config, given)
+    state, metrics = step(given, put(config, BATCH))
+    return Ran(config, step, given, state, metrics)
 
 
 @cache
@@ -278,9 +280,9 @@ def test_by_default_gradients_are_sent_with_every_microbatch():
 
 def test_syncing_means_nothing_without_data_parallel_devices():
     def program(every: int) -> str:
-        recipe = recipe_of(Mesh(("tp",), devices=range(4)), sync_every=every)
-        state = abstract_state(recipe.model, recipe.optimizer)
-        return make_train_step(recipe, state).trace(state, BATCH).as_text()
+        config = config_on(Mesh(("tp",), devices=range(4)), sync_every=every)
+        state = abstract_state(config.model, config.optimizer)
+        return make_train_step(config, state).trace(state, BATCH).as_text()
 
     assert program(2) == program(1)
 
@@ -300,7 +302,7 @@ def test_the_given_state_is_donated():
 
 def test_the_new_state_lies_where_the_old_one_lay():
     ran = run(CUBE)
-    specs = state_specs(ran.recipe.model, ran.recipe.optimizer, CUBE)
+    specs = state_specs(ran.step_config.model, ran.step_config.optimizer, CUBE)
     for leaf, spec in zip(
         jax.tree.leaves(ran.state),
         jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),
@@ -321,12 +323,12 @@ def test_gradients_are_laid_out_like_their_parameters():
 def test_factored_moments_train_on_a_mesh():
     config = AdafactorConfig(least_dim_to_factor=16)
     optimizer, rate = make_optimizer(config, steps=10)
-    recipe = dataclasses.replace(
-        recipe_of(CUBE, accumulation=1), optimizer=optimizer, learning_rate=rate
+    config = dataclasses.replace(
+        config_on(CUBE, accumulation=1), optimizer=optimizer, learning_rate=rate
     )
-    state = init_state(recipe.model, optimizer, jax.random.key(0), CUBE)
-    step = make_train_step(recipe, state)
-    batch = put(recipe, {name: array[:1] for name, array in BATCH.items()})
+    state = init_state(config.model, optimizer, jax.random.key(0), CUBE)
+    step = make_train_step(config, state)
+    batch = put(config, {name: array[:1] for name, array in BATCH.items()})
     losses = []
     for _ in range(8):
         state, metrics = step(state, batch)
@@ -349,10 +351,10 @@ def equations(program: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
 
 
 def traced(dtype: str) -> Any:
-    recipe = recipe_of(CUBE, dtype=dtype)
+    config = config_on(CUBE, dtype=dtype)
     scale = LossScale.dynamic() if dtype == "f16" else None
-    state = abstract_state(recipe.model, recipe.optimizer, loss_scale=scale)
-    return make_train_step(recipe, state).trace(state, BATCH).graph.program
+    state = abstract_state(config.model, config.optimizer, loss_scale=scale)
+    return make_train_step(config, state).trace(state, BATCH).graph.program
 
 
 # Four of the attention's projections, three of the MLP and the logits have one forward
@@ -454,10 +456,10 @@ def test_an_overflowed_step_changes_nothing_but_the_loss_scale():
 
 
 def test_validation_gives_summed_loss_and_counted_tokens():
-    recipe = recipe_of(CUBE)
-    evaluate = make_eval_step(recipe)
+    config = config_on(CUBE)
+    evaluate = make_eval_step(config)
     place = NamedSharding(CUBE.jax, P(("dp", "fsdp")))
-    params = placed(recipe, first_state()).params
+    params = placed(config, first_state()).params
     total, counted = 0.0, 0.0
     for index in range(MICROBATCHES):
         micro = {name: array[index] for name, array in BATCH.items()}

@@ -22,9 +22,9 @@ from tessera.training.checkpoints import manifest
 from tessera.training.checkpoints.checkpoint_folder import find_newest
 from tessera.training.checkpoints.metadata import Metadata, Stored, read_metadata
 from tessera.training.checkpoints.restoring import Reading, Restoration
-from tessera.training.config import Settings
+from tessera.training.config import Config
 from tessera.training.layout_checks import layout_problems
-from tessera.training.run import Job
+from tessera.training.run import Run
 from tessera.training.schema import settings_of_text
 from tessera.training.settings_checks import check
 
@@ -127,7 +127,7 @@ class ResumePlan:
 
 
 def planned(
-    path: Path, onto: Mesh | Sequence[Any] | Settings | None, hosts: int
+    path: Path, onto: Mesh | Sequence[Any] | Config | None, hosts: int
 ) -> ResumePlan:
     """See ``resume_plan``."""
     path, metadata = _newest(path)
@@ -144,7 +144,7 @@ def planned(
     found = check(settings) or layout_problems(settings)
     problems = [_in_one_line(error) for error in found]
     try:
-        restoration = Restoration(metadata, Job(settings, mesh))
+        restoration = Restoration(metadata, Run(settings, mesh))
         problems += restoration.differences()
         readings = restoration.readings
         moves = tuple(
@@ -185,9 +185,9 @@ def _newest(path: Path) -> tuple[Path, Metadata]:
 
 
 def _onto(
-    metadata: Metadata, onto: Mesh | Sequence[Any] | Settings | None
-) -> tuple[Settings, Mesh]:
-    if isinstance(onto, Settings):
+    metadata: Metadata, onto: Mesh | Sequence[Any] | Config | None
+) -> tuple[Config, Mesh]:
+    if isinstance(onto, Config):
         return onto, Mesh.from_shape(onto.model.mesh_shape)
     saved = _saved_settings(metadata)
     if onto is None:
@@ -198,7 +198,7 @@ def _onto(
     return replace(saved, model=replace(saved.model, mesh_shape=shape)), mesh
 
 
-def _saved_settings(metadata: Metadata) -> Settings:
+def _saved_settings(metadata: Metadata) -> Config:
     try:
         return settings_of_text(metadata.config)
     except CheckpointMismatchError:
@@ -215,7 +215,7 @@ def _saved_mesh(metadata: Metadata) -> Mesh:
     return Mesh.from_shape([list(metadata.mesh.values()), list(metadata.mesh)])
 
 
-def _data(metadata: Metadata, settings: Settings, mesh: Mesh) -> str:
+def _data(metadata: Metadata, settings: Config, mesh: Mesh) -> str:
     now = settings.rows_per_step(mesh)
     before = _saved_settings(metadata).rows_per_step(_saved_mesh(metadata))
     where = f"goes on at row {metadata.cursor.rows:,}"

@@ -24,7 +24,7 @@ from tessera.training.checkpoints import storage
 from tessera.training.checkpoints.checkpoint_folder import Checkpoint
 from tessera.training.checkpoints.metadata import Metadata, Stored
 from tessera.training.checkpoints.saving import named
-from tessera.training.run import Job
+from tessera.training.run import Run
 from tessera.training.train_state import TrainState
 
 # Parts of a state that a setting of this run may add or leave out, and what then.
@@ -65,7 +65,7 @@ class Restoration:
     """
 
     metadata: Metadata
-    job: Job
+    job: Run
 
     @cached_property
     def readings(self) -> Mapping[str, Reading]:
@@ -152,7 +152,7 @@ class Restoration:
         # Copied: a step donates its state, and the job's is its own.
         scale = jax.tree.map(jnp.copy, self.job.loss_scale)
         scale = jax.device_put(scale, NamedSharding(self.job.mesh.jax, PartitionSpec()))
-        residual = self.job.recipe.exchange.first_residual()
+        residual = self.job.step_config.exchange.first_residual()
         return named({"loss_scale": scale, "residual": residual})
 
     def _changed(self, array: jax.Array, reading: Reading) -> jax.Array:

@@ -13,12 +13,12 @@ from tessera.mesh import Mesh
 
 if TYPE_CHECKING:
     from tessera.training.checkpoints.restore_plan import ResumePlan
-    from tessera.training.config import Settings
+    from tessera.training.config import Config
 
 
 def resume_plan(
     path: str | Path,
-    onto: "Mesh | Sequence[Any] | Settings | None" = None,
+    onto: "Mesh | Sequence[Any] | Config | None" = None,
     *,
     hosts: int = 1,
 ) -> "ResumePlan":

@@ -32,7 +32,7 @@ from tessera.training.checkpoints.metadata import read_metadata
 from tessera.training.checkpoints.restoring import Restoration
 from tessera.training.data import Corpus
 from tessera.training.outputs import CHECKPOINTS, check_inside
-from tessera.training.run import Job
+from tessera.training.run import Run
 
 NONE: Final = "none"
 AUTO: Final = "auto"
@@ -67,7 +67,7 @@ class Choice:
             return None
         return self.checkpoint.metadata.step
 
-    def check(self, job: Job, corpus: Corpus, config: str) -> list[str]:
+    def check(self, job: Run, corpus: Corpus, config: str) -> list[str]:
         """See that a run can go on from the checkpoint, before anything is compiled.
 
         Args:
@@ -84,7 +84,7 @@ class Choice:
         """
         if self.checkpoint is None:
             return []
-        metadata, training = self.checkpoint.metadata, job.settings.training
+        metadata, training = self.checkpoint.metadata, job.config.training
         restoration = Restoration(metadata, job)
         restoration.check()
         cursor = metadata.cursor.resumed(corpus, training.resume_data)

@@ -26,7 +26,7 @@ from tessera.training.checkpoints import checkpoint_folder, manifest, storage
 from tessera.training.checkpoints.metadata import Metadata, Stored, write_metadata
 from tessera.training.console import log
 from tessera.training.data.cursor import Cursor
-from tessera.training.run import Job
+from tessera.training.run import Run
 from tessera.training.train_state import TrainState
 from tessera.tree import Tree
 
@@ -69,7 +69,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        job: Job,
+        job: Run,
         root: Path,
         config: str,
         resumed_step: int | None = None,
@@ -100,11 +100,11 @@ class Checkpoints:
     @property
     def is_kept(self) -> bool:
         """Whether the run keeps checkpoints at all."""
-        return self._job.settings.training.checkpoint_every is not None
+        return self._job.config.training.checkpoint_every is not None
 
     def is_due(self, step: int) -> bool:
         """Whether there is to be a checkpoint after this step."""
-        training = self._job.settings.training
+        training = self._job.config.training
         if not self.is_kept or step <= self._started:
             return False
         if step == training.steps:
@@ -214,7 +214,7 @@ class Checkpoints:
         )
 
     def _remove_old(self) -> None:
-        keep = self._job.settings.training.keep
+        keep = self._job.config.training.keep
         for step in (
             checkpoint_folder.complete_steps(self._place)[keep:] if keep else ()
         ):
@@ -290,7 +290,7 @@ def named(tree: Tree) -> dict[str, Any]:
     }
 
 
-def metadata_of(job: Job, step: int, cursor: Cursor, config: str) -> Metadata:
+def metadata_of(job: Run, step: int, cursor: Cursor, config: str) -> Metadata:
     """What a checkpoint of a run says of itself."""
     split = job.model.split
     stages = None
@@ -304,7 +304,7 @@ def metadata_of(job: Job, step: int, cursor: Cursor, config: str) -> Metadata:
         stages=stages,
         cursor=cursor,
         random={
-            "seed": job.settings.training.seed,
+            "seed": job.config.training.seed,
             "kind": str(jax.config.values["jax_default_prng_impl"]),
         },
         config=config,

@@ -12,10 +12,10 @@ import pytest
 
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config
-from tessera.training.config import ModelSettings, Settings, TrainingConfig
+from tessera.training.config import Config, ModelConfig, TrainingConfig
 from tessera.training.data.data_config import DataConfig, SyntheticConfig
 from tessera.training.optimizers import AdamWConfig
-from tessera.training.run import Job
+from tessera.training.run import Run
 from tessera.training.train_state import TrainState
 
 CONFIG = Gemma3Config(
@@ -33,12 +33,12 @@ CONFIG = Gemma3Config(
 
 
 @pytest.fixture(scope="session")
-def job_of() -> Callable[..., Job]:
-    """Makes a job: ``job_of(dp=2, tp=2)``, with settings of training by name."""
+def run_of() -> Callable[..., Run]:
+    """Makes a job: ``run_of(dp=2, tp=2)``, with settings of training by name."""
 
     def make(
         *, config: Any = None, optimizer: Any = None, steps: int = 8, **given: Any
-    ) -> Job:
+    ) -> Run:
         axes = ("dp", "fsdp", "tp", "pp")
         mesh = {axis: given.pop(axis) for axis in axes if axis in given} or {"fsdp": 1}
         training = TrainingConfig(
@@ -52,28 +52,28 @@ def job_of() -> Callable[..., Job]:
                 **given,
             }
         )
-        model = ModelSettings(
+        model = ModelConfig(
             name="small",
             mesh_shape=(tuple(mesh.values()), tuple(mesh)),
             config=config or CONFIG,
         )
-        settings = Settings(
+        settings = Config(
             name="small",
             model=model,
             training=training,
             data=DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=4000)),
             optimizer=optimizer or AdamWConfig(warmup_steps=2, learning_rate=0.01),
         )
-        return Job(settings, Mesh.from_shape(model.mesh_shape))
+        return Run(settings, Mesh.from_shape(model.mesh_shape))
 
     return make
 
 
 @pytest.fixture(scope="session")
-def filled() -> Callable[[Job], TrainState]:
+def filled() -> Callable[[Run], TrainState]:
     """Makes a state of random numbers, in the layout of a job, without a pipeline."""
 
-    def fill(job: Job) -> TrainState:
+    def fill(job: Run) -> TrainState:
         draw = np.random.Generator(np.random.PCG64(0))
 
         def leaf(struct: jax.ShapeDtypeStruct) -> jax.Array:
@@ -88,12 +88,12 @@ def filled() -> Callable[[Job], TrainState]:
 
 
 @pytest.fixture(scope="session")
-def replaced() -> Callable[..., Job]:
+def replaced() -> Callable[..., Run]:
     """A job with other settings of training."""
 
-    def replace(job: Job, **changed: Any) -> Job:
-        training = dataclasses.replace(job.settings.training, **changed)
-        settings = dataclasses.replace(job.settings, training=training)
-        return Job(settings, job.mesh)
+    def replace(job: Run, **changed: Any) -> Run:
+        training = dataclasses.replace(job.config.training, **changed)
+        settings = dataclasses.replace(job.config, training=training)
+        return Run(settings, job.mesh)
 
     return replace

@@ -16,9 +16,9 @@ from tessera.training.data.cursor import Cursor
 
 
 @pytest.fixture(scope="module", params=["one device", "stages"])
-def written(request, job_of, filled, tmp_path_factory):
+def written(request, run_of, filled, tmp_path_factory):
     """A job, its parameters without stages, and the folder of its checkpoint."""
-    job = job_of() if request.param == "one device" else job_of(pp=2)
+    job = run_of() if request.param == "one device" else run_of(pp=2)
     folder, state = tmp_path_factory.mktemp("run"), filled(job)
     with Checkpoints(job, folder / "checkpoints", "name: small\n") as checkpoints:
         checkpoints.save(4, state, Cursor(16, {}))
@@ -26,13 +26,13 @@ def written(request, job_of, filled, tmp_path_factory):
 
 
 def test_a_checkpoint_s_parameters_are_a_file_of_any_model_s_form(
-    written, job_of, tmp_path
+    written, run_of, tmp_path
 ):
     _, params, folder = written
     path = tmp_path / "weights.safetensors"
     nbytes = export_checkpoint(folder, path)
     assert nbytes == path.stat().st_size
-    got = import_weights(path, job_of().model)
+    got = import_weights(path, run_of().model)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(params), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
@@ -51,8 +51,8 @@ def test_mistakes_of_the_command_are_said_in_a_line(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("[T801] there is no complete checkpoint")
 
 
-def test_a_damaged_checkpoint_is_not_exported(job_of, filled, tmp_path):
-    job = job_of()
+def test_a_damaged_checkpoint_is_not_exported(run_of, filled, tmp_path):
+    job = run_of()
     with Checkpoints(job, tmp_path, "") as checkpoints:
         checkpoints.save(2, filled(job), Cursor(4, {}))
     (tmp_path / "2" / "metadata.json").write_text("{}")
@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_is_not_exported(job_of, filled, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_file_to_begin_with_is_looked_at_before_anything_else(job_of, tmp_path):
+def test_a_file_to_begin_with_is_looked_at_before_anything_else(run_of, tmp_path):
     (tmp_path / "a").write_bytes(b"{}")
     with pytest.raises(WeightFileError):
-        job_of(init_from=str(tmp_path / "a")).check()
+        run_of(init_from=str(tmp_path / "a")).check()

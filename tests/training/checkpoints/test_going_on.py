@@ -19,11 +19,11 @@ from tessera.training.console import Console
 from tessera.training.loop import Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
-from tessera.training.run import Job
+from tessera.training.run import Run
 from tessera.training.train_state import TrainState
 
 
-def run(job: Job, path: Path, resume: str = "none") -> tuple[TrainState, Choice]:
+def run(job: Run, path: Path, resume: str = "none") -> tuple[TrainState, Choice]:
     """What ``run_training.py`` does with a job."""
     corpus, choice = job.load_data(), choose(resume, path)
     choice.check(job, corpus, "")
@@ -36,7 +36,7 @@ def run(job: Job, path: Path, resume: str = "none") -> tuple[TrainState, Choice]
         trainer = Trainer(
             *(job, corpus, console, writer, None, checkpoints, choice.checkpoint)
         )
-        return trainer.run(), choice
+        return trainer.train(), choice
 
 
 def losses(path: Path) -> list[dict[str, Any]]:
@@ -45,10 +45,10 @@ def losses(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def whole(job_of, tmp_path_factory):
+def whole(run_of, tmp_path_factory):
     """Eight steps in one go, with a checkpoint after every second."""
     path = tmp_path_factory.mktemp("whole")
-    job = job_of(micro_batch_size=8)
+    job = run_of(micro_batch_size=8)
     state, _ = run(job, path)
     assert complete_steps(path / "checkpoints") == [8, 6, 4]
     return job, state, path
@@ -77,9 +77,9 @@ def test_every_step_s_checkpoint_leads_to_the_same_bits(whole, tmp_path):
     ],
     ids=["fsdp", "tp", "pp"],
 )
-def test_another_mesh_goes_on_with_the_same_rows(whole, job_of, tmp_path, mesh):
+def test_another_mesh_goes_on_with_the_same_rows(whole, run_of, tmp_path, mesh):
     _, _, path = whole
-    state, _ = run(job_of(**mesh), tmp_path, str(path / "checkpoints" / "4"))
+    state, _ = run(run_of(**mesh), tmp_path, str(path / "checkpoints" / "4"))
     assert int(state.step) == 8
     for alone, here in zip(losses(path)[4:], losses(tmp_path), strict=True):
         assert here["step"] == alone["step"]
@@ -110,11 +110,11 @@ def test_an_earlier_step_of_its_own_folder_sets_the_later_ones_aside(whole, tmp_
     assert steps[-1] == 8
 
 
-def test_given_weights_are_what_a_run_begins_with(whole, job_of, tmp_path):
+def test_given_weights_are_what_a_run_begins_with(whole, run_of, tmp_path):
     _, state, path = whole
     file = tmp_path / "weights.safetensors"
     export_weights(state.params, file)
-    given = job_of(micro_batch_size=8, steps=1, init_from=str(file))
+    given = run_of(micro_batch_size=8, steps=1, init_from=str(file))
     run(given, tmp_path / "run")
     first = losses(tmp_path / "run")[0]["loss"]
     # The first batch again, after eight steps of learning.

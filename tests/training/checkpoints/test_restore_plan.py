@@ -25,7 +25,7 @@ from tessera.training.optimizers import SgdConfig
 
 def text_of(job) -> str:
     """The settings of a job as the configuration of its run would be."""
-    values = dataclasses.asdict(job.settings)
+    values = dataclasses.asdict(job.config)
     model = values["model"]
     model |= model.pop("config")
     sizes, axes = model["mesh_shape"]
@@ -34,9 +34,9 @@ def text_of(job) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(job_of, filled, tmp_path_factory):
+def run(run_of, filled, tmp_path_factory):
     """A run with the checkpoint of step 4, saved on fsdp 2."""
-    job, folder = job_of(fsdp=2), tmp_path_factory.mktemp("run")
+    job, folder = run_of(fsdp=2), tmp_path_factory.mktemp("run")
     with Checkpoints(job, folder / "checkpoints", text_of(job)) as checkpoints:
         checkpoints.save(4, filled(job), Cursor(16, job.load_data().order))
     return folder
@@ -102,8 +102,8 @@ def test_what_stays_as_it_is_does_not_move(run):
     assert not moved["params/final_norm/scale"].moves
 
 
-def test_stages_are_regrouped_and_counted(run, job_of):
-    plan = resume_plan(run, job_of(pp=2).settings)
+def test_stages_are_regrouped_and_counted(run, run_of):
+    plan = resume_plan(run, run_of(pp=2).config)
     kernel = moves(plan)["params/decoder/mlp/up/kernel"]
     assert kernel.change == "regroup"
     regrouped = sum(move.change == "regroup" for move in plan.moves)
@@ -122,8 +122,8 @@ def test_what_does_not_divide_is_in_the_way_and_no_error(run):
     assert "also parameter" in said
 
 
-def test_what_does_not_fit_is_listed(run, job_of):
-    plan = resume_plan(run, job_of(optimizer=SgdConfig()).settings)
+def test_what_does_not_fit_is_listed(run, run_of):
+    plan = resume_plan(run, run_of(optimizer=SgdConfig()).config)
     assert plan.problems
     assert all(problem.startswith("optimizer/") for problem in plan.problems)
 
@@ -170,9 +170,9 @@ def test_a_folder_without_checkpoints_is_an_error(run, tmp_path):
     ["", "a: 1", "name: ${oc.env:HOME}", "!!python/object/apply:os.getcwd []", "[1]"],
 )
 def test_a_configuration_of_another_version_is_an_error_and_runs_nothing(
-    job_of, filled, tmp_path, config
+    run_of, filled, tmp_path, config
 ):
-    job = job_of()
+    job = run_of()
     with Checkpoints(job, tmp_path, config) as checkpoints:
         checkpoints.save(2, filled(job), Cursor(4, {}))
     with pytest.raises(CheckpointMismatchError, match="not of this version"):

@@ -71,13 +71,13 @@ def assert_same(got, expected):
         assert got[name].tobytes() == array.tobytes(), name
 
 
-def test_a_state_goes_from_mesh_to_mesh_bit_for_bit(job_of, filled, tmp_path):
-    first = job_of()
+def test_a_state_goes_from_mesh_to_mesh_bit_for_bit(run_of, filled, tmp_path):
+    first = run_of()
     job, state = first, filled(first)
     expected = plain(job, state)
     for number, name in enumerate([*MESHES, "one device"]):
         checkpoint = save(job, state, tmp_path / str(number))
-        job = job_of(**MESHES[name])
+        job = run_of(**MESHES[name])
         state = restore(checkpoint, job)
         assert_same(plain(job, state), expected)
         places = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -85,8 +85,8 @@ def test_a_state_goes_from_mesh_to_mesh_bit_for_bit(job_of, filled, tmp_path):
         assert places == wanted, name
 
 
-def test_layers_that_fill_up_a_stage_are_zeros_again(job_of, filled, tmp_path):
-    plain_job, staged = job_of(), job_of(pp=2)
+def test_layers_that_fill_up_a_stage_are_zeros_again(run_of, filled, tmp_path):
+    plain_job, staged = run_of(), run_of(pp=2)
     state = restore(save(plain_job, filled(plain_job), tmp_path), staged)
     split = staged.model.split
     absent = split.numbers >= split.num_layers
@@ -96,11 +96,11 @@ def test_layers_that_fill_up_a_stage_are_zeros_again(job_of, filled, tmp_path):
             assert not np.asarray(leaf)[absent].any(), name
 
 
-def test_factored_moments_are_regrouped_too(job_of, filled, tmp_path):
-    config = dataclasses.replace(job_of().settings.model.config, d_model=128)
+def test_factored_moments_are_regrouped_too(run_of, filled, tmp_path):
+    config = dataclasses.replace(run_of().config.model.config, d_model=128)
     config = dataclasses.replace(config, mlp_dim=128)
     jobs = [
-        job_of(config=config, optimizer=AdafactorConfig(), **mesh)
+        run_of(config=config, optimizer=AdafactorConfig(), **mesh)
         for mesh in ({}, {"pp": 2}, {})
     ]
     assert any("/v_row/decoder/" in name for name in named(jobs[0].abstract_state))
@@ -114,16 +114,16 @@ def test_factored_moments_are_regrouped_too(job_of, filled, tmp_path):
 # --- what devices still owe
 
 
-def test_what_devices_owe_stays_theirs_on_as_many_devices(job_of, filled, tmp_path):
-    job = job_of(dp=2, gradient_compression="top_k")
+def test_what_devices_owe_stays_theirs_on_as_many_devices(run_of, filled, tmp_path):
+    job = run_of(dp=2, gradient_compression="top_k")
     state = filled(job)
     got = restore(save(job, state, tmp_path), job)
     assert_same(plain(job, got), plain(job, state))
 
 
-def test_what_devices_owe_together_stays_the_same_on_others(job_of, filled, tmp_path):
-    before = job_of(dp=2, gradient_compression="top_k")
-    after = job_of(dp=4, gradient_compression="top_k")
+def test_what_devices_owe_together_stays_the_same_on_others(run_of, filled, tmp_path):
+    before = run_of(dp=2, gradient_compression="top_k")
+    after = run_of(dp=4, gradient_compression="top_k")
     state = filled(before)
     checkpoint = save(before, state, tmp_path)
     got = restore(checkpoint, after)
@@ -139,10 +139,10 @@ def test_what_devices_owe_together_stays_the_same_on_others(job_of, filled, tmp_
 
 
 def test_optional_parts_begin_fresh_or_are_given_up_and_it_is_said(
-    job_of, filled, tmp_path
+    run_of, filled, tmp_path
 ):
-    plain_job = job_of(dp=2)
-    scaled = job_of(dp=2, mixed_precision="fp16", gradient_compression="top_k")
+    plain_job = run_of(dp=2)
+    scaled = run_of(dp=2, mixed_precision="fp16", gradient_compression="top_k")
     checkpoint = save(plain_job, filled(plain_job), tmp_path / "a")
     state = restore(checkpoint, scaled)
     assert jax.tree.leaves(state.loss_scale) == jax.tree.leaves(scaled.loss_scale)
@@ -167,10 +167,10 @@ def test_optional_parts_begin_fresh_or_are_given_up_and_it_is_said(
 # --- what does not fit
 
 
-def test_every_difference_of_shape_is_listed(job_of, filled, tmp_path):
-    job = job_of()
+def test_every_difference_of_shape_is_listed(run_of, filled, tmp_path):
+    job = run_of()
     checkpoint = save(job, filled(job), tmp_path)
-    wider = job_of(config=dataclasses.replace(job.settings.model.config, mlp_dim=64))
+    wider = run_of(config=dataclasses.replace(job.config.model.config, mlp_dim=64))
     with pytest.raises(CheckpointMismatchError) as caught:
         restore(checkpoint, wider)
     said = str(caught.value)
@@ -185,8 +185,8 @@ def test_every_difference_of_shape_is_listed(job_of, filled, tmp_path):
             assert said.count(line) == 3, said
 
 
-def test_another_dtype_is_an_error_and_no_cast(job_of, filled, tmp_path):
-    job = job_of()
+def test_another_dtype_is_an_error_and_no_cast(run_of, filled, tmp_path):
+    job = run_of()
     metadata = save(job, filled(job), tmp_path).metadata
     name = "params/final_norm/scale"
     assert name in metadata.arrays
@@ -198,9 +198,9 @@ def test_another_dtype_is_an_error_and_no_cast(job_of, filled, tmp_path):
 
 
 def test_another_optimizer_lists_what_is_missing_and_what_is_left(
-    job_of, filled, tmp_path
+    run_of, filled, tmp_path
 ):
-    job, other = job_of(), job_of(optimizer=SgdConfig())
+    job, other = run_of(), run_of(optimizer=SgdConfig())
     metadata = save(job, filled(job), tmp_path).metadata
     lines = Restoration(metadata, other).differences()
     moments = len(jax.tree.leaves(job.abstract_state.optimizer))
@@ -209,7 +209,7 @@ def test_another_optimizer_lists_what_is_missing_and_what_is_left(
     assert any(line.endswith("this run has none") for line in lines)
 
 
-def test_stages_are_no_difference(job_of, filled, tmp_path):
-    job = job_of()
+def test_stages_are_no_difference(run_of, filled, tmp_path):
+    job = run_of()
     metadata = save(job, filled(job), tmp_path).metadata
-    assert Restoration(metadata, job_of(pp=2)).differences() == []
+    assert Restoration(metadata, run_of(pp=2)).differences() == []

@@ -23,9 +23,9 @@ CONFIG = "training:\n  steps: 8\n  resume: none\nmodel: {name: small}\n"
 
 
 @pytest.fixture(scope="module")
-def written(job_of, filled, tmp_path_factory):
+def written(run_of, filled, tmp_path_factory):
     """A run with the checkpoints of steps 2, 4 and 6."""
-    job, folder = job_of(), tmp_path_factory.mktemp("run")
+    job, folder = run_of(), tmp_path_factory.mktemp("run")
     corpus, state = job.load_data(), filled(job)
     with Checkpoints(job, folder / "checkpoints", CONFIG) as checkpoints:
         for step in (2, 4, 6):
@@ -105,7 +105,7 @@ def test_a_path_without_checkpoints_is_an_error(run, tmp_path, monkeypatch, resu
 # --- damage
 
 
-def test_fifty_flipped_bits_never_get_into_a_run(written, run, job_of):
+def test_fifty_flipped_bits_never_get_into_a_run(written, run, run_of):
     """Any bit of any file of a real checkpoint, fifty times."""
     draw, root = random.Random(1), run / "checkpoints"
     for _ in range(50):
@@ -124,7 +124,7 @@ def test_fifty_flipped_bits_never_get_into_a_run(written, run, job_of):
 
 
 @pytest.mark.parametrize("damage", ["shorter", "missing", "metadata", "no metadata"])
-def test_the_one_before_is_used(run, job_of, damage):
+def test_the_one_before_is_used(run, run_of, damage):
     path = run / "checkpoints" / "6"
     longest = max(files(path), key=lambda file: file.stat().st_size)
     match damage:
@@ -146,7 +146,7 @@ def test_the_one_before_is_used(run, job_of, damage):
         "count; the one before is tried.",
     )
     assert (run / "checkpoints" / "6.damaged").is_dir()
-    job = job_of()
+    job = run_of()
     state = Restoration(choice.checkpoint.metadata, job).run(choice.checkpoint)
     assert named(state).keys() == named(job.abstract_state).keys()
 
@@ -192,8 +192,8 @@ def test_one_that_is_named_and_damaged_is_an_error_and_stays(run):
 # --- what is said before anything is compiled
 
 
-def test_what_a_run_goes_on_with_is_said(run, job_of):
-    job = job_of(steps=6)
+def test_what_a_run_goes_on_with_is_said(run, run_of):
+    job = run_of(steps=6)
     now = CONFIG.replace("8", "6").replace("none", "auto")
     assert choose("auto", run).check(job, job.load_data(), now) == [
         f"going on from {run}/checkpoints/6, at row 12",
@@ -203,14 +203,14 @@ def test_what_a_run_goes_on_with_is_said(run, job_of):
     assert choose("none", run).check(job, job.load_data(), now) == []
 
 
-def test_other_data_and_another_optimizer_are_refused(run, job_of):
+def test_other_data_and_another_optimizer_are_refused(run, run_of):
     choice = choose("auto", run)
-    seeded = job_of(seed=1)
+    seeded = run_of(seed=1)
     with pytest.raises(DataChangedError, match=r"training\.seed: 0 -> 1"):
         choice.check(seeded, seeded.load_data(), CONFIG)
-    anew = job_of(seed=1, resume_data="restart")
+    anew = run_of(seed=1, resume_data="restart")
     assert "at row 0" in choice.check(anew, anew.load_data(), CONFIG)[0]
-    other = job_of(optimizer=SgdConfig())
+    other = run_of(optimizer=SgdConfig())
     with pytest.raises(CheckpointMismatchError):
         choice.check(other, other.load_data(), CONFIG)
 

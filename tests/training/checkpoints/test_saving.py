@@ -25,8 +25,8 @@ CURSOR = Cursor(12, {"text": "a", "seed": 0})
 
 
 @pytest.fixture(scope="module")
-def job(job_of):
-    return job_of()
+def job(run_of):
+    return run_of()
 
 
 @pytest.fixture

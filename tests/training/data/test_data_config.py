@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings: their limits, and which source takes which."""
+"""Config: their limits, and which source takes which."""
 
 from pathlib import Path
 
