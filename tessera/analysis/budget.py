@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program may send at most: ``ledger.assert_budget(tp="40MB", unplanned=0)``."""
+"""Checks communication budgets: ``ledger.assert_budget(tp="40MB", unplanned=0)``."""
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -10,8 +11,7 @@ from tessera.analysis.source_lines import short
 from tessera.errors import BudgetError, BudgetFormError, did_you_mean
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([kKMGT]?)(i?)B\s*")
-_POWERS = "KMGT"
-_SHOWN = 5
+_MAX_LINES = 5
 _CONSTRAINT = "jax.lax.with_sharding_constraint(x, NamedSharding(mesh.jax, {}))"
 _OTHERWISE = (
     "raise the budget, or declare other layouts at the lines above; "
@@ -20,11 +20,11 @@ _OTHERWISE = (
 
 
 def parse_bytes(size: int | str, what: str = "a budget") -> int:
-    """A number of bytes, given as it is or as text with a unit.
+    """A number of bytes, from an integer or from text with a unit.
 
     Args:
       size: ``1024``, ``"40MB"`` (powers of 1000), ``"1.5GiB"`` (powers of 1024).
-      what: How an error calls it.
+      what: What an error calls it.
 
     Raises:
       BudgetFormError: [T210] it is neither.
@@ -35,15 +35,15 @@ def parse_bytes(size: int | str, what: str = "a budget") -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if found is None:
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None:
         raise BudgetFormError(
             f"{what} is not a number of bytes",
             got=repr(size),
             fix='use an integer of 0 or more, or text such as "40MB" or "1.5GiB"',
         )
-    number, prefix, binary = found.groups()
-    power = _POWERS.index(prefix.upper()) + 1 if prefix else 0
+    number, prefix, binary = match.groups()
+    power = " KMGT".index(prefix.upper() or " ")
     return int(float(number) * (1024 if binary else 1000) ** power)
 
 
@@ -53,52 +53,51 @@ def check(
     sizes: Mapping[str | tuple[str, ...], int | str | None],
     calls: Mapping[str, int],
 ) -> None:
-    """Raise what exceeds its budget, all of it at once.
+    """Raise for every budget that is exceeded, all at once.
 
     Args:
-      rows: Of a ledger.
+      rows: The rows of a ledger.
       mesh_shape: Size of each axis of its mesh.
       sizes: By axis, combination of axes, ``"total"`` or ``"unplanned"``; None is no
         budget.
       calls: The most calls, by the same names.
 
     Raises:
-      BudgetError: [T209] something is exceeded.
+      BudgetError: [T209] a budget is exceeded.
       BudgetFormError: [T210] a budget is not a size, or an axis does not exist.
     """
-    exceeded: list[str] = []
-    senders: list[Collective] = []
+    exceeded: dict[str, list[Collective]] = {}
     for name, size in sizes.items():
-        chosen = _chosen(rows, mesh_shape, name)
+        selected, label = _selected(rows, mesh_shape, name), _label(name)
         if size is None:
             continue
-        limit = parse_bytes(size, f"the budget of {_named(name)}")
-        sent = sum(row.total_bytes for row in chosen)
+        limit = parse_bytes(size, f"the budget of {label}")
+        sent = sum(row.total_bytes for row in selected)
         if sent > limit:
-            found, most = format_bytes(sent), format_bytes(limit)
-            said = f"{_named(name)}: {found} = {sent:,} bytes, at most {most}"
-            exceeded += [said, *_lines(chosen)]
-            senders += chosen
+            amount = f"{format_bytes(sent)} = {sent:,} bytes"
+            exceeded[f"{label}: {amount}, at most {format_bytes(limit)}"] = selected
     for name, limit in calls.items():
-        chosen = _chosen(rows, mesh_shape, name)
-        made = sum(row.counted_calls for row in chosen)
+        selected = _selected(rows, mesh_shape, name)
+        made = sum(row.counted_calls for row in selected)
         if made > limit:
-            said = f"{_named(name)}: {made:,} calls, at most {limit:,}"
-            exceeded += [said, *_lines(chosen)]
-            senders += chosen
+            text = f"{_label(name)}: {made:,} calls, at most {limit:,}"
+            exceeded[text] = selected
     if exceeded:
+        lines = [[text, *_lines(each)] for text, each in exceeded.items()]
+        senders = itertools.chain.from_iterable(exceeded.values())
         raise BudgetError(
             "the program sends more than its budget allows",
-            got="\n".join(exceeded),
+            got="\n".join(itertools.chain.from_iterable(lines)),
             fix="\n".join([*_constraints(senders), _OTHERWISE]),
         )
 
 
-def _chosen(
+def _selected(
     rows: Iterable[Collective],
     mesh_shape: Mapping[str, int],
     name: str | tuple[str, ...],
 ) -> list[Collective]:
+    """The rows that a budget is for."""
     if name == "total":
         return list(rows)
     if name == "unplanned":
@@ -115,8 +114,23 @@ def _chosen(
     return [row for row in rows if set(row.axes) == set(name)]
 
 
-def _named(name: str | tuple[str, ...]) -> str:
+def _label(name: str | tuple[str, ...]) -> str:
     return name if isinstance(name, str) else "×".join(name)
+
+
+def _largest(rows: Iterable[Collective]) -> list[Collective]:
+    return sorted(rows, key=lambda row: -row.total_bytes)[:_MAX_LINES]
+
+
+def _lines(rows: Sequence[Collective]) -> list[str]:
+    """The rows that send most, each with its source line."""
+    shown = [
+        f"  {format_bytes(row.total_bytes)} {row.kind} over {'×'.join(row.axes)} at "
+        f"{short(row.source) or '?'}{'' if row.is_planned else ', unplanned'}"
+        for row in _largest(rows)
+    ]
+    hidden = len(rows) - len(shown)
+    return [*shown, f"  and {hidden} more"] if hidden > 0 else shown
 
 
 def _constraints(rows: Iterable[Collective]) -> list[str]:
@@ -126,7 +140,7 @@ def _constraints(rows: Iterable[Collective]) -> list[str]:
         f"at {short(row.source) or '?'} {_constraint(row)}"
         for row in sorted(unplanned, key=lambda row: -row.total_bytes)
     ]
-    return list(dict.fromkeys(lines))[:_SHOWN]
+    return list(dict.fromkeys(lines))[:_MAX_LINES]
 
 
 def _constraint(row: Collective) -> str:
@@ -145,15 +159,3 @@ def _split_spec(row: Collective) -> str:
     axes = row.axes[0] if len(row.axes) == 1 else row.axes
     entries = ["None"] * (row.dims[0] if row.dims else 0)
     return f"P({', '.join([*entries, repr(axes)])})"
-
-
-def _lines(rows: Iterable[Collective]) -> list[str]:
-    """The rows that send most, each with its line."""
-    largest = sorted(rows, key=lambda row: -row.total_bytes)
-    shown = [
-        f"  {format_bytes(row.total_bytes)} {row.kind} over {'×'.join(row.axes)} at "
-        f"{short(row.source) or '?'}{'' if row.is_planned else ', unplanned'}"
-        for row in largest[:_SHOWN]
-    ]
-    left = len(largest) - _SHOWN
-    return [*shown, f"  and {left} more"] if left > 0 else shown

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One collective of a compiled program, and sums of them: the rows of the ledger."""
+"""The rows of the ledger: one collective of a compiled program, and sums of them."""
 
 from dataclasses import dataclass
 
@@ -24,20 +24,20 @@ class Collective:
       kind: XLA's name, such as ``all-reduce``; asynchronous forms have the same.
       axes: The mesh axes it runs over, in the mesh's order; ``("?",)`` for devices that
         the mesh does not have.
-      group_size: Devices that take part together. Fewer than the axes hold means a part
-        of them: XLA may split an axis of four in two halves.
+      group_size: Devices that communicate with each other. Fewer than the axes have
+        means a part of them: XLA may split an axis of four in two groups of two.
       arrays: What it moves, as shapes on one device: the result of an all-gather, the
         operands of every other kind. Several where XLA combined collectives into one.
       calls: How often one execution of the program runs it; None inside a loop whose
         length is known only at run time.
-      conditional: Whether a branch may skip it, so that ``calls`` is the most.
+      conditional: Whether a branch may skip it, so that ``calls`` is an upper bound.
       op_name: JAX's name stack of the operation, such as ``jit(step)/dot_general``.
       source: ``file:line`` of the user's line, or ``""``.
       instruction: XLA's name of it in the compiled program, which profilers show.
       reason: Which declared layout implies it, as in ``planned_collectives.py``:
         ``written``, ``sum``, ``stored split``, ``layout``; ``""`` where none does.
-      copies_whole: Whether it gives every device an array whole that each cuts again:
-        what XLA calls an involuntary full rematerialization.
+      copies_whole: Whether it replicates an array that each device slices again: what
+        XLA calls an involuntary full rematerialization.
       dims: The dims of the arrays that it gathers, scatters or exchanges.
     """
 
@@ -56,7 +56,7 @@ class Collective:
 
     @property
     def is_planned(self) -> bool:
-        """Whether a declared layout implies it, or the program says it."""
+        """Whether a declared layout implies it, or the program calls it."""
         return bool(self.reason)
 
     @property

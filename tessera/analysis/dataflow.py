@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows values of a compiled program through what only passes them on.
+"""Follows values of a compiled program through tuples, loops, branches and calls.
 
-Tuples, loops, branches, fusions and calls compute nothing themselves. ``written`` goes
-back from a value to the operation that computes it, ``read`` on to those that use it,
-and neither stops at these.
+None of these computes anything. ``definitions`` goes back from a value to the
+operations that compute it, and ``uses`` forward to those that read it; neither stops
+in between.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from tessera.analysis.hlo import Computation, Instruction, Module
 
-# What leads from an instruction to the computations that run it, outermost first.
-Frames = tuple[tuple[Computation, Instruction], ...]
+# The calls from the entry down to an instruction: each call with the computation that
+# contains it, then the instruction itself.
+Path = tuple[tuple[Computation, Instruction], ...]
 
-_RUNS_ONE = ("fusion", "call", "async-start")
+CALLS = ("fusion", "call", "async-start")
 _SAME_TUPLE = ("optimization-barrier", "copy", "async-done")
-_PASSES = ("get-tuple-element", "tuple", "while", "conditional", "parameter")
+_FORWARDS = ("get-tuple-element", "tuple", "while", "conditional", "parameter")
 
 # The element that stands for what the program returns.
 RESULT = -1
@@ -24,206 +25,195 @@ RESULT = -1
 
 @dataclass(frozen=True)
 class Node:
-    """One value of a program, at one of the places that it is reached from.
+    """One value of a program, as reached by one sequence of calls.
 
     Attributes:
-      frames: Where it stands: as ``Execution.path``, this instruction last.
-      element: Which element of a tuple it is; None is the whole.
+      path: The (computation, instruction) pairs from the entry down to this one.
+      element: Index of the element of a tuple; None is the whole value.
     """
 
-    frames: Frames
+    path: Path
     element: int | None = None
 
     @property
     def computation(self) -> Computation:
-        """The computation that the instruction stands in."""
-        return self.frames[-1][0]
+        """The computation that contains the instruction."""
+        return self.path[-1][0]
 
     @property
     def instruction(self) -> Instruction:
-        """The instruction whose result, or a part of it, this is."""
-        return self.frames[-1][1]
+        """The instruction whose result, or an element of it, this is."""
+        return self.path[-1][1]
 
     @property
-    def key(self) -> tuple[tuple[str, ...], int | None]:
-        """What tells two of them apart."""
-        return tuple(instruction.name for _, instruction in self.frames), self.element
+    def key(self) -> tuple[tuple[tuple[str, str], ...], int | None]:
+        """A short value that identifies the node."""
+        return tuple((outer.name, each.name) for outer, each in self.path), self.element
 
-    def beside(self, name: str, element: int | None = None) -> "Node":
+    def sibling(self, name: str, element: int | None = None) -> "Node":
         """Another value of the same computation; newer XLA names elements ``x#1``."""
         name, _, index = name.partition("#")
-        instruction = self.computation.instructions[name]
-        place = (*self.frames[:-1], (self.computation, instruction))
-        return Node(place, int(index) if index else element)
+        last = (self.computation, self.computation.instructions[name])
+        return Node((*self.path[:-1], last), int(index) if index else element)
 
-    def outside(self) -> "Node":
+    def operands(self) -> list["Node"]:
+        """The values that the instruction reads."""
+        known = self.computation.instructions
+        names = self.instruction.operands
+        return [self.sibling(n) for n in names if n.partition("#")[0] in known]
+
+    def caller(self) -> "Node":
         """The instruction that runs this one's computation."""
-        return Node(self.frames[:-1])
+        return Node(self.path[:-1])
+
+    def inner(self, computation: Computation, instruction: Instruction) -> "Node":
+        """The same element of a value in a computation that this instruction runs."""
+        return Node((*self.path, (computation, instruction)), self.element)
+
+
+def follow(
+    start: Iterable[Node], step: Callable[[Node], Iterable[Node] | None]
+) -> Iterator[Node]:
+    """Search from some nodes, and yield those at which the search ends.
+
+    Args:
+      start: The first nodes.
+      step: The next nodes after one; None ends the search there.
+    """
+    waiting = list(start)
+    seen = {node.key for node in waiting}
+    while waiting:
+        node = waiting.pop()
+        further = step(node)
+        if further is None:
+            yield node
+            continue
+        for each in further:
+            if each.key not in seen:
+                seen.add(each.key)
+                waiting.append(each)
 
 
 class Dataflow:
-    """The ways that values take through a module."""
+    """How values pass through the control flow of one module."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
 
-    def written(self, node: Node) -> Iterator[Node]:
-        """The operations that a value comes from, or the program's inputs."""
-        yield from self._ends([node], self._before)
+    def definitions(self, *nodes: Node) -> Iterator[Node]:
+        """The operations that compute some values, or inputs of the program."""
+        yield from follow(nodes, self.sources)
 
-    def operands(self, node: Node) -> Iterator[Node]:
-        """The operations that compute what an operation reads."""
-        names = node.instruction.operands
-        here = [node.beside(n) for n in names if self._has(node, n)]
-        yield from self._ends(here, self._before)
+    def uses(self, node: Node) -> Iterator[Node]:
+        """The operations that read a value; with ``RESULT`` where it is returned."""
+        yield from follow(self._next(node), self._forwarded)
 
-    def read(self, node: Node) -> Iterator[Node]:
-        """The operations that use a value; the entry's root where it is a result."""
-        yield from self._ends(list(self._after(node) or ()), self._after_passing)
+    # --- backward
 
-    def _ends(
-        self, start: list[Node], step: Callable[[Node], list[Node] | None]
-    ) -> Iterator[Node]:
-        seen, waiting = {node.key for node in start}, start
-        while waiting:
-            node = waiting.pop()
-            further = step(node)
-            if further is None:
-                yield node
-                continue
-            fresh = [each for each in further if each.key not in seen]
-            seen.update(each.key for each in fresh)
-            waiting.extend(fresh)
-
-    def _has(self, node: Node, name: str) -> bool:
-        return name.partition("#")[0] in node.computation.instructions
-
-    def _inside(self, node: Node, name: str) -> tuple[Frames, Computation]:
-        return node.frames, self._module.computations[name]
-
-    # --- backwards
-
-    def _before(self, node: Node) -> list[Node] | None:
-        """What a value is another name for; None where it is computed."""
+    def sources(self, node: Node) -> list[Node] | None:
+        """The values that a value is another name of; None where it is computed."""
         instruction, element = node.instruction, node.element
+        operands = instruction.operands
         match instruction.opcode:
             case "get-tuple-element":
-                index = int(instruction.attributes["index"])
-                return [node.beside(instruction.operands[0], index)]
+                return [node.sibling(operands[0], int(instruction.attributes["index"]))]
             case "tuple" if element is not None:
-                return [node.beside(instruction.operands[element])]
+                return [node.sibling(operands[element])]
             case opcode if opcode in _SAME_TUPLE and element is not None:
-                return [node.beside(instruction.operands[0], element)]
-            case "while" if element is not None:
-                frames, body = self._inside(node, instruction.called["body"][0])
-                after = Node((*frames, (body, body.root)), element)
-                return [node.beside(instruction.operands[0], element), after]
-            case opcode if opcode in _RUNS_ONE:
-                names = next(iter(instruction.called.values()))
-                frames, inner = self._inside(node, names[0])
-                return [Node((*frames, (inner, inner.root)), element)]
+                return [node.sibling(operands[0], element)]
+            case "while" if element is not None or not instruction.is_tuple:
+                body = self._module.body(instruction)
+                return [node.sibling(operands[0], element), node.inner(body, body.root)]
+            case opcode if opcode in CALLS:
+                callee = self._module.callees(instruction)[0]
+                return [node.inner(callee, callee.root)]
             case "conditional":
-                return [
-                    Node((*node.frames, (branch, branch.root)), element)
-                    for branch in self._branches(instruction)
-                ]
-            case "parameter" if len(node.frames) > 1:
-                return self._argument(node)
+                branches = self._module.callees(instruction)
+                return [node.inner(branch, branch.root) for branch in branches]
+            case "parameter" if len(node.path) > 1:
+                return self._arguments(node)
         return None
 
-    def _argument(self, node: Node) -> list[Node]:
-        caller = node.outside()
+    def _arguments(self, parameter: Node) -> list[Node] | None:
+        """The values that a parameter of a computation stands for."""
+        caller, element = parameter.caller(), parameter.element
         operands = caller.instruction.operands
         match caller.instruction.opcode:
-            case "while":
-                again = Node((*node.frames[:-1], (body := node.computation, body.root)))
-                first = caller.beside(operands[0], node.element)
-                return [first, replace(again, element=node.element)]
+            case "while":  # before the loop, and after each iteration
+                root = parameter.computation.root
+                carried = parameter.sibling(root.name, element)
+                return [caller.sibling(operands[0], element), carried]
             case "conditional":
-                branches = self._branches(caller.instruction)
-                place = [b.name for b in branches].index(node.computation.name)
-                return [caller.beside(operands[1 + place], node.element)]
-        number = int(node.instruction.operands[0])
-        return [caller.beside(operands[number], node.element)]
+                branches = self._module.callees(caller.instruction)
+                names = [branch.name for branch in branches]
+                index = 1 + names.index(parameter.computation.name)
+                return [caller.sibling(operands[index], element)]
+        number = int(parameter.instruction.operands[0])
+        if number >= len(operands):
+            return None
+        return [caller.sibling(operands[number], element)]
 
-    def _branches(self, instruction: Instruction) -> list[Computation]:
-        names = [name for group in instruction.called.values() for name in group]
-        return [self._module.computations[name] for name in names]
+    # --- forward
 
-    # --- forwards
-
-    def _after_passing(self, node: Node) -> list[Node] | None:
+    def _forwarded(self, node: Node) -> list[Node] | None:
         """Where a value goes on to; None where an operation computes with it."""
         opcode = node.instruction.opcode
-        whole = node.element is None
-        if node.element == RESULT or (opcode in _SAME_TUPLE and whole):
+        if node.element == RESULT or (opcode in _SAME_TUPLE and node.element is None):
             return None
-        if opcode in (*_PASSES, *_RUNS_ONE, *_SAME_TUPLE):
-            return list(self._after(node))
+        if opcode in (*_FORWARDS, *CALLS, *_SAME_TUPLE):
+            return list(self._next(node))
         return None
 
-    def _after(self, node: Node) -> Iterator[Node]:
+    def _next(self, node: Node) -> Iterator[Node]:
         if node.instruction is node.computation.root:
-            if len(node.frames) == 1:
-                yield Node(node.frames, RESULT)
-            else:
-                yield from self._returned(node)
+            yield from self._returned(node)
         for reader in node.computation.readers(node.instruction):
-            here = node.beside(reader.name)
-            yield from self._given(node, here)
+            yield from self._received(node, node.sibling(reader.name))
 
     def _returned(self, node: Node) -> Iterator[Node]:
-        caller = replace(node.outside(), element=node.element)
-        yield caller
+        """A computation's result, as the instruction that runs the computation."""
+        if len(node.path) == 1:
+            yield Node(node.path, RESULT)
+            return
+        caller = node.caller()
+        yield replace(caller, element=node.element)
         if caller.instruction.opcode == "while":
-            body = node.computation
-            (start,) = [
-                i for i in body.instructions.values() if i.opcode == "parameter"
-            ]
-            yield Node((*node.frames[:-1], (body, start)), node.element)
+            parameter = node.computation.parameters[0]
+            yield node.sibling(parameter.name, node.element)
 
-    def _given(self, node: Node, reader: Node) -> Iterator[Node]:
-        """A value as the instruction that reads it hands it on."""
+    def _received(self, node: Node, reader: Node) -> Iterator[Node]:
+        """A value, as the instruction that reads it forwards it."""
         instruction = reader.instruction
-        places = [
-            place
-            for place, operand in enumerate(instruction.operands)
-            if _names(operand, node)
+        positions = [
+            position
+            for position, operand in enumerate(instruction.operands)
+            if _refers_to(operand, node)
         ]
+        entered: list[tuple[Computation, int]] = []
         match instruction.opcode:
             case "get-tuple-element":
                 if node.element in (None, int(instruction.attributes["index"])):
                     yield reader
             case "tuple":
-                yield from (replace(reader, element=place) for place in places)
+                yield from (replace(reader, element=i) for i in positions)
             case "while":
-                yield self._parameter(reader, instruction.called["body"][0], 0, node)
+                entered = [(self._module.body(instruction), 0) for _ in positions]
             case "conditional":
-                branches = self._branches(instruction)
-                for place in places:
-                    if place:
-                        chosen = branches[place - 1].name
-                        yield self._parameter(reader, chosen, 0, node)
-            case opcode if opcode in _RUNS_ONE:
-                callee = next(iter(instruction.called.values()))[0]
-                for place in places:
-                    yield self._parameter(reader, callee, place, node)
+                branches = self._module.callees(instruction)
+                entered = [(branches[i - 1], 0) for i in positions if i]
+            case opcode if opcode in CALLS:
+                callee = self._module.callees(instruction)[0]
+                entered = [(callee, position) for position in positions]
             case opcode if opcode in _SAME_TUPLE:
                 yield replace(reader, element=node.element)
-            case _ if places:
+            case _ if positions:
                 yield reader
-
-    def _parameter(self, reader: Node, name: str, number: int, node: Node) -> Node:
-        frames, inner = self._inside(reader, name)
-        (found,) = [
-            i
-            for i in inner.instructions.values()
-            if i.opcode == "parameter" and int(i.operands[0]) == number
-        ]
-        return Node((*frames, (inner, found)), node.element)
+        for callee, number in entered:
+            called = replace(reader, element=node.element)
+            yield called.inner(callee, callee.parameters[number])
 
 
-def _names(operand: str, node: Node) -> bool:
+def _refers_to(operand: str, node: Node) -> bool:
     """Whether an operand is this value; newer XLA writes elements of tuples ``x#1``."""
     name, _, index = operand.partition("#")
     if name != node.instruction.name:

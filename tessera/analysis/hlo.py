@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the text of a compiled XLA module into plain objects.
+"""Parses the text of a compiled XLA module into plain objects.
 
-``compiled.as_text()`` is the only description of a compiled program that every JAX,
-on every platform, can give. XLA has no public parser for it in Python, and its syntax
-moves between releases, so this one keeps to what has stayed: one instruction a line,
-``name = shape opcode(operands), attribute=value, ...``.
+``compiled.as_text()`` is the only description of a compiled program that every JAX
+offers on every platform. jaxlib parses it, but its Python objects show no instructions.
+The syntax changes between releases, so this parser relies on what has been stable: one
+instruction per line, ``name = shape opcode(operands), attribute=value, ...``.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from functools import cached_property
 
 from tessera.analysis.source_lines import Frame
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0}  # every other dtype says its width
+_BITS = {"pred": 8, "token": 0, "opaque": 0}  # other dtypes end with theirs
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)")
@@ -59,7 +60,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """One instruction of a computation."""
 
     name: str
     opcode: str
@@ -68,10 +69,15 @@ class Instruction:
     tail: str = field(repr=False)
     is_root: bool = False
 
+    @property
+    def is_tuple(self) -> bool:
+        """Whether the result is a tuple."""
+        return self.result.startswith("(")
+
     @cached_property
     def elements(self) -> tuple[tuple[Shape, ...], ...]:
         """The arrays of the result; one entry per element of its outermost tuple."""
-        if not self.result.startswith("("):
+        if not self.is_tuple:
             return (_shapes(self.result),)
         return tuple(_shapes(part) for part in _split(self.result[1:-1]))
 
@@ -83,17 +89,17 @@ class Instruction:
     @cached_property
     def attributes(self) -> Mapping[str, str]:
         """What follows the operands, by name, as text."""
-        found: dict[str, str] = {}
+        attributes: dict[str, str] = {}
         for part in _split(self.tail):
             name, _, value = part.partition("=")
-            if name == "device_ids" and "replica_groups" in found:
+            if name == "device_ids" and "replica_groups" in attributes:
                 # The one attribute that is printed with a comma outside brackets.
-                found["replica_groups"] += f", {part}"
+                attributes["replica_groups"] += f", {part}"
             else:
-                found[name] = value
-        return found
+                attributes[name] = value
+        return attributes
 
-    @property
+    @cached_property
     def called(self) -> Mapping[str, tuple[str, ...]]:
         """Names of the computations that this instruction runs, by attribute."""
         return {
@@ -108,8 +114,8 @@ class Instruction:
         return _unescaped(self._metadata(f"op_name={_QUOTED}"))
 
     def _metadata(self, pattern: str) -> str:
-        found = re.search(pattern, self.attributes.get("metadata", ""))
-        return found[1] if found else ""
+        match = re.search(pattern, self.attributes.get("metadata", ""))
+        return match[1] if match else ""
 
 
 @dataclass(frozen=True)
@@ -122,16 +128,25 @@ class Computation:
     @cached_property
     def root(self) -> Instruction:
         """The instruction whose result is the computation's."""
-        every = list(self.instructions.values())
-        return next((i for i in every if i.is_root), every[-1])
+        instructions = list(self.instructions.values())
+        return next((i for i in instructions if i.is_root), instructions[-1])
+
+    @cached_property
+    def parameters(self) -> Mapping[int, Instruction]:
+        """The parameters by their number."""
+        return {
+            int(instruction.operands[0]): instruction
+            for instruction in self.instructions.values()
+            if instruction.opcode == "parameter"
+        }
 
     @cached_property
     def _readers(self) -> Mapping[str, tuple[Instruction, ...]]:
-        found: dict[str, list[Instruction]] = {}
+        readers: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for operand in instruction.operands:
-                found.setdefault(operand.partition("#")[0], []).append(instruction)
-        return {name: tuple(readers) for name, readers in found.items()}
+                readers.setdefault(operand.partition("#")[0], []).append(instruction)
+        return {name: tuple(each) for name, each in readers.items()}
 
     def readers(self, instruction: Instruction) -> tuple[Instruction, ...]:
         """The instructions that read this one's result."""
@@ -158,13 +173,22 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program: what one device runs."""
+    """A compiled program, which every device runs."""
 
     name: str
     computations: Mapping[str, Computation]
     entry: str
     num_devices: int
     tables: Mapping[str, Mapping[int, str]] = field(repr=False)
+
+    def callees(self, instruction: Instruction) -> list[Computation]:
+        """The computations that an instruction runs, in the order of its attributes."""
+        names = itertools.chain.from_iterable(instruction.called.values())
+        return [self.computations[name] for name in names]
+
+    def body(self, loop: Instruction) -> Computation:
+        """The body of a ``while``."""
+        return self.computations[loop.called["body"][0]]
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """The Python stack of an instruction, innermost frame first; may be empty."""
@@ -177,8 +201,8 @@ class Module:
 
     def _stack(self, frame: int) -> Iterator[Frame]:
         stack = self.tables["StackFrames"]
-        # A parent comes before its child, so a first frame that names a parent shows
-        # that this XLA prints parents plus one, with one for "none".
+        # A parent comes before its child. A first frame that names a parent therefore
+        # shows that this XLA prints the parent's number plus one, and one for "none".
         shift = 1 if _number(stack.get(1, ""), "parent_frame_id") else 0
         while frame in stack:
             yield self._location(_number(stack[frame], "file_location_id"))
@@ -193,18 +217,18 @@ class Module:
         )
 
     def _name(self, table: str, number: int) -> str:
-        found = re.match(_QUOTED, self.tables[table].get(number, ""))
-        return _unescaped(found[1]) if found else ""
+        match = re.match(_QUOTED, self.tables[table].get(number, ""))
+        return _unescaped(match[1]) if match else ""
 
 
 def parse(text: str) -> Module:
-    """Read the text of a compiled module.
+    """Parse the text of a compiled module.
 
     Args:
-      text: What ``compiled.as_text()`` gives, of any platform.
+      text: What ``compiled.as_text()`` returns, on any platform.
 
     Raises:
-      ValueError: The text holds no computation, so it is not a compiled module.
+      ValueError: The text contains no computation, so it is not a compiled module.
 
     Example:
       >>> module = parse('''HloModule double
@@ -218,7 +242,7 @@ def parse(text: str) -> Module:
     """
     computations: dict[str, Computation] = {}
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-    first, entry, table = "", "", None
+    header, entry, table = "", "", None
     current: dict[str, Instruction] | None = None
     for line in text.splitlines():
         if current is not None:
@@ -227,34 +251,36 @@ def parse(text: str) -> Module:
             elif instruction := _instruction(line):
                 current[instruction.name] = instruction
         elif line.startswith("HloModule"):
-            first = first or line
+            header = header or line
         elif line in _TABLES:
             table = tables[line]
-        elif header := _HEADER.match(line):
+        elif start := _HEADER.match(line):
             current = {}
-            computations[header[2]] = Computation(header[2], current)
-            entry = header[2] if header[1] else entry
+            computations[start[2]] = Computation(start[2], current)
+            entry = start[2] if start[1] else entry
         elif table is not None and line[:1].isdigit():
             number, _, value = line.partition(" ")
             table[int(number)] = value
     if not computations:
-        raise ValueError("the text holds no computation: it is not a compiled module")
+        raise ValueError("the text has no computation: it is not a compiled module")
     return Module(
-        name=first.removeprefix("HloModule ").partition(",")[0],
+        name=header.removeprefix("HloModule ").partition(",")[0],
         computations=computations,
         entry=entry or next(reversed(computations)),
-        num_devices=_count(first, "num_partitions") * _count(first, "replica_count"),
+        num_devices=math.prod(
+            _number(header, name) or 1 for name in ("num_partitions", "replica_count")
+        ),
         tables=tables,
     )
 
 
 def _instruction(line: str) -> Instruction | None:
-    found = _INSTRUCTION.match(_COMMENT.sub("", line))
-    if not found:
+    match = _INSTRUCTION.match(_COMMENT.sub("", line))
+    if not match:
         return None
-    root, name, result, opcode, rest = found.groups()
+    root, name, result, opcode, rest = match.groups()
     end = _closing(rest)
-    # An operand may carry its shape: 'f32[8]{0} %x'.
+    # An operand may have its shape before it: 'f32[8]{0} %x'.
     operands = tuple(part.split(" ")[-1].lstrip("%") for part in _split(rest[:end]))
     if opcode == "constant":
         operands = (rest[:end],)
@@ -262,7 +288,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis closes that was opened just before the text."""
+    """Index of the parenthesis that closes one opened just before the text."""
     depth = 1
     for token in _TOKEN.finditer(text):
         depth += {"(": 1, ")": -1}.get(token[0], 0)
@@ -272,7 +298,7 @@ def _closing(text: str) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """Parts between the commas that are outside all brackets and quotes."""
+    """The parts between commas, where these are outside brackets and quotes."""
     parts: list[str] = []
     start = depth = 0
     for token in _TOKEN.finditer(text):
@@ -303,7 +329,7 @@ def _bits(dtype: str) -> int:
 
 
 def _unescaped(text: str) -> str:
-    r"""What XLA printed between quotes, as it was.
+    r"""The text that XLA printed between quotes, its escapes undone.
 
     Example:
       >>> _unescaped(r"/home/J\303\266rg/a \"b\".py")
@@ -317,9 +343,5 @@ def _unescaped(text: str) -> str:
 
 
 def _number(text: str, name: str) -> int:
-    found = re.search(rf"\b{name}=(\d+)", text)
-    return int(found[1]) if found else 0
-
-
-def _count(header: str, name: str) -> int:
-    return _number(header, name) or 1
+    match = re.search(rf"\b{name}=(\d+)", text)
+    return int(match[1]) if match else 0

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dist.inspect``: where the parts of an array, or of a whole tree, lie.
+"""``dist.inspect``: shows where the blocks of an array, or of a whole tree, are.
 
 It reads declarations and shardings, never values: a lazy tensor stays lazy, and a mesh
-of devices that do not exist can be looked at like any other. How that is drawn is in
-modules of their own, which are imported when something is.
+of devices that do not exist can be inspected like any other.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -17,16 +18,17 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax, scope
+from tessera.analysis.layout_figures import Picture, draw, listed_ids
 from tessera.analysis.memory import format_bytes
-from tessera.analysis.tables import aligned
+from tessera.analysis.tables import aligned, html_lines, html_section, html_table
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, local_shape
 from tessera.spec import axes_of_dims, stored_shape
 
-if TYPE_CHECKING:
-    from tessera.analysis.layout_figures import Picture
+__all__ = ["Inspection", "LeafLayout", "inspect"]
 
 MAX_DEVICES_LISTED = 16
+# The (start, stop) of every dim.
 Block: TypeAlias = tuple[tuple[int, int], ...]
 
 _REPLICATED = PartitionSpec()
@@ -39,17 +41,17 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class LeafLayout:
-    """Where one array lies.
+    """The layout of one array.
 
     Attributes:
-      path: Way to it in the tree, such as ``['decoder']['up']``; empty for the root.
+      path: Its path in the tree, such as ``['decoder']['up']``; empty for the root.
       kind: What it is: ``lazy tensor 'E'``, ``array``, ``NumPy array``, …
       dtype: NumPy dtype.
       shape: Global shape.
       mesh: The mesh it is on; None for one device, or where none is known.
       spec: Its layout over the mesh; replicated where there is none.
-      placed: Device ids and what each holds, for devices that form no mesh.
-      on_host: Whether it lies in the memory of the devices' host.
+      unnamed_blocks: Device ids and the block of each, for devices that form no mesh.
+      on_host: Whether it is in the memory of the devices' host.
     """
 
     path: str
@@ -58,7 +60,7 @@ class LeafLayout:
     shape: tuple[int, ...]
     mesh: Mesh | None = None
     spec: PartitionSpec = _REPLICATED
-    placed: tuple[tuple[int, Block], ...] = ()
+    unnamed_blocks: tuple[tuple[int, Block], ...] = ()
     on_host: bool = False
 
     @property
@@ -66,84 +68,90 @@ class LeafLayout:
         """Shape of one device's block, padding included."""
         if self.mesh is not None:
             return local_shape(self.shape, self.spec, self.mesh)
-        if self.placed:
-            return tuple(stop - start for start, stop in self.placed[0][1])
+        if self.unnamed_blocks:
+            return tuple(stop - start for start, stop in self.unnamed_blocks[0][1])
         return self.shape
 
     @property
     def nbytes(self) -> int:
         """Bytes of the global array."""
-        return _nbytes(self.shape, self.dtype)
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def local_nbytes(self) -> int:
         """Bytes of one device's block."""
-        return _nbytes(self.local_shape, self.dtype)
+        return math.prod(self.local_shape) * self.dtype.itemsize
 
     @property
     def replicated_over(self) -> tuple[str, ...]:
-        """The mesh axes along which devices hold copies."""
+        """The mesh axes along which devices have copies."""
         if self.mesh is None:
             return ()
-        split = {axis for axes in self._axes for axis in axes}
+        split = set(itertools.chain.from_iterable(self.axes))
         return tuple(axis for axis in self.mesh.axes if axis not in split)
 
     @property
     def copies(self) -> int:
-        """How many devices hold each element."""
+        """How many devices have each element."""
         if self.mesh is not None:
             return self.mesh.axis_size(self.replicated_over)
-        return max(1, len(self.placed) // max(1, len({b for _, b in self.placed})))
+        distinct = {block for _, block in self.unnamed_blocks}
+        return max(1, len(self.unnamed_blocks) // max(1, len(distinct)))
 
     @property
     def num_devices(self) -> int:
-        """How many devices hold a block; 0 where none is known."""
-        return len(self.placed) if self.mesh is None else self.mesh.size
+        """How many devices have a block; 0 where none is known."""
+        return len(self.unnamed_blocks) if self.mesh is None else self.mesh.size
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, Block], ...]:
+        """The id of each device and its block, in the order of the mesh."""
+        if self.mesh is None:
+            return self.unnamed_blocks
+        ids = enumerate(self.mesh.device_ids)
+        return tuple((device, self._block(position)) for position, device in ids)
 
     def device_at(self, position: int) -> int:
         """The id of the device at a position."""
-        if self.mesh is None:
-            return self.placed[position][0]
-        return self.mesh.device_ids[position]
+        return self.blocks[position][0]
 
     def block_at(self, position: int) -> Block:
-        """The (start, stop) of every dim that the device at a position holds."""
-        if self.mesh is None:
-            return self.placed[position][1]
-        place = self.mesh.coordinates(position)
-        sizes = self.mesh.shape
-        bounds = []
-        for axes, size in zip(self._axes, self.local_shape, strict=True):
-            index = 0
-            for axis in axes:
-                index = index * sizes[axis] + place[axis]
-            bounds.append((index * size, (index + 1) * size))
-        # A device stores padding after the end of the array.
-        ends = zip(bounds, self.shape, strict=True)
-        return tuple((min(a, n), min(b, n)) for (a, b), n in ends)
+        """The (start, stop) of every dim that the device at a position has."""
+        return self.blocks[position][1]
 
     @property
-    def picture(self) -> "Picture":
-        """Which device holds which block, as grids."""
-        from tessera.analysis.layout_figures import draw
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes that split each dim."""
+        return axes_of_dims(self.spec, len(self.shape))
 
-        places = range(self.num_devices)
-        blocks = [(self.device_at(i), self.block_at(i)) for i in places]
-        return draw(blocks, self._axes if self.mesh is not None else ())
+    @property
+    def picture(self) -> Picture:
+        """Which device has which block, as grids."""
+        return draw(self.blocks, self.axes if self.mesh is not None else ())
 
     @property
     def pattern(self) -> object:
-        """What arrays have in common whose pictures differ in their sizes alone."""
-        return (self.mesh, self._axes) if self.mesh is not None else self.placed
+        """A key that arrays share whose pictures differ in their sizes alone."""
+        return self.unnamed_blocks if self.mesh is None else (self.mesh, self.axes)
 
-    @property
-    def _axes(self) -> tuple[tuple[str, ...], ...]:
-        return axes_of_dims(self.spec, len(self.shape))
+    def _block(self, position: int) -> Block:
+        assert self.mesh is not None
+        coordinates, sizes = self.mesh.coordinates(position), self.mesh.shape
+        block = []
+        for axes, size, end in zip(
+            self.axes, self.local_shape, self.shape, strict=True
+        ):
+            index = 0
+            for axis in axes:
+                index = index * sizes[axis] + coordinates[axis]
+            # Padding is stored after the end of the array.
+            block.append((min(index * size, end), min((index + 1) * size, end)))
+        return tuple(block)
 
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """What :func:`inspect` found; prints as text, and renders in a notebook.
+    """The layouts of a tree of arrays; prints as text, and renders in a notebook.
 
     Attributes:
       leaves: One entry per array, in the order of the tree.
@@ -163,12 +171,12 @@ class Inspection:
 
     @property
     def host_nbytes(self) -> int:
-        """Those bytes of one device that lie in the memory of its host."""
+        """The part of ``local_nbytes`` that is in the memory of the device's host."""
         return sum(leaf.local_nbytes for leaf in self.leaves if leaf.on_host)
 
     @property
     def replicated_nbytes(self) -> int:
-        """Those bytes of one device that every device of a larger mesh holds too."""
+        """The part of ``local_nbytes`` that all devices of a larger mesh have."""
         return sum(
             leaf.local_nbytes
             for leaf in self.leaves
@@ -181,72 +189,60 @@ class Inspection:
         if leaf is None:
             table = aligned(_COLUMNS, map(_cells, self.leaves), right=_COLUMNS[4:6])
             return "\n".join([table, "", *self._totals()])
-        facts = "\n".join(_facts(leaf))
+        summary = "\n".join(_summary(leaf))
         if not leaf.num_devices:
-            return facts
-        devices = aligned(*_devices(leaf))
-        return "\n\n".join([facts, leaf.picture.as_text(), devices])
+            return summary
+        return "\n\n".join([summary, leaf.picture.as_text(), aligned(*_devices(leaf))])
 
-    def __str__(self) -> str:
-        return self.as_text()
-
-    def __repr__(self) -> str:
-        return self.as_text()
+    __str__ = as_text
+    __repr__ = as_text
 
     def _repr_html_(self) -> str:
-        from tessera.analysis import html
-
         leaf = self._single
         if leaf is None:
-            table = html.table(_COLUMNS, map(_cells, self.leaves))
-            return table + html.lines(self._totals()) + "".join(self._pictures())
-        facts = html.lines(_facts(leaf))
+            table = html_table(_COLUMNS, map(_cells, self.leaves))
+            return table + html_lines(self._totals()) + "".join(self._pictures())
+        summary = html_lines(_summary(leaf))
         if not leaf.num_devices:
-            return facts
-        devices = html.section("each device", html.table(*_devices(leaf)))
-        return facts + html.picture(leaf.picture) + devices
+            return summary
+        devices = html_section("each device", html_table(*_devices(leaf)))
+        return summary + leaf.picture.as_html() + devices
 
     def _pictures(self) -> Iterator[str]:
         """One picture for all arrays of a tree that are split alike."""
-        from tessera.analysis import html
-
-        alike: dict[object, list[LeafLayout]] = {}
+        groups: dict[object, list[LeafLayout]] = {}
         for leaf in self.leaves:
             if leaf.num_devices:
-                alike.setdefault(leaf.pattern, []).append(leaf)
-        for leaves in alike.values():
-            first, count = leaves[0], len(leaves)
-            more = f" and {count - 1} more split alike" if count > 1 else ""
+                groups.setdefault(leaf.pattern, []).append(leaf)
+        for first, *others in groups.values():
+            more = f" and {len(others)} more split alike" if others else ""
             title = f"{first.path or first.kind}{more}: {list(first.shape)}"
             if first.mesh is not None:
                 title += f" over {first.spec}"
-            yield html.section(title, html.picture(first.picture))
+            yield html_section(title, first.picture.as_html())
 
     @property
     def _single(self) -> LeafLayout | None:
-        """The one array, if an array and no tree was inspected."""
-        alone = len(self.leaves) == 1 and not self.leaves[0].path
-        return self.leaves[0] if alone else None
-
-    @property
-    def _has_host(self) -> bool:
-        return any(leaf.on_host for leaf in self.leaves)
+        """The one array, if an array and not a tree was inspected."""
+        is_single = len(self.leaves) == 1 and not self.leaves[0].path
+        return self.leaves[0] if is_single else None
 
     def _totals(self) -> list[str]:
         count = len(self.leaves)
         meshes = dict.fromkeys(leaf.mesh for leaf in self.leaves if leaf.mesh)
-        return [
+        totals = [
             f"{count} array{'' if count == 1 else 's'}: "
             f"{format_bytes(self.nbytes)} global, "
             f"{format_bytes(self.local_nbytes)} per device, of which "
-            f"{format_bytes(self.replicated_nbytes)} whole on every device",
-            *([f"{format_bytes(self.host_nbytes)} of it on the host"] * self._has_host),
-            *(f"on {mesh!r}" for mesh in meshes),
+            f"{format_bytes(self.replicated_nbytes)} whole on every device"
         ]
+        if any(leaf.on_host for leaf in self.leaves):
+            totals.append(f"{format_bytes(self.host_nbytes)} of it on the host")
+        return [*totals, *(f"on {mesh!r}" for mesh in meshes)]
 
 
 def inspect(tree: Any) -> Inspection:
-    """Show how arrays are split: shapes, bytes, and which device holds which slice.
+    """Show how arrays are split: shapes, bytes, and which device has which slice.
 
     Args:
       tree: A lazy tensor; a JAX, NumPy, traced or abstract array; or any tree of them.
@@ -264,63 +260,65 @@ def inspect(tree: Any) -> Inspection:
       >>> table.leaves[0].block_at(3)
       ((5000000, 10000000), (0, 4096))
     """
-    found = jax.tree.leaves_with_path(tree, is_leaf=_is_tensor)
-    return Inspection(tuple(_leaf(jax.tree_util.keystr(p), leaf) for p, leaf in found))
+    leaves = jax.tree.leaves_with_path(
+        tree, is_leaf=lambda value: isinstance(value, DistTensor)
+    )
+    return Inspection(tuple(_leaf(jax.tree_util.keystr(p), leaf) for p, leaf in leaves))
 
 
 def _leaf(path: str, value: Any) -> LeafLayout:
+    if not isinstance(value, (DistTensor, jax.Array, jax.ShapeDtypeStruct)):
+        array = np.asarray(value)
+        return LeafLayout(path, "NumPy array", array.dtype, array.shape)
+    leaf = LeafLayout(path, "array", value.dtype, value.shape)
     if isinstance(value, DistTensor):
         kind = value.described if value.is_materialized else f"lazy {value.described}"
-        return LeafLayout(path, kind, value.dtype, value.shape, value.mesh, value.spec)
+        return replace(leaf, kind=kind, mesh=value.mesh, spec=value.spec)
     if isinstance(value, jax.core.Tracer):
         mesh, spec = scope.layout_of(value) or (None, _REPLICATED)
         kind = "traced array" if mesh else "traced array of unknown layout"
-        return LeafLayout(path, kind, value.dtype, value.shape, mesh, spec)
-    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
-        kind = "array" if isinstance(value, jax.Array) else "abstract array"
-        on_host = _jax.on_host(value)
-        kind += " on the host" * on_host
-        leaf = LeafLayout(path, kind, value.dtype, value.shape, on_host=on_host)
-        return _sharded(leaf, value.sharding)
-    array = np.asarray(value)
-    return LeafLayout(path, "NumPy array", array.dtype, array.shape)
+        return replace(leaf, kind=kind, mesh=mesh, spec=spec)
+    on_host = _jax.on_host(value)
+    kind = "array" if isinstance(value, jax.Array) else "abstract array"
+    kind += " on the host" * on_host
+    return _with_sharding(replace(leaf, kind=kind, on_host=on_host), value.sharding)
 
 
-def _sharded(leaf: LeafLayout, sharding: jax.sharding.Sharding | None) -> LeafLayout:
+def _with_sharding(
+    leaf: LeafLayout, sharding: jax.sharding.Sharding | None
+) -> LeafLayout:
     if sharding is None:
         return leaf
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, JaxMesh):
         return replace(leaf, mesh=Mesh.of(sharding.mesh), spec=sharding.spec)
-    placed = []
+    blocks = []
     for device, slices in sharding.devices_indices_map(leaf.shape).items():
         bounds = [s.indices(n)[:2] for s, n in zip(slices, leaf.shape, strict=True)]
-        placed.append((device.id, tuple(bounds)))
-    return replace(leaf, placed=tuple(placed))
+        blocks.append((device.id, tuple(bounds)))
+    return replace(leaf, unnamed_blocks=tuple(blocks))
 
 
-def _facts(leaf: LeafLayout) -> list[str]:
-    """What is said of a single array, in lines."""
-    facts = [f"{leaf.kind}: {leaf.dtype.name}{list(leaf.shape)}"]
+def _summary(leaf: LeafLayout) -> list[str]:
+    """A single array in lines."""
+    lines = [f"{leaf.kind}: {leaf.dtype.name}{list(leaf.shape)}"]
     if leaf.mesh is not None:
-        facts.append(f"  layout      {leaf.spec} on {leaf.mesh!r}")
+        lines.append(f"  layout      {leaf.spec} on {leaf.mesh!r}")
         stored = stored_shape(leaf.shape, leaf.spec, leaf.mesh)
         if stored != leaf.shape:
-            facts.append(f"  padded      stored as {leaf.dtype.name}{list(stored)}")
-    facts += [
+            lines.append(f"  padded      stored as {leaf.dtype.name}{list(stored)}")
+    lines += [
         f"  per device  {leaf.dtype.name}{list(leaf.local_shape)}",
         f"  bytes       {format_bytes(leaf.nbytes)} global, "
         f"{format_bytes(leaf.local_nbytes)} per device",
     ]
     if leaf.copies > 1:
         over = f" over {', '.join(leaf.replicated_over)}" if leaf.mesh else ""
-        facts.append(f"  replicated {over}: {leaf.copies} copies of every element")
-        from tessera.analysis.layout_figures import listed_ids
-
-        block = leaf.block_at(0)
-        same = [i for i in range(leaf.num_devices) if leaf.block_at(i) == block]
-        ids = listed_ids([leaf.device_at(position) for position in same])
-        facts.append(f"              devices {ids} hold the same block")
-    return facts
+        same = [device for device, block in leaf.blocks if block == leaf.block_at(0)]
+        lines += [
+            f"  replicated {over}: {leaf.copies} copies of every element",
+            f"              devices {listed_ids(same)} hold the same block",
+        ]
+    return lines
 
 
 def _cells(leaf: LeafLayout) -> list[str]:
@@ -337,38 +335,16 @@ def _cells(leaf: LeafLayout) -> list[str]:
 
 
 def _devices(leaf: LeafLayout) -> tuple[list[str], list[list[str]]]:
-    """Which device holds which slice: header and rows, the middle of many left out."""
-    axes = list(leaf.mesh.axes) if leaf.mesh is not None else []
-    header = ["device", *axes, "slice"]
-    count = leaf.num_devices
-    shown = list(range(count))
-    if count > MAX_DEVICES_LISTED:
+    """Which device has which slice: header and rows, the middle of many left out."""
+    mesh = leaf.mesh
+    rows = []
+    for position, (device, block) in enumerate(leaf.blocks):
+        coordinates = mesh.coordinates(position).values() if mesh is not None else ()
+        slices = ", ".join(f"{start}:{stop}" for start, stop in block)
+        rows.append([str(device), *map(str, coordinates), f"[{slices}]"])
+    header = ["device", *(mesh.axes if mesh is not None else ()), "slice"]
+    if (hidden := len(rows) - MAX_DEVICES_LISTED) > 0:
         half = MAX_DEVICES_LISTED // 2
-        shown = [*range(half), *range(count - half, count)]
-    rows = [_device_row(leaf, position) for position in shown]
-    if hidden := count - len(shown):
-        rows.insert(
-            len(shown) // 2, ["…", *("…" for _ in axes), f"{hidden} more devices"]
-        )
+        gap = ["…"] * (len(header) - 1) + [f"{hidden} more devices"]
+        rows = [*rows[:half], gap, *rows[-half:]]
     return header, rows
-
-
-def _device_row(leaf: LeafLayout, position: int) -> list[str]:
-    place = leaf.mesh.coordinates(position).values() if leaf.mesh is not None else ()
-    return [
-        str(leaf.device_at(position)),
-        *map(str, place),
-        _slice(leaf.block_at(position)),
-    ]
-
-
-def _slice(block: Block) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in block) + "]"
-
-
-def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, DistTensor)

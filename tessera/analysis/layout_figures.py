@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device holds which block of an array, as grids of cells.
+"""Draws which device holds which block of an array, as grids of cells.
 
-A dim that is split is a direction of a grid: the last of them goes across, the one
-before goes downwards, and for each place along the others there is a grid of its own.
-Dims that are whole take no place, so an array of any rank is drawn.
+A split dim is a direction of a grid: the last split dim goes across, the one before it
+goes down, and each index along further split dims has a grid of its own. Dims that are
+not split take no space, so an array of any rank can be drawn.
+``jax.debug.visualize_sharding`` draws arrays of at most two dims, and only prints.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-from tessera.analysis.tables import aligned
+from tessera.analysis.tables import Cell, aligned, html_lines, html_table
 
 if TYPE_CHECKING:
     from tessera.analysis.inspection import Block
@@ -21,47 +22,37 @@ MAX_SIDE: Final = 16
 MAX_GRIDS: Final = 6
 _MAX_RUNS: Final = 4
 _GAP: Final = "…"
+_BESIDE: Final = "display:inline-block;vertical-align:top;margin:0 1em 1em 0"
 
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One block, or a gap in a picture that shows some of very many.
-
-    Attributes:
-      text: The devices that hold the block.
-      shade: Number of the block among all blocks, from 0 up to 1; None for a gap.
-    """
-
-    text: str
-    shade: float | None = None
+# The (start, stop) of some dims.
+_Ranges: TypeAlias = dict[int, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Blocks along two dims, or one; what they are of the others is in the caption.
+    """Blocks along two dims, or one.
 
     Attributes:
-      caption: ``dim 0 = 0:4``; empty where there is one grid.
-      down: What the rows are, such as ``dim 1``, and the range of each row.
-      across: The same of the columns.
-      cells: Row by row.
+      caption: The index along further dims, ``dim 0 = 0:4``; empty for the only grid.
+      header: The dims, then the range of each column.
+      rows: The range of each row, then a cell with the devices of each block.
     """
 
     caption: str
-    down: tuple[str, tuple[str, ...]]
-    across: tuple[str, tuple[str, ...]]
-    cells: tuple[tuple[Cell, ...], ...]
+    header: tuple[str, ...]
+    rows: tuple[tuple[str | Cell, ...], ...]
 
     def as_text(self) -> str:
-        """An aligned table: ranges of the one dim on the left, of the other on top."""
-        corner = " / ".join(filter(None, (self.down[0], self.across[0])))
-        rows = [
-            [label, *(cell.text for cell in row)]
-            for label, row in zip(self.down[1], self.cells, strict=True)
-        ]
-        table = aligned([corner, *self.across[1]], rows)
+        """An aligned table: ranges of one dim on the left, of the other on top."""
+        table = aligned(self.header, self.rows)
         table = table.removeprefix("\n")  # nothing is split: the header is empty
         return f"{self.caption}\n{table}" if self.caption else table
+
+    def as_html(self) -> str:
+        """A table with a color for each block."""
+        caption = html_lines([self.caption]) if self.caption else ""
+        table = html_table(self.header, self.rows)
+        return f'<div style="{_BESIDE}">{caption}{table}</div>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +64,24 @@ class Picture:
 
     def as_text(self) -> str:
         """The grids, one under the other."""
-        more = [f"{_GAP} {self.hidden} more such grids"] * bool(self.hidden)
-        return "\n\n".join([*(grid.as_text() for grid in self.grids), *more])
+        return "\n\n".join([*(grid.as_text() for grid in self.grids), *self._more()])
+
+    def as_html(self) -> str:
+        """The grids, side by side where there is room."""
+        grids = "".join(grid.as_html() for grid in self.grids)
+        return f"<div>{grids}{''.join(map('<div>{}</div>'.format, self._more()))}</div>"
+
+    def _more(self) -> list[str]:
+        return [f"{_GAP} {self.hidden} more such grids"] * bool(self.hidden)
 
 
 def draw(
-    placed: Iterable[tuple[int, "Block"]], axes: Sequence[Sequence[str]] = ()
+    blocks: Iterable[tuple[int, "Block"]], axes: Sequence[Sequence[str]] = ()
 ) -> Picture:
     """Draw which device holds which block.
 
     Args:
-      placed: Device ids, each with the (start, stop) of every dim that it holds.
+      blocks: Device ids, each with the (start, stop) of every dim that it holds.
       axes: The mesh axes that split each dim, where they have names.
 
     Example:
@@ -94,80 +92,74 @@ def draw(
       0:4    0, 2
       4:8    1, 3
     """
-    holders: dict[Block, list[int]] = {}
-    for device, block in placed:
-        holders.setdefault(block, []).append(device)
-    rank = len(next(iter(holders), ()))
-    bounds = [sorted({block[dim] for block in holders}) for dim in range(rank)]
-    split = [dim for dim in range(rank) if len(bounds[dim]) > 1]
+    devices: dict[Block, list[int]] = {}
+    for device, block in blocks:
+        devices.setdefault(block, []).append(device)
+    bounds = [sorted(set(ranges)) for ranges in zip(*devices, strict=True)]
+    split = [dim for dim, ranges in enumerate(bounds) if len(ranges) > 1]
     *outer, down, across = [None, None, *split]
-    if across is not None and down is None and across < rank - 1:
+    if across is not None and down is None and across < len(bounds) - 1:
         down, across = across, None  # rows, where they are what is split
-    whole = {dim: bounds[dim][0] for dim in range(rank) if dim not in split}
     names: dict[int | None, str] = {
         dim: f"dim {dim} over {'×'.join(axes[dim])}" if axes else f"dim {dim}"
         for dim in split
     }
-    order = {block: number for number, block in enumerate(sorted(holders))}
+    shades = {block: i / len(devices) for i, block in enumerate(sorted(devices))}
+    origin = {dim: ranges[0] for dim, ranges in enumerate(bounds)}
+    rows, columns = _choices(bounds, down), _choices(bounds, across)
+    corner = " / ".join(names[dim] for dim in (down, across) if dim is not None)
+    alone = "" if split else "whole"
 
-    def grid(place: dict[int, tuple[int, int]]) -> Grid:
-        rows, columns = _shown(bounds, down), _shown(bounds, across)
+    def cell(*ranges: _Ranges | None) -> Cell:
+        at = dict(origin)
+        for chosen in ranges:
+            if chosen is None:
+                return Cell(_GAP)
+            at |= chosen
+        block = tuple(at[dim] for dim in range(len(bounds)))
+        return Cell(listed_ids(devices.get(block, ())), shades.get(block))
 
-        def cell(row: tuple[int, int] | None, column: tuple[int, int] | None) -> Cell:
-            at = whole | place
-            for dim, found in ((down, row), (across, column)):
-                if dim is not None and found is None:
-                    return Cell(_GAP)
-                if dim is not None and found is not None:
-                    at |= {dim: found}
-            block = tuple(at[dim] for dim in range(rank))
-            if block not in holders:
-                return Cell("")
-            return Cell(listed_ids(holders[block]), order[block] / len(order))
-
+    def grid(outside: _Ranges) -> Grid:
         return Grid(
-            caption=", ".join(f"{names[d]} = {_range(b)}" for d, b in place.items()),
-            down=(names.get(down, ""), _labels(rows, "" if split else "whole")),
-            across=(names.get(across, ""), _labels(columns, "")),
-            cells=tuple(tuple(cell(r, c) for c in columns) for r in rows),
+            caption=", ".join(
+                f"{names[d]} = {_label({d: outside[d]})}" for d in outside
+            ),
+            header=(corner, *map(_label, columns)),
+            rows=tuple(
+                (_label(r) or alone, *(cell(outside, r, c) for c in columns))
+                for r in rows
+            ),
         )
 
     facets = [dim for dim in outer if dim is not None]
-    places = itertools.product(*(bounds[dim] for dim in facets))
     total = math.prod(len(bounds[dim]) for dim in facets)
-    shown = [
-        grid(dict(zip(facets, place, strict=True)))
-        for place in itertools.islice(places, MAX_GRIDS)
-    ]
-    return Picture(tuple(shown), total - len(shown))
+    ranges = itertools.product(*(bounds[dim] for dim in facets))
+    shown = itertools.islice(ranges, MAX_GRIDS)
+    grids = tuple(grid(dict(zip(facets, each, strict=True))) for each in shown)
+    return Picture(grids, total - len(grids))
 
 
-def _shown(
+def _choices(
     bounds: Sequence[Sequence[tuple[int, int]]], dim: int | None
-) -> list[tuple[int, int] | None]:
-    """The ranges of a dim that are drawn; None where the middle of many is left out."""
+) -> list[_Ranges | None]:
+    """The ranges of a dim that are drawn; None stands for the middle of very many."""
     if dim is None:
-        return [None]
-    ranges = list(bounds[dim])
+        return [{}]
+    ranges: list[_Ranges | None] = [{dim: each} for each in bounds[dim]]
     if len(ranges) <= MAX_SIDE:
-        return [*ranges]
+        return ranges
     half = MAX_SIDE // 2
     return [*ranges[:half], None, *ranges[-half:]]
 
 
-def _labels(ranges: Sequence[tuple[int, int] | None], alone: str) -> tuple[str, ...]:
-    """What is written beside rows or above columns; ``alone`` for the only one."""
-    if list(ranges) == [None]:
-        return (alone,)
-    return tuple(_GAP if r is None else _range(r) for r in ranges)
-
-
-def _range(bounds: tuple[int, int]) -> str:
-    return f"{bounds[0]}:{bounds[1]}"
+def _label(ranges: _Ranges | None) -> str:
+    if ranges is None:
+        return _GAP
+    return ", ".join(f"{start}:{stop}" for start, stop in ranges.values())
 
 
 def listed_ids(ids: Sequence[int]) -> str:
-    """Device ids in few words: runs as ``0..7``, of very many the number.
+    """Device ids as ranges such as ``0..7``; of many ranges, the first and the last.
 
     Example:
       >>> listed_ids([0, 4]), listed_ids(range(8)), listed_ids(range(0, 512, 8))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collective ledger: everything a compiled program sends between devices.
+"""Lists every collective of a compiled program: the ledger.
 
     ledger = collectives(step.compile(), mesh)
     print(ledger.as_text())
 
-Each row is one collective operation of the program that XLA made, with the mesh axes
-it runs over, its size, how often it runs, and the line of user code that caused it.
-Collectives that no declared layout asked for are in it too, and said to be unplanned;
-only what a hand-written kernel sends by itself is invisible.
+Each row is one collective operation of the program that XLA compiled, with the mesh
+axes it runs over, its size, how often it runs, and the line of user code that caused
+it. Collectives that no declared layout implies are listed too, as unplanned. Only what
+a hand-written kernel sends by itself is invisible.
 """
 
 import dataclasses
@@ -15,26 +15,31 @@ import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
 
 from tessera.analysis import budget, hlo, replica_groups
 from tessera.analysis.collective import KINDS, Collective, Total
-from tessera.analysis.dataflow import Node
 from tessera.analysis.hlo import Instruction, Module, Shape
 from tessera.analysis.hlo_walk import Execution, cause, executions
 from tessera.analysis.memory import format_bytes
-from tessera.analysis.planned_collectives import LAYOUT, Ends, Reasons
+from tessera.analysis.planned_collectives import LAYOUT, BoundaryAxes, Reasons
 from tessera.analysis.sharding_constraints import DeclaredLayout, spec_axes
 from tessera.analysis.source_lines import short, user_line
-from tessera.analysis.tables import aligned
+from tessera.analysis.tables import aligned, html_lines, html_section, html_table
 from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
 
-_HEADER = ("collective", "axes", "arrays", "bytes", "calls", "total")
-# A permute that XLA has taken apart keeps its pairs in an attribute of the send.
+__all__ = ["KINDS", "HasText", "Ledger", "collectives"]
+
+_COLUMNS: Final = (
+    *("collective", "axes", "arrays", "bytes", "calls", "total"),
+    *("reason", "line", "op"),
+)
+_SUMS: Final = ("axes", "collective", "operations", "calls", "bytes per device")
+# XLA may split a permute into send and recv: the pairs are an attribute of the send.
 _SEND_PAIRS = re.compile(
     r"_xla_send_recv_source_target_pairs=\"?(\{(?:\{[\d,\s]*\},?)*\})"
 )
@@ -82,21 +87,22 @@ class Ledger:
         calls: Mapping[str, int] | None = None,
         **axes: int | str,
     ) -> None:
-        """Raise where the program sends more than it may; for tests of one's own.
+        """Raise where the program sends more than a budget allows; for use in tests.
 
         Sizes are bytes of one device in one execution: an integer, or text such as
         ``"40MB"`` (10^6) or ``"1.5GiB"`` (2^30).
 
         Args:
-          budgets: By combination of axes: ``{("dp", "tp"): "1MB"}`` is of what runs
+          budgets: By combination of axes: ``{("dp", "tp"): "1MB"}`` is for collectives
             over exactly these two together.
           total: For all collectives together.
           unplanned: For those that no declared layout implies; 0 forbids them.
-          calls: The most calls, by axis, or of ``"total"`` and ``"unplanned"``.
-          **axes: By axis: of all that runs over it, alone or with others.
+          calls: The most calls, by axis, or for ``"total"`` and ``"unplanned"``.
+          **axes: By axis: for every collective over it, alone or with others.
 
         Raises:
-          BudgetError: [T209] something is exceeded; it lists the lines that send most.
+          BudgetError: [T209] a budget is exceeded; the message lists the lines that
+            send most, and a constraint that avoids unplanned collectives.
           BudgetFormError: [T210] a budget is not a size, or an axis does not exist.
 
         Example:
@@ -117,17 +123,26 @@ class Ledger:
         """The rows as a table, then the sums per axis and kind."""
         if not self.rows:
             return "no collectives"
-        rows = aligned(
-            [*_HEADER, "reason", "line", "op"],
-            [_cells(row, self.mesh_shape) for row in self.rows],
-            right=["bytes", "calls", "total"],
+        rows = aligned(_COLUMNS, self._cells(), right=_COLUMNS[3:6])
+        return f"{rows}\n\n{self.summary()}"
+
+    def summary(self) -> str:
+        """The sums per axis and kind alone, as a table."""
+        if not self.rows:
+            return "no collectives"
+        sums = aligned(_SUMS, self._sums(), right=_SUMS[2:])
+        return "\n".join([sums, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        if not self.rows:
+            return html_lines(["no collectives"])
+        sums = html_table(_SUMS, self._sums()) + html_lines(self._notes())
+        return sums + html_section(
+            f"{len(self.rows)} collectives", html_table(_COLUMNS, self._cells())
         )
-        sums = aligned(
-            ["axes", "collective", "operations", "calls", "bytes per device"],
-            self._sums(),
-            right=["operations", "calls", "bytes per device"],
-        )
-        return "\n".join([rows, "", sums, *self._footnotes()])
+
+    def _cells(self) -> list[list[str]]:
+        return [_cells(row, self.mesh_shape) for row in self.rows]
 
     def _sums(self) -> list[list[str]]:
         """Per combination of axes its kinds, and their sum where there are several."""
@@ -143,17 +158,18 @@ class Ledger:
                 )
         return lines
 
-    def _footnotes(self) -> list[str]:
-        count = len(self.unplanned)
-        copied = [row for row in self.rows if row.copies_whole]
+    def _notes(self) -> list[str]:
+        rows, count = self.rows, len(self.unplanned)
         notes = {
             f"UNPLANNED: {count} that no declared layout implies": count > 0,
-            "whole: copied whole to every device, which cuts it again": bool(copied),
+            "whole: copied whole to every device, which slices it again": any(
+                row.copies_whole for row in rows
+            ),
             "≥: in a loop of unknown length, which counts once": any(
-                row.calls is None for row in self.rows
+                row.calls is None for row in rows
             ),
             "≤: in a branch, which counts as taken": any(
-                row.conditional for row in self.rows
+                row.conditional for row in rows
             ),
         }
         return [note for note, applies in notes.items() if applies]
@@ -192,8 +208,8 @@ def collectives(
       compiled: A compiled program, or the text of its XLA module. It is read as it is:
         XLA on CPU sends bf16 as f32, so a CPU program's bytes are not a GPU's.
       mesh: The mesh of the program, in the order of its devices. It may be abstract.
-      declared: The layouts that the program declares inside, of
-        ``declared.declared_layouts``: without them, what they ask for is unplanned.
+      declared: The layouts that the program declares inside, from
+        ``declared_layouts``: without them, what they ask for is unplanned.
       results: The layouts that it declares for its results; None takes those that it
         was compiled with.
 
@@ -216,8 +232,7 @@ def collectives(
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = hlo.parse(text or "")
-    found = [(each, _row(module, each, mesh)) for each in executions(module)]
-    rows = [(each, row) for each, row in found if row is not None]
+    rows = [(e, row) for e in executions(module) if (row := _row(module, e, mesh))]
     if rows and module.num_devices not in (1, mesh.size):
         raise MeshShapeError(
             "the ledger's mesh is not the one that the program was compiled for",
@@ -227,14 +242,15 @@ def collectives(
         )
     if not rows:
         return Ledger((), mesh.shape)
-    reasons = Reasons(module, mesh.shape, _ends(compiled, results), declared)
-    return Ledger(tuple(_explained(reasons, *pair) for pair in rows), mesh.shape)
+    boundary = _boundary(compiled, results)
+    reasons = Reasons(module, mesh.shape, boundary, declared)
+    return Ledger(tuple(_with_reason(reasons, *pair) for pair in rows), mesh.shape)
 
 
-def _ends(
+def _boundary(
     compiled: HasText | str, results: Iterable[PartitionSpec] | None
-) -> Ends | None:
-    """The axes that inputs and results are split over; None where nothing says it."""
+) -> BoundaryAxes | None:
+    """The axes that inputs and results are split over; None where they are unknown."""
     if not hasattr(compiled, "input_shardings"):
         return None
 
@@ -245,12 +261,10 @@ def _ends(
 
     outputs = specs("output_shardings") if results is None else results
     inputs = specs("input_shardings")
-    return Ends(list(map(spec_axes, inputs)), list(map(spec_axes, outputs)))
+    return BoundaryAxes(list(map(spec_axes, inputs)), list(map(spec_axes, outputs)))
 
 
-def _explained(reasons: Reasons, execution: Execution, row: Collective) -> Collective:
-    """A row with its reason."""
-    node = Node(execution.path)
+def _with_reason(reasons: Reasons, node: Execution, row: Collective) -> Collective:
     if reasons.copies_whole(node, row):
         return dataclasses.replace(row, copies_whole=True)
     reason = reasons.reason(node, row)
@@ -270,49 +284,43 @@ def _row(module: Module, execution: Execution, mesh: Mesh) -> Collective | None:
     if not axes:
         return None
     origin = cause(module, execution)
+    dims = re.findall(r"\d+", instruction.attributes.get("dimensions", ""))
     return Collective(
         kind=kind,
         axes=axes,
-        group_size=_held(axes, mesh.shape) if pairs else len(groups[0]),
+        group_size=_num_devices(axes, mesh.shape) if pairs else len(groups[0]),
         arrays=_moved(execution, kind),
         calls=execution.calls,
         conditional=execution.conditional,
         op_name=origin.op_name,
         source=user_line(module.frames(origin)),
         instruction=instruction.name,
-        dims=_dims(instruction),
+        dims=tuple(map(int, dims)),
     )
 
 
-def _dims(instruction: Instruction) -> tuple[int, ...]:
-    """The dims that an all-gather, a reduce-scatter or an all-to-all is along."""
-    numbers = re.findall(r"\d+", instruction.attributes.get("dimensions", ""))
-    return tuple(map(int, numbers))
-
-
-def _held(axes: tuple[str, ...], shape: Mapping[str, int]) -> int:
-    """Number of devices along some axes."""
+def _num_devices(axes: tuple[str, ...], shape: Mapping[str, int]) -> int:
     return math.prod(shape.get(axis, 1) for axis in axes)
 
 
 def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
-    """Who sends to whom, where an instruction says so pair by pair."""
+    """The (sender, receiver) pairs of an instruction that lists them."""
     if instruction.opcode == "send":
-        found = _SEND_PAIRS.search(
-            instruction.attributes.get("frontend_attributes", "")
-        )
-        return replica_groups.parse_pairs(found[1]) if found else ()
+        attributes = instruction.attributes.get("frontend_attributes", "")
+        pairs = _SEND_PAIRS.search(attributes)
+        return replica_groups.parse_pairs(pairs[1]) if pairs else ()
     if instruction.opcode in ("collective-permute", "collective-permute-start"):
         return replica_groups.parse_pairs(instruction.attributes["source_target_pairs"])
     return ()
 
 
 def _moved(execution: Execution, kind: str) -> tuple[Shape, ...]:
+    """The arrays that a collective moves, as shapes on one device."""
     instruction = execution.instruction
     if kind == "all-gather":
-        # Its asynchronous form results in the operands and then the results.
-        started = instruction.opcode != kind
-        return instruction.elements[1] if started else instruction.shapes
+        # The result of its asynchronous form is the operands, then the results.
+        is_async = instruction.opcode != kind
+        return instruction.elements[1] if is_async else instruction.shapes
     moved = execution.computation.operand_shapes(instruction)
     arrays = tuple(shape for shape in moved if shape.dtype != "token")
     if kind == "all-to-all" and len(arrays) > 1:
@@ -338,7 +346,7 @@ def _summed(
 
 
 def _cells(row: Collective, shape: Mapping[str, int]) -> list[str]:
-    axes, whole = "×".join(row.axes), _held(row.axes, shape)
+    axes, whole = "×".join(row.axes), _num_devices(row.axes, shape)
     if row.axes != replica_groups.UNKNOWN and row.group_size < whole:
         axes = f"{axes} ({row.group_size} of {whole})"
     arrays = [str(array) for array in row.arrays]

@@ -1,78 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often the body of a compiled loop runs.
+"""Counts how often the body of a compiled loop runs.
 
-A ``lax.scan`` becomes a ``while`` that counts. XLA usually notes the count; where it
-does not, it is read off the loop itself: where its counter starts, what is added in the
-body, and what the condition compares it with.
+A ``lax.scan`` becomes a ``while`` that counts. XLA usually records the count. Where it
+does not, it follows from the loop itself: where the counter starts, what the body adds
+to it, and what the condition compares it with.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
-from tessera.analysis.hlo import Computation, Instruction, Module
+from tessera.analysis.dataflow import Dataflow, Node
+from tessera.analysis.hlo import Module
 
-_NOTED = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+_RECORDED = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _LITERAL = re.compile(r"-?\d+$")
-_PASS_ON = ("copy", "bitcast", "convert", "reshape")
+_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Counter:
-    """An element of the loop's state, plus a constant."""
+class _Scalar(NamedTuple):
+    """An integer: an element of the loop's state, if any, plus a constant."""
 
-    element: int
-    offset: int = 0
+    element: int | None
+    offset: int
+
+    def plus(self, other: "_Scalar", sign: int) -> "_Scalar | None":
+        if other.element is not None and (self.element is not None or sign < 0):
+            return None
+        element = self.element if other.element is None else other.element
+        return _Scalar(element, self.offset + sign * other.offset)
 
 
-_Value: TypeAlias = int | _Counter | None
-Path: TypeAlias = tuple[tuple[Computation, Instruction], ...]
-
-
-def trip_count(module: Module, path: Path) -> int | None:
+def trip_count(module: Module, loop: Node) -> int | None:
     """How often a loop's body runs each time the loop is reached.
 
     Args:
       module: The compiled program.
-      path: The (computation, instruction) pairs that lead from the entry to the loop,
-        whose ``while`` instruction is the last.
+      loop: Its ``while`` instruction.
 
     Returns:
       The count, or None when it depends on values that are known only at run time.
     """
-    loop = path[-1][1]
-    if noted := _NOTED.search(loop.attributes.get("backend_config", "")):
-        return int(noted[1])
-    compared = _comparison(module, module.computations[loop.called["condition"][0]])
-    body = module.computations[loop.called["body"][0]]
-    if compared is None or body.root.opcode != "tuple":
+    instruction = loop.instruction
+    if recorded := _RECORDED.search(instruction.attributes.get("backend_config", "")):
+        return int(recorded[1])
+    flow = Dataflow(module)
+    compared = _comparison(module, flow, loop)
+    if compared is None:
         return None
     element, limit, direction = compared
-    start = _start(module, path, element)
-    after = _value(module, body, body.root.operands[element], {})
-    if start is None or not isinstance(after, _Counter) or after.element != element:
+    body = module.body(instruction)
+    state = Node(loop.path, element)
+    after = _scalar(flow, state.inner(body, body.root), loop)
+    start = _scalar(flow, loop.sibling(instruction.operands[0], element), loop)
+    if start is None or start.element is not None:
         return None
-    return _steps(start, after.offset, limit, direction)
-
-
-def _start(module: Module, path: Path, element: int) -> int | None:
-    """The constant that an element of a loop's state begins with."""
-    scope, loop = path[-1]
-    name = loop.operands[0]
-    # XLA on CPU moves small loops into functions that take the state as it is.
-    for outer, call in reversed(path[:-1]):
-        if scope.instructions[name].opcode != "parameter" or call.opcode != "call":
-            break
-        scope, name = outer, call.operands[int(scope.instructions[name].operands[0])]
-    state = scope.instructions[name]
-    if state.opcode != "tuple":
+    if after is None or after.element != element:
         return None
-    start = _value(module, scope, state.operands[element], {})
-    return start if isinstance(start, int) else None
+    return _iterations(start.offset, after.offset, limit, direction)
 
 
-def _steps(start: int, step: int, limit: int, direction: str) -> int | None:
+def _iterations(start: int, step: int, limit: int, direction: str) -> int | None:
     """Length of ``start, start + step, ...`` while it compares with the limit."""
     if not step:
         return None
@@ -86,85 +73,49 @@ def _steps(start: int, step: int, limit: int, direction: str) -> int | None:
     return max(0, -(-(beyond - start) // step))
 
 
-def _comparison(module: Module, condition: Computation) -> tuple[int, int, str] | None:
+def _comparison(
+    module: Module, flow: Dataflow, loop: Node
+) -> tuple[int, int, str] | None:
     """The state element, the constant and the direction that a condition compares."""
-    root, scope = condition.root, condition
-    bound: Mapping[int, _Value] = {}
-    while root.opcode in ("fusion", "call"):
-        inner = _callee(module, root)
-        bound = _arguments(module, scope, root, bound)
-        root, scope = inner.root, inner
-    if root.opcode != "compare":
+    condition = module.computations[loop.instruction.called["condition"][0]]
+    (root, *others) = flow.definitions(loop.inner(condition, condition.root))
+    if others or root.instruction.opcode != "compare":
         return None
-    left, right = (_value(module, scope, name, bound) for name in root.operands)
-    direction = root.attributes["direction"]
-    if isinstance(left, int) and isinstance(right, _Counter):
-        mirrored = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
-        left, right, direction = right, left, mirrored.get(direction, direction)
-    if not isinstance(left, _Counter) or not isinstance(right, int):
+    left, right = (_scalar(flow, operand, loop) for operand in root.operands())
+    direction = root.instruction.attributes["direction"]
+    if left is not None and left.element is None:
+        left, right, direction = right, left, _MIRRORED.get(direction, direction)
+    if left is None or right is None:
         return None
-    return left.element, right - left.offset, direction
+    if left.element is None or right.element is not None:
+        return None
+    return left.element, right.offset - left.offset, direction
 
 
-def _value(
-    module: Module, scope: Computation, name: str, bound: Mapping[int, _Value]
-) -> _Value:
-    """A scalar as a constant, or as an element of the loop's state plus a constant.
+def _scalar(flow: Dataflow, node: Node, loop: Node) -> _Scalar | None:
+    """An integer of the program, as far as the text says what it is.
 
     Args:
-      module: The compiled program.
-      scope: The computation in which the scalar has its name.
-      name: The instruction that computes it.
-      bound: What the parameters of ``scope`` stand for, where it is called from.
+      flow: How values pass through the program.
+      node: The value.
+      loop: The loop whose state an element may be of.
     """
-    instruction = scope.instructions.get(name)
-    if instruction is None:
-        return None
-    operands = instruction.operands
+    instruction = node.instruction
+    in_loop = len(node.path) > 1 and node.path[-2][1] is loop.instruction
+    if instruction.opcode == "parameter" and in_loop:
+        return None if node.element is None else _Scalar(node.element, 0)
+    sources = flow.sources(node)
+    if sources is not None:
+        return _scalar(flow, sources[0], loop) if len(sources) == 1 else None
+    operands = node.operands()
     match instruction.opcode:
         case "constant":
-            return int(operands[0]) if _LITERAL.match(operands[0]) else None
-        case "parameter":
-            return bound.get(int(operands[0]))
-        case "get-tuple-element":
-            source = scope.instructions.get(operands[0])
-            if source is not None and source.opcode == "parameter":
-                return _Counter(int(instruction.attributes["index"]))
-            return None
-        case opcode if opcode in _PASS_ON:
-            return _value(module, scope, operands[0], bound)
-        case "add" | "subtract":
-            left, right = (_value(module, scope, each, bound) for each in operands)
-            return _sum(left, right, -1 if instruction.opcode == "subtract" else 1)
-        case "fusion" | "call":
-            inner = _callee(module, instruction)
-            arguments = _arguments(module, scope, instruction, bound)
-            return _value(module, inner, inner.root.name, arguments)
+            literal = instruction.operands[0]
+            return _Scalar(None, int(literal)) if _LITERAL.match(literal) else None
+        case "copy" | "bitcast" | "convert" | "reshape" if operands:
+            return _scalar(flow, operands[0], loop)
+        case "add" | "subtract" if len(operands) == 2:
+            left, right = (_scalar(flow, operand, loop) for operand in operands)
+            if left is not None and right is not None:
+                return left.plus(right, -1 if instruction.opcode == "subtract" else 1)
     return None
-
-
-def _sum(left: _Value, right: _Value, sign: int) -> _Value:
-    if isinstance(left, int) and isinstance(right, int):
-        return left + sign * right
-    if isinstance(left, _Counter) and isinstance(right, int):
-        return _Counter(left.element, left.offset + sign * right)
-    if isinstance(left, int) and isinstance(right, _Counter) and sign > 0:
-        return _Counter(right.element, left + right.offset)
-    return None
-
-
-def _callee(module: Module, instruction: Instruction) -> Computation:
-    called = instruction.called
-    return module.computations[(called.get("calls") or called["to_apply"])[0]]
-
-
-def _arguments(
-    module: Module,
-    scope: Computation,
-    instruction: Instruction,
-    bound: Mapping[int, _Value],
-) -> Mapping[int, _Value]:
-    return {
-        position: _value(module, scope, name, bound)
-        for position, name in enumerate(instruction.operands)
-    }

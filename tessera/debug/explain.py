@@ -128,9 +128,9 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from tessera.analysis import html
+        from tessera.analysis.tables import html_section
 
-        table = html.section(
+        table = html_section(
             "side by side", self.side_by_side()._repr_html_(), is_open=True
         )
         return table + "".join(self.stage(name)._repr_html_() for name in _STAGES)
@@ -188,11 +188,11 @@ class StageView:
     __repr__ = as_text
 
     def _repr_html_(self) -> str:
-        from tessera.analysis import html
+        from tessera.analysis.tables import html_diff, html_lines, html_section
 
         return "".join(
-            html.section(
-                s.title, html.diff(s.text) if s.is_diff else html.lines([s.text])
+            html_section(
+                s.title, html_diff(s.text) if s.is_diff else html_lines([s.text])
             )
             for s in self.sections
         )

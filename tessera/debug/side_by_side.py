@@ -12,13 +12,13 @@ from itertools import zip_longest
 from typing import Final, TypeAlias
 
 from tessera import _jax
-from tessera.analysis import hlo, html
+from tessera.analysis import hlo
 from tessera.analysis.hlo_walk import cause, executions
 from tessera.analysis.ledger import KINDS, Ledger
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.propagation import OpLayout
 from tessera.analysis.source_lines import short, user_line
-from tessera.analysis.tables import aligned
+from tessera.analysis.tables import aligned, html_table
 from tessera.primitive_properties import CALLS
 
 COLUMNS: Final = ("trace", "passes", "lower", "compile")
@@ -56,7 +56,7 @@ class SideBySide:
     __repr__ = as_text
 
     def _repr_html_(self) -> str:
-        return html.table(
+        return html_table(
             ["line", *COLUMNS],
             ([line, *map("\n".join, stages)] for line, stages in self.rows),
         )

@@ -35,8 +35,8 @@ ENTRY e {
   init = (f32[8], f32[8]) tuple(x, weight)
   loop = (f32[8], f32[8]) while(init), condition=taken, body=body
   last = f32[8] get-tuple-element(loop), index=0
-  held = f32[8] get-tuple-element(loop), index=1
-  chosen = f32[8] conditional(i, last, held), branch_computations={taken, other}
+  weights = f32[8] get-tuple-element(loop), index=1
+  chosen = f32[8] conditional(i, last, weights), branch_computations={taken, other}
   ROOT r = f32[8] negate(chosen)
 }
 """
@@ -56,34 +56,38 @@ def names(nodes):
     return sorted({each.instruction.name for each in nodes})
 
 
-def test_a_value_is_followed_back_through_tuples_loops_fusions_and_branches(module):
+def test_definitions_are_found_through_tuples_loops_fusions_and_branches(module):
     flow = Dataflow(module)
-    assert names(flow.written(node(module, "held"))) == ["weight"]
-    # What a loop carries is its first value, or what a turn makes of it.
-    assert names(flow.written(node(module, "last"))) == ["v", "x"]
-    assert names(flow.operands(node(module, "r"))) == ["v", "weight", "x"]
+    assert names(flow.definitions(node(module, "weights"))) == ["weight"]
+    # What a loop carries is its initial value, or what an iteration computes.
+    assert names(flow.definitions(node(module, "last"))) == ["v", "x"]
+    assert names(flow.definitions(*node(module, "r").operands())) == [
+        "v",
+        "weight",
+        "x",
+    ]
 
 
-def test_an_operation_inside_knows_what_it_reads_outside(module):
+def test_an_operation_in_a_loop_finds_its_operands_outside(module):
     flow = Dataflow(module)
-    (product,) = [n for n in flow.written(node(module, "last")) if len(n.frames) > 1]
-    assert [i.name for _, i in product.frames] == ["loop", "f", "v"]
-    # The product of one turn is an operand of the next.
-    assert names(flow.operands(product)) == ["v", "weight", "x"]
+    (product,) = [n for n in flow.definitions(node(module, "last")) if len(n.path) > 1]
+    assert [i.name for _, i in product.path] == ["loop", "f", "v"]
+    # The product of one iteration is an operand of the next.
+    assert names(flow.definitions(*product.operands())) == ["v", "weight", "x"]
 
 
-def test_a_value_is_followed_on_to_what_computes_with_it(module):
+def test_uses_of_a_value_are_found_through_loops_fusions_and_branches(module):
     flow = Dataflow(module)
-    assert names(flow.read(node(module, "weight"))) == ["r", "v"]
-    assert names(flow.read(node(module, "last"))) == ["r"]
+    assert names(flow.uses(node(module, "weight"))) == ["r", "v"]
+    assert names(flow.uses(node(module, "last"))) == ["r"]
 
 
-def test_what_the_program_returns_is_read_by_nobody_else(module):
-    (result,) = Dataflow(module).read(node(module, "r"))
+def test_what_the_program_returns_has_that_use(module):
+    (result,) = Dataflow(module).uses(node(module, "r"))
     assert result.element == RESULT
 
 
-def test_elements_of_a_tuple_are_named_with_a_number_by_newer_xla():
+def test_an_element_of_a_tuple_may_be_an_operand():
     text = """HloModule m
 ENTRY e {
   x = f32[8] parameter(0)
@@ -93,6 +97,6 @@ ENTRY e {
 }"""
     module = hlo.parse(text)
     flow = Dataflow(module)
-    assert names(flow.operands(node(module, "r"))) == ["y"]
-    assert names(flow.read(node(module, "y"))) == ["r"]
-    assert names(flow.read(node(module, "x"))) == []
+    assert names(flow.definitions(*node(module, "r").operands())) == ["y"]
+    assert names(flow.uses(node(module, "y"))) == ["r"]
+    assert names(flow.uses(node(module, "x"))) == []

@@ -6,7 +6,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.analysis import hlo
-from tessera.analysis.device_variance import Varying
+from tessera.analysis.dataflow import Node
+from tessera.analysis.device_variance import DeviceVariance
+from tessera.analysis.hlo_walk import executions
 from tessera.mesh import Mesh
 
 GROUPS = {
@@ -35,7 +37,8 @@ def over(mesh, *lines, more=()):
     module = hlo.parse("\n".join(text))
     entry = module.computations["e"]
     inputs = [frozenset(("dp", "tp")), frozenset()]
-    return sorted(Varying(module, mesh.shape, inputs).over(entry, entry.root))
+    variance = DeviceVariance(module, mesh.shape, inputs)
+    return sorted(variance.over(Node(((entry, entry.root),))))
 
 
 def test_what_is_computed_varies_where_its_operands_do(mesh):
@@ -72,7 +75,7 @@ def test_arrays_of_a_combined_reduction_are_told_apart(mesh):
 
 
 def test_a_loop_is_followed_until_nothing_changes(mesh):
-    """The first element gets the second's axes in the second turn only."""
+    """The first element gets the second's axes in the second iteration only."""
     body = (
         "body {",
         "  p = (f32[4,8], f32[4,8], f32[4,8]) parameter(0)",
@@ -114,13 +117,13 @@ def test_programs_of_this_jax_are_read(mesh):
     compiled = jax.jit(jax.grad(loss)).lower(*arrays).compile()
     module = hlo.parse(compiled.as_text() or "")
     entry = module.computations[module.entry]
-    varying = Varying(module, mesh.shape, [frozenset(["tp"]), frozenset(["dp"])])
+    inputs = [frozenset(["tp"]), frozenset(["dp"])]
+    variance = DeviceVariance(module, mesh.shape, inputs)
     dots = [
-        varying.over(computation, instruction)
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
-        if instruction.opcode == "dot"
+        variance.over(execution)
+        for execution in executions(module)
+        if execution.instruction.opcode == "dot"
     ]
     assert {"dp", "tp"} in dots
     # A gradient is reduced over the batch, and as split as its parameter or not at all.
-    assert varying.over(entry, entry.root) <= {"tp"}
+    assert variance.over(Node(((entry, entry.root),))) <= {"tp"}

@@ -171,7 +171,7 @@ def test_a_bounded_dim_has_its_bound():
     assert module.computations["e"].root.shapes == (Shape("f32", (8, 2)),)
 
 
-def test_a_text_without_computations_is_no_module():
+def test_text_without_computations_is_refused():
     with pytest.raises(ValueError, match="it is not a compiled module"):
         hlo.parse("module @jit_f {}")
 

@@ -59,7 +59,7 @@ def test_a_matrix_is_a_grid(show):
     ]
 
 
-def test_dims_that_are_whole_take_no_place(show):
+def test_dims_that_are_not_split_take_no_space(show):
     assert show((2, 3, 4, 5), ("dp", None, "tp", None)) == [
         "dim 0 over dp / dim 2 over tp  0:1  1:2  2:3  3:4",
         "0:1                            0    1    2    3",

@@ -19,12 +19,16 @@ TEXT = """HloModule jit_step, num_partitions=4
 
 body {
   p = (s32[], f32[250]) parameter(0)
-  ROOT t = (s32[], f32[250]) tuple(p, p)
+  i = s32[] get-tuple-element(p), index=0
+  a = f32[250] get-tuple-element(p), index=1
+  ROOT t = (s32[], f32[250]) tuple(i, a)
 }
 
 ENTRY e {
   x = f32[250] parameter(0)
   dot.1 = f32[250] dot(x, x)
+  n = s32[] constant(0)
+  t = (s32[], f32[250]) tuple(n, x)
   w = (s32[], f32[250]) while(t), condition=body, body=body
   sent = f32[250] all-reduce(dot.1), replica_groups=[2,2]<=[4]
   g.start = (f32[250], f32[500]) all-gather-start(x), replica_groups=[2,2]<=[2,2]T(1,0)

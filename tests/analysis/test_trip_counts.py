@@ -25,8 +25,8 @@ def loop(*, start="0", step="add", by="1", direction="LT", limit="5", swap=False
   %by = s32[] constant({by})
   %i = s32[] get-tuple-element(%s), index=0
   %x = f32[2]{{0}} get-tuple-element(%s), index=1
-  %kept = s32[] copy(%i)
-  %next = s32[] fusion(%kept, %by), kind=kLoop, calls=%advance
+  %copied = s32[] copy(%i)
+  %next = s32[] fusion(%copied, %by), kind=kLoop, calls=%advance
   ROOT %state = (s32[], f32[2]{{0}}) tuple(%next, %x)
 }}
 
@@ -54,14 +54,15 @@ ENTRY %main (x: f32[2], n: s32[]) -> (s32[], f32[2]) {{
 
 def count(text):
     module = hlo.parse(text)
-    paths = [execution.path for execution in executions(module)]
-    (found,) = [path for path in paths if path[-1][1].opcode == "while"]
-    return trip_count(module, found)
+    (loop,) = [e for e in executions(module) if e.instruction.opcode == "while"]
+    return trip_count(module, loop)
 
 
-def test_a_noted_count_is_taken():
-    noted = '"known_trip_count":{"n":"7"}'
-    text = loop().replace("body=%body", f'body=%body, backend_config={{"a":1,{noted}}}')
+def test_a_recorded_count_is_used():
+    count_of_7 = '"known_trip_count":{"n":"7"}'
+    text = loop().replace(
+        "body=%body", f'body=%body, backend_config={{"a":1,{count_of_7}}}'
+    )
     assert count(text) == 7
 
 
@@ -81,7 +82,7 @@ def test_a_noted_count_is_taken():
         ({"direction": "GT", "swap": True}, 5),
     ],
 )
-def test_a_count_is_read_off_the_loop_itself(form, trips):
+def test_a_count_follows_from_start_step_and_limit(form, trips):
     assert count(loop(**form)) == trips
 
 
@@ -96,11 +97,11 @@ def test_a_count_is_read_off_the_loop_itself(form, trips):
         {"step": "multiply"},
     ],
 )
-def test_a_count_that_the_text_does_not_fix_is_unknown(form):
+def test_a_count_that_depends_on_values_is_unknown(form):
     assert count(loop(**form)) is None
 
 
-def test_a_scan_of_this_jax_is_counted_with_xlas_note_and_without():
+def test_a_scan_is_counted_with_xlas_record_and_without():
     def scanned(x):
         return jax.lax.scan(lambda c, _: (jnp.tanh(c), None), x, None, length=6)[0]
 
