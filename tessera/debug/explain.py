@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``graph.trace``: everything that becomes of a step, from its equations to XLA's.
+"""``graph.trace``: shows a step at every phase of its compilation, from jaxpr to XLA.
 
 It compiles and never runs, so it works on meshes that this machine does not have.
 """
 
+import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from tessera import _jax
+from tessera.analysis.cost import format_seconds
 from tessera.analysis.propagation import OpLayout, op_layouts
 from tessera.analysis.propagation import as_text as layouts_as_text
+from tessera.analysis.tables import aligned, html_diff, html_lines, html_section
 from tessera.api.function import Function
 from tessera.api.training_step import Step
 from tessera.compiler.stages import Compiled, Lowered, Traced
@@ -22,32 +27,42 @@ from tessera.mesh import Mesh
 if TYPE_CHECKING:
     from tessera.debug.side_by_side import SideBySide
 
-# What a model takes of a batch.
+__all__ = ["Explanation", "Section", "StageView", "trace"]
+
+# The entry of a batch that a model takes.
 _INPUT: Final = "input"
-_STAGES: Final = ("trace", "passes", "lower", "compile")
+_PHASES: Final = ("trace", "passes", "lower", "compile")
+_HINT: Final = (
+    'details: .stage("trace"), .stage("passes"), .stage("lower"), .stage("compile"), '
+    ".side_by_side(); all of them: .as_text(full=True)"
+)
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """A step at every stage; what is not asked for is not computed.
+    """A step at every phase; prints as a summary, and computes details on request.
 
     Attributes:
       traced: The step as traced, and after each pass.
-      field: What it was given of a batch, where that was not the whole.
+      field: The entry of a batch that it was traced with, where not with the whole.
+      seconds: Wall time of each phase that has run: ``trace``, ``lower``, ``compile``.
     """
 
     traced: Traced
     field: str = ""
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
     @cached_property
     def lowered(self) -> Lowered:
         """The step as StableHLO."""
-        return self.traced.lower()
+        return _timed(self.seconds, "lower", self.traced.lower)
 
     @cached_property
     def compiled(self) -> Compiled:
         """The step as the program of one device."""
-        return self.lowered.compile()
+        return _timed(self.seconds, "compile", self.lowered.compile)
 
     @cached_property
     def layouts(self) -> tuple[OpLayout, ...]:
@@ -59,7 +74,7 @@ class Explanation:
         """The lines of the graph that one pass changed, as a unified diff.
 
         Args:
-          name: The pass; None is each that changed something, one after the other.
+          name: The pass; None is each that changed something, in order.
 
         Raises:
           UnknownPassError: [T307] there is no such pass.
@@ -70,12 +85,12 @@ class Explanation:
         return "\n".join(filter(None, map(self.traced.diff, names)))
 
     def side_by_side(self, line: str = "") -> "SideBySide":
-        """What each line of the user's code is at every stage, one row a line.
+        """What each line of the user's code becomes in every phase, one row a line.
 
         Args:
           line: A part of the lines to show, such as ``train.py:12``.
         """
-        # It reads compiled modules, which few programs do.
+        # Few programs parse compiled modules, and all that use a graph import this one.
         from tessera.debug.side_by_side import (
             of_compiled,
             of_layouts,
@@ -92,7 +107,7 @@ class Explanation:
         return side_by_side(stages, line)
 
     def stage(self, name: str, *, hlo: bool = False) -> "StageView":
-        """One stage alone, which prints as text and renders in a notebook.
+        """One phase alone, which prints as text and renders in a notebook.
 
         Args:
           name: ``trace``, ``passes``, ``lower`` or ``compile``; nothing that comes
@@ -100,7 +115,7 @@ class Explanation:
           hlo: Whether ``lower`` and ``compile`` show their modules too.
 
         Raises:
-          UnknownPassError: [T307] there is no such stage.
+          UnknownPassError: [T307] there is no such phase.
         """
         sections = {
             "trace": self._traced,
@@ -114,13 +129,26 @@ class Explanation:
             )
         return StageView(tuple(sections[name](hlo)))
 
-    def as_text(self, *, hlo: bool = False) -> str:
-        """The stages in order: equations, passes, layouts, collectives, memory.
+    def summary(self) -> str:
+        """Phases with sizes and times, collectives by axis, memory per device."""
+        header = self.traced.as_text().partition("\ninputs:")[0]
+        columns = ["phase", "size", "time"]
+        phases = aligned(columns, self._phases(), right=columns[1:])
+        ledger, memory = self.compiled.collectives, self.compiled.memory
+        return "\n\n".join([header, phases, ledger.summary(), memory.as_text()])
+
+    def as_text(self, *, full: bool = False, hlo: bool = False) -> str:
+        """The summary; then, on request, every phase in order.
 
         Args:
-          hlo: Whether to add the compiled module itself.
+          full: Whether to add all equations, the diff of each pass, the layout of each
+            operation, and each collective.
+          hlo: Whether to add the compiled modules as well.
         """
-        return "\n\n".join(self.stage(name, hlo=hlo).as_text() for name in _STAGES)
+        if not (full or hlo):
+            return f"{self.summary()}\n\n{_HINT}"
+        phases = [self.stage(name, hlo=hlo).as_text() for name in _PHASES]
+        return "\n\n".join([self.summary(), *phases])
 
     def __str__(self) -> str:
         return self.as_text()
@@ -128,16 +156,27 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from tessera.analysis.tables import html_section
+        table = html_section("side by side", self.side_by_side()._repr_html_())
+        phases = [self.stage(name)._repr_html_() for name in _PHASES]
+        return "".join([html_lines([self.summary()]), table, *phases])
 
-        table = html_section(
-            "side by side", self.side_by_side()._repr_html_(), is_open=True
-        )
-        return table + "".join(self.stage(name)._repr_html_() for name in _STAGES)
+    def _phases(self) -> Iterator[list[str]]:
+        traced, *passes = self.traced.passes
+        compiled = self.compiled.as_text()  # so that each phase has run
+        yield ["trace", _equations(traced.graph.program), self._time("trace")]
+        for record in passes:
+            spent = "skipped" if record.skipped else format_seconds(record.seconds)
+            yield [f"  {record.name}", _equations(record.graph.program), spent]
+        yield ["lower", f"{len(self.layouts)} operations", self._time("lower")]
+        count = compiled.count(" = ")
+        yield ["compile", f"{count} instructions", self._time("compile")]
+
+    def _time(self, phase: str) -> str:
+        return format_seconds(self.seconds.get(phase))
 
     def _traced(self, _: bool) -> Iterator["Section"]:
-        given = f" of batch[{self.field!r}]" if self.field else ""
-        yield Section(f"1 trace{given}", self.traced.as_text())
+        entry = f" of batch[{self.field!r}]" if self.field else ""
+        yield Section(f"1 trace{entry}", self.traced.as_text())
 
     def _passes(self, _: bool) -> Iterator["Section"]:
         lines = []
@@ -151,8 +190,9 @@ class Explanation:
         yield Section("2 passes", "\n".join(lines), is_diff=True)
 
     def _lowered(self, hlo: bool) -> Iterator["Section"]:
-        whole = "one device: every array is whole"
-        text = layouts_as_text(self.layouts) if self.traced.graph.mesh else whole
+        text = "one device: every array is whole"
+        if self.traced.graph.mesh:
+            text = layouts_as_text(self.layouts)
         yield Section("3 lower: each operation with its layout", text)
         if hlo:
             yield Section("3 lower: module", self.lowered.as_text())
@@ -167,7 +207,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of an explanation: its title, its text, and whether that is a diff."""
+    """A section of an explanation; ``is_diff`` colors its text in a notebook."""
 
     title: str
     text: str
@@ -176,26 +216,44 @@ class Section:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StageView:
-    """One stage of a step; prints as text and renders in a notebook."""
+    """One phase of a step; prints as text and renders in a notebook."""
 
     sections: tuple[Section, ...]
 
     def as_text(self) -> str:
-        """Its sections under their titles."""
+        """Each section under its title."""
         return "\n\n".join(f"=== {s.title} ===\n{s.text}" for s in self.sections)
 
     __str__ = as_text
     __repr__ = as_text
 
     def _repr_html_(self) -> str:
-        from tessera.analysis.tables import html_diff, html_lines, html_section
-
         return "".join(
             html_section(
                 s.title, html_diff(s.text) if s.is_diff else html_lines([s.text])
             )
             for s in self.sections
         )
+
+
+def _timed(seconds: dict[str, float], phase: str, run: Callable[[], _T]) -> _T:
+    """Run a phase and record its wall time."""
+    start = time.perf_counter()
+    result = run()
+    seconds[phase] = time.perf_counter() - start
+    return result
+
+
+def _equations(program: _jax.Program) -> str:
+    return f"{_count(program)} equations"
+
+
+def _count(program: _jax.Program) -> int:
+    """Number of equations, nested programs included."""
+    return sum(
+        1 + sum(map(_count, _jax.inner_programs(equation)))
+        for equation in _jax.equations(program)
+    )
 
 
 def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -210,10 +268,12 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       **kwargs: The same by name.
 
     Returns:
-      An explanation that prints: the equations with the user's lines, what each pass
-      changed, each operation with its layout, each collective with its mesh axes,
-      bytes per device and the line that caused it, and memory per device. ``stage``
-      shows one stage, ``side_by_side`` all of them for each line, ``diff`` a pass.
+      An explanation that prints a summary: the phases with sizes and times, the
+      collectives by mesh axis with bytes per device, and memory per device.
+      ``as_text(full=True)`` adds the equations with the user's lines, what each pass
+      changed, each operation with its layout, and each collective with the line that
+      caused it. ``stage`` shows one phase, ``side_by_side`` all of them for each line,
+      ``diff`` a pass. In a notebook the details are folded under the summary.
 
     Example:
       >>> import jax.numpy as jnp
@@ -224,11 +284,15 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     if not isinstance(model, Function):
         name = getattr(model, "__name__", type(model).__name__)
         model = Step(model, Options(name=name, split_batch=True, batch=None))
+    seconds: dict[str, float] = {}
     try:
-        return Explanation(model.trace(*args, **kwargs))
+        traced = _timed(seconds, "trace", lambda: model.trace(*args, **kwargs))
+        return Explanation(traced, seconds=seconds)
     except Exception:
         batch = args[0] if len(args) == 1 and not kwargs else None
         if isinstance(batch, Mapping) and _INPUT in batch:
             with suppress(Exception):  # the first error says more than a second one
-                return Explanation(model.trace(batch[_INPUT]), _INPUT)
+                entry = batch[_INPUT]
+                traced = _timed(seconds, "trace", lambda: model.trace(entry))
+                return Explanation(traced, _INPUT, seconds)
         raise

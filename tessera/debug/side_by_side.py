@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a step side by side: what becomes of each line of the user's code.
+"""Shows the phases of a step side by side, for each line of the user's code.
 
-One row a line: its equations as traced, after the passes, the operations with their
-layouts, and what XLA compiled them to, collectives among them.
+A row has the line's equations as traced and after the passes, its operations with their
+layouts, and the operations and collectives that XLA compiled.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -23,22 +23,22 @@ from tessera.primitive_properties import CALLS
 
 COLUMNS: Final = ("trace", "passes", "lower", "compile")
 
-# Line -> what it became, with how often.
+# Source line -> the operations of one phase at that line, with their number.
 Stage: TypeAlias = Mapping[str, Counter[str]]
 
-# What holds other instructions, or names values, and computes nothing itself.
+# Instructions that contain others, or name values, and compute nothing.
 _NO_WORK: Final = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "fusion", "call", "bitcast")
 )
-_COLLECTIVES: Final = {f"{kind}{half}" for kind in KINDS for half in ("", "-start")}
+_COLLECTIVES: Final = {f"{kind}{suffix}" for kind in KINDS for suffix in ("", "-start")}
 
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """What became of each line; prints as a table, and renders in a notebook.
+    """The phases of each line; prints as a table, and renders in a notebook.
 
     Attributes:
-      rows: Source line, then what it is at each stage of ``COLUMNS``.
+      rows: Source line, then its operations in each phase of ``COLUMNS``.
     """
 
     rows: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
@@ -46,9 +46,9 @@ class SideBySide:
     def as_text(self) -> str:
         """One row a line of the source, as many lines high as it has operations."""
         cells = [
-            [line if place == 0 else "", *parts]
+            ["" if index else line, *parts]
             for line, stages in self.rows
-            for place, parts in enumerate(zip_longest(*stages, fillvalue=""))
+            for index, parts in enumerate(zip_longest(*stages, fillvalue=""))
         ]
         return aligned(["line", *COLUMNS], cells)
 
@@ -63,7 +63,7 @@ class SideBySide:
 
 
 def side_by_side(stages: Iterable[Stage], line: str = "") -> SideBySide:
-    """Put stages beside each other.
+    """A table of several phases.
 
     Args:
       stages: One for each of ``COLUMNS``.
@@ -84,37 +84,33 @@ def side_by_side(stages: Iterable[Stage], line: str = "") -> SideBySide:
 
 
 def of_program(program: _jax.Program) -> Stage:
-    """The equations of a program by their line, those of nested ones included."""
-    found: dict[str, Counter[str]] = {}
-    for source, name in _equations(program, ""):
-        found.setdefault(source, Counter())[name] += 1
-    return found
+    """The equations of a program by source line, nested programs included."""
+    return _grouped(_equations(program, ""))
 
 
 def of_layouts(layouts: Iterable[OpLayout]) -> Stage:
-    """Operations by their line, each with its layout."""
-    found: dict[str, Counter[str]] = {}
-    for op in layouts:
-        if op.op not in ("input", "output"):
-            spec = f" P({', '.join(map(repr, op.spec))})" if op.spec else ""
-            found.setdefault(op.source, Counter())[op.op + spec] += 1
-    return found
+    """Operations with their layouts, by source line."""
+    return _grouped(
+        (op.source, op.op + (f" P({', '.join(map(repr, op.spec))})" if op.spec else ""))
+        for op in layouts
+        if op.op not in ("input", "output")
+    )
 
 
 def of_compiled(text: str, ledger: Ledger) -> Stage:
-    """What XLA made by its line: operations inside fusions, and collectives."""
-    found: dict[str, Counter[str]] = {}
+    """Collectives, and the operations inside XLA's fusions, by source line."""
+    return _grouped(_instructions(hlo.parse(text), ledger))
+
+
+def _instructions(module: hlo.Module, ledger: Ledger) -> Iterator[tuple[str, str]]:
     for row in ledger.rows:
-        words = f"{row.kind} {'×'.join(row.axes)} {format_bytes(row.nbytes)}"
-        found.setdefault(row.source, Counter())[words] += 1
-    module = hlo.parse(text)
+        yield row.source, f"{row.kind} {'×'.join(row.axes)} {format_bytes(row.nbytes)}"
     for execution in executions(module):
         instruction = execution.instruction
         if instruction.opcode not in _NO_WORK | _COLLECTIVES:
             frames = module.frames(instruction)
             source = user_line(frames or module.frames(cause(module, execution)))
-            found.setdefault(source, Counter())[instruction.opcode] += 1
-    return found
+            yield source, instruction.opcode
 
 
 def _equations(program: _jax.Program, around: str) -> Iterator[tuple[str, str]]:
@@ -126,5 +122,12 @@ def _equations(program: _jax.Program, around: str) -> Iterator[tuple[str, str]]:
             yield from _equations(inner, source)
 
 
-def _counted(found: Counter[str]) -> tuple[str, ...]:
-    return tuple(f"{n} × {name}" if n > 1 else name for name, n in found.items())
+def _grouped(operations: Iterable[tuple[str, str]]) -> Stage:
+    lines: dict[str, Counter[str]] = defaultdict(Counter)
+    for source, name in operations:
+        lines[source][name] += 1
+    return lines
+
+
+def _counted(names: Counter[str]) -> tuple[str, ...]:
+    return tuple(f"{n} × {name}" if n > 1 else name for name, n in names.items())

@@ -310,7 +310,7 @@ def test_a_program_does_not_grow_with_the_microbatches():
 
 def test_trace_shows_the_pass_and_the_schedule():
     step = built(transformer, TWO, microbatches=4)
-    text = graph.trace(step, sentences()).as_text()
+    text = graph.trace(step, sentences()).as_text(full=True)
     assert "1f1b: 2 stages, 4 microbatches" in text
     assert "--- schedule_pipelines" in text
     assert "collective-permute" in text

@@ -24,11 +24,10 @@ def step(w, x):
     return loss, ts.grad(loss, w)
 
 
-@pytest.fixture
-def traced(grid_mesh):
-    function = ts.function(
-        step, mesh=grid_mesh, in_specs={"w": P(None, "tp"), "x": P("dp")}
-    )
+@pytest.fixture(scope="module")
+def traced():
+    mesh = ts.Mesh(["dp", "tp"], devices=range(8), shape=(2, 4))
+    function = ts.function(step, mesh=mesh, in_specs={"w": P(None, "tp"), "x": P("dp")})
     return graph.trace(function, W, X)
 
 
@@ -54,7 +53,9 @@ def test_each_stage_is_shown_alone(traced):
         assert re.findall(r"^=== (.*) ===$", text, re.MULTILINE) == expected
 
 
-def test_a_stage_computes_nothing_that_comes_after_it(traced, monkeypatch):
+def test_a_stage_computes_nothing_that_comes_after_it(monkeypatch):
+    traced = graph.trace(ts.function(step), W, X)
+
     def refuse(_):
         raise AssertionError("it was lowered")
 
@@ -63,10 +64,32 @@ def test_a_stage_computes_nothing_that_comes_after_it(traced, monkeypatch):
     assert "reduce_precision" in str(traced.stage("passes"))
 
 
-def test_everything_is_the_stages_in_order(traced):
+def test_the_full_text_is_the_summary_and_the_stages_in_order(traced):
     stages = [str(traced.stage(name)) for name in ("trace", "passes", "lower")]
-    assert str(traced).startswith("\n\n".join(stages))
-    assert repr(traced) == str(traced)
+    full = traced.as_text(full=True)
+    assert full.startswith("\n\n".join([traced.summary(), *stages]))
+    assert repr(traced) == str(traced) == traced.as_text()
+
+
+def test_the_summary_has_phases_collectives_by_axis_and_memory(traced):
+    text = re.sub("  +", "  ", str(traced))
+    assert text.startswith("step step on dp × tp mesh, 2 × 4\n\nphase  size  time\n")
+    for phase in ("trace", "differentiate_losses", "lower", "compile"):
+        row = rf"^ *{phase}  \d+ (equations|operations|instructions)  [\d.]+ [mµ]?s$"
+        assert re.search(row, text, re.MULTILINE), phase
+    assert "axes  collective  operations  calls  bytes per device\n" in text
+    assert re.search(r"^tp  all-reduce  \d+  \d+  [\d.]+ \w+$", text, re.MULTILINE)
+    assert "memory per device\n" in text
+    # What takes pages is not in it.
+    assert "tanh" not in text
+    assert len(text.splitlines()) < 30
+    assert "\x1b" not in text
+
+
+def test_a_skipped_pass_is_marked_in_the_summary():
+    function = ts.function(step, skip_passes=["autocast_matmuls"])
+    text = graph.trace(function, W, X).summary()
+    assert re.search(r"  autocast_matmuls +\d+ equations +skipped", text)
 
 
 def test_modules_are_shown_where_they_are_asked_for(traced):
@@ -151,10 +174,11 @@ def test_the_diff_of_all_passes_is_that_of_each(traced):
 # --- in a notebook
 
 
-def test_in_a_notebook_stages_open_and_close(traced):
+def test_in_a_notebook_details_fold_under_the_summary(traced):
     html = traced._repr_html_()
     assert html.count("<details") == html.count("</details>") == 6
-    assert "<details open><summary>side by side</summary><table>" in html
+    assert html.startswith("<pre>step step on dp × tp mesh, 2 × 4\n")
+    assert "<details><summary>side by side</summary><table>" in html
     assert html.count("<summary>") == 6
 
 
