@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads programs and arrays and says what they hold, send and cost.
+"""Analyzes programs and arrays: layouts, communication, memory and cost.
 
     hlo, source_lines, trip_counts,
     executions, replica_groups      the text of a compiled program, as objects

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An estimate of how a step's time divides between computing and communicating.
+"""Estimates how a step's time divides between computation and communication.
 
-It holds a program's FLOPs and collectives against what the devices do at best. Real
-kernels are slower than that, and a real program overlaps the two in part, so the ratio
-is what to look at: it says which mesh axis a step would wait for.
+It divides a program's FLOPs and bytes by the peaks of its devices. Real kernels are
+slower, and a real program overlaps the two in part, so the ratio is what matters: it
+shows which mesh axis a step would wait for.
 """
 
 import math
@@ -22,7 +22,7 @@ from tessera.analysis.tables import aligned
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Seconds at best of one execution on each device, by what they are spent on.
+    """The least seconds of one execution on each device, by what takes them.
 
     Attributes:
       device_kind: The device that the estimate is for.
@@ -30,9 +30,9 @@ class Balance:
       memory_bytes: The program's arguments and outputs on one device, each read or
         written at least once.
       communicated: Bytes of the collectives of one device, per combination of axes.
-      compute: Seconds of matmuls; None where the device's peaks are not known, as are
-        the next two.
-      memory: Seconds of moving ``memory_bytes``.
+      compute: Seconds of matmuls; None where the device's peaks are unknown, as are the
+        next two.
+      memory: Seconds to move ``memory_bytes``.
       communication: Seconds of collectives, per combination of axes.
     """
 
@@ -46,40 +46,28 @@ class Balance:
 
     @property
     def communication_share(self) -> float | None:
-        """Communication over computing and communication, if nothing overlapped."""
+        """The share of communication in the time, if nothing overlapped."""
         if self.communication is None or self.compute is None:
             return None
         sent = sum(self.communication.values())
         return sent / (sent + self.compute) if sent else 0.0
 
     def as_text(self) -> str:
-        """A table that says what it is: an estimate."""
-        known = self.communication is not None
+        """A table, titled as an estimate."""
         title = f"estimate for {self.device_kind}, per device and execution"
-        if not known:
+        if self.communication is None:
             title += " (its peaks are not known: amounts alone)"
-        rows = [
-            [
-                "matmuls",
-                f"{format_flops(self.flops)} FLOPs",
-                format_seconds(self.compute),
-            ],
-            ["memory", format_bytes(self.memory_bytes), format_seconds(self.memory)],
-            *(
-                [
-                    f"communication over {'×'.join(axes)}",
-                    format_bytes(size),
-                    format_seconds(
-                        self.communication[axes] if self.communication else None
-                    ),
-                ]
-                for axes, size in self.communicated.items()
-            ),
+        seconds = self.communication or {}
+        parts = [
+            ("matmuls", f"{format_flops(self.flops)} FLOPs", self.compute),
+            ("memory", format_bytes(self.memory_bytes), self.memory),
         ]
-        table = aligned(
-            ["part", "amount", "at best"], rows, right=["amount", "at best"]
-        )
-        lines = [title, table]
+        for axes, size in self.communicated.items():
+            part = f"communication over {'×'.join(axes)}"
+            parts.append((part, format_bytes(size), seconds.get(axes)))
+        rows = [[part, amount, format_seconds(spent)] for part, amount, spent in parts]
+        columns = ["part", "amount", "at best"]
+        lines = [title, aligned(columns, rows, right=columns[1:])]
         if self.communication_share is not None:
             share = f"{100 * self.communication_share:.0f} %"
             lines.append(f"communication is {share} of matmuls and communication")
@@ -102,39 +90,39 @@ def balance(
     Args:
       ledger: The program's collectives.
       flops: Its operations, all devices together; split evenly between them.
-      memory: What it holds on each device.
-      device_kind: What ``jax.devices()[0].device_kind`` says.
-      dtype: Of the matmuls' operands: bf16, f16 or f32.
+      memory: Its memory on each device.
+      device_kind: ``jax.devices()[0].device_kind``.
+      dtype: The dtype of the matmuls' operands: bf16, f16 or f32.
 
     Source:
       The formulas are those of "How to Scale Your Model", chapter 3
       (jax-ml.github.io/scaling-book/sharding), for large arrays: latency is left out.
     """
-    found = peak(device_kind)
+    best = peak(device_kind)
     local_flops = flops.matmul / math.prod(ledger.mesh_shape.values())
-    touched = memory.arguments + memory.outputs
+    memory_bytes = memory.arguments + memory.outputs
     seconds: dict[tuple[str, ...], float] = {}
-    if found is not None:
+    if best is not None:
         for row in ledger.rows:
-            spent = row.counted_calls * collective_seconds(row, found)
+            spent = row.counted_calls * collective_seconds(row, best)
             seconds[row.axes] = seconds.get(row.axes, 0.0) + spent
     rate = peak_flops(device_kind, dtype)
     return Balance(
         device_kind=device_kind,
         flops=local_flops,
-        memory_bytes=touched,
+        memory_bytes=memory_bytes,
         communicated={axes: total.nbytes for axes, total in ledger.by_axis().items()},
         compute=local_flops / rate if rate else None,
-        memory=touched / found.memory_bandwidth if found else None,
-        communication=seconds if found else None,
+        memory=memory_bytes / best.memory_bandwidth if best else None,
+        communication=seconds if best else None,
     )
 
 
 def collective_seconds(row: Collective, peak: Peak) -> float:
-    """Seconds at best of one call of a collective.
+    """The least seconds of one call of a collective.
 
-    V is the size of the array that all devices of a group hold together (the bytes of
-    the row, but for all-to-all), W the link bandwidth, n the devices of a group:
+    V is the size of the array that all devices of a group have together (the bytes of
+    the row, except for all-to-all), W the link bandwidth, n the size of a group:
 
         all-gather, reduce-scatter   V / W · (n − 1) / n
         all-reduce                   2 V / W · (n − 1) / n
@@ -155,8 +143,8 @@ def collective_seconds(row: Collective, peak: Peak) -> float:
 def sent_bytes(row: Collective) -> float:
     """Bytes that one device sends in one call, by the algorithm that sends least.
 
-    They are those of the formulas above on a switch. Over the time that the call takes
-    they give the bandwidth that NCCL's tests call bus bandwidth.
+    They are those of the formulas above on a switch. Divided by the time of the call
+    they are what NCCL's tests call bus bandwidth.
     """
     share = (row.group_size - 1) / row.group_size
     match row.kind:
@@ -168,7 +156,7 @@ def sent_bytes(row: Collective) -> float:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Seconds with the unit that fits, or a question mark where they are not known.
+    """Seconds with a fitting unit, or a question mark where they are unknown.
 
     Example:
       >>> format_seconds(0.0021), format_seconds(None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts a program's floating-point operations on its jaxpr.
 
-XLA's own ``cost_analysis`` counts the body of a loop once and does not see into custom
-calls, so two programs of equal work can differ there by a factor. The jaxpr has every
-matmul with its sizes and every scan with its length.
+XLA's own ``cost_analysis`` counts the body of a loop once and does not look into custom
+calls, so it can differ by a factor between two programs of equal work. The jaxpr has
+every matmul with its sizes and every scan with its length.
 """
 
 import math
@@ -21,7 +21,7 @@ from tessera.primitive_properties import (
     SORTS,
 )
 
-# Primitives that read each element of their first operand once.
+# Primitives that count one operation per element of their first operand.
 _READS = REDUCTIONS | CUMULATIVE | SORTS
 
 
@@ -74,12 +74,12 @@ def count(program: _jax.Program) -> Flops:
     """The floating-point operations of one execution of a program.
 
     Args:
-      program: What ``jax.make_jaxpr(f)(...)`` or ``jax.jit(f).trace(...).jaxpr`` gives.
+      program: A jaxpr, from ``jax.make_jaxpr(f)(...)`` or ``jax.jit(f).trace(...)``.
 
     Returns:
-      A count for all devices together: a manual region counts once for each device of
-      its axes. A scan counts its length times, a branch as its dearest side, and what
-      nobody reads not at all.
+      A count for all devices together: an SPMD region counts once for each device of
+      its axes. A scan counts as often as its length, a conditional as its most
+      expensive branch, and dead code not at all.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -90,7 +90,7 @@ def count(program: _jax.Program) -> Flops:
 
 
 def matmul_dtype(program: _jax.Program) -> np.dtype:
-    """The dtype in which a program's matmuls compute, by most of their operations.
+    """The dtype in which a program does most of its matmul operations.
 
     Returns:
       The dtype of their first operand; float32 where there are none.
@@ -113,8 +113,8 @@ def _count_dtypes(
         name = equation.primitive.name
         if name in _CONTRACTIONS:
             dtype = equation.invars[0].aval.dtype
-            done = times * _CONTRACTIONS[name](equation)
-            counts[dtype] = counts.get(dtype, 0) + done
+            flops = times * _CONTRACTIONS[name](equation)
+            counts[dtype] = counts.get(dtype, 0) + flops
         for _, inner in _jax.nested(equation):
             _count_dtypes(inner, times * _repetitions(name, equation.params), counts)
 
@@ -139,11 +139,11 @@ class _HasCosts(Protocol):
 def bytes_accessed(compiled: _HasCosts) -> float | None:
     """Bytes that one device's program reads and writes, by XLA's own estimate.
 
-    It counts a loop's body once and knows nothing of what stays in caches: compare
-    programs of the same loops with it, and nothing else.
+    It counts a loop's body once and does not model caches: use it only to compare
+    programs with the same loops.
 
     Returns:
-      Bytes, or None where the platform does not say.
+      Bytes, or None where the platform has no estimate.
     """
     costs = compiled.cost_analysis()
     return costs.get("bytes accessed") if isinstance(costs, dict) else None
@@ -206,7 +206,7 @@ def _ragged_dot_general(equation: _jax.Equation) -> int:
     depth = math.prod(shape[dim] for dim in contracted)
     result = _size(equation.outvars[0])
     if numbers.lhs_ragged_dimensions[0] in contracted:
-        # The groups share the depth, and the result has one product for each of them.
+        # The groups divide the depth, and the result has one product for each group.
         result //= equation.invars[2].aval.shape[-1]
     return 2 * depth * result
 
@@ -239,12 +239,11 @@ def _window_products(
     padding: int,
     dilation: tuple[int, int],
 ) -> int:
-    """Products along one dim, those with padding or with dilation's holes left out."""
-    of_image, of_kernel = dilation
-    place = (
-        np.arange(result)[:, None] * stride + np.arange(kernel) * of_kernel - padding
-    )
-    inside = (place >= 0) & (place <= (image - 1) * of_image) & (place % of_image == 0)
+    """Products along one dim, without those of padding and of dilation's gaps."""
+    step, kernel_step = dilation
+    starts = np.arange(result)[:, None] * stride - padding
+    index = starts + np.arange(kernel) * kernel_step
+    inside = (index >= 0) & (index <= (image - 1) * step) & (index % step == 0)
     return int(inside.sum())
 
 

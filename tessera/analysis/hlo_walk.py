@@ -74,9 +74,9 @@ def _inside(
 
 def _in_loop(module: Module, loop: Execution) -> Execution:
     """How often a loop's body is reached."""
-    trips = trip_count(module, loop)
-    is_known = trips is not None and loop.calls is not None
-    return replace(loop, calls=trips * loop.calls if is_known else None)
+    trips, calls = trip_count(module, loop), loop.calls
+    total = None if trips is None or calls is None else trips * calls
+    return replace(loop, calls=total)
 
 
 def _nearest_with_source(

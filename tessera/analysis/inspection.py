@@ -260,10 +260,12 @@ def inspect(tree: Any) -> Inspection:
       >>> table.leaves[0].block_at(3)
       ((5000000, 10000000), (0, 4096))
     """
-    leaves = jax.tree.leaves_with_path(
-        tree, is_leaf=lambda value: isinstance(value, DistTensor)
-    )
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_tensor)
     return Inspection(tuple(_leaf(jax.tree_util.keystr(p), leaf) for p, leaf in leaves))
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, DistTensor)
 
 
 def _leaf(path: str, value: Any) -> LeafLayout:

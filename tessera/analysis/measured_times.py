@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a program computed and communicated, from the events of a trace.
+"""Measures how long a program computed and communicated, from a profiler's trace.
 
-On each device the times of its operations are laid over each other: what several do at
-once counts once, and what communicates while something computes is hidden. The figures
-are of one execution on one device, the mean over devices and executions.
+On each device, time in which several operations run counts once, and communication is
+hidden while something computes. The figures are of one execution on one device: the
+mean over devices and executions.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,17 +17,17 @@ from tessera.analysis.trace_events import OpEvent
 Axes: TypeAlias = tuple[str, ...]
 Span: TypeAlias = tuple[float, float]
 
-# Their events last as long as those of all that they run.
+# Their events last as long as everything that they run.
 _CONTROL_FLOW = ("while", "conditional", "call", "tuple", "parameter")
 
 
 @dataclass(frozen=True, slots=True)
 class AxesTime:
-    """What one device spent on the collectives over one combination of axes.
+    """Time of one device in the collectives over one combination of axes.
 
     Attributes:
-      seconds: In which any of them ran, waiting for other devices included.
-      hidden: Seconds of these in which the device computed as well.
+      seconds: Time in which any of them ran, waiting for other devices included.
+      hidden: The part in which the device computed as well.
       calls: How many ran in one execution.
     """
 
@@ -38,15 +38,15 @@ class AxesTime:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of one execution on one device, measured.
+    """Measured seconds of one execution on one device.
 
     Attributes:
       executions: How many were measured.
-      seconds: That one took, as the host saw it.
-      compute: In which any operation ran that is no collective.
-      communication: Of collectives, per combination of axes.
-      communicating: In which any collective ran.
-      hidden: Of ``communicating``, in which the device computed as well.
+      seconds: Time of one execution on the host.
+      compute: Time in which any operation ran that is not a collective.
+      communication: Time of collectives, per combination of axes.
+      communicating: Time in which any collective ran.
+      hidden: The part of ``communicating`` in which the device computed as well.
     """
 
     executions: int
@@ -63,7 +63,7 @@ class Measured:
 
     @property
     def idle(self) -> float:
-        """Seconds in which a device had nothing to do: the host was not ready."""
+        """Seconds in which a device waited for the host."""
         busy = self.compute + self.communicating - self.hidden
         return max(0.0, self.seconds - busy)
 
@@ -88,40 +88,40 @@ def measure(
     executions: int,
     seconds: float,
 ) -> Measured | None:
-    """Tell computing from communicating in the events of a program.
+    """Divide the events of a program into computation and communication.
 
     Args:
-      events: Of the program, on the devices of this process.
+      events: Events of the devices of this process.
       module: The compiled program.
       ledger: Its collectives.
-      executions: How often it ran while the trace did.
-      seconds: That one execution took, as the host saw it.
+      executions: How often it ran during the trace.
+      seconds: Time of one execution on the host.
 
     Returns:
       The measurement, or None where no event is one of the program's operations.
     """
-    kinds = _kinds(module, ledger)
-    known = [event for event in events if event.op in kinds]
-    devices = {event.device for event in known}
-    if not known:
+    axes_of = _axes_by_instruction(module, ledger)
+    own = [event for event in events if event.op in axes_of]
+    devices = {event.device for event in own}
+    if not own:
         return None
     share = 1.0 / (len(devices) * executions)
     compute, communicating, hidden = 0.0, 0.0, 0.0
-    begun = {row.instruction for row in ledger.rows}
+    starts = {row.instruction for row in ledger.rows}
     spent = {axes: [0.0, 0.0, 0] for axes in ledger.by_axis()}
     for device in devices:
-        mine = [event for event in known if event.device == device]
-        computing = _union(e for e in mine if kinds[e.op] is None)
-        sending = _union(e for e in mine if kinds[e.op] is not None)
+        local = [event for event in own if event.device == device]
+        computing = _union(e for e in local if axes_of[e.op] is None)
+        sending = _union(e for e in local if axes_of[e.op] is not None)
         compute += _length(computing)
         communicating += _length(sending)
-        hidden += _common(sending, computing)
+        hidden += _overlap(sending, computing)
         for axes, sums in spent.items():
-            over = [event for event in mine if kinds[event.op] == axes]
+            over = [event for event in local if axes_of[event.op] == axes]
             spans = _union(over)
             sums[0] += _length(spans)
-            sums[1] += _common(spans, computing)
-            sums[2] += sum(event.op in begun for event in over)
+            sums[1] += _overlap(spans, computing)
+            sums[2] += sum(event.op in starts for event in over)
     return Measured(
         executions=executions,
         seconds=seconds,
@@ -135,24 +135,23 @@ def measure(
     )
 
 
-def _kinds(module: Module, ledger: Ledger) -> dict[str, Axes | None]:
+def _axes_by_instruction(module: Module, ledger: Ledger) -> dict[str, Axes | None]:
     """The axes that each instruction communicates over; None for one that computes."""
     sent = {row.instruction: row.axes for row in ledger.rows}
-    kinds: dict[str, Axes | None] = {}
+    axes: dict[str, Axes | None] = {}
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             if instruction.opcode in _CONTROL_FLOW:
                 continue
-            # The second half of an asynchronous one reads the first.
-            halves = (instruction.name, *instruction.operands)
-            is_done = instruction.opcode.endswith("-done")
-            names = halves if is_done else halves[:1]
-            kinds[instruction.name] = next((sent[n] for n in names if n in sent), None)
-    return kinds
+            names = [instruction.name]
+            if instruction.opcode.endswith("-done"):  # it reads the start
+                names += instruction.operands
+            axes[instruction.name] = next((sent[n] for n in names if n in sent), None)
+    return axes
 
 
 def _union(events: Iterable[OpEvent]) -> list[Span]:
-    """The time in which any of the events ran, as spans in order."""
+    """The time in which any of the events ran, as ordered spans."""
     spans: list[Span] = []
     for start, end in sorted((event.start, event.end) for event in events):
         if spans and start <= spans[-1][1]:
@@ -166,14 +165,14 @@ def _length(spans: Iterable[Span]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def _common(first: Sequence[Span], second: Sequence[Span]) -> float:
-    """The time that two sequences of spans have in common."""
-    total, place = 0.0, 0
-    for start, end in first:
-        while place < len(second) and second[place][1] <= start:
-            place += 1
-        for other in second[place:]:
-            if other[0] >= end:
-                break
-            total += min(end, other[1]) - max(start, other[0])
+def _overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
+    """The time that two ordered sequences of spans have in common."""
+    total, i, j = 0.0, 0, 0
+    while i < len(first) and j < len(second):
+        (start, end), (other_start, other_end) = first[i], second[j]
+        total += max(0.0, min(end, other_end) - max(start, other_start))
+        if end <= other_end:
+            i += 1
+        else:
+            j += 1
     return total

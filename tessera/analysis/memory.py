@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled program needs of each device's memory, in bytes.
+"""Reports how much memory a compiled program needs on each device.
 
     memory(step.compile()).as_text()
 
-It is XLA's own account of the buffers it has planned, so it holds before anything is
+XLA plans the buffers at compile time, so the figures are known before anything is
 allocated, and for meshes that this machine does not have.
 """
 
@@ -24,8 +24,8 @@ class Memory:
     Attributes:
       arguments: The inputs' shards.
       outputs: The results' shards, donated ones among them.
-      temporaries: What the program allocates and frees again.
-      aliased: Outputs that take the place of donated inputs; counted in both.
+      temporaries: Buffers that the program allocates and frees again.
+      aliased: Outputs in the buffers of donated inputs; counted in both.
       code: The compiled program, where the platform keeps it in device memory.
     """
 
@@ -37,7 +37,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes in use at once, at most: all of the above, donated buffers once."""
+        """An upper bound of the bytes in use: all of the above, donated buffers once."""
         return (
             self.arguments + self.outputs + self.temporaries - self.aliased + self.code
         )
@@ -55,8 +55,8 @@ class Memory:
             code        0 B
             peak        5.50 MiB
         """
-        parts = {**self.as_json()}
-        lines = [f"  {name:<11} {format_bytes(size)}" for name, size in parts.items()]
+        parts = self.as_json().items()
+        lines = [f"  {name:<11} {format_bytes(size)}" for name, size in parts]
         return "\n".join(["memory per device", *lines])
 
     def as_json(self) -> dict[str, int]:
@@ -65,11 +65,11 @@ class Memory:
 
 
 def memory(compiled: _Compiled) -> Memory:
-    """What a compiled program needs of each device's memory.
+    """The memory that a compiled program needs on each device.
 
     Args:
-      compiled: What ``jax.jit(f).lower(...).compile()`` gives. The figures are those of
-        the platform it was compiled for: a CPU program's temporaries are not a GPU's.
+      compiled: From ``jax.jit(f).lower(...).compile()``. The figures are those of the
+        platform it was compiled for: a CPU program's temporaries are not a GPU's.
 
     Returns:
       Bytes per device.
@@ -85,7 +85,7 @@ def memory(compiled: _Compiled) -> Memory:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes with a binary unit, to three digits or so.
+    """A number of bytes with a binary unit, to about three digits.
 
     Example:
       >>> format_bytes(512), format_bytes(4096), format_bytes(141 << 30)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What accelerators can do at best, by the name that JAX gives them.
+"""Lists the peak performance of accelerators, by JAX's name of the device.
 
-Peaks are of dense arithmetic (vendors also quote a doubled figure, for matrices of
-which half is zero) and of one JAX device. They bound an estimate; no program reaches
-them.
+Peaks are of dense arithmetic (vendors also quote a doubled figure for matrices of which
+half is zero) and of one JAX device. They bound an estimate; no program reaches them.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from jax.typing import DTypeLike
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The best that one device can do.
+    """The peak performance of one device.
 
     Attributes:
       bf16: FLOP/s of bf16 and f16 matmuls.
@@ -62,23 +61,23 @@ PEAKS: dict[str, Peak] = {
 
 
 def peak(device_kind: str) -> Peak | None:
-    """The peaks of a kind of device, or None where they are not known, as for CPUs.
+    """The peaks of a kind of device, or None where they are unknown, as for CPUs.
 
     Args:
-      device_kind: What ``jax.devices()[0].device_kind`` says.
+      device_kind: ``jax.devices()[0].device_kind``.
     """
     return PEAKS.get(device_kind)
 
 
 def peak_flops(device_kind: str, dtype: DTypeLike = "bfloat16") -> float | None:
-    """FLOP/s of one device at best, for matmuls of one dtype.
+    """Peak FLOP/s of one device, for matmuls of one dtype.
 
     Args:
-      device_kind: What ``jax.devices()[0].device_kind`` says.
-      dtype: Of the matmuls' operands: bf16, f16 or f32.
+      device_kind: ``jax.devices()[0].device_kind``.
+      dtype: The dtype of the matmuls' operands: bf16, f16 or f32.
 
     Returns:
-      FLOP/s, or None where they are not known.
+      FLOP/s, or None where they are unknown.
 
     Example:
       >>> peak_flops("NVIDIA H200", "float32") / 1e12
@@ -86,10 +85,10 @@ def peak_flops(device_kind: str, dtype: DTypeLike = "bfloat16") -> float | None:
       >>> peak_flops("cpu") is None
       True
     """
-    found = peak(device_kind)
-    if found is None:
+    best = peak(device_kind)
+    if best is None:
         return None
-    rates = {"bfloat16": found.bf16, "float16": found.bf16, "float32": found.f32}
+    rates = {"bfloat16": best.bf16, "float16": best.bf16, "float32": best.f32}
     return rates.get(np.dtype(dtype).name)
 
 
@@ -99,13 +98,13 @@ def mfu(
     """Model FLOP utilization: the share of the devices' peak that a step reached.
 
     Args:
-      flops: Of one step, all devices together.
-      seconds: That the step took.
-      num_devices: That took part.
-      peak_flops: FLOP/s of one of them, from :func:`peak_flops`.
+      flops: FLOPs of one step, all devices together.
+      seconds: Time of the step.
+      num_devices: Number of devices.
+      peak_flops: Peak FLOP/s of one device, from :func:`peak_flops`.
 
     Returns:
-      A share of 1, or None where the peak is not known.
+      A share of 1, or None where the peak is unknown.
 
     Example:
       >>> mfu(4e14, 0.5, 2, 1e15)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured times as rates, beside what the devices do at best: a table and plain data.
+"""Reports measured times as rates beside the devices' peaks, as a table and as JSON.
 
-The bandwidth of a collective is that of the links, what each device sends of it by the
-algorithm that sends least, over the time that it ran.
+The bandwidth of a collective is that of the links: the bytes that each device sends by
+the algorithm that sends least, divided by the collective's time.
 """
 
 from collections.abc import Iterator
@@ -16,16 +16,10 @@ from tessera.analysis.memory import format_bytes
 from tessera.analysis.peaks import peak
 from tessera.analysis.tables import aligned
 
-_HEADER = [
-    "part",
-    "amount",
-    "calls",
-    "time",
-    "of the step",
-    "hidden",
-    "rate",
-    "of peak",
-]
+_COLUMNS = (
+    *("part", "amount", "calls", "time"),
+    *("of the step", "hidden", "rate", "of peak"),
+)
 
 
 def as_text(measured: Measured, balance: Balance, ledger: Ledger) -> str:
@@ -33,7 +27,7 @@ def as_text(measured: Measured, balance: Balance, ledger: Ledger) -> str:
 
     Args:
       measured: The times.
-      balance: The amounts, and the peaks where the device's are known.
+      balance: The amounts, and the device's peaks where they are known.
       ledger: The collectives.
     """
     count, whole = measured.executions, measured.seconds
@@ -41,7 +35,7 @@ def as_text(measured: Measured, balance: Balance, ledger: Ledger) -> str:
         f"measured on {balance.device_kind}, per device and execution: mean of {count} "
         f"executions of {format_seconds(whole)}"
     )
-    table = aligned(_HEADER, _rows(measured, balance, ledger), right=_HEADER[1:])
+    table = aligned(_COLUMNS, _rows(measured, balance, ledger), right=_COLUMNS[1:])
     notes = ["a collective's time includes waiting for the other devices"]
     if measured.overlap is not None:
         hidden = f"{100 * measured.overlap:.0f} %"
@@ -112,8 +106,8 @@ def _bandwidth(
 
 
 def _link(balance: Balance) -> float | None:
-    found = peak(balance.device_kind)
-    return found.link_bandwidth if found else None
+    best = peak(balance.device_kind)
+    return best.link_bandwidth if best else None
 
 
 def _peak_flops(balance: Balance) -> float | None:

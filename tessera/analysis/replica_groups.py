@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mesh axes a collective of a compiled program runs over.
+"""Finds the mesh axes that a collective of a compiled program runs over.
 
-XLA says which devices take part in a collective by their positions in the program's
-device list, which is the mesh read row by row. It has three ways of writing them:
+XLA identifies the devices of a collective by their positions in the program's device
+list, which is the mesh in row-major order. It has three syntaxes:
 
-    {{0,1},{2,3}}                        every group
-    [2,4]<=[4,2]T(1,0)                   numbers 0..7 as 4×2, transposed, read as 2×4
+    {{0,1},{2,3}}                            every group
+    [2,4]<=[4,2]T(1,0)                       0..7 as 4×2, transposed, reshaped to 2×4
     mesh['axis_0'=4,'axis_1'=2] {'axis_1'}   the devices along some axes of a grid
 
-The axis names of the third are XLA's own, so all three become groups of positions, and
-those are looked up in the mesh that the user declared.
+The axis names of the third are XLA's own, so all three are converted to groups of
+positions, and these to axes of the mesh that the user declared.
 """
 
 import itertools
@@ -38,7 +38,7 @@ def parse(text: str, num_devices: int) -> Groups:
       num_devices: Devices of the program: ``{}`` is one group of all of them.
 
     Raises:
-      ValueError: The syntax is none of those known.
+      ValueError: The syntax is unknown.
 
     Example:
       >>> parse("{{0,1},{2,3}}", 4)
@@ -49,8 +49,8 @@ def parse(text: str, num_devices: int) -> Groups:
       ((0, 4), (1, 5), (2, 6), (3, 7))
     """
     text = text.strip()
-    if found := _MESH.match(text):
-        return _rows(*_along_axes(*found.groups()))
+    if match := _MESH.match(text):
+        return _rows(*_along_axes(*match.groups()))
     if text.startswith("["):
         grid = _iota(text)
         return _rows(grid, grid.shape[-1])
@@ -58,7 +58,7 @@ def parse(text: str, num_devices: int) -> Groups:
         groups = tuple(_ints(group) for group in _GROUP.findall(text))
         groups = tuple(group for group in groups if group)
         return groups or (tuple(range(num_devices)),)
-    raise ValueError(f"replica groups in a syntax that is not known: {text!r}")
+    raise ValueError(f"replica groups in an unknown syntax: {text!r}")
 
 
 def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
@@ -68,8 +68,8 @@ def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
       >>> parse_pairs("{{0,1},{1,0}}")
       ((0, 1), (1, 0))
     """
-    found = re.findall(r"\{(\d+),\s*(\d+)\}", text)
-    return tuple((int(source), int(target)) for source, target in found)
+    pairs = re.findall(r"\{(\d+),\s*(\d+)\}", text)
+    return tuple((int(source), int(target)) for source, target in pairs)
 
 
 def axes_of(
@@ -78,8 +78,8 @@ def axes_of(
     """The axes of a mesh along which data moves within groups of devices.
 
     Args:
-      groups: Positions in the mesh, read row by row. Pairs of sender and receiver are
-        groups too.
+      groups: Positions in the mesh in row-major order. Pairs of sender and receiver
+        are groups too.
       shape: Size of each mesh axis, outermost first.
 
     Returns:
@@ -95,48 +95,48 @@ def axes_of(
     flat = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     if flat.size and flat.max() >= math.prod(shape.values()):
         return UNKNOWN
-    places = np.array(np.unravel_index(flat, tuple(shape.values())))
-    moves = (places[..., 0] != places[..., 1]).any(axis=-1)
-    return tuple(axis for axis, does in zip(shape, moves, strict=True) if does)
+    coordinates = np.array(np.unravel_index(flat, tuple(shape.values())))
+    differ = (coordinates[..., 0] != coordinates[..., 1]).any(axis=-1)
+    return tuple(itertools.compress(shape, differ))
 
 
 def _along_axes(
-    axes: str, device_ids: str | None, chosen: str
+    axes: str, device_ids: str | None, selected: str
 ) -> tuple[np.ndarray, int]:
-    """The grid of a ``mesh[...]`` group list, chosen axes last, and the group size.
+    """The grid of a ``mesh[...]`` group list, selected axes last, and the group size.
 
-    An axis may be chosen in part: ``'a':(2)4`` is the middle of a = 2 × 4 × rest.
+    A part of an axis may be selected: ``'a':(2)4`` is the middle of a = 2 × 4 × rest.
     """
     sizes = {name: int(size) for name, size in _AXIS.findall(axes)}
     grid = np.arange(math.prod(sizes.values()))
     if device_ids:
-        listed = device_ids.startswith("[")
-        grid = _iota(device_ids) if listed else np.array(_ints(device_ids))
+        is_iota = device_ids.startswith("[")
+        grid = _iota(device_ids) if is_iota else np.array(_ints(device_ids))
     refs = [
         (name, int(before or 1), int(size or sizes[name]))
-        for name, before, size in _AXIS_REF.findall(chosen)
+        for name, before, size in _AXIS_REF.findall(selected)
     ]
-    # Cut every axis at the edges of the parts that are chosen of it.
+    # Factor every axis at the edges of the parts that are selected of it.
     factors: list[int] = []
-    place: dict[tuple[str, int], int] = {}
+    dims: dict[tuple[str, int], int] = {}
     for name, whole in sizes.items():
         parts = [(b, s) for ref, b, s in refs if ref == name]
         edges = sorted({1, whole} | {e for b, s in parts for e in (b, b * s)})
         for low, high in itertools.pairwise(edges):
-            place[name, low] = len(factors)
+            dims[name, low] = len(factors)
             factors.append(high // low)
-    last = [place[name, before] for name, before, size in refs if size > 1]
+    last = [dims[name, before] for name, before, size in refs if size > 1]
     others = [i for i in range(len(factors)) if i not in last]
     grid = grid.reshape(factors).transpose(others + last)
     return grid, math.prod(size for _, _, size in refs)
 
 
 def _iota(text: str) -> np.ndarray:
-    """``[2,4]<=[4,2]T(1,0)``: numbers in order as 4×2, transposed, read as 2×4."""
-    found = _IOTA.match(text)
-    if not found:
-        raise ValueError(f"a device list in a syntax that is not known: {text!r}")
-    dims, source, order = (_ints(part or "") for part in found.groups())
+    """``[2,4]<=[4,2]T(1,0)``: numbers in order as 4×2, transposed, reshaped to 2×4."""
+    match = _IOTA.match(text)
+    if not match:
+        raise ValueError(f"a device list in an unknown syntax: {text!r}")
+    dims, source, order = (_ints(part or "") for part in match.groups())
     grid = np.arange(math.prod(dims)).reshape(source or dims)
     return (grid.transpose(order) if order else grid).reshape(dims if source else (-1,))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which line of the user's code an operation of a compiled program comes from.
+"""Finds the line of the user's code that an operation of a compiled program comes from.
 
-XLA keeps the Python stack of every operation. Most of its frames belong to JAX, Flax
-or Tessera; the line that a person wants is the innermost one that does not.
+XLA records the Python stack of every operation. Most of its frames belong to JAX, Flax
+or Tessera; the user's line is the innermost one that does not.
 """
 
 import os
@@ -25,11 +25,11 @@ class Frame:
 
 
 def user_line(frames: Iterable[Frame]) -> str:
-    """``file:line`` of the innermost frame that is the user's, or ``""``.
+    """``file:line`` of the innermost frame in the user's code, or ``""``.
 
     Args:
-      frames: A stack, innermost frame first. When every frame is machinery, the
-        innermost is all there is to show.
+      frames: A stack, innermost frame first. Where every frame is of a library, the
+        innermost is used.
 
     Example:
       >>> inner = Frame("/venv/site-packages/jax/lax.py", 9)
@@ -37,12 +37,12 @@ def user_line(frames: Iterable[Frame]) -> str:
       '/me/train.py:3'
     """
     frames = list(frames)
-    chosen = next((f for f in frames if not _jax.is_machinery(f.file)), None)
-    return str(chosen or frames[0]) if frames else ""
+    own = next((f for f in frames if not _jax.is_machinery(f.file)), None)
+    return str(own or frames[0]) if frames else ""
 
 
 def short(source: str) -> str:
-    """``file:line`` as tables show it: relative to the working folder if inside.
+    """``file:line`` for tables: relative to the working folder if inside it.
 
     Example:
       >>> short("/elsewhere/deep/down/train.py:3")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a trace of JAX's profiler: when each device ran which operation of a program.
 
-The profiler gives every backend's events in one form, planes of lines of events. On CPU
-an event of XLA's executor says its operation and its device; on GPU a kernel says its
-operation and stands in the plane of its device; a TPU's plane has a line of operations.
+The profiler has one format for every backend: planes of lines of events. On CPU an
+event of XLA's executor names its operation and its device; on GPU a kernel names its
+operation and is in the plane of its device; a TPU's plane has a line of operations.
 """
 
 import re
@@ -27,8 +27,8 @@ class OpEvent:
     Attributes:
       op: XLA's name of the instruction.
       device: The number of the device in its process.
-      start: In seconds, from a point that all events of the trace share.
-      end: In seconds.
+      start: Seconds since a time that all events of the trace share.
+      end: Seconds since the same time.
     """
 
     op: str
@@ -41,26 +41,26 @@ def op_events(folder: Path, module: str) -> list[OpEvent]:
     """The operations of one program in the newest trace of a folder.
 
     Args:
-      folder: What ``jax.profiler.start_trace`` was given.
+      folder: The log folder of ``jax.profiler.start_trace``.
       module: The name of the compiled module, such as ``jit_step``: a trace has the
         operations of every program that ran.
 
     Returns:
-      The events, in no order; none where the backend's profiler gives no operations.
+      The events, in no order; none where the backend's profiler records no operations.
     """
     files = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))
     newest = [path for path in files if path.parent == files[-1].parent]
     with warnings.catch_warnings():
-        # Of jaxlib's own types, which Python 3.12 finds to lack a module's name.
+        # Python 3.12 warns that jaxlib's own types have no module name.
         warnings.simplefilter("ignore", DeprecationWarning)
         return [
             event
             for path in newest
-            for event in _of_planes(ProfileData.from_file(str(path)), module)
+            for event in _events(ProfileData.from_file(str(path)), module)
         ]
 
 
-def _of_planes(data: Any, module: str) -> Iterator[OpEvent]:
+def _events(data: Any, module: str) -> Iterator[OpEvent]:
     for plane in data.planes:
         number = _DEVICE.match(plane.name)
         lines = list(plane.lines)
@@ -80,5 +80,5 @@ def _of_planes(data: Any, module: str) -> Iterator[OpEvent]:
 
 def _first_name(text: str) -> str | None:
     """The instruction of ``%fusion.3 = f32[8]{0} fusion(...)``."""
-    found = _NAME.match(text)
-    return found[1] if found else None
+    match = _NAME.match(text)
+    return match[1] if match else None

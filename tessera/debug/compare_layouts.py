@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.compare_layouts``: the first operation of a step that depends on the mesh.
+"""``ts.compare_layouts``: finds the first operation of a step that depends on the mesh.
 
-The step is traced for each mesh, and the values inside its program are made outputs of
-it, as many at a time as fit a limit. What two meshes compute is then held side by side
-in the order in which it is computed.
+The step is traced for each mesh, and its intermediate values become outputs, as many at
+a time as fit a limit. The values on two meshes are compared in the order in which they
+are computed.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
+from tessera.debug.differences import (
+    Difference,
+    MeshComparison,
+    Report,
+    Tolerance,
+    difference,
+)
+from tessera.debug.intermediates import Site
+from tessera.debug.mesh_runs import MeshRun, aligned, chunks, paired_values
+from tessera.debug.region_diagnosis import diagnose
 from tessera.errors import NoMeshError
 from tessera.mesh import Mesh
 
-if TYPE_CHECKING:
-    from tessera.debug.differences import Report
+__all__ = ["compare_layouts"]
 
 
 def compare_layouts(
@@ -23,27 +33,27 @@ def compare_layouts(
     *,
     rtol: float | None = None,
     atol: float | None = None,
-) -> "Report":
+) -> Report:
     """Run a step on several meshes, and name the first operation that differs.
 
     Every value inside the step is compared in the order of computation, backward pass
     and loops included. They become outputs of the compiled programs, as many at a time
-    as 256 MiB hold, so the operations are fused otherwise than when the step runs; the
-    user's arrays are left as they are, donated ones too.
+    as 256 MiB hold, so XLA fuses the operations differently than when the step runs.
+    The user's arrays stay as they are, donated ones too.
 
     Args:
       step: A ``ts.function`` or a training step. One that is made for a mesh, such as
         one that closes over a ``dist.tensor``, is given as a plain function that takes
         a mesh and returns the step.
-      batch: The step's argument; a tuple holds several. Arrays that the step declares
-        no layout for keep theirs, as far as a mesh has its axes.
+      batch: The step's argument; a tuple has several. Arrays for which the step
+        declares no layout keep theirs, as far as a mesh has its axes.
       meshes: The first is what the others are compared with. None stands for one
         device, and a single mesh is compared with that.
       rtol: Relative error that is no difference. By default the square root of the
         machine epsilon of the coarsest dtype that was computed in so far: 3.5e-4 for
         f32, 0.088 for bf16. Integers have to be equal.
-      atol: Absolute error that is none, by default ``rtol`` of the largest number of
-        the array.
+      atol: Absolute error that is no difference, by default ``rtol`` of the largest
+        number of the array.
 
     Returns:
       A report that prints: for each mesh the first operation that differs, the user's
@@ -62,31 +72,63 @@ def compare_layouts(
       >>> compare_layouts(step, jnp.ones((8, 2)), Mesh(["dp"], devices=range(4))).agrees
       True
     """
-    # Few programs look for differences, and all import this module.
-    from tessera.debug.compared_runs import compared
-    from tessera.debug.differences import Report, Tolerance
-    from tessera.debug.mesh_runs import MeshRun
-
-    reference, *others = _meshes(meshes)
+    first, *others = _meshes(meshes)
     args = batch if isinstance(batch, tuple) else (batch,)
-    expected = MeshRun.on(reference, step, args)
+    reference = MeshRun.on(first, step, args)
     runs = [MeshRun.on(mesh, step, args) for mesh in others]
     tolerance = Tolerance(rtol, atol)
-    found = tuple(compared(expected, run, tolerance) for run in runs)
-    return Report(expected.traced.graph.name, reference, found)
+    comparisons = tuple(_compare(reference, run, tolerance) for run in runs)
+    return Report(reference.traced.graph.name, first, comparisons)
 
 
 def _meshes(meshes: Mesh | Sequence[Mesh | None]) -> list[Mesh]:
-    """The meshes, those of one device with every axis that the others have."""
-    given = [None, meshes] if isinstance(meshes, Mesh) else list(meshes)
-    known = [mesh for mesh in given if mesh is not None]
-    if not known or len(given) < 2:
+    """The meshes; those of one device get every axis that the others have."""
+    listed = [None, meshes] if isinstance(meshes, Mesh) else list(meshes)
+    named = [mesh for mesh in listed if mesh is not None]
+    if not named or len(listed) < 2:
         raise NoMeshError(
             "there are no meshes to compare",
-            got=f"{len(given)}, of which {len(given) - len(known)} None",
-            fix="give one mesh, to compare it with one device, or several",
+            got=f"{len(listed)}, of which {len(listed) - len(named)} None",
+            fix="pass one mesh, to compare it with one device, or several",
         )
-    axes = tuple(dict.fromkeys(axis for mesh in known for axis in mesh.axes))
-    ids = known[0].device_ids[:1]
+    axes = tuple(dict.fromkeys(axis for mesh in named for axis in mesh.axes))
+    ids = named[0].device_ids[:1]
     one = Mesh(axes, devices=ids, shape=(1,) * len(axes))
-    return [one if mesh is None else mesh for mesh in given]
+    return [one if mesh is None else mesh for mesh in listed]
+
+
+def _compare(reference: MeshRun, run: MeshRun, tolerance: Tolerance) -> MeshComparison:
+    """Compare one mesh with the reference, up to the first difference."""
+    every = aligned(reference.sites, run.sites)
+    pairs = [pair for pair in every if _is_comparable(*pair)]
+    differences: list[Difference] = []
+    largest, largest_at = 0.0, None
+    for chunk in chunks(pairs):
+        # A loop's first difference may be in a later operation of an earlier iteration.
+        equation = chunk[0][0].position[0]
+        if differences and equation > differences[-1].site.position[0]:
+            break
+        for site, other, expected, values in paired_values(reference, run, chunk):
+            differs, share = difference(site, other, expected, values, tolerance)
+            if differs is not None:
+                differences.append(differs)
+            elif share > largest:
+                largest, largest_at = share, site
+    differences.sort(key=lambda each: each.when)
+    if differences and reference.mesh.size == 1 and differences[0].site.inside:
+        pair = next(pair for pair in pairs if pair[0] is differences[0].site)
+        lines = diagnose(reference, run, pair, differences[0], tolerance)
+        differences[0] = replace(differences[0], diagnosis=tuple(lines))
+    return MeshComparison(
+        mesh=run.mesh,
+        differences=tuple(differences),
+        compared=len(pairs),
+        alone=len(reference.sites) + len(run.sites) - 2 * len(every),
+        largest=largest,
+        largest_at=largest_at,
+    )
+
+
+def _is_comparable(site: Site, other: Site) -> bool:
+    """Whether both values are global; residuals of SPMD regions may be blocks."""
+    return site.full_shape == other.full_shape or not site.is_residual

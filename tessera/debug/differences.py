@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of one program on two meshes: what counts as a difference, and its report."""
+"""Compares the values of one program on two meshes, and reports the differences."""
 
 import math
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from tessera.analysis.source_lines import short
 from tessera.debug.intermediates import Site
 from tessera.mesh import Mesh
 
+__all__ = ["Difference", "MeshComparison", "Report", "Tolerance"]
+
 _MAX_LATER: Final = 5
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -22,10 +24,10 @@ class Tolerance:
     """How far two floating-point numbers may be apart; others have to be equal.
 
     Attributes:
-      rtol: Share of a number; None is the square root of the machine epsilon of the
+      rtol: Relative error; None is the square root of the machine epsilon of the
         coarsest dtype that was computed in up to it, which is half of its digits.
-      atol: What is allowed in addition; None is ``rtol`` of the largest number of the
-        array, for what cancels out is as wrong as what it was made from.
+      atol: Absolute error allowed in addition; None is ``rtol`` of the largest number
+        of the array, because a difference has the error of what it was computed from.
     """
 
     rtol: float | None = None
@@ -45,20 +47,20 @@ class Tolerance:
 class Difference:
     """One value that is not the same on two meshes.
 
-    In a loop it is of the first iteration in which it differs.
+    In a loop, the values are those of the first iteration that differs.
 
     Attributes:
-      site: The operation, as the reference has it.
-      when: Orders differences as they are computed.
+      site: The operation on the reference.
+      when: A key that orders differences as they are computed.
       iterations: The iteration of each loop around it.
       error: The largest error.
-      allowed: What was allowed there.
-      index: Where in the array that is.
+      allowed: The largest error allowed there.
+      index: The index of the largest error.
       value: The number there.
       expected: The number there on the reference.
       count: How many elements differ.
       shape: Its shape, where that is not the reference's.
-      diagnosis: What is wrong in a manual region, as far as the numbers say: lines,
+      diagnosis: What is wrong in an SPMD region, as far as the numbers show: lines,
         each with what it is about.
     """
 
@@ -75,7 +77,7 @@ class Difference:
     diagnosis: tuple[tuple[str, str], ...] = ()
 
     def as_lines(self) -> list[str]:
-        """The operation, its line, the error, and where it is."""
+        """The operation, its source line, the error, and its index."""
         site = self.site
         path = f" in {site.path}" if site.path else ""
         lines = [f"operation  {site.operation}: {_typed(site, site.shape)}{path}"]
@@ -97,7 +99,7 @@ class Difference:
         ]
 
     def as_phrase(self) -> str:
-        """The operation, its line and the error in a few words."""
+        """The operation, its line and the error in one phrase."""
         name = self.site.path if self.site.operation == "output" else ""
         line = f" at {short(self.site.source)}" if self.site.source else ""
         error = "shape" if self.shape is not None else f"{self.error:.3g}"
@@ -111,9 +113,9 @@ def difference(
 
     Args:
       site: The operation on the reference.
-      other: The same on the other mesh.
-      expected: Its values there; loops around it are leading dims.
-      value: Its values here.
+      other: The same operation on the other mesh.
+      expected: Its values on the reference; loops around it are leading dims.
+      value: Its values on the other mesh.
       tolerance: What is no difference.
 
     Returns:
@@ -121,9 +123,10 @@ def difference(
     """
     if expected.shape != value.shape:
         first = (0,) * len(site.iterations)
-        when = site.when(first)
-        found = Difference(site=site, when=when, iterations=first, shape=other.shape)
-        return found, math.inf
+        differs = Difference(
+            site=site, when=site.when(first), iterations=first, shape=other.shape
+        )
+        return differs, math.inf
     expected, value = wide(expected), wide(value)
     allowed = tolerance.allowed(site, expected)
     same = (value == expected) | (np.isnan(value) & np.isnan(expected))
@@ -138,7 +141,7 @@ def difference(
     wrong, error = wrong[iterations], np.where(wrong, error, -1.0)[iterations]
     index = tuple(map(int, np.unravel_index(int(error.argmax()), error.shape)))
     at = (*iterations, *index)
-    found = Difference(
+    differs = Difference(
         site=site,
         when=site.when(steps),
         iterations=iterations,
@@ -149,27 +152,27 @@ def difference(
         expected=expected[at].item(),
         count=int(wrong.sum()),
     )
-    return found, math.inf
+    return differs, math.inf
 
 
 def wide(array: Array) -> Array:
-    """The same numbers in a dtype that can hold their differences."""
+    """The same numbers in a dtype that can represent their differences."""
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def _first_iteration(
     site: Site, wrong: Array
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The first iteration with a difference: as counted in time, and as an index."""
+    """The first iteration with a difference: its number in time, and its index."""
     loops = site.iterations
     each = wrong.reshape(*wrong.shape[: len(loops)], -1).any(axis=-1)
     flipped = tuple(axis for axis, loop in enumerate(loops) if loop.is_reversed)
     steps = tuple(map(int, np.argwhere(np.flip(each, flipped))[0]))
-    places = tuple(
+    indices = tuple(
         loop.length - 1 - step if loop.is_reversed else step
         for loop, step in zip(loops, steps, strict=True)
     )
-    return steps, places
+    return steps, indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +181,12 @@ class MeshComparison:
 
     Attributes:
       mesh: The mesh.
-      differences: What differs, in the order of computation; after the first one, those
-        alone that were found with it.
+      differences: What differs, in the order of computation; after the first one, only
+        those that were computed in the same run.
       compared: How many operations both meshes have.
-      alone: How many one of the two meshes has and the other has not.
-      largest: The largest error without a difference, as a share of what is allowed.
-      largest_at: The operation that it is of.
+      alone: How many operations only one of the two meshes has.
+      largest: The largest error that is no difference, as a share of what is allowed.
+      largest_at: The operation that has it.
     """
 
     mesh: Mesh
@@ -199,14 +202,14 @@ class MeshComparison:
         return self.differences[0] if self.differences else None
 
     def as_lines(self) -> list[str]:
-        """What is to be said of it."""
+        """The comparison in lines."""
         lines = [f"{self.mesh.topology}: {self._verdict()}"]
         if self.first is not None:
             lines += [f"  {line}" for line in self.first.as_lines()]
             lines += [f"  {line}" for line in self._later()]
         if self.alone:
-            some = "operation has" if self.alone == 1 else "operations have"
-            lines.append(f"  {self.alone} {some} no counterpart")
+            verb = "operation has" if self.alone == 1 else "operations have"
+            lines.append(f"  {self.alone} {verb} no counterpart")
         return lines
 
     def _verdict(self) -> str:
@@ -230,7 +233,7 @@ class MeshComparison:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What ``compare_layouts`` found; prints as text.
+    """The result of ``compare_layouts``; prints as text.
 
     Attributes:
       name: The step.
@@ -245,7 +248,7 @@ class Report:
     @property
     def agrees(self) -> bool:
         """Whether no mesh differs from the reference."""
-        return all(found.first is None for found in self.meshes)
+        return all(comparison.first is None for comparison in self.meshes)
 
     @property
     def first(self) -> Difference | None:
@@ -255,8 +258,8 @@ class Report:
     def as_text(self) -> str:
         """For each mesh the first operation that differs, or that none does."""
         lines = [f"step {self.name}, compared with {self.reference.topology}"]
-        for found in self.meshes:
-            lines += found.as_lines()
+        for comparison in self.meshes:
+            lines += comparison.as_lines()
         return "\n".join(lines)
 
     __str__ = as_text
@@ -264,7 +267,7 @@ class Report:
 
 
 def _listed(head: str, differences: Sequence[Difference]) -> list[str]:
-    shown = [found.as_phrase() for found in differences[:_MAX_LATER]]
+    shown = [each.as_phrase() for each in differences[:_MAX_LATER]]
     if more := len(differences) - len(shown):
         shown.append(f"{more} more")
     return [(head if i == 0 else " " * len(head)) + s for i, s in enumerate(shown)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values inside a program as outputs of it, for those who compare runs.
+"""Lists the intermediate values of a program, and returns them as its outputs.
 
 A program is interpreted equation by equation. Calls are entered, and loops are run with
-what is wanted of their bodies stacked, one entry for each iteration. A manual region is
-one operation; ``sites_inside`` enters one, with what each device holds as a row.
+the values of their bodies stacked, one entry for each iteration. An SPMD region is one
+operation; ``sites_inside`` enters one, with the value of each device as a row.
 """
 
 import math
@@ -27,7 +27,7 @@ from tessera.primitive_properties import (
     RESHAPES,
 )
 
-# What such operations do is seen in the next one that computes with their results.
+# What such operations do shows in the next one that computes with their results.
 _MOVES: Final = COPIES | PLACEMENTS | RESHAPES | BROADCASTS | {"iota"}
 # Matmuls of f32 at default precision: TF32 on GPUs, bf16 on TPUs.
 _MATMUL_EPSILON: Final = {"gpu": 2.0**-10, "tpu": 2.0**-7}
@@ -46,24 +46,24 @@ class Site:
     """One value of a program.
 
     Attributes:
-      place: Number of the equation in its program, after those of the equations that
-        hold that program.
-      loops: For each number of ``place``, the loop that this equation is, if one.
+      position: Index of the equation in its program, after those of the equations that
+        contain that program.
+      loops: For each index in ``position``, the loop that this equation is, if any.
       result: Which of the equation's results it is.
       operation: The primitive; ``input`` and ``output`` for the program's own.
-      shape: Global shape, in a loop that of one iteration; in a manual region that of
+      shape: Global shape, in a loop that of one iteration; in an SPMD region that of
         one device's block, after the number of devices.
       dtype: NumPy dtype.
       path: Name scopes, such as ``encoder/block``; the name of an input or output.
       source: ``file:line`` of the user's line, or ``""``.
-      inside: For a manual region, the operation and the line that make the value there.
-      region: Place of the manual region that was entered for it, if one was.
+      inside: For an SPMD region, the operation and the line that compute the value.
+      region: Position of the SPMD region that contains it, if it was entered.
       axes: The mesh axes of that region, along which its rows are counted.
-      is_kept: Whether one manual region alone keeps it for another.
+      is_residual: Whether only another SPMD region reads it, which runs its backward.
       epsilon: Machine epsilon of the coarsest dtype that was computed in so far.
     """
 
-    place: tuple[int, ...]
+    position: tuple[int, ...]
     loops: tuple[Loop | None, ...]
     result: int
     operation: str
@@ -74,11 +74,11 @@ class Site:
     inside: str = ""
     region: tuple[int, ...] | None = None
     axes: tuple[str, ...] = ()
-    is_kept: bool = False
+    is_residual: bool = False
     epsilon: float = 0.0
 
     @property
-    def made(self) -> str:
+    def label(self) -> str:
         """The operation and its line: ``dot_general at train.py:12``."""
         return f"{self.operation} at {self.source or '?'}"
 
@@ -99,14 +99,14 @@ class Site:
 
     def when(self, iterations: Sequence[int]) -> tuple[int, ...]:
         """A key that orders values as they are computed, in certain iterations."""
-        rest = iter(iterations)
-        key: list[int] = []
-        for number, loop in zip(self.place, self.loops, strict=True):
-            key += (number, 0 if loop is None else next(rest))
-        return (*key, self.result)
+        steps = iter(iterations)
+        pairs = zip(self.position, self.loops, strict=True)
+        key = [(index, 0 if loop is None else next(steps)) for index, loop in pairs]
+        return (*(number for pair in key for number in pair), self.result)
 
 
-Found: TypeAlias = list[tuple[Site, Any]]
+# Sites with the traced value of each.
+_Values: TypeAlias = list[tuple[Site, Any]]
 
 
 def sites(
@@ -120,109 +120,101 @@ def sites(
       outputs: Names of its outputs.
       platform: What it runs on.
     """
-    walk = _Walk(platform, None)
-    found: list[Site] = []
-
-    def run(*values: Any) -> list[Any]:
-        found[:] = [site for site, _ in walk.whole(program, values, inputs, outputs)]
-        return []
-
-    _jax.retrace(run, program)
-    return found
+    return _Interpreter(platform).retrace(program, inputs, outputs)[0]
 
 
 def sites_inside(program: _jax.Program, region: Site, platform: str) -> list[Site]:
-    """The values inside one manual region, and around it in calls and loops.
+    """The values inside one SPMD region, in order.
 
     Args:
       program: The program.
-      region: A value that the region makes.
+      region: A value that the region returns.
       platform: What it runs on.
     """
-    walk = _Walk(platform, None, region.place)
-    found: list[Site] = []
-
-    def run(*values: Any) -> list[Any]:
-        _, inside = walk.program(program, values, _Around())
-        found[:] = [site for site, _ in inside]
-        return []
-
-    _jax.retrace(run, program)
-    depth = len(region.place)
-    return [s for s in found if s.place[:depth] == region.place != s.place]
+    every, _ = _Interpreter(platform, region=region.position).retrace(program)
+    depth = len(region.position)
+    return [s for s in every if s.position[:depth] == region.position != s.position]
 
 
-def collecting(program: _jax.Program, wanted: Iterable[Site]) -> _jax.Program:
+def collecting(program: _jax.Program, selected: Iterable[Site]) -> _jax.Program:
     """The program whose outputs are the values at some sites, in the order of sites."""
-    wanted = list(wanted)
-    region = next((site.region for site in wanted if site.region), None)
-    walk = _Walk("", {(site.place, site.result) for site in wanted}, region)
-    names = [""] * len(_jax.inputs(program)), [""] * len(_jax.outputs(program))
-
-    def run(*values: Any) -> list[Any]:
-        return [value for _, value in walk.whole(program, values, *names)]
-
-    made = _jax.retrace(run, program)
-    return _jax.without_dead_code(made, keep_inputs=True)
+    selected = list(selected)
+    region = next((site.region for site in selected if site.region), None)
+    keys = {(site.position, site.result) for site in selected}
+    _, retraced = _Interpreter("", keys, region).retrace(program)
+    return _jax.without_dead_code(retraced, keep_inputs=True)
 
 
 @dataclass(frozen=True, slots=True)
-class _Around:
-    """What an equation is in."""
+class _Context:
+    """The position of an equation, and what surrounds it."""
 
-    place: tuple[int, ...] = ()
+    position: tuple[int, ...] = ()
     loops: tuple[Loop | None, ...] = ()
     path: str = ""
     source: str = ""
 
 
-class _Walk:
-    """One interpretation of a program, which keeps what is wanted of its values."""
+class _Interpreter:
+    """Runs a program equation by equation, and collects its values.
+
+    Args:
+      platform: What the program runs on.
+      selected: Position and result of each value to collect; None is every number.
+      region: Position of the SPMD region to enter.
+    """
 
     def __init__(
         self,
         platform: str,
-        wanted: set[tuple[tuple[int, ...], int]] | None,
+        selected: set[tuple[tuple[int, ...], int]] | None = None,
         region: tuple[int, ...] | None = None,
     ) -> None:
-        self._wanted, self._region = wanted, region
+        self._selected, self._region = selected, region
         self._matmul_epsilon = _MATMUL_EPSILON.get(platform, 0.0)
         self._epsilon = 0.0
 
-    def whole(
+    def retrace(
         self,
         program: _jax.Program,
-        values: Sequence[Any],
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-    ) -> Found:
-        """The program's inputs, the values inside, its outputs."""
-        given = self._named("input", -1, values, inputs)  # as yet, these are exact
-        results, inside = self.program(program, values, _Around())
-        last = len(_jax.equations(program))
-        return [*given, *inside, *self._named("output", last, results, outputs)]
+        inputs: Sequence[str] = (),
+        outputs: Sequence[str] = (),
+    ) -> tuple[list[Site], _jax.Program]:
+        """The sites collected, and the program that returns their values."""
+        collected: list[Site] = []
 
-    def _named(
-        self, kind: str, place: int, values: Sequence[Any], names: Sequence[str]
-    ) -> Found:
+        def run(*arguments: Any) -> list[Any]:
+            # As yet the inputs are exact.
+            first = self._ends(_Context((-1,), (None,)), "input", arguments, inputs)
+            results, inside = self._program(program, arguments, _Context())
+            last = _Context((len(_jax.equations(program)),), (None,))
+            values = [*first, *inside, *self._ends(last, "output", results, outputs)]
+            collected[:] = [site for site, _ in values]
+            return [value for _, value in values]
+
+        return collected, _jax.retrace(run, program)
+
+    def _ends(
+        self, here: _Context, kind: str, values: Sequence[Any], names: Sequence[str]
+    ) -> _Values:
+        """The inputs or outputs of the whole program."""
+        names = names or [""] * len(values)
         return [
-            (self._site(_Around((place,), (None,), name), i, kind, value), value)
+            (self._site(replace(here, path=name), i, kind, value), value)
             for i, (name, value) in enumerate(zip(names, values, strict=True))
-            if self._is_wanted((place,), i, value)
+            if self._is_selected(here.position, i, value)
         ]
 
-    def _is_wanted(self, place: tuple[int, ...], result: int, value: Any) -> bool:
-        if self._wanted is not None:
-            return (place, result) in self._wanted
-        aval = jax.typeof(value)
-        return jnp.issubdtype(getattr(aval, "dtype", object), jnp.number) or (
-            getattr(aval, "dtype", object) == jnp.bool_
-        )
+    def _is_selected(self, position: tuple[int, ...], result: int, value: Any) -> bool:
+        if self._selected is not None:
+            return (position, result) in self._selected
+        dtype = getattr(jax.typeof(value), "dtype", object)
+        return jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
 
-    def _site(self, here: _Around, result: int, operation: str, value: Any) -> Site:
+    def _site(self, here: _Context, result: int, operation: str, value: Any) -> Site:
         aval = jax.typeof(value)
         return Site(
-            place=here.place,
+            position=here.position,
             loops=here.loops,
             result=result,
             operation=operation,
@@ -233,73 +225,70 @@ class _Walk:
             epsilon=self._epsilon,
         )
 
-    def program(
-        self, program: _jax.Program, values: Sequence[Any], around: _Around
-    ) -> tuple[list[Any], Found]:
-        """The outputs of a program, and what is wanted of the values inside."""
-        env = Environment(program, values)
-        found: Found = []
+    def _program(
+        self, program: _jax.Program, arguments: Sequence[Any], around: _Context
+    ) -> tuple[list[Any], _Values]:
+        """The outputs of a program, and the values collected in it."""
+        env = Environment(program, arguments)
+        values: _Values = []
         read = {public: _read_atoms(program, public) for public in (False, True)}
-        for number, equation in enumerate(_jax.equations(program)):
+        for index, equation in enumerate(_jax.equations(program)):
             if not equation.outvars:
-                continue  # it prints, and would do so once for each comparison
+                continue  # it prints, and would print once for each comparison
             operands = [env.read(atom) for atom in equation.invars]
             scopes = _jax.name_scopes(equation)
-            here = _Around(
-                (*around.place, number),
+            here = _Context(
+                (*around.position, index),
                 (*around.loops, None),
                 "/".join(filter(None, (around.path, scopes))),
                 _jax.source_line(equation) or around.source,
             )
             results, inside = self._equation(equation, operands, here)
             env.write(equation.outvars, results)
-            found += inside
-            if inside or equation.primitive.name in _MOVES | CALLS:
-                continue
-            found += self._results(equation, results, here, read)
-        return [env.read(atom) for atom in _jax.outputs(program)], found
+            values += inside
+            if not inside and equation.primitive.name not in _MOVES | CALLS:
+                values += self._results(equation, results, here, read)
+        return [env.read(atom) for atom in _jax.outputs(program)], values
 
     def _results(
         self,
         equation: _jax.Equation,
         results: Sequence[Any],
-        here: _Around,
+        here: _Context,
         read: Mapping[bool, set[_jax.Atom]],
-    ) -> Found:
+    ) -> _Values:
         self._epsilon = max(self._epsilon, self._epsilon_of(equation))
-        name, is_region = equation.primitive.name, _jax.is_manual_region(equation)
-        return [
-            (
-                replace(
-                    self._site(here, i, name, value),
-                    inside=_maker(equation, i) if is_region else "",
-                    is_kept=is_region and atom not in read[True],
-                ),
-                value,
-            )
-            for i, (atom, value) in enumerate(
-                zip(equation.outvars, results, strict=True)
-            )
-            if atom in read[False] and self._is_wanted(here.place, i, value)
-        ]
+        values: _Values = []
+        pairs = zip(equation.outvars, results, strict=True)
+        for i, (atom, value) in enumerate(pairs):
+            if atom in read[False] and self._is_selected(here.position, i, value):
+                site = self._site(here, i, equation.primitive.name, value)
+                if _jax.is_manual_region(equation):
+                    is_residual = atom not in read[True]
+                    inside = _computed_by(equation, i)
+                    site = replace(site, inside=inside, is_residual=is_residual)
+                values.append((site, value))
+        return values
 
     def _equation(
-        self, equation: _jax.Equation, operands: Sequence[Any], here: _Around
-    ) -> tuple[list[Any], Found]:
+        self, equation: _jax.Equation, operands: Sequence[Any], here: _Context
+    ) -> tuple[list[Any], _Values]:
         name, inner = equation.primitive.name, _jax.inner_programs(equation)
+        depth = len(self._region or here.position)
+        in_region = here.position[:depth] == self._region and len(here.position) > depth
         if name in CALLS and len(inner) == 1:
             with _jax.source_context(equation):
-                return self.program(inner[0], operands, here)
-        if name == "scan" and not self._is_in_region(here):
+                return self._program(inner[0], operands, here)
+        if name == "scan" and not in_region:
             return self._scan(equation, operands, here)
-        if here.place == self._region:
-            return self._inside(equation, operands, here)
+        if here.position == self._region:
+            return self._enter_region(equation, operands, here)
         return _jax.bind(equation, operands), []
 
     def _scan(
-        self, equation: _jax.Equation, operands: Sequence[Any], here: _Around
-    ) -> tuple[list[Any], Found]:
-        """A loop whose body also gives what is wanted of it, stacked."""
+        self, equation: _jax.Equation, operands: Sequence[Any], here: _Context
+    ) -> tuple[list[Any], _Values]:
+        """A loop whose body also returns the values collected in it, stacked."""
         params = equation.params
         num_constants, num_carries = _jax.scan_sizes(equation)
         constants = list(operands[:num_constants])
@@ -310,15 +299,11 @@ class _Walk:
         inside: list[Site] = []
 
         def body(carry: list[Any], item: list[Any]) -> Any:
-            results, found = self.program(
-                params["jaxpr"], [*constants, *carry, *item], here
-            )
-            inside[:] = [site for site, _ in found]
-            carried = [
-                _like(value, before)
-                for value, before in zip(results[:num_carries], carry, strict=True)
-            ]
-            return carried, (results[num_carries:], [value for _, value in found])
+            arguments = [*constants, *carry, *item]
+            results, values = self._program(params["jaxpr"], arguments, here)
+            inside[:] = [site for site, _ in values]
+            carried = list(map(_with_dtype_of, results[:num_carries], carry))
+            return carried, (results[num_carries:], [value for _, value in values])
 
         with _jax.source_context(equation):
             end, (rows, values) = jax.lax.scan(
@@ -331,25 +316,26 @@ class _Walk:
             )
         return [*end, *rows], list(zip(inside, values, strict=True))
 
-    def _inside(
-        self, region: _jax.Equation, operands: Sequence[Any], here: _Around
-    ) -> tuple[list[Any], Found]:
-        """A manual region that also gives what each device holds inside, as rows."""
+    def _enter_region(
+        self, region: _jax.Equation, operands: Sequence[Any], here: _Context
+    ) -> tuple[list[Any], _Values]:
+        """An SPMD region that also returns the values of each device, as rows."""
         params = region.params
         mesh = params["mesh"]
         axes = tuple(a for a in mesh.axis_names if a in params["newly_manual_axes"])
+        count = math.prod(mesh.shape[axis] for axis in axes)
         inside: list[Site] = []
 
         def body(*blocks: Any) -> Any:
-            results, found = self.program(params["jaxpr"], blocks, here)
-            count = math.prod(mesh.shape[axis] for axis in axes)
+            results, values = self._program(params["jaxpr"], blocks, here)
             inside[:] = [
-                replace(site, shape=(count, *site.shape), region=here.place, axes=axes)
-                for site, _ in found
+                replace(
+                    site, shape=(count, *site.shape), region=here.position, axes=axes
+                )
+                for site, _ in values
             ]
-            return tuple(results), [
-                _jax.varying_over(value, axes)[None] for _, value in found
-            ]
+            rows = [_jax.varying_over(value, axes)[None] for _, value in values]
+            return tuple(results), rows
 
         with _jax.source_context(region):
             results, values = jax.shard_map(
@@ -362,20 +348,16 @@ class _Walk:
             )(*operands)
         return list(results), list(zip(inside, values, strict=True))
 
-    def _is_in_region(self, here: _Around) -> bool:
-        depth = len(self._region or here.place)
-        return here.place[:depth] == self._region and len(here.place) > depth
-
     def _epsilon_of(self, equation: _jax.Equation) -> float:
         """Machine epsilon of the coarsest dtype that an equation computes in."""
-        found = [_epsilon(atom.aval) for atom in equation.outvars]
+        epsilons = [_epsilon(atom.aval) for atom in equation.outvars]
         for inner in _jax.inner_programs(equation):
-            found += map(self._epsilon_of, _jax.equations(inner))
+            epsilons += map(self._epsilon_of, _jax.equations(inner))
         if equation.primitive.name == "reduce_precision":
-            found.append(2.0 ** -equation.params["mantissa_bits"])
+            epsilons.append(2.0 ** -equation.params["mantissa_bits"])
         if equation.primitive.name in CONTRACTIONS:
-            found.append(self._matmul_epsilon)
-        return max(found, default=0.0)
+            epsilons.append(self._matmul_epsilon)
+        return max(epsilons, default=0.0)
 
 
 def _epsilon(aval: Any) -> float:
@@ -385,8 +367,8 @@ def _epsilon(aval: Any) -> float:
     return float(jnp.finfo(dtype).eps)
 
 
-def _like(value: Any, before: Any) -> Any:
-    """A carry with the type that it had: a body may have given a strong dtype."""
+def _with_dtype_of(value: Any, before: Any) -> Any:
+    """A carry with the dtype of its initial value, which a body may have promoted."""
     dtype = jax.typeof(before).dtype
     return value if jax.typeof(value).dtype == dtype else value.astype(dtype)
 
@@ -395,14 +377,14 @@ def _read_atoms(program: _jax.Program, public: bool) -> set[_jax.Atom]:
     """The variables that something reads, or something other than regions and calls."""
     atoms = list(_jax.outputs(program))
     for equation in _jax.equations(program):
-        is_private = equation.primitive.name in CALLS or _jax.is_manual_region(equation)
-        if not (public and is_private):
+        is_call = equation.primitive.name in CALLS
+        if not (public and (is_call or _jax.is_manual_region(equation))):
             atoms += equation.invars
     return {atom for atom in atoms if not isinstance(atom, _jax.Literal)}
 
 
-def _maker(region: _jax.Equation, result: int) -> str:
-    """``dot_general at train.py:12``, which makes a result of a manual region."""
+def _computed_by(region: _jax.Equation, result: int) -> str:
+    """The operation that computes a result of an SPMD region, with its line."""
     body = region.params["jaxpr"]
     atom = _jax.outputs(body)[result]
     for inner in reversed(_jax.equations(body)):

@@ -52,7 +52,7 @@ def measure_one(ledger, found, executions=1, seconds=10.0):
     return measure(found, MODULE, ledger, executions=executions, seconds=seconds)
 
 
-def test_time_is_told_apart_by_axes(ledger):
+def test_communication_time_is_divided_by_axes(ledger):
     found = measure_one(
         ledger, events(("dot.1", 0, 4), ("sent", 4, 6), ("g.start", 6, 7), ("r", 7, 8))
     )
@@ -72,14 +72,14 @@ def test_communication_beside_computation_is_hidden(ledger):
     assert found.idle == 2
 
 
-def test_both_halves_of_an_asynchronous_collective_are_one_call(ledger):
+def test_start_and_done_of_an_asynchronous_collective_are_one_call(ledger):
     spans = ("g.start", 0, 1), ("g.done", 1, 3)
     found = measure_one(ledger, events(*spans))
     assert found.communication["dp",] == AxesTime(seconds=3, hidden=0, calls=1)
     assert found.compute == 0
 
 
-def test_what_runs_other_operations_and_other_programs_does_not_count(ledger):
+def test_control_flow_and_other_programs_do_not_count(ledger):
     found = measure_one(ledger, events(("w", 0, 9), ("dot.1", 1, 2), ("other", 0, 9)))
     assert found.compute == 1
 
@@ -111,7 +111,7 @@ def test_spans_are_measured_as_sets_of_seconds(first, second):
         )
 
     assert measured_times._length(union(first)) == len(seconds(first))
-    common = measured_times._common(union(first), union(second))
+    common = measured_times._overlap(union(first), union(second))
     assert common == len(seconds(first) & seconds(second))
 
 
@@ -157,7 +157,7 @@ def test_the_table_has_rates_and_their_share_of_the_peak(ledger, found):
     assert text == TABLE
 
 
-def test_a_device_whose_peaks_are_not_known_has_no_shares(ledger, found):
+def test_a_device_of_unknown_peaks_has_no_shares(ledger, found):
     text = as_text(found, balance("some device", None), ledger)
     assert "the peaks of this device are not known" in text
     data = json.loads(json.dumps(as_json(found, balance("some device", None), ledger)))

@@ -45,7 +45,7 @@ def test_parts_of_two_axes():
 
 
 def test_an_unknown_syntax_is_refused():
-    with pytest.raises(ValueError, match="in a syntax that is not known: '<0,1>'"):
+    with pytest.raises(ValueError, match="in an unknown syntax: '<0,1>'"):
         replica_groups.parse("<0,1>", 2)
 
 

@@ -4,6 +4,7 @@
 
 import inspect
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import dist, graph, op
-from tessera.debug import compared_runs
+from tessera.debug import compare_layouts, mesh_runs
 from tessera.debug.mesh_runs import MeshRun
 from tessera.errors import AbstractMeshError, NoMeshError
 
@@ -30,10 +31,10 @@ def tp_mesh():
 
 
 def line_of(function, text):
-    """``test_comparison.py:12``: where a function has some text."""
+    """``test_compare_layouts.py:12``: the line of a function with some text."""
     lines, start = inspect.getsourcelines(function)
-    (place,) = [i for i, line in enumerate(lines) if text in line]
-    return f"test_comparison.py:{start + place}"
+    (index,) = [i for i, line in enumerate(lines) if text in line]
+    return f"{Path(__file__).name}:{start + index}"
 
 
 def tensor_parallel_mlp(reduce):
@@ -358,16 +359,16 @@ def test_one_nan_is_a_difference_and_two_are_none(tp_mesh):
 
 
 def test_values_are_fetched_a_few_at_a_time(tp_mesh, monkeypatch):
-    monkeypatch.setattr(compared_runs, "_MAX_BYTES", 600)
+    monkeypatch.setattr(mesh_runs, "MAX_BYTES", 600)
     chunks = []
-    whole = compared_runs._chunks
+    whole = mesh_runs.chunks
 
-    def noted(pairs):
+    def recorded(pairs):
         for chunk in whole(pairs):
             chunks.append(sum(site.nbytes for site, _ in chunk))
             yield chunk
 
-    monkeypatch.setattr(compared_runs, "_chunks", noted)
+    monkeypatch.setattr(compare_layouts, "chunks", recorded)
     step, _ = tensor_parallel_mlp(reduce=False)
     report = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh)
     assert len(chunks) > 3

@@ -21,7 +21,7 @@ from tessera.mesh import Mesh
 
 F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 SITE = Site(
-    place=(4,),
+    position=(4,),
     loops=(None,),
     result=0,
     operation="mul",
@@ -40,9 +40,9 @@ def compare(expected, value, site=SITE, tolerance=DEFAULT):
     return difference(site, site, expected, value, tolerance)
 
 
-def changed(place, by, array=ONES):
+def changed(index, by, array=ONES):
     other = array.copy()
-    other[place] += by
+    other[index] += by
     return other
 
 
@@ -50,7 +50,7 @@ def test_equal_values_are_no_difference():
     assert compare(ONES, ONES) == (None, 0.0)
 
 
-def test_half_of_the_digits_may_differ():
+def test_half_of_the_digits_may_differ_by_default():
     found, share = compare(ONES, changed((1, 2), 1e-4))
     assert found is None
     assert share == pytest.approx(1e-4 / (2 * 2**-11.5), rel=1e-3)
@@ -65,7 +65,7 @@ def test_small_numbers_beside_large_ones_may_differ_by_what_those_may():
     assert compare(values[1:], values[1:] + np.float32(0.1))[0] is not None
 
 
-def test_a_bound_that_is_given_holds():
+def test_an_explicit_tolerance_is_used():
     off = changed((0, 0), 0.01)
     assert compare(ONES, off, tolerance=Tolerance(rtol=0.02, atol=0.0))[0] is None
     assert compare(ONES, off, tolerance=Tolerance(rtol=0.0, atol=0.02))[0] is None
@@ -82,7 +82,7 @@ def test_integers_and_booleans_have_to_be_equal():
     assert compare(mask, ~mask)[0].count == 2
 
 
-def test_what_is_not_finite_has_to_be_the_same():
+def test_values_that_are_not_finite_have_to_be_equal():
     odd = np.array([np.nan, np.inf, -np.inf, 1.0], np.float32)
     assert compare(odd, odd)[0] is None
     for place, number in ((0, 1.0), (1, 1.0), (2, np.inf), (3, np.nan)):
@@ -121,7 +121,7 @@ def test_another_shape_is_a_difference():
 
 @pytest.mark.parametrize(("is_reversed", "first"), [(False, 1), (True, 3)])
 def test_in_a_loop_the_first_iteration_in_time_counts(is_reversed, first):
-    site = replace(SITE, place=(4, 2), loops=(Loop(4, is_reversed), None))
+    site = replace(SITE, position=(4, 2), loops=(Loop(4, is_reversed), None))
     expected = np.ones((4, 2, 3), np.float32)
     value = changed(([1, 2, 3], 0, 1), np.array([5, 7, 9]), expected)
     found, _ = difference(site, site, expected, value, DEFAULT)
@@ -152,7 +152,7 @@ def report(*differences, **facts):
     return Report("step", MESHES[0], (found,))
 
 
-def test_a_report_names_the_first_difference_its_line_and_what_came_of_it():
+def test_a_report_names_the_first_difference_its_line_and_later_ones():
     inside = "dot_general at /somewhere/project/layers.py:7"
     first = replace(FOUND, site=replace(SITE, inside=inside))
     later = replace(FOUND, site=replace(SITE, operation="add"), error=2.0)
@@ -177,7 +177,7 @@ def test_a_report_names_the_first_difference_its_line_and_what_came_of_it():
     )
 
 
-def test_a_report_of_no_difference_says_how_near_it_was():
+def test_a_report_of_no_difference_gives_the_largest_error():
     assert report().agrees
     assert report().first is None
     assert str(report()) == (
@@ -192,12 +192,14 @@ def test_a_report_of_no_difference_says_how_near_it_was():
     ]
 
 
-def test_a_number_and_an_iteration_are_said():
+def test_a_scalar_and_an_iteration_are_named():
     looped = replace(FOUND, site=replace(SITE, shape=()), index=(), iterations=(2, 0))
     line = looped.as_lines()[-1]
     assert line == "largest    at the only element of iteration 2, 0: 1.5, not 1"
 
 
-def test_what_is_known_of_a_region_is_said_between_its_line_and_the_error():
-    told = replace(FOUND, diagnosis=(("wrong", "first in tanh"), ("before", "a sum")))
-    assert told.as_lines()[2:4] == ["wrong      first in tanh", "before     a sum"]
+def test_a_diagnosis_comes_between_the_line_and_the_error():
+    diagnosed = replace(
+        FOUND, diagnosis=(("wrong", "first in tanh"), ("before", "a sum"))
+    )
+    assert diagnosed.as_lines()[2:4] == ["wrong      first in tanh", "before     a sum"]

@@ -17,24 +17,24 @@ def traced(function, *args):
     return jax.make_jaxpr(function)(*args)
 
 
-def found(program, platform="cpu"):
+def listed_in(program, platform="cpu"):
     inputs = [f"in{i}" for i in range(len(_jax.inputs(program)))]
     outputs = [f"out{i}" for i in range(len(_jax.outputs(program)))]
     return sites(program, inputs, outputs, platform)
 
 
-def values(program, wanted, *args):
+def values(program, selected, *args):
     """The values at some sites, as the collecting program gives them."""
-    return _jax.evaluate(collecting(program, wanted), *args)
+    return _jax.evaluate(collecting(program, selected), *args)
 
 
 def operations(program):
-    return [site.operation for site in found(program)]
+    return [site.operation for site in listed_in(program)]
 
 
 def test_inputs_come_first_then_operations_in_order_then_outputs():
     program = traced(lambda x: jnp.sum(jnp.sin(x) * 2), X)
-    listed = found(program)
+    listed = listed_in(program)
     assert [site.operation for site in listed] == [
         *("input", "sin", "mul", "reduce_sum", "output")
     ]
@@ -44,7 +44,7 @@ def test_inputs_come_first_then_operations_in_order_then_outputs():
 
 def test_the_values_are_those_that_the_program_computes():
     program = traced(lambda x: jnp.sum(jnp.sin(x) * 2), X)
-    got = values(program, found(program), X)
+    got = values(program, listed_in(program), X)
     expected = X, jnp.sin(X), jnp.sin(X) * 2, jnp.sum(jnp.sin(X) * 2)
     for one, other in zip(got, [*expected, expected[-1]], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
@@ -52,19 +52,19 @@ def test_the_values_are_those_that_the_program_computes():
 
 def test_some_values_can_be_asked_for_alone():
     program = traced(lambda x: jnp.sum(jnp.sin(x) * 2), X)
-    wanted = [site for site in found(program) if site.operation == "mul"]
-    small = collecting(program, wanted)
+    selected = [site for site in listed_in(program) if site.operation == "mul"]
+    small = collecting(program, selected)
     assert len(_jax.outputs(small)) == 1
     names = [equation.primitive.name for equation in _jax.equations(small)]
     assert "reduce_sum" not in names
 
 
-def test_what_only_moves_numbers_is_left_out():
+def test_operations_that_only_move_data_are_left_out():
     program = traced(lambda x: jnp.exp(jnp.reshape(x.T, (6,))[None]), X)
     assert operations(program) == ["input", "exp", "output"]
 
 
-def test_what_nobody_reads_is_left_out():
+def test_values_that_nothing_reads_are_left_out():
     def two(x):
         jnp.cos(x)
         return jnp.sin(x)
@@ -82,7 +82,7 @@ def test_calls_are_entered_and_scopes_are_a_path():
         with jax.named_scope("a"):
             return jax.checkpoint(inner)(x)
 
-    (site,) = [s for s in found(traced(outer, X)) if s.operation == "sin"]
+    (site,) = [s for s in listed_in(traced(outer, X)) if s.operation == "sin"]
     assert site.path.split("/")[0] == "a"
     assert site.path.split("/")[-1] == "b"
     assert f"{__file__}:" in site.source
@@ -108,10 +108,10 @@ def test_a_loop_gives_the_values_of_every_iteration(reverse):
         return jax.lax.scan(body, x, jnp.arange(4.0), reverse=reverse)
 
     program = traced(looped, X)
-    wanted = [site for site in found(program) if site.operation == "tanh"]
-    assert wanted[0].iterations == (Loop(4, reverse),)
-    assert wanted[0].full_shape == (4, 2, 3)
-    (got,) = values(program, wanted, X)
+    selected = [site for site in listed_in(program) if site.operation == "tanh"]
+    assert selected[0].iterations == (Loop(4, reverse),)
+    assert selected[0].full_shape == (4, 2, 3)
+    (got,) = values(program, selected, X)
     carry, expected = X, {}
     for i in reversed(range(4)) if reverse else range(4):
         expected[i] = jnp.tanh(carry)
@@ -123,7 +123,7 @@ def test_values_are_ordered_by_iteration_before_operation():
     def looped(x):
         return jax.lax.scan(lambda c, _: (jnp.cos(jnp.sin(c)), None), x, length=2)[0]
 
-    listed = found(traced(looped, X))
+    listed = listed_in(traced(looped, X))
     sin, cos = (s for s in listed if s.operation in ("sin", "cos"))
     assert sin.when([0]) < cos.when([0]) < sin.when([1]) < cos.when([1])
     assert cos.when([1]) < listed[-1].when([])
@@ -135,23 +135,23 @@ def test_prints_are_left_out(capsys):
         return jnp.sin(x)
 
     program = traced(printing, X)
-    values(program, found(program), X)
+    values(program, listed_in(program), X)
     assert capsys.readouterr().out == ""
 
 
-# --- how exact they are
+# --- precision
 
 
 def epsilons(program, platform="cpu"):
-    return {site.operation: site.epsilon for site in found(program, platform)}
+    return {site.operation: site.epsilon for site in listed_in(program, platform)}
 
 
-def test_inputs_are_exact_and_numbers_as_exact_as_their_dtype():
-    found = epsilons(traced(jnp.sin, X))
-    assert found == {"input": 0.0, "sin": 2.0**-23, "output": 2.0**-23}
+def test_inputs_are_exact_and_results_have_the_precision_of_their_dtype():
+    by_operation = epsilons(traced(jnp.sin, X))
+    assert by_operation == {"input": 0.0, "sin": 2.0**-23, "output": 2.0**-23}
 
 
-def test_what_was_computed_in_a_coarse_dtype_stays_coarse():
+def test_values_computed_from_a_coarse_dtype_stay_coarse():
     def narrow(x):
         return jnp.cos(jnp.sin(x.astype(jnp.bfloat16)).astype(jnp.float32))
 
@@ -173,7 +173,7 @@ def test_matmuls_of_accelerators_are_coarser_than_their_dtype():
     assert by_platform == {"cpu": 2.0**-23, "gpu": 2.0**-10, "tpu": 2.0**-7}
 
 
-# --- manual regions
+# --- SPMD regions
 
 
 def per_device(mesh, check=True):
@@ -186,35 +186,35 @@ def per_device(mesh, check=True):
     )
 
 
-def test_a_manual_region_is_one_operation_that_says_what_made_it(dp_mesh):
+def test_an_spmd_region_is_one_operation_that_names_what_computed_it(dp_mesh):
     program = traced(lambda x: per_device(dp_mesh)(x) + 1, jnp.arange(8.0))
-    listed = found(program)
+    listed = listed_in(program)
     assert [site.operation for site in listed] == [
         *("input", "shard_map", "add", "output")
     ]
     assert listed[1].inside.startswith("psum")
     assert f"at {__file__}:" in listed[1].inside
-    assert not listed[1].is_kept
+    assert not listed[1].is_residual
 
 
 @pytest.mark.parametrize("check", [True, False])
 def test_inside_a_region_each_device_is_a_row(dp_mesh, check):
     x = jnp.arange(16.0)
     program = traced(per_device(dp_mesh, check), x)
-    (region,) = [s for s in found(program) if s.operation == "shard_map"]
+    (region,) = [s for s in listed_in(program) if s.operation == "shard_map"]
     inside = sites_inside(program, region, "cpu")
     sin = next(site for site in inside if site.operation == "sin")
-    assert (sin.shape, sin.axes, sin.region) == ((8, 2), ("dp",), region.place)
+    assert (sin.shape, sin.axes, sin.region) == ((8, 2), ("dp",), region.position)
     (got,) = jax.jit(_jax.evaluate, static_argnums=0)(collecting(program, [sin]), x)
     np.testing.assert_allclose(got, jnp.sin(x).reshape(8, 2), rtol=1e-6)
 
 
-def test_what_one_region_keeps_for_another_is_told_from_results(dp_mesh):
+def test_residuals_that_one_region_computes_for_another_are_no_results(dp_mesh):
     def loss(x):
         return jnp.sum(per_device(dp_mesh)(x))
 
     program = traced(jax.grad(loss), jnp.arange(8.0))
-    regions = [s for s in found(program) if s.operation == "shard_map"]
-    kept = [s for s in regions if s.is_kept]
-    assert len(kept) == 1
+    regions = [s for s in listed_in(program) if s.operation == "shard_map"]
+    residuals = [s for s in regions if s.is_residual]
+    assert len(residuals) == 1
     assert len(regions) > 1
