@@ -37,7 +37,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """An upper bound of the bytes in use: all of the above, donated buffers once."""
+        """An upper bound of bytes in use: all of the above, donated buffers once."""
         return (
             self.arguments + self.outputs + self.temporaries - self.aliased + self.code
         )

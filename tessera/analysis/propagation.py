@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every operation's result will live, before the program is partitioned.
+"""Shows the layout of every operation's result, before the program is partitioned.
 
-A few declared layouts decide all others: Shardy, XLA's partitioner, carries them from
-operation to operation. This runs that step alone and reads the outcome, so that a
-program can be shown with a layout on each line and the user's line beside it.
+A few declared layouts decide all others: Shardy, XLA's partitioner, propagates them
+from operation to operation. This runs only the propagation and reads its result, so
+that a program can be shown with a layout on each line and the user's line beside it.
 """
 
 import itertools
@@ -24,22 +24,22 @@ from tessera.mesh import Mesh
 _SHARDING = re.compile(r"<(?:@[^,]+|mesh<.*?>), \[(.*?)\]")
 _DIM = re.compile(r"\{([^}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"(:\(\d+\)(\d+))?')
-_UNSEEN = ("constant", "return")
+_OMITTED = ("constant", "return")
 _CONTROL_FLOW = ("while", "case", "if")
 
 
 @dataclass(frozen=True, slots=True)
 class OpLayout:
-    """One result of one operation, and how it is spread over the mesh.
+    """One result of one operation, and its layout over the mesh.
 
     Attributes:
       op: The operation, such as ``dot_general``; ``input`` and ``output`` for the
         program's own arguments and results.
       dtype: Such as ``bf16``.
-      shape: Global shape; in a manual region the shape of one device's block of it.
+      shape: Global shape; in an SPMD region the shape of one device's block.
       spec: Mesh axes of each dim.
       local_shape: Shape on one device.
-      manual_axes: The axes of the manual region that the operation is in. ``shape`` is
+      manual_axes: The axes of the SPMD region that contains the operation. ``shape`` is
         already split over them and ``spec`` does not mention them.
       path: JAX's name stack, such as ``jit(step)/transpose(jvp())/dot_general``.
       source: ``file:line`` of the user's line, or ``""``.
@@ -71,13 +71,13 @@ def op_layouts(lowered: jax.stages.Lowered, mesh: Mesh) -> tuple[OpLayout, ...]:
     """The layout that the partitioner will give every operation of a lowered program.
 
     Args:
-      lowered: What ``jax.jit(f).lower(...)`` gives; it is left as it is and can be
-        compiled afterwards.
+      lowered: From ``jax.jit(f).lower(...)``; it is not changed and can be compiled
+        afterwards.
       mesh: The mesh of the program. It may be abstract.
 
     Returns:
-      Inputs, operations in program order, outputs. A loop's body and a function's are
-      listed once, where they are first reached; further calls are rows of their own.
+      Inputs, operations in program order, outputs. The bodies of loops and functions
+      are listed once, where they are first reached; further calls are single rows.
       Constants and the scalar functions of reductions are left out.
     """
     module = _jax.propagated_module(lowered)
@@ -96,8 +96,8 @@ def as_text(layouts: Iterable[OpLayout]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where in the program a block of operations stands."""
+class _Context:
+    """What surrounds a block of operations."""
 
     prefix: str = ""
     source: str = ""
@@ -114,47 +114,49 @@ class _Walk:
     def program(self, main: Any) -> Iterator[OpLayout]:
         """The function's inputs, its operations, its outputs."""
         (block,) = main.regions[0].blocks
-        for value, notes in _noted(block.arguments, main, "arg_attrs"):
+        for value, attributes in _annotated(block.arguments, main, "arg_attrs"):
             name, _ = _jax.operation_place(value)
-            yield self._layout("input", value, notes, name)
-        yield from self._inside(main, _Place())
+            yield self._layout("input", value, attributes, name)
+        yield from self._inside(main, _Context())
         results = list(block.operations)[-1].operands
-        for value, notes in _noted(results, main, "res_attrs"):
-            name = re.search(r'jax.result_info = "([^"]*)"', notes)
-            yield self._layout("output", value, notes, name[1] if name else "")
+        for value, attributes in _annotated(results, main, "res_attrs"):
+            name = re.search(r'jax.result_info = "([^"]*)"', attributes)
+            yield self._layout("output", value, attributes, name[1] if name else "")
 
-    def _inside(self, parent: Any, place: _Place) -> Iterator[OpLayout]:
+    def _inside(self, parent: Any, context: _Context) -> Iterator[OpLayout]:
         for region in parent.regions:
             for block in region.blocks:
                 for op in block.operations:
-                    yield from self._operation(op, place)
+                    yield from self._operation(op, context)
 
-    def _operation(self, op: Any, place: _Place) -> Iterator[OpLayout]:
+    def _operation(self, op: Any, context: _Context) -> Iterator[OpLayout]:
         name = op.operation.name.rpartition(".")[2]
-        if name in _UNSEEN:
+        if name in _OMITTED:
             return
         path, stack = _jax.operation_place(op)
-        path = place.prefix + path
+        path = context.prefix + path
         # A function that JAX lowers once for all its calls has no line of its own.
-        source = user_line(Frame(*frame) for frame in stack) or place.source
+        source = user_line(Frame(*frame) for frame in stack) or context.source
         callee = _symbol(op.attributes["callee"]) if name == "call" else ""
         if callee and callee not in self._entered:
             self._entered.add(callee)
-            inside = _Place(f"{path}/", source, place.manual_axes)
+            inside = _Context(f"{path}/", source, context.manual_axes)
             yield from self._inside(self._functions[callee], inside)
         elif name == "manual_computation":
-            axes = (*place.manual_axes, *_names(op.attributes["manual_axes"]))
-            yield from self._inside(op, _Place(f"{path}/", source, axes))
+            names = _AXIS.findall(str(op.attributes["manual_axes"]))
+            axes = (*context.manual_axes, *(name for name, _, _ in names))
+            yield from self._inside(op, _Context(f"{path}/", source, axes))
         elif name in _CONTROL_FLOW:
-            yield from self._inside(op, place)
+            yield from self._inside(op, context)
         else:
-            for value, notes in zip(op.results, _result_notes(op), strict=True):
-                row = self._layout(_full_name(op, name), value, notes, path)
-                yield replace(row, source=source, manual_axes=place.manual_axes)
+            shardings = _result_shardings(op)
+            for value, sharding in zip(op.results, shardings, strict=True):
+                row = self._layout(_full_name(op, name), value, sharding, path)
+                yield replace(row, source=source, manual_axes=context.manual_axes)
 
-    def _layout(self, op: str, value: Any, notes: str, path: str) -> OpLayout:
+    def _layout(self, op: str, value: Any, sharding: str, path: str) -> OpLayout:
         shape = tuple(getattr(value.type, "shape", ()))
-        spec, parts = _spec(notes, len(shape), self._sizes)
+        spec, parts = _spec(sharding, len(shape), self._sizes)
         return OpLayout(
             op=op,
             dtype=_dtype(value.type),
@@ -169,29 +171,29 @@ class _Walk:
         )
 
 
-def _noted(values: Iterable[Any], op: Any, attribute: str) -> Iterator[tuple[Any, str]]:
-    """Values with the text of what a function's attribute notes of each."""
-    notes = op.attributes.get(attribute, ())
-    return itertools.zip_longest(values, map(str, notes), fillvalue="")
+def _annotated(
+    values: Iterable[Any], op: Any, attribute: str
+) -> Iterator[tuple[Any, str]]:
+    """Values with the text of each one's entry in a function's attribute."""
+    entries = op.attributes.get(attribute, ())
+    return itertools.zip_longest(values, map(str, entries), fillvalue="")
 
 
-def _result_notes(op: Any) -> list[str]:
+def _result_shardings(op: Any) -> list[str]:
     """The sharding of each of an operation's results, as text."""
     if "sharding" in op.attributes:  # a constraint has its one as its argument
         return [str(op.attributes["sharding"])]
-    text = ""
-    if "sdy.sharding" in op.attributes:
-        text = str(op.attributes["sdy.sharding"])
-    found = [f"<@mesh, [{dims}]>" for dims in _SHARDING.findall(text)]
-    return found or [""] * len(op.results)
+    text = str(op.attributes.get("sdy.sharding", ""))
+    shardings = [f"<@mesh, [{dims}]>" for dims in _SHARDING.findall(text)]
+    return shardings or [""] * len(op.results)
 
 
 def _spec(
-    notes: str, rank: int, sizes: Mapping[str, int]
+    sharding: str, rank: int, sizes: Mapping[str, int]
 ) -> tuple[PartitionSpec, list[int]]:
     """A sharding's text as a spec, and the number of blocks along each dim."""
-    found = _SHARDING.search(notes)
-    dims = [_AXIS.findall(dim) for dim in _DIM.findall(found[1])] if found else []
+    match = _SHARDING.search(sharding)
+    dims = [_AXIS.findall(dim) for dim in _DIM.findall(match[1])] if match else []
     dims += [[]] * (rank - len(dims))
     entries: list[Any] = []
     for axes in dims:
@@ -199,17 +201,13 @@ def _spec(
         entries.append(names if len(names) > 1 else names[0] if names else None)
     while entries and entries[-1] is None:
         entries.pop()
-    # A part of an axis, '"dp":(1)2', says its own size.
+    # A part of an axis, '"dp":(1)2', includes its own size.
     blocks = [math.prod(int(n or sizes[axis]) for axis, _, n in dim) for dim in dims]
     return PartitionSpec(*entries), blocks
 
 
-def _names(axes: Any) -> list[str]:
-    return [name for name, _, _ in _AXIS.findall(str(axes))]
-
-
 def _full_name(op: Any, name: str) -> str:
-    """An operation's name, with that of the function it calls."""
+    """An operation's name, followed by that of the function it calls."""
     for attribute in ("call_target_name", "callee"):
         if attribute in op.attributes:
             return f"{name} {_symbol(op.attributes[attribute])}"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools that show what a step became: explain, profile, compare across meshes."""
+"""Debugging tools for steps: explain, profile, compare across meshes."""

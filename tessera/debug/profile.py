@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dist.profile``: communication against computation of one step, per mesh axis."""
+"""``dist.profile``: reports communication and computation of a step, per mesh axis."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,13 @@ def profile(step: Function | None = None, *args: Any, **kwargs: Any) -> "Profile
     """Report a step's communication and computation, per mesh axis.
 
     Bytes, calls and operations are counted on the compiled program. With arrays for
-    arguments the step runs a few times under JAX's profiler, and the times are measured
-    where the backend's profiler tells operations apart. Without arguments, or with
+    arguments the step runs a few times under JAX's profiler, and times are measured
+    where the backend's profiler records single operations. Without arguments, or with
     ``jax.ShapeDtypeStruct`` for arrays, or on a mesh that this machine lacks, nothing
-    runs: the times are then an estimate from the device's peaks, and say so.
+    runs: the times are then an estimate from the device's peaks, and marked as such.
 
-    The results of these runs are dropped. What the step would overwrite or free, its
-    donated arguments and dicts that it assigns into, is copied before.
+    The results of these runs are dropped. Donated arguments, and dicts that the step
+    assigns into, are copied before.
 
     Args:
       step: A ``ts.function`` or training step; None is the one that ran last.
@@ -29,11 +29,11 @@ def profile(step: Function | None = None, *args: Any, **kwargs: Any) -> "Profile
       **kwargs: The same by name.
 
     Returns:
-      A report that prints. Times are seconds of one execution on one device, the mean
-      of them; those of a collective include waiting for the other devices.
+      A report that prints. Times are mean seconds of one execution on one device;
+      those of a collective include waiting for the other devices.
 
     Raises:
-      OutsideTraceError: [T302] nothing was run yet.
+      OutsideTraceError: [T302] no step has run yet.
 
     Example:
       >>> import jax.numpy as jnp
@@ -42,13 +42,13 @@ def profile(step: Function | None = None, *args: Any, **kwargs: Any) -> "Profile
       >>> report.flops.matmul, report.measured.executions
       (524288, 3)
     """
-    # Which imports the analyses: a program that asks for none does without.
+    # It imports the analyses, which few programs use.
     from tessera.debug.profile_report import measured, of_program
 
     if args or kwargs:
         assert step is not None
-        found = of_program(step.compile(*args, **kwargs))
-        return measured(found, step, args, kwargs)
+        estimate = of_program(step.compile(*args, **kwargs))
+        return measured(estimate, step, args, kwargs)
     compiled = last_run() if step is None else step.last
     if compiled is None:
         raise OutsideTraceError(

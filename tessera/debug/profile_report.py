@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of ``dist.profile``: what a program computes and sends, and how long."""
+"""Computes the report of ``dist.profile``: operations, bytes and times of a program."""
 
 import math
 import tempfile
@@ -26,15 +26,15 @@ _EXECUTIONS = 3
 
 @dataclass(frozen=True)
 class Profile:
-    """What one execution of a step computes and sends on each device, and how long.
+    """Computation and communication of one execution of a step on each device.
 
     Attributes:
       compiled: The program.
       flops: Its floating-point operations, all devices together.
-      balance: The time at best of computing and of sending, an estimate from the
+      balance: The least time of computation and communication, an estimate from the
         device's peaks.
-      measured: The time that they took; None where it was not measured.
-      reason: Why it was not measured; ``""`` where it was.
+      measured: The measured times; None where nothing was measured.
+      reason: Why nothing was measured; ``""`` where it was.
     """
 
     compiled: Compiled
@@ -51,32 +51,32 @@ class Profile:
     def from_trace(
         self, folder: Path, executions: int, seconds: float | None = None
     ) -> "Profile":
-        """The same, with what a trace of the program's executions measured.
+        """The profile with times measured by a trace of the program's executions.
 
         Args:
-          folder: What ``jax.profiler.start_trace`` was given.
-          executions: How often the program ran while it was traced.
-          seconds: That each of them took; None takes the time from the first of the
-            trace's operations to the last.
+          folder: The log folder of ``jax.profiler.start_trace``.
+          executions: How often the program ran during the trace.
+          seconds: Time of each execution; None takes the time from the first operation
+            of the trace to the last.
         """
         module = hlo.parse(self.compiled.as_text())
         events = op_events(folder, module.name)
         if seconds is None and events:
             first, last = min(e.start for e in events), max(e.end for e in events)
             seconds = (last - first) / executions
-        found = measure(
+        times = measure(
             events,
             module,
             self.collectives,
             executions=executions,
             seconds=seconds or 0.0,
         )
-        if found is None:
+        if times is None:
             return replace(self, reason="this backend's trace has no operations")
-        return replace(self, measured=found, reason="")
+        return replace(self, measured=times, reason="")
 
     def as_text(self) -> str:
-        """Operations; times, measured or at best; then every collective."""
+        """Operations; times, measured or estimated; then every collective."""
         times = [self.balance.as_text()]
         if self.measured is not None:
             times = [as_text(self.measured, self.balance, self.collectives)]
@@ -105,7 +105,7 @@ class Profile:
 
 
 def of_program(compiled: Compiled) -> Profile:
-    """What can be said of a compiled step without running it."""
+    """The profile of a compiled step that is not run: an estimate."""
     graph = compiled.traced.graph
     flops, kind = count(graph.program), graph.device_kind
     dtype = matmul_dtype(graph.program)
@@ -113,38 +113,36 @@ def of_program(compiled: Compiled) -> Profile:
     return Profile(compiled, flops, estimate)
 
 
-def measured(found: Profile, step: Function, args: Any, kwargs: Any) -> Profile:
+def measured(profile: Profile, step: Function, args: Any, kwargs: Any) -> Profile:
     """A profile with the times of a few runs, where the step can run."""
-    mesh = found.compiled.traced.graph.mesh
-    if any(
-        isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((args, kwargs))
-    ):
-        return replace(found, reason="the arguments are shapes, not arrays")
+    mesh = profile.compiled.traced.graph.mesh
+    leaves = jax.tree.leaves((args, kwargs))
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return replace(profile, reason="the arguments are shapes, not arrays")
     if mesh is not None and mesh.is_abstract:
-        return replace(found, reason="this machine does not have the mesh's devices")
+        return replace(profile, reason="this machine does not have the mesh's devices")
     _seconds(step, args, kwargs)
     with tempfile.TemporaryDirectory() as folder:
         try:
             jax.profiler.start_trace(folder, profiler_options=_options())
         except RuntimeError:
-            return replace(found, reason="another trace of the profiler is running")
+            return replace(profile, reason="another trace of the profiler is running")
         try:
             spent = [_seconds(step, args, kwargs) for _ in range(_EXECUTIONS)]
         finally:
             jax.profiler.stop_trace()
-        return found.from_trace(
-            Path(folder), _EXECUTIONS, math.fsum(spent) / len(spent)
-        )
+        mean = math.fsum(spent) / len(spent)
+        return profile.from_trace(Path(folder), _EXECUTIONS, mean)
 
 
 def _options() -> jax.profiler.ProfileOptions:
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it would slow down what is measured
+    options.python_tracer_level = 0  # it would slow the measured step down
     return options
 
 
 def _seconds(step: Function, args: Any, kwargs: Any) -> float:
-    """How long one run takes, on copies of what it may overwrite or free."""
+    """Wall time of one run, on copies of what it may overwrite or free."""
     args, kwargs = jax.block_until_ready(jax.tree.map(_copy, (args, kwargs)))
     start = time.perf_counter()
     jax.block_until_ready(step(*args, **kwargs))

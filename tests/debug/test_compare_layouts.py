@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: F821 - dims are strings, which ruff takes for names
-"""The same step on several meshes, and the first operation that is not the same."""
+"""The first operation of a step that differs between meshes."""
 
 import inspect
 import re
@@ -25,9 +25,13 @@ UP = jax.random.normal(KEYS[1], (8, 16))
 DOWN = jax.random.normal(KEYS[2], (16, 8))
 
 
+TP = dist.Mesh(["tp"], devices=range(4))
+ONE = dist.Mesh(["tp"], devices=[5])
+
+
 @pytest.fixture
 def tp_mesh():
-    return dist.Mesh(["tp"], devices=range(4))
+    return TP
 
 
 def line_of(function, text):
@@ -66,9 +70,15 @@ def tensor_parallel_mlp(reduce):
     return step, blocks
 
 
-def test_a_forgotten_sum_over_an_axis_is_named_with_its_line(tp_mesh):
+@pytest.fixture(scope="module")
+def forgotten():
+    """The report of a step whose partial sums nothing adds up, and the body's blocks."""
     step, blocks = tensor_parallel_mlp(reduce=False)
-    report = ts.compare_layouts(step, (X, UP, DOWN), [None, tp_mesh])
+    return ts.compare_layouts(step, (X, UP, DOWN), [None, ONE, TP]), blocks
+
+
+def test_a_forgotten_sum_over_an_axis_is_named_with_its_line(forgotten):
+    report, blocks = forgotten
     assert not report.agrees
     first = report.first
     assert (first.site.operation, first.site.path) == ("shard_map", "jvp(mlp)")
@@ -76,19 +86,43 @@ def test_a_forgotten_sum_over_an_axis_is_named_with_its_line(tp_mesh):
     assert first.site.inside.startswith("dot_general at ")
     assert first.site.inside.endswith(line)
     expected = np.tanh(np.sin(X) @ UP) @ DOWN
-    found = np.tanh(np.sin(X) @ UP[:, :4]) @ DOWN[:4]
-    np.testing.assert_allclose(first.error, np.abs(found - expected).max(), rtol=1e-4)
+    actual = np.tanh(np.sin(X) @ UP[:, :4]) @ DOWN[:4]
+    np.testing.assert_allclose(first.error, np.abs(actual - expected).max(), rtol=1e-4)
     np.testing.assert_allclose(first.expected, expected[first.index], rtol=1e-4)
-    np.testing.assert_allclose(first.value, found[first.index], rtol=1e-4)
+    np.testing.assert_allclose(first.value, actual[first.index], rtol=1e-4)
     assert line in report.as_text()
 
 
-def test_parts_of_a_sum_that_nothing_adds_up_are_called_so(tp_mesh):
-    step, _ = tensor_parallel_mlp(reduce=False)
-    first = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh).first
-    assert first.diagnosis == (
+def test_partial_sums_that_nothing_adds_up_are_named_as_such(forgotten):
+    assert forgotten[0].first.diagnosis == (
         ("wrong", "these are parts of a sum over tp, which nothing adds up"),
     )
+
+
+def test_later_differences_and_results_are_listed(forgotten):
+    lines = forgotten[0].as_text().splitlines()
+    assert lines[0] == "step step, compared with tp mesh, 1"
+    assert lines[2] == "tp mesh, 4: the first difference"
+    assert lines[3] == "  operation  shard_map: float32[4,8] in jvp(mlp)"
+    assert any(line.startswith("  then       ") for line in lines)
+    results = [line for line in lines if "result/" in line]
+    assert [line.split(":")[0].split()[-1] for line in results] == [
+        *("result/0", "result/1/0", "result/1/1")
+    ]
+
+
+def test_every_mesh_is_compared_with_the_first(forgotten):
+    report, _ = forgotten
+    same, other = report.meshes
+    assert (same.mesh, other.mesh) == (ONE, TP)
+    assert same.first is None
+    assert same.largest == 0.0
+    assert report.first is other.first
+    text = report.as_text()
+    assert re.search(
+        r"tp mesh, 1: no difference in \d+ operations; all are equal", text
+    )
+    assert text.index("all are equal") < text.index("the first difference")
 
 
 def per_device(body):
@@ -111,7 +145,7 @@ def per_device(body):
     return step
 
 
-def test_what_is_computed_with_parts_of_a_sum_is_named_and_what_gives_them(tp_mesh):
+def test_an_operation_on_partial_sums_is_named_and_the_one_that_computes_them(tp_mesh):
     def blocks(x, up, down):
         partial = jnp.sin(x @ up) @ down
         wrong = jnp.tanh(partial)  # before the sum
@@ -129,7 +163,7 @@ def test_what_is_computed_with_parts_of_a_sum_is_named_and_what_gives_them(tp_me
     )
 
 
-def test_a_sum_that_was_added_up_is_not_blamed_for_what_comes_later(tp_mesh):
+def test_partial_sums_that_were_added_up_are_not_blamed_for_a_later_error(tp_mesh):
     def blocks(x, up, down):
         y = jax.lax.psum(jnp.sin(x @ up) @ down, "tp")
         return y + jax.lax.axis_index("tp").astype(y.dtype)
@@ -138,7 +172,7 @@ def test_a_sum_that_was_added_up_is_not_blamed_for_what_comes_later(tp_mesh):
     assert [name for name, _ in first.diagnosis] == ["wrong"]
 
 
-def test_a_strategy_that_runs_the_body_per_device_is_looked_into(tp_mesh):
+def test_the_body_of_a_strategy_is_diagnosed(tp_mesh):
     @ts.distribute(strategy="tensor_parallel", mesh_axes=("tp",))
     def mlp(
         x: ts.Tensor["B", "D"],
@@ -156,7 +190,7 @@ def test_a_strategy_that_runs_the_body_per_device_is_looked_into(tp_mesh):
     assert line_of(mlp.body, "partial = hidden @ down") in reason
 
 
-def test_blocks_that_are_put_together_wrongly_are_right_by_themselves(tp_mesh):
+def test_wrong_out_specs_of_right_blocks_are_diagnosed(tp_mesh):
     @ts.function(in_specs={"up": P(None, "tp")})
     def step(x, up):
         columns = jax.shard_map(
@@ -175,19 +209,6 @@ def test_blocks_that_are_put_together_wrongly_are_right_by_themselves(tp_mesh):
     )
 
 
-def test_what_differs_later_and_in_the_results_is_listed(tp_mesh):
-    step, _ = tensor_parallel_mlp(reduce=False)
-    lines = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh).as_text().splitlines()
-    assert lines[0] == "step step, compared with tp mesh, 1"
-    assert lines[1] == "tp mesh, 4: the first difference"
-    assert lines[2] == "  operation  shard_map: float32[4,8] in jvp(mlp)"
-    assert any(line.startswith("  then       ") for line in lines)
-    results = [line for line in lines if "result/" in line]
-    assert [line.split(":")[0].split()[-1] for line in results] == [
-        *("result/0", "result/1/0", "result/1/1")
-    ]
-
-
 def test_ordinary_rounding_is_no_difference(tp_mesh):
     step, _ = tensor_parallel_mlp(reduce=True)
     report = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh)
@@ -199,30 +220,14 @@ def test_ordinary_rounding_is_no_difference(tp_mesh):
     assert "tp mesh, 4: no difference in " in report.as_text()
 
 
-def test_no_rounding_is_allowed_where_none_is_asked_for(tp_mesh):
+def test_no_rounding_is_allowed_with_a_tolerance_of_zero(tp_mesh):
     step, _ = tensor_parallel_mlp(reduce=True)
     report = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh, rtol=0, atol=0)
     assert not report.agrees
     assert report.first.error < 1e-5
 
 
-def test_every_mesh_is_compared_with_the_first(tp_mesh):
-    step, _ = tensor_parallel_mlp(reduce=False)
-    one = dist.Mesh(["tp"], devices=[5])
-    report = ts.compare_layouts(step, (X, UP, DOWN), [None, one, tp_mesh])
-    same, other = report.meshes
-    assert (same.mesh, other.mesh) == (one, tp_mesh)
-    assert same.first is None
-    assert same.largest == 0.0
-    assert report.first is other.first
-    text = report.as_text()
-    assert re.search(
-        r"tp mesh, 1: no difference in \d+ operations; all are equal", text
-    )
-    assert text.index("all are equal") < text.index("the first difference")
-
-
-def test_results_are_those_of_the_step_and_arguments_stay_as_they_are(tp_mesh):
+def test_a_comparison_leaves_arguments_and_the_step_unchanged(tp_mesh):
     @ts.function(donate=("w",), in_specs={"w": P("tp")})
     def update(w):
         return w - 0.5 * jnp.cos(w)
@@ -233,7 +238,7 @@ def test_results_are_those_of_the_step_and_arguments_stay_as_they_are(tp_mesh):
     assert update.num_programs() == 0
 
 
-def test_layouts_of_arguments_are_kept_as_far_as_a_mesh_has_their_axes(grid_mesh):
+def test_arguments_keep_their_layout_as_far_as_a_mesh_has_its_axes(grid_mesh):
     seen = []
 
     @ts.function
@@ -249,7 +254,18 @@ def test_layouts_of_arguments_are_kept_as_far_as_a_mesh_has_their_axes(grid_mesh
 # --- steps with parameters, loops and dtypes
 
 
-def test_a_training_step_is_compared_with_the_numbers_of_its_parameters(grid_mesh):
+@graph.training_step
+def with_parameters(x):
+    loss = jnp.sum(op.matmul(x, dist.tensor((8, 2), init="normal", name="w")) ** 2)
+    return loss, graph.backward(loss)
+
+
+def test_parameters_that_were_never_initialized_are_the_same_on_every_mesh(dp_mesh):
+    assert ts.compare_layouts(with_parameters, jnp.ones((8, 8)), dp_mesh).agrees
+
+
+@pytest.mark.full
+def test_a_block_with_many_parameters_is_the_same_on_every_mesh(grid_mesh):
     @graph.training_step
     def step(x):
         loss = jnp.mean(op.transformer_block(x, depth=1, num_heads=4) ** 2)
@@ -257,25 +273,22 @@ def test_a_training_step_is_compared_with_the_numbers_of_its_parameters(grid_mes
 
     x = jax.random.normal(KEYS[0], (4, 2, 8))
     step.init(jax.random.key(7), x)
-    numbers = step.params["block"]["query"]
-    for mesh in (dist.Mesh(["dp", "tp"], [[0]]), grid_mesh):
-        run = MeshRun.on(mesh, step, (x,))
-        (site,) = [s for s in run.sites if s.path == "block/query"]
-        np.testing.assert_array_equal(run.values([site])[0], numbers)
     assert ts.compare_layouts(step, x, grid_mesh).agrees
-    assert step.params["block"]["query"] is numbers
 
 
-def test_parameters_that_nobody_made_are_the_same_on_every_mesh(dp_mesh):
-    @graph.training_step
-    def step(x):
-        loss = jnp.sum(op.matmul(x, dist.tensor((8, 2), init="normal", name="w")) ** 2)
-        return loss, graph.backward(loss)
+def test_a_training_step_is_compared_with_the_values_of_its_parameters(dp_mesh):
+    x = jnp.ones((8, 8))
+    with_parameters.init(jax.random.key(7), x)
+    weights = with_parameters.params["w"]
+    for mesh in (dist.Mesh(["dp"], devices=[0]), dp_mesh):
+        run = MeshRun.on(mesh, with_parameters, (x,))
+        (site,) = [s for s in run.sites if s.path == "w"]
+        np.testing.assert_array_equal(run.values([site])[0], weights)
+    assert ts.compare_layouts(with_parameters, x, dp_mesh).agrees
+    assert with_parameters.params["w"] is weights
 
-    assert ts.compare_layouts(step, jnp.ones((8, 8)), dp_mesh).agrees
 
-
-def test_a_step_that_is_made_for_a_mesh_is_given_as_what_makes_it(tp_mesh):
+def test_a_function_may_make_the_step_for_each_mesh(tp_mesh):
     def make(mesh):
         layout = dist.ShardSpec(("row",), ("tp",))
         size = 2.0 if mesh.size > 1 else 1.0  # the mistake
@@ -293,7 +306,7 @@ def test_a_step_that_is_made_for_a_mesh_is_given_as_what_makes_it(tp_mesh):
     assert first.site.source.endswith(line_of(make, "h * size"))
 
 
-def test_in_a_loop_the_iteration_is_named_and_what_comes_first_in_it(tp_mesh):
+def test_in_a_loop_the_first_iteration_that_differs_is_named(tp_mesh):
     @ts.function
     def step(x):
         wrong = jnp.arange(3) == (1 if ts.mesh.current().size > 1 else 5)
@@ -315,7 +328,7 @@ def test_in_a_loop_the_iteration_is_named_and_what_comes_first_in_it(tp_mesh):
     assert "layers" in later.site.path
 
 
-def test_in_a_loop_backwards_the_last_iteration_is_the_first(tp_mesh):
+def test_in_a_reversed_loop_the_last_index_comes_first(tp_mesh):
     @ts.function
     def step(x):
         size = 1.0 if ts.mesh.current().size > 1 else 0.0
@@ -331,7 +344,7 @@ def test_in_a_loop_backwards_the_last_iteration_is_the_first(tp_mesh):
     assert add.iterations == (2,)
 
 
-def test_what_was_computed_in_bf16_may_differ_by_half_of_its_digits(tp_mesh):
+def test_values_computed_in_bf16_may_differ_by_half_of_its_digits(tp_mesh):
     @ts.function(in_specs={"up": P(None, "tp"), "down": P("tp")})
     def step(x, up, down):
         with ts.autocast(dtype="bf16"):
@@ -343,7 +356,7 @@ def test_what_was_computed_in_bf16_may_differ_by_half_of_its_digits(tp_mesh):
     assert report.agrees
 
 
-def test_one_nan_is_a_difference_and_two_are_none(tp_mesh):
+def test_a_nan_on_one_mesh_is_a_difference_and_on_both_is_none(tp_mesh):
     def make(bad):
         @ts.function
         def step(x):
@@ -358,7 +371,7 @@ def test_one_nan_is_a_difference_and_two_are_none(tp_mesh):
     assert np.isnan(first.value)
 
 
-def test_values_are_fetched_a_few_at_a_time(tp_mesh, monkeypatch):
+def test_values_are_fetched_in_chunks(tp_mesh, monkeypatch):
     monkeypatch.setattr(mesh_runs, "MAX_BYTES", 600)
     chunks = []
     whole = mesh_runs.chunks
@@ -376,7 +389,7 @@ def test_values_are_fetched_a_few_at_a_time(tp_mesh, monkeypatch):
     assert report.first.site.operation == "shard_map"
 
 
-def test_random_numbers_and_keys_are_arguments_like_others(dp_mesh):
+def test_random_keys_may_be_arguments(dp_mesh):
     @ts.function(in_specs={"x": P("dp")})
     def step(x, key):
         keep = jax.random.bernoulli(key, 0.5, x.shape)
@@ -386,13 +399,13 @@ def test_random_numbers_and_keys_are_arguments_like_others(dp_mesh):
     assert ts.compare_layouts(step, (x, jax.random.key(3)), dp_mesh).agrees
 
 
-def test_no_mesh_or_one_alone_cannot_be_compared(tp_mesh):
+def test_no_mesh_or_a_single_one_is_refused(tp_mesh):
     step, _ = tensor_parallel_mlp(reduce=True)
     for meshes in ([], [tp_mesh], [None, None]):
         with pytest.raises(NoMeshError, match="there are no meshes to compare"):
             ts.compare_layouts(step, (X, UP, DOWN), meshes)
 
 
-def test_a_mesh_of_other_machines_is_refused(large_mesh):
+def test_a_mesh_of_missing_devices_is_refused(large_mesh):
     with pytest.raises(AbstractMeshError, match="T105"):
         ts.compare_layouts(ts.function(jnp.sin), X, large_mesh)

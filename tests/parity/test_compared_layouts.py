@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's step has the same values on every mesh; where not, it is named."""
+"""``compare_layouts`` of the trainer's step: agreement, or the line that differs."""
 
 import dataclasses
 import inspect
