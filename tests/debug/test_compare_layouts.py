@@ -72,7 +72,7 @@ def tensor_parallel_mlp(reduce):
 
 @pytest.fixture(scope="module")
 def forgotten():
-    """The report of a step whose partial sums nothing adds up, and the body's blocks."""
+    """The report of a step whose partial sums nothing adds up, and its body."""
     step, blocks = tensor_parallel_mlp(reduce=False)
     return ts.compare_layouts(step, (X, UP, DOWN), [None, ONE, TP]), blocks
 

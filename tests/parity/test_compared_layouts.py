@@ -14,6 +14,9 @@ from tessera.models import Gemma3Config, Model
 from tessera.training.step import StepConfig, make_train_step
 from tessera.training.train_state import abstract_state, init_state
 
+# Each traces, compiles and runs the trainer's step with every value as an output.
+pytestmark = pytest.mark.full
+
 CONFIG = Gemma3Config(
     vocab_size=32,
     d_model=16,
