@@ -75,7 +75,7 @@ class DeviceVariance:
                 axes = self._axes[node.computation.name, node.instruction.name]
                 for element in self._elements(node.instruction):
                     before = axes.get(element)
-                    after = self._transfer(replace(node, element=element))
+                    after = self._transfer(Node(node.path, element))
                     axes[element] = after | (before or NONE)
                     changed |= axes[element] != before
 
@@ -86,18 +86,17 @@ class DeviceVariance:
 
     def _transfer(self, node: Node) -> Axes:
         """The axes of a value, from those of the values that it is computed from."""
-        instruction, operands = node.instruction, node.operands()
-        sources = self._flow.sources(node)
+        instruction, sources = node.instruction, self._flow.sources(node)
         if sources is not None:
-            axes = _union(map(self.over, sources))
-            is_choice = instruction.opcode == "conditional"
-            return axes | self.over(operands[0]) if is_choice else axes
+            if instruction.opcode == "conditional":  # it differs with the choice, too
+                sources.append(node.sibling(instruction.operands[0]))
+            return _union(map(self.over, sources))
         match instruction.opcode:
             case "parameter" if len(node.path) == 1:
                 return self._inputs[int(instruction.operands[0])]
             case "partition-id" | "replica-id":
                 return self._rank_axes
-        count = len(instruction.elements)
+        operands, count = node.operands(), len(instruction.elements)
         if instruction.opcode.removesuffix("-start") in _COLLECTIVES:
             axes = self._whole_axes(instruction)
             if "to-all" in instruction.opcode or "scatter" in instruction.opcode:

@@ -10,6 +10,8 @@ from tessera.errors import OutsideTraceError
 if TYPE_CHECKING:
     from tessera.debug.profile_report import Profile
 
+__all__ = ["profile"]
+
 
 def profile(step: Function | None = None, *args: Any, **kwargs: Any) -> "Profile":
     """Report a step's communication and computation, per mesh axis.
