@@ -31,3 +31,4 @@ from tessera.scope import autocast as autocast
 from tessera.shard import DistTensor as DistTensor
 from tessera.shard import ShardSpec as ShardSpec
 from tessera.training.checkpoints.resume_plan import resume_plan as resume_plan
+from tessera.version import __version__ as __version__

@@ -7,6 +7,7 @@ All of it is found without JAX's backend, which may start only after the ranks h
 import hashlib
 import platform
 import sys
+import sysconfig
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,7 +42,8 @@ def code() -> dict[str, str]:
         str(path.relative_to(_PACKAGE.parent)): path for path in _PACKAGE.rglob("*.py")
     }
     program = getattr(sys.modules.get("__main__"), "__file__", None)
-    if program:
+    # pip writes a script such as bin/tessera with the path of its environment inside.
+    if program and Path(program).parent != Path(sysconfig.get_path("scripts")):
         files[Path(program).name] = Path(program)
     found: dict[str, str] = {}
     for name, path in sorted(files.items()):

@@ -52,7 +52,7 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if where is None and options.master_port:
         where = LOOPBACK, options.master_port
     return Plan(
-        command=(sys.executable, options.program, *options.arguments),
+        command=(sys.executable, *_program(options.program), *options.arguments),
         num_local=num_local,
         first_rank=first,
         world_size=total,
@@ -60,6 +60,11 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
         max_restarts=options.max_restarts,
         grace=options.grace,
     )
+
+
+def _program(name: str) -> tuple[str, ...]:
+    """What Python runs: a file, or, for the command ``tessera``, its module."""
+    return ("-m", "tessera") if name == "tessera" else (name,)
 
 
 def _parser() -> ArgumentParser:
@@ -102,7 +107,7 @@ def _parser() -> ArgumentParser:
         metavar="SECONDS",
         help="from asking processes to end to killing them (default: 30)",
     )
-    number("program", help="the Python program")
+    number("program", help="the Python program, or tessera for its own subcommands")
     number("arguments", nargs=REMAINDER, help="its arguments")
     return parser
 

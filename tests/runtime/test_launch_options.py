@@ -19,6 +19,11 @@ def test_the_program_and_its_arguments_are_passed_on_as_they_are():
     assert plan.coordinator is None
 
 
+def test_the_command_tessera_is_started_as_a_module():
+    plan = make_plan(["--nprocs=2", "tessera", "train", "model=tiny"], CPU)
+    assert plan.command == (sys.executable, "-m", "tessera", "train", "model=tiny")
+
+
 @pytest.mark.parametrize("given", [["--nprocs"], ["--nprocs=auto"], []])
 def test_without_a_number_there_is_a_process_for_each_accelerator(given):
     plan = make_plan([*given, "run_training.py", "--nprocs"], CPU)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``tessera`` command: train, launch, export, doctor.
+
+    tessera train model=tiny training.steps=100
+    tessera launch --nprocs=2 tessera train 'model.mesh_shape=[[2],[fsdp]]'
+
+``python -m tessera`` is the same. A subcommand is imported once it is chosen, so that
+``--help`` and ``--version`` import no JAX.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from tessera.errors import UnknownSettingError, did_you_mean
+
+# Subcommand -> the module whose ``main(arguments)`` returns the exit code; its summary.
+_COMMANDS = {
+    "train": ("tessera.cli.train", "train a model; --help lists every setting"),
+    "launch": ("tessera.launch", "start a program in several processes"),
+    "export": ("tessera.export", "write the weights of a run as a safetensors file"),
+    "doctor": ("tessera.cli.doctor", "show versions, devices, and what is wrong"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the subcommand that the command line names; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given[0] if given else "--help"
+    if name in ("--help", "-h"):
+        sys.stdout.write(_usage())
+        return 0
+    if name in ("--version", "-V"):
+        from tessera.version import __version__
+
+        sys.stdout.write(f"tessera {__version__}\n")
+        return 0
+    if name not in _COMMANDS:
+        error = UnknownSettingError(
+            f"tessera has no subcommand {name!r}",
+            got=f"tessera {name}",
+            fix=did_you_mean(name, _COMMANDS),
+        )
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    module, _ = _COMMANDS[name]
+    return import_module(module).main(given[1:])
+
+
+def _usage() -> str:
+    lines = [f"  {name:8} {summary}\n" for name, (_, summary) in _COMMANDS.items()]
+    return (
+        "usage: tessera <subcommand> [argument ...]\n       tessera --version\n\n"
+        + "".join(lines)
+        + "\ntessera <subcommand> --help says more.\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training run: configuration -> mesh -> model -> compiled step -> loop."""
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from tessera.mesh import Mesh
+from tessera.runtime.cluster import Cluster, detect
+from tessera.runtime.compile_cache import make_compile_cache, open_compile_cache
+from tessera.runtime.devices import prepare_devices
+from tessera.runtime.process_group import Processes, Timeouts, joined
+from tessera.runtime.xla_options import set_xla_options
+from tessera.training.checkpoints.resuming import choose_start
+from tessera.training.checkpoints.saving import Checkpoints
+from tessera.training.command_line import Composed
+from tessera.training.config import Settings
+from tessera.training.console import Console, log
+from tessera.training.folder_lock import FolderLock
+from tessera.training.loop import Guard, Trainer
+from tessera.training.metrics import MetricWriter
+from tessera.training.outputs import open_run_folder
+from tessera.training.profiling import Window
+from tessera.training.run import Job
+from tessera.training.summary import dry_run_text, run_rows
+
+
+def run(composed: Composed) -> None:
+    """One run, from its composed configuration, in this process and others."""
+    lock = FolderLock()
+    with join(composed, lock) as here:
+        train(composed, here, lock)
+
+
+def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
+    """This process's part of the run, in a folder that is its own."""
+    settings = composed.settings
+    told = f"{here.cluster}\n{prepare(settings, here.count)}"
+    job = Job(settings, Mesh.from_shape(settings.model.mesh_shape))
+    job.check()
+    if settings.training.dry_run:
+        make_compile_cache()
+        with Console(None) as console:
+            console.show_run_table(run_rows(job))
+            log.info("%s", dry_run_text(job))
+        return
+    # Nothing but the lock is written before all that can be wrong was looked at.
+    corpus = job.load_data()
+    choice = choose_start(settings.training.resume, Path(here.shared), here.attempt)
+    told += "".join(f"\n{line}" for line in choice.check(job, corpus, composed.text))
+    folder, own, check = None, choice.own_step, lock.check
+    make_compile_cache()
+    if here.rank == 0:
+        folder = open_run_folder(choice.output_dir, composed.text, own, check)
+    with (
+        MetricWriter(folder) as writer,
+        # The launcher says whose line it is.
+        Console(
+            folder.log if folder else None,
+            rank=here.rank,
+            num_processes=1 if here.is_launched else here.count,
+        ) as console,
+        Checkpoints(job, choice.root, composed.text, own, check) as checkpoints,
+    ):
+        console.show_configuration(composed.text)
+        for line in choice.warnings:
+            log.warning("%s", line)
+        log.info("%s", told)
+        log.info("%s", corpus.describe())
+        log.info("compiling the step")
+        here.watchdog.enter("compile")
+        console.show_run_table(run_rows(job))
+        if here.count > 1:
+            here.compare("step", *job.step_facts())
+        here.watchdog.enter("startup")
+        Trainer(
+            *(job, corpus, console, writer, Window.of(job, folder)),
+            *(checkpoints, choice.checkpoint),
+            guard=Guard(here.watchdog.enter, here.goes_on),
+        ).run()
+        here.watchdog.enter("save")
+        checkpoints.wait()
+        log.info("the run is in %s", choice.output_dir)
+
+
+def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Processes]:
+    """The processes of the run; a dry run is one of its own, and writes nothing."""
+    runtime = composed.settings.runtime
+    return joined(
+        Cluster(source="a dry run")
+        if composed.settings.training.dry_run
+        else detect(
+            os.environ,
+            coordinator_address=runtime.coordinator_address,
+            num_processes=runtime.num_processes,
+            process_id=runtime.process_id,
+        ),
+        {"configuration": composed.of_all_ranks},
+        shared=str(composed.output_dir.absolute()),
+        claim=None if composed.settings.training.dry_run else lock,
+        platform=runtime.platform,
+        timeouts=Timeouts(
+            runtime.rendezvous_timeout,
+            runtime.heartbeat_timeout,
+            runtime.shutdown_timeout,
+        ),
+        deadlines={
+            phase: getattr(runtime, f"{phase}_deadline")
+            for phase in ("startup", "compile", "step", "evaluation", "save")
+        },
+        grace=runtime.grace_period,
+    )
+
+
+def prepare(settings: Settings, num_processes: int) -> str:
+    """Find the devices that the mesh asks for, or simulate them; what the log says."""
+    open_compile_cache(settings.runtime.compile_cache)
+    flags = (settings.runtime.xla_flags or "").split()
+    set_xla_options(flags, settings.runtime.optimization_level)
+    sizes, axes = settings.model.mesh_shape
+    return prepare_devices(
+        # A dry run compiles for devices that need not exist, on a platform that must.
+        1 if settings.training.dry_run else settings.model.num_devices,
+        settings.runtime.platform,
+        axes=dict(zip(axes, sizes, strict=True)),
+        num_processes=num_processes,
+    )
