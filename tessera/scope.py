@@ -36,10 +36,12 @@ class Plan:
         pipeline.
       all_reduce_overlap: Whether collectives should run beside computation; None leaves
         it to the compiler.
+      compiler_options: Options of XLA for these steps alone, by name.
     """
 
     microbatches: int | None = None
     all_reduce_overlap: bool | None = None
+    compiler_options: tuple[tuple[str, bool | str], ...] | None = None
 
 
 @dataclass

@@ -1,85 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of XLA for the whole process, checked before they can end it.
+"""Turns ``--xla_name=value`` flags into options of single compilations.
 
-XLA aborts the process that hands it a flag it does not know, at the first touch of a
-device and with a page of others; which flags there are changes with every release. So
-another process tries them first.
+XLA aborts the process that has a flag in ``XLA_FLAGS`` that it does not know, and which
+flags there are changes with every release. Given to a single compilation, by
+``jax.stages.Lowered.compile(compiler_options=...)``, the same flag is an exception.
 """
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
 
 import jax
 
-from tessera import _jax
-from tessera.errors import BackendStartedError, SettingValueError
+from tessera.errors import SettingValueError
 
-_FORM: Final = re.compile(r"--xla_[a-z0-9_]+(=[^\s'\"]*)?")
-_LEVEL: Final = "jax_optimization_level"
-# The CPU backend reads the flags of all platforms and starts the soonest.
-_TRY: Final = "import jax; jax.devices()"
-_PATIENCE_S: Final = 120.0
+# Hashable, because a program that is compiled otherwise is another program.
+CompilerOptions: TypeAlias = tuple[tuple[str, bool | str], ...]
+
+_FLAG: Final = re.compile(r"--(xla_[a-z0-9_]+)(?:=([^\s'\"]*))?")
+_BOOLS: Final = {"true": True, "false": False}
+# XLA takes it for a compilation, where it does nothing.
+_NEEDS_NEW_BACKEND: Final = "--xla_force_host_platform_device_count"
 
 
-def set_xla_options(flags: Sequence[str], optimization_level: str | None) -> None:
-    """Have XLA compile with some flags and a level of optimization.
+def compiler_options(flags: Sequence[str]) -> CompilerOptions:
+    """The options that flags stand for, as this machine's XLA takes them.
+
+    Starts the backend, and compiles a trivial program.
 
     Args:
-      flags: Such as ``"--xla_gpu_enable_pipelined_p2p=true"``, after those that
-        ``XLA_FLAGS`` has already; the later of two is the one that holds.
-      optimization_level: ``"O0"`` to ``"O3"``; None leaves JAX's. On GPUs ``"O1"`` has
-        collectives overlap with computation.
+      flags: Such as ``"--xla_gpu_enable_pipelined_p2p=true"``. The last of two for one
+        option holds; one without a value is true.
 
     Raises:
       SettingValueError: [T502] XLA does not know a flag, or not its value.
-      BackendStartedError: [T701] the backend has read its flags.
+
+    Example:
+      >>> compiler_options(["--xla_cpu_enable_fast_math=false"])
+      (('xla_cpu_enable_fast_math', False),)
     """
-    if optimization_level is not None:
-        jax.config.update(_LEVEL, optimization_level)
-    if not flags:
-        return
-    if _jax.backend_started():
-        raise BackendStartedError(
-            "XLA has read its flags",
-            got="JAX has started its backend",
-            fix="set runtime.xla_flags before anything that touches a device",
-        )
-    if refused := [flag for flag in flags if not _FORM.fullmatch(flag)]:
+    matches = {flag: _FLAG.fullmatch(flag) for flag in flags}
+    malformed = [
+        flag
+        for flag, match in matches.items()
+        if match is None or flag.startswith(_NEEDS_NEW_BACKEND)
+    ]
+    if malformed:
         raise SettingValueError(
-            "runtime.xla_flags takes flags of XLA",
-            got=", ".join(map(repr, refused)),
-            fix="write them as --xla_name=value",
+            "runtime.xla_flags takes flags of XLA's compiler",
+            got=", ".join(map(repr, malformed)),
+            fix="write them as --xla_name=value; model.mesh_shape says how many CPU "
+            "devices are simulated",
         )
-    known = os.environ.get("XLA_FLAGS", "").split()
-    if _why_not([*known, *flags]):
-        reasons = {flag: _why_not([flag]) for flag in flags}
+    options: dict[str, bool | str] = {}
+    for match in filter(None, matches.values()):
+        name, value = match.groups(default="true")
+        options[name] = _BOOLS.get(value.lower(), value)
+    if options and _refusal(options):
+        reasons = {
+            match.group(): reason
+            for match in filter(None, matches.values())
+            if (reason := _refusal({match[1]: options[match[1]]}))
+        }
         raise SettingValueError(
             "XLA does not take runtime.xla_flags",
-            got="\n".join(
-                f"{flag}: {reason}" for flag, reason in reasons.items() if reason
-            )
-            or f"XLA_FLAGS={os.environ.get('XLA_FLAGS')!r} is refused already",
+            got="\n".join(f"{flag}: {reason}" for flag, reason in reasons.items()),
             fix=f"leave them out: this is the XLA of jaxlib {jax.lib.__version__}",
         )
-    os.environ["XLA_FLAGS"] = " ".join([*known, *flags])
+    return tuple(options.items())
 
 
-def _why_not(flags: Sequence[str]) -> str | None:
-    """Why XLA refuses some flags, in a process of their own; None if it does not."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
-    tried = subprocess.run(
-        [sys.executable, "-c", _TRY],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=_PATIENCE_S,
-        check=False,
-    )
-    if tried.returncode == 0:
-        return None
-    unknown = b"Unknown flag in XLA_FLAGS" in tried.stderr
-    return "there is no such flag" if unknown else "it does not take this value"
+def _refusal(options: Mapping[str, bool | str]) -> str | None:
+    """Why XLA refuses to compile with some options; None if it does not."""
+    try:
+        jax.jit(lambda: 0).lower().compile(dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).partition(": ")[2].splitlines()[0]
+    return None

@@ -156,8 +156,8 @@ class RuntimeConfig:
       compile_cache: A folder, private to the user, for what takes longer than a second
         to compile; a later run of the same programs takes them from there. null takes
         JAX_COMPILATION_CACHE_DIR if that is given.
-      xla_flags: Flags of XLA as in XLA_FLAGS, ``--xla_name=value --xla_other=value``,
-        which come after those of the environment; another process tries them first.
+      xla_flags: Flags of XLA's compiler, ``--xla_name=value --xla_other=value``, for
+        the run's steps; they override those of XLA_FLAGS, which hold for all programs.
       optimization_level: How much XLA may do for a faster program, O0 to O3; O1 has
         GPUs overlap collectives with computation. null leaves JAX's.
       max_steps_in_flight: Steps that may be queued before the loop waits for the first

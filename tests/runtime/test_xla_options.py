@@ -1,73 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of XLA are tried in another process before this one has them."""
+"""Flags of XLA become options of the compilations of one run."""
 
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
-import jax
 import pytest
 
-from tessera import _jax, errors
-from tessera.runtime.xla_options import set_xla_options
+import tessera as ts
+from tessera import errors, scope
+from tessera.compiler.lower.jit import compiler_options as options_of
+from tessera.runtime.xla_options import compiler_options
 
 KNOWN = "--xla_gpu_enable_latency_hiding_scheduler=true"
-FATAL = ["--xla_gpu_enable_triton_softmax_fusion=true", f"{KNOWN[:-4]}perhaps"]
+UNKNOWN = "--xla_gpu_enable_triton_softmax_fusion=true"
+NO_BOOL = f"{KNOWN[:-4]}perhaps"
 
 
-@pytest.fixture
-def not_started(monkeypatch):
-    """As before the first touch of a device."""
-    monkeypatch.setattr(_jax, "backend_started", lambda: False)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+def test_flags_become_options_and_the_last_of_two_holds():
+    flags = ["--xla_cpu_enable_fast_math", KNOWN, "--xla_cpu_enable_fast_math=false"]
+    assert compiler_options(flags) == (
+        ("xla_cpu_enable_fast_math", False),
+        ("xla_gpu_enable_latency_hiding_scheduler", True),
+    )
+    assert compiler_options([]) == ()
 
 
-def test_flags_come_after_those_of_the_environment(not_started):
-    set_xla_options([KNOWN], None)
-    assert os.environ["XLA_FLAGS"] == f"--xla_cpu_enable_fast_math=false {KNOWN}"
-
-
-def test_flags_that_would_end_the_process_are_told_one_by_one(not_started):
+def test_flags_that_xla_refuses_are_named_one_by_one():
     with pytest.raises(errors.SettingValueError) as caught:
-        set_xla_options([KNOWN, *FATAL], None)
-    assert str(caught.value).splitlines()[:3] == [
+        compiler_options([KNOWN, UNKNOWN])
+    assert str(caught.value).splitlines()[:2] == [
         "[T502] XLA does not take runtime.xla_flags",
-        f"  got: {FATAL[0]}: there is no such flag",
-        f"  got: {FATAL[1]}: it does not take this value",
+        "  got: --xla_gpu_enable_triton_softmax_fusion=true: No such compile option: "
+        "'xla_gpu_enable_triton_softmax_fusion'",
     ]
-    assert os.environ["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    with pytest.raises(errors.SettingValueError, match="'perhaps' is not a valid bool"):
+        compiler_options([NO_BOOL])
 
 
-@pytest.mark.parametrize("flag", ["flags.txt", "--xla_dump_to=a b", "--jax_x=1", ""])
-def test_what_is_no_flag_is_not_tried(not_started, flag):
-    with pytest.raises(errors.SettingValueError, match="takes flags of XLA"):
-        set_xla_options([flag], None)
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("flags.txt", "--xla_dump_to=a b", "--jax_x=1", ""),
+        "--xla_force_host_platform_device_count=8",
+    ],
+)
+def test_what_is_no_flag_of_the_compiler_is_refused(flag):
+    with pytest.raises(errors.SettingValueError, match="takes flags of XLA's compiler"):
+        compiler_options([flag])
 
 
-def test_a_backend_that_has_started_takes_no_flags():
-    jax.devices()
-    with pytest.raises(errors.BackendStartedError, match=r"\[T701\]"):
-        set_xla_options([KNOWN], None)
-
-
-def test_the_level_is_jaxs_own():
+def test_steps_are_compiled_with_the_options():
+    plan = scope.current_plan()
+    scope.set_plan(replace(plan, compiler_options=(("xla_nosuch", True),)))
     try:
-        set_xla_options([], "O1")
-        assert jax.config.values["jax_optimization_level"] == "O1"
+        lowered = ts.function(lambda x: x + 1).lower(1.0)
     finally:
-        jax.config.update("jax_optimization_level", "UNKNOWN")
+        scope.set_plan(plan)
+    assert options_of(lowered.traced.graph) == {"xla_nosuch": True}
+    with pytest.raises(Exception, match="No such compile option: 'xla_nosuch'"):
+        lowered.compile()
 
 
 def test_a_run_has_its_flags_and_says_which_it_cannot_have(tmp_path):
     program = [sys.executable, "run_training.py", "training.dry_run=true"]
     refused = subprocess.run(
-        [*program, f"runtime.xla_flags='{FATAL[0]}'", f"hydra.run.dir={tmp_path}"],
+        [*program, f"runtime.xla_flags='{UNKNOWN}'", f"hydra.run.dir={tmp_path}"],
+        env={**os.environ, "XLA_FLAGS": "--xla_cpu_enable_fast_math=false"},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert refused.returncode == 2
-    assert f"[T502] XLA does not take runtime.xla_flags\n  got: {FATAL[0]}" in (
-        refused.stderr
-    )
+    assert refused.stderr.startswith("[T502] XLA does not take runtime.xla_flags\n")

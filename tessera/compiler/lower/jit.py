@@ -72,9 +72,10 @@ def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
 def compiler_options(graph: Graph) -> dict[str, bool | str]:
     """What ``tessera.schedule`` has XLA do, where the platform can do it."""
     overlap = graph.plan.all_reduce_overlap
-    if overlap is None or graph.platform != "gpu":
-        return {}
-    return {"xla_gpu_enable_latency_hiding_scheduler": overlap}
+    options: dict[str, bool | str] = dict(graph.plan.compiler_options or ())
+    if overlap is not None and graph.platform == "gpu":
+        options.setdefault("xla_gpu_enable_latency_hiding_scheduler", overlap)
+    return options
 
 
 def _parts(call: Call, graph: Graph, entries: Sequence[Any]) -> tuple[Any, ...]:
