@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 
 from tessera.errors import TesseraError
-from tessera.runtime.exit_codes import end_when_asked
+from tessera.runtime.exit_codes import exit_on_stop_signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Launch what the command line asks for; returns the exit code of the whole run."""
-    end_when_asked()  # before the other imports, which take a while
+    exit_on_stop_signals()  # before the other imports, which take a while
     from tessera.runtime.launch_options import make_plan
     from tessera.runtime.launcher import Launcher
 

@@ -7,7 +7,7 @@ Settings are checked before the imports of a run, which take seconds.
 from collections.abc import Sequence
 from pathlib import Path
 
-from tessera.runtime.exit_codes import end_when_asked
+from tessera.runtime.exit_codes import exit_on_stop_signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,17 +16,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: Overrides such as ``training.steps=5``; None takes the process's own.
     """
-    end_when_asked()  # there is nothing to save yet
+    exit_on_stop_signals()  # there is nothing to save yet
     from tessera.training.command_line import read_command_line, run_composed
 
     composed = read_command_line(configs_folder(), arguments)
     if isinstance(composed, int):
         return composed
     from tessera.cli.training_run import run
-    from tessera.runtime.process_exit import leave
+    from tessera.runtime.process_exit import exit_now
 
     if code := run_composed(run, composed):
-        leave(code)  # the threads of a checkpoint that failed keep Python from its end
+        # The threads of a failed checkpoint would keep Python from exiting.
+        exit_now(code)
     return 0
 
 

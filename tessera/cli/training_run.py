@@ -80,7 +80,7 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
         Trainer(
             *(job, corpus, console, writer, Window.of(job, folder)),
             *(checkpoints, choice.checkpoint),
-            guard=Guard(here.watchdog.enter, here.goes_on),
+            guard=Guard(here.watchdog.enter, here.should_continue),
         ).run()
         here.watchdog.enter("save")
         checkpoints.wait()

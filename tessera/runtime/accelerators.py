@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accelerators of this machine, found without JAX.
+"""Lists the accelerators of this machine without starting JAX.
 
-JAX fixes what devices a process has when its backend starts, and before that several
-processes have to agree on who takes which. What the drivers show of themselves in the
-file system is enough for it.
+JAX fixes a process's devices when its backend starts, and before that the processes of
+a machine have to divide the accelerators. The files of their drivers are enough for it.
 """
 
 from collections.abc import Mapping
@@ -14,15 +13,15 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 
 
 def find_accelerators(environ: Mapping[str, str], root: Path = Path("/")) -> list[str]:
-    """A name for each accelerator that a process here can use: ``"NVIDIA H200"``.
+    """The model of each accelerator that a process here can use: ``"NVIDIA H200"``.
 
     Args:
       environ: The process's environment variables.
-      root: Where the file system begins.
+      root: The root of the file system.
 
     Returns:
-      As many entries as devices; none where only the CPU is, or where JAX is told to
-      take the CPU.
+      One entry for each device; empty if there is only the CPU, or if JAX is told to
+      use the CPU.
     """
     if environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return []
@@ -47,32 +46,34 @@ def _model(information: str) -> str:
 
 
 def _visible(models: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Those that the environment leaves visible."""
+    """The devices that the environment leaves visible."""
     for name in _VISIBLE:
         if name in environ:
-            chosen = [part.strip() for part in environ[name].split(",")]
-            # A device may be named by its UUID, which says nothing of its model here.
-            numbers = [int(part) if part.isdecimal() else 0 for part in chosen if part]
-            return [models[number] for number in numbers if number < len(models)]
+            entries = [part.strip() for part in environ[name].split(",")]
+            # An entry may be a UUID, which does not tell the model.
+            indices = [int(e) if e.isdecimal() else 0 for e in entries if e]
+            return [models[index] for index in indices if index < len(models)]
     return models
 
 
-def share_of(local_rank: int, num_local: int, num_devices: int) -> list[int] | None:
-    """The devices of this machine that one of its processes takes.
+def assign_devices(
+    local_rank: int, num_local: int, num_devices: int
+) -> list[int] | None:
+    """The devices of this machine that one of its processes uses.
 
     Args:
-      local_rank: Which process of this machine.
+      local_rank: The process's number on this machine.
       num_local: Processes on this machine.
       num_devices: Accelerators that the process can see.
 
     Returns:
-      Device numbers; None takes all that there are, as a process does that is alone or
-      that its scheduler shows its own devices only.
+      Device numbers; None for all that are visible, if the process is alone or its
+      scheduler shows each process only its own devices.
 
     Example:
-      >>> share_of(1, 2, 8)
+      >>> assign_devices(1, 2, 8)
       [4, 5, 6, 7]
-      >>> share_of(1, 4, 1) is None
+      >>> assign_devices(1, 4, 1) is None
       True
     """
     if num_local == 1 or num_devices < num_local:

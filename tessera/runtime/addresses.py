@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The address of rank 0: whether it is known, and free, and which interface listens.
+"""Resolves and checks rank 0's address, and chooses the interface it listens on.
 
-A run on one machine is not seen from outside. One of several machines listens on the
-interface that leads to the others, and on all of them only where none can be named.
+A run on one machine is not visible from outside. A run on several machines listens on
+the interface that leads to the others, and on all of them only if none can be named.
 """
 
 import errno
@@ -10,89 +10,77 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from tessera.errors import CoordinatorError
 from tessera.runtime.cluster import Address
 
-_PAUSE: Final = 0.5
+_RETRY_EVERY: Final = 0.5
 _PATIENCE: Final = 1.0
 
 
-class Listener:
-    """A socket that listens where rank 0 is; closed by the end of ``with``.
-
-    Args:
-      address: Host and port.
+def listen(address: Address) -> socket.socket:
+    """A socket that listens at rank 0's address; a context manager that closes it.
 
     Raises:
-      CoordinatorError: [T705] another process listens there, or may not.
+      CoordinatorError: [T705] another process listens there, or it is not permitted.
     """
-
-    def __init__(self, address: Address) -> None:
-        self.socket = _listening(address)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.socket.close()
-
-
-def check_port(address: Address) -> None:
-    """See that JAX's coordinator will be able to listen.
-
-    Raises:
-      CoordinatorError: [T705] another process listens there, or may not.
-    """
-    with Listener(address):
-        pass
+    try:
+        bound = bind_address(address)
+        host, port = bound or ("", address[1])
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        busy = error.errno == errno.EADDRINUSE
+        what = "is busy" if busy else "cannot be listened on"
+        raise CoordinatorError(
+            f"a port of rank 0 {what}",
+            got=f"{host_and_port(address)}: "
+            + (os.strerror(error.errno) if error.errno else str(error)),
+            fix="end what listens there, if it is not this run, started before; or use "
+            "another port (two in a row are taken): --master-port, or MASTER_PORT on "
+            "every machine",
+        ) from error
 
 
 def bind_address(address: Address) -> Address | None:
-    """Where rank 0 listens for an address: that one alone, or None for all interfaces.
+    """The local address at which rank 0 listens, or None for all interfaces.
 
-    All of them where the address is not this machine's own, as behind a service of
-    Kubernetes, or where its name leads to the loopback interface here, as a machine's
-    own name does on Debian, and elsewhere to another.
+    All interfaces if the address is not this machine's own, as behind a Kubernetes
+    service, or if its name resolves to the loopback interface here and to something
+    else elsewhere, as a machine's own name does on Debian.
 
     Raises:
-      OSError: The host has no address.
+      OSError: The host cannot be resolved.
     """
     host, port = address
-    family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    own = str(found[0])
-    if is_loopback(own) and not is_loopback(host):
+    info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, resolved = info[0], str(info[4][0])
+    if is_loopback(resolved) and not is_loopback(host):
         return None
     try:
-        socket.create_server((own, 0), family=family).close()
+        socket.create_server((resolved, 0), family=family).close()
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
         raise
-    return own, port
+    return resolved, port
 
 
 def address_towards(address: Address) -> str | None:
-    """This machine's own address on the way to another; None if there is no way.
+    """This machine's own address on the route to another; None if there is no route.
 
-    Nothing is sent: the system only looks up the route.
+    Sends nothing: the system only looks up the route.
 
     Example:
       >>> address_towards(("127.0.0.1", 29500))
       '127.0.0.1'
     """
     try:
-        family, _, _, _, found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as towards:
-            towards.connect(found)
-            return str(towards.getsockname()[0])
+        info = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(info[4])
+            return str(probe.getsockname()[0])
     except OSError:
         return None
 
@@ -108,7 +96,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_and_port(address: Address) -> str:
-    """An address as one text.
+    """An address as text.
 
     Example:
       >>> host_and_port(("10.0.0.1", 80)), host_and_port(("::1", 80))
@@ -118,21 +106,22 @@ def host_and_port(address: Address) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def find_host(host: str, until: float, say: Callable[[str], None]) -> None:
-    """Wait until a host has an address: that of a pod takes a while to be known.
+def wait_for_host(host: str, until: float, report: Callable[[str], None]) -> None:
+    """Wait until a host name resolves: a pod's name takes a while to be known.
 
     Args:
-      host: A name, or an address, which is known at once.
+      host: A name, or an address, which needs no waiting.
       until: When to give up, by ``time.monotonic``.
-      say: Shows a line to a person who waits.
+      report: Shows a line to the person who waits.
 
     Raises:
-      CoordinatorError: [T705] it has none.
+      CoordinatorError: [T705] it does not resolve in time.
     """
-    started, told = time.monotonic(), False
+    started, is_reported = time.monotonic(), False
     while True:
         try:
             socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return
         except (OSError, UnicodeError) as error:
             now = time.monotonic()
             if now >= until:
@@ -142,29 +131,7 @@ def find_host(host: str, until: float, say: Callable[[str], None]) -> None:
                     fix="correct --master-addr or MASTER_ADDR, or use the machine's "
                     "IP address",
                 ) from error
-            if not told and now - started > _PATIENCE:
-                say(f"the name {host!r} has no address yet: {error}")
-                told = True
-            time.sleep(min(_PAUSE, max(until - now, 0.0)))
-        else:
-            return
-
-
-def _listening(address: Address) -> socket.socket:
-    try:
-        where = bind_address(address)
-        if where is None:
-            return socket.create_server(("", address[1]), backlog=1024)
-        family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
-        return socket.create_server(where, family=family, backlog=1024)
-    except OSError as error:
-        busy = error.errno == errno.EADDRINUSE
-        what = "is busy" if busy else "cannot be listened on"
-        raise CoordinatorError(
-            f"a port of rank 0 {what}",
-            got=f"{host_and_port(address)}: "
-            + (os.strerror(error.errno) if error.errno else str(error)),
-            fix="end what listens there, if it is not this run, started before; or use "
-            "another port (two in a row are taken): --master-port, or MASTER_PORT on "
-            "every machine",
-        ) from error
+            if not is_reported and now - started > _PATIENCE:
+                report(f"the name {host!r} has no address yet: {error}")
+                is_reported = True
+            time.sleep(min(_RETRY_EVERY, max(until - now, 0.0)))

@@ -1,46 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which process of how many this one is, from its arguments or its environment.
+"""Detects this process's rank in its run, from arguments or environment variables.
 
-``detect`` asks one source after another, takes the first that knows, and says which and
-why: arguments, this launcher's variables, torchrun's, Slurm's, those of MPI, those of
-an indexed job of Kubernetes. Where none knows, the process is alone.
+``detect`` asks one source after another and takes the first that answers: arguments,
+the variables of this launcher, of torchrun, Slurm, MPI, and of an indexed Kubernetes
+job. If none answers, the process is alone.
 
-A source whose variables are there in part only is passed over: shells inside of jobs
-have such environments. What it lacked is told with the choice.
+JAX detects Slurm, Open MPI and Kubernetes too, but does not skip incomplete variables,
+such as those of a shell inside a job, and does not say why it chose a source. Here an
+incomplete source is skipped, and what it lacked is noted with the choice.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Final
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
 from zlib import crc32
 
 from tessera.errors import ProcessLayoutError
-from tessera.runtime.slurm import first_host, tasks_on_node
 
-Address = tuple[str, int]
+Address: TypeAlias = tuple[str, int]
+Note: TypeAlias = Callable[[str], None]
 
-# Pairs of ports for jobs that bring a number and no port: above those that systems
-# give away by themselves, an even one for the coordinator and the next for the meeting.
-_FIRST_PORT: Final = 61440
-_NUM_PAIRS: Final = 2048
 DEFAULT_PORT: Final = 29500
 LOOPBACK: Final = "127.0.0.1"
+# Pairs of ports for jobs that have a number and no port: above the range from which
+# systems assign ports, an even one for the coordinator, the next for the rendezvous.
+_FIRST_PORT: Final = 61440
+_NUM_PAIRS: Final = 2048
+# MPI -> its variables for rank, world size, local rank and local size.
+_MPI: Final = {
+    "Open MPI": (
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The place of this process in its run.
+    """This process among the processes of its run.
 
     Attributes:
       rank: Its number.
       world_size: Processes of the run.
       local_rank: Its number on its machine.
       local_size: Processes on its machine.
-      coordinator: Where rank 0 lets JAX's coordinator listen, host and port; None of
-        a process that is alone. The ranks meet on the port after it. The loopback
-        interface where all ranks are on one machine.
-      source: Who says so.
-      notes: Sources that were passed over though some of their variables are there.
+      coordinator: Host and port at which JAX's coordinator listens, in rank 0; None for
+        a process that is alone. The rendezvous takes the next port. The loopback
+        interface if all ranks are on one machine.
+      source: Where this comes from.
+      notes: Sources that were skipped because some of their variables are missing.
     """
 
     rank: int = 0
@@ -49,7 +59,7 @@ class Cluster:
     local_size: int = 1
     coordinator: Address | None = None
     source: str = "no launcher"
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -58,14 +68,14 @@ class Cluster:
 
     def __str__(self) -> str:
         if self.coordinator is None:
-            said = f"a single process: {self.source}"
+            text = f"a single process: {self.source}"
         else:
             host, port = self.coordinator
-            said = (
+            text = (
                 f"rank {self.rank} of {self.world_size}, by {self.source}; "
                 f"coordinator {host}:{port}"
             )
-        return "; ".join((said, *self.notes))
+        return "; ".join((text, *self.notes))
 
 
 def detect(
@@ -75,7 +85,7 @@ def detect(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> Cluster:
-    """The place of this process, by the first source that knows it.
+    """This process's rank and run, from the first source that has them.
 
     Args:
       environ: The environment variables.
@@ -94,116 +104,108 @@ def detect(
       ... # doctest: +ELLIPSIS
       Cluster(rank=3, world_size=8, local_rank=3, local_size=1, ...)
     """
-    explicit = {
+    arguments = {
         "runtime.coordinator_address": coordinator_address,
         "runtime.num_processes": num_processes,
         "runtime.process_id": process_id,
     }
-    if any(value is not None for value in explicit.values()):
-        return _explicit(explicit)
+    if any(value is not None for value in arguments.values()):
+        return _from_arguments(arguments)
     notes: list[str] = []
-    for read in (_launched, _torchrun, _slurm, _mpi, _kubernetes):
-        found = read(environ, notes.append)
-        if found is not None and found.world_size > 1:
-            _check(found)
-            return _unseen(found) if found.is_on_one_machine else found
-        if found is not None:
-            return Cluster(source=f"{found.source} started no other")
+    for source in (_from_launcher, _from_torchrun, _from_slurm, _from_mpi, _from_pods):
+        cluster = source(environ, notes.append)
+        if cluster is None:
+            continue
+        if cluster.world_size == 1:
+            return Cluster(source=f"{cluster.source} started no other")
+        _check_rank(cluster)
+        if not cluster.is_on_one_machine:
+            return cluster
+        _, port = cluster.coordinator or (LOOPBACK, DEFAULT_PORT)
+        return replace(cluster, coordinator=(LOOPBACK, port))
     return Cluster(notes=tuple(notes))
 
 
-def read_address(text: str, what: str) -> Address:
-    """A host and a port of ``host:port`` or ``[address]:port``.
+def read_address(text: str, name: str) -> Address:
+    """Parse ``host:port`` or ``[address]:port``.
 
     Args:
-      text: What was given.
-      what: Its name for the message.
+      text: The text.
+      name: What the message calls it.
 
     Raises:
-      ProcessLayoutError: [T704] it is of another form, or no such port exists.
+      ProcessLayoutError: [T704] it has another form, or no such port exists.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    # One port more than the coordinator's is taken, for the meeting of the ranks.
+    # The port after the coordinator's is taken too, for the rendezvous.
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65535):
         raise ProcessLayoutError(
-            f"{what} is no address",
-            got=f"{what}={text}",
+            f"{name} is no address",
+            got=f"{name}={text}",
             fix="write host:port, with a port from 1 to 65534",
         )
     return host, int(port)
 
 
-def _explicit(given: Mapping[str, str | int | None]) -> Cluster:
-    missing = [name for name, value in given.items() if value is None]
+def _from_arguments(arguments: Mapping[str, str | int | None]) -> Cluster:
+    missing = [name for name, value in arguments.items() if value is None]
     if missing:
-        there = ", ".join(f"{k}={v}" for k, v in given.items() if v is not None)
+        present = ", ".join(f"{k}={v}" for k, v in arguments.items() if v is not None)
         raise ProcessLayoutError(
-            "a run of several processes is told where its parts are, all or nothing",
-            got=f"{there}, without {' and '.join(missing)}",
+            "the settings of a run of several processes are given together",
+            got=f"{present}, without {' and '.join(missing)}",
             fix="give all three, or none and a launcher: python -m tessera.launch",
         )
-    address, count, rank = given.values()
-    found = Cluster(
+    address, count, rank = arguments.values()
+    cluster = Cluster(
         rank=int(rank or 0),
         world_size=int(count or 0),
         coordinator=read_address(str(address), "runtime.coordinator_address"),
         source="runtime.process_id",
     )
-    _check(found)
-    return Cluster(source="runtime.num_processes=1") if count == 1 else found
+    _check_rank(cluster)
+    return Cluster(source="runtime.num_processes=1") if count == 1 else cluster
 
 
-def _check(found: Cluster) -> None:
-    if 0 <= found.rank < found.world_size:
-        return
-    raise ProcessLayoutError(
-        "a process has a rank that its run does not have",
-        got=f"rank {found.rank} of {found.world_size} processes, by {found.source}",
-        fix=f"ranks count from 0 to {max(found.world_size - 1, 0)}",
-    )
+def _check_rank(cluster: Cluster) -> None:
+    if not 0 <= cluster.rank < cluster.world_size:
+        raise ProcessLayoutError(
+            "a process has a rank that its run does not have",
+            got=f"rank {cluster.rank} of {cluster.world_size} processes, by "
+            f"{cluster.source}",
+            fix=f"ranks count from 0 to {max(cluster.world_size - 1, 0)}",
+        )
 
 
-def _unseen(found: Cluster) -> Cluster:
-    """The same run where no other machine reaches it: none has a rank of it."""
-    _, port = found.coordinator or (LOOPBACK, DEFAULT_PORT)
-    return replace(found, coordinator=(LOOPBACK, port))
-
-
-Note = Callable[[str], None]
-
-
-def _launched(environ: Mapping[str, str], note: Note) -> Cluster | None:
+def _from_launcher(environ: Mapping[str, str], note: Note) -> Cluster | None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     numbers = _numbers(environ, [f"TESSERA_{name}" for name in names], note)
     if numbers is None or not environ.get("TESSERA_COORDINATOR"):
         return None
-    where = read_address(environ["TESSERA_COORDINATOR"], "TESSERA_COORDINATOR")
-    return Cluster(*numbers, coordinator=where, source="tessera.launch")
+    address = read_address(environ["TESSERA_COORDINATOR"], "TESSERA_COORDINATOR")
+    return Cluster(*numbers, coordinator=address, source="tessera.launch")
 
 
-def _torchrun(environ: Mapping[str, str], note: Note) -> Cluster | None:
+def _from_torchrun(environ: Mapping[str, str], note: Note) -> Cluster | None:
     numbers = _numbers(environ, ("RANK", "WORLD_SIZE"), note)
     if numbers is None:
         return None
-    rank, count = numbers
-    if count > 1 and not environ.get("MASTER_ADDR"):
+    if numbers[1] > 1 and not environ.get("MASTER_ADDR"):
         note("RANK and WORLD_SIZE are set and MASTER_ADDR is not: not torchrun")
         return None
-    host = environ.get("MASTER_ADDR", "")
     # MASTER_PORT belongs to torchrun's store, which listens there for the whole run.
     port = _port(environ.get("MASTER_PORT") or str(DEFAULT_PORT), "MASTER_PORT") + 1
     return Cluster(
-        rank=rank,
-        world_size=count,
+        *numbers,
         local_rank=_number(environ, "LOCAL_RANK", 0),
         local_size=_number(environ, "LOCAL_WORLD_SIZE", 1),
-        coordinator=(host, port),
+        coordinator=(environ.get("MASTER_ADDR", ""), port),
         source="torchrun's RANK and WORLD_SIZE",
     )
 
 
-def _slurm(environ: Mapping[str, str], note: Note) -> Cluster | None:
+def _from_slurm(environ: Mapping[str, str], note: Note) -> Cluster | None:
     if "SLURM_JOB_ID" not in environ:
         return None
     step = environ.get("SLURM_STEP_ID", "")
@@ -215,57 +217,79 @@ def _slurm(environ: Mapping[str, str], note: Note) -> Cluster | None:
     numbers = _numbers(environ, ("SLURM_PROCID", total), note)
     if numbers is None:
         return None
-    rank, count = numbers
-    if count == 1:
+    if numbers[1] == 1:
         return Cluster(source="Slurm's step")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
-    host = first_host(nodes)
-    if not host:
+    if not (host := _first_host(nodes)):
         note("SLURM_STEP_NODELIST is not set: no step of Slurm")
         return None
     node = _number(environ, "SLURM_NODEID", 0)
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    number = f"{environ['SLURM_JOB_ID']}.{step}"
+    job = f"{environ['SLURM_JOB_ID']}.{step}"
     return Cluster(
-        rank=rank,
-        world_size=count,
+        *numbers,
         local_rank=_number(environ, "SLURM_LOCALID", 0),
-        local_size=tasks_on_node(tasks, node) or 1,
-        coordinator=(host, _port_of(number)),
-        source=f"step {number} of Slurm",
+        local_size=_tasks_on_node(tasks, node) or 1,
+        coordinator=(host, _port_of_job(job)),
+        source=f"step {job} of Slurm",
     )
 
 
-def _mpi(environ: Mapping[str, str], note: Note) -> Cluster | None:
-    kinds = {
-        "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        "PMI": ("PMI_RANK", "PMI_SIZE"),
-    }
-    locals_ = {
-        "Open MPI": ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        "PMI": ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    }
-    for kind, names in kinds.items():
-        numbers = _numbers(environ, names, note)
+def _first_host(nodes: str) -> str:
+    """The first machine of ``SLURM_STEP_NODELIST``.
+
+    Example:
+      >>> _first_host("gpu[007-009,012],login1")
+      'gpu007'
+      >>> _first_host("rack[1-2]node[03-04].cluster")
+      'rack1node03.cluster'
+    """
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])*", nodes)
+    assert first is not None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group()).strip()
+
+
+def _tasks_on_node(tasks: str, node: int) -> int | None:
+    """The number of tasks on a machine, from ``SLURM_STEP_TASKS_PER_NODE``.
+
+    Example:
+      >>> _tasks_on_node("4(x2),1", 1), _tasks_on_node("4(x2),1", 2)
+      (4, 1)
+    """
+    for part in tasks.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            return None
+        repeats = int(match[2] or 1)
+        if node < repeats:
+            return int(match[1])
+        node -= repeats
+    return None
+
+
+def _from_mpi(environ: Mapping[str, str], note: Note) -> Cluster | None:
+    for kind, names in _MPI.items():
+        numbers = _numbers(environ, names[:2], note)
         if numbers is None:
             continue
-        rank, count = numbers
-        local_rank, local_size = (_number(environ, name, 0) for name in locals_[kind])
+        local_rank, local_size = (_number(environ, name, 0) for name in names[2:])
         job = environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID", "")
-        host = environ.get("MASTER_ADDR") or _mpi_host(environ)
-        if count > max(local_size, 1) and not host:
+        host = environ.get("MASTER_ADDR") or _open_mpi_host(environ)
+        if numbers[1] > max(local_size, 1) and not host:
             raise ProcessLayoutError(
                 "the processes of MPI are on several machines, and none is named",
-                got=f"{names[1]}={count}, {local_size} of them on this machine",
+                got=f"{names[1]}={numbers[1]}, {local_size} of them on this machine",
                 fix="say where rank 0 is: mpirun -x MASTER_ADDR=<its address>",
             )
         port = environ.get("MASTER_PORT")
         return Cluster(
-            rank=rank,
-            world_size=count,
+            *numbers,
             local_rank=local_rank,
             local_size=local_size or 1,
-            coordinator=(host, _port(port, "MASTER_PORT") if port else _port_of(job)),
+            coordinator=(
+                host,
+                _port(port, "MASTER_PORT") if port else _port_of_job(job),
+            ),
             source=f"{kind}'s {names[0]}",
         )
     if "PMIX_RANK" in environ:
@@ -273,17 +297,18 @@ def _mpi(environ: Mapping[str, str], note: Note) -> Cluster | None:
     return None
 
 
-def _mpi_host(environ: Mapping[str, str]) -> str:
-    """Where Open MPI up to 4 says that it was started: its rank 0 is there."""
+def _open_mpi_host(environ: Mapping[str, str]) -> str:
+    """The machine of ``mpirun``, which runs rank 0, as Open MPI up to 4 names it."""
     _, _, addresses = environ.get("OMPI_MCA_orte_hnp_uri", "").partition("//")
     return addresses.split(",")[0].split(":")[0]
 
 
-def _kubernetes(environ: Mapping[str, str], note: Note) -> Cluster | None:
+def _from_pods(environ: Mapping[str, str], note: Note) -> Cluster | None:
+    """From an indexed job of Kubernetes."""
     if "JOB_COMPLETION_INDEX" not in environ:
         return None
     if "WORLD_SIZE" not in environ or not environ.get("MASTER_ADDR"):
-        # Indexed jobs also run things that have nothing to do with each other.
+        # Indexed jobs also run pods that have nothing to do with each other.
         note(
             "JOB_COMPLETION_INDEX is set, and WORLD_SIZE and MASTER_ADDR are not: "
             "no run of several pods"
@@ -301,26 +326,27 @@ def _kubernetes(environ: Mapping[str, str], note: Note) -> Cluster | None:
 
 
 def _numbers(
-    environ: Mapping[str, str], names: list[str] | tuple[str, ...], note: Note
+    environ: Mapping[str, str], names: Sequence[str], note: Note
 ) -> list[int] | None:
-    """The values of variables; None, and a note, unless all are numbers."""
-    there = [name for name in names if environ.get(name, "").isdecimal()]
-    if len(there) == len(names):
+    """The values of variables; None, with a note, unless all are numbers."""
+    present = [name for name in names if environ.get(name, "").isdecimal()]
+    if len(present) == len(names):
         return [int(environ[name]) for name in names]
-    # JOB_COMPLETION_INDEX goes with a WORLD_SIZE that is no sign of torchrun.
-    if there and not (there == ["WORLD_SIZE"] and "JOB_COMPLETION_INDEX" in environ):
-        lacking = " and ".join(name for name in names if name not in there)
-        note(f"{' and '.join(there)} without {lacking}: passed over")
+    # Beside JOB_COMPLETION_INDEX, WORLD_SIZE does not come from torchrun.
+    is_pod = present == ["WORLD_SIZE"] and "JOB_COMPLETION_INDEX" in environ
+    if present and not is_pod:
+        missing = " and ".join(name for name in names if name not in present)
+        note(f"{' and '.join(present)} without {missing}: passed over")
     return None
 
 
-def _number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     value = environ.get(name, "")
-    return int(value) if value.isdecimal() else otherwise
+    return int(value) if value.isdecimal() else default
 
 
 def _port(text: str, name: str) -> int:
-    # Three ports may be taken: torchrun's own, the coordinator's, the meeting's.
+    # Up to three ports are taken: torchrun's, the coordinator's, the rendezvous'.
     if text.isdecimal() and 0 < int(text) < 65534:
         return int(text)
     raise ProcessLayoutError(
@@ -328,6 +354,6 @@ def _port(text: str, name: str) -> int:
     )
 
 
-def _port_of(job: str) -> int:
-    """A port that the processes of a job choose alike."""
+def _port_of_job(job: str) -> int:
+    """A port that all processes of a job derive alike."""
     return _FIRST_PORT + 2 * (crc32(job.encode()) % _NUM_PAIRS)

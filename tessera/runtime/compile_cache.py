@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of compiled programs, from which later runs start sooner.
+"""Sets up JAX's persistent compilation cache in a folder that is private to the user.
 
-JAX loads what it finds there as machine code. Whoever can write into the folder can run
-code as the user, so it is the user's alone, as the keys of ssh are.
+JAX loads the files of the cache as machine code. Whoever can write into the folder can
+run code as the user, so it has to be private, as the keys of ssh are.
 """
 
 import errno
@@ -21,23 +21,23 @@ _SETTING: Final = "jax_compilation_cache_dir"
 
 
 def open_compile_cache(folder: str | None) -> None:
-    """Let JAX keep compiled programs in a folder, if that is the user's alone.
+    """Let JAX cache compiled programs in a folder, if it is private to the user.
 
-    Nothing is written: ``make_compile_cache`` makes it where it is not there.
+    Writes nothing: ``make_compile_cache`` creates the folder.
 
     Args:
-      folder: The folder. None takes the one that JAX has been given, by
-        ``JAX_COMPILATION_CACHE_DIR`` for instance, which is looked at in the same way;
-        without one nothing is kept.
+      folder: The folder. None takes JAX's own setting, for instance from
+        ``JAX_COMPILATION_CACHE_DIR``, and checks it in the same way; without that,
+        nothing is cached.
 
     Raises:
       CompileCacheError: [T709] others may read or write it, or it cannot be made.
     """
-    given = jax.config.values[_SETTING] if folder is None else folder
-    # What is not a folder, as gs://…, has its own ways to be private.
-    if given is None or (folder is None and "://" in given):
+    name = jax.config.values[_SETTING] if folder is None else folder
+    # Storage such as gs://… has permissions of its own.
+    if name is None or (folder is None and "://" in name):
         return
-    path = _checked(given)
+    path = _resolve(name)
     if found := list(_problems(path)):
         raise CompileCacheError(
             f"the folder of compiled programs is not yours alone: {path}",
@@ -48,32 +48,32 @@ def open_compile_cache(folder: str | None) -> None:
 
 
 def make_compile_cache() -> None:
-    """Make the folder of ``open_compile_cache``, with mode 700, if it is not there."""
-    given = jax.config.values[_SETTING]
-    if given is not None and "://" not in given:
-        path = Path(given)
+    """Create the folder of ``open_compile_cache``, with mode 700, if it is missing."""
+    name = jax.config.values[_SETTING]
+    if name is not None and "://" not in name:
+        path = Path(name)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # JAX may have made it first, for others to look into.
+        # JAX may have created it first, readable by others.
         path.chmod(0o700)
 
 
-def _checked(folder: str) -> Path:
-    """The folder without links in its path; it is there, or it can be made."""
+def _resolve(folder: str) -> Path:
+    """The folder without links in its path, if it exists or can be created."""
     try:
         path = Path(folder).expanduser().absolute()
         with suppress(FileNotFoundError):
-            path.lstat()  # a name may be too long, or none
-        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
-        if not stat.S_ISDIR(there.stat().st_mode):
+            path.lstat()  # raises if the name is too long, or invalid
+        existing = next(p for p in (path, *path.parents) if os.path.lexists(p))
+        if not stat.S_ISDIR(existing.stat().st_mode):
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if there != path and not os.access(there, os.W_OK | os.X_OK):
+        if existing != path and not os.access(existing, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         return path.resolve()
     except (OSError, ValueError, RuntimeError) as error:
-        said = error.strerror if isinstance(error, OSError) else None
+        reason = error.strerror if isinstance(error, OSError) else None
         raise CompileCacheError(
             "the folder of compiled programs cannot be made",
-            got=f"{folder!r}: {said or error}",
+            got=f"{folder!r}: {reason or error}",
             fix="give leave to write there, or take another: "
             "runtime.compile_cache=<folder>",
         ) from error
@@ -81,14 +81,15 @@ def _checked(folder: str) -> Path:
 
 def _problems(path: Path) -> Iterator[str]:
     if path.exists():
-        here, user = path.stat(), os.geteuid()
-        if here.st_uid != user:
-            yield f"it belongs to user {here.st_uid}, and this is user {user}"
-        if mode := stat.S_IMODE(here.st_mode) & 0o077:
+        status, user = path.stat(), os.geteuid()
+        mode = stat.S_IMODE(status.st_mode)
+        if status.st_uid != user:
+            yield f"it belongs to user {status.st_uid}, and this is user {user}"
+        if mode & 0o077:
             verb = "write" if mode & 0o022 else "look into"
-            yield f"others may {verb} it: its mode is {stat.S_IMODE(here.st_mode):o}"
+            yield f"others may {verb} it: its mode is {mode:o}"
     for parent in filter(Path.exists, path.parents):
         mode = parent.stat().st_mode
-        # In a folder as /tmp, with the sticky bit, each may rename only what is theirs.
+        # With the sticky bit, as /tmp has it, users may rename only what they own.
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             yield f"everyone may put another one in its place: {parent} is writable"

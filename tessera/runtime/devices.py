@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices of this process: how many there are, or how many are simulated.
+"""Prepares the devices of a run: checks the accelerators, or simulates CPU devices.
 
-Before anything else of a run: ``prepare_devices(8)`` gives a machine without an
-accelerator eight CPU devices, and checks the count on one that has accelerators.
+A run begins with ``prepare_devices(8)``: it gives a machine without an accelerator
+eight CPU devices, and checks the count on one that has accelerators.
 
-JAX fixes the devices when its backend starts, and what accelerators there are is only
-known then. So the CPU devices are asked for first, the backend is started second, and
-what it chose decides: on a GPU or TPU the CPU devices lie idle and cost nothing.
+JAX fixes the devices when its backend starts, and only then is it known which
+accelerators there are. So the CPU devices are requested first, and the backend is
+started second: on a GPU or TPU, unused CPU devices cost nothing.
 """
 
 import os
@@ -26,14 +26,15 @@ def simulate_devices(count: int) -> None:
     """Give this process's CPU backend at least ``count`` devices.
 
     Also sets ``PJRT_NPROC``, from which XLA sizes the thread pool that all CPU devices
-    share. With a pool of one thread a device, a queued step holds the thread that
-    another step's collective waits for, and the process aborts after 40 s; eight
-    devices stop at 12 threads and run at 16. Four threads a device, 32 at least, leaves
-    a factor of two; a thread that waits costs nothing. It has to be in the environment
-    before the backend starts; before JAX is imported is not needed.
+    share. With one thread per device, a queued step holds the thread that another
+    step's collective waits for, and the process aborts after 40 s; eight devices
+    deadlock with 12 threads and run with 16. Four threads per device, and at least 32,
+    leave a factor of two; a waiting thread costs nothing. The variable has to be set
+    before the backend starts, not before JAX is imported.
 
-    Where ``JAX_NUM_CPU_DEVICES`` or ``XLA_FLAGS`` asks for enough devices already, only
-    the thread pool is set; where they are there already, nothing is done.
+    If ``JAX_NUM_CPU_DEVICES`` or ``XLA_FLAGS`` requests enough devices already, this
+    only sets the size of the thread pool; if the devices exist already, it does
+    nothing.
 
     Args:
       count: Devices needed, at least 1.
@@ -49,22 +50,24 @@ def simulate_devices(count: int) -> None:
     """
     assert count >= 1, f"{count} devices cannot be simulated"
     if _jax.backend_started():
-        there = len(jax.devices("cpu"))
-        if there < count:
+        existing = len(jax.devices("cpu"))
+        if existing < count:
             raise BackendStartedError(
                 f"{count} CPU devices cannot be simulated any more",
-                got=f"JAX has started its backend with {there}",
+                got=f"JAX has started its backend with {existing}",
                 fix=f"call simulate_devices({count}) before anything that touches a "
                 f"device, or start Python with JAX_NUM_CPU_DEVICES={count} "
                 f"PJRT_NPROC={_threads(count)}",
             )
         return
     _check_cpu_devices(count)
-    asked_for = _cpu_devices_asked_for()
-    if max(count, asked_for) > 1:
-        threads = max(_threads(max(count, asked_for)), _environment_int("PJRT_NPROC"))
+    requested = _requested_cpu_devices()
+    if max(count, requested) > 1:
+        text = os.environ.get("PJRT_NPROC", "")
+        current = int(text) if text.isdecimal() else 0
+        threads = max(_threads(max(count, requested)), current)
         os.environ["PJRT_NPROC"] = str(threads)
-    if asked_for < count:
+    if requested < count:
         jax.config.update("jax_num_cpu_devices", count)
 
 
@@ -75,18 +78,18 @@ def prepare_devices(
     axes: Mapping[str, int] | None = None,
     num_processes: int = 1,
 ) -> str:
-    """Make sure that a mesh of ``num_needed`` devices can run, and start the backend.
+    """Check that a mesh of ``num_needed`` devices can run, and start the backend.
 
     Args:
-      num_needed: Devices that the mesh takes; at least, where a size is -1.
+      num_needed: Devices that the mesh takes; the least, if a size is -1.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; ``"auto"`` takes what JAX prefers,
         which follows ``JAX_PLATFORMS``.
       axes: The mesh's axes and sizes, of which one may be -1: then the mesh takes as
-        many devices as there are. An error proposes others like it.
-      num_processes: Processes that have the devices together, already connected.
+        many devices as there are. An error proposes similar sizes.
+      num_processes: Processes that share the devices, already connected.
 
     Returns:
-      What the log says of it: ``"simulating 4 CPU devices: …"`` or
+      A line for the log: ``"simulating 4 CPU devices: …"`` or
       ``"4 of 8 GPU devices (NVIDIA H200)"``.
 
     Raises:
@@ -103,46 +106,43 @@ def prepare_devices(
     num_here = ceil(num_needed / num_processes)
     if platform == "cpu":
         _choose_cpu(num_here)
-    # Not so many: what counts then is whether there are accelerators.
+    # With more than JAX can simulate, only accelerators will do.
     elif not _jax.backend_started() and num_here <= _jax.MOST_CPU_DEVICES:
         simulate_devices(num_here)
     devices = _start_backend(platform)
-    found, there = devices[0].platform, len(devices)
+    found, count = devices[0].platform, len(devices)
     takes_all = axes is not None and -1 in axes.values()
     if num_processes > 1:
-        check_alike(devices)
-        if not takes_all and there != num_needed:
-            _refuse_idle(num_needed, there, num_processes, axes)
+        check_homogeneous(devices)
+        if not takes_all and count != num_needed:
+            _raise_idle_devices(num_needed, count, num_processes, axes)
     if found == "cpu":
         _check_cpu_devices(num_here)
         simulate_devices(num_needed)
-    elif there < num_needed:
+    elif count < num_needed:
         raise DeviceCountError(
             f"the mesh takes {num_needed} {found.upper()} devices",
-            got=f"{there} on this machine ({devices[0].device_kind})",
-            fix=_smaller_meshes(axes or {"fsdp": num_needed}, there)
+            got=f"{count} on this machine ({devices[0].device_kind})",
+            fix=_smaller_meshes(axes or {"fsdp": num_needed}, count)
             + f"\nor simulate {num_needed} CPU devices: runtime.platform=cpu"
             * (num_needed <= _jax.MOST_CPU_DEVICES),
         )
-    used = there // num_needed * num_needed if takes_all else num_needed
-    counted = f"{used} of {there}" if used < there else f"{used}"
-    spread = f" in {num_processes} processes" * (num_processes > 1)
+    used = count // num_needed * num_needed if takes_all else num_needed
+    number = f"{used} of {count}" if used < count else f"{used}"
+    processes = f" in {num_processes} processes" * (num_processes > 1)
     if found != "cpu":
-        return f"{counted} {found.upper()} devices{spread} ({devices[0].device_kind})"
+        kind = devices[0].device_kind
+        return f"{number} {found.upper()} devices{processes} ({kind})"
     if used == 1:
         return "one CPU device"
     return (
-        f"simulating {counted} CPU devices{spread}: what they compute is right, how "
+        f"simulating {number} CPU devices{processes}: what they compute is right, how "
         "fast is not"
     )
 
 
 def _check_cpu_devices(count: int) -> None:
-    """See that JAX can have so many CPU devices in a process.
-
-    Raises:
-      DeviceCountError: [T702] it cannot.
-    """
+    """Raise T702 if JAX cannot simulate so many CPU devices in a process."""
     if count > _jax.MOST_CPU_DEVICES:
         raise DeviceCountError(
             f"{count} CPU devices are more than JAX has in one process",
@@ -151,14 +151,14 @@ def _check_cpu_devices(count: int) -> None:
         )
 
 
-def check_alike(devices: Sequence[jax.Device]) -> None:
-    """See that all processes have devices of the same kind, and as many.
+def check_homogeneous(devices: Sequence[jax.Device]) -> None:
+    """Check that all processes have devices of the same kind, and as many.
 
     Args:
       devices: Those of all processes.
 
     Raises:
-      RanksDifferError: [T707] they have not.
+      RanksDifferError: [T707] they differ.
     """
     kinds: dict[int, list[str]] = {}
     for device in devices:
@@ -178,14 +178,14 @@ def check_alike(devices: Sequence[jax.Device]) -> None:
         raise difference_error(found)
 
 
-def _refuse_idle(
-    needed: int, there: int, num_processes: int, axes: Mapping[str, int] | None
+def _raise_idle_devices(
+    needed: int, count: int, num_processes: int, axes: Mapping[str, int] | None
 ) -> NoReturn:
     raise DeviceCountError(
-        f"the mesh takes {needed} devices, and {num_processes} processes have {there}",
-        got=f"{there // num_processes} devices in each process: all of them have to be "
+        f"the mesh takes {needed} devices, and {num_processes} processes have {count}",
+        got=f"{count // num_processes} devices in each process: all of them have to be "
         "in the mesh, or a process would have nothing to do",
-        fix=_smaller_meshes(axes or {"fsdp": needed}, there)
+        fix=_smaller_meshes(axes or {"fsdp": needed}, count)
         + "\nor start another number of processes: --nprocs",
     )
 
@@ -207,15 +207,15 @@ def _choose_cpu(count: int) -> None:
 
 
 def _start_backend(platform: str) -> list[jax.Device]:
-    """The default devices, or T702 when they are not of the platform asked for."""
+    """The default devices; T702 if they are not of the requested platform."""
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
-        # A platform is named whose plugin cannot start, or (a bare assert) is absent.
-        why = f": {str(error).splitlines()[0]}" if str(error) else ""
+        # The named platform's plugin cannot start, or (a bare assert) is absent.
+        reason = f": {str(error).splitlines()[0]}" if str(error) else ""
         raise DeviceCountError(
             "JAX cannot start its backend on this machine",
-            got=f"JAX_PLATFORMS is {jax.config.values['jax_platforms']!r}{why}",
+            got=f"JAX_PLATFORMS is {jax.config.values['jax_platforms']!r}{reason}",
             fix="leave JAX_PLATFORMS unset, or simulate devices: runtime.platform=cpu",
         ) from error
     found = devices[0].platform
@@ -224,19 +224,19 @@ def _start_backend(platform: str) -> list[jax.Device]:
         raise DeviceCountError(
             f"there is no {platform.upper()} that JAX can use",
             got=f"JAX started on {found.upper()}",
-            fix=f"install JAX's plugin for it (pip install -e '.[{extra}]'), or "
+            fix=f"install JAX's plugin for it (pip install 'tessera[{extra}]'), or "
             f"take what is there: runtime.platform={found}",
         )
     return devices
 
 
 def _threads(count: int) -> int:
-    """The thread pool that ``count`` devices need; never fewer than the processors."""
+    """The threads that ``count`` devices need; at least one for each processor."""
     return max(32, 4 * count, os.cpu_count() or 1)
 
 
-def _cpu_devices_asked_for() -> int:
-    """CPU devices that the process's environment or configuration already asks for."""
+def _requested_cpu_devices() -> int:
+    """CPU devices that the environment or JAX's configuration requests already."""
     configured: int = jax.config.values["jax_num_cpu_devices"]
     if configured > 0:
         return configured
@@ -245,33 +245,27 @@ def _cpu_devices_asked_for() -> int:
     return int(in_flags[-1]) if in_flags else 1
 
 
-def _environment_int(name: str) -> int:
-    """An environment variable that holds a number, or 0."""
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else 0
-
-
 def _smaller_meshes(axes: Mapping[str, int], count: int) -> str:
-    """Up to three meshes of ``count`` devices, as like ``axes`` as can be."""
-    wanted = [max(size, 1) for size in axes.values()]
-    shrink = log2(prod(wanted) / count) / len(wanted)
+    """Up to three meshes of ``count`` devices, with sizes in similar proportions."""
+    requested = [max(size, 1) for size in axes.values()]
+    shrink = log2(prod(requested) / count) / len(requested)
 
-    def unlikeness(sizes: tuple[int, ...]) -> float:
-        pairs = zip(sizes, wanted, strict=True)
-        return sum(abs(log2(size / want) + shrink) for size, want in pairs)
+    def distance(sizes: tuple[int, ...]) -> float:
+        pairs = zip(sizes, requested, strict=True)
+        return sum(abs(log2(size / other) + shrink) for size, other in pairs)
 
-    nearest = sorted(_factorings(count, len(wanted)), key=unlikeness)[:3]
+    nearest = sorted(_factorizations(count, len(requested)), key=distance)[:3]
     names = ",".join(axes)
     shown = (f"[[{','.join(map(str, sizes))}],[{names}]]" for sizes in nearest)
     return f"use model.mesh_shape={' or '.join(shown)}"
 
 
-def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     """Every way to write a number as an ordered product of ``parts`` factors."""
     if parts == 1:
         yield (number,)
         return
     for first in range(1, number + 1):
         if number % first == 0:
-            for rest in _factorings(number // first, parts - 1):
+            for rest in _factorizations(number // first, parts - 1):
                 yield (first, *rest)

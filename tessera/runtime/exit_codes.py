@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program of Tessera exits with; docs/reliability.md has them in a table.
+"""The exit codes of Tessera's programs; docs/reliability.md lists them in a table.
 
-A supervisor reads nothing else of a process that ended, so each reason to do something
-else about it has a number of its own.
+A supervisor sees nothing else of a process that has ended, so each outcome that calls
+for a different reaction has its own code.
 """
 
 import os
@@ -12,35 +12,35 @@ from typing import Final
 
 SUCCESS: Final = 0
 FAILURE: Final = 1
-"""An exception that nothing caught."""
-MISTAKE: Final = 2
-"""A coded error: another try with the same command ends alike."""
+"""An uncaught exception."""
+USER_ERROR: Final = 2
+"""A coded error: running the same command again fails in the same way."""
 REQUEUE: Final = 75
-"""Asked to end, and did: the same command goes on from there (``EX_TEMPFAIL``)."""
-DISAGREEMENT: Final = 76
-"""The ranks did not find each other, or are not of one run (``EX_PROTOCOL``)."""
+"""Stopped by request: the same command resumes the run (``EX_TEMPFAIL``)."""
+RANKS_DISAGREE: Final = 76
+"""The ranks did not find each other, or belong to different runs (``EX_PROTOCOL``)."""
 STALLED: Final = 124
-"""The watchdog: a phase took longer than its deadline (that of ``timeout``)."""
+"""The watchdog: a phase exceeded its deadline (the code of ``timeout``)."""
 INTERRUPTED: Final = 128 + SIGINT
-"""Ended by a person, by Ctrl-C."""
-ENDED: Final = 128 + SIGTERM
-"""Ended with its group, for no fault of its own."""
+"""Stopped by a person with Ctrl-C."""
+TERMINATED: Final = 128 + SIGTERM
+"""Terminated because another process of the group failed."""
 
-ASKS: Final = {SIGTERM: REQUEUE, SIGUSR2: REQUEUE, SIGINT: INTERRUPTED}
-"""The signals that ask a run to end, with the code that it then exits with. Slurm sends
-SIGUSR2 where submitit started the run."""
+STOP_SIGNALS: Final = {SIGTERM: REQUEUE, SIGUSR2: REQUEUE, SIGINT: INTERRUPTED}
+"""The signals that request a stop, with the resulting exit code. Slurm sends SIGUSR2
+to jobs that were submitted with submitit."""
 
 
-def end_when_asked() -> None:
-    """Let these signals end the process at once, while there is nothing to save yet.
+def exit_on_stop_signals() -> None:
+    """Exit immediately on these signals, as long as there is nothing to save.
 
-    Those that are ignored stay so. Whoever can do better takes them over later.
+    Ignored signals stay ignored. ``StopRequests`` installs its own handlers later.
     """
-    for number, code in ASKS.items():
+    for number, code in STOP_SIGNALS.items():
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_, code=code: os._exit(code))
 
 
-def exit_code_of(returncode: int) -> int:
-    """The exit code for ``Popen.returncode``, as a shell has it: 137 for a SIGKILL."""
+def shell_exit_code(returncode: int) -> int:
+    """The exit code a shell reports for ``Popen.returncode``: 137 after SIGKILL."""
     return 128 - returncode if returncode < 0 else returncode

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several ranks failed first, and what a person should read of it.
+"""Decides which of several ranks failed first, and which lines of its output to show.
 
 One rank's failure makes others fail: connections break, and JAX aborts the processes
-that notice. All of that comes within a fraction of a second, and the exit of the first
-may be seen after those of the others.
+that notice. All of this takes a fraction of a second, and the launcher may see the
+first rank's exit after those of the others.
 """
 
 import re
@@ -14,26 +14,26 @@ from typing import Final
 
 from tessera.runtime import exit_codes
 
-# A process that is killed writes nothing, so others may write of their own errors
-# before its end is seen. SIGABRT is how JAX ends a process for the death of another.
+# A killed process reports nothing, so others may report their errors before its exit is
+# seen. SIGABRT is how JAX ends a process because another one died.
 _HEAD_START: Final = 1.0
 _CONSEQUENCES: Final = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 _TRACEBACK: Final = "Traceback (most recent call last):"
 _CHAIN: Final = ("During handling of the above", "The above exception was the direct")
-_LINES_OF_TRACEBACK: Final = 80
-_LINES_OTHERWISE: Final = 30
+_MAX_TRACEBACK: Final = 80
+_LAST_LINES: Final = 30
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended otherwise than by exit code 0.
+    """A rank that exited with another code than 0.
 
     Attributes:
-      rank: Which.
+      rank: Its number.
       returncode: As ``Popen`` has it: negative for a signal.
-      ended_at: When its end was seen.
-      failed_at: When the rank itself said that it failed; 0 if it said nothing.
-      phase: The last that it was in.
+      ended_at: When the launcher saw its exit.
+      failed_at: When the rank reported the failure; 0 if it did not.
+      phase: Its last phase.
     """
 
     rank: int
@@ -43,8 +43,8 @@ class Failure:
     phase: str = ""
 
     @property
-    def is_as_asked(self) -> bool:
-        """Whether the rank had been asked to end, and ended in good order."""
+    def is_requested_stop(self) -> bool:
+        """Whether the rank was asked to stop, and did so in order."""
         return self.returncode in (exit_codes.REQUEUE, exit_codes.INTERRUPTED)
 
     @property
@@ -55,17 +55,17 @@ class Failure:
         return self.ended_at - _HEAD_START * killed
 
     def __str__(self) -> str:
-        where = f" in phase {self.phase!r}" if self.phase else ""
-        return f"rank {self.rank}: {how_it_ended(self.returncode)}{where}"
+        phase = f" in phase {self.phase!r}" if self.phase else ""
+        return f"rank {self.rank}: {describe_exit(self.returncode)}{phase}"
 
 
-def first_of(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others come from; one as asked only where all are."""
-    return min(failures, key=lambda failure: (failure.is_as_asked, failure._order))
+def first_failure(failures: Sequence[Failure]) -> Failure:
+    """The failure that caused the others; a requested stop only if all are."""
+    return min(failures, key=lambda one: (one.is_requested_stop, one._order))
 
 
-def how_it_ended(returncode: int) -> str:
-    """In words: ``"exit code 1"``, ``"killed by SIGKILL"``."""
+def describe_exit(returncode: int) -> str:
+    """How a process ended: ``"exit code 1"``, ``"killed by SIGKILL"``."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:
@@ -74,11 +74,11 @@ def how_it_ended(returncode: int) -> str:
         return f"killed by signal {-returncode}"
 
 
-def what_to_read(errors: Sequence[str]) -> list[str]:
-    """The part of a rank's standard error that says why it ended.
+def relevant_lines(errors: Sequence[str]) -> list[str]:
+    """The part of a rank's standard error that explains its exit.
 
-    The last traceback, with those that it names as its causes, to the end; the last
-    lines where there is none.
+    The last traceback with its causes, up to the end; without a traceback, the last
+    coded error, or else the last lines.
 
     Args:
       errors: Lines of standard error.
@@ -86,14 +86,14 @@ def what_to_read(errors: Sequence[str]) -> list[str]:
     starts = [at for at, line in enumerate(errors) if line.startswith(_TRACEBACK)]
     if not starts:
         coded = [at for at, line in enumerate(errors) if re.match(r"\[T\d{3}\] ", line)]
-        return list(errors[coded[-1] if coded else -_LINES_OTHERWISE :])
+        return list(errors[coded[-1] if coded else -_LAST_LINES :])
     start = starts.pop()
     while starts and any(
         line.startswith(_CHAIN) for line in errors[starts[-1] : start]
     ):
         start = starts.pop()
-    shown = list(errors[start:])
-    if len(shown) <= _LINES_OF_TRACEBACK:
-        return shown
-    half = _LINES_OF_TRACEBACK // 2
-    return [*shown[:half], f"… {len(shown) - 2 * half} lines …", *shown[-half:]]
+    lines = list(errors[start:])
+    if len(lines) <= _MAX_TRACEBACK:
+        return lines
+    half = _MAX_TRACEBACK // 2
+    return [*lines[:half], f"… {len(lines) - 2 * half} lines …", *lines[-half:]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of the launcher, and the plan that it and the environment give."""
+"""Parses the launcher's command line, and makes a plan of it and the environment."""
 
 import re
 import sys
@@ -36,27 +36,27 @@ step of Slurm with one task for each machine, or an indexed job of Kubernetes.
 
 
 def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
-    """What to start on this machine.
+    """Parse what to start on this machine.
 
     Args:
-      arguments: Of the command line, without the program's name.
+      arguments: The command line, without the program's name.
       environ: The environment variables.
 
     Raises:
       ProcessLayoutError: [T704] they do not describe one run.
     """
-    options = _parser().parse_args(_with_value(arguments))
+    options = _parser().parse_args(_with_nprocs_value(arguments))
     _check_numbers(options)
     num_local = _num_local(options.nprocs, environ)
-    first, total, where = _place(options, num_local, environ)
-    if where is None and options.master_port:
-        where = LOOPBACK, options.master_port
+    first, total, address = _ranks(options, num_local, environ)
+    if address is None and options.master_port:
+        address = LOOPBACK, options.master_port
     return Plan(
         command=(sys.executable, *_program(options.program), *options.arguments),
         num_local=num_local,
         first_rank=first,
         world_size=total,
-        coordinator=where,
+        coordinator=address,
         max_restarts=options.max_restarts,
         grace=options.grace,
     )
@@ -112,22 +112,22 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _with_value(arguments: Sequence[str]) -> list[str]:
-    """Arguments in which ``--nprocs`` has a value: it does not take the program's."""
-    given = list(arguments)
-    for at, argument in enumerate(given):
-        following = given[at + 1] if at + 1 < len(given) else ""
+def _with_nprocs_value(arguments: Sequence[str]) -> list[str]:
+    """Give ``--nprocs`` a value, so that it does not take the program for one."""
+    result = list(arguments)
+    for index, argument in enumerate(result):
+        following = result[index + 1] if index + 1 < len(result) else ""
         if argument == "--nprocs" and not following.isdecimal() and following != "auto":
-            given[at] = "--nprocs=auto"
-        before = given[at - 1] if at else ""
-        has_value = before.startswith("--") and "=" not in before
-        if not argument.startswith("-") and not has_value:
+            result[index] = "--nprocs=auto"
+        previous = result[index - 1] if index else ""
+        is_value = previous.startswith("--") and "=" not in previous
+        if not argument.startswith("-") and not is_value:
             break
-    return given
+    return result
 
 
 def _check_numbers(options: Namespace) -> None:
-    """Refuse numbers that start nothing, or more than any machine runs."""
+    """Raise T704 for numbers outside the limits of their flags."""
     limits = {
         "nnodes": (1, 2**20),
         "node_rank": (0, 2**20),
@@ -139,7 +139,7 @@ def _check_numbers(options: Namespace) -> None:
         name: value
         for name in limits
         if (value := getattr(options, name)) is not None
-        # Written so that NaN is none of them.
+        # In this form, NaN is outside.
         and not limits[name][0] <= value <= limits[name][1]
     }
     if not wrong:
@@ -155,33 +155,33 @@ def _check_numbers(options: Namespace) -> None:
     )
 
 
-def _num_local(given: str, environ: Mapping[str, str]) -> int:
-    if given == "auto":
+def _num_local(text: str, environ: Mapping[str, str]) -> int:
+    if text == "auto":
         return len(find_accelerators(environ)) or 1
-    if re.fullmatch("0*[1-9][0-9]{0,3}", given):
-        return int(given)
+    if re.fullmatch("0*[1-9][0-9]{0,3}", text):
+        return int(text)
     raise ProcessLayoutError(
         "--nprocs is a number of processes",
-        got=f"--nprocs={given}",
+        got=f"--nprocs={text}",
         fix="use a number from 1 to 9999, or none for one process for each accelerator",
     )
 
 
-def _place(
+def _ranks(
     options: Namespace, num_local: int, environ: Mapping[str, str]
 ) -> tuple[int, int, Address | None]:
-    """The first rank of this machine, the ranks of the run, and where rank 0 is."""
+    """The first rank of this machine, the run's world size, and rank 0's address."""
     if options.nnodes is not None or options.node_rank is not None:
-        return _by_options(options, num_local, environ)
+        return _from_options(options, num_local, environ)
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        return _by_variables(options, num_local, environ)
+        return _from_variables(options, num_local, environ)
     machines = detect(environ)
     if machines.world_size > 1:
-        return _by_machines(options, machines, num_local)
+        return _from_scheduler(options, machines, num_local)
     return 0, num_local, None
 
 
-def _by_options(
+def _from_options(
     options: Namespace, num_local: int, environ: Mapping[str, str]
 ) -> tuple[int, int, Address | None]:
     nodes = 1 if options.nnodes is None else options.nnodes
@@ -195,39 +195,39 @@ def _by_options(
             + ("no --node-rank" if node is None else f"--node-rank={node}"),
             fix=f"use --node-rank=0 to {max(nodes - 1, 0)}, another on each machine",
         )
-    where = _master(options, environ) if nodes > 1 else None
-    return node * num_local, nodes * num_local, where
+    address = _master(options, environ) if nodes > 1 else None
+    return node * num_local, nodes * num_local, address
 
 
-def _by_variables(
+def _from_variables(
     options: Namespace, num_local: int, environ: Mapping[str, str]
 ) -> tuple[int, int, Address | None]:
-    given = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
-    said = ", ".join(f"{n}={v}" if v else f"no {n}" for n, v in given.items())
-    if not all(re.fullmatch("[0-9]{1,7}", value) for value in given.values()):
+    values = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
+    got = ", ".join(f"{n}={v}" if v else f"no {n}" for n, v in values.items())
+    if not all(re.fullmatch("[0-9]{1,7}", value) for value in values.values()):
         raise ProcessLayoutError(
             "RANK and WORLD_SIZE belong together, as numbers",
-            got=said,
+            got=got,
             fix="export both (RANK is the first rank of this machine), or neither",
         )
-    first, total = map(int, given.values())
+    first, total = map(int, values.values())
     if first % num_local or first + num_local > total:
         firsts = list(range(0, total - num_local + 1, num_local))
         legal = " or ".join(map(str, firsts[:8]))
         raise ProcessLayoutError(
             "RANK is the first rank of this machine, which has no room for its "
             "processes there",
-            got=f"{said}, --nprocs={num_local}",
+            got=f"{got}, --nprocs={num_local}",
             fix=(f"use RANK={legal}; or " if legal else "")
             + "count machines: unset RANK and WORLD_SIZE and use --nnodes, --node-rank",
         )
     return first, total, _master(options, environ) if total > num_local else None
 
 
-def _by_machines(
+def _from_scheduler(
     options: Namespace, machines: Cluster, num_local: int
 ) -> tuple[int, int, Address | None]:
-    """From a scheduler that started one launcher on each machine."""
+    """For a scheduler that started one launcher on each machine."""
     if machines.local_size > 1:
         raise ProcessLayoutError(
             "several launchers run on this machine",
@@ -237,8 +237,8 @@ def _by_machines(
         )
     assert machines.coordinator is not None
     host, port = machines.coordinator
-    where = options.master_addr or host, options.master_port or port
-    return machines.rank * num_local, machines.world_size * num_local, where
+    address = options.master_addr or host, options.master_port or port
+    return machines.rank * num_local, machines.world_size * num_local, address
 
 
 def _master(options: Namespace, environ: Mapping[str, str]) -> Address:

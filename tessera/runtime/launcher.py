@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the ranks of one machine, watches them, and ends all when one of them fails.
 
-The launcher knows nothing of what its ranks compute: it reads their output, their exit
-codes and the page on which each says its phase. So it ends a rank that can no longer
-end itself, and says which failed first.
+The launcher does not know what its ranks compute: it reads their output, their exit
+codes and the status page on which each reports its phase. So it can end a rank that can
+no longer end itself, and tell which rank failed first.
 """
 
 import os
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -25,23 +25,29 @@ from typing import Final
 from tessera.file_locks import lock
 from tessera.runtime import exit_codes
 from tessera.runtime.cluster import LOOPBACK
-from tessera.runtime.exit_codes import ASKS
-from tessera.runtime.failures import Failure, first_of, how_it_ended, what_to_read
-from tessera.runtime.launcher_messages import ALIVE, STATUS
-from tessera.runtime.rank_process import Ended, Rank
-from tessera.runtime.status_page import Command, StatusPage
-
-FORWARDED: Final = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
-    *(signal.SIGUSR1, signal.SIGUSR2),
+from tessera.runtime.exit_codes import STOP_SIGNALS
+from tessera.runtime.failures import (
+    Failure,
+    describe_exit,
+    first_failure,
+    relevant_lines,
 )
-# Exit codes after which the same command would end alike.
-_FINAL: Final = (exit_codes.MISTAKE,)
+from tessera.runtime.launcher_protocol import (
+    LOCK_FILE,
+    STATUS_FILE,
+    Command,
+    StatusPage,
+)
+from tessera.runtime.rank_process import RankProcess
+
+FORWARDED: Final = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1)
+# Exit codes after which the same command would fail in the same way.
+_FINAL: Final = (exit_codes.USER_ERROR,)
 
 _TICK: Final = 0.1
-# How long after the first failure another may be seen that was earlier.
+# How long after the first failure one may be seen that happened before it.
 _SETTLE: Final = 0.5
-# How long a rank's own watchdog may be late, and the stacks of the others take.
+# How late a rank's own watchdog may be, and how long the stacks of the others take.
 _LATE: Final = 5.0
 _STACKS: Final = 3.0
 _BEFORE_ABORT: Final = 2.0
@@ -56,9 +62,9 @@ class Plan:
       num_local: Ranks on this machine.
       first_rank: The number of the first of them in the run.
       world_size: Ranks of the run, on all machines.
-      coordinator: Where rank 0 listens, host and port; None takes a free port of this
-        machine, anew in each attempt.
-      max_restarts: How often to start all ranks again after one failed.
+      coordinator: Host and port of rank 0; None takes a free port of this machine, a
+        new one in each attempt.
+      max_restarts: How often to start all ranks again after a failure.
       grace: Seconds from asking a rank to end to killing it.
     """
 
@@ -72,7 +78,7 @@ class Plan:
 
 
 class Launcher:
-    """Runs a plan: ``Launcher(plan).run()`` gives the exit code.
+    """Runs a plan: ``Launcher(plan, os.environ).run()`` returns the exit code.
 
     Args:
       plan: What to start.
@@ -85,7 +91,7 @@ class Launcher:
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def run(self) -> int:
-        """Start the ranks, again after a failure where the plan says so.
+        """Start the ranks, and again after a failure if the plan allows it.
 
         Returns:
           0, or the exit code of the rank that failed first: 128 and the signal's number
@@ -94,37 +100,39 @@ class Launcher:
         plan = self._plan
         with (
             tempfile.TemporaryDirectory(prefix="tessera-") as folder,
-            (Path(folder) / ALIVE).open("wb") as alive,
-            self._signals_kept(),
+            (Path(folder) / LOCK_FILE).open("wb") as lock_file,
+            self._queued_signals(),
         ):
-            lock(alive.fileno())
+            lock(lock_file.fileno())
             for attempt in range(plan.max_restarts + 1):
                 group = self._start(attempt, Path(folder))
                 failure = group.watch(self._signals)
                 if failure is None:
                     return exit_codes.SUCCESS
-                code = exit_codes.exit_code_of(failure.returncode)
-                if failure.is_as_asked:
-                    self._say(f"all ranks ended as asked: exit code {code}")
+                code = exit_codes.shell_exit_code(failure.returncode)
+                if failure.is_requested_stop:
+                    self._log(f"all ranks ended as asked: exit code {code}")
                     return code
-                last = attempt == plan.max_restarts or code in _FINAL
+                is_last = attempt == plan.max_restarts or code in _FINAL
                 self._report(group, failure)
-                if last or group.asked_by is not None:
+                if is_last or group.stop_signal is not None:
                     return code
-                self._say(f"restart {attempt + 1} of {plan.max_restarts}")
+                self._log(f"restart {attempt + 1} of {plan.max_restarts}")
         raise AssertionError("the last attempt returns")
 
     def _start(self, attempt: int, folder: Path) -> "Group":
         plan = self._plan
-        page = StatusPage.create(folder / STATUS, plan.num_local)
+        page = StatusPage.create(folder / STATUS_FILE, plan.num_local)
         host, port = plan.coordinator or (LOOPBACK, free_port())
         ranks = range(plan.first_rank, plan.first_rank + plan.num_local)
+        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to "
+        names += f"{ranks[-1]}" * (len(ranks) > 1)
         of = f" of {plan.world_size}" if plan.num_local < plan.world_size else ""
-        self._say(
-            f"starting {_listed('rank', ranks)}{of}, rank 0 at {host}:{port}"
+        self._log(
+            f"starting {names}{of}, rank 0 at {host}:{port}"
             + f", attempt {attempt + 1}" * bool(attempt)
         )
-        group = Group(page, plan.grace, self._say)
+        group = Group(page, plan.grace, self._log)
         for local_rank, rank in enumerate(ranks):
             environment = {
                 **self._environ,
@@ -133,40 +141,41 @@ class Launcher:
                 "TESSERA_STATUS": str(page.path),
                 "TESSERA_LAUNCHER": str(os.getpid()),
             }
-            started = Rank(
-                plan.command, environment, rank, local_rank, self._show, group.tell
+            process = RankProcess(
+                *(plan.command, environment, rank, local_rank),
+                *(self._show, group.exits.put),
             )
-            group.ranks.append(started)
+            group.ranks.append(process)
         return group
 
     def _report(self, group: "Group", failure: Failure) -> None:
-        """Say what happened; what a person has to read comes last."""
+        """Log the failure; what a person has to read comes last."""
         first = group.ranks[failure.rank - self._plan.first_rank]
         others = [
-            f"rank {rank.rank}: {how_it_ended(rank.returncode)}"
+            f"rank {rank.rank}: {describe_exit(rank.returncode)}"
             for rank in group.ranks
             if rank is not first
         ]
         seconds = failure.ended_at - first.started_at
         if others:
-            self._say("the others, in consequence: " + "; ".join(others))
-        self._say(f"failed first, {seconds:.1f} s after its start: {failure}")
+            self._log("the others, in consequence: " + "; ".join(others))
+        self._log(f"failed first, {seconds:.1f} s after its start: {failure}")
         prefix = f"[rank {failure.rank}] "
-        for line in what_to_read(first.last_lines(2)):
+        for line in relevant_lines(first.last_lines(2)):
             self._show(2, f"{prefix}{line}\n".encode(errors="backslashreplace"))
 
     @contextmanager
-    def _signals_kept(self) -> Iterator[None]:
-        """Put signals into a queue, those that are not ignored."""
+    def _queued_signals(self) -> Iterator[None]:
+        """Queue the signals that are not ignored."""
 
-        def keep(number: int, frame: FrameType | None) -> None:
+        def put(number: int, frame: FrameType | None) -> None:
             del frame
             self._signals.put(number)
 
         before = {number: signal.getsignal(number) for number in FORWARDED}
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:
-                signal.signal(number, keep)
+                signal.signal(number, put)
         try:
             yield
         finally:
@@ -179,62 +188,59 @@ class Launcher:
             target.write(line)
             target.flush()
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         self._show(2, f"[launch] {text}\n".encode(errors="backslashreplace"))
 
 
 @dataclass
 class Group:
-    """The ranks of one attempt, from their start to the end of the last.
+    """The ranks of one attempt, from their start to the exit of the last.
 
     Attributes:
-      page: Where they say their phase.
+      page: Where they report their phase.
       grace: Seconds from asking a rank to end to killing it.
-      say: Shows a line of the launcher's.
+      log: Shows a line of the launcher's.
       ranks: The processes.
-      asked_by: The signal by which a person or a scheduler asked the launcher to end.
+      exits: Local ranks whose process has ended, in that order, from any thread.
+      stop_signal: The signal by which the launcher was asked to end.
     """
 
     page: StatusPage
     grace: float
-    say: Callable[[str], None]
-    ranks: list[Rank] = field(default_factory=list)
-    asked_by: int | None = None
-    _events: queue.SimpleQueue[Ended] = field(default_factory=queue.SimpleQueue)
+    log: Callable[[str], None]
+    ranks: list[RankProcess] = field(default_factory=list)
+    exits: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
+    stop_signal: int | None = None
     _end_by: float | None = None
     _late: dict[int, str] = field(default_factory=dict)
 
-    def tell(self, ended: Ended) -> None:
-        """Take the news of a rank's end, from any thread."""
-        self._events.put(ended)
-
     def watch(self, signals: "queue.SimpleQueue[int]") -> Failure | None:
-        """Wait for all ranks; the first failure, or None where there was none."""
+        """Wait for all ranks; the first failure, or None."""
         failures: list[Failure] = []
         try:
-            while not self._all_done and (
-                self._are_killed or all(one.is_as_asked for one in failures)
+            while not self._all_finished and (
+                self._are_killed or all(one.is_requested_stop for one in failures)
             ):
                 if failures and self._end_by is None:
-                    # The others know of it, and may have to write what they save.
+                    # The others were asked to stop too, and may have to save first.
                     self._end_by = time.monotonic() + self.grace
                 self._forward(signals)
-                failures += self._gathered(_TICK)
-                self._end_the_late()
+                failures += self._collect(_TICK)
+                self._end_late_ranks()
             if self._are_killed:
-                # Where others had saved and ended, the run goes on from that.
-                failures = [one for one in failures if one.is_as_asked] or failures
-            if failures and not (first := first_of(failures)).is_as_asked:
-                self.say(str(first))
+                # If the others had saved and ended, the run resumes from there.
+                failures = [f for f in failures if f.is_requested_stop] or failures
+            if failures and not (first := first_failure(failures)).is_requested_stop:
+                self.log(str(first))
                 failures += self._end_all(first, signals)
         finally:
             for rank in self._running:
                 rank.kill()
-        return first_of(failures) if failures else None
+        return first_failure(failures) if failures else None
 
     @property
-    def _running(self) -> list[Rank]:
-        return [rank for rank in self.ranks if rank.ended is None]
+    def _running(self) -> list[RankProcess]:
+        return [rank for rank in self.ranks if rank.ended_at is None]
 
     @property
     def _are_killed(self) -> bool:
@@ -242,58 +248,62 @@ class Group:
         return self._end_by == inf
 
     @property
-    def _all_done(self) -> bool:
+    def _all_finished(self) -> bool:
         return all(rank.is_finished for rank in self.ranks)
 
-    def _news(self, seconds: float) -> Iterator[Ended]:
-        """Ends within a time: waits for the first, and takes those that are there."""
-        try:
-            yield self._events.get(timeout=seconds)
-            while True:
-                yield self._events.get_nowait()
-        except queue.Empty:
-            return
+    def _collect(self, seconds: float) -> list[Failure]:
+        """The failures seen within a time, or until no rank runs."""
+        until, failures = time.monotonic() + seconds, list[Failure]()
+        while not self._all_finished and (left := until - time.monotonic()) > 0:
+            try:
+                local_rank = self.exits.get(timeout=left)
+            except queue.Empty:
+                break
+            if failure := self._finish(local_rank):
+                failures.append(failure)
+        return failures
 
-    def _finished(self, ended: Ended) -> Failure | None:
-        rank = self.ranks[ended.local_rank]
+    def _finish(self, local_rank: int) -> Failure | None:
+        rank = self.ranks[local_rank]
         rank.finish()
-        status = self.page.status(ended.local_rank)
+        status = self.page.status(local_rank)
         code = rank.returncode
         if code == 0:
             return None
-        if self.asked_by is not None and code == -self.asked_by:
-            # It had no handler yet, or has none: it ended as asked all the same.
-            code = ASKS.get(signal.Signals(self.asked_by), code)
-        phase = self._late.get(ended.local_rank, status.phase)
-        return Failure(rank.rank, code, ended.at, status.failed_at, phase)
+        if self.stop_signal is not None and code == -self.stop_signal:
+            # It has no handler, or none yet: it stopped as requested all the same.
+            code = STOP_SIGNALS.get(signal.Signals(self.stop_signal), code)
+        phase = self._late.get(local_rank, status.phase)
+        ended_at = rank.ended_at or time.monotonic()
+        return Failure(rank.rank, code, ended_at, status.failed_at, phase)
 
     def _forward(self, signals: "queue.SimpleQueue[int]") -> None:
-        """Pass signals on; after one that ends, kill what has not ended in time."""
+        """Forward signals; kill the ranks that do not end in time after one."""
         while not signals.empty():
             number = signals.get()
             name = signal.Signals(number).name
             if number == signal.SIGUSR1:
-                self.say(f"{name} to all ranks")
-            elif self.asked_by is None:
-                self.asked_by = number
+                self.log(f"{name} to all ranks")
+            elif self.stop_signal is None:
+                self.stop_signal = number
                 self._end_by = time.monotonic() + self.grace
-                self.say(f"{name} to all ranks, which have {self.grace:g} s to end")
+                self.log(f"{name} to all ranks, which have {self.grace:g} s to end")
             else:
-                self.say(f"a second {name}: killing all ranks")
+                self.log(f"a second {name}: killing all ranks")
                 self._end_by = 0.0
             for rank in self._running:
                 rank.send(number)
         if self._end_by is not None and time.monotonic() > self._end_by:
             if self._end_by:
-                self.say(f"not ended {self.grace:g} s after they were asked: SIGKILL")
+                self.log(f"not ended {self.grace:g} s after they were asked: SIGKILL")
             for rank in self._running:
                 rank.kill()
             self._end_by = inf
 
-    def _end_the_late(self) -> None:
+    def _end_late_ranks(self) -> None:
         """End ranks whose own watchdog should have ended them, and could not.
 
-        SIGABRT first, whose handler shows the stacks without the interpreter's help.
+        SIGABRT first: its handler shows the stacks without the interpreter's help.
         """
         now = time.monotonic()
         for rank in self._running:
@@ -303,7 +313,7 @@ class Group:
                 continue
             if rank.local_rank not in self._late:
                 self._late[rank.local_rank] = status.phase
-                self.say(
+                self.log(
                     f"rank {rank.rank} has been in phase {status.phase!r} for "
                     f"{now - status.since:.1f} s, of {status.deadline:g} s, and its "
                     "watchdog does not act: SIGABRT"
@@ -315,81 +325,72 @@ class Group:
     def _end_all(
         self, failure: Failure, signals: "queue.SimpleQueue[int]"
     ) -> list[Failure]:
-        """End the ranks that still run; those that had failed by themselves before."""
-        failures = self._gathered(_SETTLE)
-        asked = self.page.command == Command.SHOW_STACKS_AND_END
-        if asked or failure.rank - self.ranks[0].rank in self._late:
-            self._show_phases()
-            self.page.command = Command.SHOW_STACKS_AND_END
-            later = self._gathered(_STACKS)
-            for rank in self._running:
-                rank.send(signal.SIGABRT)  # shows them without the interpreter's help
-            self._gathered(_BEFORE_ABORT)
-            # Of those that end now, only one that said so earlier may be the first.
-            failures += [one for one in later if one.failed_at]
+        """End the ranks that still run; returns the failures that preceded this."""
+        failures = self._collect(_SETTLE)
+        is_stalled = self.page.command == Command.SHOW_STACKS_AND_END
+        if is_stalled or failure.rank - self.ranks[0].rank in self._late:
+            failures += self._show_stacks()
         self.page.command = Command.END
         for rank in self._running:
             rank.send(signal.SIGTERM)
         until = time.monotonic() + self.grace
         while self._running and time.monotonic() < until and signals.empty():
-            self._gathered(_TICK)
+            self._collect(_TICK)
         for rank in self._running:
-            self.say(f"rank {rank.rank} does not end: SIGKILL")
+            self.log(f"rank {rank.rank} does not end: SIGKILL")
             rank.kill()
-        while not self._all_done:
-            self._gathered(_TICK)
+        while not self._all_finished:
+            self._collect(_TICK)
         return failures
 
-    def _gathered(self, seconds: float) -> list[Failure]:
-        """Failures within a time, or until no rank runs."""
-        until, found = time.monotonic() + seconds, list[Failure]()
-        while not self._all_done:
-            left = until - time.monotonic()
-            if left <= 0:
-                break
-            found += [f for ended in self._news(left) if (f := self._finished(ended))]
-        return found
-
-    def _show_phases(self) -> None:
+    def _show_stacks(self) -> list[Failure]:
+        """Log all phases, and have the running ranks show their stacks and exit."""
         now = time.monotonic()
         for rank in self.ranks:
             status = self.page.status(rank.local_rank)
             if status.phase:
                 state = f"{status.phase}, for {now - status.since:.1f} s"
-                self.say(f"rank {rank.rank} was in: {state}")
+                self.log(f"rank {rank.rank} was in: {state}")
+        self.page.command = Command.SHOW_STACKS_AND_END
+        failures = self._collect(_STACKS)
+        for rank in self._running:
+            rank.send(signal.SIGABRT)  # shows them without the interpreter's help
+        self._collect(_BEFORE_ABORT)
+        # Of the ranks that exit now, only one that failed by itself may be the first.
+        return [one for one in failures if one.failed_at]
 
 
 def variables(
     plan: Plan, local_rank: int, coordinator: tuple[str, int]
 ) -> dict[str, str]:
-    """The environment variables that tell a rank where it is in the run.
+    """The environment variables from which a rank detects its place in the run.
 
-    Those of torchrun are set as well, so that a program that reads them sees its own
-    rank, where the launcher may have been told the first rank of the machine in them.
+    Includes those of torchrun, so that a program that reads them sees its own rank even
+    if the launcher was given the machine's first rank in them.
     """
     rank, (host, port) = plan.first_rank + local_rank, coordinator
-    place = {
+    numbers = {
         "RANK": rank,
         "WORLD_SIZE": plan.world_size,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": plan.num_local,
+        "TESSERA_RANK": rank,
+        "TESSERA_WORLD_SIZE": plan.world_size,
+        "TESSERA_LOCAL_RANK": local_rank,
+        "TESSERA_LOCAL_SIZE": plan.num_local,
+        "MASTER_PORT": port,
+        "PYTHONUNBUFFERED": 1,
+        "PYTHONFAULTHANDLER": 1,
     }
     return {
-        **{name: str(value) for name, value in place.items()},
+        **{name: str(number) for name, number in numbers.items()},
         "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TESSERA_RANK": str(rank),
-        "TESSERA_WORLD_SIZE": str(plan.world_size),
-        "TESSERA_LOCAL_RANK": str(local_rank),
-        "TESSERA_LOCAL_SIZE": str(plan.num_local),
         "TESSERA_COORDINATOR": f"{host}:{port}",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
     }
 
 
 def free_port() -> int:
-    """A port of the loopback interface that is free, and the next one is too."""
+    """A free port of the loopback interface, of which the next one is free too."""
     while True:
         with socket.create_server((LOOPBACK, 0)) as first:
             port: int = first.getsockname()[1]
@@ -398,10 +399,3 @@ def free_port() -> int:
             except (OSError, OverflowError):
                 continue
             return port
-
-
-def _listed(what: str, numbers: Iterable[int]) -> str:
-    found = list(numbers)
-    if len(found) == 1:
-        return f"{what} {found[0]}"
-    return f"{what}s {found[0]} to {found[-1]}"

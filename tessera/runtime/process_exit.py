@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process ends before Python would end it: at once, or when its time is over.
+"""Ends the process without Python's own shutdown: at once, or at a deadline.
 
-Python's own end waits: for JAX's connections, for other threads, and for a second or
-more until everything is freed.
+Python's shutdown waits for JAX's connections, for other threads, and a second or more
+for everything to be freed.
 """
 
 import ctypes
@@ -13,87 +13,92 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, NoReturn
 
-# For last words, and to give back what is held: a reader may be gone, a disk slow.
+# For output and cleanup: a pipe may have no reader, a disk may be slow.
 _PATIENCE: Final = 2.0
-_MONOTONIC: Final = 1
-_IN_A_THREAD: Final = 2
+_CLOCK_MONOTONIC: Final = 1
+_SIGEV_THREAD: Final = 2
 
-_held: Final[list[Callable[[], None]]] = []
+_callbacks: Final[list[Callable[[], None]]] = []
 
 
-def leave(code: int, text: str = "") -> NoReturn:
-    """End the process at once, from any thread.
+def exit_now(code: int, text: str = "") -> NoReturn:
+    """End the process at once, from any thread, after the ``on_exit`` callbacks.
 
     Args:
-      code: What it exits with.
-      text: Its last words, on standard error.
+      code: The exit code.
+      text: Written to standard error last.
     """
-    ending = threading.Thread(target=_end_in_order, args=(text,), daemon=True)
-    with suppress(RuntimeError):  # the interpreter is at its own end
-        ending.start()
-        ending.join(_PATIENCE)
+    cleanup = threading.Thread(target=_clean_up, args=(text,), daemon=True)
+    with suppress(RuntimeError):  # the interpreter is already shutting down
+        cleanup.start()
+        cleanup.join(_PATIENCE)
     os._exit(code)
 
 
 @contextmanager
-def at_end(act: Callable[[], None]) -> Iterator[None]:
-    """Do something after a ``with`` block, also where ``leave`` ends the process in it.
+def on_exit(callback: Callable[[], None]) -> Iterator[None]:
+    """Call back at the end of a ``with`` block, also if ``exit_now`` ends it.
 
     Args:
-      act: Called once, from any thread.
+      callback: Called once, from any thread.
     """
-    _held.append(act)
+    _callbacks.append(callback)
     try:
         yield
     finally:
-        _held.remove(act)
-        act()
+        _callbacks.remove(callback)
+        callback()
 
 
 class Deadline:
-    """The time by which the process is to be gone, whatever it does then.
+    """A time at which the kernel ends the process, whatever it is doing.
 
-    On Linux, the system's clock and a thread without Python keep it: they end a call
-    that holds the interpreter's lock, and the interpreter's own end. Elsewhere nobody
-    keeps it.
+    A POSIX timer calls ``_exit`` in a thread without Python, so it also ends a call
+    that holds the interpreter's lock, and the interpreter's own shutdown. The standard
+    library has nothing that does: ``faulthandler.dump_traceback_later(exit=True)`` has
+    one exit code, 1, and ``signal.setitimer`` waits for the interpreter. On systems
+    other than 64-bit Linux nothing enforces the deadline.
     """
 
     def __init__(self) -> None:
         self._timer: ctypes.c_void_p | None = None
 
     def set(self, seconds: float, code: int) -> None:
-        """End the process after some seconds; takes the place of what was set before.
+        """End the process after some seconds; replaces an earlier deadline.
 
         Args:
           seconds: From now.
-          code: What it then exits with.
+          code: The exit code.
         """
         self.clear()
-        system = ctypes.CDLL(None)
-        if not hasattr(system, "timer_create") or ctypes.sizeof(ctypes.c_void_p) != 8:
+        libc = ctypes.CDLL(None)
+        if not hasattr(libc, "timer_create") or ctypes.sizeof(ctypes.c_void_p) != 8:
             return
-        event = _Event(
+        event = _SigEvent(
             value=code,
-            notify=_IN_A_THREAD,
-            function=ctypes.cast(system._exit, ctypes.c_void_p),
+            notify=_SIGEV_THREAD,
+            function=ctypes.cast(libc._exit, ctypes.c_void_p),
         )
         timer = ctypes.c_void_p()
-        if system.timer_create(_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
+        if libc.timer_create(
+            _CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)
+        ):
             return
         whole = int(seconds)
-        after = _Times(seconds=whole, nanoseconds=int((seconds - whole) * 1e9) or 1)
-        system.timer_settime(timer, 0, ctypes.byref(after), None)
+        # No interval: it expires once.
+        spec = (ctypes.c_long * 4)(0, 0, whole, int((seconds - whole) * 1e9) or 1)
+        libc.timer_settime(timer, 0, spec, None)
         self._timer = timer
 
     def clear(self) -> None:
-        """Let the process live on."""
+        """Remove the deadline."""
         timer, self._timer = self._timer, None
         if timer is not None:
             ctypes.CDLL(None).timer_delete(timer)
 
 
-class _Event(ctypes.Structure):
-    """``struct sigevent`` of 64-bit Linux; the value is the argument of the call."""
+class _SigEvent(ctypes.Structure):
+    """``struct sigevent`` of 64-bit Linux; the value is the function's argument."""
 
     _fields_ = (
         ("value", ctypes.c_int),
@@ -106,27 +111,16 @@ class _Event(ctypes.Structure):
     )
 
 
-class _Times(ctypes.Structure):
-    """``struct itimerspec``: an interval, which is none, and when."""
-
-    _fields_ = (
-        ("every_seconds", ctypes.c_long),
-        ("every_nanoseconds", ctypes.c_long),
-        ("seconds", ctypes.c_long),
-        ("nanoseconds", ctypes.c_long),
-    )
-
-
-def _end_in_order(text: str) -> None:
+def _clean_up(text: str) -> None:
+    # A pipe without a reader must not keep the process from ending.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            # Nobody may read it any more: that must not keep the process from its end.
             with suppress(OSError, ValueError):
                 stream.flush()
-    left = text.encode(errors="backslashreplace")
+    unwritten = text.encode(errors="backslashreplace")
     with suppress(OSError):
-        while left:
-            left = left[os.write(2, left) :]
-    for act in reversed(_held):
+        while unwritten:
+            unwritten = unwritten[os.write(2, unwritten) :]
+    for callback in reversed(_callbacks):
         with suppress(Exception):
-            act()
+            callback()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This process among the others of its run: from the meeting to the common end.
+"""Joins this process with the others of its run, from the rendezvous to the exit.
 
-    with joined(settings…) as here:
+    with joined(cluster, fingerprint) as here:
         …                                  # JAX sees the devices of all processes
 
-A process that is alone joins nothing: it is watched, and JAX is left as it is.
+A process that is alone joins nothing: it gets a watchdog, and JAX stays as it is.
 """
 
 import faulthandler
@@ -22,26 +22,28 @@ import jax
 
 from tessera import _jax, _jax_processes
 from tessera.errors import BackendStartedError, MissingRanksError, TesseraError
-from tessera.runtime import exit_codes, fingerprint
-from tessera.runtime.accelerators import find_accelerators, share_of
+from tessera.runtime import exit_codes
+from tessera.runtime.accelerators import assign_devices, find_accelerators
 from tessera.runtime.addresses import address_towards, bind_address, host_and_port
 from tessera.runtime.cluster import Cluster
-from tessera.runtime.launcher_messages import STATUS, Launched
-from tessera.runtime.process_exit import at_end, leave
+from tessera.runtime.launcher_protocol import STATUS_FILE, ParentLauncher, StatusPage
+from tessera.runtime.process_exit import exit_now, on_exit
 from tessera.runtime.rank_consistency import (
-    Facts,
+    Fingerprint,
+    code_fingerprint,
+    device_fingerprint,
     difference_error,
     differences,
-    listed,
+    format_ranks,
+    version_fingerprint,
 )
-from tessera.runtime.rendezvous import meet
-from tessera.runtime.status_page import StatusPage
-from tessera.runtime.stop_requests import Stopping
+from tessera.runtime.rendezvous import rendezvous
+from tessera.runtime.stop_requests import StopRequests
 from tessera.runtime.watchdog import NO_LAUNCHER, Watchdog
 
 _log: Final = logging.getLogger("tessera.runtime")
-# Threads of the pool that XLA's CPU devices share; fewer make processes of several
-# devices wait for each other for ever.
+# The pool that XLA's CPU devices share; with fewer threads, processes of several
+# devices deadlock.
 _CPU_THREADS: Final = 32
 
 
@@ -50,8 +52,8 @@ class Timeouts:
     """How long to wait for other ranks, in seconds.
 
     Attributes:
-      rendezvous: At the beginning, and where ranks compare what they compiled.
-      heartbeat: Until a process that says nothing is dead.
+      rendezvous: At the start, and when ranks compare what they compiled.
+      heartbeat: Until a silent process counts as dead.
       shutdown: For the others at the end.
     """
 
@@ -61,18 +63,18 @@ class Timeouts:
 
 
 class Claim(Protocol):
-    """Something that one run alone may have, such as the folder that it writes."""
+    """Something that only one run may have, such as the folder that it writes."""
 
     def take(self, shared: str, lost: Callable[[TesseraError], None], /) -> None:
         """Take it, or raise a coded error.
 
         Args:
           shared: What rank 0 shares.
-          lost: Ends this process, from any thread, where it is another's later on.
+          lost: Ends this process, from any thread, if another run takes it over later.
         """
 
     def release(self) -> None:
-        """Give it back; from any thread."""
+        """Release it; from any thread."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,14 @@ class Processes:
     """The processes of the run, seen from this one. ``joined`` makes it.
 
     Attributes:
-      cluster: This one's place.
+      cluster: This process among them.
       timeouts: How long it waits for others.
       watchdog: Watches it.
       shared: What rank 0 shares with the others, the same in every attempt.
-      attempt: How often the launcher has started the run before.
-      is_launched: Whether this process is one of ``tessera.launch``, which shows its
-        rank in front of each line.
-      stopping: Hears signals; None where the program does.
+      attempt: Number of earlier attempts of the launcher.
+      is_launched: Whether ``tessera.launch`` started this process; it shows the rank in
+        front of each line.
+      stop_requests: Handles signals; None if the program does.
     """
 
     cluster: Cluster
@@ -96,7 +98,7 @@ class Processes:
     shared: str = ""
     attempt: int = 0
     is_launched: bool = False
-    stopping: Stopping | None = None
+    stop_requests: StopRequests | None = None
     _compared: set[str] = field(default_factory=set)
 
     @property
@@ -109,26 +111,26 @@ class Processes:
         """Processes of the run."""
         return self.cluster.world_size
 
-    def goes_on(self) -> bool:
-        """Whether to begin what comes next; else to save, and leave.
+    def should_continue(self) -> bool:
+        """Whether to begin the next step; if not, save and exit.
 
-        All ranks call it in the same places: before each step, and before each other
-        thing in which all of them take part. It is true unless ``joined`` was given a
-        grace period.
+        Every rank calls it at the same points of the program: before each step, and
+        before anything else in which all ranks take part. Always true unless ``joined``
+        was given a grace period.
         """
-        return self.stopping is None or self.stopping.goes_on()
+        return self.stop_requests is None or self.stop_requests.should_continue()
 
-    def compare(self, section: str, key: str, said: Mapping[str, str]) -> None:
-        """See that all ranks say the same, once they are connected.
+    def compare(self, section: str, key: str, details: Mapping[str, str]) -> None:
+        """Check that all connected ranks pass the same key.
 
         Args:
           section: What it is about: ``"step"``. Each is compared once.
-          key: A fingerprint of it.
-          said: Parts of it by name, to say where fingerprints differ.
+          key: A fingerprint.
+          details: Entries by name that show where fingerprints differ.
 
         Raises:
           RanksDifferError: [T707] they do not.
-          MissingRanksError: [T706] not all ranks come this far in time.
+          MissingRanksError: [T706] not all ranks call this in time.
         """
         board = _jax_processes.board()
         if self.count == 1:
@@ -138,37 +140,36 @@ class Processes:
             return
         assert section not in self._compared, f"{section} is compared twice"
         self._compared.add(section)
-        keys, texts = f"tessera/{section}/keys", f"tessera/{section}/texts"
-        board.put(f"{keys}/{self.rank}", key)
-        for name, value in {"fingerprint": key, **said}.items():
-            board.put(f"{texts}/{self.rank}/{name}", value)
-        everyone = board.wait(f"tessera/{section}", self.timeouts.rendezvous)
+        folder = f"tessera/{section}"
+        board.put(f"{folder}/keys/{self.rank}", key)
+        for name, value in {"fingerprint": key, **details}.items():
+            board.put(f"{folder}/details/{self.rank}/{name}", value)
+        is_complete = board.wait(folder, self.timeouts.rendezvous)
+        keys = board.texts(f"{folder}/keys")
         ranks = {str(rank): rank for rank in range(self.count)}
-        said_by = board.texts(keys)
-        found = {ranks[rank]: said_by[rank] for rank in said_by.keys() & ranks.keys()}
-        if not everyone:
-            late = [rank for rank in range(self.count) if rank not in found]
+        if not is_complete:
+            late = [rank for name, rank in ranks.items() if name not in keys]
             raise MissingRanksError(
                 f"not all ranks came as far as to compare their {section}",
-                got=f"{listed(late) if late else 'no rank'} did not, within "
+                got=f"{format_ranks(late) if late else 'no rank'} did not, within "
                 f"{self.timeouts.rendezvous:g} s",
                 fix="look at the log of the rank that is missing, or raise "
                 "runtime.rendezvous_timeout",
             )
-        if len(set(found.values())) > 1:
-            detailed: dict[int, dict[str, dict[str, str]]] = {}
-            for place, value in board.texts(texts).items():
-                rank, _, name = place.partition("/")
+        if len({keys[name] for name in keys.keys() & ranks.keys()}) > 1:
+            found: dict[int, dict[str, dict[str, str]]] = {}
+            for path, value in board.texts(f"{folder}/details").items():
+                rank, _, name = path.partition("/")
                 if rank in ranks:
-                    of_rank = detailed.setdefault(ranks[rank], {section: {}})
-                    of_rank[section][name] = value
-            raise difference_error(differences(detailed))
+                    entries = found.setdefault(ranks[rank], {section: {}})
+                    entries[section][name] = value
+            raise difference_error(differences(found))
 
 
 @contextmanager
 def joined(
     cluster: Cluster,
-    said: Facts,
+    fingerprint: Fingerprint,
     *,
     shared: str = "",
     claim: Claim | None = None,
@@ -179,65 +180,70 @@ def joined(
 ) -> Iterator[Processes]:
     """Join the other processes for the length of a ``with`` block.
 
-    Unless the program handles SIGUSR1 itself, it shows the stacks of all threads where
-    there are several processes or a launcher.
+    If there are several processes or a launcher, SIGUSR1 shows the stacks of all
+    threads, unless the program handles it itself.
 
     An exception that leaves the block ends a process of several at once: it shows the
-    exception and waits for nobody, so that nothing is written after it.
+    exception and waits for no other rank, so that nothing is written after it.
 
     Args:
-      cluster: This process's place, from ``detect``.
-      said: What has to be the same on every rank, beside versions, code and devices.
-      shared: Of rank 0: what all take from it.
-      claim: What rank 0 takes for the length of the block, before the ranks meet; what
-        it raises then, all raise.
-      platform: What the run asks for; ``"cpu"`` takes no accelerator.
+      cluster: This process, from ``detect``.
+      fingerprint: What has to be the same on every rank, beside versions, code and
+        devices.
+      shared: On rank 0: what all ranks receive.
+      claim: What rank 0 takes for the length of the block, before the rendezvous; an
+        error of it is raised on all ranks.
+      platform: The platform of the run; ``"cpu"`` uses no accelerator.
       timeouts: How long to wait for others.
       deadlines: Seconds for each kind of phase, as ``Watchdog`` takes them.
-      grace: Seconds from SIGTERM to the end of the process, saved or not, of a program
-        that asks ``goes_on``; None leaves signals to the program.
+      grace: Seconds from SIGTERM to the end of the process, saved or not, for a program
+        that calls ``should_continue``; None leaves signals to the program.
 
     Raises:
-      SystemExit: After the block, with code 75 or 130, where ``goes_on`` said no.
+      SystemExit: After the block, with code 75 or 130, if ``should_continue`` returned
+        False.
       CoordinatorError: [T705] rank 0's address is not known or its ports are busy.
-      MissingRanksError: [T706] ranks are missing, or there twice, or count otherwise.
-      RanksDifferError: [T707] they are not of one run.
+      MissingRanksError: [T706] ranks are missing, duplicated, or of another run.
+      RanksDifferError: [T707] their fingerprints differ.
     """
     timeouts = timeouts or Timeouts()
-    launched = Launched.find(os.environ)
-    watchdog = _watchdog(cluster, deadlines or {}, launched)
+    launcher = ParentLauncher.find(os.environ)
+    watchdog = _make_watchdog(cluster, deadlines or {}, launcher)
     watchdog.start()
-    launched = launched if launched and launched.is_rank else None
-    if launched is not None or cluster.coordinator is not None:
-        _show_stacks_on_request()
-    if launched is not None and cluster.rank == 0:
-        shared = launched.first_shared(shared)
-    with _stopped(grace, cluster.rank) as stopping:
+    launcher = launcher if launcher and launcher.is_rank else None
+    if launcher is not None or cluster.coordinator is not None:
+        _show_stacks_on_sigusr1()
+    if launcher is not None and cluster.rank == 0:
+        shared = launcher.shared_of_first_attempt(shared)
+    with _handle_stop_signals(grace, cluster.rank) as stop_requests:
         try:
             watchdog.enter("claim")
             with _claimed(claim, cluster, shared, watchdog) as refusal:
                 if cluster.coordinator is not None:
                     watchdog.enter("rendezvous")
-                    own = {
-                        **said,
-                        "versions": fingerprint.versions(),
-                        "code": fingerprint.code(),
-                        "devices": fingerprint.devices(cluster, platform, os.environ),
-                    }
-                    shared = meet(
-                        *(cluster, own, refusal),
+                    shared = rendezvous(
+                        cluster,
+                        {
+                            **fingerprint,
+                            "versions": version_fingerprint(),
+                            "code": code_fingerprint(),
+                            "devices": device_fingerprint(
+                                cluster, platform, os.environ
+                            ),
+                        },
+                        refusal,
                         timeout=timeouts.rendezvous,
                         shared=shared,
-                        say=_say,
+                        report=_write_line,
                     )
                     watchdog.enter("startup")
                     _connect(cluster, platform, timeouts)
-                    _use_board(watchdog, stopping, cluster)
+                    _share_board(watchdog, stop_requests, cluster)
                 watchdog.enter("startup")
-                attempt = launched.attempt if launched else 0
+                attempt = launcher.attempt if launcher else 0
                 yield Processes(
                     *(cluster, timeouts, watchdog, shared, attempt),
-                    *(launched is not None, stopping),
+                    *(launcher is not None, stop_requests),
                 )
             if cluster.coordinator is not None:
                 watchdog.enter("shutdown")
@@ -246,46 +252,45 @@ def joined(
             watchdog.fail()
             if cluster.coordinator is None:
                 raise
-            _end(error)
+            _exit_with(error)
         finally:
             watchdog.stop()
 
 
 @contextmanager
-def _stopped(grace: float | None, rank: int) -> Iterator[Stopping | None]:
-    """Hear signals, where there is a grace period, and end as they ask."""
+def _handle_stop_signals(
+    grace: float | None, rank: int
+) -> Iterator[StopRequests | None]:
+    """Handle signals if there is a grace period, and exit as they request."""
     if grace is None:
         yield None
         return
-    with Stopping(grace, rank=rank) as stopping:
+    with StopRequests(grace, rank=rank) as stop_requests:
         try:
-            yield stopping
+            yield stop_requests
         finally:
-            # What comes after it has its end by then as well: the interpreter's own.
-            stopping.keep_deadline()
-    if stopping.exit_code is not None:
-        raise SystemExit(stopping.exit_code)
+            # It also limits what comes after: the interpreter's own shutdown.
+            stop_requests.keep_deadline()
+    if stop_requests.exit_code is not None:
+        raise SystemExit(stop_requests.exit_code)
 
 
-def _watchdog(
+def _make_watchdog(
     cluster: Cluster,
     deadlines: Mapping[str, float | None],
-    launched: Launched | None,
+    launcher: ParentLauncher | None,
 ) -> Watchdog:
-    """Of this process; one that was launched ends where it has no launcher any more."""
-    has_launcher = None
-    if launched is not None:
-        if not launched.has_launcher:
-            leave(exit_codes.ENDED, NO_LAUNCHER)
-        has_launcher = lambda: launched.has_launcher  # noqa: E731
-    if launched is None or not launched.is_rank:
-        return Watchdog(deadlines, rank=cluster.rank, has_launcher=has_launcher)
+    """This process's watchdog; it ends a launched process whose launcher is gone."""
+    if launcher is None:
+        return Watchdog(deadlines, rank=cluster.rank)
+    if not launcher.is_alive:
+        exit_now(exit_codes.TERMINATED, NO_LAUNCHER)
     return Watchdog(
         deadlines,
         rank=cluster.rank,
-        page=StatusPage(launched.folder / STATUS),
-        local_rank=launched.local_rank,
-        has_launcher=has_launcher,
+        page=StatusPage(launcher.folder / STATUS_FILE) if launcher.is_rank else None,
+        local_rank=launcher.local_rank,
+        launcher_is_alive=lambda: launcher.is_alive,
     )
 
 
@@ -293,18 +298,18 @@ def _watchdog(
 def _claimed(
     claim: Claim | None, cluster: Cluster, shared: str, watchdog: Watchdog
 ) -> Iterator[TesseraError | None]:
-    """Claim what rank 0 shares; the reason why it could not, for the others to hear."""
+    """Claim what rank 0 shares; yields the error to raise on all ranks, or None."""
     if claim is None or cluster.rank:
         yield None
         return
 
-    def lose(error: TesseraError) -> None:
+    def lost(error: TesseraError) -> None:
         watchdog.fail()
-        leave(error.exit_code, f"{error}\n")
+        exit_now(error.exit_code, f"{error}\n")
 
-    with at_end(claim.release):
+    with on_exit(claim.release):
         try:
-            claim.take(shared, lose)
+            claim.take(shared, lost)
         except TesseraError as error:
             if cluster.coordinator is None:
                 raise
@@ -314,7 +319,7 @@ def _claimed(
 
 
 def _connect(cluster: Cluster, platform: str, timeouts: Timeouts) -> None:
-    """Let JAX connect the processes, which have met."""
+    """Let JAX connect the processes, after their rendezvous."""
     if _jax.backend_started():
         raise BackendStartedError(
             "the processes cannot be connected any more",
@@ -325,60 +330,64 @@ def _connect(cluster: Cluster, platform: str, timeouts: Timeouts) -> None:
     threads = os.environ.get("PJRT_NPROC", "")
     if not threads.isdecimal() or int(threads) < _CPU_THREADS:
         os.environ["PJRT_NPROC"] = str(_CPU_THREADS)
-    found = find_accelerators(os.environ) * (platform != "cpu")
-    mine = share_of(cluster.local_rank, cluster.local_size, len(found))
+    num_devices = len(find_accelerators(os.environ)) * (platform != "cpu")
     if own := address_towards(cluster.coordinator):
         _jax_processes.listen_on(own)
-    # JAX would listen on all interfaces, unless this variable says which.
+    # JAX would listen on all interfaces, unless this variable names one.
     is_chosen = cluster.rank or "JAX_COORDINATOR_BIND_ADDRESS" in os.environ
-    where = None if is_chosen else bind_address(cluster.coordinator)
-    # It takes SIGTERM for itself for good, whatever else the program does with it.
+    bound = None if is_chosen else bind_address(cluster.coordinator)
+    # The service would take over SIGTERM for good, whatever else handles it.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         host_and_port(cluster.coordinator),
         cluster.world_size,
         cluster.rank,
-        local_device_ids=mine,
+        local_device_ids=assign_devices(
+            cluster.local_rank, cluster.local_size, num_devices
+        ),
         cluster_detection_method="deactivate",
         initialization_timeout=max(int(timeouts.rendezvous), 1),
         heartbeat_timeout_seconds=timeouts.heartbeat,
         shutdown_timeout_seconds=timeouts.shutdown,
-        coordinator_bind_address=host_and_port(where) if where else None,
+        coordinator_bind_address=host_and_port(bound) if bound else None,
     )
 
 
-def _show_stacks_on_request() -> None:
-    """Let SIGUSR1 show stacks, which would end the process otherwise."""
+def _show_stacks_on_sigusr1() -> None:
+    """Let SIGUSR1 show stacks; by default it would end the process."""
     stream, number = sys.__stderr__, signal.SIGUSR1
     if stream is not None and signal.getsignal(number) == signal.SIG_DFL:
         faulthandler.register(number, file=stream)
 
 
-def _use_board(watchdog: Watchdog, stopping: Stopping | None, cluster: Cluster) -> None:
+def _share_board(
+    watchdog: Watchdog, stop_requests: StopRequests | None, cluster: Cluster
+) -> None:
+    """Connect the watchdog and the stop requests with those of the other ranks."""
     board, rank = _jax_processes.board(), cluster.rank
     if board is None:
         return
     watchdog.connect(
-        lambda said: board.put(f"tessera/phase/{rank}", said),
+        lambda phase: board.put(f"tessera/phase/{rank}", phase),
         lambda: board.texts("tessera/phase"),
     )
-    if stopping is not None:
-        stopping.connect(board, cluster.world_size)
+    if stop_requests is not None:
+        stop_requests.connect(board, cluster.world_size)
 
 
-def _end(error: BaseException) -> None:
-    """Show an exception, and end: JAX's own end would wait for the others."""
-    code, said = exit_codes.FAILURE, "".join(traceback.format_exception(error))
+def _exit_with(error: BaseException) -> None:
+    """Show an exception and exit: JAX's own shutdown would wait for the others."""
+    code, text = exit_codes.FAILURE, "".join(traceback.format_exception(error))
     if isinstance(error, TesseraError):
-        code, said = error.exit_code, f"{error}\n"
+        code, text = error.exit_code, f"{error}\n"
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else exit_codes.FAILURE
-        said = ""
+        text = ""
     elif isinstance(error, KeyboardInterrupt):
         code = exit_codes.INTERRUPTED
-    leave(code, said)
+    exit_now(code, text)
 
 
-def _say(text: str) -> None:
+def _write_line(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

@@ -1,76 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a run say of themselves, compared: they have to say the same.
+"""Fingerprints of a rank (versions, code, devices), and their comparison across ranks.
 
-JAX compares nothing. Two processes with another learning rate, or another version of
-the code, exchange numbers without a word, and the weights that they believe to share
-drift apart.
+JAX compares nothing. Two processes with different learning rates, or different versions
+of the code, exchange numbers without a warning, and the weights that they believe to
+share drift apart.
+
+No fingerprint needs JAX's backend, which may start only after the rendezvous.
 """
 
+import hashlib
+import platform
+import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Final, TypeAlias
 
 from tessera.errors import RanksDifferError, TesseraError
+from tessera.runtime.accelerators import assign_devices, find_accelerators
+from tessera.runtime.cluster import Cluster
 from tessera.untrusted import printable
 
-# Section, then name, then value: {"versions": {"jax": "0.10.2"}}.
-Facts: TypeAlias = Mapping[str, Mapping[str, str]]
+# Section -> name -> value: {"versions": {"jax": "0.10.2"}}.
+Fingerprint: TypeAlias = Mapping[str, Mapping[str, str]]
 
-_LINES_SHOWN: Final = 24
-_LONGEST_VALUE: Final = 120
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One thing that ranks say differently.
-
-    Attributes:
-      section: Which kind of thing: ``"configuration"``.
-      name: ``"training.seed"``.
-      values: What was said, with the ranks that said so; None where it is not there.
-    """
-
-    section: str
-    name: str
-    values: tuple[tuple[str | None, tuple[int, ...]], ...]
-
-    def __str__(self) -> str:
-        said = "; ".join(
-            f"{_shown(value)} on {listed(ranks)}" for value, ranks in self.values
-        )
-        return f"{_shown(self.section)}: {_shown(self.name)} is {said}"
-
-
-def differences(facts: Mapping[int, Facts]) -> list[Difference]:
-    """Everything that is not said by all ranks alike, in the order of rank 0's facts.
-
-    Args:
-      facts: What each rank says.
-
-    Example:
-      >>> one, two = {"versions": {"jax": "0.10.2"}}, {"versions": {"jax": "0.12.0"}}
-      >>> print(*differences({0: one, 1: two, 2: one}))
-      versions: jax is 0.10.2 on ranks 0, 2; 0.12.0 on rank 1
-    """
-    names = {
-        (section, name): None
-        for rank in sorted(facts)
-        for section, named in facts[rank].items()
-        for name in named
-    }
-    found: list[Difference] = []
-    for section, name in names:
-        said: dict[str | None, list[int]] = {}
-        for rank in sorted(facts):
-            value = facts[rank].get(section, {}).get(name)
-            said.setdefault(value, []).append(rank)
-        if len(said) > 1:
-            values = tuple((value, tuple(ranks)) for value, ranks in said.items())
-            found.append(Difference(section, name, values))
-    return found
-
-
-# For each section, what it means that it differs, and what to do.
+# The libraries that determine the compiled program and the data.
+_LIBRARIES: Final = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "tessera")
+_PACKAGE: Final = Path(__file__).parents[1]
+_MAX_LINES: Final = 24
+_MAX_VALUE: Final = 120
+# Section -> what a difference in it means, and what to do.
 _MEANINGS: Final = {
     "devices": (
         "Devices are not homogeneous",
@@ -96,8 +57,109 @@ _MEANINGS: Final = {
 }
 
 
+def version_fingerprint() -> dict[str, str]:
+    """The versions of Python and of the libraries that a program depends on."""
+    versions = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def code_fingerprint() -> dict[str, str]:
+    """A hash of each file of Tessera, and of the program that runs.
+
+    Twelve hex digits of its SHA-256: enough to tell two files apart, and to name those
+    that differ.
+    """
+    files = {
+        str(path.relative_to(_PACKAGE.parent)): path for path in _PACKAGE.rglob("*.py")
+    }
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    # pip writes a script such as bin/tessera with the path of its environment inside.
+    if program and Path(program).parent != Path(sysconfig.get_path("scripts")):
+        files[Path(program).name] = Path(program)
+    hashes: dict[str, str] = {}
+    for name, path in sorted(files.items()):
+        try:
+            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        except OSError:
+            continue  # another process is changing the installation
+    return hashes
+
+
+def device_fingerprint(
+    cluster: Cluster, platform_name: str, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """The kinds of this rank's devices, and how many.
+
+    Args:
+      cluster: The rank.
+      platform_name: ``"cpu"`` means that no accelerator is used.
+      environ: The environment variables.
+    """
+    visible = find_accelerators(environ)
+    if platform_name == "cpu" or not visible:
+        return {"kind": f"CPU, {platform.machine()}"}
+    indices = assign_devices(cluster.local_rank, cluster.local_size, len(visible))
+    own = visible if indices is None else [visible[index] for index in indices]
+    return {"kind": " and ".join(sorted(set(own))), "count": str(len(own))}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An entry of the fingerprint that is not the same on all ranks.
+
+    Attributes:
+      section: ``"configuration"``.
+      name: ``"training.seed"``.
+      values: Each value with the ranks that have it; None where the entry is missing.
+    """
+
+    section: str
+    name: str
+    values: tuple[tuple[str | None, tuple[int, ...]], ...]
+
+    def __str__(self) -> str:
+        values = "; ".join(
+            f"{_shown(value)} on {format_ranks(ranks)}" for value, ranks in self.values
+        )
+        return f"{_shown(self.section)}: {_shown(self.name)} is {values}"
+
+
+def differences(fingerprints: Mapping[int, Fingerprint]) -> list[Difference]:
+    """All entries that differ between ranks, in the order of rank 0's fingerprint.
+
+    Args:
+      fingerprints: The fingerprint of each rank.
+
+    Example:
+      >>> one, two = {"versions": {"jax": "0.10.2"}}, {"versions": {"jax": "0.12.0"}}
+      >>> print(*differences({0: one, 1: two, 2: one}))
+      versions: jax is 0.10.2 on ranks 0, 2; 0.12.0 on rank 1
+    """
+    entries = {
+        (section, name): None
+        for rank in sorted(fingerprints)
+        for section, values in fingerprints[rank].items()
+        for name in values
+    }
+    result: list[Difference] = []
+    for section, name in entries:
+        ranks: dict[str | None, list[int]] = {}
+        for rank in sorted(fingerprints):
+            value = fingerprints[rank].get(section, {}).get(name)
+            ranks.setdefault(value, []).append(rank)
+        if len(ranks) > 1:
+            values = tuple((value, tuple(group)) for value, group in ranks.items())
+            result.append(Difference(section, name, values))
+    return result
+
+
 def difference_error(found: Sequence[Difference]) -> TesseraError:
-    """T707 for what ranks say differently; at least one thing.
+    """T707 for at least one difference.
 
     Args:
       found: From ``differences``.
@@ -109,37 +171,37 @@ def difference_error(found: Sequence[Difference]) -> TesseraError:
     ]
     return RanksDifferError(
         ", and ".join(what for what, _ in meanings),
-        got="\n".join(shown(found)),
+        got="\n".join(format_differences(found)),
         fix="\n".join(fix for _, fix in meanings),
     )
 
 
-def shown(found: Sequence[Difference]) -> list[str]:
-    """A line for each difference, as many as a person reads."""
-    lines = [str(difference) for difference in found[:_LINES_SHOWN]]
+def format_differences(found: Sequence[Difference]) -> list[str]:
+    """A line for each difference, and the number of those left out."""
+    lines = [str(difference) for difference in found[:_MAX_LINES]]
     if more := len(found) - len(lines):
         lines.append(f"and {more} more")
     return lines
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Ranks in words, runs of them shortened.
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as text, with consecutive ones as ranges.
 
     Example:
-      >>> listed([3]), listed([0, 1, 2, 3, 6]), listed([1, 2])
+      >>> format_ranks([3]), format_ranks([0, 1, 2, 3, 6]), format_ranks([1, 2])
       ('rank 3', 'ranks 0-3, 6', 'ranks 1, 2')
     """
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []
     for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1].append(rank)
         else:
-            runs.append([rank])
+            ranges.append([rank])
     parts = [
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
-        for run in runs
+        f"{each[0]}-{each[-1]}" if len(each) > 2 else ", ".join(map(str, each))
+        for each in ranges
     ]
     return f"ranks {', '.join(parts)}"
 
@@ -147,4 +209,4 @@ def listed(ranks: Sequence[int]) -> str:
 def _shown(value: str | None) -> str:
     if value is None:
         return "not there"
-    return printable(value, longest=_LONGEST_VALUE) or "empty"
+    return printable(value, longest=_MAX_VALUE) or "empty"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank as its launcher sees it: a process, its output line by line, its end."""
+"""A rank as the launcher's child process: its output line by line, and its exit."""
 
 import os
 import signal
@@ -10,34 +10,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
 _START: Final = Path(__file__).parent / "start_rank.py"
-_LINES_KEPT: Final = 400
-_LONGEST_LINE: Final = 64 * 1024
+_MAX_LINES: Final = 400
+_MAX_LINE: Final = 64 * 1024
 
 
-@dataclass(frozen=True)
-class Ended:
-    """The end of a rank's process.
+class RankProcess:
+    """A process in a session of its own, which ends with this one.
 
-    Attributes:
-      local_rank: Which one.
-      at: When, by ``time.monotonic``.
-    """
-
-    local_rank: int
-    at: float
-
-
-class Rank:
-    """A process that runs in a session of its own, and ends with this one.
-
-    The terminal's Ctrl-C reaches the launcher alone, which decides what to do with it,
-    and all that the rank starts can be ended together. It ends with the thread that
-    makes it, which is the main one.
+    The terminal's Ctrl-C reaches only the launcher, which decides what to do, and all
+    that the rank starts can be killed together. The rank ends with the thread that
+    starts it, which is the main one.
 
     Args:
       command: What to run.
@@ -45,7 +31,7 @@ class Rank:
       rank: Its number in the run.
       local_rank: Its number on this machine.
       show: Takes the stream, 1 or 2, and a line, ``[rank 3] …``.
-      tell: Called from a thread when the process has ended.
+      on_exit: Called with ``local_rank``, from a thread, when the process has ended.
     """
 
     def __init__(
@@ -55,14 +41,14 @@ class Rank:
         rank: int,
         local_rank: int,
         show: Callable[[int, bytes], None],
-        tell: Callable[[Ended], None],
+        on_exit: Callable[[int], None],
     ) -> None:
         self.rank, self.local_rank = rank, local_rank
-        self.ended: Ended | None = None
+        self.ended_at: float | None = None
         self.started_at = time.monotonic()
-        self._show, self._tell = show, tell
-        self._kept: dict[int, deque[bytes]] = {
-            stream: deque(maxlen=_LINES_KEPT) for stream in (1, 2)
+        self._show, self._on_exit = show, on_exit
+        self._lines: dict[int, deque[bytes]] = {
+            stream: deque(maxlen=_MAX_LINES) for stream in (1, 2)
         }
         start = (sys.executable, "-I", "-S", str(_START), str(os.getpid()))
         self._process = subprocess.Popen(
@@ -73,26 +59,18 @@ class Rank:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
+        pipes = (1, self._process.stdout), (2, self._process.stderr)
         self._readers = [
-            threading.Thread(target=self._read, args=each, daemon=True)
-            for each in ((1, self._process.stdout), (2, self._process.stderr))
+            threading.Thread(target=self._read, args=pipe, daemon=True)
+            for pipe in pipes
         ]
-        for thread in (
-            *self._readers,
-            threading.Thread(target=self._wait, daemon=True),
-        ):
+        waiter = threading.Thread(target=self._wait, daemon=True)
+        for thread in (*self._readers, waiter):
             thread.start()
 
     @property
-    def pid(self) -> int:
-        """Its process, which is the leader of its session."""
-        return self._process.pid
-
-    @property
     def returncode(self) -> int:
-        """How it ended, as ``Popen`` has it; only of one that did."""
+        """How it ended, as ``Popen`` has it; only after ``finish``."""
         assert self._process.returncode is not None
         return self._process.returncode
 
@@ -103,19 +81,19 @@ class Rank:
 
     def send(self, number: int) -> None:
         """Send a signal to the rank, and to nothing that it started."""
-        if self.ended is None:
+        if self.ended_at is None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        """End the rank and all that it started, at once."""
+        """Kill the rank and all that it started."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def finish(self) -> None:
-        """After its end: end what it left behind, and read its output to the end."""
-        assert self.ended is not None
-        # Not yet reaped, so that its number is still that of its own group.
+        """After its exit: kill what it left behind, and read its output to the end."""
+        assert self.ended_at is not None
+        # It is not reaped yet, so its number is still that of its own group.
         self.kill()
         self._process.wait()
         for thread in self._readers:
@@ -123,20 +101,20 @@ class Rank:
 
     def last_lines(self, stream: int) -> list[str]:
         """The last lines of one of its streams, 1 or 2."""
-        return [line.decode(errors="backslashreplace") for line in self._kept[stream]]
+        return [line.decode(errors="backslashreplace") for line in self._lines[stream]]
 
     def _read(self, stream: int, pipe: IO[bytes]) -> None:
         prefix = f"[rank {self.rank}] ".encode()
         with pipe:
-            while line := pipe.readline(_LONGEST_LINE):
+            while line := pipe.readline(_MAX_LINE):
                 line = line.rstrip(b"\r\n")
-                self._kept[stream].append(line)
+                self._lines[stream].append(line)
                 self._show(stream, prefix + line + b"\n")
 
     def _wait(self) -> None:
         if hasattr(os, "waitid"):
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._process.wait()
-        self.ended = Ended(self.local_rank, time.monotonic())
-        self._tell(self.ended)
+        self.ended_at = time.monotonic()
+        self._on_exit(self.local_rank)

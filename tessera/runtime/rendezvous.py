@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks of a run meet before JAX knows of them, in plain Python.
+"""The rendezvous of a run's ranks before JAX connects them, in plain Python.
 
-Rank 0 listens; every other rank says who it is and what it has, one line of JSON, and
-waits for the answer, which is the same for all: they agree, or the error that each of
-them raises. JAX would abort the process instead, with no word on who is missing, or
-start a run whose parts differ.
+Rank 0 listens. Every other rank sends a handshake, one line of JSON with its rank and
+its fingerprint, and waits for the answer, which is the same for all: they agree, or the
+error that each of them raises. JAX would abort the process instead, without naming the
+missing rank, or start a run whose parts differ.
 
-Whatever a peer sends, it ends nobody: a line has a length, is parsed strictly, and is
-shown without its escape sequences. The connection is neither encrypted nor
-authenticated, like that of JAX's own coordinator: a firewall has to keep strangers from
-both.
+Whatever a peer sends, it ends no process: a line has a maximum length, is parsed
+strictly, and is shown without its escape sequences. The connection is neither encrypted
+nor authenticated, like that of JAX's own coordinator: a firewall has to protect both.
 """
 
 import json
@@ -29,31 +28,31 @@ from tessera.errors import (
     RanksDifferError,
     TesseraError,
 )
-from tessera.runtime.addresses import Listener, check_port, find_host, host_and_port
+from tessera.runtime.addresses import host_and_port, listen, wait_for_host
 from tessera.runtime.cluster import Address, Cluster
 from tessera.runtime.rank_consistency import (
-    Facts,
+    Fingerprint,
     difference_error,
     differences,
-    listed,
-    shown,
+    format_differences,
+    format_ranks,
 )
 from tessera.untrusted import count_of, parse_json, printable, text_of
 
-_PROTOCOL: Final = 1
-# A rank's own line has about 30 KiB: the configuration, and a fingerprint of each file.
-_LONGEST_MESSAGE: Final = 4 * 2**20
-_LONGEST_TEXT: Final = 16 * 2**10
-_LONGEST_NAME: Final = 200
-_MOST_RANKS: Final = 2**20
+_PROTOCOL: Final = 2
+# A handshake has about 30 KiB: the configuration, and a hash of each file.
+_MAX_MESSAGE: Final = 4 * 2**20
+_MAX_TEXT: Final = 16 * 2**10
+_MAX_NAME: Final = 200
+_MAX_RANKS: Final = 2**20
 # Connections that have not sent a line yet, beyond one for each rank.
-_MOST_STRANGERS: Final = 64
-# After the first mistake was seen, how long others may be late to be named as well.
+_MAX_STRANGERS: Final = 64
+# After the first mistake, how long rank 0 waits for others, to name them as well.
 _SETTLE: Final = 3.0
 # How much longer than rank 0 the others wait, so that its answer reaches them.
-_LONGER: Final = 10.0
-_PAUSE: Final = 0.2
-_NAMED: Final = 16
+_EXTRA_WAIT: Final = 10.0
+_RETRY_EVERY: Final = 0.2
+_MAX_NAMED: Final = 16
 _ERRORS: Final = {
     kind.code: kind
     for kind in (
@@ -64,26 +63,26 @@ _ERRORS: Final = {
 
 
 @dataclass(frozen=True)
-class Hello:
-    """What a rank says when it comes.
+class Handshake:
+    """What a rank sends to rank 0.
 
     Attributes:
       rank: Its number.
-      world_size: How many it believes there are.
-      where: ``"host, process 1234"``.
-      facts: What has to be the same everywhere.
+      world_size: The number of ranks that it expects.
+      process: ``"host, process 1234"``.
+      fingerprint: What has to be the same on every rank.
     """
 
     rank: int
     world_size: int
-    where: str
-    facts: Facts
+    process: str
+    fingerprint: Fingerprint
 
     @classmethod
-    def of(cls, cluster: Cluster, facts: Facts) -> Self:
-        """That of this process."""
-        where = f"{socket.gethostname()}, process {os.getpid()}"
-        return cls(cluster.rank, cluster.world_size, where, facts)
+    def of(cls, cluster: Cluster, fingerprint: Fingerprint) -> Self:
+        """The handshake of this process."""
+        process = f"{socket.gethostname()}, process {os.getpid()}"
+        return cls(cluster.rank, cluster.world_size, process, fingerprint)
 
     def as_line(self) -> bytes:
         """One line of JSON."""
@@ -91,88 +90,88 @@ class Hello:
 
     @classmethod
     def read(cls, line: bytes) -> Self | None:
-        """From a line; None where the line is something else."""
+        """Parse a line; None if it is no handshake."""
         try:
-            said = parse_json(line, longest=_LONGEST_MESSAGE)
-            if count_of(said["tessera"]) != _PROTOCOL:
+            values = parse_json(line, longest=_MAX_MESSAGE)
+            if count_of(values["tessera"]) != _PROTOCOL:
                 return None
-            facts = {
-                section: {name: text_of(value) for name, value in named.items()}
-                for section, named in said["facts"].items()
+            fingerprint = {
+                section: {name: text_of(value) for name, value in entries.items()}
+                for section, entries in values["fingerprint"].items()
             }
-            rank, count = count_of(said["rank"]), count_of(said["world_size"])
-            where = printable(text_of(said["where"]), longest=_LONGEST_NAME)
-            exists = rank < count <= _MOST_RANKS
-            return cls(rank, count, where, facts) if exists else None
+            rank, count = count_of(values["rank"]), count_of(values["world_size"])
+            process = printable(text_of(values["process"]), longest=_MAX_NAME)
+            exists = rank < count <= _MAX_RANKS
+            return cls(rank, count, process, fingerprint) if exists else None
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
 
-def meet(
+def rendezvous(
     cluster: Cluster,
-    facts: Facts,
+    fingerprint: Fingerprint,
     refusal: TesseraError | None = None,
     *,
     timeout: float,
     shared: str = "",
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> str:
-    """Wait for all ranks, and see that they are of one run.
+    """Wait for all ranks, and check that they belong to one run.
 
     Args:
-      cluster: This rank's place.
-      facts: What has to be the same on every rank.
-      refusal: Of rank 0: why there is no run; all ranks raise it.
-      timeout: Seconds until those who have not come are missing.
-      shared: Of rank 0: what the others take from it.
-      say: Shows a line to a person who waits.
+      cluster: This rank.
+      fingerprint: What has to be the same on every rank.
+      refusal: On rank 0: why there is no run; all ranks raise it.
+      timeout: Seconds after which absent ranks count as missing.
+      shared: On rank 0: the text that all ranks receive.
+      report: Shows a line to the person who waits.
 
     Returns:
       What rank 0 shares.
 
     Raises:
       CoordinatorError: [T705] rank 0's address is not known or its ports are busy.
-      MissingRanksError: [T706] ranks are missing, or there twice, or count otherwise.
-      RanksDifferError: [T707] their facts differ.
-      TesseraError: What rank 0 gave as ``refusal``.
+      MissingRanksError: [T706] ranks are missing, duplicated, or of another run.
+      RanksDifferError: [T707] their fingerprints differ.
+      TesseraError: What rank 0 passed as ``refusal``.
     """
-    assert cluster.coordinator is not None, "a process alone meets nobody"
+    assert cluster.coordinator is not None, "a single process has no rendezvous"
     host, port = cluster.coordinator
-    hello = Hello.of(cluster, facts)
+    handshake = Handshake.of(cluster, fingerprint)
     until = time.monotonic() + timeout
-    find_host(host, until, say)
-    where = host, port + 1
+    wait_for_host(host, until, report)
+    address = host, port + 1
     if cluster.rank:
-        return _visit(where, hello, until + _LONGER, say)
+        return _join(address, handshake, until + _EXTRA_WAIT, report)
     try:
-        listener = Listener(where)
+        listener = listen(address)
     except CoordinatorError as busy:
-        # It may be another rank 0 that listens, which then says what is wrong.
-        answer, _ = _ask(where, hello, time.monotonic() + 2 * _SETTLE, say)
+        # Another rank 0 may be listening, which then reports what is wrong.
+        answer, _ = _ask(address, handshake, time.monotonic() + 2 * _SETTLE, report)
         if not answer.startswith(b'{"agreed"'):
             raise busy from None
-        return _read_answer(answer, where)
+        return _read_answer(answer, address)
     with listener:
-        meeting = _Meeting(listener, hello, timeout)
-        return meeting.hold(cluster.coordinator, shared, refusal)
+        host_side = _Host(listener, handshake, timeout)
+        return host_side.run(cluster.coordinator, shared, refusal)
 
 
-class _Meeting:
-    """Rank 0's side: those who came, and the answer."""
+class _Host:
+    """Rank 0's side: collects the handshakes, and answers them."""
 
-    def __init__(self, listener: Listener, own: Hello, timeout: float) -> None:
-        self._own, self._timeout = own, timeout
-        self._came: list[Hello] = [own]
+    def __init__(self, listener: socket.socket, own: Handshake, timeout: float) -> None:
+        self._own, self._timeout, self._listener = own, timeout, listener
+        self._handshakes: list[Handshake] = [own]
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener.socket, selectors.EVENT_READ)
-        self._listener = listener.socket
-        self._heard: dict[socket.socket, bytearray] = {}
+        self._selector.register(listener, selectors.EVENT_READ)
+        # Connections without a whole line so far, and those that wait for the answer.
+        self._received: dict[socket.socket, bytearray] = {}
         self._waiting: list[socket.socket] = []
 
-    def hold(
+    def run(
         self, coordinator: Address, shared: str, refusal: TesseraError | None
     ) -> str:
-        """Receive the others, and answer all of them alike."""
+        """Receive all handshakes, and give every rank the same answer."""
         try:
             self._receive(coordinator)
             error = refusal or _busy(coordinator) or self._mistake()
@@ -183,7 +182,7 @@ class _Meeting:
             self._answer(_line(answer))
         finally:
             self._selector.close()
-            for connection in (*self._heard, *self._waiting):
+            for connection in (*self._received, *self._waiting):
                 connection.close()
         if error is not None:
             raise error
@@ -192,7 +191,7 @@ class _Meeting:
     def _receive(self, coordinator: Address) -> None:
         started = time.monotonic()
         if _busy(coordinator):
-            # Most often by this run, started before; or by one that is about to end.
+            # Mostly by this run, started before; or by one that is about to end.
             self._receive_until(started + min(_SETTLE, self._timeout))
             if _busy(coordinator):
                 return
@@ -200,57 +199,58 @@ class _Meeting:
 
     def _receive_until(self, until: float) -> None:
         while self._absent and time.monotonic() < until:
-            for key, _ in self._selector.select(_PAUSE):
+            for key, _ in self._selector.select(_RETRY_EVERY):
                 connection = key.fileobj
                 assert isinstance(connection, socket.socket)
                 if connection is self._listener:
                     self._accept()
-                elif connection in self._heard:  # not turned away just now
+                elif connection in self._received:  # not closed in this round
                     self._read(connection)
             if self._layout_mistakes(missing=False):
                 until = min(until, time.monotonic() + _SETTLE)
 
     @property
     def _absent(self) -> list[int]:
-        """Ranks that have not come."""
-        there = {hello.rank for hello in self._came}
-        return [rank for rank in range(self._own.world_size) if rank not in there]
+        """The ranks without a handshake."""
+        present = {handshake.rank for handshake in self._handshakes}
+        return [rank for rank in range(self._own.world_size) if rank not in present]
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            return  # gone again
+            return  # closed already
         connection.setblocking(False)
-        self._heard[connection] = bytearray()
+        self._received[connection] = bytearray()
         self._selector.register(connection, selectors.EVENT_READ)
-        if len(self._heard) > _MOST_STRANGERS + self._own.world_size:
-            # A rank that is turned away for strangers comes again.
-            self._forget(next(iter(self._heard))).close()
+        if len(self._received) > _MAX_STRANGERS + self._own.world_size:
+            # A rank that is closed here connects again.
+            self._forget(next(iter(self._received))).close()
 
     def _forget(self, connection: socket.socket) -> socket.socket:
         self._selector.unregister(connection)
-        del self._heard[connection]
+        del self._received[connection]
         return connection
 
     def _read(self, connection: socket.socket) -> None:
-        """Take what was sent; a whole line is a rank, or a stranger to turn away."""
+        """Read what was sent; a whole line is a handshake, or a stranger's."""
         try:
             data = connection.recv(2**16)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        heard = self._heard[connection]
-        heard += data
-        if data and not heard.endswith(b"\n") and len(heard) < _LONGEST_MESSAGE:
+        received = self._received[connection]
+        received += data
+        if data and not received.endswith(b"\n") and len(received) < _MAX_MESSAGE:
             return
-        hello = Hello.read(bytes(heard))
-        if hello is None:
-            self._forget(connection).close()
+        handshake = Handshake.read(bytes(received))
+        self._forget(connection)
+        if handshake is None:
+            connection.close()
             return
-        self._came.append(hello)
-        self._waiting.append(self._forget(connection))
+        self._handshakes.append(handshake)
+        self._waiting.append(connection)
 
     def _answer(self, line: bytes) -> None:
         for connection in self._waiting:
@@ -258,44 +258,43 @@ class _Meeting:
                 connection.settimeout(_SETTLE)
                 connection.sendall(line)
             except OSError:
-                continue  # it is gone, which the launcher sees
+                continue  # that rank is gone, which its launcher sees
 
     def _layout_mistakes(self, *, missing: bool = True) -> list[str]:
         """Ranks that are missing, there twice, or of a run of another size."""
-        count, by_rank = self._own.world_size, dict[int, list[Hello]]()
-        for hello in self._came:
-            by_rank.setdefault(hello.rank, []).append(hello)
-        found = [
-            f"rank {rank} is there {len(hellos)} times: "
-            + "; ".join(hello.where for hello in hellos)
-            for rank, hellos in sorted(by_rank.items())
-            if len(hellos) > 1
+        count, by_rank = self._own.world_size, dict[int, list[Handshake]]()
+        for each in self._handshakes:
+            by_rank.setdefault(each.rank, []).append(each)
+        mistakes = [
+            f"rank {rank} is there {len(group)} times: "
+            + "; ".join(each.process for each in group)
+            for rank, group in sorted(by_rank.items())
+            if len(group) > 1
         ]
-        found += [
-            f"rank {hello.rank} ({hello.where}) is of a run of {hello.world_size} "
+        mistakes += [
+            f"rank {each.rank} ({each.process}) is of a run of {each.world_size} "
             f"ranks, rank 0 of one of {count}"
-            for hello in self._came
-            if hello.world_size != count
+            for each in self._handshakes
+            if each.world_size != count
         ]
         if missing and (absent := self._absent):
             verb = "is" if len(absent) == 1 else "are"
-            found.insert(0, f"{listed(absent)} of {count} {verb} missing")
-        return found
+            mistakes.insert(0, f"{format_ranks(absent)} of {count} {verb} missing")
+        return mistakes
 
     def _mistake(self) -> TesseraError | None:
-        found = differences({hello.rank: hello.facts for hello in self._came})
+        found = differences({each.rank: each.fingerprint for each in self._handshakes})
         mistakes = self._layout_mistakes()
         if not mistakes:
             return difference_error(found) if found else None
-        named = [f"rank {hello.rank}: {hello.where}" for hello in self._came]
-        more = f"; and {len(named) - _NAMED} more" * (len(named) > _NAMED)
+        named = [f"rank {each.rank}: {each.process}" for each in self._handshakes]
+        more = f"; and {len(named) - _MAX_NAMED} more" * (len(named) > _MAX_NAMED)
+        present = f"there: {'; '.join(named[:_MAX_NAMED])}{more}"
         return MissingRanksError(
             f"the ranks did not meet within {self._timeout:g} s"
             if len(mistakes) == 1 and self._absent
             else "the ranks that met are not those of one run",
-            got="\n".join(
-                [*mistakes, *shown(found), f"there: {'; '.join(named[:_NAMED])}{more}"]
-            ),
+            got="\n".join([*mistakes, *format_differences(found), present]),
             fix="see whether each machine started its ranks, with the same number of "
             "ranks and another --node-rank (or RANK) on each\n"
             "runtime.rendezvous_timeout says how long to wait",
@@ -303,30 +302,31 @@ class _Meeting:
 
 
 def _busy(coordinator: Address) -> CoordinatorError | None:
+    """Why JAX's coordinator could not listen; None if it can."""
     try:
-        check_port(coordinator)
+        listen(coordinator).close()
     except CoordinatorError as busy:
         return busy
     return None
 
 
-def _visit(
-    address: Address, hello: Hello, until: float, say: Callable[[str], None]
+def _join(
+    address: Address, handshake: Handshake, until: float, report: Callable[[str], None]
 ) -> str:
-    """Another rank's side: say who this is, and take the answer."""
+    """The other ranks' side: send the handshake, and return the answer."""
     started = time.monotonic()
-    answer, refusal = _ask(address, hello, until, say)
+    answer, failure = _ask(address, handshake, until, report)
     if answer:
         return _read_answer(answer, address)
-    got = f"no rank 0 at {host_and_port(address)}: {refusal or 'no answer'}"
+    got = f"no rank 0 at {host_and_port(address)}: {failure or 'no answer'}"
     host, port = address
-    if _listens(coordinator := (host, port - 1)):
+    if _is_listening(coordinator := (host, port - 1)):
         got += (
             f"\nsomething listens at {host_and_port(coordinator)}, as rank 0 does "
-            f"later: the run may have begun with another rank {hello.rank}"
+            f"later: the run may have begun with another rank {handshake.rank}"
         )
     raise MissingRanksError(
-        f"rank {hello.rank} met nobody within {time.monotonic() - started:.0f} s",
+        f"rank {handshake.rank} met nobody within {time.monotonic() - started:.0f} s",
         got=got,
         fix="see whether rank 0 runs, whether that is the address of its machine, and "
         "whether a firewall is between",
@@ -334,28 +334,28 @@ def _visit(
 
 
 def _ask(
-    address: Address, hello: Hello, until: float, say: Callable[[str], None]
+    address: Address, handshake: Handshake, until: float, report: Callable[[str], None]
 ) -> tuple[bytes, OSError | None]:
-    """What is answered there, asked until something is; and the last error."""
-    started, told = time.monotonic(), False
-    refusal: OSError | None = None
+    """Connect until there is an answer; the answer, and the last error."""
+    started, is_reported = time.monotonic(), False
+    failure: OSError | None = None
     while (now := time.monotonic()) < until:
         try:
             with socket.create_connection(address, timeout=until - now) as connection:
-                connection.sendall(hello.as_line())
+                connection.sendall(handshake.as_line())
                 if answer := _read_line(connection, until):
                     return answer, None
         except OSError as error:
-            refusal = error
-        if not told and now - started > _SETTLE:
-            where = host_and_port(address)
-            say(f"rank {hello.rank} waits for rank 0 at {where}: {refusal}")
-            told = True
-        time.sleep(_PAUSE)
-    return b"", refusal
+            failure = error
+        if not is_reported and now - started > _SETTLE:
+            place = host_and_port(address)
+            report(f"rank {handshake.rank} waits for rank 0 at {place}: {failure}")
+            is_reported = True
+        time.sleep(_RETRY_EVERY)
+    return b"", failure
 
 
-def _listens(address: Address) -> bool:
+def _is_listening(address: Address) -> bool:
     try:
         socket.create_connection(address, timeout=_SETTLE).close()
     except OSError:
@@ -364,25 +364,26 @@ def _listens(address: Address) -> bool:
 
 
 def _read_line(connection: socket.socket, until: float) -> bytes:
-    """A whole line, or nothing where the connection ends before it."""
-    heard = bytearray()
-    while not heard.endswith(b"\n") and len(heard) < _LONGEST_MESSAGE:
+    """A whole line, or nothing if the connection ends before it."""
+    received = bytearray()
+    while not received.endswith(b"\n") and len(received) < _MAX_MESSAGE:
         connection.settimeout(max(until - time.monotonic(), 0.01))
         data = connection.recv(2**16)
         if not data:
             return b""
-        heard += data
-    return bytes(heard)
+        received += data
+    return bytes(received)
 
 
 def _read_answer(line: bytes, address: Address) -> str:
+    """What rank 0 shares; raises the error that it answered instead."""
     try:
-        answer = parse_json(line, longest=_LONGEST_MESSAGE)
+        answer = parse_json(line, longest=_MAX_MESSAGE)
         if answer["agreed"] is True:
             return text_of(answer["shared"])
         kind = _ERRORS[answer["code"]]
         what, got, fix = (
-            printable(text_of(answer[name]), keep="\n", longest=_LONGEST_TEXT)
+            printable(text_of(answer[name]), keep="\n", longest=_MAX_TEXT)
             for name in ("what", "got", "fix")
         )
     except (KeyError, TypeError, ValueError):

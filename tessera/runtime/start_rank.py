@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first instructions of a rank: it ends with its launcher, and starts its program.
+"""Executes a rank's program in a process that the kernel kills with its launcher.
 
     python -I -S start_rank.py 4711 python run_training.py model=tiny
 
-The launcher starts this file, by its path and without imports that take time. Linux
-kills the process when the one that started it dies, whatever both are doing: importing,
-compiling, or holding the interpreter's lock. Elsewhere a rank looks for its launcher
-when it joins the others, and four times a second from then on.
+The launcher runs this file by its path, without imports that take time. Linux kills the
+process when its parent dies, whatever both are doing: importing, compiling, or holding
+the interpreter's lock. On other systems a rank checks for its launcher when it joins
+the others, and four times a second from then on.
 """
 
 import os
@@ -17,20 +17,20 @@ _PARENT_DEATH_SIGNAL = 1
 
 
 def main(launcher: int, command: list[str]) -> None:
-    """Become a program that does not outlive its launcher.
+    """Execute a program that does not outlive its launcher.
 
     Args:
       launcher: The process that started this one.
       command: The program and its arguments.
     """
     end_with_parent()
-    # One that died before the line above is nobody's parent any more.
+    # A launcher that died before the line above is no longer the parent.
     if os.getppid() == launcher:
         os.execvp(command[0], command)
 
 
 def end_with_parent() -> None:
-    """Ask the system to kill this process when its parent dies; Linux alone can."""
+    """Have the kernel kill this process when its parent dies; only Linux can."""
     try:
         import ctypes
 

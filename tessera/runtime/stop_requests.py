@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is asked to end, by a scheduler or a person: all ranks at the same place.
+"""Stops a run on request of a scheduler or a person: all ranks after the same step.
 
-    with Stopping(grace=25.0) as stopping:
+    with StopRequests(grace=25.0) as stop_requests:
         for batch in batches:
-            if not stopping.goes_on():
-                break                        # save, and leave
+            if not stop_requests.should_continue():
+                break                        # save, and exit
             ...                              # a step, in which all ranks take part
 
-Signals come to a thread: a handler in Python waits for the main thread, which may be in
-a compiler for minutes. What all ranks do together begins at points that each counts
-alike. A rank that is asked to end writes how many it has begun on the run's board, the
-others do the same, and the highest number is the last that any of them begins.
+A thread receives the signals, because a Python handler waits for the main thread, which
+may be in a compiler for minutes. All ranks count their calls of ``should_continue``
+alike. A rank that is asked to stop writes its count to the run's key-value store, the
+others do the same, and the highest count is the last step that any of them begins.
+
+JAX has such an agreement, ``reached_preemption_sync_point``, for SIGTERM alone: it has
+no grace period, no second signal, and no answer for a run that has not begun a step.
 """
 
 import logging
@@ -25,42 +28,42 @@ from types import FrameType, TracebackType
 from typing import Any, Final, Protocol
 
 from tessera.runtime import exit_codes
-from tessera.runtime.exit_codes import ASKS
-from tessera.runtime.process_exit import Deadline, leave
+from tessera.runtime.exit_codes import STOP_SIGNALS
+from tessera.runtime.process_exit import Deadline, exit_now
 
 _log: Final = logging.getLogger("tessera.runtime")
 _TICK: Final = 0.1
-_LOOK_EVERY: Final = 0.5
-# A scheduler that signals the launcher and its ranks is heard twice.
+_READ_EVERY: Final = 0.5
+# A scheduler that signals the launcher and its ranks reaches each rank twice.
 _ECHO: Final = 1.0
-_LAST_RANK: Final = 2.0
+_COORDINATOR_WAIT: Final = 2.0
 # How much longer than its grace period a process may take whose threads do not run.
 _LAST_RESORT: Final = 3.0
 _REQUEST: Final = re.compile(r"(\d{1,3}) (\d{1,15})")
-_ASKED: Final = "tessera/stop"
+_REQUESTS: Final = "tessera/stop"
 _GONE: Final = "tessera/gone"
 
 
 class Board(Protocol):
-    """Texts that all ranks read."""
+    """Texts that all ranks can read."""
 
     def put(self, key: str, text: str) -> None:
         """Write one."""
 
     def texts(self, folder: str) -> dict[str, str]:
-        """Those below a folder, by what their keys have after it."""
+        """Those below a folder, by the rest of their keys."""
         ...
 
 
-class Stopping:
-    """Whether the run goes on; a context in which signals only ask for its end.
+class StopRequests:
+    """Turns signals into requests to stop, for the length of a ``with`` block.
 
-    A second signal ends the process at once. So does the first where no point has
-    begun on any rank, for then there is nothing to save.
+    A second signal ends the process at once. So does the first if no rank has begun a
+    step, because there is nothing to save.
 
     Args:
-      grace: Seconds from SIGTERM to the end of the process, saved or not. Ctrl-C leaves
-        as long as it takes.
+      grace: Seconds from SIGTERM to the end of the process, saved or not. Ctrl-C has no
+        limit.
       rank: This process's number.
     """
 
@@ -68,64 +71,68 @@ class Stopping:
         self._grace, self._rank, self._count = grace, rank, 1
         self._board: Board | None = None
         self._changed = threading.Condition()
-        self._points = 0
-        self._asked: signal.Signals | None = None
-        self._last: int | None = None
-        self._stopped = False
-        self._asked_at = self._looked_at = 0.0
+        self._steps = 0
+        self._requested: signal.Signals | None = None
+        self._last_step: int | None = None
+        self._is_stopped = False
+        self._requested_at = self._read_at = 0.0
         self._end_by = float("inf")
-        self._deadline, self._outlives = Deadline(), False
+        self._deadline, self._keeps_deadline = Deadline(), False
         self._handlers: dict[signal.Signals, Any] = {}
         self._closed = threading.Event()
 
     def connect(self, board: Board, count: int) -> None:
-        """Agree with others from now on.
+        """Agree with the other ranks from now on.
 
         Args:
-          board: Of the run.
+          board: The run's key-value store.
           count: Ranks of the run.
         """
         self._count, self._board = count, board
 
-    def goes_on(self) -> bool:
-        """Whether to begin what comes next, which all ranks do; else save, and leave.
+    def should_continue(self) -> bool:
+        """Whether to begin the next step, as all ranks do; if not, save and exit.
 
-        Each rank calls it in the same places. It may wait while they agree.
+        Each rank calls it at the same points. It may wait while the ranks agree.
         """
         with self._changed:
-            while self._asked is not None and self._last is None:
+            while self._requested is not None and self._last_step is None:
                 self._changed.wait()
-            if self._last is not None and self._points >= self._last:
-                self._stopped = True
+            if self._last_step is not None and self._steps >= self._last_step:
+                self._is_stopped = True
                 return False
-            self._points += 1
+            self._steps += 1
             return True
 
     @property
     def exit_code(self) -> int | None:
-        """What the process is to exit with, where it was stopped; else None."""
-        return ASKS[self._asked] if self._stopped and self._asked else None
+        """The code to exit with if the run was stopped; else None."""
+        if not self._is_stopped or self._requested is None:
+            return None
+        return STOP_SIGNALS[self._requested]
 
     def keep_deadline(self) -> None:
-        """Let the grace period hold after the context too, until the process ends."""
-        self._outlives = True
-        if self._asked is not None and self._end_by != float("inf"):
+        """Enforce the grace period beyond the block, until the process ends."""
+        self._keeps_deadline = True
+        if self._requested is not None and self._end_by != float("inf"):
             left = max(self._end_by - time.monotonic(), 0.0)
-            self._deadline.set(left, ASKS[self._asked])
+            self._deadline.set(left, STOP_SIGNALS[self._requested])
 
-    def __enter__(self) -> "Stopping":
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
+    def __enter__(self) -> "StopRequests":
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
         if threading.current_thread() is threading.main_thread():
             self._handlers = {
-                number: signal.signal(number, _nothing)
-                for number in ASKS
+                number: signal.signal(number, _ignore)
+                for number in STOP_SIGNALS
                 if signal.getsignal(number) is not signal.SIG_IGN
             }
-            self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=self._forget)
+            self._wakeup = signal.set_wakeup_fd(
+                self._write_end, warn_on_full_buffer=False
+            )
+            os.register_at_fork(after_in_child=self._reset_in_child)
         self._thread = threading.Thread(
-            target=self._watch, name="stopping", daemon=True
+            target=self._watch, name="stop-requests", daemon=True
         )
         self._thread.start()
         return self
@@ -137,7 +144,7 @@ class Stopping:
         traceback: TracebackType | None,
     ) -> None:
         self._closed.set()
-        if not self._outlives:
+        if not self._keeps_deadline:
             self._deadline.clear()
         handlers = self._handlers.copy()
         self._handlers.clear()
@@ -145,14 +152,14 @@ class Stopping:
             signal.set_wakeup_fd(self._wakeup)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        # It may wait for a board that nobody answers for any more.
+        # It may wait for a key-value store that no longer answers.
         self._thread.join(2 * _TICK)
         if not self._thread.is_alive():
-            os.close(self._read)
-            os.close(self._write)
+            os.close(self._read_end)
+            os.close(self._write_end)
 
-    def _forget(self) -> None:
-        """In a child that was forked: its signals are not this process's."""
+    def _reset_in_child(self) -> None:
+        """In a forked child: its signals are its own."""
         if self._handlers:
             signal.set_wakeup_fd(-1)
             for number in self._handlers:
@@ -160,99 +167,103 @@ class Stopping:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            if select.select([self._read], [], [], _TICK)[0]:
-                for number in os.read(self._read, 64):
+            if select.select([self._read_end], [], [], _TICK)[0]:
+                for number in os.read(self._read_end, 64):
                     if number in self._handlers:
-                        self._take(signal.Signals(number))
-            if self._last is None:
+                        self._receive(signal.Signals(number))
+            if self._last_step is None:
                 self._agree()
             if time.monotonic() > self._end_by:
-                self._leave(f"rank {self._rank} did not end in {self._grace:g} s")
+                self._exit(f"rank {self._rank} did not end in {self._grace:g} s")
 
-    def _take(self, number: signal.Signals) -> None:
+    def _receive(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        if self._asked_at:
-            again = ASKS[number] == exit_codes.REQUEUE
-            if again and now - self._asked_at < _ECHO:
+        has_limit = STOP_SIGNALS[number] == exit_codes.REQUEUE
+        if self._requested_at:
+            if has_limit and now - self._requested_at < _ECHO:
                 return
-            leave(
-                exit_codes.exit_code_of(-number),
+            exit_now(
+                exit_codes.shell_exit_code(-number),
                 f"a second signal, {number.name}: rank {self._rank} ends at once\n",
             )
-        self._asked_at = now
-        self._ask(number)
-        limit = f", in {self._grace:g} s" * (ASKS[number] == exit_codes.REQUEUE)
+        self._requested_at = now
+        self._request(number)
+        limit = f", in {self._grace:g} s" * has_limit
         _log.warning(
             "%s: the run is to save and end%s; a second one ends it at once",
             *(number.name, limit),
         )
 
-    def _ask(self, number: signal.Signals) -> None:
+    def _request(self, number: signal.Signals) -> None:
+        code = STOP_SIGNALS[number]
         with self._changed:
-            if self._asked is None or ASKS[self._asked] == exit_codes.INTERRUPTED:
-                self._asked = number
-        if ASKS[number] == exit_codes.REQUEUE and self._end_by == float("inf"):
+            current = self._requested
+            if current is None or STOP_SIGNALS[current] == exit_codes.INTERRUPTED:
+                self._requested = number
+        if code == exit_codes.REQUEUE and self._end_by == float("inf"):
             self._end_by = time.monotonic() + self._grace
-            self._deadline.set(self._grace + _LAST_RESORT, ASKS[number])
+            self._deadline.set(self._grace + _LAST_RESORT, code)
 
     def _agree(self) -> None:
-        """Bring about which point is the last, once a rank is asked to end."""
-        requests = self._requests()
-        if self._asked is None and requests and self._rank == 0:
-            said = min(requests)
-            _log.warning("the run is to save and end: rank %s is asked to", said)
+        """Agree on the last step with the other ranks, after a request."""
+        requests = self._read_requests()
+        if self._requested is None and requests and self._rank == 0:
+            first = min(requests)
+            _log.warning("the run is to save and end: rank %s is asked to", first)
         for number, _ in requests.values():
-            self._ask(number)
-        if self._asked is None:
+            self._request(number)
+        if self._requested is None:
             return
         if self._rank not in requests:
-            # No point begins from here on until the last one is known.
+            # No step begins from here on until the last one is known.
             with self._changed:
-                requests[self._rank] = self._asked, self._points
-            self._put(_ASKED, f"{self._asked.value} {requests[self._rank][1]}")
+                requests[self._rank] = self._requested, self._steps
+            own = f"{self._requested.value} {requests[self._rank][1]}"
+            self._put(_REQUESTS, own)
         if len(requests) < self._count:
             return
-        last = max(points for _, points in requests.values())
+        last = max(steps for _, steps in requests.values())
         if not last:
-            self._leave("nothing is to be saved before the first step")
+            self._exit("nothing is to be saved before the first step")
         with self._changed:
-            self._last = last
+            self._last_step = last
             self._changed.notify_all()
 
-    def _requests(self) -> dict[int, tuple[signal.Signals, int]]:
-        """What each rank was asked that was, and how many points it had begun.
+    def _read_requests(self) -> dict[int, tuple[signal.Signals, int]]:
+        """The signal of each rank that has one, and how many steps it has begun.
 
-        The board is open to whoever connects: what is not of this form does not count.
+        Anyone can connect and write to the store: what has another form does not count.
         """
-        asks = {number.value: number for number in ASKS}
-        found: dict[int, tuple[signal.Signals, int]] = {}
-        for rank, text in self._said(_ASKED).items():
-            request = _REQUEST.fullmatch(text)
+        signals = {number.value: number for number in STOP_SIGNALS}
+        requests: dict[int, tuple[signal.Signals, int]] = {}
+        for rank, text in self._texts(_REQUESTS).items():
+            match = _REQUEST.fullmatch(text)
             is_rank = rank.isdecimal() and len(rank) < 10 and int(rank) < self._count
-            if is_rank and request and int(request[1]) in asks:
-                found[int(rank)] = asks[int(request[1])], int(request[2])
-        return found
+            if is_rank and match and int(match[1]) in signals:
+                requests[int(rank)] = signals[int(match[1])], int(match[2])
+        return requests
 
-    def _leave(self, why: str) -> None:
-        """End this process from outside of its main thread."""
-        assert self._asked is not None
+    def _exit(self, reason: str) -> None:
+        """End this process, outside of its main thread."""
+        assert self._requested is not None
         self._put(_GONE, "gone")
-        # With the first rank goes the coordinator, and JAX aborts those that are left.
-        until = time.monotonic() + _LAST_RANK * (self._rank == 0)
-        while time.monotonic() < until and 0 < len(self._said(_GONE)) < self._count:
+        # The coordinator ends with rank 0, and JAX then aborts the ranks that are left.
+        until = time.monotonic() + _COORDINATOR_WAIT * (self._rank == 0)
+        while time.monotonic() < until and 0 < len(self._texts(_GONE)) < self._count:
             time.sleep(_TICK)
-        leave(ASKS[self._asked], f"{self._asked.name}: {why}\n")
+        text = f"{self._requested.name}: {reason}\n"
+        exit_now(STOP_SIGNALS[self._requested], text)
 
-    def _said(self, folder: str) -> dict[str, str]:
+    def _texts(self, folder: str) -> dict[str, str]:
         if self._board is None:
             return {}
         now = time.monotonic()
-        if self._asked is None and now - self._looked_at < _LOOK_EVERY:
+        if self._requested is None and now - self._read_at < _READ_EVERY:
             return {}
-        self._looked_at = now
+        self._read_at = now
         try:
             return self._board.texts(folder)
-        except Exception:  # of the connection, at the end of the run or of others
+        except Exception:  # the connection breaks at the end, or with another rank
             self._board = None
             return {}
 
@@ -262,5 +273,5 @@ class Stopping:
                 self._board.put(f"{folder}/{self._rank}", text)
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """What a signal does in the main thread."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The handler in the main thread: the wakeup descriptor does the rest."""

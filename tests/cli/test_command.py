@@ -13,7 +13,7 @@ import pytest
 import tessera
 from tessera.__main__ import main
 from tessera.cli.train import configs_folder
-from tessera.runtime.exit_codes import ASKS
+from tessera.runtime.exit_codes import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,7 +83,7 @@ def test_the_wheel_has_the_command_and_the_files_of_the_settings():
 @pytest.fixture
 def own_signals():
     """Give back the handlers of signals, which train and launch take over."""
-    handlers = {number: signal.getsignal(number) for number in ASKS}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

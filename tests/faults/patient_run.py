@@ -15,7 +15,7 @@ from tessera.runtime.process_group import Processes, joined
 
 def call(here: Processes) -> None:
     """In a call without an end, which lets threads run, as a compiler does."""
-    assert here.goes_on()
+    assert here.should_continue()
     say("waiting")
     # A signal ends a sleep.
     for _ in range(600):
@@ -24,9 +24,9 @@ def call(here: Processes) -> None:
 
 def hold(here: Processes) -> None:
     """It saves, in one that keeps the interpreter's lock: no thread of Python runs."""
-    assert here.goes_on()
+    assert here.should_continue()
     say("waiting")
-    while here.goes_on():
+    while here.should_continue():
         time.sleep(0.01)
     for _ in range(600):
         ctypes.PyDLL(None).sleep(600)
@@ -35,9 +35,9 @@ def hold(here: Processes) -> None:
 def linger(here: Processes) -> None:
     """It stops in time, and the interpreter does not get to its own end."""
     atexit.register(time.sleep, 600)
-    assert here.goes_on()
+    assert here.should_continue()
     say("waiting")
-    while here.goes_on():
+    while here.should_continue():
         time.sleep(0.01)
     say("stopped")
 

@@ -21,13 +21,13 @@ from tessera.runtime import rendezvous
 from tessera.runtime.cluster import Cluster
 from tessera.runtime.launcher import free_port
 from tessera.runtime.rank_consistency import difference_error, differences
-from tessera.runtime.rendezvous import Hello
+from tessera.runtime.rendezvous import Handshake
 from tessera.training.checkpoints.metadata import read_metadata
 from tessera.training.folder_lock import Holder
 from tessera.untrusted import parse_json
 
 HOST = "127.0.0.1"
-FACTS = {"versions": {"jax": "0.10.2"}, "configuration": {"training.seed": "0"}}
+FINGERPRINT = {"versions": {"jax": "0.10.2"}, "configuration": {"training.seed": "0"}}
 # What a terminal obeys, what changes the direction of text, and what is no character.
 ODD = ["\x1b[2J", "\x1b]0;x\x07", "\u202e", "\x00", "\x9b31m", "\ud800", "\r", "\n"]
 PLAIN = ["a", "training.seed", " ", '"', "\\", "é"]
@@ -41,21 +41,21 @@ def text_of(draw: Draw) -> str:
     return "".join(draw.choices([*ODD, *PLAIN], k=draw.randint(0, 6)))
 
 
-def facts_of(draw: Draw) -> dict[str, dict[str, str]]:
+def fingerprint_of(draw: Draw) -> dict[str, dict[str, str]]:
     return {
         text_of(draw): {text_of(draw): text_of(draw) for _ in range(draw.randint(0, 4))}
         for _ in range(draw.randint(0, 4))
     }
 
 
-def hello_of(draw: Draw) -> Said:
+def handshake_of(draw: Draw) -> Said:
     count = draw.choice([1, 2, 3, 64, 2**20])
     return {
-        "tessera": 1,
+        "tessera": 2,
         "rank": draw.randrange(count),
         "world_size": count,
-        "where": text_of(draw),
-        "facts": facts_of(draw),
+        "process": text_of(draw),
+        "fingerprint": fingerprint_of(draw),
     }
 
 
@@ -84,11 +84,11 @@ TEXTS = ["1", "null", "true", "[]", "{}", '["x"]', '"\x01"', "'x'", "NaN", DEEP]
 OBJECTS = ['"x"', "1", "null", "[]", "[[1]]", DEEP, '{"a": 1}', '{"a": "x"}']
 OBJECTS += ['{"a": []}', '{"a": {"b": 1}}', '{"a": {"b": null}}', '{"a": {"b": []}}']
 CANNOT_BE = {
-    "tessera": [*NUMBERS, "0", "2"],
+    "tessera": [*NUMBERS, "0", "3"],
     "rank": [*NUMBERS, str(2**20)],
     "world_size": [*NUMBERS, "0", str(2**20 + 1)],
-    "where": TEXTS,
-    "facts": OBJECTS,
+    "process": TEXTS,
+    "fingerprint": OBJECTS,
 }
 
 
@@ -140,14 +140,14 @@ def assert_quiet(text: str) -> None:
 @pytest.mark.fuzz(sample=100, whole=6000)
 def test_a_line_of_a_rank_is_read_as_it_was_meant(seed):
     draw = Draw(seed)
-    said = hello_of(draw)
+    said = handshake_of(draw)
     line = legal_line(draw, said)
-    read = Hello.read(line)
+    read = Handshake.read(line)
     assert read is not None, line
     assert (read.rank, read.world_size) == (said["rank"], said["world_size"])
-    assert read.facts == said["facts"]
-    assert_quiet(read.where)
-    others = differences({0: FACTS, 1: read.facts})
+    assert read.fingerprint == said["fingerprint"]
+    assert_quiet(read.process)
+    others = differences({0: FINGERPRINT, 1: read.fingerprint})
     if others:
         assert_quiet(str(difference_error(others)))
 
@@ -155,8 +155,8 @@ def test_a_line_of_a_rank_is_read_as_it_was_meant(seed):
 @pytest.mark.fuzz(sample=100, whole=6000)
 def test_a_line_that_is_none_is_turned_away(seed):
     draw = Draw(seed)
-    line = illegal_line(draw, hello_of(draw))
-    assert Hello.read(line) is None, line[:300]
+    line = illegal_line(draw, handshake_of(draw))
+    assert Handshake.read(line) is None, line[:300]
 
 
 def answer_of(draw: Draw) -> Said:
@@ -204,7 +204,7 @@ def test_an_answer_that_is_none_is_a_stranger_s(seed):
 def test_json_is_what_python_reads_or_none(seed, tmp_path):
     """Bytes changed at random; the files of a run that hold them are refused alike."""
     draw = Draw(seed)
-    content = bytearray(legal_line(draw, hello_of(draw)))
+    content = bytearray(legal_line(draw, handshake_of(draw)))
     for _ in range(draw.randint(0, 3)):
         at, byte = draw.randrange(len(content)), draw.choice(b'[]{}",:0159eN\x00\xff')
         times = draw.choice([1, 1, 1, 300])
@@ -226,14 +226,18 @@ def test_json_is_what_python_reads_or_none(seed, tmp_path):
 @pytest.mark.fuzz(sample=4, whole=80)
 def test_ranks_meet_whatever_strangers_send(seed, monkeypatch):
     """A dozen strangers, in pieces and at once, before the rank that is waited for."""
-    monkeypatch.setattr(rendezvous, "_MOST_STRANGERS", 4)
+    monkeypatch.setattr(rendezvous, "_MAX_STRANGERS", 4)
     draw, port, found = Draw(seed), free_port(), list[str]()
 
     def rank(number: int) -> None:
         cluster = Cluster(number, 2, coordinator=(HOST, port))
         found.append(
-            rendezvous.meet(
-                cluster, FACTS, timeout=60, shared="the folder", say=lambda _: None
+            rendezvous.rendezvous(
+                cluster,
+                FINGERPRINT,
+                timeout=60,
+                shared="the folder",
+                report=lambda _: None,
             )
         )
 
@@ -241,7 +245,7 @@ def test_ranks_meet_whatever_strangers_send(seed, monkeypatch):
     first.start()
     strangers = [connected(port + 1) for _ in range(12)]
     for stranger in strangers:
-        line = illegal_line(draw, hello_of(draw))
+        line = illegal_line(draw, handshake_of(draw))
         with stranger if draw.random() < 0.7 else open_for_ever(stranger):
             try:
                 for piece in (line[: len(line) // 2], line[len(line) // 2 :]):

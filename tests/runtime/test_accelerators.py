@@ -3,7 +3,7 @@
 
 import pytest
 
-from tessera.runtime.accelerators import find_accelerators, share_of
+from tessera.runtime.accelerators import assign_devices, find_accelerators
 
 
 @pytest.fixture
@@ -52,4 +52,4 @@ def test_tpus_are_counted_and_a_machine_may_have_nothing(tmp_path):
     ],
 )
 def test_each_process_takes_its_share(local_rank, num_local, num_devices, mine):
-    assert share_of(local_rank, num_local, num_devices) == mine
+    assert assign_devices(local_rank, num_local, num_devices) == mine

@@ -5,7 +5,8 @@ import pytest
 
 from tessera.errors import ProcessLayoutError
 from tessera.runtime.cluster import Cluster, detect
-from tessera.runtime.slurm import first_host, tasks_on_node
+from tessera.runtime.cluster import _first_host as first_host
+from tessera.runtime.cluster import _tasks_on_node as tasks_on_node
 
 LAUNCHED = {
     "TESSERA_RANK": "5",
@@ -205,8 +206,7 @@ def test_arguments_are_given_together():
     with pytest.raises(ProcessLayoutError) as error:
         detect({}, num_processes=2, process_id=0)
     assert str(error.value) == (
-        "[T704] a run of several processes is told where its parts are, all or "
-        "nothing\n"
+        "[T704] the settings of a run of several processes are given together\n"
         "  got: runtime.num_processes=2, runtime.process_id=0, without "
         "runtime.coordinator_address\n"
         "  fix: give all three, or none and a launcher: python -m tessera.launch\n"

@@ -39,10 +39,10 @@ def test_every_exit_code_is_in_the_table():
     codes = {
         value
         for value in vars(exit_codes).values()
-        if type(value) is int and value != exit_codes.ENDED
+        if type(value) is int and value != exit_codes.TERMINATED
     }
     assert codes <= listed
-    assert str(exit_codes.ENDED) in page
+    assert str(exit_codes.TERMINATED) in page
     assert {
         kind.exit_code
         for kind in vars(errors).values()
@@ -52,7 +52,7 @@ def test_every_exit_code_is_in_the_table():
 
 @pytest.mark.parametrize(("returncode", "code"), [(0, 0), (76, 76), (-9, 137)])
 def test_a_signal_is_128_and_its_number(returncode, code):
-    assert exit_codes.exit_code_of(returncode) == code
+    assert exit_codes.shell_exit_code(returncode) == code
 
 
 def launch(program: str, grace: float = 120.0, **options) -> int:

@@ -30,24 +30,24 @@ def run(program: str, **options) -> "subprocess.CompletedProcess[str]":
 
 
 def test_what_was_written_and_the_last_words_are_read():
-    ended = run("sys.stdout.write('half a line')\nleave(75, 'asked to end\\n')")
+    ended = run("sys.stdout.write('half a line')\nexit_now(75, 'asked to end\\n')")
     assert ended.returncode == 75
     assert ended.stdout == "half a line"
     assert ended.stderr == "asked to end\n"
 
 
 def test_what_is_held_is_given_back_whoever_ends_the_process():
-    held = "with at_end(lambda: os.write(1, b'given back\\n')):"
-    assert run(f"{held}\n    leave(3)").stdout == "given back\n"
+    held = "with on_exit(lambda: os.write(1, b'given back\\n')):"
+    assert run(f"{held}\n    exit_now(3)").stdout == "given back\n"
     assert run(f"{held}\n    1 / 0").stdout == "given back\n"
-    assert run(f"{held}\n    pass\nleave(0)").stdout == "given back\n"
+    assert run(f"{held}\n    pass\nexit_now(0)").stdout == "given back\n"
 
 
 def test_a_reader_that_does_not_read_keeps_nobody_alive():
     """A pipe is full after 64 KiB, and a write to it waits."""
     read, write = os.pipe()
     try:
-        ended = run("leave(75, 'x' * 1000000)", capture_output=False, stderr=write)
+        ended = run("exit_now(75, 'x' * 1000000)", capture_output=False, stderr=write)
     finally:
         os.close(read)
         os.close(write)

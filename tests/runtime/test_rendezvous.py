@@ -27,7 +27,7 @@ HOST = "127.0.0.1"
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_SETTLE", 0.3)
-    monkeypatch.setattr(rendezvous, "_LONGER", 0.5)
+    monkeypatch.setattr(rendezvous, "_EXTRA_WAIT", 0.5)
 
 
 def met(
@@ -39,12 +39,12 @@ def met(
     def one(place: int, rank: int, count: int, facts: Any) -> None:
         cluster = Cluster(rank, count, coordinator=(HOST, port))
         try:
-            found[place] = rendezvous.meet(
+            found[place] = rendezvous.rendezvous(
                 cluster,
                 facts,
                 timeout=timeout,
                 shared=f"of {rank}",
-                say=lambda _: None,
+                report=lambda _: None,
             )
         except TesseraError as error:
             found[place] = error
@@ -95,7 +95,9 @@ def test_why_rank_0_refuses_the_run_is_told_to_all():
         cluster = Cluster(rank, 3, coordinator=(HOST, port))
         given = refusal if rank == 0 else None
         with pytest.raises(FolderInUseError) as caught:
-            rendezvous.meet(cluster, SAME, given, timeout=5, say=lambda _: None)
+            rendezvous.rendezvous(
+                cluster, SAME, given, timeout=5, report=lambda _: None
+            )
         found.append(str(caught.value))
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(3)]
@@ -110,30 +112,30 @@ def test_why_rank_0_refuses_the_run_is_told_to_all():
 
 
 @pytest.mark.parametrize(
-    "line", [b"[" * 200_000, b'{"tessera": 1, "rank": Infinity, "world_size": 2}']
+    "line", [b"[" * 200_000, b'{"tessera": 2, "rank": Infinity, "world_size": 2}']
 )
 def test_no_line_of_a_peer_ends_rank_0(line):
-    assert rendezvous.Hello.read(line) is None
+    assert rendezvous.Handshake.read(line) is None
 
 
 def test_a_stranger_that_is_turned_away_for_another_is_not_read_any_more(monkeypatch):
     """Both are heard of at once: one has sent something, and the other has come."""
-    monkeypatch.setattr(rendezvous, "_MOST_STRANGERS", -1)
-    own = rendezvous.Hello(0, 2, "here", {})
+    monkeypatch.setattr(rendezvous, "_MAX_STRANGERS", -1)
+    own = rendezvous.Handshake(0, 2, "here", {})
     address = ("127.0.0.1", free_port())
-    with rendezvous.Listener(address) as listener:
-        meeting = rendezvous._Meeting(listener, own, timeout=1)
-        selector = meeting._selector
+    with rendezvous.listen(address) as listener:
+        host = rendezvous._Host(listener, own, timeout=1)
+        selector = host._selector
         with socket.create_connection(address) as first:
-            meeting._accept()
+            host._accept()
             with socket.create_connection(address):
                 first.sendall(b"GET /")
                 keys = [*selector.get_map().values()]  # the listener, and the first
                 looks = iter([[(key, selectors.EVENT_READ) for key in keys]])
                 monkeypatch.setattr(selector, "select", lambda _: next(looks, []))
-                meeting._receive_until(time.monotonic() + 0.2)
-                assert len(meeting._heard) == 1
-                for connection in meeting._heard:
+                host._receive_until(time.monotonic() + 0.2)
+                assert len(host._received) == 1
+                for connection in host._received:
                     connection.close()
         selector.close()
 
@@ -213,7 +215,7 @@ def test_without_rank_0_the_others_say_where_they_looked():
 def alone(port: int, timeout: float = 0.5, host: str = HOST) -> TesseraError:
     cluster = Cluster(0, 2, coordinator=(host, port))
     with pytest.raises(TesseraError) as error:
-        rendezvous.meet(cluster, SAME, timeout=timeout, say=lambda _: None)
+        rendezvous.rendezvous(cluster, SAME, timeout=timeout, report=lambda _: None)
     return error.value
 
 
@@ -254,17 +256,17 @@ def test_something_else_that_answers_is_no_rank_0():
     threading.Thread(target=answer, daemon=True).start()
     cluster = Cluster(1, 2, coordinator=(HOST, port))
     with pytest.raises(CoordinatorError, match="something else listens"):
-        rendezvous.meet(cluster, SAME, timeout=60, say=lambda _: None)
+        rendezvous.rendezvous(cluster, SAME, timeout=60, report=lambda _: None)
 
 
-def test_strangers_do_not_disturb_the_meeting():
+def test_strangers_do_not_disturb_the_host():
     """A scan of ports, a browser, half a line."""
     port, found = free_port(), list[Any]()
 
     def rank_0() -> None:
         cluster = Cluster(0, 2, coordinator=(HOST, port))
-        shared = rendezvous.meet(
-            cluster, SAME, timeout=60, shared="x", say=lambda _: None
+        shared = rendezvous.rendezvous(
+            cluster, SAME, timeout=60, shared="x", report=lambda _: None
         )
         found.append(shared)
 
@@ -273,7 +275,7 @@ def test_strangers_do_not_disturb_the_meeting():
     lines = [
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
-        b'{"tessera": 1}\n',
+        b'{"tessera": 2}\n',
         b'{"tessera": ',
         b"[]\n",
     ]
@@ -287,6 +289,8 @@ def test_strangers_do_not_disturb_the_meeting():
         connection.sendall(line)
         connection.close()
     cluster = Cluster(1, 2, coordinator=(HOST, port))
-    assert rendezvous.meet(cluster, SAME, timeout=60, say=lambda _: None) == "x"
+    assert (
+        rendezvous.rendezvous(cluster, SAME, timeout=60, report=lambda _: None) == "x"
+    )
     thread.join(timeout=240)
     assert found == ["x"]

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import pytest
 
 from tessera.runtime import stop_requests as module
-from tessera.runtime.stop_requests import Stopping
+from tessera.runtime.stop_requests import StopRequests
 
 
 class Board:
@@ -56,13 +56,13 @@ def ask(number: signal.Signals) -> None:
 
 def test_a_run_goes_on_until_it_is_asked_to_end():
     before = signal.getsignal(signal.SIGTERM)
-    with Stopping(60.0) as stopping:
-        assert all(stopping.goes_on() for _ in range(1000))
+    with StopRequests(60.0) as stopping:
+        assert all(stopping.should_continue() for _ in range(1000))
         assert stopping.exit_code is None
         ask(signal.SIGTERM)
-        while stopping.goes_on():
+        while stopping.should_continue():
             time.sleep(0.01)
-        assert not stopping.goes_on()
+        assert not stopping.should_continue()
         assert stopping.exit_code == 75
     assert signal.getsignal(signal.SIGTERM) is before
     assert signal.set_wakeup_fd(-1) == -1
@@ -72,10 +72,10 @@ def test_a_run_goes_on_until_it_is_asked_to_end():
     ("number", "code"), [(signal.SIGUSR2, 75), (signal.SIGINT, 130)]
 )
 def test_each_signal_has_its_exit_code(number, code):
-    with Stopping(60.0) as stopping:
-        assert stopping.goes_on()
+    with StopRequests(60.0) as stopping:
+        assert stopping.should_continue()
         ask(number)
-        while stopping.goes_on():
+        while stopping.should_continue():
             time.sleep(0.01)
         assert stopping.exit_code == code
 
@@ -88,13 +88,13 @@ def test_all_ranks_stop_at_one_point_that_none_has_passed(asked_first):
     with ExitStack() as stack:
         # That of this thread, the main one, hears signals.
         stopped = {
-            rank: stack.enter_context(Stopping(60.0, rank=rank))
+            rank: stack.enter_context(StopRequests(60.0, rank=rank))
             for rank in sorted(range(count), key=lambda rank: rank != asked_first)
         }
 
         def work(rank: int) -> None:
             pace = random.Random(rank)
-            while stopped[rank].goes_on():
+            while stopped[rank].should_continue():
                 begun[rank] += 1
                 time.sleep(pace.random() * 0.01)
 
@@ -133,15 +133,15 @@ def test_all_ranks_stop_at_one_point_that_none_has_passed(asked_first):
 def test_what_a_stranger_writes_on_the_board_stops_nobody(rank, text):
     board = Board()
     board.put(f"tessera/stop/{rank}", text)
-    with Stopping(60.0, rank=1) as stopping:
+    with StopRequests(60.0, rank=1) as stopping:
         stopping.connect(board, 2)
-        stopping._looked_at = -1000.0
-        assert stopping._requests() == {}
-        assert stopping.goes_on()
+        stopping._read_at = -1000.0
+        assert stopping._read_requests() == {}
+        assert stopping.should_continue()
 
 
 def test_before_the_first_point_a_signal_ends_the_process(left, capfd):
-    with Stopping(60.0):
+    with StopRequests(60.0):
         ask(signal.SIGTERM)
         assert wait_for(left) == 75
     said = capfd.readouterr().err
@@ -150,21 +150,21 @@ def test_before_the_first_point_a_signal_ends_the_process(left, capfd):
 
 def test_one_signal_that_comes_twice_is_one(left, monkeypatch):
     monkeypatch.setattr(module, "_ECHO", 600.0)
-    with Stopping(60.0) as stopping:
-        assert stopping.goes_on()
+    with StopRequests(60.0) as stopping:
+        assert stopping.should_continue()
         ask(signal.SIGTERM)
         time.sleep(0.3)
         ask(signal.SIGTERM)
         time.sleep(0.3)
         assert left == []
-        assert not stopping.goes_on()
+        assert not stopping.should_continue()
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_the_process(left, second, monkeypatch):
     monkeypatch.setattr(module, "_ECHO", 0.0)
-    with Stopping(60.0) as stopping:
-        assert stopping.goes_on()
+    with StopRequests(60.0) as stopping:
+        assert stopping.should_continue()
         ask(signal.SIGTERM)
         time.sleep(0.3)
         ask(second)
@@ -173,9 +173,9 @@ def test_a_second_signal_ends_the_process(left, second, monkeypatch):
 
 FORKED = """
 import os, signal, time
-from tessera.runtime.stop_requests import Stopping
-with Stopping(60.0) as stopping:
-    assert stopping.goes_on()
+from tessera.runtime.stop_requests import StopRequests
+with StopRequests(60.0) as stopping:
+    assert stopping.should_continue()
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -187,7 +187,7 @@ with Stopping(60.0) as stopping:
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGTERM
     time.sleep(0.3)
-    assert stopping.goes_on()
+    assert stopping.should_continue()
 """
 
 
@@ -198,10 +198,10 @@ def test_a_process_that_is_forked_has_signals_of_its_own():
 def test_a_signal_that_is_ignored_stays_so():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Stopping(60.0) as stopping:
+        with StopRequests(60.0) as stopping:
             ask(signal.SIGINT)
             time.sleep(0.3)
-            assert stopping.goes_on()
+            assert stopping.should_continue()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

@@ -10,13 +10,13 @@ import time
 
 import pytest
 
-from tessera.runtime.status_page import Command, StatusPage
+from tessera.runtime.launcher_protocol import Command, StatusPage
 from tessera.runtime.watchdog import Watchdog
 
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from tessera.runtime.status_page import StatusPage
+from tessera.runtime.launcher_protocol import StatusPage
 from tessera.runtime.watchdog import Watchdog
 page = StatusPage(Path(sys.argv[2])) if len(sys.argv) > 2 else None
 dog = Watchdog({"step": float(sys.argv[1]), "compile": None}, rank=3, page=page)

@@ -1,36 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank says of itself, and what becomes of differences."""
+"""The fingerprints of ranks, and how they are compared."""
 
 import platform
+import sys
 
 import jax
 
-from tessera.runtime import fingerprint
+from tessera.runtime import rank_consistency
 from tessera.runtime.cluster import Cluster
-from tessera.runtime.rank_consistency import difference_error, differences
+from tessera.runtime.rank_consistency import (
+    code_fingerprint,
+    device_fingerprint,
+    difference_error,
+    differences,
+    version_fingerprint,
+)
 
 
 def test_versions_are_those_that_are_installed():
-    found = fingerprint.versions()
+    found = version_fingerprint()
     assert found["python"] == platform.python_version()
     assert found["jax"] == jax.__version__
     assert "tessera" in found
 
 
 def test_code_is_every_file_of_the_package_and_changes_with_it(monkeypatch, tmp_path):
-    found = fingerprint.code()
-    assert len(found["tessera/runtime/fingerprint.py"]) == 12
-    monkeypatch.setattr(fingerprint, "_PACKAGE", tmp_path / "tessera")
+    found = code_fingerprint()
+    assert len(found["tessera/runtime/rank_consistency.py"]) == 12
+    monkeypatch.setattr(rank_consistency, "_PACKAGE", tmp_path / "tessera")
     (tmp_path / "tessera").mkdir()
     module = tmp_path / "tessera/a.py"
     module.write_text("a = 1\n")
-    before = fingerprint.code()["tessera/a.py"]
+    before = code_fingerprint()["tessera/a.py"]
     module.write_text("a = 2\n")
-    assert fingerprint.code()["tessera/a.py"] != before
+    assert code_fingerprint()["tessera/a.py"] != before
 
 
 def test_devices_of_a_run_on_the_cpu_are_the_cpus_whatever_else_is_there():
-    found = fingerprint.devices(Cluster(), "cpu", {})
+    found = device_fingerprint(Cluster(), "cpu", {})
     assert found == {"kind": f"CPU, {platform.machine()}"}
 
 
@@ -49,3 +56,15 @@ def test_a_long_value_is_shortened():
     values = ({"configuration": {"data.path": letter * 500}} for letter in "ab")
     (found,) = differences(dict(enumerate(values)))
     assert len(str(found)) < 320
+
+
+def test_the_script_of_an_environment_is_no_part_of_the_code(monkeypatch, tmp_path):
+    """pip writes the path of the environment into it: it differs between machines."""
+    program = tmp_path / "program.py"
+    program.write_text("a = 1\n")
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__file__", str(program), raising=False
+    )
+    assert "program.py" in code_fingerprint()
+    monkeypatch.setattr(rank_consistency.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert "program.py" not in code_fingerprint()
