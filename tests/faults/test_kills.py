@@ -296,6 +296,7 @@ class Storm:
         self.run.finish()
 
 
+@pytest.mark.full
 def test_kills_at_random_times_leave_no_orphan_and_the_curve(
     start, uninterrupted, tmp_path
 ):
@@ -324,6 +325,7 @@ def test_kills_at_random_times_leave_no_orphan_and_the_curve(
         assert [path.name for path in folder.glob("lock*")] == []
 
 
+@pytest.mark.full
 def test_a_second_launcher_in_one_folder_is_refused_and_disturbs_nobody(
     start, tmp_path
 ):
@@ -350,6 +352,7 @@ def test_a_second_launcher_in_one_folder_is_refused_and_disturbs_nobody(
     assert complete_steps(first.folder / "checkpoints")[0] == len(numbers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "flags"),
     [("renamed", LAUNCHER), ("deleted", ()), ("exchanged", ())],

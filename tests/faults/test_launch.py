@@ -126,6 +126,7 @@ def is_alive(pid: int) -> bool:
 # --- runs that go well
 
 
+@pytest.mark.full
 def test_two_machines_with_exported_variables(launch):
     """RANK is the first rank of each machine, as in the documents."""
     exported = {
@@ -188,6 +189,7 @@ def test_a_rank_that_sleeps_for_ever_is_ended_with_the_stacks_of_all(run):
         assert re.search(rf"\[launch\] rank {rank} was in: step \d, for", outcome.err)
 
 
+@pytest.mark.full
 def test_a_rank_whose_interpreter_does_nothing_is_ended_from_outside(run):
     outcome = run("fault=hold", "deadline=3", "on=0")
     assert outcome.code != 0
@@ -239,6 +241,7 @@ def test_a_missing_rank_is_named(launch):
     assert "got: rank 2 of 3 is missing" in outcome.err
 
 
+@pytest.mark.full
 def test_a_rank_that_is_there_twice_is_named(launch):
     outcomes = parts(launch, ("0", "2"), ("0", "2"))
     for outcome in outcomes:
@@ -246,6 +249,7 @@ def test_a_rank_that_is_there_twice_is_named(launch):
         assert "rank 0 is there 2 times: " in outcome.err
 
 
+@pytest.mark.full
 def test_a_rank_0_that_comes_late_is_told_soon_and_disturbs_nobody(launch):
     port = free_port()
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
@@ -264,6 +268,7 @@ def test_a_rank_0_that_comes_late_is_told_soon_and_disturbs_nobody(launch):
     going_on.read_until("[rank 1] got SIGUSR1")
 
 
+@pytest.mark.full
 def test_a_rank_of_a_run_of_another_size_is_named(launch):
     for outcome in parts(launch, ("0", "2"), ("1", "3")):
         assert outcome.code == 76

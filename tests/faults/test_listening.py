@@ -122,6 +122,7 @@ def test_tasks_of_slurm_on_one_machine_are_not_seen_from_outside(listening):
     assert listening(slurm(0), slurm(1)) == {"127.0.0.1"}
 
 
+@pytest.mark.full
 def test_not_even_where_the_machine_is_called_after_its_address(listening):
     """What is to be found by a machine's name alone would listen there."""
     if OUTSIDE is None:
@@ -147,6 +148,7 @@ def torchrun(rank: int, host: str, port: int, local_size: int) -> dict[str, str]
     }
 
 
+@pytest.mark.full
 def test_processes_of_torchrun_on_one_machine_are_not_seen_from_outside(listening):
     given = OUTSIDE or "localhost", free_port(), 2
     assert listening(torchrun(0, *given), torchrun(1, *given)) == {"127.0.0.1"}

@@ -35,14 +35,22 @@ KILLS = int(os.environ.get("TESSERA_KILLS", "3"))
 LIMIT = 300.0
 STEPS = 24
 
-SMALL = (
-    *("model.d_model=32", "model.num_layers=2", "model.num_heads=2"),
-    *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=64"),
-    *("data=synthetic", "data.synthetic.tokens=20000", "data.synthetic.vocab_size=64"),
+BASE = (
+    *("model.d_model=32", "model.num_heads=2", "model.num_kv_heads=1"),
+    *("model.head_dim=16", "model.mlp_dim=64", "data=synthetic"),
+    *("data.synthetic.tokens=20000", "data.synthetic.vocab_size=64"),
     *("training.sequence_length=16", "training.micro_batch_size=4"),
-    *(f"training.steps={STEPS}", "training.sample_length=0", "training.log_every=1"),
+    *("training.sample_length=0", "training.log_every=1", "optimizer.warmup_steps=4"),
+)
+SMALL = (
+    *(*BASE, "model.num_layers=2", f"training.steps={STEPS}"),
     *("training.validate_every=8", "training.validation_batches=2"),
-    *("training.checkpoint_every=1", "training.keep=2", "optimizer.warmup_steps=4"),
+    *("training.checkpoint_every=1", "training.keep=2"),
+)
+# What ``make test`` runs: quick to compile.
+SHORT = (
+    *(*BASE, "model.num_layers=1", "training.steps=8", "data.validation_fraction=0"),
+    *("optimizer=sgd", "training.keep=3", "training.resume=auto"),
 )
 
 
@@ -50,7 +58,12 @@ class Run:
     """``run_training.py`` in a process of its own, with a small model."""
 
     def __init__(
-        self, folder: Path, cache: Path, *arguments: str, largest_file: int = -1
+        self,
+        folder: Path,
+        cache: Path,
+        *arguments: str,
+        largest_file: int = -1,
+        settings: tuple[str, ...] = SMALL,
     ) -> None:
         kept = {
             name: value
@@ -60,7 +73,7 @@ class Run:
         self.folder = folder
         self.process = subprocess.Popen(
             [
-                *(sys.executable, str(ROOT / "run_training.py"), *SMALL),
+                *(sys.executable, str(ROOT / "run_training.py"), *settings),
                 *(f"runtime.compile_cache={cache}", f"hydra.run.dir={folder}"),
                 *arguments,
             ],
@@ -109,14 +122,14 @@ class Run:
 Start = Callable[..., Run]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Starts runs, and kills those that are left."""
     cache = tmp_path_factory.getbasetemp() / "compiled"
     runs: list[Run] = []
 
-    def begin(folder: Path, *arguments: str, largest_file: int = -1) -> Run:
-        runs.append(Run(folder, cache, *arguments, largest_file=largest_file))
+    def begin(folder: Path, *arguments: str, **options: Any) -> Run:
+        runs.append(Run(folder, cache, *arguments, **options))
         return runs[-1]
 
     yield begin
@@ -178,6 +191,37 @@ MOMENTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def killed(start, tmp_path_factory) -> Path:
+    """The folder of a run that is killed after two checkpoints."""
+    folder = tmp_path_factory.mktemp("killed") / "run"
+    run = start(folder, "training.checkpoint_every=1", settings=SHORT)
+    run.kill_at("the checkpoint of step 2 is complete")
+    return folder
+
+
+def test_a_kill_leaves_the_newest_checkpoint_complete(killed):
+    newest = complete_steps(killed / "checkpoints")[0]
+    assert 2 <= newest < 8
+    checkpoint = read_checkpoint(killed / f"checkpoints/{newest}")
+    assert isinstance(checkpoint, Checkpoint), checkpoint
+
+
+def test_a_killed_run_resumes_bit_for_bit(killed, start):
+    """Its steps before the kill, of which some are taken again, are the reference."""
+    checkpoints = killed / "checkpoints"
+    newest, older, *_ = complete_steps(checkpoints)
+    shutil.rmtree(checkpoints / str(newest))
+    before = curve(killed)
+    assert len(before) >= newest > older
+    said = start(killed, "training.checkpoint_every=0", settings=SHORT).finish()
+    assert f"going on from {checkpoints / str(older)}, at row {4 * older}" in said
+    resumed = curve(killed)
+    assert [line["step"] for line in resumed if "loss" in line] == [*range(1, 9)]
+    assert resumed[: len(before)] == before
+
+
+@pytest.mark.full
 def test_a_run_that_is_killed_at_each_of_its_moments_goes_on_bit_for_bit(
     start, uninterrupted, tmp_path
 ):
@@ -215,6 +259,7 @@ def flip_a_bit(checkpoint: Path) -> str:
     return longest.relative_to(checkpoint).as_posix()
 
 
+@pytest.mark.full
 def test_kills_at_random_times_never_cost_more_than_the_last_steps(
     start, uninterrupted, tmp_path
 ):
@@ -243,6 +288,7 @@ def test_kills_at_random_times_never_cost_more_than_the_last_steps(
         assert curve(folder) == uninterrupted
 
 
+@pytest.mark.full
 def test_other_data_is_refused_before_anything_is_written(refuse, whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "run")
     given = (f"hydra.run.dir={folder}", "training.resume=auto", "training.seed=1")
@@ -256,6 +302,7 @@ def test_other_data_is_refused_before_anything_is_written(refuse, whole, tmp_pat
 # --- disks
 
 
+@pytest.mark.full
 def test_a_disk_without_room_for_a_checkpoint_is_said_at_step_0(start, small_disk):
     said = start(small_disk / "run", "model.mlp_dim=8192").finish(2)
     assert "[T804] there is no room for a checkpoint in" in said
@@ -277,6 +324,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_keeps_the_last_checkpoint_and_the_run(
     start, uninterrupted, small_disk
 ):
@@ -298,6 +346,7 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint_and_the_run(
     assert curve(folder) == uninterrupted
 
 
+@pytest.mark.full
 def test_files_that_may_not_grow_are_said_and_leave_nothing(start, tmp_path):
     """The same as a full disk where nothing can be mounted: no file above 64 KiB."""
     folder = tmp_path / "run"

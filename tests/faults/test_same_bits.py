@@ -38,6 +38,7 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if "second" not in k} for line in lines]
 
 
+@pytest.mark.full
 def test_runs_on_one_two_and_four_devices_and_another_process_have_the_same_bits(
     tmp_path, capsys
 ):

@@ -128,6 +128,7 @@ def stopped_after(said: str, ranks: int) -> int:
     return int(steps[0])
 
 
+@pytest.mark.full
 def test_a_run_that_is_asked_to_end_goes_on_bit_for_bit(train, tmp_path):
     """One run, asked five times; a sum of two devices has one order."""
     train(tmp_path / "whole").finish()
@@ -189,7 +190,11 @@ def is_importing(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 130)],
+    [
+        (signal.SIGTERM, 75),
+        pytest.param(signal.SIGUSR2, 75, marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
+    ],
 )
 def test_one_that_still_imports_ends_as_asked(start, tmp_path, number, code):
     run = start(str(ROOT / "run_training.py"), f"hydra.run.dir={tmp_path / 'run'}")
@@ -202,6 +207,7 @@ def test_one_that_still_imports_ends_as_asked(start, tmp_path, number, code):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_ranks_that_still_import_end_as_asked_and_are_not_started_again(start):
     """From the first instruction of their processes on."""
     for pause in (0.0, 0.02, 0.2, 1.0):
@@ -214,6 +220,7 @@ def test_ranks_that_still_import_end_as_asked_and_are_not_started_again(start):
         assert "restart" not in said
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing ends it")
 @pytest.mark.parametrize("where", ["hold", "linger"])
 def test_one_whose_threads_do_not_run_ends_with_its_grace_period(start, where):

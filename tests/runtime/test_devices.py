@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices are fixed when the backend starts, so most of this runs in a new process."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from tessera.runtime import devices
 from tessera.runtime.devices import prepare_devices, simulate_devices
 
 
-def in_new_process(code: str, **environment: str) -> str:
+def in_new_process(code: str, *arguments: str, **environment: str) -> str:
     """Standard output of a program that starts with no device settings of its own."""
     kept = {
         name: value
@@ -22,7 +23,7 @@ def in_new_process(code: str, **environment: str) -> str:
         if not name.startswith(("JAX_", "XLA_", "PJRT_"))
     }
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         env=kept | {"JAX_PLATFORMS": "cpu"} | environment,
         capture_output=True,
         text=True,
@@ -32,11 +33,23 @@ def in_new_process(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+# One import of JAX for all cases: each runs in a fork, before any backend starts.
 SIMULATE_AND_COUNT = """
-import os, jax
+import json, os, sys
+os.cpu_count = lambda: 2
+import jax
 from tessera.runtime.devices import simulate_devices
-simulate_devices({count})
-print(os.environ.get("PJRT_NPROC"), len(jax.devices()))
+for count, environment in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        os.environ.update(environment)
+        if "JAX_NUM_CPU_DEVICES" in environment:
+            number = int(environment["JAX_NUM_CPU_DEVICES"])
+            jax.config.update("jax_num_cpu_devices", number)
+        simulate_devices(count)
+        print(os.environ.get("PJRT_NPROC"), len(jax.devices()), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 LOOP_OF_COLLECTIVES = """
@@ -62,25 +75,23 @@ def test_two_thousand_queued_collectives_on_eight_devices_do_not_starve():
     assert bounded == "True"
 
 
-@pytest.mark.parametrize(
-    ("count", "environment", "expected"),
-    [
-        (8, {}, "32 8"),
-        (12, {}, "48 12"),
-        (8, {"PJRT_NPROC": "100"}, "100 8"),
-        (8, {"PJRT_NPROC": "8"}, "32 8"),
-        (2, {"JAX_NUM_CPU_DEVICES": "10"}, "40 10"),
-        (4, {"JAX_NUM_CPU_DEVICES": "2"}, "32 4"),
-        (2, {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, "32 3"),
-        (4, {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, "32 4"),
-        (1, {}, "None 1"),
-    ],
-)
-def test_devices_and_threads_follow_the_count_and_the_environment(
-    count, environment, expected, monkeypatch
-):
-    program = "import os; os.cpu_count = lambda: 2\n" + SIMULATE_AND_COUNT
-    assert in_new_process(program.format(count=count), **environment) == expected
+CASES = [
+    (8, {}, "32 8"),
+    (12, {}, "48 12"),
+    (8, {"PJRT_NPROC": "100"}, "100 8"),
+    (8, {"PJRT_NPROC": "8"}, "32 8"),
+    (2, {"JAX_NUM_CPU_DEVICES": "10"}, "40 10"),
+    (4, {"JAX_NUM_CPU_DEVICES": "2"}, "32 4"),
+    (2, {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, "32 3"),
+    (4, {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, "32 4"),
+    (1, {}, "None 1"),
+]
+
+
+def test_devices_and_threads_follow_the_count_and_the_environment():
+    cases = json.dumps([(count, environment) for count, environment, _ in CASES])
+    found = in_new_process(SIMULATE_AND_COUNT, cases).splitlines()
+    assert found == [expected for _, _, expected in CASES]
 
 
 def test_importing_the_module_starts_no_backend_and_sets_nothing():
