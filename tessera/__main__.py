@@ -16,10 +16,10 @@ from tessera.errors import UnknownSettingError, did_you_mean
 
 # Subcommand -> the module whose ``main(arguments)`` returns the exit code; its summary.
 _COMMANDS = {
-    "train": ("tessera.cli.train", "train a model; --help lists every setting"),
+    "train": ("tessera.training.main", "train a model; --help lists every setting"),
     "launch": ("tessera.launch", "start a program in several processes"),
     "export": ("tessera.export", "write the weights of a run as a safetensors file"),
-    "doctor": ("tessera.cli.doctor", "show versions, devices, and what is wrong"),
+    "doctor": ("tessera.doctor", "show versions, devices, and what is wrong"),
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tessera.runtime.exit_codes import end_when_asked
+from tessera.runtime.exit_codes import exit_on_stop_signals
 
 _PACKAGE: Final = Path(__file__).parents[1]
 
@@ -31,16 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
       failed ends here instead, because the threads of an unfinished checkpoint would
       keep Python from its end.
     """
-    end_when_asked()  # before the imports below: there is nothing to save yet
+    exit_on_stop_signals()  # before the imports below: there is nothing to save yet
     from tessera.training.command_line import read_command_line, run_composed
 
     composed = read_command_line(configs_dir(), arguments)
     if isinstance(composed, int):
         return composed
     # These imports take seconds.
-    from tessera.runtime.process_exit import leave
+    from tessera.runtime.process_exit import exit_now
     from tessera.training.train import run
 
     if code := run_composed(run, composed):
-        leave(code)
+        exit_now(code)
     return 0

@@ -3,14 +3,18 @@
 
 import os
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+
+import jax
 
 from tessera.mesh import Mesh
 from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.compile_cache import make_compile_cache, open_compile_cache
 from tessera.runtime.devices import prepare_devices
 from tessera.runtime.process_group import Processes, Timeouts, joined
-from tessera.runtime.xla_options import set_xla_options
+from tessera.runtime.xla_options import compiler_options
+from tessera.scope import current_plan, set_plan
 from tessera.training.checkpoints.resuming import choose_start
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.command_line import Composed
@@ -76,7 +80,7 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
         Trainer(
             *(run, corpus, console, writer, Window.of(run, folder)),
             *(checkpoints, choice.checkpoint),
-            guard=Guard(here.watchdog.enter, here.goes_on),
+            guard=Guard(here.watchdog.enter, here.should_continue),
         ).train()
         here.watchdog.enter("save")
         checkpoints.wait()
@@ -115,13 +119,18 @@ def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Process
 def prepare(settings: Config, num_processes: int) -> str:
     """Find the devices that the mesh asks for, or simulate them; what the log says."""
     open_compile_cache(settings.runtime.compile_cache)
-    flags = (settings.runtime.xla_flags or "").split()
-    set_xla_options(flags, settings.runtime.optimization_level)
+    if settings.runtime.optimization_level is not None:
+        level = settings.runtime.optimization_level
+        jax.config.update("jax_optimization_level", level)
     sizes, axes = settings.model.mesh_shape
-    return prepare_devices(
+    devices = prepare_devices(
         # A dry run compiles for devices that need not exist, on a platform that must.
         1 if settings.training.dry_run else settings.model.num_devices,
         settings.runtime.platform,
         axes=dict(zip(axes, sizes, strict=True)),
         num_processes=num_processes,
     )
+    if flags := (settings.runtime.xla_flags or "").split():
+        plan = replace(current_plan(), compiler_options=compiler_options(flags))
+        set_plan(plan)
+    return devices

@@ -123,6 +123,7 @@ def unpickled() -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_reads_no_pickle(tmp_path, mark, unpickled, capsys):
     """Bombs lie in the folders of data and of the checkpoint, and in the text."""
     pickle.loads(pickle.dumps(Path()))

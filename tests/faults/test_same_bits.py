@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tessera.training import train
 from tessera.training.command_line import run_from_command_line
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tessera.cli import doctor
+from tessera import doctor
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ import pytest
 
 import tessera
 from tessera.__main__ import main
-from tessera.cli.train import configs_folder
 from tessera.runtime.exit_codes import STOP_SIGNALS
+from tessera.training.main import configs_dir
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def test_help_lists_the_subcommands(capsys):
@@ -75,7 +75,7 @@ def test_the_wheel_has_the_command_and_the_files_of_the_settings():
     assert callable(getattr(importlib.import_module(module), name))
     included = tables["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     assert included == {"configs": "tessera/configs"}
-    assert configs_folder() == ROOT / "configs"
+    assert configs_dir() == ROOT / "configs"
     for path in tables["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]:
         assert (ROOT / path.lstrip("/")).exists(), path
 
