@@ -6,12 +6,16 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import jax
 import pytest
 
 import tessera as ts
 from tessera import errors, scope
 from tessera.compiler.lower.jit import compiler_options as options_of
 from tessera.runtime.xla_options import compiler_options
+from tessera.training import train
+from tessera.training.command_line import compose
+from tessera.training.main import configs_dir
 
 KNOWN = "--xla_gpu_enable_latency_hiding_scheduler=true"
 UNKNOWN = "--xla_gpu_enable_triton_softmax_fusion=true"
@@ -61,6 +65,24 @@ def test_steps_are_compiled_with_the_options():
     assert options_of(lowered.traced.graph) == {"xla_nosuch": True}
     with pytest.raises(Exception, match="No such compile option: 'xla_nosuch'"):
         lowered.compile()
+
+
+def test_a_run_sets_its_flags_and_jaxs_optimization_level(monkeypatch):
+    settings = [
+        "runtime.optimization_level=O1",
+        "runtime.xla_flags='--xla_cpu_enable_fast_math=false'",
+    ]
+    config = compose(settings, configs_dir()).config
+    monkeypatch.setattr(train, "prepare_devices", lambda *_, **__: "devices")
+    plan = scope.current_plan()
+    try:
+        assert train.prepare(config, 1) == "devices"
+        assert jax.config.values["jax_optimization_level"] == "O1"
+        options = scope.current_plan().compiler_options
+        assert options == (("xla_cpu_enable_fast_math", False),)
+    finally:
+        jax.config.update("jax_optimization_level", "UNKNOWN")
+        scope.set_plan(plan)
 
 
 def test_a_run_has_its_flags_and_says_which_it_cannot_have(tmp_path):
