@@ -16,15 +16,14 @@ from typing import Any, NoReturn, TypeAlias
 import jax
 import jax.extend.core as jex
 from jax._src import config, core, dtypes, source_info_util
-from jax._src.interpreters import ad, batching, mlir, partial_eval
+from jax._src.interpreters import ad, batching, partial_eval
 from jax._src.lib import xla_client
-from jax._src.lib.mlir import ir, passmanager
 from jax._src.named_sharding import UNSPECIFIED
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from tessera._jax_lines import hide_machinery as hide_machinery
-from tessera._jax_lines import is_machinery as is_machinery
+from tessera._jax_lines import hide_library_frames as hide_library_frames
+from tessera._jax_lines import is_library_code as is_library_code
 from tessera._jax_lines import source_line as source_line
 from tessera._jax_traces import inputs_read
 from tessera._jax_traces import varying_axes as varying_axes
@@ -167,12 +166,12 @@ def retrace(function: Callable[..., Sequence[Any]], like: Program) -> Program:
     return jax.make_jaxpr(function)(*(struct(v.aval) for v in inputs(like)))
 
 
-def is_manual_region(equation: Equation) -> bool:
+def is_shard_map(equation: Equation) -> bool:
     """Whether an equation is a ``shard_map``, whose body is traced on a mesh."""
     return equation.primitive.name == "shard_map"
 
 
-def bind_manual_region(
+def bind_shard_map(
     equation: Equation, values: Sequence[Any], body: Callable[..., Sequence[Any]]
 ) -> list[Any]:
     """Bind a ``shard_map`` equation with another body of the same type."""
@@ -399,54 +398,6 @@ def compile_only_cpu_devices(count: int) -> list[jax.Device]:
     client is one of its own, so the process's default devices stay what they are.
     """
     return xla_client.make_cpu_client(num_devices=count).devices()
-
-
-# --- lowered programs: MLIR modules
-
-
-def propagated_module(lowered: Any) -> Any:
-    """A lowered program's module after Shardy has decided every layout in it.
-
-    It is a copy in a context of its own: compiling a module whose layouts were
-    propagated before crashes the process.
-    """
-    source = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    with mlir.make_ir_context():
-        module = ir.Module.parse(source)
-        pipeline = "builtin.module(sdy-propagation-pipeline)"
-        passmanager.PassManager.parse(pipeline).run(module.operation)
-    return module
-
-
-def operation_place(operation: Any) -> tuple[str, list[tuple[str, int, str]]]:
-    """Where an MLIR operation comes from: its name stack and its Python stack.
-
-    Returns:
-      JAX's name stack, such as ``jit(step)/mul``, and the (file, line, function) of
-      each Python frame, innermost first.
-    """
-    location = operation.location
-    match location:
-        case ir.NameLoc(child_loc=ir.FileLineColLoc()):  # a frame's function
-            return "", list(_python_stack(location))
-        case ir.NameLoc(child_loc=inner):
-            return location.name_str, list(_python_stack(inner))
-    return "", list(_python_stack(location))
-
-
-def _python_stack(location: Any) -> Iterator[tuple[str, int, str]]:
-    match location:
-        case ir.CallSiteLoc():
-            yield from _python_stack(location.callee)
-            yield from _python_stack(location.caller)
-        case ir.NameLoc(child_loc=ir.FileLineColLoc() as line):
-            yield line.filename, line.start_line, location.name_str
-        case ir.NameLoc():
-            yield from _python_stack(location.child_loc)
-        case ir.FileLineColLoc():
-            yield location.filename, location.start_line, ""
-        case ir.FusedLoc():
-            yield from _python_stack(location.locations[0])
 
 
 # --- arrays that are no jax.Array

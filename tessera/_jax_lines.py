@@ -27,7 +27,7 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def hide_machinery() -> None:
+def hide_library_frames() -> None:
     """Make JAX leave Tessera's own frames out of tracebacks and source lines.
 
     Models and the trainer are user code in this sense: their lines are shown.
@@ -39,7 +39,7 @@ def hide_machinery() -> None:
 
 
 @functools.cache
-def is_machinery(path: str) -> bool:
+def is_library_code(path: str) -> bool:
     """Whether a source file is Python's, JAX's, Flax's, Optax's or Tessera's machinery.
 
     What the folders above those of the libraries are called does not matter.
@@ -70,6 +70,6 @@ def source_line(equation: Any) -> str:
     limit = config.traceback_in_locations_limit.value
     every = source_info_util.user_frames(equation.source_info.traceback)
     frames = list(itertools.islice(every, limit if limit >= 0 else None))
-    of_user = (frame for frame in frames if not is_machinery(frame.file_name))
+    of_user = (frame for frame in frames if not is_library_code(frame.file_name))
     frame = next(of_user, frames[0] if frames else None)
     return f"{frame.file_name}:{frame.start_line}" if frame else ""

@@ -23,12 +23,12 @@ Rule: TypeAlias = Callable[["Recording", Sequence[Any], dict[str, Any]], list[An
 _rules: dict[Any, Rule] = {}
 
 
-def let_run(primitive: Any, rule: Rule) -> None:
+def register_eager_rule(primitive: Any, rule: Rule) -> None:
     """Say what a primitive does where operations run at once."""
     _rules[primitive] = rule
 
 
-class Recorded(core.Tracer[Any]):
+class RecordedArray(core.Tracer[Any]):
     """An array of a recording; it is used as the array that it stands for."""
 
     __slots__ = ("value",)
@@ -83,7 +83,7 @@ class _Entry:
 
     run: Callable[..., Sequence[Any]]
     inputs: Sequence[Any]
-    outputs: Sequence[Recorded]
+    outputs: Sequence[RecordedArray]
 
 
 class Recording(core.Trace):
@@ -107,17 +107,17 @@ class Recording(core.Trace):
         """An array itself in the place of one of this recording."""
         return value.value if self._has(value) else value
 
-    def array(self, value: Any) -> Recorded:
+    def array(self, value: Any) -> RecordedArray:
         """An array as one of this recording."""
-        return Recorded(self, value)
+        return RecordedArray(self, value)
 
     def record(
         self, run: Callable[..., Sequence[Any]], inputs: Sequence[Any]
-    ) -> list[Recorded]:
+    ) -> list[RecordedArray]:
         """Run a function of arrays, and remember that."""
         with self.left():
             results = run(*map(self.known, inputs))
-        outputs = [Recorded(self, result) for result in results]
+        outputs = [RecordedArray(self, result) for result in results]
         self._entries.append(_Entry(run, inputs, outputs))
         return outputs
 
@@ -132,7 +132,7 @@ class Recording(core.Trace):
         inputs = [self.known(x) for entry in entries for x in entry.inputs]
         return any(isinstance(value, jax.Ref) for value in inputs)
 
-    def gradients(self, loss: Any, weights: Sequence[Any]) -> list[Recorded]:
+    def gradients(self, loss: Any, weights: Sequence[Any]) -> list[RecordedArray]:
         """The gradients of a loss by weights, some of which may come from others."""
         entries, found = self._ancestors(loss)
         dependent = {id(weight) for weight in weights}
@@ -180,7 +180,7 @@ class Recording(core.Trace):
         return entries[::-1], found
 
     def _has(self, value: Any) -> bool:
-        return isinstance(value, Recorded) and value._trace is self
+        return isinstance(value, RecordedArray) and value._trace is self
 
     # --- what JAX asks of a trace
 
@@ -188,7 +188,7 @@ class Recording(core.Trace):
         if self._has(val):
             return val
         with self.left():
-            return Recorded(self, self._around.stage_value(val))
+            return RecordedArray(self, self._around.stage_value(val))
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
         rule = _rules.get(primitive)

@@ -57,7 +57,7 @@ def as_number(value: Any, kind: type) -> Any:
     return lax._convert_element_type(value, dtype, weak_type=kind is not bool)
 
 
-def where_traced(value: Any) -> AbstractContextManager[Any]:
+def in_trace_of(value: Any) -> AbstractContextManager[Any]:
     """A context in which equations go to the program that a traced value is of.
 
     In the body of a loop or a branch that is traced, it is a program further out for
@@ -98,7 +98,7 @@ def inputs_read(equation: Any, wanted: Sequence[bool]) -> list[Any]:
     return [v for v, needed in pairs if needed and isinstance(v, core.Var)]
 
 
-def let_pass(primitive: Any) -> None:
+def register_no_op(primitive: Any) -> None:
     """Let a primitive without results stand anywhere, and compile to nothing."""
 
     def nothing(*_: Any, **__: Any) -> list[Any]:
@@ -114,7 +114,7 @@ def let_pass(primitive: Any) -> None:
     mlir.register_lowering(primitive, nothing)
 
 
-def let_batch(primitive: Any, rule: BatchingRule) -> None:
+def register_batching(primitive: Any, rule: BatchingRule) -> None:
     """Let ``jax.vmap`` apply a primitive to batches.
 
     Args:

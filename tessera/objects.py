@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects in a call: modules, optimizers, variables of Flax NNX, and mutable arrays.
+"""Passes Flax NNX objects and mutable arrays through a program, updating the caller's.
 
-A program takes arrays. In the place of an object it is given a dict of the object's
-arrays by path, with the object's structure beside them as a static value; the function
-is given an object made of these, and the caller's own object becomes what that one
-became. A trace never sees the caller's object, so there may be any number of traces.
+A program takes arrays. In place of an object it takes a dict of the object's arrays by
+path, with the object's structure as a static value beside them. The function gets an
+object made of these, and after the call the caller's object is updated to its state. A
+trace never sees the caller's object, so a function may be traced any number of times.
 
-Of NNX's objects ``nnx.jit`` does the same, with the same four steps of
+``nnx.jit`` does the same for NNX objects, in the same four steps of
 ``nnx.update_context``: split the caller's objects, merge them in the trace, split them
-there, merge them for the caller. What several arguments share they share in the trace,
-and a result that is an object of the caller's is that object.
+there, merge them for the caller. It only works on a call that it makes itself, while
+Tessera needs the arrays for layouts and for several traces. Arguments that share an
+object share it in the trace, and a result that is one of the caller's objects is that
+object.
 """
 
 import copy
@@ -36,13 +38,13 @@ Arrays: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Structure:
-    """What is static of an object; it stands beside the object's arrays.
+    """The static part of an object, which stands beside the object's arrays.
 
     Attributes:
       graphdef: Flax's description of the object; None for a mutable array.
       names: Of its arrays, in Flax's order.
       kind: The name of its class.
-      role: What ``ts.distribute`` takes an argument for that is such an object.
+      role: The role of such an argument under ``ts.distribute``.
     """
 
     graphdef: Any
@@ -53,7 +55,7 @@ class Structure:
 
 def is_object(node: Any) -> bool:
     """Whether a value is an object of NNX: a module, an optimizer, a variable."""
-    nnx: Any = sys.modules.get("flax.nnx")  # who has not imported it has none
+    nnx: Any = sys.modules.get("flax.nnx")  # a user who has not imported it has none
     return nnx is not None and nnx.graphlib.is_graph_node(node)
 
 
@@ -84,7 +86,7 @@ def parameters_of(weights: Any) -> Any:
 
 
 def hint_of_parameters(weights: Any) -> str:
-    """What to write where some weights are variables of NNX that are no parameters."""
+    """A hint for weights among which there are NNX variables that are no parameters."""
     if not holds_objects(weights):
         return ""
     from flax import nnx
@@ -96,10 +98,10 @@ def hint_of_parameters(weights: Any) -> str:
 
 
 def remat(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``nnx.remat``, which leaves what the function does not change as it is.
+    """``nnx.remat``, except that variables it does not change keep their values.
 
-    By Flax's own every variable is another value afterwards, and a gradient by the
-    parameters would not find its way back to them.
+    After Flax's own, every variable holds a new value, and a gradient by the parameters
+    would not depend on the old ones.
     """
     from flax import nnx
 
@@ -108,7 +110,7 @@ def remat(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         before = _variables(held)
         unchanged: set[Any] = set()
 
-        def noting(*inner: Any) -> Any:
+        def recording(*inner: Any) -> Any:
             known = _variables([arg for arg in inner if is_object(arg)])
             result = body(*inner)
             unchanged.update(
@@ -116,7 +118,7 @@ def remat(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
             )
             return result
 
-        result = nnx.remat(noting, **options)(*args)
+        result = nnx.remat(recording, **options)(*args)
         for path in unchanged:
             variable, raw = before[path]
             variable.set_raw_value(raw)
@@ -162,7 +164,7 @@ def check_references(result: Sequence[Any], captured: Sequence[Any]) -> None:
 
 @contextmanager
 def changes_explained() -> Iterator[None]:
-    """Let a change that Flax refuses in a trace be an error that says what to do.
+    """Turn Flax's error about changes inside a trace into one with a fix.
 
     Raises:
       WriteBackError: [T320] an object was changed that is not of the trace.
@@ -174,7 +176,7 @@ def changes_explained() -> Iterator[None]:
         if flax_errors is None or not isinstance(error, flax_errors.TraceContextError):
             raise
         frames = traceback.extract_tb(error.__traceback__)
-        users = [frame for frame in frames if not _jax.is_machinery(frame.filename)]
+        users = [frame for frame in frames if not _jax.is_library_code(frame.filename)]
         line = f"\nat {users[-1].filename}:{users[-1].lineno}" if users else ""
         raise WriteBackError(
             "an NNX object was changed, and cannot be given back",
@@ -187,7 +189,7 @@ def changes_explained() -> Iterator[None]:
 
 
 def _is_unit(node: Any) -> bool:
-    """Whether a node is an object, or a tree with objects that is no container."""
+    """Whether a node is an object, or a tree of objects that is no plain container."""
     return not isinstance(node, (dict, list, tuple)) and changes_in_place(node)
 
 
@@ -216,7 +218,7 @@ def _split(context: Any, node: Any) -> Arrays:
 
 
 def _merged(context: Any, arrays: Arrays) -> Any:
-    """The object of some arrays: a new one, or the caller's, which they replace."""
+    """The object made of some arrays: a new one, or the caller's, updated."""
     structure: Structure = arrays[STRUCTURE]
     if structure.graphdef is None:
         return jax.new_ref(arrays["value"])
@@ -228,7 +230,7 @@ def _merged(context: Any, arrays: Arrays) -> Any:
 def _with_each(
     is_one: Callable[[Any], bool], change: Callable[[Any], Any], tree: Any
 ) -> Any:
-    """A tree with something else for each node of a kind."""
+    """A tree with ``change`` applied to each node of a kind."""
     nodes, structure = jax.tree.flatten(tree, is_leaf=is_one)
     return jax.tree.unflatten(
         structure, [change(node) if is_one(node) else node for node in nodes]
@@ -239,7 +241,7 @@ def _with_each(
 
 
 class ObjectCall:
-    """A call whose arguments have arrays in the place of objects.
+    """A call whose arguments have arrays in place of objects.
 
     Attributes:
       args: Positional arguments.
@@ -254,7 +256,7 @@ class ObjectCall:
         self.has_objects = changes_in_place((args, kwargs))
 
     def split(self) -> None:
-        """Put arrays in the place of the objects; in an update context of NNX."""
+        """Put arrays in place of the objects; in an update context of NNX."""
         with _nnx("split_context") as context:
             inside = functools.partial(self._without_objects, context)
             self.args = _mapped(inside, self.args)
@@ -272,7 +274,7 @@ class ObjectCall:
                     fix="pass it once, or pass another one: jax.new_ref(ref[...])",
                 )
             arrays = _split(context, node)
-            # Of a variable a number is an array, as for nnx.jit.
+            # A number in a variable becomes an array, as for nnx.jit.
             arrays.update(
                 (name, jnp.asarray(leaf))
                 for name, leaf in arrays.items()
@@ -288,7 +290,7 @@ class ObjectCall:
         return self._copies[id(node)][1]
 
     def finish(self, result: Any) -> Any:
-        """The result with its objects, once the caller's are what became of them."""
+        """Update the caller's objects; the result with its objects."""
         if not self.has_objects:
             return result
         with _nnx("merge_context", inner=False) as context:
@@ -320,13 +322,13 @@ def objects_split(
 
 
 def _nnx(name: str, **options: Any) -> AbstractContextManager[Any]:
-    """A context of NNX for the objects of one call, if there can be any."""
+    """A context of NNX for the objects of one call; null if Flax is not imported."""
     nnx: Any = sys.modules.get("flax.nnx")
     return nullcontext() if nnx is None else getattr(nnx, name)(_TAG, **options)
 
 
 def _mapped(function: Callable[[Any], Any], container: Any) -> Any:
-    """A container of the same kind with something else for each item."""
+    """A container of the same kind with ``function`` applied to each item."""
     if isinstance(container, tuple):
         items = map(function, container)
         is_named = hasattr(container, "_fields")
@@ -338,7 +340,7 @@ def _mapped(function: Callable[[Any], Any], container: Any) -> Any:
 
 
 def _give_entries(copied: Any, node: Any, originals: Mapping[int, Any]) -> None:
-    """Give the caller's dict or list the entries that a copy of it has by now."""
+    """Give the caller's dict or list the present entries of its copy."""
     if isinstance(node, list):
         node[:] = [originals.get(id(item), item) for item in copied]
     elif isinstance(node, dict):
@@ -352,25 +354,25 @@ def _give_entries(copied: Any, node: Any, originals: Mapping[int, Any]) -> None:
 
 
 class WithObjects:
-    """A function that takes and gives arrays in the place of objects."""
+    """A function that takes and returns arrays in place of objects."""
 
     def __init__(self, body: Callable[..., Any]) -> None:
         functools.update_wrapper(self, body)
         self.body = body
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result, and in the dicts of objects what became of these.
+        """The function's result; the dicts of objects get their new arrays.
 
         Raises:
           WriteBackError: [T320] what holds the objects was changed, and not they.
         """
-        restored = _Restored()
+        restored = _MergedObjects()
         with _nnx("merge_context", inner=True) as context:
             values = [restored.objects_of(context, arg) for arg in args]
             named = {
                 name: restored.objects_of(context, arg) for name, arg in kwargs.items()
             }
-        result = scope.as_called(self.body)(*values, **named)
+        result = scope.resolve_callee(self.body)(*values, **named)
         with _nnx("split_context") as context:
             restored.split(context)
 
@@ -378,15 +380,15 @@ class WithObjects:
             return _with_each(_is_unit, functools.partial(_split, context), result)
 
 
-class _Restored:
-    """The objects of one trace, and where their arrays come from."""
+class _MergedObjects:
+    """The objects of one trace, and the dicts that their arrays came in."""
 
     def __init__(self) -> None:
         self._units: list[tuple[Any, Arrays, list[int]]] = []
         self._entries: list[tuple[Any, Any, Any, Any]] = []
 
     def objects_of(self, context: Any, node: Any) -> Any:
-        """An argument with its objects; they stand in the argument's own containers."""
+        """An argument with its objects, in the argument's own containers."""
         if _is_split(node):
             unit = _merged(context, node)
             self._units.append((unit, node, _identities(unit)))
@@ -404,7 +406,7 @@ class _Restored:
         return node
 
     def split(self, context: Any) -> None:
-        """Put the arrays back, as they are now."""
+        """Put the arrays back in place of the objects, with their new values."""
         for unit, arrays, before in self._units:
             if _identities(unit) != before:
                 raise WriteBackError(
@@ -435,5 +437,5 @@ def _content(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _identities(unit: Any) -> list[int]:
-    """Which objects a tree holds, beside what these are made of."""
+    """The identities of the objects in a tree."""
     return [id(leaf) for leaf in jax.tree.leaves(unit, is_leaf=is_object)]

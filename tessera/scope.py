@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the step that is being traced is in: its parameters, its mesh, its layouts.
+"""The context of the step being traced: its parameters, mesh, layouts and schedule.
 
 A ``Scope`` is open while Tessera traces a function. Operations that own parameters
-declare them in it by name; a captured ``dist.tensor`` is declared in it when it is
-first used. A declaration made while the trace runs has no input to stand for it yet,
-so it is given zeros of its shape, and the function is traced once more with the
-inputs that the first trace found. Nothing is allocated by either.
+declare them in it by name; a captured ``dist.tensor`` is declared when it is first
+used. A parameter declared for the first time has no input of the program yet: zeros
+stand for it, and the function is traced once more with inputs for all parameters that
+the first trace found. Neither trace allocates anything.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,13 +29,13 @@ Layout = tuple[Mesh, PartitionSpec]
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``tessera.schedule`` says of the steps that are traced after it.
+    """The schedule that ``tessera.schedule`` declares for steps traced after it.
 
     Attributes:
-      microbatches: Into how many a pipeline cuts a batch; None leaves it to the
+      microbatches: Number of microbatches of a pipeline; None leaves it to the
         pipeline.
-      all_reduce_overlap: Whether collectives should run beside computation; None leaves
-        it to the compiler.
+      all_reduce_overlap: Whether collectives should overlap with computation; None
+        leaves it to the compiler.
       compiler_options: Options of XLA for these steps alone, by name.
     """
 
@@ -46,7 +46,7 @@ class Plan:
 
 @dataclass
 class Scope:
-    """What one trace of one function has met so far.
+    """The state of one trace of one function.
 
     Attributes:
       mesh: The mesh that the step runs on, if one is known.
@@ -55,14 +55,14 @@ class Scope:
       inner: Functions called inside that declare a mesh or layouts, and their meshes.
       unreached: For each ``graph.backward`` in order, parameters its loss ignores.
       plan: The schedule that it is traced under.
-      is_whole_batch: Whether it is traced for the batch that was given, and not for
-        another number of rows. See ``Graph.microbatch``.
+      is_whole_batch: Whether it is traced for the batch of the call, and not for a
+        microbatch. See ``Graph.microbatch``.
       batch_arguments: For pipelined calls by number, which of their arguments have the
-        batch's rows, as far as an earlier trace found out.
+        batch dim, inferred from an earlier trace.
       pipelined: The types of each pipelined call's arguments, in order.
-      stage_end: Takes a stage's name and results where stages are to be told apart.
-      stored: Gives the layout that a parameter is stored in, from the declared one.
-      is_eager: Whether there is no trace, and operations run at once.
+      stage_end: Marks a stage's results, from its name and these, in a pipeline.
+      stored: Maps the declared layout of a parameter to the one that it is stored in.
+      is_eager: Whether operations run at once, and nothing is traced.
     """
 
     mesh: Mesh | None = None
@@ -89,7 +89,7 @@ class Scope:
         """The traced value of a declared parameter."""
         if name in self.values:
             return self.values[name]
-        # Not kept: the next use may be inside another trace, where these would leak.
+        # Not cached: the next use may be inside another trace, where these would leak.
         return jnp.zeros(self.declared[name].shape, self.declared[name].dtype)
 
     def capture(self, captured: DistTensor) -> Any:
@@ -102,15 +102,15 @@ class Scope:
         self.declared[name] = captured
         return self.value_of(name)
 
-    def not_reached(
+    def unreached_parameters(
         self, call: int, loss: Any, weights: Mapping[str, Any]
     ) -> Collection[str]:
         """The parameters that the loss of a ``graph.backward`` does not depend on."""
-        del loss, weights  # An earlier trace has found it out.
+        del loss, weights  # An earlier trace has inferred it.
         return self.unreached.get(call, ())
 
     def check_free(self, name: str, shape: tuple[int, ...], *, fix: str) -> None:
-        """Raise [T305] where the tree of parameters has no place for a name."""
+        """Raise [T305] where a name collides with another in the tree of parameters."""
         for known, held in self.declared.items():
             if known == name:
                 raise ParameterNameError(
@@ -126,13 +126,13 @@ class Scope:
                     fix=fix,
                 )
 
-    def mark(self) -> tuple[Any, ...]:
-        """What to go back to, where a part of the function is traced again."""
-        found = dict(self.declared), dict(self.counts), list(self.inner)
-        return *found, list(self.pipelined), self.backward_calls
+    def snapshot(self) -> tuple[Any, ...]:
+        """The state to restore before a part of the function is traced again."""
+        copies = dict(self.declared), dict(self.counts), list(self.inner)
+        return *copies, list(self.pipelined), self.backward_calls
 
-    def go_back(self, before: tuple[Any, ...]) -> None:
-        """Forget what was met since ``mark``."""
+    def restore(self, before: tuple[Any, ...]) -> None:
+        """Forget everything since ``snapshot``."""
         declared, counts, inner, pipelined, self.backward_calls = before
         self.declared, self.counts = dict(declared), dict(counts)
         self.inner, self.pipelined = list(inner), list(pipelined)
@@ -180,8 +180,8 @@ def named(name: str) -> Iterator[None]:
         scope.path = outer
 
 
-def ended_stage(name: str, results: Any) -> Any:
-    """The results of a stage, marked as such where a pipeline is being traced."""
+def mark_stage_end(name: str, results: Any) -> Any:
+    """Mark the results of a stage where a pipeline is being traced."""
     scope = _open.get()
     if scope is None or scope.stage_end is None:
         return results
@@ -232,7 +232,7 @@ def parameter(
 
 
 def record_layout(value: Any, mesh: Mesh, spec: PartitionSpec) -> None:
-    """Remember where a traced value lives; keeping it alive keeps its id its own."""
+    """Record the layout of a traced value; keeping it alive keeps its id unique."""
     scope = _open.get()
     if scope is not None:
         scope.layouts[id(value)] = (value, (mesh, spec))
@@ -246,7 +246,7 @@ def layout_of(value: Any) -> Layout | None:
 
 
 def record_gradient_layout(value: Any, mesh: Mesh, spec: PartitionSpec) -> None:
-    """Let the gradient by a traced value lie otherwise than the value itself."""
+    """Record a layout for the gradient by a traced value, other than its own."""
     scope = _open.get()
     if scope is not None:
         scope.gradient_layouts[id(value)] = (value, (mesh, spec))
@@ -259,18 +259,18 @@ def gradient_layout_of(value: Any) -> Layout | None:
     return known[1] if known is not None else None
 
 
-# The name scope of constraints that pad. An output that has one is stored padded, where
-# another constraint that does not divide it is refused.
+# The name scope of constraints that may pad. An output under one is stored padded; any
+# other constraint that does not divide an output is an error.
 PADDED = "tessera_padded"
 
 
 def constrain(
     value: Any, mesh: Mesh, spec: PartitionSpec, *, pads: bool = False
 ) -> Any:
-    """A traced array laid out by ``spec``, and remembered to be.
+    """A traced array constrained to the layout ``spec``, which is recorded.
 
-    Inside a region that is manual over some axes, such as a pipeline's stages, ``spec``
-    speaks of the others.
+    Inside an SPMD region (``shard_map``) over some axes, such as a pipeline's stages,
+    ``spec`` is over the others.
 
     Args:
       value: The array.
@@ -303,11 +303,11 @@ _caller: ContextVar[Callable[[Any], Any] | None] = ContextVar(
 )
 
 
-def as_called(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A user's function as the trace that is open calls it.
+def resolve_callee(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that the open trace calls in place of a user's function.
 
-    Whatever calls functions that a user wrote, asks: where control flow on traced
-    values is converted, it is another function of the same arguments and results.
+    All code that calls users' functions goes through this: where control flow on traced
+    values is converted, it returns the converted function.
     """
     caller = _caller.get()
     return function if caller is None else caller(function)
@@ -315,7 +315,7 @@ def as_called(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def calling(caller: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Let users' functions be called as ``caller`` has them; None: as they are."""
+    """Let ``resolve_callee`` apply ``caller``; None leaves functions as they are."""
     token = _caller.set(caller)
     try:
         yield
@@ -328,13 +328,13 @@ _plan: ContextVar[Plan] = ContextVar("tessera_plan", default=_NO_PLAN)
 
 
 def current_plan() -> Plan:
-    """What ``tessera.schedule`` was told last, here or before."""
+    """The schedule that holds here: of the open step, or declared outside of steps."""
     scope = _open.get()
     return _plan.get() if scope is None else scope.plan
 
 
 def set_plan(plan: Plan) -> None:
-    """Let steps that are traced from now on be scheduled so; in a step, that step."""
+    """Declare the schedule of the open step, or of all steps traced from now on."""
     scope = _open.get()
     if scope is None:
         _plan.set(plan)
@@ -355,9 +355,9 @@ def autocast(dtype: Any, *, enabled: bool = True) -> Iterator[None]:
 
     Their operands are cast to ``dtype`` and accumulated in f32, in the forward and in
     the backward pass; everything else (softmax, norms, reductions, losses, parameters)
-    stays as it is. The casting is done by the pass ``autocast_matmuls``, so it reaches
+    stays as it is. The pass ``autocast_matmuls`` does the casting, so it applies to
     Flax and ``jnp`` code as well. The innermost ``autocast`` decides; one around the
-    call of a ``ts.function`` reaches inside. Plain JAX takes no notice of it.
+    call of a ``ts.function`` applies inside. Plain JAX ignores it.
 
     Args:
       dtype: ``bf16`` or ``f16``, by name or as a dtype; ``f32`` casts nothing.
@@ -386,10 +386,10 @@ def autocast(dtype: Any, *, enabled: bool = True) -> Iterator[None]:
 
 
 def check_autocast_of_programs(dtype: str | None) -> None:
-    """Raise [T302] for an autocast where operations run at once, without a pass."""
+    """Raise [T302] for an autocast where operations run eagerly, without passes."""
     if dtype in AUTOCAST_DTYPES:
         raise OutsideTraceError(
-            "ts.autocast is done by a pass over a program, and there is none here",
+            "ts.autocast is a pass over a program, and here operations run one by one",
             got=f"ts.autocast({dtype!r}) and jax.disable_jit()",
             fix="leave jax.disable_jit() out, or ts.autocast(..., enabled=False)",
         )
@@ -401,9 +401,9 @@ def current_autocast() -> str | None:
 
 
 def carried_autocast() -> AbstractContextManager[Any]:
-    """The scope that marks operations as inside the autocast that is open here.
+    """The name scope that marks operations as inside the innermost open autocast.
 
-    A trace begins without the scopes around it, and opens this one anew.
+    A trace begins without the name scopes around it, and opens this one again.
     """
     name = _autocast.get()
     return nullcontext() if name is None else jax.named_scope(AUTOCAST_SCOPE + name)

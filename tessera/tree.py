@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The type of a pytree, and the names of its leaves."""
+"""Pytrees: their type, the names of their leaves, their arrays apart from the rest."""
 
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -52,3 +54,49 @@ def nest(leaves: dict[str, Any]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[last] = value
     return tree
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A tree without its arrays.
+
+    Attributes:
+      structure: JAX's tree definition of the whole tree.
+      statics: The leaves that are no arrays, by position.
+    """
+
+    structure: Any
+    statics: Mapping[int, Any]
+
+    @property
+    def num_arrays(self) -> int:
+        """How many arrays the tree has."""
+        return self.structure.num_leaves - len(self.statics)
+
+    def combine(self, arrays: Iterable[Any]) -> Tree:
+        """The tree with these arrays; more of them than it has are left out."""
+        rest, statics = iter(arrays), self.statics
+        count = self.structure.num_leaves
+        leaves = [statics[i] if i in statics else next(rest) for i in range(count)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def partition(
+    tree: Tree, is_array: Callable[[Any], bool], is_leaf: Any = None
+) -> tuple[list[Any], Skeleton]:
+    """The arrays of a tree, and the tree without them.
+
+    Args:
+      tree: The tree.
+      is_array: Whether a leaf is one of the arrays.
+      is_leaf: As for ``jax.tree.flatten``.
+
+    Example:
+      >>> arrays, skeleton = partition({"x": 1.5, "name": "mlp"}, lambda x: x == 1.5)
+      >>> arrays, skeleton.combine([2.5])
+      ([1.5], {'name': 'mlp', 'x': 2.5})
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+    statics = {i: leaf for i, leaf in enumerate(leaves) if not is_array(leaf)}
+    arrays = [leaf for i, leaf in enumerate(leaves) if i not in statics]
+    return arrays, Skeleton(structure, statics)

@@ -95,7 +95,7 @@ def _declarations(eqn: _jax.Equation) -> Iterator[tuple[Any, PartitionSpec]]:
         is_jaxs = eqn.primitive.name == "reshard" and not sharding.mesh.explicit_axes
         if isinstance(sharding, NamedSharding) and not is_jaxs:
             yield eqn.invars[0], sharding.spec
-    elif _jax.is_manual_region(eqn):
+    elif _jax.is_shard_map(eqn):
         yield from zip(eqn.invars, eqn.params["in_specs"], strict=True)
         yield from zip(eqn.outvars, eqn.params["out_specs"], strict=True)
 
@@ -163,7 +163,7 @@ class _Level:
 
     def runs(self, eqn: _jax.Equation) -> "list[_Level]":
         """The programs whose results are the equation's, as in jit, scan and cond."""
-        if _jax.is_manual_region(eqn):
+        if _jax.is_shard_map(eqn):
             return []
         count = len(eqn.outvars)
         return [x for x in self.below(eqn) if len(_jax.outputs(x.program)) == count]

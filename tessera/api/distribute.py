@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.distribute``: a function written for one device, spread by a named strategy.
+"""``ts.distribute``: parallelizes a function over a mesh by a named strategy.
 
-Most strategies are layouts and nothing else: the function is compiled by
-``ts.function`` for global arrays, and the partitioner writes the communication. One
-runs the body on each device's blocks, and one as the stages of a pipeline.
+Most strategies only assign layouts: ``ts.function`` compiles the function for global
+arrays, and the partitioner inserts the communication. ``tensor_parallel`` runs the body
+as an SPMD region, ``pipeline_parallel`` as the stages of a pipeline.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from tessera.api.function import Function
 from tessera.api.pipeline import PipelineOfArguments
 from tessera.compiler.trace.arguments import as_names
 from tessera.compiler.trace.declared_layouts import Options
-from tessera.compiler.trace.spmd_region import PerDevice, TensorParallel
+from tessera.compiler.trace.spmd_region import SpmdFunction, TensorParallel
 from tessera.compiler.trace.strategies import (
     ExpertParallel,
     PipelineParallel,
@@ -30,12 +30,12 @@ from tessera.compiler.trace.strategy_roles import (
     ROLES,
     STATE,
 )
-from tessera.compiler.trace.zero_owner import AsOwner
+from tessera.compiler.trace.zero_owner import ZeroOwnerEmulation
 from tessera.errors import StrategyError, did_you_mean
 
 Names: TypeAlias = str | Sequence[str] | None
 
-# The axis and the stage of each; only zero_redundancy_optimizer is given one.
+# Default axis and ZeRO stage of each; zero_redundancy_optimizer takes a stage.
 STRATEGIES: Final[Mapping[str, tuple[str, int | None]]] = MappingProxyType(
     {
         "data_parallel": ("dp", 0),
@@ -60,7 +60,7 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
     experts: Names = None,
     results: Sequence[str | None] | None = None,
 ) -> Callable[[Callable[..., Any]], Function]:
-    """Spread a function over a mesh by a strategy, named for what it splits.
+    """Parallelize a function over a mesh by a strategy, named for what it splits.
 
     Five strategies are layouts: the function is compiled for global arrays, and the
     partitioner writes the communication. ``data_parallel`` splits the batch along the
@@ -76,12 +76,11 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
     ``experts`` along their leading dim.
 
     ``tensor_parallel`` runs the body once for each device of the axes, on its blocks.
-    Every array has to be annotated. A dim is split if the first array, or the one that
-    ``batch`` names, has none of its symbols; of several the first. ``3*F`` means three
-    blocks, each of which is split by
-    itself. A result that differs from device to device is put together along its dim
-    of that kind; collectives are written by hand, and ``ts.mesh.current()`` is the mesh
-    of the axes.
+    Every array has to be annotated. A dim is split if none of its symbols appear in the
+    first array, or in the one that ``batch`` names; of several such dims the first.
+    ``3*F`` means three blocks, each of which is split by itself. A result that differs from device to
+    device is concatenated along its dim of that kind; the body calls collectives
+    itself, and ``ts.mesh.current()`` is the mesh of the axes.
 
     ``pipeline_parallel`` runs the ``graph.stage`` s that the function calls on one
     device each, in the order 1f1b, in as many microbatches as
@@ -94,12 +93,12 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
     Called inside another function, this one becomes part of it: the layouts of arrays
     are then those of that function.
 
-    What an argument is follows from what the function does, or is said by the keywords.
+    The roles of arguments are inferred from the function, or declared by the keywords.
     ``ts.grad`` is taken by parameters; what a loss reads beside them is the batch, if
     it is one argument; what no loss reads is optimizer state, in whatever container.
     Without ``ts.grad``, parameters are the one argument that the results replace, as
     ``weights - rate * gradients`` replaces ``weights``, and what has their paths and
-    shapes is optimizer state. What none of this decides is an error. ``ts.grad`` by
+    shapes is optimizer state. An undecided role is an error. ``ts.grad`` by
     parameters gives gradients in their layout. A result with the tree and the shapes of
     an argument, or of a part of one, is laid out like it.
 
@@ -182,12 +181,12 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
             "axes": axes,
             "results": tuple(results) if results is not None else None,
         }
-        said = _said(body, options.name, {**given, "experts": named})
+        declared = _declared_roles(body, options.name, {**given, "experts": named})
         if strategy == "tensor_parallel":
-            known["common"] = _common(said, results)
+            known["common"] = _common(declared, results)
             split = TensorParallel(**known, annotations=annotations_of(body))
-            return Function(PerDevice(body, split), replace(options, strategy=split))
-        known["said"] = said
+            return Function(SpmdFunction(body, split), replace(options, strategy=split))
+        known["declared"] = declared
         plan: Strategy
         match strategy:
             case "expert_parallel":
@@ -198,21 +197,21 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
             case _:
                 plan = Strategy(**known)
         if strategy == "zero_redundancy_optimizer":
-            body = AsOwner(body, plan)
+            body = ZeroOwnerEmulation(body, plan)
         return Function(body, replace(options, strategy=plan))
 
     return decorate
 
 
 def _common(
-    said: Mapping[str, str], results: Sequence[str | None] | None
+    declared: Mapping[str, str], results: Sequence[str | None] | None
 ) -> str | None:
-    """The argument whose dims are whole under ``tensor_parallel``, if it is said."""
-    if results is None and len(said) <= 1 and set(said.values()) <= {BATCH}:
-        return next(iter(said), None)
+    """The argument whose dims are whole under ``tensor_parallel``, if declared."""
+    if results is None and len(declared) <= 1 and set(declared.values()) <= {BATCH}:
+        return next(iter(declared), None)
     raise StrategyError(
         "strategy 'tensor_parallel' goes by annotations, and by one array of the batch",
-        got=", ".join(f"{path!r} is {role}" for path, role in said.items())
+        got=", ".join(f"{path!r} is {role}" for path, role in declared.items())
         or f"results={results!r}",
         fix="leave roles out; batch='x' names the array whose dims are whole, if it is "
         "not the first",
@@ -220,8 +219,8 @@ def _common(
 
 
 def _pipelined(body: Callable[..., Any], plan: Strategy) -> PipelineOfArguments:
-    rows = frozenset(name for name, role in plan.said.items() if role == BATCH)
-    weights = frozenset(plan.said) - rows
+    rows = frozenset(name for name, role in plan.declared.items() if role == BATCH)
+    weights = frozenset(plan.declared) - rows
     return PipelineOfArguments(body, plan.axes[-1], batch=rows or None, weights=weights)
 
 
@@ -272,14 +271,14 @@ def _check_results(strategy: str, results: Sequence[str | None] | None) -> None:
             )
 
 
-def _said(
+def _declared_roles(
     body: Callable[..., Any], name: str, given: Mapping[str, Names]
 ) -> dict[str, str]:
-    """What arguments are, or parts of them by path, as far as the user says."""
+    """The declared roles of arguments, or of parts of them, by path."""
     parameters = signature(body).parameters.values()
     known = [parameter.name for parameter in parameters]
     has_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
-    said: dict[str, str] = {}
+    declared: dict[str, str] = {}
     for role, names in given.items():
         for path in as_names(names):
             if path.partition("/")[0] not in known and not has_more:
@@ -289,5 +288,5 @@ def _said(
                     fix=did_you_mean(path, known),
                 )
             if role in ROLES:
-                said[path] = role
-    return said
+                declared[path] = role
+    return declared

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ts.function`` and ``ts.jit``: a Python function that runs as one compiled program.
 
-Calls go to the program that served the last one, which takes the arguments as they
-are; only when it does not fit are they taken apart, and another program is found or
-compiled. A call inside another traced function is part of that function's program.
+A call first tries the most recent program with the arguments as they are. Only if that
+does not fit, it flattens the arguments and looks up or compiles another program. A call
+inside another traced function is part of that function's program.
 """
 
 import functools
@@ -21,21 +21,21 @@ import jax
 
 from tessera import _jax, _jax_traces, scope
 from tessera.annotations import checked
-from tessera.compiler.eager import Outcome, run_eagerly
+from tessera.compiler.eager import EagerResult, run_eagerly
 from tessera.compiler.lower.jit import jitted, returns_list, without_padding
 from tessera.compiler.pass_runner import check_names
 from tessera.compiler.stages import Compiled, Lowered, Traced
 from tessera.compiler.trace.arguments import (
     Call,
-    StaleProgram,
+    ProgramMismatch,
     changed_statics,
-    take_apart,
+    flatten_args,
 )
-from tessera.compiler.trace.call_signature import Form, Spelling
+from tessera.compiler.trace.call_signature import CallPattern, CallSignature
 from tessera.compiler.trace.declared_layouts import Options
 from tessera.compiler.trace.inlining import inline
 from tessera.compiler.trace.tracer import trace
-from tessera.compiler.trace.write_back import check_apart, give_back
+from tessera.compiler.trace.write_back import check_no_alias, write_back
 from tessera.errors import (
     OutsideTraceError,
     SpecFormError,
@@ -58,7 +58,7 @@ _RECOMPILES_BEFORE_WARNING = 3
 _LAID_OUT = "lay out or donate"
 _PLAIN = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
-# The function that ran last, for ``dist.profile()``; it is not kept alive for that.
+# The most recently called function, for ``dist.profile()``; a weak reference.
 _ran: deque["weakref.ref[Function]"] = deque(maxlen=1)
 
 
@@ -67,19 +67,19 @@ class _Program:
     """A compiled program and the calls that it fits."""
 
     call: Call
-    surroundings: Any
+    context: Any
     compiled: Compiled
-    spelling: Spelling | None = None
+    pattern: CallPattern | None = None
 
     def parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments as the program takes them; raises ``StaleProgram``."""
-        if self.spelling is None or _surroundings() != self.surroundings:
-            raise StaleProgram
-        return self.spelling.parts(self.call, args, kwargs)
+        """The arguments as the program takes them; raises ``ProgramMismatch``."""
+        if self.pattern is None or _context_key() != self.context:
+            raise ProgramMismatch
+        return self.pattern.parts(self.call, args, kwargs)
 
 
-def _surroundings() -> Any:
-    """What a program depends on beside its function and arguments."""
+def _context_key() -> Any:
+    """What a program depends on besides its function and arguments."""
     return (
         opened_or_none(),
         scope.current_autocast(),
@@ -108,7 +108,9 @@ class Function:
         self.options = options
         self.skip_passes = tuple(skip_passes)
         self._signature = inspect.signature(body)
-        self._form = Form(self._signature, getattr(body, "__name__", options.name))
+        self._calls = CallSignature(
+            self._signature, getattr(body, "__name__", options.name)
+        )
         self._positional = tuple(
             name
             for name, parameter in self._signature.parameters.items()
@@ -132,7 +134,7 @@ class Function:
         return self._run_any(args, kwargs)
 
     def _run_any(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the program of the last call, or another one where that does not fit."""
+        """Run the most recent program, or another one if that does not fit."""
         if _jax_traces.jit_is_disabled():
             return self._run_eagerly(args, kwargs)
         if _jax_traces.is_tracing():
@@ -147,11 +149,13 @@ class Function:
         if recent is not None:
             try:
                 return self._run(recent, args, kwargs)
-            except StaleProgram:
+            except ProgramMismatch:
                 pass
             except (TypeError, ValueError):
                 # JAX refuses arrays of other types or layouts before it runs.
-                if self._key(self._take_apart(args, kwargs)) == self._key(recent.call):
+                if self._key(self._flatten_args(args, kwargs)) == self._key(
+                    recent.call
+                ):
                     raise
         return self._run_new(args, kwargs)
 
@@ -192,38 +196,38 @@ class Function:
         parts += (self._parameters(traced), compiled.captured)
         if not traced.origin.writes:
             return compiled(*parts)
-        assert program.spelling is not None, "a program that runs was spelled"
-        values = program.spelling.values(args, kwargs)
-        check_apart(traced.origin.writes, values)
+        assert program.pattern is not None, "a program that runs has a pattern"
+        values = program.pattern.values(args, kwargs)
+        check_no_alias(traced.origin.writes, values)
         return self._finished(traced, compiled.outputs(*parts), values)
 
     def _finished(self, traced: Traced, outputs: Any, values: Sequence[Any]) -> Any:
         """The function's result, once its writes to arguments are given back."""
         origin = traced.origin
-        give_back(origin.writes, origin.written(outputs), values)
+        write_back(origin.writes, origin.written(outputs), values)
         return traced.result(outputs)
 
     def _run_new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if changes_in_place((args, kwargs)):
             self._takes_objects = True
             return self._with_objects(self._run_any, args, kwargs)
-        call = self._take_apart(args, kwargs)
-        spelling = self._form.spelling(args, kwargs)
-        program = replace(self._program(call, to_run=True), spelling=spelling)
+        call = self._flatten_args(args, kwargs)
+        pattern = self._calls.pattern(args, kwargs)
+        program = replace(self._program(call, to_run=True), pattern=pattern)
         self._recent = program
         return self._run(program, args, kwargs)
 
     def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if changes_in_place((args, kwargs)):
             return self._with_objects(self._run_eagerly, args, kwargs)
-        outcome, values = self._outcome(args, kwargs), self._form.values(args, kwargs)
-        check_apart(outcome.writes, values)
-        give_back(outcome.writes, outcome.written, values)
-        return outcome.result
+        eager, values = self._eager(args, kwargs), self._calls.values(args, kwargs)
+        check_no_alias(eager.writes, values)
+        write_back(eager.writes, eager.written, values)
+        return eager.result
 
-    def _outcome(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
-        """What the function gives that runs operation by operation."""
-        call = self._take_apart(args, kwargs)
+    def _eager(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EagerResult:
+        """Run the function operation by operation."""
+        call = self._flatten_args(args, kwargs)
         body, options = self._for_objects(call)
         with changes_explained():
             return run_eagerly(body, call, options, self._parameter)
@@ -231,14 +235,14 @@ class Function:
     def _where_not_finite(
         self, error: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> FloatingPointError:
-        """The error of the operation that makes what ``jax.debug_nans`` looks for."""
+        """The error of the operation that first makes a NaN or infinity."""
         try:
             with jax.disable_jit():
-                self._outcome(args, kwargs)
+                self._eager(args, kwargs)
         except FloatingPointError as found:
             return found
         except (OutsideTraceError, RuntimeError):
-            pass  # it needs its whole program, or an array that was donated
+            pass  # it needs the whole program, or an array that was donated
         name = self.options.name
         return FloatingPointError(f"invalid value ({error.ty}) encountered in {name!r}")
 
@@ -248,7 +252,7 @@ class Function:
         return declared.materialize()
 
     def _program(self, call: Call, *, to_run: bool = False) -> _Program:
-        """The program of a call, compiled unless an earlier call was alike."""
+        """The program of a call, compiled unless an equal call has one."""
         key = self._key(call)
         if key not in self._programs:
             self._warn_of_recompiles(call)
@@ -258,28 +262,29 @@ class Function:
             placed = self._key(traced.call_as_placed())
             held = self._programs.get(placed)
             compiled = held.compiled if held else traced.lower().compile()
-            self._programs[key] = _Program(traced.call, _surroundings(), compiled)
+            self._programs[key] = _Program(traced.call, _context_key(), compiled)
             self._programs.setdefault(placed, self._programs[key])
         return self._programs[key]
 
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the function that Tessera is tracing, layouts and all."""
         if self.options.mesh is None and not self.options.declares_layouts:
-            body, here = scope.as_called(self.body), scope.current()
+            body, here = scope.resolve_callee(self.body), scope.current()
             # One microbatch has other sizes than annotations speak of.
             check = here is not None and here.is_whole_batch
             return checked(body, args, kwargs, name=self.options.name, check=check)
         return self._with_objects(self._inside_laid_out, args, kwargs)
 
     def _inside_laid_out(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        call, given = self._take_apart(args, kwargs), self._form.values(args, kwargs)
+        call = self._flatten_args(args, kwargs)
+        given = self._calls.values(args, kwargs)
         body = self._body_with_objects if call.has_objects else self.body
-        return inline(scope.as_called(body), call, self.options, given)
+        return inline(scope.resolve_callee(body), call, self.options, given)
 
     def _with_objects(
         self, run: _Run, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What ``run`` gives for arrays in the place of NNX objects, with objects."""
+        """The result of ``run`` on arrays in place of NNX objects, with its objects."""
         with objects_split(args, kwargs) as call:
             return call.finish(run(call.args, call.kwargs))
 
@@ -289,13 +294,13 @@ class Function:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> _Result:
-        """What a stage gives for a call, which is not made."""
+        """The result of a phase for a call that is not made."""
         with objects_split(args, kwargs) as call:
-            return stage(self._take_apart(call.args, call.kwargs))
+            return stage(self._flatten_args(call.args, call.kwargs))
 
     def _inline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of a program that JAX, not Tessera, is tracing."""
-        call = self._take_apart(args, kwargs)
+        call = self._flatten_args(args, kwargs)
         key = self._key(call)
         if key in self._inlined:
             traced, held = self._inlined[key]
@@ -303,7 +308,7 @@ class Function:
             traced = self._trace(call)
             held = jitted(traced.origin, traced.graph, traced.call)
             if not any(isinstance(a, _jax.Tracer) for a in traced.graph.captured):
-                self._inlined[key] = traced, held  # else good for this trace only
+                self._inlined[key] = traced, held  # else valid for this trace only
         parts = [argument.own_part() for argument in call.arguments]
         outputs = held(*parts, self._parameters(traced), traced.graph.captured)
         if returns_list(traced.origin, traced.graph):
@@ -311,7 +316,7 @@ class Function:
             outputs = [without_padding(traced.graph, *pair) for pair in values]
         if not traced.origin.writes:
             return traced.result(outputs)
-        return self._finished(traced, outputs, self._form.values(args, kwargs))
+        return self._finished(traced, outputs, self._calls.values(args, kwargs))
 
     def _trace(self, call: Call) -> Traced:
         call = call.abstract()
@@ -325,24 +330,24 @@ class Function:
             return self.body, self.options
         return self._body_with_objects, self.options.for_objects(call)
 
-    def _take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        return take_apart(self._positional, *self._form.of(args, kwargs))
+    def _flatten_args(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        return flatten_args(self._positional, *self._calls.normalize(args, kwargs))
 
     def _key(self, call: Call) -> Any:
-        return (_surroundings(), call.key())
+        return (_context_key(), call.key())
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """A function in a class is a method of its instances."""
         return self if instance is None else MethodType(self, instance)
 
     def _check_argument_names(self) -> None:
-        """Raise [T204] for options that name an argument that there is not."""
+        """Raise [T204] for options that name an argument that does not exist."""
         kinds = {n: p.kind for n, p in self._signature.parameters.items()}
         if inspect.Parameter.VAR_KEYWORD in kinds.values():
             return
         known = [n for n in kinds if kinds[n] is not inspect.Parameter.VAR_POSITIONAL]
         has_more = len(known) < len(kinds)
-        uses = dict.fromkeys(self.options.batch or (), "take for a batch")
+        uses = dict.fromkeys(self.options.batch or (), "treat as a batch")
         uses |= dict.fromkeys((*self.options.in_specs, *self.options.donate), _LAID_OUT)
         for name, use in uses.items():
             if has_more and name.startswith("args["):
@@ -370,7 +375,7 @@ class Function:
 
 
 def _num_frames_here() -> int:
-    """The ``stacklevel`` of who called this module, for a warning of the caller."""
+    """The ``stacklevel`` of the caller of this module, for warnings."""
     frame, count = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame, count = frame.f_back, count + 1

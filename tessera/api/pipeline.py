@@ -151,13 +151,13 @@ class PipelineOfArguments:
         wanted = _Pipeline(
             None, self._axis, "1f1b", None, self._batch, self._weights, say
         )
-        return wanted.call(scope.as_called(self._body), None, args, kwargs)
+        return wanted.call(scope.resolve_callee(self._body), None, args, kwargs)
 
 
 def _stages_called(function: "_OfArrays", here: scope.Scope) -> tuple[str, ...]:
     """The names of the stages that a function calls, in order; inner ones left out."""
     found: list[str] = []
-    before, depth, end = here.mark(), len(here.path), here.stage_end
+    before, depth, end = here.snapshot(), len(here.path), here.stage_end
 
     def note(name: str, results: Any) -> Any:
         if len(here.path) == depth + 1:
@@ -169,7 +169,7 @@ def _stages_called(function: "_OfArrays", here: scope.Scope) -> tuple[str, ...]:
         jax.eval_shape(function, *(struct_of(array, None) for array in function.arrays))
     finally:
         here.stage_end = end
-        here.go_back(before)
+        here.restore(before)
     return tuple(found)
 
 

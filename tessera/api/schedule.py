@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``from tessera import schedule``: how steps are to be scheduled, a line for each.
+"""``from tessera import schedule``: how steps are scheduled, one function per option.
 
-What is said outside a step holds for the steps that are traced after it; inside a step,
-for that step. It is part of what a program depends on: a step that was compiled
-otherwise is compiled anew. ``graph.trace`` shows it.
+Called outside a step, a function holds for the steps that are traced after it; inside a
+step, for that step. A program depends on its schedule: a step that was compiled with
+another one is compiled again. ``graph.trace`` shows the schedule.
 """
 
 from dataclasses import replace
@@ -41,12 +41,12 @@ def pipeline_microbatches(count: int | None) -> None:
 
 
 def all_reduce_overlap(enabled: bool | None) -> None:
-    """Let collectives run beside computation that does not need them.
+    """Overlap collectives with computation that does not need them.
 
     On GPUs this is XLA's latency-hiding scheduler, which starts a collective early and
-    waits for it late; gradients are then sent while others are still computed. The
-    numbers are the same. CPUs have no collectives that run beside anything: there it
-    changes nothing, and ``graph.trace`` says so.
+    waits for it late; gradients are then sent while others are still computed. Results
+    are the same. On CPUs collectives never overlap with computation: there it changes
+    nothing, and ``graph.trace`` says so.
 
     Args:
       enabled: Whether to; None leaves it to XLA.

@@ -2,7 +2,7 @@
 """``graph.stage`` and ``graph.training_step``: functions that own parameters.
 
 Operations such as ``op.transformer_block`` declare parameters while the function is
-traced; a step holds their arrays and hands them to the compiled program beside the
+traced; a step holds their arrays and passes them to the compiled program besides the
 arguments.
 """
 
@@ -134,7 +134,7 @@ class Step(Function):
 
     def _parameters(self, traced: Traced) -> tuple[Any, ...]:
         if traced is not self._placed_for:
-            # What is created or moved inside someone's trace is an array all the same.
+            # Even inside a trace, parameters are created and moved as concrete arrays.
             with jax.ensure_compile_time_eval():
                 self._place(traced)
             self._placed_for = traced
@@ -149,7 +149,7 @@ class Step(Function):
         return self._held[name]
 
     def _place(self, traced: Traced) -> None:
-        """Create the parameters that nobody did, and lay all out as a program does."""
+        """Create the missing parameters, and move all to the program's layouts."""
         graph, parameters = traced.origin.graph, traced.origin.parameters
         missing = [name for name in parameters if name not in self._held]
         if missing:
@@ -173,7 +173,7 @@ class Step(Function):
 
 
 def _padded_as(declared: DistTensor, held: Any) -> DistTensor:
-    """A parameter's numbers in its declared layout, which pads them."""
+    """A parameter in its declared layout, which pads it."""
     assert declared.mesh is not None, "a layout that pads is of a mesh"
     layout = (declared.spec, declared.mesh)
     if isinstance(held, DistTensor) and (held.spec, held.mesh) == layout:
@@ -218,7 +218,8 @@ def stage(name: str) -> Callable[[Callable[..., Any]], Stage]:
         @functools.wraps(body)
         def named(*args: Any, **kwargs: Any) -> Any:
             with scope.named(name):
-                return scope.ended_stage(name, scope.as_called(body)(*args, **kwargs))
+                results = scope.resolve_callee(body)(*args, **kwargs)
+                return scope.mark_stage_end(name, results)
 
         return Stage(named, Options(name=name))
 

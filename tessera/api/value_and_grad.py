@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ts.value_and_grad``: a function's value and its gradient by some arguments.
 
-In a step the call is traced by itself and differentiated at once, so that it may stand
-inside ``jax.vmap`` and ``jax.grad``; one with a pipeline in it is left to the passes of
-the step, as ``ts.grad`` is. Outside of any step it is a ``ts.function``.
+Inside a step the call is traced separately and differentiated at once, so that it works
+inside ``jax.vmap`` and ``jax.grad``; a call with a pipeline is differentiated by the
+step's passes instead, as ``ts.grad`` is. Outside of steps it is a ``ts.function``.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jax.extend.core.primitives import copy_p
 from tessera import _jax, scope
 from tessera.api.function import Function
 from tessera.compiler.differentiation import differentiated
-from tessera.compiler.gradient_primitive import grad, taken_p
+from tessera.compiler.gradient_primitive import grad, gradient_taken_p
 from tessera.compiler.pipelining.pipeline_primitive import pipeline_p
 from tessera.compiler.rewriting import contains
 from tessera.compiler.trace.declared_layouts import Options, is_number
@@ -28,6 +28,7 @@ from tessera.errors import ArgumentError, did_you_mean
 from tessera.objects import changes_in_place, is_object, parameters_of
 from tessera.ops.operand_layouts import layout_of
 from tessera.shard import DistTensor
+from tessera.tree import partition
 
 Which: TypeAlias = int | str
 
@@ -59,7 +60,7 @@ def value_and_grad(
     Returns:
       A function of the same arguments. It gives ``(loss, gradients)``, with ``has_aux``
       ``((loss, aux), gradients)``; the gradients are a tree like the argument, or a
-      tuple of them where several were asked for. Shapes, dtypes and layouts are those
+      tuple of them where several were request for. Shapes, dtypes and layouts are those
       of ``ts.grad``.
 
     Raises:
@@ -78,7 +79,7 @@ def value_and_grad(
       12.0 12.0
     """
     is_single = isinstance(argnums, (int, str))
-    asked = _Asked(
+    request = _GradientRequest(
         function,
         which=(argnums,) if isinstance(argnums, (int, str)) else tuple(argnums),
         is_single=is_single,
@@ -90,18 +91,18 @@ def value_and_grad(
     def with_gradient(*args: Any, **kwargs: Any) -> Any:
         here = scope.current()
         if here is None:
-            args, kwargs = asked.with_changed(jnp.asarray, args, kwargs)
+            args, kwargs = request.with_changed(jnp.asarray, args, kwargs)
             return compiled(*args, **kwargs)  # which comes back here, in a step
-        # A program of its own would have copies of objects.
+        # A separate program would have copies of objects.
         if here.is_eager or changes_in_place((args, kwargs)):
-            return asked.marked(*args, **kwargs)
-        before = here.mark()
-        own = _OwnProgram(asked.marked, args, kwargs)
+            return request.bind(*args, **kwargs)
+        before = here.snapshot()
+        own = _OwnProgram(request.bind, args, kwargs)
         if own.has_pipeline:
-            here.go_back(before)
-            return asked.marked(*args, **kwargs)
+            here.restore(before)
+            return request.bind(*args, **kwargs)
         result, gradients = own.run()
-        taken_p.bind(asked.loss(result), *asked.weights(args, kwargs))
+        gradient_taken_p.bind(request.loss(result), *request.weights(args, kwargs))
         return result, gradients
 
     name = getattr(function, "__name__", type(function).__name__)
@@ -110,8 +111,8 @@ def value_and_grad(
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What is to be differentiated, and by what."""
+class _GradientRequest:
+    """A function to differentiate, and by which arguments."""
 
     function: Callable[..., Any]
     which: tuple[Which, ...]
@@ -119,18 +120,18 @@ class _Asked:
     has_aux: bool
     allow_unused: bool
 
-    def marked(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result, and marks for the gradients of its loss."""
-        args, kwargs = self.with_changed(_apart, args, kwargs)
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result, and the gradients of its loss as one primitive."""
+        args, kwargs = self.with_changed(_copied, args, kwargs)
         weights = tuple(
             parameters_of(args[place] if isinstance(place, int) else kwargs[place])
             for place in self._places(args, kwargs)
         )
-        # As they are now: a transformation of Flax's gives objects other arrays.
+        # Their present arrays: Flax's transformations give objects other ones.
         weights = jax.tree.unflatten(
             jax.tree.structure(weights), jax.tree.leaves(weights)
         )
-        result = scope.as_called(self.function)(*args, **kwargs)
+        result = scope.resolve_callee(self.function)(*args, **kwargs)
         found = grad(
             self.loss(result),
             weights[0] if self.is_single else weights,
@@ -194,13 +195,13 @@ class _Asked:
         )
 
 
-def _apart(leaf: Any) -> Any:
-    """The same value under a name of its own, so that nothing else is made from it."""
+def _copied(leaf: Any) -> Any:
+    """A copy of the value, from which nothing else is computed."""
     return _laid_out_like(copy_p.bind(jnp.asarray(leaf)), leaf)
 
 
 def _laid_out_like(value: Any, like: Any) -> Any:
-    """A value that is known to lie where another does, and its gradient, too."""
+    """A value recorded to have the layouts of another one and of its gradient."""
     if (layout := layout_of(like)) is not None:
         scope.record_layout(value, *layout)
     if (layout := scope.gradient_layout_of(like)) is not None:
@@ -209,40 +210,41 @@ def _laid_out_like(value: Any, like: Any) -> Any:
 
 
 class _OwnProgram:
-    """A call as a program by itself, which is differentiated at once.
+    """A call traced as a separate program and differentiated at once.
 
-    A mark in the step would do for the step, and for no transformation of JAX.
+    JAX's transformations cannot look inside a ``gradient`` primitive in the step.
     """
 
     def __init__(
-        self, marked: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        body: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> None:
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_tensor)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
-        self._arrays = [jnp.asarray(leaves[place]) for place in places]
-        self._results: list[Any] = []
+        own, arguments = partition((args, kwargs), _is_any_array, is_leaf=_is_tensor)
+        self._arrays = list(map(jnp.asarray, own))
 
-        def of_arrays(*given: Any) -> list[Any]:
-            filled = list(leaves)
-            for place, array in zip(places, given, strict=True):
-                filled[place] = _laid_out_like(array, leaves[place])
-            args, kwargs = jax.tree.unflatten(tree, filled)
-            self._results, self._tree = jax.tree.flatten(marked(*args, **kwargs))
-            return [jnp.asarray(leaf) for leaf in self._results if is_number(leaf)]
+        def of_arrays(*arrays: Any) -> list[Any]:
+            args, kwargs = arguments.combine(map(_laid_out_like, arrays, own))
+            results, self._result = partition(body(*args, **kwargs), is_number)
+            return list(map(jnp.asarray, results))
 
         forms = [_jax.struct(jax.typeof(array)) for array in self._arrays]
         self._program = jax.make_jaxpr(of_arrays)(*forms)
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether it has a pipelined call, whose loop the step's passes put there."""
+        """Whether it has a pipelined call, which only the step's passes can expand."""
         return contains(self._program, lambda e, _: e.primitive is pipeline_p)
 
     def run(self) -> Any:
-        """The call's result, with the gradients computed where they were marked."""
-        found = iter(_jax.evaluate(differentiated(self._program), *self._arrays))
-        leaves = [next(found) if is_number(leaf) else leaf for leaf in self._results]
-        return jax.tree.unflatten(self._tree, leaves)
+        """The call's result and its gradients."""
+        results = _jax.evaluate(differentiated(self._program), *self._arrays)
+        return self._result.combine(results)
+
+
+def _is_any_array(value: object) -> bool:
+    return isinstance(value, _ARRAYS)
 
 
 def _is_tensor(value: object) -> bool:

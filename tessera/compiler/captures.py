@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that a program holds on to become its inputs; nothing is baked in.
+"""Lifts the arrays that a program closes over to inputs: it holds no constants.
 
 JAX hoists what the body of a loop closes over and leaves what a nested ``jax.jit``
 closes over inside it, where it would be a constant of the compiled module.
@@ -13,42 +13,35 @@ from tessera.compiler import rewriting
 
 
 def lift_captures(program: _jax.Program) -> tuple[_jax.Program, list[Any]]:
-    """A program whose captured arrays are inputs after the others, and those arrays.
+    """A program whose captured arrays are its last inputs, and those arrays.
 
-    An array is one input however often it is used. What a ``jit`` inside a loop holds
-    stays there, as it does in JAX.
+    An array is one input however often it is used. What a ``jit`` inside a loop closes
+    over stays there, as it does in JAX.
     """
     return _jax.lift_constants(_hoisted(program))
 
 
 def _hoisted(program: _jax.Program) -> _jax.Program:
-    """The same program, holding itself what its nested ``jit`` s held."""
+    """The program with the constants of nested ``jit`` s as its own."""
     if not any(map(_holds_arrays, _jax.equations(program))):
         return program
 
-    def interpret(inner: _jax.Program, values: Sequence[Any]) -> list[Any]:
-        return _jax.evaluate(_hoisted(inner), *values)
+    def hoist(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+        if not _holds_arrays(equation):
+            return _jax.bind(equation, operands)
+        if _jax.is_shard_map(equation):
+            return rewriting.bind_with_nested(
+                equation, operands, lambda p, v: _jax.evaluate(_hoisted(p), *v)
+            )
+        inner, arrays = lift_captures(equation.params["jaxpr"])
+        params = _jax.jit_params(equation, inner)
+        return _jax.bind(equation, [*operands, *arrays], params)
 
-    def run(*values: Any) -> list[Any]:
-        env = rewriting.Environment(program, values)
-        for equation in _jax.equations(program):
-            operands = [env.read(atom) for atom in equation.invars]
-            if not _holds_arrays(equation):
-                results = _jax.bind(equation, operands)
-            elif _jax.is_manual_region(equation):
-                results = rewriting.bind_with_nested(equation, operands, interpret)
-            else:
-                inner, arrays = lift_captures(equation.params["jaxpr"])
-                params = _jax.jit_params(equation, inner)
-                results = _jax.bind(equation, [*operands, *arrays], params)
-            env.write(equation.outvars, results)
-        return [env.read(atom) for atom in _jax.outputs(program)]
-
-    return _jax.retrace(run, program)
+    return rewriting.retrace(program, hoist)
 
 
 def _holds_arrays(equation: _jax.Equation) -> bool:
-    if not (_jax.is_jit(equation) or _jax.is_manual_region(equation)):
+    if not (_jax.is_jit(equation) or _jax.is_shard_map(equation)):
         return False
     inner = equation.params["jaxpr"]
     return bool(_jax.constants(inner)) or any(map(_holds_arrays, _jax.equations(inner)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward computation of a program, in the place of its ``gradient`` marks.
+"""Replaces ``gradient`` equations by the backward computation that they stand for.
 
 The equations between the weights and the loss become one function, run once under
 ``jax.vjp``; its intermediate values serve the rest of the program too. The work of the
@@ -18,16 +18,16 @@ from tessera.compiler import rewriting
 from tessera.compiler.gradient_primitive import (
     differentiating,
     gradient_p,
-    unconnected,
+    unconnected_error,
 )
 from tessera.errors import UndifferentiableError
 
-# How JAX begins what it says of a while loop.
+# How JAX's error about while loops begins.
 _NO_BACKWARD = "Reverse-mode differentiation does not work"
 
 
 def differentiated(program: _jax.Program, *, is_inner: bool = False) -> _jax.Program:
-    """A program whose ``gradient`` marks are backward passes; without any, the same.
+    """A program with backward passes in place of its ``gradient`` equations.
 
     Args:
       program: The program, left as it is.
@@ -39,76 +39,72 @@ def differentiated(program: _jax.Program, *, is_inner: bool = False) -> _jax.Pro
     """
     # One at a time, for a later loss may use a gradient.
     with differentiating():
-        while rewriting.contains(program, _is_mark):
-            program = _jax.retrace(_without_next_mark(program, is_inner), program)
+        while rewriting.contains(program, _is_gradient):
+            program = _without_next_gradient(program, is_inner)
     return program
 
 
-def _is_mark(equation: _jax.Equation, _: str = "") -> bool:
+def _is_gradient(equation: _jax.Equation, _: str = "") -> bool:
     return equation.primitive is gradient_p
 
 
-def _without_next_mark(program: _jax.Program, is_inner: bool) -> Any:
+def _has_gradient_inside(equation: _jax.Equation) -> bool:
+    inner = _jax.inner_programs(equation)
+    return any(rewriting.contains(program, _is_gradient) for program in inner)
+
+
+def _without_next_gradient(program: _jax.Program, is_inner: bool) -> _jax.Program:
     equations = _jax.equations(program)
-    place = next((i for i, e in enumerate(equations) if _is_mark(e)), len(equations))
-    holders = [
-        i
-        for i, equation in enumerate(equations)
-        if any(rewriting.contains(p, _is_mark) for p in _jax.inner_programs(equation))
-    ]
-    if holders:
-        return _with_nested_done(program, set(holders))
-    mark = equations[place]
-    ancestors = _jax.sources(program, mark.invars[0], before=place)
-    if not mark.params["allow_unused"]:
-        _require_connected(mark, ancestors, is_inner)
-    plan = _plan(program, place, ancestors)
+    if any(map(_has_gradient_inside, equations)):
+        return rewriting.retrace(program, _differentiate_inside)
+    index = next(i for i, equation in enumerate(equations) if _is_gradient(equation))
+    gradient = equations[index]
+    ancestors = _jax.sources(program, gradient.invars[0], before=index)
+    if not gradient.params["allow_unused"]:
+        _require_connected(gradient, ancestors, is_inner)
+    plan = _plan(program, index, ancestors)
 
     def run(*values: Any) -> list[Any]:
         env = rewriting.Environment(program, values)
         env.run(plan.before)
         _differentiate(env, plan)
         env.run(plan.after)
-        return [env.read(atom) for atom in _jax.outputs(program)]
+        return env.outputs(program)
 
-    return run
+    return _jax.retrace(run, program)
 
 
-def _with_nested_done(program: _jax.Program, holders: set[int]) -> Any:
-    def interpret(inner: _jax.Program, values: Sequence[Any]) -> list[Any]:
-        return _jax.evaluate(differentiated(inner, is_inner=True), *values)
-
-    def run(*values: Any) -> list[Any]:
-        env = rewriting.Environment(program, values)
-        for i, equation in enumerate(_jax.equations(program)):
-            if i not in holders:
-                env.run([equation])
-                continue
-            operands = [env.read(atom) for atom in equation.invars]
-            results = rewriting.bind_with_nested(equation, operands, interpret)
-            env.write(equation.outvars, results)
-        return [env.read(atom) for atom in _jax.outputs(program)]
-
-    return run
+def _differentiate_inside(
+    equation: _jax.Equation, operands: Sequence[Any]
+) -> Sequence[Any]:
+    """The results of an equation, with its nested programs differentiated."""
+    if not _has_gradient_inside(equation):
+        return _jax.bind(equation, operands)
+    return rewriting.bind_with_nested(
+        equation,
+        operands,
+        lambda p, v: _jax.evaluate(differentiated(p, is_inner=True), *v),
+    )
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The equations of a program sorted around one mark.
+    """The equations of a program sorted around one ``gradient`` equation.
 
     Attributes:
-      mark: The gradient mark.
-      given: Weights that the loss depends on and the region is given.
-      inner: Weights that the region itself computes from other weights.
+      gradient: The equation.
+      outer_weights: Weights that the loss depends on and that are computed before the
+        region.
+      inner_weights: Weights that the region itself computes from other weights.
       before: Equations that do not depend on the weights.
       region: Equations that lead from the weights to the loss.
       shared: Results of the region that other equations, or the outputs, use.
       after: All the others.
     """
 
-    mark: _jax.Equation
-    given: list[_jax.Atom]
-    inner: list[_jax.Atom]
+    gradient: _jax.Equation
+    outer_weights: list[_jax.Atom]
+    inner_weights: list[_jax.Atom]
     before: list[_jax.Equation]
     region: list[_jax.Equation]
     shared: list[_jax.Atom]
@@ -117,23 +113,23 @@ class _Plan:
 
 def _plan(program: _jax.Program, place: int, ancestors: set[_jax.Atom]) -> _Plan:
     equations = _jax.equations(program)
-    mark = equations[place]
-    weights = [v for v in _variables(mark.invars[1:]) if v in ancestors]
+    gradient = equations[place]
+    weights = [v for v in _variables(gradient.invars[1:]) if v in ancestors]
     moved: set[_jax.Atom] = set()
     while True:
         before, region, after = _sorted(equations[:place], weights, ancestors, moved)
         references = {v for equation in region for v in _jax.references(equation)}
         if references <= moved:
             break
-        moved |= references  # what the region changes, it has to create as well
+        moved |= references  # what the region mutates, it has to create as well
     after += equations[place + 1 :]
     made = dict.fromkeys(v for equation in region for v in equation.outvars)
     used = {v for equation in after for v in _variables(equation.invars)}
     used.update(_variables(_jax.outputs(program)))
     return _Plan(
-        mark=mark,
-        given=[weight for weight in weights if weight not in made],
-        inner=[weight for weight in weights if weight in made],
+        gradient=gradient,
+        outer_weights=[weight for weight in weights if weight not in made],
+        inner_weights=[weight for weight in weights if weight in made],
         before=before,
         region=region,
         shared=[v for v in made if v in used],
@@ -147,7 +143,7 @@ def _sorted(
     ancestors: set[_jax.Atom],
     moved: set[_jax.Atom],
 ) -> tuple[list[_jax.Equation], ...]:
-    """Equations before, in and after the region, which has all that touch ``moved``."""
+    """Equations before, in and after the region, with all that read ``moved`` in it."""
     before, region, after = list[Any](), list[Any](), list[Any]()
     dependent = {*weights, *moved}
     for equation in equations:
@@ -168,13 +164,13 @@ def _variables(atoms: Sequence[_jax.Atom]) -> list[_jax.Atom]:
 
 
 def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
-    """Run the region once, forward and backward, and write what it gives."""
-    loss_atom, *weight_atoms = plan.mark.invars
+    """Run the region once, forward and backward, and write its results."""
+    loss_atom, *weight_atoms = plan.gradient.invars
 
     def forward(values: list[Any], offsets: list[Any]) -> tuple[Any, list[Any]]:
         local = env.copy()
-        local.write(plan.given, values)
-        taps = dict(zip(plan.inner, offsets, strict=True))
+        local.write(plan.outer_weights, values)
+        taps = dict(zip(plan.inner_weights, offsets, strict=True))
         for equation in plan.region:
             local.run([equation])
             for weight in taps.keys() & set(equation.outvars):
@@ -182,24 +178,23 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
         return local.read(loss_atom), [local.read(v) for v in plan.shared]
 
     try:
-        loss, pull_back, kept = jax.vjp(
+        loss, pull_back, shared = jax.vjp(
             forward,
-            [env.read(weight) for weight in plan.given],
-            [_jax.zeros(weight.aval) for weight in plan.inner],
+            [env.read(weight) for weight in plan.outer_weights],
+            [_jax.zeros(weight.aval) for weight in plan.inner_weights],
             has_aux=True,
         )
-        with _jax.line_context(plan.mark):
-            by_given, by_inner = pull_back(jnp.ones_like(loss))
+        with _jax.line_context(plan.gradient):
+            by_outer, by_inner = pull_back(jnp.ones_like(loss))
     except ValueError as error:
         if _NO_BACKWARD not in str(error):
             raise
         raise _undifferentiable(plan) from error
-    gradients = dict(
-        zip((*plan.given, *plan.inner), (*by_given, *by_inner), strict=True)
-    )
-    env.write(plan.shared, kept)
+    gradients = dict(zip(plan.outer_weights, by_outer, strict=True))
+    gradients |= zip(plan.inner_weights, by_inner, strict=True)
+    env.write(plan.shared, shared)
     env.write(
-        plan.mark.outvars,
+        plan.gradient.outvars,
         [
             _strong(gradients[atom])
             if not isinstance(atom, _jax.Literal) and atom in gradients
@@ -210,11 +205,11 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
 
 
 def _undifferentiable(plan: _Plan) -> UndifferentiableError:
-    line = _jax.source_line(plan.mark)
+    line = _jax.source_line(plan.gradient)
     loops = [f"the loop at {place}" for place in dict.fromkeys(_loops(plan.region))]
     return UndifferentiableError(
-        "a gradient cannot go through a loop whose number of turns is not known before "
-        "it runs",
+        "a gradient cannot go through a loop whose number of iterations is not known "
+        "before it runs",
         got="\n".join([*loops, f"ts.grad was called at {line}"]),
         fix="loop over a Python number, such as an upper bound, with `if` and `break`, "
         "or use jax.lax.scan\n"
@@ -232,13 +227,13 @@ def _loops(equations: Sequence[_jax.Equation]) -> Iterator[str]:
 
 
 def _strong(gradient: jax.Array) -> jax.Array:
-    """A gradient whose dtype does not give way, as the mark promised."""
+    """A gradient of strong dtype, as the type of the ``gradient`` equation says."""
     return jax.lax.convert_element_type(gradient, gradient.dtype)
 
 
 @jax.custom_jvp
 def _tap(value: Any, offset: Any) -> Any:
-    """``value + offset`` for an offset of zero: a place to differentiate by.
+    """``value + offset`` for an offset of zero, to differentiate by inner values.
 
     The forward program has no trace of it.
     """
@@ -252,14 +247,14 @@ def _tap_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, 
 
 
 def _require_connected(
-    mark: _jax.Equation, ancestors: set[_jax.Atom], is_inner: bool
+    gradient: _jax.Equation, ancestors: set[_jax.Atom], is_inner: bool
 ) -> None:
-    names = mark.params["names"]
+    names = gradient.params["names"]
     loose = [
         name
-        for name, weight in zip(names, mark.invars[1:], strict=True)
+        for name, weight in zip(names, gradient.invars[1:], strict=True)
         if isinstance(weight, _jax.Literal) or weight not in ancestors
     ]
     if loose:
-        line, hint = _jax.source_line(mark), mark.params.get("hint", "")
-        raise unconnected(loose, len(names), line, is_inner=is_inner, hint=hint)
+        line, hint = _jax.source_line(gradient), gradient.params.get("hint", "")
+        raise unconnected_error(loose, len(names), line, is_inner=is_inner, hint=hint)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``jax.disable_jit()``: a function that runs operation by operation, and no program.
+"""Eager execution under ``jax.disable_jit()``: runs a function operation by operation.
 
-The body runs once, with arrays that know their numbers, so ``print``, a debugger and
-Python's ``if`` work in it. Arguments and results are laid out as declared, what it
-assigns into dicts is given back, and ``ts.grad`` differentiates what ran so far. What
-passes over a whole program do cannot be had: pipelines and autocast are refused.
+The body runs once, on concrete arrays, so ``print``, a debugger and Python's ``if``
+work in it. Arguments and results get their declared layouts, mutations are written
+back, and ``ts.grad`` differentiates the operations recorded so far. Features that need
+a pass over the whole program, pipelines and autocast, are refused.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import scope
-from tessera._jax_recording import Recording, let_run
+from tessera._jax_recording import Recording, register_eager_rule
 from tessera.annotations import bind
-from tessera.compiler.gradient_primitive import gradient_p, unconnected
+from tessera.compiler.gradient_primitive import gradient_p, unconnected_error
 from tessera.compiler.ir import Graph, Value
 from tessera.compiler.pipelining.pipeline_primitive import pipeline_p
 from tessera.compiler.trace.arguments import Call
@@ -29,21 +29,22 @@ from tessera.compiler.trace.declared_layouts import (
     output_values,
 )
 from tessera.compiler.trace.mesh_inference import common_mesh
-from tessera.compiler.trace.torch_transpose import let_transpose_swap
+from tessera.compiler.trace.torch_transpose import enable_torch_transpose
 from tessera.compiler.trace.tracer import trace
-from tessera.compiler.trace.write_back import Watch, Write, write_values
+from tessera.compiler.trace.write_back import MutationTracker, Write, write_values
 from tessera.errors import OutsideTraceError, UnconnectedGradientError
 from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.objects import check_references
 from tessera.shard import DistTensor
+from tessera.tree import partition
 
-# The array of a parameter, from its name and declaration.
+# Returns the array of a parameter, from its name and declaration.
 Provide: TypeAlias = Callable[[str, DistTensor], Any]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a function gave that ran operation by operation.
+class EagerResult:
+    """The result of a function that ran operation by operation.
 
     Attributes:
       result: Its result.
@@ -58,7 +59,7 @@ class Outcome:
 
 @dataclass
 class _EagerScope(scope.Scope):
-    """The scope of a function whose operations run at once."""
+    """The scope of a function that runs eagerly."""
 
     recording: Recording = field(default_factory=Recording)
     provide: Provide = lambda name, declared: declared.materialize()
@@ -71,7 +72,7 @@ class _EagerScope(scope.Scope):
             self.values[name] = self.recording.array(made)
         return self.values[name]
 
-    def not_reached(
+    def unreached_parameters(
         self, call: int, loss: Any, weights: Mapping[str, Any]
     ) -> Collection[str]:
         """The parameters that a loss does not depend on."""
@@ -91,12 +92,12 @@ class _EagerScope(scope.Scope):
 
 def run_eagerly(
     function: Callable[..., Any], call: Call, options: Options, provide: Provide
-) -> Outcome:
+) -> EagerResult:
     """Run a function on the arrays of a call, one operation after the other.
 
     Args:
       function: The user's function.
-      call: Its arguments, taken apart.
+      call: Its flattened arguments.
       options: What is declared beside the code.
       provide: Gives the arrays of parameters.
 
@@ -105,7 +106,7 @@ def run_eagerly(
       UnconnectedGradientError: [T303] a loss does not depend on a weight.
       WriteBackError: [T320] an argument was changed that cannot be given back.
     """
-    let_transpose_swap()
+    enable_torch_transpose()
     scope.check_autocast_of_programs(scope.current_autocast())
     binding = bind(function, call.args, call.kwargs, name=options.name)
     graph = None if options.strategy is None else _traced(function, call, options)
@@ -128,7 +129,7 @@ def run_eagerly(
     ]
     args, kwargs = call.rebuilt(arrays)
     names = [argument.name for argument in call.arguments]
-    watch = Watch([*args, *kwargs.values()], names, options.donate)
+    watch = MutationTracker([*args, *kwargs.values()], names, options.donate)
     with scope.opened(here), recording.entered():
         for array, value in zip(arrays, values, strict=True):
             if value.spec is not None and mesh is not None:
@@ -146,7 +147,7 @@ def run_eagerly(
     names = binding.result_dim_names(result)
     specs = _result_specs(result, options, mesh, names, outputs)
     given = write_values(writes, list(map(jax.typeof, written)), values)
-    return Outcome(
+    return EagerResult(
         jax.tree.unflatten(
             tree,
             [
@@ -163,7 +164,7 @@ def run_eagerly(
 
 
 def _traced(function: Callable[..., Any], call: Call, options: Options) -> Graph:
-    """The function as a program, which a strategy finds the roles of arguments by."""
+    """The function as a program, from which a strategy infers roles."""
     with jax.disable_jit(False), jax.debug_nans(False):
         return trace(function, call, options).graph
 
@@ -181,19 +182,19 @@ def _result_specs(
     outputs: Sequence[Value] | None,
 ) -> list[PartitionSpec | None]:
     """The layout of each leaf of a result: declared, or as a strategy's outputs."""
-    leaves, tree = jax.tree.flatten(result)
+    arrays, skeleton = partition(result, is_number)
+    count = skeleton.structure.num_leaves
     if mesh is None:
-        return [None] * len(leaves)
-    statics = {i: leaf for i, leaf in enumerate(leaves) if not is_number(leaf)}
-    avals = [jax.typeof(leaf) for leaf in leaves if is_number(leaf)]
+        return [None] * count
     if outputs is None:
-        outputs = output_values(options, tree, statics, avals, mesh, dim_names)
+        avals = list(map(jax.typeof, arrays))
+        outputs = output_values(options, skeleton, avals, mesh, dim_names)
     specs = iter(value.spec for value in outputs)
-    return [None if i in statics else next(specs) for i in range(len(leaves))]
+    return [None if i in skeleton.statics else next(specs) for i in range(count)]
 
 
 def _placed(value: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> Any:
-    """An array where it is declared to lie; what is no array is itself."""
+    """An array in its declared layout; other values as they are."""
     if isinstance(value, DistTensor):
         value = value.materialize()
     if not is_number(value):
@@ -207,7 +208,7 @@ def _placed(value: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> Any:
 def _gradients(
     recording: Recording, operands: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
-    """What ``ts.grad`` gives where the loss was computed at once."""
+    """``ts.grad`` of a loss that was computed eagerly."""
     loss, *weights = operands
     if recording.reads_references(loss):
         raise OutsideTraceError(
@@ -220,7 +221,7 @@ def _gradients(
         names = zip(params["names"], reached, strict=True)
         missing = [name for name, is_reached in names if not is_reached]
         hint = params.get("hint", "")
-        raise unconnected(missing, len(weights), hint=hint)
+        raise unconnected_error(missing, len(weights), hint=hint)
     return recording.gradients(loss, weights)
 
 
@@ -232,5 +233,5 @@ def _refuse_pipeline(*_: Any) -> NoReturn:
     )
 
 
-let_run(gradient_p, _gradients)
-let_run(pipeline_p, _refuse_pipeline)
+register_eager_rule(gradient_p, _gradients)
+register_eager_rule(pipeline_p, _refuse_pipeline)

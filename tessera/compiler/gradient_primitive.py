@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.grad`` and ``graph.backward``: a mark in the traced program.
+"""``ts.grad`` and ``graph.backward``: the ``gradient`` primitive and its functions.
 
 While a function is traced, the gradient of a value that was already computed is one
 equation, ``gradient loss weight…``, with one result for each weight. The pass
@@ -29,14 +29,14 @@ from tessera.tree import nest, path_name
 gradient_p = _jax.Primitive("gradient")
 gradient_p.multiple_results = True
 
-# The rules of a user's own derivatives are traced where a program is differentiated.
+# True while a pass has JAX trace users' derivative rules, which may take gradients.
 _differentiating: ContextVar[bool] = ContextVar("tessera_gradient", default=False)
 
 
-# Says what a gradient was by, and of what, where it was computed at once.
-taken_p = _jax.Primitive("gradient_taken")
-taken_p.multiple_results = True
-_jax_traces.let_pass(taken_p)
+# Records the loss and the weights of a gradient that was computed at once.
+gradient_taken_p = _jax.Primitive("gradient_taken")
+gradient_taken_p.multiple_results = True
+_jax_traces.register_no_op(gradient_taken_p)
 
 
 def _refuse(transform: str) -> NoReturn:
@@ -54,7 +54,7 @@ _jax.refuse_transforms(gradient_p, _refuse)
 def _batched(
     values: Sequence[Any], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], Sequence[int | None]]:
-    """The gradients of a loss for each example, by weights that each has of its own."""
+    """``jax.vmap`` of a gradient: of one loss per example, by per-example weights."""
     pairs = zip(params["names"], dims[1:], strict=True)
     shared = [name for name, dim in pairs if dim is None]
     if dims[0] is not None and shared:
@@ -68,12 +68,12 @@ def _batched(
     return gradient_p.bind(*values, **params), dims[1:]
 
 
-_jax_traces.let_batch(gradient_p, _batched)
+_jax_traces.register_batching(gradient_p, _batched)
 
 
 @contextmanager
 def differentiating() -> Iterator[None]:
-    """Let derivative rules that a pass has JAX trace take gradients, too."""
+    """Let derivative rules that JAX traces in a pass take gradients too."""
     token = _differentiating.set(True)
     try:
         yield
@@ -121,7 +121,7 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
     if not traced or not (scope.current() or _differentiating.get()):
         kind = "a loss that JAX traces by itself" if traced else _untraced(loss)
         raise OutsideTraceError(
-            "ts.grad needs the computation of the loss, which nobody recorded",
+            "ts.grad needs the computation of the loss, which was not recorded",
             got=kind,
             fix="call it in a function decorated with @ts.function, where the loss is "
             "computed",
@@ -132,24 +132,22 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
     names, leaves, tree = _weights(weights, hint)
     known = [_jax_traces.is_known_where(leaf, loss) for leaf in leaves]
     if not (all(known) or allow_unused):
-        loose = [
-            name for name, is_known in zip(names, known, strict=True) if not is_known
-        ]
-        raise unconnected(loose, len(names), hint=hint)
-    with _jax_traces.where_traced(loss):
-        # A loss does not depend on what is traced further in; zeros stand for that.
-        given = [
+        missing = [name for name, ok in zip(names, known, strict=True) if not ok]
+        raise unconnected_error(missing, len(names), hint=hint)
+    with _jax_traces.in_trace_of(loss):
+        # The loss does not depend on values of inner traces; zeros stand for those.
+        operands = [
             leaf if is_known else jnp.zeros(leaf.shape, leaf.dtype)
             for leaf, is_known in zip(leaves, known, strict=True)
         ]
         gradients = gradient_p.bind(
-            loss, *given, names=names, allow_unused=allow_unused, hint=hint
+            loss, *operands, names=names, allow_unused=allow_unused, hint=hint
         )
     return jax.tree.unflatten(tree, _in_layout_of(leaves, gradients))
 
 
 def _weights(weights: Any, hint: str) -> tuple[tuple[str, ...], list[Any], Any]:
-    """Paths, arrays and the tree of weights; raises [T304] for other than floats."""
+    """Names, arrays and the tree of weights; raises [T304] unless all are floats."""
     paths, tree = jax.tree_util.tree_flatten_with_path(weights)
     leaves = [x if isinstance(x, _jax.Tracer) else jnp.asarray(x) for _, x in paths]
     names = tuple(path_name(path) for path, _ in paths)
@@ -164,7 +162,7 @@ def _weights(weights: Any, hint: str) -> tuple[tuple[str, ...], list[Any], Any]:
     return names, leaves, tree
 
 
-def unconnected(
+def unconnected_error(
     names: Sequence[str],
     count: int,
     line: str = "",
@@ -239,7 +237,7 @@ def backward(loss: Any) -> dict[str, Any]:
         for name, declared in open_scope.declared.items()
         if declared.trainable
     }
-    skipped = open_scope.not_reached(call, loss, known)
+    skipped = open_scope.unreached_parameters(call, loss, known)
     weights = {name: value for name, value in known.items() if name not in skipped}
     if not weights:
         raise UnconnectedGradientError(

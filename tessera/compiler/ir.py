@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one type that the stages of a step hand on: ``Graph``.
+"""``Graph``, the intermediate representation that every phase takes and returns.
 
-A graph is a jaxpr, the mesh it runs on, and what is known of each input and output:
-its name in the user's tree, what it is, and how it is laid out. Every pass takes one
-and returns another; nothing is changed in place.
+A graph is a jaxpr, the mesh it runs on, and a description of each input and output: its
+name in the user's tree, its role, and its layout. It is immutable: every pass returns
+another graph.
 """
 
 from collections.abc import Sequence
@@ -75,8 +75,8 @@ class Graph:
       inputs: One entry for each input of the program, in order.
       outputs: One entry for each output of the program, in order.
       captured: The closed-over arrays, one for each captured input; these come last.
-      plan: What ``tessera.schedule`` was told.
-      microbatch: The program of one microbatch, where the step has a pipeline that was
+      plan: The schedule that ``tessera.schedule`` declared.
+      microbatch: The program of one microbatch, where the step has a pipeline that is
         not scheduled yet.
     """
 
@@ -106,9 +106,9 @@ class Graph:
         return self.mesh.compile_mesh.devices.flat[0]
 
     def with_program(self, program: _jax.Program) -> "Graph":
-        """The same graph with other equations; arrays that they hold become inputs.
+        """The same graph with another program, whose constants become inputs.
 
-        A pass meets such arrays where a user's derivative rule closes over them.
+        A pass finds such constants where a user's derivative rule closes over arrays.
         """
         program, found = lift_captures(program)
         more = [
@@ -123,11 +123,11 @@ class Graph:
         )
 
     def scheduled(self) -> "Graph":
-        """The same graph without the program of one microbatch, once that was used."""
+        """The same graph without the program of one microbatch, which is used up."""
         return replace(self, microbatch=None)
 
     def with_outputs(self, outputs: Sequence[Value]) -> "Graph":
-        """The same graph with more known of its outputs."""
+        """The same graph with other descriptions of its outputs."""
         return replace(self, outputs=tuple(outputs))
 
     def sharding(self, value: Value) -> NamedSharding | None:
@@ -167,15 +167,15 @@ class Graph:
         return value.describe() + more
 
     def _plan_as_text(self) -> list[str]:
-        """What was said of the schedule; nothing where nothing was."""
-        said = [
+        """The declared schedule; no line where none is declared."""
+        options = [
             f"{field.name}={value}"
             for field in fields(self.plan)
             if (value := getattr(self.plan, field.name)) is not None
         ]
         if self.plan.all_reduce_overlap and self.platform == "cpu":
-            said.append("(no collective of a CPU runs beside computation)")
-        return [f"schedule: {' '.join(said)}"] if said else []
+            options.append("(no collective of a CPU runs beside computation)")
+        return [f"schedule: {' '.join(options)}"] if options else []
 
 
 def captured_input(index: int, array: Any, mesh: Mesh | None) -> Value:
@@ -186,7 +186,7 @@ def captured_input(index: int, array: Any, mesh: Mesh | None) -> Value:
 
 
 def verify(graph: Graph) -> None:
-    """Check what every stage may rely on; a failure is a bug of the stage before.
+    """Check the invariants of a graph; a failure is a bug of the phase before.
 
     The jaxpr is well formed, holds no constants, and has exactly the inputs and
     outputs that the graph describes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 2: the passes, in order, and the one loop that runs them."""
+"""Runs the passes over a graph, in the order of one tuple, and verifies each."""
 
 import logging
 import time
@@ -21,8 +21,8 @@ _logger = logging.getLogger("tessera.passes")
 
 Pass: TypeAlias = Callable[[Graph], Graph]
 
-# Pipelines come first: differentiation meets the loop's loss, not what is inside.
-# Those that deal with matmuls come after differentiation, to see the backward's too.
+# Pipelines come first: differentiation then sees the loop's loss and not its inside.
+# Passes over matmuls come after differentiation, to see those of the backward pass.
 PASSES: Final[tuple[Pass, ...]] = (
     schedule_pipelines,
     differentiate_losses,
@@ -32,7 +32,7 @@ PASSES: Final[tuple[Pass, ...]] = (
 )
 
 
-# Those that change what everyone would have written for the sake of a backend.
+# Passes that rewrite ordinary code for the sake of one backend.
 BACKEND_PASSES: Final = ("orient_matmuls",)
 
 
@@ -58,14 +58,14 @@ class PassRecord:
 
 
 def run_passes(graph: Graph, *, skip: Collection[str] = ()) -> tuple[PassRecord, ...]:
-    """Run every pass in order, verifying the graph at each seam.
+    """Run every pass in order, verifying the graph before and after each.
 
     Args:
       graph: The traced graph.
       skip: Names of passes to leave out.
 
     Returns:
-      The given graph as ``trace``, then one record for each pass.
+      The input graph as ``trace``, then one record for each pass.
 
     Raises:
       UnknownPassError: [T307] ``skip`` names a pass that does not exist.
@@ -93,7 +93,7 @@ def run_passes(graph: Graph, *, skip: Collection[str] = ()) -> tuple[PassRecord,
 
 
 def check_names(skip: Collection[str]) -> None:
-    """Raise [T307] for a name that is no pass's."""
+    """Raise [T307] for a name that no pass has."""
     names = [apply.__name__ for apply in PASSES]
     for name in skip:
         if name not in names:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The difference of two programs as text, whatever their variables are called.
+"""Diffs two programs as text, up to the names of their variables.
 
-JAX names variables in the order in which they come, so one new equation renames all
-that follow. Here lines are paired by what they do, the variables of the later program
-take the names of the earlier one, and only then are the texts compared.
+JAX names variables in order, so one new equation renames all that follow. This module
+pairs lines up to names, gives the variables of the later program the names of the
+earlier one, and then compares the texts. (Neither JAX nor ``difflib`` compares up to
+renaming.)
 """
 
 import re

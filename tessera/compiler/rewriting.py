@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a pass changes a program: run it, doing some equations another way.
+"""Rewrites jaxprs by interpreting them under a new trace, equation by equation.
 
-JAX's own style: a program is interpreted equation by equation under a new trace, and
-what comes out is the new program. Source lines and name scopes are carried over, and
-nested programs (of ``scan``, ``cond``, ``jit``, ``shard_map``) are rewritten in place.
+This is the style of JAX's own transformations: a pass interprets a program and does
+some equations another way, and what the trace records is the new program. Source lines
+and name scopes are carried over, and nested programs (of ``scan``, ``cond``, ``jit``,
+``shard_map``) are rewritten in place.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from tessera import _jax
 
 Where: TypeAlias = Callable[[_jax.Equation, str], bool]
 Rule: TypeAlias = Callable[[_jax.Equation, Sequence[Any], str], Sequence[Any]]
+Apply: TypeAlias = Callable[[_jax.Equation, Sequence[Any]], Sequence[Any]]
 Interpreter: TypeAlias = Callable[[_jax.Program, Sequence[Any]], Sequence[Any]]
 
 
@@ -26,7 +28,7 @@ class Environment:
 
     @classmethod
     def of(cls, values: Mapping[_jax.Atom, Any]) -> "Environment":
-        """An environment that knows some variables."""
+        """An environment of some variables."""
         env = object.__new__(cls)
         env._values = dict(values)
         return env
@@ -38,6 +40,10 @@ class Environment:
     def write(self, atoms: Iterable[_jax.Atom], values: Iterable[Any]) -> None:
         """Give variables their values."""
         self._values.update(zip(atoms, values, strict=True))
+
+    def outputs(self, program: _jax.Program) -> list[Any]:
+        """The values of a program's outputs."""
+        return [self.read(atom) for atom in _jax.outputs(program)]
 
     def run(self, equations: Iterable[_jax.Equation]) -> None:
         """Apply equations as they are."""
@@ -51,7 +57,7 @@ class Environment:
 
 
 def contains(program: _jax.Program, where: Where, scopes: str = "") -> bool:
-    """Whether some equation is one that ``where`` means, nested programs included."""
+    """Whether ``where`` selects some equation, in nested programs too."""
     for equation in _jax.equations(program):
         path = f"{scopes}/{_jax.name_scopes(equation)}"
         if where(equation, path):
@@ -64,9 +70,9 @@ def contains(program: _jax.Program, where: Where, scopes: str = "") -> bool:
 def nested_with_operands(
     equation: _jax.Equation,
 ) -> Iterator[tuple[_jax.Program, list[_jax.Atom]]]:
-    """The programs in an equation, each with what its inputs are given at first.
+    """The programs in an equation, each with the operands of its first call.
 
-    Those that JAX gives something else, such as a kernel its blocks, are left out.
+    Programs that take something else, such as the blocks of a kernel, are left out.
     """
     operands, carried = list(equation.invars), len(equation.outvars)
     for name, inner in _jax.nested(equation):
@@ -79,16 +85,37 @@ def nested_with_operands(
             yield inner, operands
 
 
-def without_jits(program: _jax.Program) -> _jax.Program:
+def interpret(program: _jax.Program, values: Sequence[Any], apply: Apply) -> list[Any]:
+    """The outputs of a program whose equations are computed by ``apply``.
+
+    Args:
+      program: The program.
+      values: Its inputs.
+      apply: Takes an equation and its operands; returns its results.
+    """
+    env = Environment(program, values)
+    for equation in _jax.equations(program):
+        operands = [env.read(atom) for atom in equation.invars]
+        env.write(equation.outvars, apply(equation, operands))
+    return env.outputs(program)
+
+
+def retrace(program: _jax.Program, apply: Apply) -> _jax.Program:
+    """The program that ``interpret`` records."""
+
+    def run(*values: Any) -> list[Any]:
+        return interpret(program, values, apply)
+
+    return _jax.retrace(run, program)
+
+
+def inline_jits(program: _jax.Program) -> _jax.Program:
     """The program with the equations of nested ``jax.jit`` s in their place."""
     if not any(map(_jax.is_jit, _jax.equations(program))):
         return program
 
-    def interpret(
-        inner: _jax.Program, values: Sequence[Any], call: _jax.Equation = None
-    ) -> list[Any]:
-        env = Environment(inner, values)
-        for equation in _jax.equations(inner):
+    def inside(call: _jax.Equation | None) -> Apply:
+        def apply(equation: _jax.Equation, operands: Sequence[Any]) -> Sequence[Any]:
             if call is not None and not _jax.source_line(equation):
                 # What a library jitted has no line of the user's; its call has.
                 lines = equation.source_info.replace(
@@ -96,43 +123,39 @@ def without_jits(program: _jax.Program) -> _jax.Program:
                 )
                 equation = equation.replace(source_info=lines)
             if not _jax.is_jit(equation):
-                env.run([equation])
-                continue
-            operands = [env.read(atom) for atom in equation.invars]
+                return _jax.bind(equation, operands)
             with _jax.source_context(equation):
-                results = interpret(equation.params["jaxpr"], operands, equation)
-            env.write(equation.outvars, results)
-        return [env.read(atom) for atom in _jax.outputs(inner)]
+                return interpret(equation.params["jaxpr"], operands, inside(equation))
 
-    def run(*values: Any) -> list[Any]:
-        return interpret(program, values)
+        return apply
 
-    return _jax.retrace(run, program)
+    return retrace(program, inside(None))
 
 
 def bind_with_nested(
-    equation: _jax.Equation, values: Sequence[Any], interpret: Interpreter
+    equation: _jax.Equation, values: Sequence[Any], interpreter: Interpreter
 ) -> list[Any]:
-    """Apply an equation whose nested programs are run by ``interpret``."""
-    if _jax.is_manual_region(equation):
-        body = equation.params["jaxpr"]
+    """Apply an equation whose nested programs are run by ``interpreter``."""
 
-        def run_body(*blocks: Any) -> Sequence[Any]:
-            return interpret(body, blocks)
+    def as_function(inner: _jax.Program) -> Callable[..., Sequence[Any]]:
+        def run(*arguments: Any) -> Sequence[Any]:
+            return interpreter(inner, arguments)
 
-        return _jax.bind_manual_region(equation, values, run_body)
+        return run
+
+    if _jax.is_shard_map(equation):
+        return _jax.bind_shard_map(
+            equation, values, as_function(equation.params["jaxpr"])
+        )
 
     def again(inner: _jax.Program) -> _jax.Program:
-        def run_inner(*arguments: Any) -> Sequence[Any]:
-            return interpret(inner, arguments)
-
-        return _jax.retrace(run_inner, inner)
+        return _jax.retrace(as_function(inner), inner)
 
     return _jax.bind(equation, values, _jax.replace_nested(equation, again))
 
 
 def rewrite(program: _jax.Program, where: Where, rule: Rule) -> _jax.Program:
-    """Replace the equations that ``where`` means by what ``rule`` computes.
+    """Replace the equations that ``where`` selects by what ``rule`` computes.
 
     Args:
       program: A program, left as it is.
@@ -142,26 +165,17 @@ def rewrite(program: _jax.Program, where: Where, rule: Rule) -> _jax.Program:
     if not contains(program, where):
         return program
 
-    def interpret(
-        program: _jax.Program, values: Sequence[Any], scopes: str
-    ) -> list[Any]:
-        env = Environment(program, values)
-        for equation in _jax.equations(program):
+    def inside(scopes: str) -> Apply:
+        def apply(equation: _jax.Equation, operands: Sequence[Any]) -> Sequence[Any]:
             path = f"{scopes}/{_jax.name_scopes(equation)}"
-            inner = _jax.inner_programs(equation)
-            operands = [env.read(atom) for atom in equation.invars]
             if where(equation, path):
-                results = rule(equation, operands, path)
-            elif any(contains(part, where, path) for part in inner):
-                results = bind_with_nested(
-                    equation, operands, lambda p, v, path=path: interpret(p, v, path)
+                return rule(equation, operands, path)
+            if any(contains(p, where, path) for p in _jax.inner_programs(equation)):
+                return bind_with_nested(
+                    equation, operands, lambda p, v: interpret(p, v, inside(path))
                 )
-            else:
-                results = _jax.bind(equation, operands)
-            env.write(equation.outvars, results)
-        return [env.read(atom) for atom in _jax.outputs(program)]
+            return _jax.bind(equation, operands)
 
-    def run(*values: Any) -> list[Any]:
-        return interpret(program, values, "")
+        return apply
 
-    return _jax.retrace(run, program)
+    return retrace(program, inside(""))

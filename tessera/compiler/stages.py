@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of one step as objects that print, in the manner of ``jax.stages``.
+"""``Traced``, ``Lowered``, ``Compiled``: the phases of a step, as in ``jax.stages``.
 
 ``f.trace(x)`` gives ``Traced``, its ``.lower()`` gives ``Lowered``, whose
 ``.compile()`` gives ``Compiled``. Each has ``as_text()``.
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Traced:
-    """A step that was traced for certain arguments.
+    """A step traced for the arguments of one call.
 
     Attributes:
-      call: The arguments, taken apart.
+      call: The arguments, flattened.
       origin: The graph as traced, its parameters and the tree of its result.
       skip_passes: Passes to leave out, by name.
     """
@@ -78,7 +78,7 @@ class Traced:
             self.origin.graph.mesh.jax  # noqa: B018 - raises
 
     def call_as_placed(self) -> Call:
-        """The call with the arrays that nobody placed where the step has them.
+        """The call with its uncommitted arrays in the step's layouts.
 
         Such a call has the same program.
         """
@@ -122,7 +122,7 @@ class Lowered:
 
         Raises:
           LayoutMismatchError: [T205] a compiled layout is not the declared one.
-          StageCollectiveError: [T314] a pipeline would not end.
+          StageCollectiveError: [T314] a pipeline would deadlock.
         """
         graph = self.traced.graph
         compiled = self.jax.compile(compiler_options(graph) or None)
@@ -145,7 +145,7 @@ class Compiled:
     @cached_property
     def collectives(self) -> "Ledger":
         """The ledger: every collective, its axes, bytes, line, and why it is there."""
-        # Imported by who looks: a program that only runs does without.
+        # Imported here, because a program that only runs does not need them.
         from tessera.analysis.ledger import collectives
         from tessera.analysis.sharding_constraints import declared_layouts
 

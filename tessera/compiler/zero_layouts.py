@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO as layouts: what each stage splits over a data axis, and along which dim.
+"""ZeRO as layouts: what each stage shards over a data axis, and along which dim.
 
-The stages take the copies that data parallelism keeps apart: from stage 1 each device
-holds a share of the optimizer state, from stage 2 also of the gradients, from stage 3
-also of the parameters. Each is a PartitionSpec with the axis added to one dim; the
-partitioner then writes the reduce-scatters and all-gathers. Used by the trainer and by
-``ts.distribute``.
+The stages shard what data parallelism replicates: stage 1 the optimizer state, stage 2
+also the gradients, stage 3 also the parameters. Each layout is a PartitionSpec with the
+axis added to one dim; the partitioner then inserts the reduce-scatters and all-gathers.
+Used by the trainer and by ``ts.distribute``.
 
 Source: Rajbhandari et al., ZeRO, arXiv 1910.02054.
 """
@@ -21,7 +20,7 @@ from tessera.spec import axes_of_dims, local_shape, spec_of_axes
 
 STAGES: Final = (0, 1, 2, 3)
 
-# The stage from which one device holds only its share.
+# The first stage that shards each kind of state.
 SPLIT_FROM: Final[Mapping[str, int]] = MappingProxyType(
     {"optimizer_state": 1, "gradients": 2, "params": 3}
 )
@@ -35,11 +34,10 @@ def split_further(
     *,
     keep: Collection[int] = (),
 ) -> PartitionSpec:
-    """A layout with one more mesh axis on the dim that suits it best.
+    """A layout that is also sharded over one more mesh axis.
 
-    That is the largest dim which nothing splits yet and which the axis divides; where
-    there is none, the one with the largest block among the dims that are split
-    already, inside what splits it. Of equals the first.
+    The axis goes to the largest unsharded dim that it divides; where there is none, to
+    the sharded dim with the largest block, as its innermost axis. The first of equals.
 
     Args:
       spec: The layout so far.

@@ -263,7 +263,7 @@ class _Interpreter:
         for i, (atom, value) in enumerate(pairs):
             if atom in read[False] and self._is_selected(here.position, i, value):
                 site = self._site(here, i, equation.primitive.name, value)
-                if _jax.is_manual_region(equation):
+                if _jax.is_shard_map(equation):
                     is_residual = atom not in read[True]
                     inside = _computed_by(equation, i)
                     site = replace(site, inside=inside, is_residual=is_residual)
@@ -378,7 +378,7 @@ def _read_atoms(program: _jax.Program, public: bool) -> set[_jax.Atom]:
     atoms = list(_jax.outputs(program))
     for equation in _jax.equations(program):
         is_call = equation.primitive.name in CALLS
-        if not (public and (is_call or _jax.is_manual_region(equation))):
+        if not (public and (is_call or _jax.is_shard_map(equation))):
             atoms += equation.invars
     return {atom for atom in atoms if not isinstance(atom, _jax.Literal)}
 

@@ -28,6 +28,7 @@ from tessera.mesh import Mesh
 from tessera.objects import objects_split
 from tessera.shard import DistTensor, ShardSpec
 from tessera.spec import axes_of_dims
+from tessera.tree import Skeleton
 
 MAX_BYTES: Final = 2**28
 
@@ -87,8 +88,7 @@ class MeshRun:
         origin = replace(
             self.traced.origin,
             donated=frozenset(),
-            out_tree=jax.tree.structure([0] * len(selected)),
-            out_statics={},
+            result=Skeleton(jax.tree.structure([0] * len(selected)), {}),
         )
         with self.mesh:
             lowered = lower(origin, graph, self.traced.call)

@@ -72,7 +72,7 @@ def accumulate_gradients(
     def flat(*arrays: Any) -> list[Any]:
         nonlocal results
         microbatch = jax.tree.unflatten(tree, arrays)
-        given, results = jax.tree.flatten(scope.as_called(step)(microbatch))
+        given, results = jax.tree.flatten(scope.resolve_callee(step)(microbatch))
         return [jnp.asarray(leaf) for leaf in given]
 
     # Traced once, for the types of its sums: a second time it would declare the

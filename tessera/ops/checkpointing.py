@@ -110,7 +110,7 @@ def checkpoint(
             filled = dict(zip(traced, arrays, strict=True))
             given = [filled.get(i, leaf) for i, leaf in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(tree, given)
-            return scope.as_called(function)(*args, **kwargs)
+            return scope.resolve_callee(function)(*args, **kwargs)
 
         transform: Any = jax.checkpoint if is_plain else remat
         again = transform(body, policy=rule, prevent_cse=prevent_cse)

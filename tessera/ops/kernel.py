@@ -123,7 +123,7 @@ class Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body on every device; arguments and results are global arrays."""
         if manual_axes():
-            return scope.as_called(self._function)(*args, **kwargs)
+            return scope.resolve_callee(self._function)(*args, **kwargs)
         name = getattr(self._function, "__name__", "kernel")
         bound = bind_call(self._signature, args, kwargs, name=name)
         bound.apply_defaults()
@@ -144,7 +144,7 @@ class Kernel:
             arguments = jax.tree.unflatten(tree, filled)
             call = inspect.BoundArguments(self._signature, arguments)
             with capturing(_refuse_closure):
-                function = scope.as_called(self._function)
+                function = scope.resolve_callee(self._function)
                 return function(*call.args, **call.kwargs)
 
         if any(isinstance(_jax.underlying(v), jax.core.Tracer) for v in values):

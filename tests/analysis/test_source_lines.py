@@ -5,7 +5,7 @@ import flax
 import jax
 import pytest
 
-from tessera._jax_lines import PACKAGE, is_machinery
+from tessera._jax_lines import PACKAGE, is_library_code
 from tessera.analysis.source_lines import Frame, short, user_line
 
 JAX = Frame("/venv/lib/python3.12/site-packages/jax/_src/lax.py", 9)
@@ -40,7 +40,7 @@ def test_tesseras_models_are_user_code():
     ],
 )
 def test_a_users_file_is_no_machinery_wherever_it_lies(path):
-    assert not is_machinery(path)
+    assert not is_library_code(path)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_a_users_file_is_no_machinery_wherever_it_lies(path):
     ],
 )
 def test_libraries_and_python_itself_are_machinery(path):
-    assert is_machinery(path)
+    assert is_library_code(path)
 
 
 def test_a_library_outside_of_site_packages_is_machinery(monkeypatch):
     monkeypatch.setattr("tessera._jax_lines._elsewhere", lambda: ["/opt/src/jax"])
-    is_machinery.cache_clear()
-    assert is_machinery("/opt/src/jax/_src/lax.py")
-    assert not is_machinery("/opt/src/jaxtrain/train.py")
+    is_library_code.cache_clear()
+    assert is_library_code("/opt/src/jax/_src/lax.py")
+    assert not is_library_code("/opt/src/jaxtrain/train.py")
 
 
 def test_a_stack_of_machinery_alone_shows_its_innermost_line():

@@ -219,7 +219,7 @@ def test_results_have_to_be_named_where_nothing_shows_what_they_replace():
     text = message(
         StrategyError, lambda: specs_of_results(update, results=["gradients", None])
     )
-    assert "a result is said to be 'gradients', and is like no argument" in text
+    assert "a result is declared 'gradients', and is like no such argument" in text
 
 
 def test_without_a_mesh_it_takes_every_device():

@@ -309,5 +309,5 @@ def test_a_training_step_may_say_which_arguments_are_batches():
 
     found = specs(step, DATA, normal(16, 5), mesh=DP)
     assert found == {"data/x": P("dp"), "data/y": P("dp"), "table": P()}
-    with pytest.raises(SpecFormError, match="no argument 'dta' to take for a batch"):
+    with pytest.raises(SpecFormError, match="no argument 'dta' to treat as a batch"):
         graph.training_step(batch="dta")(lambda data: data)

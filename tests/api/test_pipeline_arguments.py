@@ -374,7 +374,7 @@ def test_names_of_the_batch_exist():
     def model(x):
         return double(x)
 
-    with pytest.raises(SpecFormError, match="no argument 'y' to take for a batch"):
+    with pytest.raises(SpecFormError, match="no argument 'y' to treat as a batch"):
         graph.pipeline(stages=[double, double], mesh=TWO, batch="y")(model)
     missing = chain(pipes(batch="x/y"), lambda x: x["z"])
     with pytest.raises(UndecidedRoleError) as caught:

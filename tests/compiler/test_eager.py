@@ -16,6 +16,8 @@ from tessera import graph, op, scope
 from tessera.errors import OutsideTraceError, UnconnectedGradientError, WriteBackError
 from tessera.shard import ShardSpec, tensor
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 X = jnp.linspace(-1.0, 1.5, 8, dtype=jnp.float32)
 
 
@@ -295,7 +297,8 @@ def test_autocast_and_pipelines_and_gradients_of_mutable_arrays_are_refused():
     with jax.disable_jit(), pytest.raises(OutsideTraceError) as caught:
         narrow(X)
     assert str(caught.value) == (
-        "[T302] ts.autocast is done by a pass over a program, and there is none here\n"
+        "[T302] ts.autocast is a pass over a program, "
+        "and here operations run one by one\n"
         "  got: ts.autocast('bfloat16') and jax.disable_jit()\n"
         "  fix: leave jax.disable_jit() out, or ts.autocast(..., enabled=False)\n"
         "  docs: docs/errors/T302.md"

@@ -93,7 +93,7 @@ def test_a_gradient_by_a_captured_tensor_has_its_layout(dp_mesh):
 
 def test_a_gradient_needs_a_function_that_is_traced():
     assert message_of(ts.grad, jnp.sum(X), X) == (
-        "[T302] ts.grad needs the computation of the loss, which nobody recorded\n"
+        "[T302] ts.grad needs the computation of the loss, which was not recorded\n"
         "  got: a loss of type ArrayImpl\n"
         "  fix: call it in a function decorated with @ts.function, where the loss is "
         "computed\n"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 3, lower: ``Graph`` -> ``jax.jit`` with ``NamedSharding``, compiled."""
+"""Phase 3, lower: ``Graph`` -> ``jax.jit`` with ``NamedSharding``, compiled."""

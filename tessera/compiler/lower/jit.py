@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 3: a ``Graph`` becomes ``jax.jit`` with the declared shardings.
+"""Lowers a ``Graph`` to ``jax.jit`` with the declared shardings.
 
-What is compiled is the program that a JAX user would have written by hand: one jit of
-one function, its inputs and outputs laid out by ``NamedSharding``. After compilation
-the layouts that XLA chose are compared with the declared ones.
+The result is the program that a JAX user would write by hand: one jit of one function
+with a ``NamedSharding`` for every input and output. After compilation the layouts that
+XLA chose are compared with the declared ones.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
 
 
 def compiler_options(graph: Graph) -> dict[str, bool | str]:
-    """What ``tessera.schedule`` has XLA do, where the platform can do it."""
+    """XLA's options for the step's schedule, on platforms that have them."""
     overlap = graph.plan.all_reduce_overlap
     options: dict[str, bool | str] = dict(graph.plan.compiler_options or ())
     if overlap is not None and graph.platform == "gpu":
@@ -101,7 +101,7 @@ def returns_list(trace: Trace, graph: Graph) -> bool:
 def without_padding(graph: Graph, value: Value, stored: Any) -> Any:
     """The array of an input or output, from what devices store of it.
 
-    XLA splits it over the devices as it is stored, and minds itself where it ends.
+    XLA splits it over the devices as it is stored, and handles the uneven end itself.
     """
     if not graph.is_padded(value):
         return stored

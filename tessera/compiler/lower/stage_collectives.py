@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the stages of a compiled pipeline can run at different times.
+"""Checks that the stages of a compiled pipeline can run at different times.
 
 At any time some devices of a pipeline run a stage and others do not, so a collective
 inside a stage may only be among devices that run it together. XLA's collective-permute
-on CPU is not: it waits for every device of the program, and would wait for ever. The
+on CPU is not: it waits for every device of the program, so it would wait forever. The
 partitioner inserts one where arrays change their layout in certain ways; the program is
 refused before it runs.
 """
@@ -18,7 +18,7 @@ _KIND = "collective-permute"
 
 
 def check_stages(graph: Graph, compiled: jax.stages.Compiled) -> None:
-    """Refuse a pipeline that would not end.
+    """Refuse a pipeline that would deadlock.
 
     Raises:
       StageCollectiveError: [T314] with the lines that cause it.
@@ -28,7 +28,7 @@ def check_stages(graph: Graph, compiled: jax.stages.Compiled) -> None:
     text = compiled.as_text() or ""
     if f"/{SCOPE}/" not in text or _KIND not in text:
         return
-    # Of few programs, and not of those that import tessera only.
+    # Imported here, because few programs have a pipeline.
     from tessera.analysis.ledger import collectives
 
     found = [

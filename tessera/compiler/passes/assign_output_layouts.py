@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry declared layouts to the outputs that plainly have them."""
+"""Propagate declared layouts to outputs that are inputs or constrained values."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,8 @@ from tessera.spec import check_even
 def assign_output_layouts(graph: Graph) -> Graph:
     """Declare the layout of outputs that are inputs or constrained. Numerics: exact.
 
-    What is declared is checked against the compiled program, so this extends the
-    check to gradients, which are constrained to the layout of their weights.
+    Declared layouts are compared with the compiled ones, so this extends the check to
+    gradients, which are constrained to the layouts of their weights.
 
     Before:  g = sharding_constraint[P('tp')] h; out g over undeclared
     After:   the same equations; out g over P('tp')
@@ -51,7 +51,7 @@ def assign_output_layouts(graph: Graph) -> Graph:
 
 
 def _constraint(equation: _jax.Equation, mesh: Mesh) -> PartitionSpec | None:
-    """The layout that an equation constrains a value to, where this mesh can say it."""
+    """The layout that an equation constrains a value to, if it is over this mesh."""
     sharding = equation.params.get("sharding")
     # Over Explicit axes the type of a value has its layout, and no constraint has it.
     if equation.primitive.name != "sharding_constraint" or mesh.explicit_axes:

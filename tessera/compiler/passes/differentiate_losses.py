@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put the backward computation where ``ts.grad`` marked it."""
+"""Replace each ``gradient`` equation by the backward computation it stands for."""
 
 from tessera.compiler.differentiation import differentiated
 from tessera.compiler.ir import Graph
 
 
 def differentiate_losses(graph: Graph) -> Graph:
-    """Replace each ``gradient`` mark by a backward pass. Numerics: exact.
+    """Replace each ``gradient`` equation by a backward pass. Numerics: exact.
 
     The equations between the weights and the loss become one function, run once under
     ``jax.vjp``; its intermediate values serve the rest of the program too, so the

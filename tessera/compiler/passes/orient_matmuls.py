@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the matmuls of weight gradients the form that XLA's CPU compiler is fast at."""
+"""Rewrite weight-gradient matmuls in the form that XLA's CPU compiler runs fast."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ from tessera.compiler.ir import Graph
 
 Dims: TypeAlias = tuple[int, ...]
 
-# Multiplications below which one more operation costs more than the form saves.
+# With fewer multiplications, one more operation costs more than the form saves.
 _WORTH_IT: Final = 1 << 22
 
 
@@ -26,11 +26,11 @@ def orient_matmuls(graph: Graph) -> Graph:
     The product is the same; its sums may be made in another order. XLA's CPU compiler
     hands a matmul to its fast kernels where the left operand's last dims are
     contracted. In a weight gradient those are the first dims of both operands, and JAX
-    writes it the other way around with a transpose behind, for which the compiler has a
-    slow loop. Here the smaller operand is transposed beforehand and comes first; no
-    transpose is left behind where it is in the order of the result. Barriers keep the
-    compiler from merging the transposes with the matmul again. No two dims are made
-    one, so each is laid out over the mesh as it was.
+    writes it the other way around, followed by a transpose, which the compiler runs as
+    a slow loop. This pass transposes the smaller operand first and makes it the left
+    one; the transpose that follows goes where the result is then in its order.
+    Optimization barriers keep the compiler from merging the transposes into the matmul
+    again. Dims are not merged, so each keeps its layout over the mesh.
 
     Before:  g = dot_general[contract B,T of both] dy:[B,T,F] x:[B,T,D]    [F, D]
              w = transpose g                                               [D, F]
@@ -40,7 +40,9 @@ def orient_matmuls(graph: Graph) -> Graph:
     if graph.platform != "cpu":
         return graph
     plans = {id(plan.equation): plan for plan in _plans(graph.program)}
-    exchanged = {id(plan.behind) for plan in plans.values() if plan.behind is not None}
+    exchanged = {
+        id(plan.transpose) for plan in plans.values() if plan.transpose is not None
+    }
 
     def is_planned(equation: _jax.Equation, scopes: str) -> bool:
         return id(equation) in plans or id(equation) in exchanged
@@ -100,38 +102,38 @@ class _Plan:
       equation: The matmul.
       left: The operand whose free dims come first in what is wanted.
       right: The other one.
-      behind: The transpose that wants them in the other order than the matmul has.
+      transpose: The transpose that wants them in the other order than the matmul has.
     """
 
     equation: _jax.Equation
     left: _Operand
     right: _Operand
-    behind: _jax.Equation | None
+    transpose: _jax.Equation | None
 
     def product(self, first: Any, second: Any) -> Any:
         """The product of the equation's operands, in the order that is wanted."""
         left, right = (self.left, first), (self.right, second)
-        if self.behind is not None:
+        if self.transpose is not None:
             left, right = (self.left, second), (self.right, first)
         with _jax.source_context(self.equation):
             if self.left.cost <= self.right.cost:
                 return self._product(*left, *right)
-            turned = lax.optimization_barrier(self._product(*right, *left))
+            transposed = lax.optimization_barrier(self._product(*right, *left))
             batch, firsts = len(self.left.batch), len(self.right.free)
-            return lax.transpose(turned, _exchange(batch, firsts, turned.ndim))
+            return lax.transpose(transposed, _exchange(batch, firsts, transposed.ndim))
 
     def _product(self, left: _Operand, a: Any, right: _Operand, b: Any) -> Any:
         """Of ``a``, transposed to have its contracted dims last, and ``b``."""
         order = (*left.batch, *left.free, *left.contracted)
-        turned = lax.optimization_barrier(lax.transpose(a, order))
+        transposed = lax.optimization_barrier(lax.transpose(a, order))
         batch = len(left.batch)
-        last = range(batch + len(left.free), turned.ndim)
+        last = range(batch + len(left.free), transposed.ndim)
         numbers = (
             (tuple(last), right.contracted),
             (tuple(range(batch)), right.batch),
         )
         params = dict(self.equation.params, dimension_numbers=numbers)
-        return _jax.bind(self.equation, [turned, b], params)[0]
+        return _jax.bind(self.equation, [transposed, b], params)[0]
 
 
 def _plans(program: _jax.Program) -> Iterator[_Plan]:
@@ -157,7 +159,7 @@ def _plans(program: _jax.Program) -> Iterator[_Plan]:
                 yield plan
 
 
-def _plan(equation: _jax.Equation, behind: _jax.Equation | None) -> _Plan | None:
+def _plan(equation: _jax.Equation, transpose: _jax.Equation | None) -> _Plan | None:
     (contracted, batch) = equation.params["dimension_numbers"]
     first, second = (
         _Operand(atom, tuple(b), tuple(c))
@@ -173,9 +175,9 @@ def _plan(equation: _jax.Equation, behind: _jax.Equation | None) -> _Plan | None
     ):
         return None
     free = len(first.batch), len(first.free), equation.outvars[0].aval.ndim
-    if behind is None or tuple(behind.params["permutation"]) != _exchange(*free):
+    if transpose is None or tuple(transpose.params["permutation"]) != _exchange(*free):
         return _Plan(equation, first, second, None)
-    return _Plan(equation, second, first, behind)
+    return _Plan(equation, second, first, transpose)
 
 
 def _exchange(batch: int, first: int, rank: int) -> Dims:

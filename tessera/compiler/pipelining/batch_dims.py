@@ -97,7 +97,7 @@ class Rows:
         self, equation: _jax.Equation, twin: _jax.Equation
     ) -> bool:
         lengths = [e.params.get("length") for e in (equation, twin)]
-        if lengths[0] != lengths[1] or _jax.is_manual_region(equation):
+        if lengths[0] != lengths[1] or _jax.is_shard_map(equation):
             return False
         inner = zip(
             _jax.inner_programs(equation), _jax.inner_programs(twin), strict=True
@@ -141,7 +141,7 @@ class Rows:
     def _mixed_in(
         self, equation: _jax.Equation, twin: _jax.Equation, *, is_numbered: bool
     ) -> str | None:
-        if self.are_kept_apart(equation, twin) or _jax.is_manual_region(equation):
+        if self.are_kept_apart(equation, twin) or _jax.is_shard_map(equation):
             return None
         if inner := _jax.inner_programs(equation):
             pairs = zip(inner, _jax.inner_programs(twin), strict=True)

@@ -25,10 +25,10 @@ from tessera.errors import PipelineFormError
 
 def with_loops(graph: Graph) -> Graph:
     """A graph whose pipelined calls are loops; what the pass gives."""
-    whole = rewriting.without_jits(graph.program)
+    whole = rewriting.inline_jits(graph.program)
     _refuse_nested(whole)
     assert graph.microbatch is not None, "traced for one microbatch as well"
-    micro = rewriting.without_jits(graph.microbatch)
+    micro = rewriting.inline_jits(graph.microbatch)
     calls = _planned(whole, micro)
 
     def run(*values: Any) -> list[Any]:

@@ -36,7 +36,7 @@ def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
         if any(contains(p, _is_said_otherwise) for p in _jax.inner_programs(equation)):
             return bind_with_nested(equation, operands, _evaluate)
         return _jax.bind(equation, operands)
-    if _jax.is_manual_region(equation):
+    if _jax.is_shard_map(equation):
         return _nested_region(equation, operands)
     with _jax.source_context(equation):
         if name == "sharding_constraint":
@@ -64,7 +64,7 @@ def _is_said_otherwise(equation: _jax.Equation, _: str = "") -> bool:
     name = equation.primitive.name
     is_look_up = name == "gather" or name.startswith("scatter")
     is_laid_out = isinstance(equation.params.get("sharding"), NamedSharding)
-    return is_look_up or is_laid_out or _jax.is_manual_region(equation)
+    return is_look_up or is_laid_out or _jax.is_shard_map(equation)
 
 
 def _dims_looked_up(equation: _jax.Equation) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from tessera.compiler.pipelining.pipeline_primitive import (
     struct_of,
 )
 from tessera.compiler.pipelining.split_stages import cut
-from tessera.compiler.rewriting import contains, without_jits
+from tessera.compiler.rewriting import contains, inline_jits
 from tessera.errors import BatchSizeError, TesseraError
 from tessera.ops.operand_layouts import layout_of
 from tessera.spec import axes_of_dims
@@ -85,11 +85,11 @@ class Split:
           BatchSizeError: [T503] the batch cannot be cut into microbatches.
         """
         check_batch(self._rows, self.call.schedule.microbatches)
-        before = self.here.mark()
+        before = self.here.snapshot()
         whole = self._of_batch(self._rows, before)
         call, captured = self._staged(self._data_axes)
         if call.data_axes and _is_for_all_rows(call):
-            self.here.go_back(before)
+            self.here.restore(before)
             call, captured = self._staged(())
         if call.rows == call.parts > 1:  # JAX does other things where there is one row
             problem = self._problem_of_larger(whole, before)
@@ -157,13 +157,13 @@ class Split:
 
     def _of_batch(self, rows: int, before: tuple[Any, ...]) -> Traced:
         """The function as one device would run it, to compare with."""
-        after, self.here.is_whole_batch = self.here.mark(), rows == self._rows
-        self.here.go_back(before)
+        after, self.here.is_whole_batch = self.here.snapshot(), rows == self._rows
+        self.here.restore(before)
         try:
             program, captured = self._program(rows)
         finally:
             self.here.is_whole_batch = True
-            self.here.go_back(after)
+            self.here.restore(after)
         return differentiated(program), captured
 
     def _staged(self, axes: tuple[str, ...]) -> tuple[PipelineCall, list[Any]]:
@@ -193,7 +193,7 @@ class Split:
         if len(whole[1]) != len(part[1]) or not all(map(_is_same, whole[1], part[1])):
             return "an array that it makes depends on the number of rows"
         programs = [
-            _jax.without_dead_code(without_jits(program), keep_inputs=True)
+            _jax.without_dead_code(inline_jits(program), keep_inputs=True)
             for program, _ in (whole, part)
         ]
         rows = Rows(parts)
@@ -236,7 +236,7 @@ def _is_same(first: Any, second: Any) -> bool:
 def _is_for_all_rows(call: PipelineCall) -> bool:
     """Whether stages have to do with a data axis: in weights' layouts, in kernels."""
     program = call.stages.program
-    if contains(program, lambda equation, _: _jax.is_manual_region(equation)):
+    if contains(program, lambda equation, _: _jax.is_shard_map(equation)):
         return True
     specs = call.layouts
     named = {a for spec in specs for names in axes_of_dims(spec, 0) for a in names}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from tessera import _jax
 from tessera.compiler.pipelining import manual_axis
-from tessera.compiler.rewriting import Environment, without_jits
+from tessera.compiler.rewriting import Environment, inline_jits
 from tessera.errors import OutsideTraceError, PipelineFormError
 
 stage_end_p = _jax.Primitive("stage_end")
@@ -115,7 +115,7 @@ def cut(program: _jax.Program, num_inputs: int, names: Sequence[str]) -> StagedP
       PipelineFormError: [T312] it does not run each stage once and in order, or hands
         on something that is not floating point.
     """
-    program = without_jits(program)
+    program = inline_jits(program)
     _check_order(program, names)
     equations, last = _jax.equations(program), len(names) - 1
     order: list[int] = []  # the stage that each equation is of

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a traced step does with its inputs: what tells a weight from data.
+"""Analyzes how a traced step uses its inputs, to tell weights from data.
 
-A gradient is taken by weights, and a loss reads weights and data. Neither names nor
-sizes say which is which.
+Gradients are taken by weights; losses read weights and data; results may be new values
+of inputs. Neither names nor sizes count.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tessera import _jax
-from tessera.compiler.gradient_primitive import gradient_p, taken_p
-from tessera.compiler.rewriting import nested_with_operands, without_jits
+from tessera.compiler.gradient_primitive import gradient_p, gradient_taken_p
+from tessera.compiler.rewriting import inline_jits, nested_with_operands
 from tessera.primitive_properties import VIEWS
 
 
 @dataclass(frozen=True)
-class Uses:
-    """What the gradients of a program are about.
+class GradientUses:
+    """The inputs that the gradients of a program involve.
 
     Attributes:
       differentiated: Inputs of the program that some gradient is taken by.
@@ -29,15 +29,15 @@ class Uses:
 
     @property
     def data(self) -> frozenset[Any]:
-        """What losses read and no gradient is taken by."""
+        """Inputs that losses read and no gradient is taken by."""
         return self.read - self.differentiated
 
 
-def uses_of(program: _jax.Program) -> Uses:
-    """What a program does with its inputs, in loops and branches as well."""
+def gradient_uses(program: _jax.Program) -> GradientUses:
+    """How a program uses its inputs, in loops and branches as well."""
     inputs = set(_jax.inputs(program))
     differentiated, read = _uses(program)
-    return Uses(frozenset(differentiated & inputs), frozenset(read & inputs))
+    return GradientUses(frozenset(differentiated & inputs), frozenset(read & inputs))
 
 
 def views_of(program: _jax.Program, atoms: Iterable[_jax.Atom]) -> frozenset[Any]:
@@ -56,7 +56,7 @@ def _uses(program: _jax.Program) -> tuple[set[Any], set[Any]]:
     made: dict[Any, tuple[_jax.Equation, int]] = {}
     for place, equation in enumerate(_jax.equations(program)):
         made.update((v, (equation, i)) for i, v in enumerate(equation.outvars))
-        if equation.primitive in (gradient_p, taken_p):
+        if equation.primitive in (gradient_p, gradient_taken_p):
             loss, *weights = equation.invars
             differentiated.update(_viewed(weights, made))
             read |= _jax.sources(program, loss, before=place)
@@ -71,7 +71,7 @@ def _uses(program: _jax.Program) -> tuple[set[Any], set[Any]]:
 
 
 def _viewed(atoms: Iterable[_jax.Atom], made: dict[Any, Any]) -> set[Any]:
-    """Some variables, and those that they are views of."""
+    """Some variables and those that they are views of."""
     found, todo = set[Any](), list(atoms)
     while todo:
         atom = todo.pop()
@@ -86,7 +86,7 @@ def _viewed(atoms: Iterable[_jax.Atom], made: dict[Any, Any]) -> set[Any]:
 
 @dataclass(frozen=True)
 class NewValue:
-    """Of which inputs of a program a value may be the new one.
+    """The inputs of a program that a value may be the new value of.
 
     Attributes:
       of: Inputs that it is made from by adding to them.
@@ -105,7 +105,7 @@ class NewValue:
         return NewValue(self.of | other.of, self.scaled | other.scaled)
 
 
-def updated(program: _jax.Program) -> list[NewValue]:
+def updated_inputs(program: _jax.Program) -> list[NewValue]:
     """For each output of a program, the inputs that it is the new value of.
 
     The result of ``w - rate * gradient`` is a new ``w``, whatever ``gradient`` is, and
@@ -126,11 +126,11 @@ def updated(program: _jax.Program) -> list[NewValue]:
     return [of(atom) for atom in _jax.outputs(program)]
 
 
-def replaced(program: _jax.Program) -> list[list[int]]:
-    """The same by number, in a program that may call jitted functions."""
-    program = without_jits(program)
+def updated_indices(program: _jax.Program) -> list[list[int]]:
+    """The same as indices of inputs, in a program that may call jitted functions."""
+    program = inline_jits(program)
     numbers = {variable: i for i, variable in enumerate(_jax.inputs(program))}
-    return [sorted(numbers[v] for v in found.any) for found in updated(program)]
+    return [sorted(numbers[v] for v in found.any) for found in updated_inputs(program)]
 
 
 _NONE: Final = NewValue()
@@ -158,7 +158,7 @@ def _result(
     elif name == "cond":
         for inner in _jax.inner_programs(equation):
             given = dict(zip(_jax.inputs(inner), operands[1:], strict=True))
-            result = updated(inner)[number]
+            result = updated_inputs(inner)[number]
             for variable in result.of:
                 found |= given[variable]
             for variable in result.scaled:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one call, taken apart: what is traced, what is held static.
+"""Flattens the arguments of a call into arrays, which are traced, and static values.
 
-Arrays are traced. Python scalars, strings, callables and whatever else sits in the
-arguments is static, by value: another value is another program.
+Arrays are traced. Python scalars, strings, callables and everything else is static, by
+value: another value is another program.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,22 +19,22 @@ from jax.sharding import (
 )
 
 from tessera import _jax
-from tessera.compiler.trace.static_values import Static
+from tessera.compiler.trace.static_values import StaticValue
 from tessera.errors import ArgumentError
 from tessera.mesh import Mesh
 from tessera.objects import STRUCTURE, Structure
 from tessera.shard import DistTensor
 from tessera.spec import axes_of_dims, spec_of_axes
-from tessera.tree import path_name
+from tessera.tree import named_leaves, path_name
 
-# The axis of the mesh of an array that its owner put on one device.
+# The mesh axis of an array that is committed to one device.
 ONE_DEVICE = "device"
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, DistTensor, jax.ShapeDtypeStruct)
 
 
-class StaleProgram(Exception):
-    """A call does not fit the program that served the last one."""
+class ProgramMismatch(Exception):
+    """A call does not fit a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Leaf:
     def layout(self) -> tuple[Mesh, PartitionSpec] | None:
         """The mesh and spec that the array itself carries, if it carries any.
 
-        An array that was put on one device by its owner lives on a mesh of that device.
+        An array that is committed to one device lives on a mesh of that device.
         """
         if isinstance(self.value, DistTensor):
             mesh = self.value.mesh
@@ -84,49 +84,51 @@ class Leaf:
 
     @property
     def is_weak(self) -> bool:
-        """Whether the dtype gives way to others, as that of a Python number does."""
+        """Whether the dtype is weak, as that of a Python number is."""
         return _is_weak(self.aval)
 
     def key(self) -> tuple[Any, ...]:
         """What a program is specialized to in this array."""
         shape, dtype = tuple(self.aval.shape), self.aval.dtype
-        # No compiled program serves a value that JAX is tracing.
+        # No compiled program takes a value that JAX is tracing.
         varies = _jax.varying_axes(self.value) if self.is_traced else None
         place = (self.layout, _jax.on_host(self.value), varies)
         return (shape, dtype, self.is_weak, *place)
 
     @property
     def is_traced(self) -> bool:
-        """Whether JAX is tracing it, so that its numbers are not known."""
+        """Whether JAX is tracing it, so that its values are unknown."""
         return isinstance(self.value, _jax.Tracer)
 
     @property
     def may_be_padded(self) -> bool:
-        """Whether devices can store it padded, or a layout is for a traced value."""
+        """Whether it can have an uneven layout: a tensor, or a traced value."""
         return isinstance(self.value, DistTensor) or self.is_traced
 
     def abstract(self) -> "Leaf":
-        """The same leaf without its numbers, which a program must not keep alive."""
+        """The same leaf without its data, which a program must not keep alive."""
         if _is_padded(self.value):
             return Leaf(self.name, self.value.declaration())
         if not isinstance(self.value, (jax.Array, np.ndarray)):
             return self
         if self.is_traced:
             return replace(self, value=_jax.struct(self.aval))
-        layout = getattr(self.value, "sharding", None) if self.layout else None
-        shape, dtype = self.aval.shape, self.aval.dtype
-        struct = jax.ShapeDtypeStruct(
-            shape, dtype, sharding=layout, weak_type=self.is_weak
+        return self._struct(
+            getattr(self.value, "sharding", None) if self.layout else None
         )
-        return replace(self, value=struct)
 
     def laid_out(self, layout: NamedSharding | None) -> "Leaf":
         """The same leaf in a layout, unless it has one of its own."""
         if layout is None or self.layout is not None:
             return self
-        shape, dtype = tuple(self.aval.shape), self.aval.dtype
+        return self._struct(layout)
+
+    def _struct(self, sharding: Any) -> "Leaf":
         struct = jax.ShapeDtypeStruct(
-            shape, dtype, sharding=layout, weak_type=self.is_weak
+            tuple(self.aval.shape),
+            self.aval.dtype,
+            sharding=sharding,
+            weak_type=self.is_weak,
         )
         return replace(self, value=struct)
 
@@ -138,7 +140,7 @@ class Argument:
     name: str
     tree: Any
     leaves: tuple[Leaf, ...]
-    statics: tuple[tuple[int, Static], ...]
+    statics: tuple[tuple[int, StaticValue], ...]
 
     @functools.cached_property
     def _dynamic(self) -> list[int]:
@@ -155,7 +157,7 @@ class Argument:
         return any(_is_padded(leaf.value) for leaf in self.leaves)
 
     def _fits_padding(self, arrays: Sequence[Any]) -> bool:
-        """Whether what is padded is so in the leaves, and from the same shape."""
+        """Whether arrays are padded where the leaves are, from the same shape."""
         return all(
             _is_padded(array) == _is_padded(leaf.value)
             and (not _is_padded(array) or array.shape == leaf.value.shape)
@@ -168,7 +170,7 @@ class Argument:
 
     @property
     def structure(self) -> Structure | None:
-        """What is static of an NNX object, where the argument is one."""
+        """The static part of an NNX object, where the argument is one."""
         value = self.rebuilt(self.leaves)
         return value.get(STRUCTURE) if isinstance(value, dict) else None
 
@@ -176,30 +178,30 @@ class Argument:
         """What the compiled program takes for this argument: its arrays.
 
         Raises:
-          StaleProgram: The value has another structure or other static leaves.
+          ProgramMismatch: The value has another structure or other static leaves.
         """
         flat, tree = jax.tree.flatten(value)
         if tree != self.tree:
-            raise StaleProgram
+            raise ProgramMismatch
         for place, static in self.statics:
             found = flat[place]
-            if found is not static.value and not static.is_like(found):
-                raise StaleProgram
+            if found is not static.value and not static.is_equivalent(found):
+                raise ProgramMismatch
         arrays = [flat[place] for place in self._dynamic] if self.statics else flat
-        # JAX would take a Python number for an array, and weak dtypes for strong ones.
+        # JAX would accept Python numbers as arrays, and weak dtypes as strong ones.
         weak, are_arrays = _jax.weak_types(arrays)
         if weak != self._weak:
-            raise StaleProgram
-        # And for the tensor that devices store padded what has the padding's shape.
+            raise ProgramMismatch
+        # And an array of the padded shape in place of a tensor that is stored padded.
         if (self._has_padding or not are_arrays) and not self._fits_padding(arrays):
-            raise StaleProgram
-        # It would also take what lies nowhere yet for what lives on the mesh.
+            raise ProgramMismatch
+        # It would also accept uncommitted arrays in place of those on the mesh.
         if not all(_is_placed(arrays[place]) for place in self._placed):
-            raise StaleProgram
+            raise ProgramMismatch
         return arrays if are_arrays else _materialized(arrays)
 
     def own_part(self) -> list[Any]:
-        """What the compiled program takes for the argument that this is of."""
+        """What the compiled program takes for this argument itself."""
         return _materialized([leaf.value for leaf in self.leaves])
 
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
@@ -223,7 +225,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a function, taken apart."""
+    """One call of a function, with flattened arguments."""
 
     positional: int
     keywords: tuple[str, ...]
@@ -231,7 +233,7 @@ class Call:
 
     @property
     def has_objects(self) -> bool:
-        """Whether there are arrays in the place of an object among the arguments."""
+        """Whether arrays stand for an object among the arguments."""
         statics = [
             static for argument in self.arguments for _, static in argument.statics
         ]
@@ -259,24 +261,19 @@ class Call:
 
     def laid_out(self, layouts: Sequence[NamedSharding | None]) -> "Call":
         """The call with its arrays in some layouts; None leaves one as it is."""
-        arguments: list[Argument] = []
         rest = iter(layouts)
-        for argument in self.arguments:
-            leaves = tuple(leaf.laid_out(next(rest)) for leaf in argument.leaves)
-            arguments.append(replace(argument, leaves=leaves))
-        return replace(self, arguments=tuple(arguments))
+        return self._mapped(lambda leaf: leaf.laid_out(next(rest)))
 
     def abstract(self) -> "Call":
-        """The same call without the numbers of its arrays."""
-        return replace(
-            self,
-            arguments=tuple(
-                replace(
-                    argument, leaves=tuple(leaf.abstract() for leaf in argument.leaves)
-                )
-                for argument in self.arguments
-            ),
-        )
+        """The same call without the data of its arrays."""
+        return self._mapped(Leaf.abstract)
+
+    def _mapped(self, change: Callable[[Leaf], Leaf]) -> "Call":
+        arguments = [
+            replace(argument, leaves=tuple(map(change, argument.leaves)))
+            for argument in self.arguments
+        ]
+        return replace(self, arguments=tuple(arguments))
 
     def rebuilt(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments with other arrays in place."""
@@ -288,7 +285,7 @@ class Call:
         return tuple(values[: self.positional]), dict(named)
 
 
-def take_apart(
+def flatten_args(
     names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Call:
     """Split the arguments of one call into arrays and static values.
@@ -302,7 +299,7 @@ def take_apart(
       ArgumentError: [T301] a leaf is neither an array nor hashable.
     """
     labels = [names[i] if i < len(names) else f"args[{i}]" for i in range(len(args))]
-    keywords = tuple(sorted(kwargs))  # their order at the call is no difference
+    keywords = tuple(sorted(kwargs))  # in any order it is the same call
     values = [*args, *(kwargs[name] for name in keywords)]
     arguments = [
         _argument(name, value)
@@ -312,7 +309,7 @@ def take_apart(
 
 
 def as_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
-    """One name or several, as users say them."""
+    """A tuple of names from one name, several or None."""
     if names is None:
         return ()
     return (names,) if isinstance(names, str) else tuple(names)
@@ -332,7 +329,7 @@ def _argument(name: str, value: Any) -> Argument:
     paths, tree = jax.tree_util.tree_flatten_with_path(value)
     objects = {path[:-1] for path, leaf in paths if isinstance(leaf, Structure)}
     leaves: list[Leaf] = []
-    statics: list[tuple[int, Static]] = []
+    statics: list[tuple[int, StaticValue]] = []
     for place, (path, leaf) in enumerate(paths):
         full = path_name(path, name)
         if isinstance(leaf, _ARRAYS):
@@ -343,8 +340,8 @@ def _argument(name: str, value: Any) -> Argument:
     return Argument(name, tree, tuple(leaves), tuple(statics))
 
 
-def _static(name: str, leaf: Any) -> Static:
-    static = Static.of(leaf)
+def _static(name: str, leaf: Any) -> StaticValue:
+    static = StaticValue.of(leaf)
     try:
         hash(static)
     except TypeError as error:
@@ -384,8 +381,8 @@ def changed_statics(before: Call, after: Call) -> list[str]:
     """Names of the static leaves whose values differ; empty if anything else does.
 
     Example:
-      >>> first = take_apart(["x", "rate"], (np.ones(2), 0.1), {})
-      >>> second = take_apart(["x", "rate"], (np.ones(2), 0.2), {})
+      >>> first = flatten_args(["x", "rate"], (np.ones(2), 0.1), {})
+      >>> second = flatten_args(["x", "rate"], (np.ones(2), 0.2), {})
       >>> changed_statics(first, second)
       ['rate']
     """
@@ -405,15 +402,7 @@ def changed_statics(before: Call, after: Call) -> list[str]:
 def _paths(argument: Argument) -> list[str]:
     total = len(argument.leaves) + len(argument.statics)
     tree = jax.tree.unflatten(argument.tree, range(total))
-    return [
-        "/".join(
-            filter(
-                None,
-                (argument.name, jax.tree_util.keystr(path, simple=True, separator="/")),
-            )
-        )
-        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
-    ]
+    return list(named_leaves(tree, argument.name))
 
 
 _mesh_of = functools.lru_cache(maxsize=64)(Mesh.of)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call is written: by position or keyword, with defaults left out or given.
+"""Normalizes calls by their signature, so that equal calls share one program.
 
-Calls that mean the same are one call: ``f(x)``, ``f(x=x)`` and ``f(x, k=default)``.
+``f(x)``, ``f(x=x)`` and ``f(x, k=default)`` are one call.
 """
 
 import inspect
@@ -13,14 +13,15 @@ import jax
 
 from tessera.annotations import bind_call
 from tessera.annotations.tensor import is_array
-from tessera.compiler.trace.arguments import Call, StaleProgram
+from tessera.compiler.trace.arguments import Call, ProgramMismatch
 
 
-class Form:
-    """The one form that all ways to write a call of a function have in common.
+class CallSignature:
+    """A function's signature, which gives every call its normal form.
 
-    Defaults are filled in where they are static; one that holds arrays is closed over
-    by the function, as it is without Tessera.
+    In normal form, arguments are positional as far as they can be, and defaults are
+    filled in where they are static. A default that holds arrays is closed over by the
+    function, as it is without Tessera.
 
     Args:
       signature: Of the function.
@@ -36,17 +37,17 @@ class Form:
             and _is_static(parameter.default)
         }
 
-    def of(
+    def normalize(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments by position as far as they can be, the others by keyword.
+        """The positional and the keyword arguments in normal form.
 
         Raises:
           ArgumentError: [T301] the function does not take these arguments.
 
         Example:
           >>> def scaled(x, factor=2, *, bias=None): ...
-          >>> Form(inspect.signature(scaled), "scaled").of((1,), {})
+          >>> CallSignature(inspect.signature(scaled), "scaled").normalize((1,), {})
           ((1, 2), {'bias': None})
         """
         bound = bind_call(self.signature, args, kwargs, name=self._name)
@@ -54,66 +55,63 @@ class Form:
         return bound.args, bound.kwargs
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The same, keywords in their alphabet's order, in one list."""
-        ordered, named = self.of(args, kwargs)
-        return [*ordered, *(named[name] for name in sorted(named))]
+        """The normalized arguments in one list, keyword arguments sorted by name."""
+        positional, named = self.normalize(args, kwargs)
+        return [*positional, *(named[name] for name in sorted(named))]
 
-    def spelling(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Spelling":
-        """How these arguments are written, whatever they are."""
-        names = tuple(kwargs)
-        slots = {name: _Slot(len(args) + i) for i, name in enumerate(names)}
-        ordered, named = self.of([_Slot(i) for i in range(len(args))], slots)
-        values = [*ordered, *(named[name] for name in sorted(named))]
-        count = len(args) + len(names)
+    def pattern(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "CallPattern":
+        """How this call passes its arguments, whatever their values are."""
+        slots = [_Slot(i) for i in range(len(args) + len(kwargs))]
+        named = dict(zip(kwargs, slots[len(args) :], strict=True))
+        values = self.values(slots[: len(args)], named)
         defaults = [value for value in values if not isinstance(value, _Slot)]
-        rest = iter(range(count, count + len(defaults)))
-        places = [v.place if isinstance(v, _Slot) else next(rest) for v in values]
-        is_plain = places == list(range(len(values)))
-        return Spelling(
+        rest = iter(range(len(slots), len(values)))
+        order = [v.index if isinstance(v, _Slot) else next(rest) for v in values]
+        return CallPattern(
             len(args),
-            names,
-            frozenset(names),
+            tuple(kwargs),
+            frozenset(kwargs),
             tuple(defaults),
-            None if is_plain else tuple(places),
+            None if order == list(range(len(values))) else tuple(order),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Stands for the argument that is written at a place."""
+    """Stands for the argument at one position of a call."""
 
-    place: int
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
-    """One way to write a call.
+class CallPattern:
+    """One way to pass a function's arguments: by position, by keyword, by default.
 
     Attributes:
-      positional: How many arguments are written by position.
+      positional: How many arguments are positional.
       names: The keywords, in some order.
       keywords: The same as a set.
-      defaults: Values of what is left out.
-      places: Which of them, one after the other, each argument of the call's form is;
-        None where that is their order.
+      defaults: Values of the arguments that are left out.
+      order: For each argument in normal form its index among the positional, keyword
+        and default ones; None where the order is the same.
     """
 
     positional: int
     names: tuple[str, ...]
     keywords: frozenset[str]
     defaults: tuple[Any, ...]
-    places: tuple[int, ...] | None
+    order: tuple[int, ...] | None
 
     def parts(
         self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
-        """What the program of a call takes for arguments that are written this way.
+        """What the program of a call takes for arguments in this pattern.
 
         Raises:
-          StaleProgram: They are written another way, or do not fit the program.
+          ProgramMismatch: They are in another pattern, or do not fit the program.
         """
         if len(args) != self.positional or kwargs.keys() != self.keywords:
-            raise StaleProgram
+            raise ProgramMismatch
         values = self.values(args, kwargs)
         return [
             argument.dynamic_part(value)
@@ -121,11 +119,9 @@ class Spelling:
         ]
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        """The arguments in the order of the call's form."""
+        """The arguments in the order of the normal form."""
         values = (*args, *[kwargs[name] for name in self.names], *self.defaults)
-        if self.places is None:
-            return values
-        return [values[place] for place in self.places]
+        return values if self.order is None else [values[i] for i in self.order]
 
 
 def _is_static(default: Any) -> bool:

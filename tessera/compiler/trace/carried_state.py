@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the arguments each result of a step replaces in the next one.
+"""Infers which part of the arguments each result of a step replaces in the next call.
 
-A result that has the tree, the shapes and the dtypes of an argument, or of a part of
-one, is laid out like it, so that the next call finds it where it wants it. Of several
-that are alike and lie differently it replaces the one that it is a new value of, or
-the one that no other result replaces.
+A result with the tree, shapes and dtypes of an argument, or of a part of one, gets its
+layout, so that the next call takes it as it is. Among several candidates with different
+layouts it replaces the one that it is a new value of, or the one that no other result
+replaces.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -45,26 +45,26 @@ class Part:
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is one array and nothing around it."""
+        """Whether it is a single array without a container."""
         return jax.tree_util.treedef_is_leaf(self.tree)
 
     @property
     def form(self) -> Any:
-        """Structure, shapes and dtypes; nothing of a leaf that is no array."""
+        """Structure, shapes and dtypes; leaves that are no arrays do not count."""
         forms = [
             (tuple(x.shape), x.dtype) if is_array(x) else None for x in self.leaves
         ]
         return self.tree, tuple(forms)
 
     def children(self) -> Iterator["Part"]:
-        """What it is made of, one level down."""
+        """Its parts one level down."""
         start = 0
         for tree in self.tree.children():
             place = slice(start, start := start + tree.num_leaves)
             yield Part(tree, self.leaves[place], self.keys[place])
 
     def parts(self) -> Iterator["Part"]:
-        """Itself, and everything inside of it that has an array."""
+        """Itself and all parts inside that have an array."""
         if any(map(is_array, self.leaves)):
             yield self
             for child in self.children():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is declared of a function beside its code, and what it says of each value.
+"""Resolves the declared layout of every input and output of a function.
 
 Declared layouts, the arrays' own and the rule for batches come together here: each
-input and output of a graph gets its name and its layout, every check made.
+input and output of a graph gets its name and its checked layout.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from tessera.mesh import Mesh
 from tessera.objects import STRUCTURE, is_object
 from tessera.shard import DistTensor, ShardSpec
 from tessera.spec import axes_of_dims, check_even
-from tessera.tree import path_name
+from tessera.tree import Skeleton, named_leaves, path_name
 
 # What annotations call the dims of each array, by its path.
 DimNames: TypeAlias = Mapping[str, Sequence[str]]
@@ -32,7 +32,7 @@ _NO_NAMES: DimNames = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is declared of a function beside its code.
+    """What is declared about a function besides its code.
 
     Attributes:
       name: What the graph and the compiled module are called.
@@ -42,11 +42,11 @@ class Options:
       out_specs: Layouts of the result: a spec or a prefix tree; None leaves them to
         the partitioner.
       donate: Arguments whose memory the outputs may take over.
-      strategy: What gives layouts to arguments by what they are; see ``ts.distribute``.
+      strategy: Gives arguments layouts by their roles; see ``ts.distribute``.
       split_batch: Whether batches without a layout are split along their leading dim
         over the mesh's data axes.
       batch: Arguments that are batches, or paths in them; None: all of them.
-      found: For arrays by path, whether they are a batch, as a trace found out.
+      inferred: For arrays by path, whether they are a batch, inferred from a trace.
     """
 
     name: str
@@ -57,19 +57,19 @@ class Options:
     strategy: Strategy | None = None
     split_batch: bool = False
     batch: frozenset[str] | None = frozenset()
-    found: Mapping[str, bool] = field(default_factory=dict)
+    inferred: Mapping[str, bool] = field(default_factory=dict)
 
     def is_batch(self, path: str) -> bool:
-        """Whether an array of the arguments is declared to be a batch, or found to."""
-        if path in self.found:
-            return self.found[path]
+        """Whether an array of the arguments is declared or inferred to be a batch."""
+        if path in self.inferred:
+            return self.inferred[path]
         return self.batch is None or is_in(path, self.batch)
 
     def for_objects(self, call: Call) -> "Options":
-        """The same for a call with the arrays of NNX objects among its arguments.
+        """The options for a call with arrays of NNX objects among its arguments.
 
-        Trees of layouts name the arrays as the objects do, and may leave some out. To a
-        strategy, the type of an object says what it is.
+        Trees of layouts name arrays as the objects do, and may leave some out. The type
+        of an object is its role for a strategy.
 
         Raises:
           SpecFormError: [T204] a layout is for an array that an object does not have.
@@ -85,7 +85,7 @@ class Options:
                 roles[argument.name] = structure.role
         if self.strategy is None:
             return replace(self, in_specs=specs)
-        strategy = replace(self.strategy, said=roles | dict(self.strategy.said))
+        strategy = replace(self.strategy, declared=roles | dict(self.strategy.declared))
         return replace(self, in_specs=specs, strategy=strategy)
 
     @property
@@ -108,7 +108,7 @@ def argument_values(
     Raises:
       ShardDivisibilityError: [T201] a declared layout does not divide an array.
       SpecFormError: [T204] a tree of layouts does not fit its argument.
-      LayoutMismatchError: [T205] arrays are laid out otherwise than declared.
+      LayoutMismatchError: [T205] arrays have other layouts than declared.
     """
     declared = declared_layouts(call, options, mesh, dim_names)
     strategy = options.strategy if mesh is not None else None
@@ -205,8 +205,7 @@ def parameter_value(name: str, held: DistTensor, mesh: Mesh | None) -> Value:
 
 def output_values(
     options: Options,
-    tree: Any,
-    statics: Mapping[int, Any],
+    result: Skeleton,
     avals: Sequence[Any],
     mesh: Mesh | None,
     dim_names: DimNames = _NO_NAMES,
@@ -217,12 +216,12 @@ def output_values(
       SpecFormError: [T204] the tree of layouts does not fit the result.
       ShardDivisibilityError: [T201] a declared layout does not divide an array.
     """
-    places = jax.tree.unflatten(tree, range(tree.num_leaves))
-    specs = _specs("out_specs", options.out_specs, places, statics)
+    indices = jax.tree.unflatten(result.structure, range(result.structure.num_leaves))
+    specs = _specs("out_specs", options.out_specs, indices, result.statics)
     names = [
-        path_name(path, "result")
-        for path, place in jax.tree_util.tree_flatten_with_path(places)[0]
-        if place not in statics
+        name
+        for name, index in named_leaves(indices, "result").items()
+        if index not in result.statics
     ]
     return tuple(
         Value(name, aval, _resolve(spec, name, aval, mesh, dim_names))
@@ -296,7 +295,7 @@ def _object_specs(specs: Any, argument: Argument) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Spec:
-    """A box, so that a missing spec is a leaf of its tree like any other."""
+    """Boxes a spec or None, so that None is a leaf of its tree like any other."""
 
     spec: Any
 
@@ -310,7 +309,7 @@ def _is_spec(node: Any) -> bool:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf of a result is an array, or becomes one."""
+    """Whether a leaf of a result is an array or converts to one."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in "OSUMm"  # objects, strings, dates
     kinds = (bool, int, float, complex, jax.Array)

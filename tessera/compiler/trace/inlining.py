@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function that is called while another is traced becomes part of that program.
+"""Inlines a function that is called while another one is traced.
 
-Its declared layouts hold there: arguments and results are constrained to them.
+Its arguments and results are constrained to its declared layouts.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,9 @@ from tessera.compiler.trace.declared_layouts import (
     is_number,
     output_values,
 )
-from tessera.compiler.trace.write_back import Watch
+from tessera.compiler.trace.write_back import MutationTracker
 from tessera.mesh import Mesh
+from tessera.tree import partition
 
 
 def inline(
@@ -33,7 +34,7 @@ def inline(
 
     Args:
       function: The user's function.
-      call: Its arguments, taken apart.
+      call: Its flattened arguments.
       options: What is declared beside the code.
       given: The arguments themselves, whose dicts and lists it may assign into.
 
@@ -42,7 +43,7 @@ def inline(
       LayoutMismatchError: [T205] arrays are laid out otherwise than declared.
       MeshConflictError: [T308] (when the trace ends) its mesh is not the program's.
       AnnotationError: [T315] arguments or result do not fit the annotations.
-      NoMeshError: [T106] (when the trace ends) it has layouts, and nobody a mesh.
+      NoMeshError: [T106] (when the trace ends) it has layouts, and there is no mesh.
       WriteBackError: [T320] an argument was changed that cannot be given back.
     """
     here = scope.current()
@@ -51,7 +52,7 @@ def inline(
     mesh = options.mesh or here.mesh
     check = here.is_whole_batch  # one microbatch has other sizes
     binding = bind(function, call.args, call.kwargs, name=options.name, check=check)
-    if mesh is None:  # if this trace finds one, the next trace has it
+    if mesh is None:  # if this trace finds one, the next trace uses it
         named = zip(call.keywords, given[call.positional :], strict=True)
         result = function(*given[: call.positional], **dict(named))
         binding.check_result(result)
@@ -61,21 +62,17 @@ def inline(
     laid_out = _constrained(arrays, declared, mesh)
     args, kwargs = call.rebuilt(laid_out)
     names = [argument.name for argument in call.arguments]
-    watch = Watch([*args, *kwargs.values()], names)
+    watch = MutationTracker([*args, *kwargs.values()], names)
     result = function(*args, **kwargs)
-    watch.give_back(given)
+    watch.write_back(given)
     binding.check_result(result)
     names = binding.result_dim_names(result)
-    leaves, tree = jax.tree.flatten(result)
-    places = [i for i, leaf in enumerate(leaves) if is_number(leaf)]
-    statics = {i: leaf for i, leaf in enumerate(leaves) if i not in places}
-    results = [leaves[i] for i in places]
+    results, skeleton = partition(result, is_number)
     avals = [jax.typeof(result) for result in results]
-    values = output_values(options, tree, statics, avals, mesh, names)
-    laid_out = _constrained(results, [value.spec for value in values], mesh)
-    for place, result in zip(places, laid_out, strict=True):
-        leaves[place] = result
-    return jax.tree.unflatten(tree, leaves)
+    values = output_values(options, skeleton, avals, mesh, names)
+    return skeleton.combine(
+        _constrained(results, [value.spec for value in values], mesh)
+    )
 
 
 def _constrained(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mesh of a call: what its arrays live on, or what the function brings along."""
+"""Infers the mesh of a call from its arrays and from what the function declares."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -12,7 +12,7 @@ from tessera.compiler.trace.arguments import ONE_DEVICE, Leaf
 from tessera.errors import MeshConflictError
 from tessera.mesh import AUTO_AXES, Mesh
 
-# What messages call its owner, and the mesh.
+# The name of its owner for messages, and the mesh.
 Owned: TypeAlias = tuple[str, Mesh | None]
 
 
@@ -54,23 +54,23 @@ def common_mesh(leaves: Sequence[Leaf], declared: Sequence[Owned]) -> Mesh | Non
     return next(iter(found), None)
 
 
-def meshes_met(graph: Graph, inner: Sequence[Owned]) -> list[Owned]:
-    """Meshes that a trace met, with what messages call them.
+def meshes_used(graph: Graph, inner: Sequence[Owned]) -> list[Owned]:
+    """Meshes used in a trace, with names for messages.
 
     Args:
-      graph: The function, as it was traced: its captured arrays and manual regions.
+      graph: The function, as it was traced: its captured arrays and SPMD regions.
       inner: Meshes of the functions that it calls.
     """
-    met = list(inner)
+    used = list(inner)
     names = [value.name for value in graph.inputs if value.role is Role.CAPTURED]
     for leaf in map(Leaf, names, graph.captured):
         if leaf.layout is not None:
-            met.append((leaf.name, leaf.layout[0]))
-    regions = set() if graph.mesh or met else _meshes_of_regions(graph.program)
-    # Several grids of the same devices are the user's own; none of them is the step's.
+            used.append((leaf.name, leaf.layout[0]))
+    regions = set() if graph.mesh or used else _meshes_of_regions(graph.program)
+    # Several grids of the same devices are the user's business; none is the step's.
     if len(regions) == 1:
-        met.append(("a manual region", Mesh.of(regions.pop())))
-    return met
+        used.append(("a shard_map", Mesh.of(regions.pop())))
+    return used
 
 
 def _meshes_of_regions(program: _jax.Program) -> set[JaxMesh]:

@@ -29,8 +29,8 @@ from tessera.compiler.pipelining.pipeline_primitive import (
     check_results,
     pipeline_p,
 )
-from tessera.compiler.rewriting import contains, without_jits
-from tessera.compiler.trace.argument_roles import Uses, uses_of, views_of
+from tessera.compiler.rewriting import contains, inline_jits
+from tessera.compiler.trace.argument_roles import GradientUses, gradient_uses, views_of
 from tessera.errors import PipelineFormError, TesseraError
 from tessera.scope import Scope
 from tessera.spec import check_even
@@ -142,7 +142,7 @@ class BatchRows:
 
     def _has_equations_of(self, program: _jax.Program) -> bool:
         """Whether another program does the same up to the last loss."""
-        first, second = map(_jax.equations, (self.program, without_jits(program)))
+        first, second = map(_jax.equations, (self.program, inline_jits(program)))
         ends = [i for i, e in enumerate(first) if e.primitive is gradient_p]
         last = ends[-1] + 1 if ends else 0
         return have_same_equations(first[:last], second[:last])
@@ -178,7 +178,7 @@ class BatchRows:
     @cached_property
     def program(self) -> _jax.Program:
         """The step's program, without calls of jitted functions."""
-        return without_jits(self.graph.program)
+        return inline_jits(self.graph.program)
 
     @cached_property
     def values(self) -> dict[Any, Value]:
@@ -187,9 +187,9 @@ class BatchRows:
         return dict(zip(inputs, self.graph.inputs, strict=True))
 
     @cached_property
-    def uses(self) -> Uses:
+    def uses(self) -> GradientUses:
         """What gradients are taken by, and of."""
-        return uses_of(self.program)
+        return gradient_uses(self.program)
 
     @cached_property
     def free(self) -> frozenset[Any]:

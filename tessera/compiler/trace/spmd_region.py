@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tensor_parallel``: a function whose body every device runs on its own blocks.
+"""``tensor_parallel``: runs a function's body as an SPMD region (``shard_map``).
 
-Annotations say what is split. A dim that the first array has is whole everywhere; one
-that it has not, such as a layer's output features, is split over the strategy's axes.
-The body becomes a region that is manual over these axes and leaves the others to the
-partitioner.
+Annotations say what is split. A dim whose symbol appears in the first array is whole
+everywhere; one that does not appear there, such as a layer's output features, is split
+over the strategy's axes. The body becomes a ``shard_map`` that is manual over these
+axes and leaves the others to the partitioner.
 """
 
 import functools
@@ -30,7 +30,7 @@ from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.objects import holds_objects
 from tessera.ops.operand_layouts import region_mesh
 from tessera.shard import DistTensor, ShardSpec
-from tessera.tree import named_leaves
+from tessera.tree import Skeleton, named_leaves, partition
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Split:
         return array.reshape(shape)
 
     def together(self, array: Any) -> Any:
-        """The other way round."""
+        """The inverse of ``apart``."""
         if self.blocks == 1:
             return array
         shape = list(array.shape)
@@ -86,16 +86,16 @@ class TensorParallel(Strategy):
         """
         return dims.get(self.common or next(iter(dims), ""))
 
-    def informed(self, graph: Graph, call: Call) -> Self:
-        """The strategy as it is: annotations say all that it asks."""
+    def with_inferred_roles(self, graph: Graph, call: Call) -> Self:
+        """The strategy itself: annotations decide everything."""
         del graph, call
         return self
 
     def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
         """The layout of one array of an argument: its own, or what the region takes.
 
-        What is fused comes whole where it has no layout of its own: as it lies in
-        memory, no layout gives each device its share of each block.
+        A fused dim stays whole unless the array has a layout of its own: no layout
+        of a fused dim gives each device its share of every block.
         """
         if leaf.layout is not None:
             return leaf.layout[1]
@@ -114,7 +114,7 @@ class TensorParallel(Strategy):
 
 
 def split_of(names: Sequence[str], common: Sequence[str]) -> Split | None:
-    """The first dim whose symbols an array has and the first one has not.
+    """The first dim of an array whose symbols the first array does not have.
 
     Args:
       names: The dims of the array, as they are annotated.
@@ -131,8 +131,8 @@ def split_of(names: Sequence[str], common: Sequence[str]) -> Split | None:
     return None
 
 
-class PerDevice:
-    """A function whose body each device runs; it takes and gives global arrays."""
+class SpmdFunction:
+    """A function of global arrays whose body each device runs on its own blocks."""
 
     def __init__(self, body: Callable[..., Any], strategy: TensorParallel) -> None:
         functools.update_wrapper(self, body)
@@ -147,7 +147,7 @@ class PerDevice:
           StrategyError: [T313] the annotations do not say what is split.
         """
         if set(self._strategy.axes) <= set(manual_axes()):  # its arguments are blocks
-            return scope.as_called(self._body)(*args, **kwargs)
+            return scope.resolve_callee(self._body)(*args, **kwargs)
         here = scope.current()
         mesh = (here.mesh if here is not None else None) or opened_or_none()
         mesh = mesh or self._strategy.default_mesh()
@@ -156,7 +156,7 @@ class PerDevice:
 
 
 class _Region:
-    """One call of a function, as a region."""
+    """One call of a function as an SPMD region."""
 
     def __init__(
         self,
@@ -175,7 +175,9 @@ class _Region:
         for name, value in bound.arguments.items():
             if holds_objects(value):
                 raise self._takes_no_object(name, value)
-        self._leaves, self._tree = _flat("", dict(bound.arguments))
+        arguments = dict(bound.arguments)
+        self._tree = jax.tree.structure(arguments, is_leaf=_is_tensor)
+        self._leaves = named_leaves(arguments, is_leaf=_is_tensor)
         first = strategy.common_dims(self._binding.dim_names) or ()
         self._common = [s for n in first if n != "..." for s in Dim(n).symbols]
         self._splits = self._splits_of_arguments()
@@ -191,38 +193,32 @@ class _Region:
 
     def run(self) -> Any:
         """The global results."""
-        given = [
+        operands = [
             _apart(split, jnp.asarray(self._leaves[path]))
             for path, split in self._splits.items()
         ]
         found: list[Any] = []
 
-        def noting(*blocks: Any) -> tuple[()]:
-            tree, leaves, splits = self._results(blocks)
-            statics = {p: x for p, x in enumerate(leaves) if not is_number(x)}
-            found[:] = tree, statics, splits
+        def probe(*blocks: Any) -> tuple[()]:
+            _, *found[:] = self._results(blocks)
             return ()
 
         def on_blocks(*blocks: Any) -> list[Any]:
-            _, leaves, splits = self._results(blocks)
-            arrays = [jnp.asarray(leaf) for leaf in leaves if is_number(leaf)]
+            arrays, _, splits = self._results(blocks)
             return list(map(_apart, splits, arrays))
 
-        # JAX wants the layouts of results first, and the body has to run to know them.
+        # shard_map asks for the layouts of results, which only a run of the body shows.
         here = scope.current()
-        before = here.mark() if here is not None else ()
-        jax.eval_shape(self._mapped(noting, ()), *given)
+        before = here.snapshot() if here is not None else ()
+        jax.eval_shape(self._mapped(probe, ()), *operands)
         if here is not None:
-            here.go_back(before)
-        tree, statics, splits = found
-        arrays = self._mapped(on_blocks, self._specs(splits))(*given)
-        whole = iter(map(_together, splits, arrays))
-        count = len(splits) + len(statics)
-        leaves = [statics[i] if i in statics else next(whole) for i in range(count)]
-        return jax.tree.unflatten(tree, leaves)
+            here.restore(before)
+        skeleton, splits = found
+        arrays = self._mapped(on_blocks, self._specs(splits))(*operands)
+        return skeleton.combine(map(_together, splits, arrays))
 
     def _mapped(self, function: Callable[..., Any], out_specs: Any) -> Any:
-        """The function as a region; inside of another one, of the axes left there."""
+        """The function under ``shard_map``; a nested one is over the remaining axes."""
         outer = jax.sharding.get_abstract_mesh()
         return jax.shard_map(
             function,
@@ -235,23 +231,27 @@ class _Region:
     def _specs(self, splits: Iterable[Split | None]) -> list[PartitionSpec]:
         return [s.spec(self._axes) if s else PartitionSpec() for s in splits]
 
-    def _results(self, blocks: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """What the body gives on one device's blocks, and how each array is split."""
+    def _results(
+        self, blocks: Sequence[Any]
+    ) -> tuple[list[Any], Skeleton, list[Split | None]]:
+        """The body's arrays on one device, the rest of its result, and the splits."""
         joined = map(_together, self._splits.values(), blocks)
         given = dict(zip(self._splits, joined, strict=True))
         filled = [given.get(path, leaf) for path, leaf in self._leaves.items()]
         arguments = jax.tree.unflatten(self._tree, filled)
         call = inspect.BoundArguments(self._signature, arguments)
-        result = scope.as_called(self._body)(*call.args, **call.kwargs)
+        result = scope.resolve_callee(self._body)(*call.args, **call.kwargs)
         self._refuse_writes(arguments, filled)
-        leaves, tree = _flat("result", result)
+        found, skeleton = partition(result, is_number, is_leaf=_is_tensor)
+        arrays = list(map(jnp.asarray, found))
+        named = named_leaves(result, "result", is_leaf=_is_tensor)
+        paths = [path for path, leaf in named.items() if is_number(leaf)]
         names = self._binding.result_dim_names(result)
         splits = [
-            self._split_of_result(path, jnp.asarray(leaf), names.get(path))
-            for path, leaf in leaves.items()
-            if is_number(leaf)
+            self._split_of_result(path, array, names.get(path))
+            for path, array in zip(paths, arrays, strict=True)
         ]
-        return tree, list(leaves.values()), splits
+        return arrays, skeleton, splits
 
     def _refuse_writes(self, arguments: Any, given: Sequence[Any]) -> None:
         """Raise [T313] where the body put something into one of its arguments."""
@@ -285,7 +285,7 @@ class _Region:
                 f"strategy {self._strategy.name!r} finds nothing to split in "
                 f"{self._name!r}",
                 got=", ".join(f"{p}: {' '.join(dims)}" for p, dims in names.items()),
-                fix="give a weight a dim whose symbol the first array has not",
+                fix="give a weight a dim whose symbol is not in the first array",
             )
         for path, split in splits.items():
             if split is not None:
@@ -331,12 +331,6 @@ def _apart(split: Split | None, array: Any) -> Any:
 
 def _together(split: Split | None, array: Any) -> Any:
     return array if split is None else split.together(array)
-
-
-def _flat(root: str, tree: Any) -> tuple[dict[str, Any], Any]:
-    """Leaves by path, as the graph names them, and the tree."""
-    structure = jax.tree.structure(tree, is_leaf=_is_tensor)
-    return named_leaves(tree, root, is_leaf=_is_tensor), structure
 
 
 def _is_array(leaf: Any) -> bool:

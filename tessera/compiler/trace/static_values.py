@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static values: what of a call's arguments a program is specialized to, by value.
+"""Static values of a call: compared by value, so that equal calls share a program.
 
-Values that behave alike are one, however often they are made anew: equal dataclasses,
-partials of equal parts, methods of equal objects, functions of one ``def`` or lambda
-that close over equal values. Of arrays, those that a function closes over, a program
-keeps the ones it met, so they are like themselves alone.
+Values that behave alike are equal, even if created anew: equal dataclasses, partials of
+equal parts, methods of equal objects, functions of one ``def`` or lambda that close
+over equal values. Arrays that a function closes over are compared by identity, because
+a program keeps them.
 """
 
 import functools
@@ -17,59 +17,60 @@ from tessera.annotations.tensor import is_array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Static:
+class StaticValue:
     """A value that a program is specialized to; ``1``, ``1.0`` and ``True`` differ.
 
     Attributes:
       value: The value.
-      likeness: What is equal for values that are alike, and has a hash if it has one.
+      key: Equal for equivalent values; hashable if the value is.
     """
 
     value: Any
-    likeness: Any
+    key: Any
 
     @classmethod
-    def of(cls, value: Any) -> "Static":
-        """A value, of which no hash is asked for yet.
+    def of(cls, value: Any) -> "StaticValue":
+        """A static value, which is not hashed yet.
 
         Example:
-          >>> Static.of(1) == Static.of(1.0), Static.of(0.0) == Static.of(-0.0)
+          >>> of = StaticValue.of
+          >>> of(1) == of(1.0), of(0.0) == of(-0.0)
           (False, False)
           >>> made = [lambda x: x + 1 for _ in range(2)]
-          >>> made[0] == made[1], Static.of(made[0]) == Static.of(made[1])
+          >>> made[0] == made[1], of(made[0]) == of(made[1])
           (False, True)
         """
-        return cls(value, _likeness(value, ()))
+        return cls(value, _key_of(value, ()))
 
-    def is_like(self, other: Any) -> bool:
-        """Whether a program for this value serves another one."""
-        return other is self.value or _likeness(other, ()) == self.likeness
+    def is_equivalent(self, other: Any) -> bool:
+        """Whether a program for this value is valid for another one."""
+        return other is self.value or _key_of(other, ()) == self.key
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and other.likeness == self.likeness
+        return isinstance(other, StaticValue) and other.key == self.key
 
     def __hash__(self) -> int:
-        return hash(self.likeness)
+        return hash(self.key)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Same:
-    """A value that is like itself alone; it is kept, so that no other has its id."""
+class _ByIdentity:
+    """Compares a value by identity; keeps it alive, so that no other gets its id."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _ByIdentity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
-def _likeness(value: Any, around: tuple[int, ...]) -> Hashable:
-    """What values that behave alike have in common, with the type in front."""
+def _key_of(value: Any, around: tuple[int, ...]) -> Hashable:
+    """A key that equivalent values share; begins with their type."""
     kind = type(value)
     if kind is float or kind is complex:
-        return kind, repr(value)  # 0.0 is no -0.0, and nan is like nan
+        return kind, repr(value)  # 0.0 differs from -0.0, and nan equals nan
     if kind is FunctionType:
         return kind, _function(value, (*around, id(value)))
     if kind is functools.partial:
@@ -86,9 +87,9 @@ def _function(value: FunctionType, around: tuple[int, ...]) -> Hashable:
         try:
             cells.append(cell.cell_contents)
         except ValueError:  # not assigned yet
-            cells.append(_Same(cell))
+            cells.append(_ByIdentity(cell))
     given = (value.__defaults__, value.__kwdefaults__, value.__dict__)
-    code = (_Same(value.__code__), _Same(value.__globals__))
+    code = (_ByIdentity(value.__code__), _ByIdentity(value.__globals__))
     return *code, _parts(cells, around), _parts(given, around)
 
 
@@ -97,7 +98,7 @@ def _parts(values: Any, around: tuple[int, ...]) -> Hashable:
 
 
 def _part(value: Any, around: tuple[int, ...]) -> Hashable:
-    """The likeness of what another value is made of, which may be anything."""
+    """The key of a part of another value, which may be of any type."""
     if id(value) in around:  # a function that closes over itself
         return "around", around.index(id(value))
     inside = (*around, id(value))
@@ -107,10 +108,10 @@ def _part(value: Any, around: tuple[int, ...]) -> Hashable:
     if kind is dict:
         return kind, _parts(value.items(), inside)
     if is_array(value):
-        return _Same(value)
-    likeness = _likeness(value, around)
+        return _ByIdentity(value)
+    key = _key_of(value, around)
     try:
-        hash(likeness)
+        hash(key)
     except TypeError:
-        return _Same(value)
-    return likeness
+        return _ByIdentity(value)
+    return key

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies of ``ts.distribute``: layouts by what an argument is, not by its shape.
+"""Strategies of ``ts.distribute``: layouts by the roles of arguments.
 
-A strategy gives every array of the parameters, the gradients, the optimizer's state and
-the batch a layout: the one that it comes with, and over the strategy's axes what the
-strategy says. Which is which the user says, or the function shows when it is traced.
+A strategy gives every array of the parameters, the gradients, the optimizer state and
+the batch a layout: its own, changed over the strategy's axes. Roles are declared by the
+user, or inferred from the traced function.
 """
 
 import warnings
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from tessera.analysis.memory import format_bytes
 from tessera.compiler.ir import Graph
 from tessera.compiler.pipelining.pipeline_primitive import argument_rows
-from tessera.compiler.trace.argument_roles import replaced
+from tessera.compiler.trace.argument_roles import updated_indices
 from tessera.compiler.trace.arguments import Argument, Call, Leaf, is_in
 from tessera.compiler.trace.carried_state import (
     Part,
@@ -31,7 +31,7 @@ from tessera.compiler.trace.strategy_roles import (
     GRADIENTS,
     PARAMS,
     find_roles,
-    is_like,
+    matches_weight,
 )
 from tessera.compiler.zero_layouts import SPLIT_FROM, split_further
 from tessera.errors import (
@@ -44,7 +44,7 @@ from tessera.mesh import Mesh
 from tessera.shard import ShardSpec
 from tessera.spec import axes_of_dims, spec_of_axes
 
-# Of arrays of fewer bytes nobody asks where they lie.
+# Replicating arrays of fewer bytes is no reason for a warning.
 _LARGE: Final = 1 << 20
 
 
@@ -57,47 +57,51 @@ class Strategy:
       stage: From which of ``SPLIT_FROM`` on arrays are split: 0 splits none of them.
       axes: The mesh axes that it splits over; the batch over all of them, other arrays
         over the last.
-      said: What arguments are, or parts of them by path.
-      found: What the function shows of other arrays, by path.
-      results: What the results are, a role or None for each; None finds out.
+      declared: Roles of arguments, or of parts of them by path, that the user declares.
+      inferred: Roles of other arrays by path, inferred from the function.
+      results: The role of each result, or None for each; None infers them.
     """
 
     name: str
     stage: int
     axes: tuple[str, ...]
-    said: Mapping[str, str] = field(default_factory=dict)
-    found: Mapping[str, str] = field(default_factory=dict)
+    declared: Mapping[str, str] = field(default_factory=dict)
+    inferred: Mapping[str, str] = field(default_factory=dict)
     results: tuple[str | None, ...] | None = None
 
     def role(self, path: str) -> str | None:
-        """What an array of the arguments is, as far as that is known."""
-        names = [name for name in self.said if is_in(path, (name,))]
-        return self.said[max(names, key=len)] if names else self.found.get(path)
+        """The role of an array of the arguments, as far as that is known."""
+        names = [name for name in self.declared if is_in(path, (name,))]
+        return self.declared[max(names, key=len)] if names else self.inferred.get(path)
 
-    def informed(self, graph: Graph, call: Call) -> Self:
-        """The strategy, with the roles that the traced function shows.
+    def with_inferred_roles(self, graph: Graph, call: Call) -> Self:
+        """The strategy, with roles inferred from the traced function.
 
         Raises:
-          StrategyError: [T313] a role is said of what the arguments do not have.
-          UndecidedRoleError: [T324] nothing decides what an array is.
+          StrategyError: [T313] a role is declared for an array that does not exist.
+          UndecidedRoleError: [T324] the role of an array is undecided.
         """
         paths = [leaf.name for leaf in call.leaves]
-        for name in self.said:
+        for name in self.declared:
             if not any(is_in(path, (name,)) for path in paths):
                 raise StrategyError(
                     f"{graph.name!r} is given no array {name!r}",
-                    got=f"{self.said[name]}={name!r}",
+                    got=f"{self.declared[name]}={name!r}",
                     fix=did_you_mean(name, paths),
                 )
-        said = {p: role for p in paths if (role := replace(self, found={}).role(p))}
-        return replace(self, found=find_roles(self.name, self.stage, said, graph))
+        declared = {
+            p: role for p in paths if (role := replace(self, inferred={}).role(p))
+        }
+        return replace(
+            self, inferred=find_roles(self.name, self.stage, declared, graph)
+        )
 
     def default_mesh(self) -> Mesh:
-        """Every device there is, along the axis of the strategy."""
+        """All devices, along the axis of the strategy."""
         return Mesh(self.axes[-1:])
 
     def check_mesh(self, mesh: Mesh) -> None:
-        """See that a mesh has the axes.
+        """Check that a mesh has the axes.
 
         Raises:
           UnknownAxisError: [T103] it lacks one.
@@ -130,7 +134,7 @@ class Strategy:
     def gradient_layout(
         self, argument: Argument, leaf: Leaf, mesh: Mesh
     ) -> PartitionSpec | None:
-        """Where the gradient by an array lies, if it is a parameter."""
+        """The layout of the gradient by an array, if it is a parameter."""
         if self.role(leaf.name) != PARAMS:
             return None
         own = leaf.layout[1] if leaf.layout else PartitionSpec()
@@ -145,7 +149,7 @@ class Strategy:
         return split_further(spec, shape, mesh, self.axes[-1])
 
     def warn(self, call: Call, mesh: Mesh) -> None:
-        """Warn where a large array stays whole that was to be split.
+        """Warn where a large array that should be split stays whole.
 
         Warns:
           TesseraWarning: The axis divides none of its dims.
@@ -169,14 +173,14 @@ class Strategy:
                     )
 
     def _without_axes(self, spec: PartitionSpec, rank: int) -> PartitionSpec:
-        """What others split, so that a result is laid out like what it replaces."""
+        """A layout without the strategy's axes, which a result may already have."""
         return spec_of_axes(
             tuple(axis for axis in axes if axis not in self.axes)
             for axes in axes_of_dims(spec, rank)
         )
 
     def with_results(self, graph: Graph, result: Any, call: Call) -> Graph:
-        """A graph with the layouts of its results, None for what is like no argument.
+        """A graph with layouts of its results; None for those like no argument.
 
         Args:
           graph: The function, as it was traced.
@@ -184,8 +188,8 @@ class Strategy:
           call: The arguments.
 
         Raises:
-          StrategyError: [T313] ``results`` is not of as many as there are.
-          UndecidedRoleError: [T324] nothing decides what a result replaces.
+          StrategyError: [T313] ``results`` has another length than the results.
+          UndecidedRoleError: [T324] it is undecided what a result replaces.
         """
         assert graph.mesh is not None, "a strategy has a mesh"
         layouts = {
@@ -208,12 +212,15 @@ class Strategy:
         whole = Part.of(result, names)
         if self.results is None:
             parts = results_in_parts(whole, arguments)
-            of = [{graph.inputs[i].name for i in f} for f in replaced(graph.program)]
+            of = [
+                {graph.inputs[i].name for i in f}
+                for f in updated_indices(graph.program)
+            ]
             new = dict(zip(names, of[:count], strict=True))
             found = layouts_of_results(parts, arguments, layouts, new)
         else:
             parts = list(whole.children()) or [whole]
-            found = self._said_layouts(parts, arguments, layouts)
+            found = self._declared_layouts(parts, arguments, layouts)
         pairs = zip(parts, found, strict=True)
         known = [
             layout
@@ -225,14 +232,14 @@ class Strategy:
         specs = [replace(value, spec=spec) for value, spec in returned]
         return graph.with_outputs([*specs, *graph.outputs[count:]])
 
-    def _said_layouts(
+    def _declared_layouts(
         self,
         parts: Sequence[Part],
         arguments: Sequence[Part],
         layouts: Mapping[str, PartitionSpec],
     ) -> list[tuple[PartitionSpec | None, ...]]:
-        """Layouts of results whose roles are said."""
-        assert self.results is not None, "they are said"
+        """Layouts of results whose roles are declared."""
+        assert self.results is not None, "they are declared"
         if len(self.results) != len(parts):
             raise StrategyError(
                 f"strategy {self.name!r} is told of {len(self.results)} results",
@@ -250,9 +257,9 @@ class Strategy:
             ]
             if role is not None and not alike:
                 raise StrategyError(
-                    f"a result is said to be {role!r}, and is like no argument that is",
+                    f"a result is declared {role!r}, and is like no such argument",
                     got=f"results={self.results!r}",
-                    fix="say None of it, or say which argument it is like",
+                    fix="declare None for it, or the role of the argument it is like",
                 )
             keys = alike[0].keys if role is not None else (None,) * len(result.keys)
             found.append(tuple(None if k is None else layouts[k] for k in keys))
@@ -261,16 +268,16 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallel(Strategy):
-    """Weights are stored in parts over the pipeline's axis, and data is not.
+    """Weights are sharded over the pipeline's axis, and data is not.
 
-    What has rows is known once the pipelined call knows it.
+    The pipelined call infers which arguments have the batch dim.
     """
 
-    def informed(self, graph: Graph, call: Call) -> Self:
-        """The strategy, with the roles that the pipelined call found."""
+    def with_inferred_roles(self, graph: Graph, call: Call) -> Self:
+        """The strategy, with the roles that the pipelined call inferred."""
         rows = argument_rows(graph.program)
         found = {path: BATCH if row else PARAMS for path, row in rows.items()}
-        return replace(self, found=found)
+        return replace(self, inferred=found)
 
     def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
         """The layout of one array of an argument."""
@@ -283,7 +290,7 @@ class PipelineParallel(Strategy):
 class ExpertParallel(Strategy):
     """Experts are split along their leading dim, which counts them.
 
-    Everything else is whole, and the batch is split.
+    The batch is split as well, and everything else is whole.
 
     Attributes:
       experts: Arguments that are experts, or parts of them by path.
@@ -294,8 +301,8 @@ class ExpertParallel(Strategy):
     experts: tuple[str, ...] = ()
     of_experts: frozenset[str] = frozenset()
 
-    def informed(self, graph: Graph, call: Call) -> Self:
-        """The strategy, with the roles that the traced function shows.
+    def with_inferred_roles(self, graph: Graph, call: Call) -> Self:
+        """The strategy, with roles inferred from the traced function.
 
         Raises:
           StrategyError: [T313] there are no such experts among the arguments.
@@ -312,9 +319,9 @@ class ExpertParallel(Strategy):
         alike = {
             path
             for path in shapes
-            if any(is_like(path, shapes[path], e, shapes[e]) for e in experts)
+            if any(matches_weight(path, shapes[path], e, shapes[e]) for e in experts)
         }
-        found = super().informed(graph, call)
+        found = super().with_inferred_roles(graph, call)
         return replace(found, of_experts=frozenset(experts | alike))
 
     def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
@@ -324,7 +331,7 @@ class ExpertParallel(Strategy):
     def gradient_layout(
         self, argument: Argument, leaf: Leaf, mesh: Mesh
     ) -> PartitionSpec | None:
-        """Where the gradient by an array lies, if it is a parameter."""
+        """The layout of the gradient by an array, if it is a parameter."""
         spec = super().gradient_layout(argument, leaf, mesh)
         return spec if spec is None else self._by_expert(spec, leaf, mesh)
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the arguments of a function with a strategy are, from what the function does.
+"""Infers the roles of a function's arguments from what the function does.
 
-Where it takes gradients by ``ts.grad``, these are by the parameters; what its losses
-read beside them is the batch, if it is one argument; and what they do not read is
-optimizer state. An update takes no gradient: its parameters are what its results are
-new values of, and its optimizer state has their paths and shapes. Names are not asked,
-and what none of this decides is an error.
+Parameters are what ``ts.grad`` differentiates by; what losses read besides them is the
+batch, if it is one argument; and what losses do not read is optimizer state. In an
+update, which takes no gradient, the parameters are the arguments that results are new
+values of, and optimizer state has their paths and shapes. Names of arguments do not
+count, and an undecided role is an error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +15,12 @@ from typing import Any, Final
 from tessera import _jax
 from tessera.compiler.ir import Graph, Role, Value
 from tessera.compiler.pipelining.pipeline_primitive import first_of
-from tessera.compiler.rewriting import without_jits
-from tessera.compiler.trace.argument_roles import Uses, updated, uses_of
+from tessera.compiler.rewriting import inline_jits
+from tessera.compiler.trace.argument_roles import (
+    GradientUses,
+    gradient_uses,
+    updated_inputs,
+)
 from tessera.errors import UndecidedRoleError
 
 PARAMS, GRADIENTS, STATE, BATCH = "params", "gradients", "optimizer_state", "batch"
@@ -24,51 +28,51 @@ ROLES: Final = (PARAMS, GRADIENTS, STATE, BATCH)
 
 
 def find_roles(
-    name: str, stage: int, said: Mapping[str, str], graph: Graph
+    name: str, stage: int, declared: Mapping[str, str], graph: Graph
 ) -> dict[str, str]:
-    """The role of each array of the arguments of which the user says none, by path.
+    """The role of each array without a declared role, by path.
 
     Args:
       name: The strategy.
-      stage: The stage of ZeRO that it is.
-      said: For each array of which the user says it, its role.
+      stage: Its ZeRO stage.
+      declared: The role of each array for which the user declares one.
       graph: The function, as it was traced.
 
     Raises:
-      UndecidedRoleError: [T324] nothing decides it.
+      UndecidedRoleError: [T324] a role is undecided.
     """
-    return _Finding(name, stage, said, graph).roles()
+    return _RoleInference(name, stage, declared, graph).roles()
 
 
-class _Finding:
+class _RoleInference:
     def __init__(
-        self, name: str, stage: int, said: Mapping[str, str], graph: Graph
+        self, name: str, stage: int, declared: Mapping[str, str], graph: Graph
     ) -> None:
-        self.name, self.stage, self.said, self.graph = name, stage, said, graph
-        self.program = without_jits(graph.program)
+        self.name, self.stage, self.declared, self.graph = name, stage, declared, graph
+        self.program = inline_jits(graph.program)
         inputs = zip(graph.inputs, _jax.inputs(self.program), strict=True)
         self.arrays: dict[str, tuple[Value, Any]] = {
             value.name: (value, variable)
             for value, variable in inputs
             if value.role is Role.ARGUMENT and value.aval.shape
         }
-        self.unsaid = [path for path in self.arrays if path not in said]
-        self.says_batch = BATCH in said.values()
+        self.undeclared = [path for path in self.arrays if path not in declared]
+        self.declares_batch = BATCH in declared.values()
 
     def roles(self) -> dict[str, str]:
-        if not self.unsaid:
+        if not self.undeclared:
             return {}
         return self._of_step() if self.uses.read else self._of_update()
 
     @cached_property
-    def uses(self) -> Uses:
-        return uses_of(self.program)
+    def uses(self) -> GradientUses:
+        return gradient_uses(self.program)
 
     def _of_step(self) -> dict[str, str]:
         """The roles of a function that takes gradients."""
         roles: dict[str, str] = {}
         data: list[str] = []
-        for path in self.unsaid:
+        for path in self.undeclared:
             variable = self.arrays[path][1]
             if variable in self.uses.differentiated:
                 roles[path] = PARAMS
@@ -76,7 +80,7 @@ class _Finding:
                 roles[path] = STATE
             else:
                 data.append(path)
-        if self.says_batch:
+        if self.declares_batch:
             return roles | dict.fromkeys(data, PARAMS)
         arguments = _arguments(data)
         weights = _arguments(path for path in roles if roles[path] == PARAMS)
@@ -87,35 +91,37 @@ class _Finding:
         return roles | dict.fromkeys(data, BATCH)
 
     def _of_update(self) -> dict[str, str]:
-        """The roles of a function that takes no gradient that Tessera knows of."""
-        if not self.stage or (self.stage == 3 and self.says_batch):
-            if self.says_batch:
-                return dict.fromkeys(self.unsaid, PARAMS)
+        """The roles of a function without ``ts.grad``."""
+        if not self.stage or (self.stage == 3 and self.declares_batch):
+            if self.declares_batch:
+                return dict.fromkeys(self.undeclared, PARAMS)
             raise self._undecided(
-                self.unsaid, "no gradient is taken by ts.grad, which shows it", BATCH
+                self.undeclared,
+                "no gradient is taken by ts.grad, which shows it",
+                BATCH,
             )
-        params = {p for p, role in self.said.items() if role == PARAMS}
+        params = {p for p, role in self.declared.items() if role == PARAMS}
         params = params or self._replaced()
-        others = [path for path in self.unsaid if path not in params]
+        others = [path for path in self.undeclared if path not in params]
         if not params:
             why = "no gradient is taken by ts.grad, and no argument is replaced alone"
-            raise self._undecided(self.unsaid, why, PARAMS)
+            raise self._undecided(self.undeclared, why, PARAMS)
         alien = [path for path in others if not self._is_like(path, params)]
-        if alien and not self.says_batch:
+        if alien and not self.declares_batch:
             why = "no loss shows what they are, and they are not like the parameters"
             raise self._undecided(alien, why, BATCH)
         if others and self.stage == 1:
             why = "stage 1 splits optimizer state, and no gradients"
             raise self._undecided(others, why, GRADIENTS)
-        found = dict.fromkeys((p for p in self.unsaid if p in params), PARAMS)
+        found = dict.fromkeys((p for p in self.undeclared if p in params), PARAMS)
         return found | dict.fromkeys(others, STATE)
 
     def _replaced(self) -> set[str]:
-        """The arrays of the one argument of which every result is a new value."""
-        new = [found.of for found in updated(self.program) if len(found.of) == 1]
+        """The arrays of the only argument that results are new values of."""
+        new = [found.of for found in updated_inputs(self.program) if len(found.of) == 1]
         replaced = {variable for found in new for variable in found}
         arguments: dict[str, list[str]] = {}
-        for path in self.unsaid:
+        for path in self.undeclared:
             arguments.setdefault(path.partition("/")[0], []).append(path)
         found = [
             paths
@@ -127,7 +133,7 @@ class _Finding:
     def _is_like(self, path: str, params: set[str]) -> bool:
         """Whether an array has the path and the shape of a parameter."""
         shape = self._shapes[path]
-        return any(is_like(path, shape, p, self._shapes[p]) for p in params)
+        return any(matches_weight(path, shape, p, self._shapes[p]) for p in params)
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -147,17 +153,17 @@ class _Finding:
         )
 
 
-def is_like(
+def matches_weight(
     path: str, shape: Sequence[int], weight: str, weight_shape: Sequence[int]
 ) -> bool:
-    """Whether an array is what an optimizer keeps for a weight.
+    """Whether an array matches a weight, as an optimizer's state for it does.
 
     It has the weight's shape, and the weight's path in its argument is part of its own.
 
     Example:
-      >>> is_like("state/0/mu/up/w", (4, 8), "weights/up/w", (4, 8))
+      >>> matches_weight("state/0/mu/up/w", (4, 8), "weights/up/w", (4, 8))
       True
-      >>> is_like("state/0/mu/down/w", (4, 8), "weights/up/w", (4, 8))
+      >>> matches_weight("state/0/mu/down/w", (4, 8), "weights/up/w", (4, 8))
       False
     """
     own, of_weight = (f"/{name}/".split("/", 2)[2] for name in (path, weight))

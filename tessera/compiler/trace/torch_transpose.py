@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``x.transpose(1, 2)`` in a function that Tessera traces: two dims change places.
+"""PyTorch-style ``x.transpose(1, 2)``, which swaps two dims, inside traced functions.
 
-JAX reads two integers as the order of all dims and refuses them for an array of more
-than two. Only that call, and only while a scope is open, gets a meaning. JAX's classes
-are given the method once and for good, and it asks the context each time: replacing it
-around each trace would be seen by other threads.
+JAX takes two integers as the order of all dims and refuses them for an array of more
+than two dims. Only that call, and only while a scope is open, gets the other meaning.
+JAX's classes are patched once and permanently, and the method checks the context at
+each call: patching around each trace would be visible to other threads.
 """
 
 import functools
@@ -20,15 +20,15 @@ from tessera.ops.dim_arguments import swap_dims
 _MARK = "_swaps_two_dims"
 
 
-def let_transpose_swap() -> None:
-    """Give the arrays of JAX, traced ones too, a ``transpose`` that swaps two dims."""
+def enable_torch_transpose() -> None:
+    """Patch ``transpose`` of JAX's arrays, traced ones too, to swap two dims."""
     for kind in (_jax.Tracer, *jax.Array.__subclasses__()):
         method = vars(kind).get("transpose")
         if method is not None and not hasattr(method, _MARK):
-            type.__setattr__(kind, "transpose", _swapping(method))
+            type.__setattr__(kind, "transpose", _with_two_dims_swapped(method))
 
 
-def _swapping(method: Callable[..., Any]) -> Callable[..., Any]:
+def _with_two_dims_swapped(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def transpose(self: Any, *dims: Any, **named: Any) -> Any:
         is_pair = len(dims) == 2 and all(isinstance(d, int | np.integer) for d in dims)

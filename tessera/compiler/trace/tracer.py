@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 1: a callable and one call's arguments become a ``Graph``.
+"""Traces a function for the arguments of one call: callable -> ``Graph``.
 
-``jax.make_jaxpr`` traces the function. Arrays that it closes over, the tensors that it
-captures and the parameters that its operations declare become inputs beside the
-arguments, each with its name and layout; nothing is baked in as a constant.
+``jax.make_jaxpr`` traces the function. Arrays that it closes over, tensors that it
+captures and parameters that its operations declare become inputs besides the arguments,
+each with its name and layout; nothing is baked in as a constant. A function is traced
+again as long as a trace finds something that the next one needs: parameters, a mesh,
+the roles of arguments.
 """
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -21,7 +23,7 @@ from tessera.annotations import Binding, bind
 from tessera.compiler.gradient_primitive import gradient_p
 from tessera.compiler.ir import Graph, Value
 from tessera.compiler.pipelining.pipeline_primitive import Decision, argument_rows
-from tessera.compiler.trace.argument_roles import uses_of
+from tessera.compiler.trace.argument_roles import gradient_uses
 from tessera.compiler.trace.arguments import Call, Leaf, is_in
 from tessera.compiler.trace.control_flow.autograph import (
     ExternalState,
@@ -35,15 +37,15 @@ from tessera.compiler.trace.declared_layouts import (
     output_values,
     parameter_value,
 )
-from tessera.compiler.trace.mesh_inference import common_mesh, meshes_met
+from tessera.compiler.trace.mesh_inference import common_mesh, meshes_used
 from tessera.compiler.trace.microbatch_trace import (
     BatchRows,
     has_pipeline,
     require_even_rows,
 )
 from tessera.compiler.trace.strategy_roles import BATCH
-from tessera.compiler.trace.torch_transpose import let_transpose_swap
-from tessera.compiler.trace.write_back import Watch, Write, write_values
+from tessera.compiler.trace.torch_transpose import enable_torch_transpose
+from tessera.compiler.trace.write_back import MutationTracker, Write, write_values
 from tessera.errors import (
     NoMeshError,
     ParameterNameError,
@@ -52,9 +54,10 @@ from tessera.errors import (
 from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.objects import check_references
 from tessera.shard import DistTensor
+from tessera.tree import Skeleton, partition
 
-# Two are usual: one that finds the parameters and one that has them.
-_MOST_TRIALS = 9
+# Usually two: one that finds the parameters and one with inputs for them.
+_MAX_TRACES = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,33 +68,28 @@ class Trace:
       graph: The program with its inputs: arguments, then parameters, then arrays.
       parameters: The step's parameters, one for each parameter input, by name.
       donated: Arguments whose memory the outputs may take over.
-      out_tree: Tree of the function's result.
-      out_statics: Leaves of the result that are no arrays, by position.
-      writes: What is given back to the caller's arguments, after the result.
+      result: The function's result without its arrays.
+      writes: What is written back to the caller's arguments; outputs after the result.
     """
 
     graph: Graph
     parameters: dict[str, DistTensor]
     donated: frozenset[str]
-    out_tree: Any
-    out_statics: dict[int, Any]
+    result: Skeleton
     writes: tuple[Write, ...] = ()
 
     @property
     def returns_list(self) -> bool:
         """Whether the program returns a list of arrays, and not the result's tree."""
-        return bool(self.out_statics or self.writes)
+        return bool(self.result.statics or self.writes)
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         """The function's result from the program's outputs."""
-        rest, statics = iter(arrays), self.out_statics
-        count = self.out_tree.num_leaves
-        leaves = [statics[i] if i in statics else next(rest) for i in range(count)]
-        return jax.tree.unflatten(self.out_tree, leaves)
+        return self.result.combine(arrays)
 
     def written(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """The program's outputs for ``writes``."""
-        return arrays[self.out_tree.num_leaves - len(self.out_statics) :]
+        return arrays[self.result.num_arrays :]
 
 
 def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
@@ -99,7 +97,7 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
 
     Args:
       function: The user's function.
-      call: Its arguments, taken apart.
+      call: Its flattened arguments.
       options: What is declared beside the code.
 
     Raises:
@@ -112,8 +110,8 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
       ControlFlowError: [T319] Python has to decide on what is traced.
       WriteBackError: [T320] an argument was changed that cannot be given back.
     """
-    _jax.hide_machinery()
-    let_transpose_swap()
+    _jax.hide_library_frames()
+    enable_torch_transpose()
     statics = [value.value for each in call.arguments for _, value in each.statics]
     outside = ExternalState(function, statics)
     return with_control_flow(
@@ -126,9 +124,9 @@ def _trace(
 ) -> Trace:
     tracing = _Tracing(function, call, options, outside)
     before: Mapping[str, DistTensor] = {}
-    for _ in range(_MOST_TRIALS):
+    for _ in range(_MAX_TRACES):
         before = tracing.parameters
-        if (found := tracing.next_trial()) is not None:
+        if (found := tracing.trace_once()) is not None:
             return found
     raise ParameterNameError(
         f"the parameters of {options.name!r} are others every time that it is traced",
@@ -138,7 +136,7 @@ def _trace(
 
 
 class _Tracing:
-    """The traces of one call, each of which knows what those before it found out."""
+    """The successive traces of one call, with what the earlier ones found."""
 
     def __init__(
         self,
@@ -154,7 +152,7 @@ class _Tracing:
         self.batch_arguments: dict[int, Decision] = {}
         self.weights: dict[str, bool] | None = None
         self.binding = bind(function, call.args, call.kwargs, name=options.name)
-        # What is open around a manual region is no mesh for the blocks inside it.
+        # The mesh that is open around an SPMD region is none for the blocks inside it.
         opened = None if manual_axes() else opened_or_none()
         self.owners: list[tuple[str, Mesh | None]] = [
             ("the step", options.mesh or opened)
@@ -162,8 +160,8 @@ class _Tracing:
         if options.strategy is not None and self._common_mesh() is None:
             self.owners.append(("the strategy", options.strategy.default_mesh()))
 
-    def next_trial(self) -> Trace | None:
-        """The traced call; None where another trace has to know what this one found."""
+    def trace_once(self) -> Trace | None:
+        """The traced call; None where this trace found what the next one needs."""
         options, mesh = self._options(), self._common_mesh()
         if options.strategy is not None and mesh is not None:
             options.strategy.check_mesh(mesh)
@@ -172,22 +170,22 @@ class _Tracing:
             *(parameter_value(name, p, mesh) for name, p in self.parameters.items()),
         )
         here = self._scope(mesh)
-        trial = self._run(inputs, here)
-        is_new = self._learned_weights(trial.program, inputs)
+        run = self._run(inputs, here)
+        is_new = self._infer_weights(run.program, inputs)
         if is_new or _inputs_of(here.declared) != _inputs_of(self.parameters):
             self.parameters = here.declared  # the next trace has inputs for them
             return None
-        graph = _graph(trial, inputs, mesh, options, self.binding)
-        met = meshes_met(graph, here.inner)
-        if self._common_mesh(met) != mesh:
-            self.owners += met  # the next trace is on the mesh that this one met
+        graph = _graph(run, inputs, mesh, options, self.binding)
+        found = meshes_used(graph, here.inner)
+        if self._common_mesh(found) != mesh:
+            self.owners += found  # the next trace is on the mesh that this one found
             return None
         if mesh is None:
-            _refuse_layouts(trial, options)
+            _refuse_layouts(run, options)
         if missed := _unreached(graph.program):
             self.unreached |= missed  # the next trace leaves these gradients out
             return None
-        if self._learned_roles(graph):
+        if self._infer_roles(graph):
             return None
         if has_pipeline(graph.program):
             require_even_rows(graph)
@@ -199,50 +197,53 @@ class _Tracing:
         if options.strategy is not None and mesh is not None:
             options.strategy.warn(self.call, mesh)
             if options.out_specs is None:
-                result = trial.result(value.aval for value in graph.outputs)
+                result = run.result.combine(value.aval for value in graph.outputs)
                 graph = options.strategy.with_results(graph, result, self.call)
         return Trace(
             graph=graph,
             parameters=here.declared,
             donated=options.donate,
-            out_tree=trial.out_tree,
-            out_statics=trial.out_statics,
-            writes=tuple(trial.writes),
+            result=run.result,
+            writes=tuple(run.writes),
         )
 
     def _options(self) -> Options:
-        """What is declared; no batch is split before it is known to be one."""
+        """The options; no batch is split before it is known to be one."""
         is_known = self.weights is not None or not self._asks_for_weights
         return self.options if is_known else replace(self.options, split_batch=False)
 
     @property
     def _asks_for_weights(self) -> bool:
-        """Whether all arguments are batches but those that gradients are taken by."""
+        """Whether all arguments but those differentiated by are batches."""
         return self.options.split_batch and self.options.batch is None
 
-    def _learned_weights(self, program: _jax.Program, inputs: Sequence[Value]) -> bool:
-        """Whether a trace shows for the first time what gradients are taken by."""
+    def _infer_weights(self, program: _jax.Program, inputs: Sequence[Value]) -> bool:
+        """Infer what gradients are taken by; whether that is news."""
         if not self._asks_for_weights:
             return False
-        before, by = self.weights, uses_of(program).differentiated
+        before, by = self.weights, gradient_uses(program).differentiated
         pairs = zip(inputs, _jax.inputs(program), strict=True)
         self.weights = {value.name: False for value, x in pairs if x in by}
-        self.options = replace(self.options, found=self.weights)
+        self.options = replace(self.options, inferred=self.weights)
         return self.weights != before
 
-    def _learned_roles(self, graph: Graph) -> bool:
-        """Whether a trace shows for the first time what some arguments are."""
+    def _infer_roles(self, graph: Graph) -> bool:
+        """Infer the roles of arguments; whether there are new ones."""
         before, strategy = self.options, self.options.strategy
         if strategy is not None:
-            self.options = replace(before, strategy=strategy.informed(graph, self.call))
+            self.options = replace(
+                before, strategy=strategy.with_inferred_roles(graph, self.call)
+            )
         elif before.split_batch and not before.batch and not self._asks_for_weights:
-            self.options = replace(before, found=argument_rows(graph.program))
+            self.options = replace(before, inferred=argument_rows(graph.program))
         return self.options != before
 
-    def _common_mesh(self, met: Sequence[tuple[str, Mesh | None]] = ()) -> Mesh | None:
+    def _common_mesh(
+        self, found: Sequence[tuple[str, Mesh | None]] = ()
+    ) -> Mesh | None:
         held = self.parameters
         leaves = (*self.call.leaves, *map(Leaf, held, held.values()))
-        return common_mesh(leaves, [*self.owners, *met])
+        return common_mesh(leaves, [*self.owners, *found])
 
     def _scope(self, mesh: Mesh | None, *, is_whole_batch: bool = True) -> scope.Scope:
         return scope.Scope(
@@ -253,7 +254,7 @@ class _Tracing:
             batch_arguments=self.batch_arguments,
         )
 
-    def _run(self, values: Sequence[Value], here: scope.Scope) -> "_Trial":
+    def _run(self, values: Sequence[Value], here: scope.Scope) -> "_TraceRun":
         self.outside.restore()  # what an earlier trace changed
         donated = self.options.donate
         return _run(self.function, self.call, values, here, donated=donated)
@@ -268,7 +269,7 @@ class _Tracing:
         return BatchRows(graph, self._may_be_batch, retrace, opened)
 
     def _may_be_batch(self, path: str) -> bool:
-        """Whether an array is not said to be anything else, nor found to be."""
+        """Whether an array has no other declared or inferred role."""
         options = self.options
         if options.strategy is not None:
             return options.strategy.role(path) in (None, BATCH)
@@ -280,21 +281,13 @@ def _listed(parameters: Mapping[str, DistTensor]) -> str:
 
 
 @dataclass
-class _Trial:
+class _TraceRun:
     """One run of the function under the tracer."""
 
     scope: scope.Scope
     program: _jax.Program
-    out_tree: Any
-    out_statics: dict[int, Any]
+    result: Skeleton
     writes: list[Write]
-
-    def result(self, arrays: Iterable[Any]) -> Any:
-        """The function's result with something else in the place of its arrays."""
-        rest, statics = iter(arrays), self.out_statics
-        count = self.out_tree.num_leaves
-        leaves = [statics[i] if i in statics else next(rest) for i in range(count)]
-        return jax.tree.unflatten(self.out_tree, leaves)
 
 
 def _run(
@@ -304,9 +297,9 @@ def _run(
     here: scope.Scope,
     *,
     donated: frozenset[str] = frozenset(),
-) -> _Trial:
+) -> _TraceRun:
     mesh = here.mesh
-    trial = _Trial(here, None, None, {}, [])
+    run = _TraceRun(here, None, Skeleton(None, {}), [])
     names = [argument.name for argument in call.arguments]
 
     def flat(*arrays: Any) -> list[Any]:
@@ -321,29 +314,25 @@ def _run(
             for value, array in zip(values[count:], arrays[count:], strict=True)
         }
         args, kwargs = call.rebuilt(arrays[:count])
-        watch = Watch([*args, *kwargs.values()], names, donated)
+        watch = MutationTracker([*args, *kwargs.values()], names, donated)
         with scope.carried_autocast():
-            result = scope.as_called(function)(*args, **kwargs)
-        leaves, trial.out_tree = jax.tree.flatten(result)
-        check_references(leaves, ())
-        trial.out_statics = {
-            i: leaf for i, leaf in enumerate(leaves) if not is_number(leaf)
-        }
-        trial.writes, written = watch.changes()
-        statics = [value for each in trial.writes for value in each.statics.values()]
-        require_known([*trial.out_statics.values(), *statics])
-        returned = [leaf for leaf in leaves if is_number(leaf)]
+            result = scope.resolve_callee(function)(*args, **kwargs)
+        check_references(jax.tree.leaves(result), ())
+        returned, run.result = partition(result, is_number)
+        run.writes, written = watch.changes()
+        skeletons = [run.result, *(write.skeleton for write in run.writes)]
+        require_known([leaf for s in skeletons for leaf in s.statics.values()])
         return [jnp.asarray(leaf) for leaf in (*returned, *written)]
 
     _describe(flat, function, [value.name for value in values])
     with scope.opened(here), _jax.isolated_trace():
-        trial.program = jax.make_jaxpr(flat)(*(_struct(v, mesh) for v in values))
-    check_references((), _jax.constants(trial.program))
-    return trial
+        run.program = jax.make_jaxpr(flat)(*(_struct(v, mesh) for v in values))
+    check_references((), _jax.constants(run.program))
+    return run
 
 
 def _struct(value: Value, mesh: Mesh | None) -> Any:
-    """What an input is traced as: over Explicit axes its type has its layout."""
+    """The type of an input in a trace: over Explicit axes it has the layout."""
     struct = _jax.struct(value.aval)
     if mesh is None or value.spec is None or not mesh.explicit_axes:
         return struct
@@ -351,7 +340,7 @@ def _struct(value: Value, mesh: Mesh | None) -> Any:
 
 
 def _describe(flat: Any, function: Callable[..., Any], names: list[str]) -> None:
-    """Let JAX's errors speak of the user's function and arguments."""
+    """Let JAX's errors name the user's function and arguments."""
     parameters: dict[str, inspect.Parameter] = {}
     for name in names:
         legal = re.sub(r"\W", "_", name)
@@ -364,35 +353,33 @@ def _describe(flat: Any, function: Callable[..., Any], names: list[str]) -> None
 
 
 def _graph(
-    trial: _Trial,
+    run: _TraceRun,
     inputs: Sequence[Value],
     mesh: Mesh | None,
     options: Options,
     binding: Binding,
 ) -> Graph:
-    avals = [variable.aval for variable in _jax.outputs(trial.program)]
-    result = trial.result(avals)
+    avals = [variable.aval for variable in _jax.outputs(run.program)]
+    result = run.result.combine(avals)
     binding.check_result(result)
     names = binding.result_dim_names(result)
-    count = trial.out_tree.num_leaves - len(trial.out_statics)
-    outputs = output_values(
-        options, trial.out_tree, trial.out_statics, avals[:count], mesh, names
-    )
+    count = run.result.num_arrays
+    outputs = output_values(options, run.result, avals[:count], mesh, names)
     described = Graph(
         name=options.name,
-        program=trial.program,
+        program=run.program,
         mesh=mesh,
         inputs=tuple(inputs),
-        outputs=(*outputs, *write_values(trial.writes, avals[count:], inputs)),
-        plan=trial.scope.plan,
+        outputs=(*outputs, *write_values(run.writes, avals[count:], inputs)),
+        plan=run.scope.plan,
     )
-    return described.with_program(trial.program)  # lifts what the trial captured
+    return described.with_program(run.program)  # lifts what the run captured
 
 
-def _refuse_layouts(trial: _Trial, options: Options) -> None:
-    """Raise [T106] where layouts are declared and there is no mesh to hold them."""
+def _refuse_layouts(run: _TraceRun, options: Options) -> None:
+    """Raise [T106] where layouts are declared and there is no mesh."""
     names = [options.name] if options.declares_layouts else []
-    names += [name for name, _ in trial.scope.inner]
+    names += [name for name, _ in run.scope.inner]
     if names:
         raise NoMeshError(
             f"{' and '.join(map(repr, names))} has in_specs or out_specs, and no mesh",
@@ -402,7 +389,7 @@ def _refuse_layouts(trial: _Trial, options: Options) -> None:
 
 
 def _inputs_of(parameters: Mapping[str, DistTensor]) -> list[Any]:
-    """What the inputs for some parameters look like, in order."""
+    """The types of the inputs for some parameters, in order."""
     return [
         (name, held.shape, held.dtype, held.mesh, held.spec)
         for name, held in parameters.items()
@@ -435,9 +422,9 @@ def _unreached(program: _jax.Program) -> dict[int, frozenset[str]]:
     return {call: names for call, names in found.items() if names}
 
 
-def _refuse_loss(mark: _jax.Equation) -> NoReturn:
-    names = mark.params["names"]
-    line = _jax.source_line(mark)
+def _refuse_loss(gradient: _jax.Equation) -> NoReturn:
+    names = gradient.params["names"]
+    line = _jax.source_line(gradient)
     raise UnconnectedGradientError(
         "the loss depends on no trainable parameter of the step",
         got=f"none of {len(names)}: {', '.join(map(repr, names[:3]))}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a function assigns into dicts and lists of its arguments: outputs, given back.
+"""Writes mutations of dict and list arguments back to the caller.
 
-A traced function works on copies of its arguments. The entries that it has changed are
-outputs of the program after those of its result, and after a call they are put into the
-caller's own dicts and lists. A call that fails changes nothing.
+A traced function works on copies of its arguments. The entries that it assigns are
+outputs of the program after those of its result, and after the call they are assigned
+in the caller's own dicts and lists. A call that fails changes nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,80 +15,67 @@ import jax
 from tessera.compiler.ir import Value
 from tessera.compiler.trace.declared_layouts import is_number
 from tessera.errors import WriteBackError
-from tessera.tree import path_name
+from tessera.tree import Skeleton, partition, path_name
 
 Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Write:
-    """One dict or list of an argument that a function has changed.
+    """One dict or list among the arguments that a function has changed.
 
     Attributes:
       argument: Which of the call's arguments.
       path: The keys and indices from the argument to it.
       name: What messages and programs call it.
-      entries: The keys that were given values.
-      kept: The keys that are there after the call.
-      tree: The tree of the values, a tuple.
-      statics: Leaves of the values that are no arrays, by position.
+      entries: The keys that were assigned.
+      keys: All keys after the call.
+      skeleton: The values, a tuple, without their arrays.
     """
 
     argument: int
     path: Path
     name: str
     entries: tuple[Any, ...]
-    kept: tuple[Any, ...]
-    tree: Any
-    statics: Mapping[int, Any]
-
-    @property
-    def num_arrays(self) -> int:
-        """How many outputs of the program its values have."""
-        return self.tree.num_leaves - len(self.statics)
+    keys: tuple[Any, ...]
+    skeleton: Skeleton
 
     def values(self, arrays: Sequence[Any]) -> dict[Any, Any]:
-        """What the entries are given, from its outputs."""
-        rest = iter(arrays)
-        leaves = [
-            self.statics[i] if i in self.statics else next(rest)
-            for i in range(self.tree.num_leaves)
-        ]
-        return dict(
-            zip(self.entries, jax.tree.unflatten(self.tree, leaves), strict=True)
-        )
+        """The values of the entries, from its outputs."""
+        return dict(zip(self.entries, self.skeleton.combine(arrays), strict=True))
 
     def names(self) -> list[str]:
         """What each of its outputs is called: ``optimizer_state/loss_scale``."""
-        places = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
-        named = dict(zip(self.entries, places, strict=True))
+        count = self.skeleton.structure.num_leaves
+        indices = jax.tree.unflatten(self.skeleton.structure, range(count))
+        named = dict(zip(self.entries, indices, strict=True))
         return [
             path_name(path, f"{self.name}/{entry}")
             for entry, value in named.items()
             for path, place in jax.tree_util.tree_flatten_with_path(value)[0]
-            if place not in self.statics
+            if place not in self.skeleton.statics
         ]
 
 
-class Watch:
-    """The dicts and lists of some arguments, as they are before a function runs.
+class MutationTracker:
+    """Tracks which dicts and lists among some arguments a function changes.
 
     Args:
       values: Copies of the arguments, which the function may change.
       names: What the arguments are called.
-      wholly: Names of those of which every entry is given back if any is: arrays that
-        are donated are gone after the call.
+      donated: Names of the donated ones: if any entry is written back, all are, because
+        the caller's arrays are deleted by the call.
     """
 
     def __init__(
         self,
         values: Sequence[Any],
         names: Sequence[str],
-        wholly: frozenset[str] = frozenset(),
+        donated: frozenset[str] = frozenset(),
     ) -> None:
         self._seen: list[tuple[int, Path, str, Any, dict[Any, Any]]] = []
         self._opaque: list[tuple[str, Any, list[Any]]] = []
-        self._wholly = wholly
+        self._donated = donated
         named = zip(values, names, strict=True)
         for argument, (value, name) in enumerate(named):
             self._visit(argument, (), name, value)
@@ -104,9 +91,9 @@ class Watch:
             self._opaque.append((name, value, jax.tree.leaves(value)))
 
     def changes(self) -> tuple[list[Write], list[Any]]:
-        """What was changed since, and the arrays that it was given.
+        """The changes so far, and the arrays that were assigned.
 
-        A Python number stays one.
+        A Python number remains one.
 
         Raises:
           WriteBackError: [T320] something else than a dict or a list was changed.
@@ -127,21 +114,20 @@ class Watch:
         writes, arrays = list[Write](), list[Any]()
         for argument, path, name, holder, before in self._seen:
             entries = _changed(holder, before)
-            if argument in changed and name.partition("/")[0] in self._wholly:
-                entries = [key for key, value in _content(holder) if _is_held(value)]
+            if argument in changed and name.partition("/")[0] in self._donated:
+                entries = [key for key, value in _content(holder) if _is_opaque(value)]
             if not entries and _changed(holder, before) is None:
                 continue
             assert entries is not None, "what was changed has entries, or lost some"
             now = dict(_content(holder))
-            leaves, tree = jax.tree.flatten(tuple(now[key] for key in entries))
-            statics = {i: x for i, x in enumerate(leaves) if not _is_array(x)}
-            arrays += [x for i, x in enumerate(leaves) if i not in statics]
+            found, skeleton = partition(tuple(now[key] for key in entries), _is_array)
+            arrays += found
             keys = tuple(entries), tuple(now)
-            writes.append(Write(argument, path, name, *keys, tree, statics))
+            writes.append(Write(argument, path, name, *keys, skeleton))
         return writes, arrays
 
-    def give_back(self, values: Sequence[Any]) -> None:
-        """Make the caller's arguments what these were changed to, entry by entry."""
+    def write_back(self, values: Sequence[Any]) -> None:
+        """Apply the changes to the caller's arguments, entry by entry."""
         found = [
             (_at(values, argument, path), holder, entries)
             for argument, path, _, holder, before in self._seen
@@ -164,13 +150,13 @@ def _differ(first: Any, second: Any) -> bool:
     return first is not second
 
 
-def _is_held(value: Any) -> bool:
-    """Whether an entry is no container that is looked into by itself."""
+def _is_opaque(value: Any) -> bool:
+    """Whether an entry is no container that is tracked by itself."""
     return not isinstance(value, (dict, list))
 
 
 def _changed(holder: Any, before: Mapping[Any, Any]) -> list[Any] | None:
-    """The entries that have another value than before; None if nothing differs."""
+    """The entries with another value than before; None if nothing changed."""
     absent = object()
     now = list(_content(holder))
     entries = [key for key, value in now if value is not before.get(key, absent)]
@@ -180,7 +166,7 @@ def _changed(holder: Any, before: Mapping[Any, Any]) -> list[Any] | None:
 def write_values(
     writes: Sequence[Write], avals: Sequence[Any], inputs: Sequence[Value]
 ) -> list[Value]:
-    """The outputs for what is given back; an entry keeps the layout that it had."""
+    """The outputs for what is written back; an entry keeps its layout."""
     known = {value.name: value for value in inputs}
     names = [name for write in writes for name in write.names()]
     values = list[Value]()
@@ -191,12 +177,12 @@ def write_values(
     return values
 
 
-def give_back(
+def write_back(
     writes: Sequence[Write],
     arrays: Sequence[Any],
     values: Sequence[Any],
 ) -> None:
-    """Put what a program computed into the caller's dicts and lists.
+    """Assign what a program computed in the caller's dicts and lists.
 
     Args:
       writes: What the function changed.
@@ -205,15 +191,15 @@ def give_back(
     """
     rest, found = list(arrays), list[Any]()
     for write in writes:
-        own, rest = rest[: write.num_arrays], rest[write.num_arrays :]
+        own, rest = rest[: write.skeleton.num_arrays], rest[write.skeleton.num_arrays :]
         holder = _at(values, write.argument, write.path)
-        found.append((holder, write.values(own), write.kept))
-    for holder, values, kept in found:
-        _put(holder, values, kept)
+        found.append((holder, write.values(own), write.keys))
+    for holder, values, keys in found:
+        _put(holder, values, keys)
 
 
-def check_apart(writes: Sequence[Write], values: Sequence[Any]) -> None:
-    """Raise [T320] where a dict that is written to was given to the call twice."""
+def check_no_alias(writes: Sequence[Write], values: Sequence[Any]) -> None:
+    """Raise [T320] where a container that is written to is in the arguments twice."""
     names = {
         id(_at(values, write.argument, write.path)): write.name for write in writes
     }
@@ -244,12 +230,12 @@ def _at(values: Sequence[Any], argument: int, path: Path) -> Any:
     return holder
 
 
-def _put(holder: Any, values: Mapping[Any, Any], kept: Sequence[Any]) -> None:
-    """Give entries their values, and drop those that are not kept."""
+def _put(holder: Any, values: Mapping[Any, Any], keys: Sequence[Any]) -> None:
+    """Assign entries, and delete those that are not among the keys."""
     if isinstance(holder, list):
         before = list(holder)
-        holder[:] = [values[i] if i in values else before[i] for i in kept]
+        holder[:] = [values[i] if i in values else before[i] for i in keys]
         return
-    for key in set(holder).difference(kept):
+    for key in set(holder).difference(keys):
         del holder[key]
     holder.update(values)

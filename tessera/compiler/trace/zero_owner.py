@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that asks who owns a parameter, under ``zero_redundancy_optimizer``.
+"""ZeRO owner emulation, for ``zero_redundancy_optimizer``: code with parameter owners.
 
-Programs of other systems give each parameter's optimizer state to one rank, which does
-the update and sends the result:
+Programs for other systems assign each parameter's optimizer state to one rank, which
+does the update and sends the result:
 
     if ts.mesh.current().rank == owner:
         new = update(weights[name], gradient, optimizer_state[name])
     else:
         new = ts.distributed.recv_from(owner, name)
 
-Here every array of the state is split over all devices, so each of them owns a part of
-every parameter. The function is traced as the owner sees it: the comparison is true,
-whoever the owner is, and the partitioner sends what ``recv_from`` stands for. So it
-does not matter either that ``hash`` of a string differs from process to process.
+Here every array of the state is sharded over all devices, so each device owns a part of
+every parameter. The function is traced as the owner: the comparison is true for every
+owner, and the partitioner inserts the communication that ``recv_from`` stands for. So
+it does not matter either that ``hash`` of a string differs from process to process.
 """
 
 import functools
@@ -27,8 +27,8 @@ from tessera.errors import StrategyError
 from tessera.mesh import Mesh, opened_or_none
 
 
-class AsOwner:
-    """A function that is traced as the owner of every parameter sees it."""
+class ZeroOwnerEmulation:
+    """A function that is traced as if every rank owned every parameter."""
 
     def __init__(self, body: Callable[..., Any], strategy: Strategy) -> None:
         functools.update_wrapper(self, body)
@@ -38,12 +38,12 @@ class AsOwner:
         """The function's result."""
         here = scope.current()
         mesh = (here.mesh if here is not None else None) or opened_or_none()
-        with _OwnersMesh(mesh or self._strategy.default_mesh(), self._strategy.axes):
-            return scope.as_called(self._body)(*args, **kwargs)
+        with _OwnerMesh(mesh or self._strategy.default_mesh(), self._strategy.axes):
+            return scope.resolve_callee(self._body)(*args, **kwargs)
 
 
-class _OwnersMesh(Mesh):
-    """A mesh as an owner sees it: its devices are those that share the state."""
+class _OwnerMesh(Mesh):
+    """The mesh that the emulation shows: the devices that share the state."""
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         vars(self).update(vars(mesh))
@@ -56,25 +56,25 @@ class _OwnersMesh(Mesh):
 
     @property
     def rank(self) -> Any:
-        """The owner, whoever it is."""
-        return OwnersRank(self._owners)
+        """The rank of any owner."""
+        return OwnerRank(self._owners)
 
     @property
     def jax(self) -> JaxMesh:
-        """That of the mesh itself."""
+        """The JAX mesh of the mesh itself."""
         return self._mesh.jax
 
     @property
     def compile_mesh(self) -> JaxMesh:
-        """That of the mesh itself."""
+        """The JAX mesh of the mesh itself."""
         return self._mesh.compile_mesh
 
 
-class OwnersRank:
-    """The rank of whoever owns what is asked for: equal to every rank that there is.
+class OwnerRank:
+    """The rank of any owner: equal to every rank that exists.
 
     Example:
-      >>> rank = OwnersRank(4)
+      >>> rank = OwnerRank(4)
       >>> rank == 3, rank != 0, rank == 4
       (True, False, False)
     """
@@ -87,15 +87,14 @@ class OwnersRank:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int):
             return 0 <= other < self._size
-        return isinstance(other, OwnersRank) or self._refuse()
+        return isinstance(other, OwnerRank) or self._refuse()
 
     def __repr__(self) -> str:
         return f"the owner's rank, of {self._size}"
 
     def _refuse(self, *_: object) -> NoReturn:
         raise StrategyError(
-            "in zero_redundancy_optimizer a rank can be compared with an owner's, and "
-            "nothing else",
+            "in zero_redundancy_optimizer a rank can only be compared with an owner's",
             got=f"something else done with {self!r}",
             fix="write 'if ts.mesh.current().rank == owner:' with a Python number\n"
             "or use @op.kernel, where the rank is that of each device",

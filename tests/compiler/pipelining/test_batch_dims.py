@@ -12,7 +12,7 @@ from jax import lax
 
 from tessera import _jax
 from tessera.compiler.pipelining.batch_dims import Rows, have_same_numbers
-from tessera.compiler.rewriting import without_jits
+from tessera.compiler.rewriting import inline_jits
 
 ROWS, MICRO, OTHER = 8, 2, 3
 Function = Callable[..., Any]
@@ -23,7 +23,7 @@ def keeps_apart(function: Function, *arrays: jax.Array) -> bool:
 
     def traced(rows: int) -> Any:
         structs = [jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for a in arrays]
-        return without_jits(jax.make_jaxpr(function)(*structs))
+        return inline_jits(jax.make_jaxpr(function)(*structs))
 
     whole, micro = traced(ROWS), traced(MICRO)
     rows = Rows(ROWS // MICRO)
@@ -43,7 +43,7 @@ def keeps_apart(function: Function, *arrays: jax.Array) -> bool:
 def judged(function: Function, *, mixed: bool) -> str | None:
     """What is found of a function as a whole."""
     programs = [
-        without_jits(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, jnp.float32)))
+        inline_jits(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, jnp.float32)))
         for shape in ((ROWS, OTHER, 4), (MICRO, OTHER, 4))
     ]
     rows = Rows(ROWS // MICRO)

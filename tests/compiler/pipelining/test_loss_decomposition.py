@@ -13,7 +13,7 @@ import pytest
 from tessera import _jax
 from tessera.compiler.gradient_primitive import gradient_p
 from tessera.compiler.pipelining.loss_decomposition import Separated, separate
-from tessera.compiler.rewriting import Environment, without_jits
+from tessera.compiler.rewriting import Environment, inline_jits
 from tessera.errors import PipelineFormError
 
 ROWS, MICRO, WIDTH = 8, 2, 3
@@ -83,7 +83,7 @@ def case_of(loss: Loss) -> Case:
             jax.ShapeDtypeStruct(shape, jnp.float32)
             for shape in ((rows, WIDTH), (rows, WIDTH), (WIDTH,))
         ]
-        return without_jits(jax.make_jaxpr(step)(*structs))
+        return inline_jits(jax.make_jaxpr(step)(*structs))
 
     whole, micro = traced(ROWS), traced(MICRO)
     names = [e.primitive.name for e in _jax.equations(whole)]

@@ -11,7 +11,7 @@ import pytest
 
 import tessera as ts
 from tessera import _jax
-from tessera.compiler.trace.argument_roles import replaced, uses_of
+from tessera.compiler.trace.argument_roles import gradient_uses, replaced
 
 W, X, M = (np.full((4, 4), value, np.float32) for value in (1.0, 2.0, 3.0))
 
@@ -27,7 +27,7 @@ def program_of(step: Callable[..., Any]) -> Any:
 def by_step(step: Callable[..., Any]) -> tuple[str, str]:
     """Which of ``w``, ``x`` and ``m`` are differentiated by, and which losses read."""
     program = program_of(step)
-    uses = uses_of(program)
+    uses = gradient_uses(program)
     names = dict(zip(_jax.inputs(program), "wxm", strict=True))
     return tuple(
         "".join(names[v] for v in names if v in found)

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.compiler.trace.arguments import (
     Leaf,
-    StaleProgram,
+    ProgramMismatch,
     changed_statics,
-    take_apart,
+    flatten_args,
 )
 from tessera.errors import ArgumentError
 from tessera.shard import ShardSpec, tensor
@@ -23,7 +23,7 @@ X = jnp.ones((8, 2))
 
 
 def apart(*args, names=("a", "b", "c"), **kwargs):
-    return take_apart(names, args, kwargs)
+    return flatten_args(names, args, kwargs)
 
 
 def on(mesh, *spec):
@@ -189,7 +189,7 @@ def test_statics_are_left_out_and_tensors_created():
 )
 def test_what_a_program_was_not_made_for_is_stale(first, then):
     (argument,) = apart(first).abstract().arguments
-    with pytest.raises(StaleProgram):
+    with pytest.raises(ProgramMismatch):
         argument.dynamic_part(then)
 
 

@@ -6,8 +6,8 @@ import inspect
 import numpy as np
 import pytest
 
-from tessera.compiler.trace.arguments import StaleProgram, take_apart
-from tessera.compiler.trace.call_signature import Form
+from tessera.compiler.trace.arguments import ProgramMismatch, flatten_args
+from tessera.compiler.trace.call_signature import CallSignature
 
 X, Y = np.ones(2), np.ones(3)
 ARRAY = np.ones(4)
@@ -16,7 +16,7 @@ ARRAY = np.ones(4)
 def function(a, /, b, c=3, *rest, d=4, e=ARRAY, **more): ...
 
 
-FORM = Form(inspect.signature(function), "function")
+FORM = CallSignature(inspect.signature(function), "function")
 
 
 @pytest.mark.parametrize(
@@ -24,20 +24,23 @@ FORM = Form(inspect.signature(function), "function")
     [((X, Y), {}), ((X,), {"b": Y}), ((X, Y, 3), {}), ((X,), {"d": 4, "b": Y, "c": 3})],
 )
 def test_a_call_has_one_form(args, kwargs):
-    positional, named = FORM.of(args, kwargs)
+    positional, named = FORM.normalize(args, kwargs)
     assert positional[0] is X
     assert positional[1] is Y
     assert (positional[2:], named) == ((3,), {"d": 4})
 
 
 def test_more_arguments_keep_their_places():
-    assert FORM.of((1, 2, 3, 4, 5), {"z": 6}) == ((1, 2, 3, 4, 5), {"d": 4, "z": 6})
+    assert FORM.normalize((1, 2, 3, 4, 5), {"z": 6}) == (
+        (1, 2, 3, 4, 5),
+        {"d": 4, "z": 6},
+    )
 
 
 def test_a_default_with_an_array_or_without_a_hash_stays_the_functions():
     def other(a, b=(1, ARRAY), c={1}, d=None, e=[2, "x"]): ...  # noqa: B006
 
-    assert Form(inspect.signature(other), "other").of((0,), {}) == (
+    assert CallSignature(inspect.signature(other), "other").normalize((0,), {}) == (
         (0,),
         {"d": None, "e": [2, "x"]},
     )
@@ -45,7 +48,7 @@ def test_a_default_with_an_array_or_without_a_hash_stays_the_functions():
 
 def test_a_wrong_call_is_a_type_error_as_in_python():
     with pytest.raises(TypeError, match="missing a required argument: 'b'"):
-        FORM.of((X,), {})
+        FORM.normalize((X,), {})
 
 
 @pytest.mark.parametrize(
@@ -58,17 +61,17 @@ def test_a_wrong_call_is_a_type_error_as_in_python():
     ],
 )
 def test_a_program_takes_what_its_form_has_in_its_order(args, kwargs, expected):
-    call = take_apart(("a", "b", "c"), *FORM.of(args, kwargs))
-    parts = FORM.spelling(args, kwargs).parts(call, args, kwargs)
+    call = flatten_args(("a", "b", "c"), *FORM.normalize(args, kwargs))
+    parts = FORM.pattern(args, kwargs).parts(call, args, kwargs)
     for part, want in zip(parts, expected, strict=True):
         wanted = [] if want is None else [id(want)]
         assert [id(array) for array in part] == wanted
 
 
 def test_another_spelling_is_stale():
-    call = take_apart(("a", "b", "c"), *FORM.of((X, Y), {}))
-    spelling = FORM.spelling((X, Y), {})
-    assert len(spelling.parts(call, (X, Y), {})) == 4
+    call = flatten_args(("a", "b", "c"), *FORM.normalize((X, Y), {}))
+    pattern = FORM.pattern((X, Y), {})
+    assert len(pattern.parts(call, (X, Y), {})) == 4
     for args, kwargs in [((X,), {"b": Y}), ((X, Y, 3), {}), ((X, Y), {"d": 4})]:
-        with pytest.raises(StaleProgram):
-            spelling.parts(call, args, kwargs)
+        with pytest.raises(ProgramMismatch):
+            pattern.parts(call, args, kwargs)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera.compiler.trace.static_values import Static
+from tessera.compiler.trace.static_values import StaticValue
 
 
 class Mode(Enum):
@@ -62,9 +62,9 @@ def with_default(value):
 
 
 def alike(one, other):
-    same = Static.of(one) == Static.of(other)
-    assert same == Static.of(one).is_like(other)
-    assert not same or hash(Static.of(one)) == hash(Static.of(other))
+    same = StaticValue.of(one) == StaticValue.of(other)
+    assert same == StaticValue.of(one).is_equivalent(other)
+    assert not same or hash(StaticValue.of(one)) == hash(StaticValue.of(other))
     return same
 
 
@@ -136,6 +136,6 @@ def test_a_function_that_is_changed_is_another():
 
 
 def test_a_set_has_no_hash_and_is_like_an_equal_one():
-    assert Static.of({1, 2}).is_like({2, 1})
+    assert StaticValue.of({1, 2}).is_equivalent({2, 1})
     with pytest.raises(TypeError):
-        hash(Static.of({1}))
+        hash(StaticValue.of({1}))

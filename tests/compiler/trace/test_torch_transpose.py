@@ -10,7 +10,7 @@ import pytest
 
 import tessera as ts
 from tessera import scope
-from tessera.compiler.trace.torch_transpose import let_transpose_swap
+from tessera.compiler.trace.torch_transpose import enable_torch_transpose
 from tessera.errors import OperandError
 
 X = np.arange(120, dtype=np.float32).reshape(2, 3, 4, 5)
@@ -95,7 +95,7 @@ def test_another_thread_sees_nothing_of_an_open_trace():
         except TypeError:
             refused.append(True)
 
-    let_transpose_swap()
+    enable_torch_transpose()
     with scope.opened(scope.Scope()):
         assert jnp.asarray(X).transpose(1, 2).shape == (2, 4, 3, 5)
         thread = threading.Thread(target=elsewhere)
@@ -105,7 +105,7 @@ def test_another_thread_sees_nothing_of_an_open_trace():
 
 
 def test_the_method_is_put_in_place_once():
-    let_transpose_swap()
+    enable_torch_transpose()
     before = jax.core.Tracer.transpose
-    let_transpose_swap()
+    enable_torch_transpose()
     assert jax.core.Tracer.transpose is before

@@ -15,7 +15,7 @@ import tessera as ts
 from tessera import _jax, scope
 from tessera.compiler.gradient_primitive import backward
 from tessera.compiler.ir import Role
-from tessera.compiler.trace.arguments import take_apart
+from tessera.compiler.trace.arguments import flatten_args
 from tessera.compiler.trace.declared_layouts import Options
 from tessera.compiler.trace.tracer import trace
 from tessera.errors import (
@@ -31,7 +31,7 @@ X = jnp.linspace(-1.0, 1.0, 8, dtype=jnp.float32)
 
 def traced(function, *args, **options):
     names = function.__code__.co_varnames
-    call = take_apart(names, args, {})
+    call = flatten_args(names, args, {})
     return trace(function, call, Options(name="f", **options))
 
 
@@ -175,7 +175,7 @@ def test_numbers_and_numpy_arrays_in_the_result_become_arrays():
 
 
 def test_strings_of_numpy_are_no_arrays():
-    assert traced(lambda x: np.str_("a"), X).out_statics == {0: np.str_("a")}
+    assert traced(lambda x: np.str_("a"), X).result.statics == {0: np.str_("a")}
 
 
 # --- the mesh

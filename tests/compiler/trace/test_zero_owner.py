@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import dist
-from tessera.compiler.trace.zero_owner import OwnersRank
+from tessera.compiler.trace.zero_owner import OwnerRank
 from tessera.errors import CollectiveError, StrategyError
 
 DRAW = np.random.default_rng(0)
@@ -138,10 +138,10 @@ def test_processes_whose_hashes_differ_have_one_program():
 
 
 def test_the_owners_rank_is_every_rank_that_there_is():
-    rank = OwnersRank(4)
+    rank = OwnerRank(4)
     assert [rank == other for other in (-1, 0, 3, 4)] == [False, True, True, False]
     assert [other != rank for other in (0, 4)] == [False, True]
-    assert rank == OwnersRank(4)
+    assert rank == OwnerRank(4)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_the_owners_rank_is_every_rank_that_there_is():
 )
 def test_a_rank_that_is_used_as_a_number_is_refused(use):
     with pytest.raises(StrategyError, match="compared with an owner's"):
-        use(OwnersRank(4))
+        use(OwnerRank(4))
 
 
 def test_nobody_sends_what_is_waited_for_elsewhere():

@@ -160,7 +160,7 @@ def _unsupported_error(error: Exception, conversion: Conversion) -> ControlFlowE
 def _user_line_of(error: Exception) -> tuple[str, str]:
     """`` at file.py:12`` of the user's line that an error is from, and its text."""
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not _jax.is_machinery(frame.filename)]
+    users = [frame for frame in frames if not _jax.is_library_code(frame.filename)]
     if not users:
         return "", ""
     return f" at {users[-1].filename}:{users[-1].lineno}", users[-1].line or ""

@@ -213,11 +213,11 @@ def _operand(second: Run) -> tuple[Any, bool]:
     result, here = _Value(), scope.current()
     state = result.state(second)
     before, where = state.read(), f"`and` or `or` at {user_line()}"
-    mark = None if here is None else here.mark()
+    mark = None if here is None else here.snapshot()
     block = traced_block(result.of(second), state, before, where)
     if block.program.effects or any(key.owner for key in block.after):
         if here is not None and mark is not None:
-            here.go_back(mark)
+            here.restore(mark)
         return None, False
     outputs = _jax.evaluate(block.program)
     (value,) = block.after.values() or (None,)

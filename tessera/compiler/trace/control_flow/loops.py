@@ -49,7 +49,7 @@ Put = Callable[[tuple[Any, ...]], None]
 # Exceptions of an iteration that is not the same program for every row.
 _NO_LOOP = (BranchError, ControlFlowError, LookupError, *NEEDS_VALUE)
 
-# Each trial may find more that an iteration changes, because of the one before.
+# Each run may find more that an iteration changes, because of the one before.
 _MAX_TRIALS = 8
 
 
@@ -111,7 +111,7 @@ def for_stmt(
     if _is_traced(items.length):
         _Loop(state, "the `for`", body, dead, extra_test, items).run_while()
         return
-    if state.has_iterators:  # a trial would use them up
+    if state.has_iterators:  # a run would use them up
         _unrolled(items, extra_test, guarded)
         return
     # An iteration that appends to a list, say, is no program of its own. Then the loop
@@ -296,7 +296,7 @@ class _Loop:
         """Trace iterations until the types of the carry no longer change."""
         iteration, here = None, scope.current()
         for _ in range(_MAX_TRIALS):
-            mark = None if here is None else here.mark()
+            mark = None if here is None else here.snapshot()
             last, iteration = (
                 iteration,
                 self._trace_iteration(iteration, runs_at_least_once),
@@ -307,13 +307,13 @@ class _Loop:
             ):
                 return iteration
             if here is not None and mark is not None:
-                here.go_back(mark)
+                here.restore(mark)
         raise AssertionError("the types that a loop carries do not settle")
 
     def _trace_iteration(
         self, last: _Iteration | None, runs_at_least_once: bool
     ) -> _Iteration:
-        """Trace one iteration with the carry that the last trial found."""
+        """Trace one iteration with the carry that the last run found."""
         given = [] if last is None else last.initial()
         rows = [jax.eval_shape(lambda row=row: row[0]) for row in self._rows]
 

@@ -162,7 +162,7 @@ def _raised_error(error: Exception, what: str) -> ControlFlowError:
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not _jax.is_machinery(code.co_filename):
+        if not _jax.is_library_code(code.co_filename):
             location = f"{code.co_filename}:{trace.tb_lineno}"
         operation = dis.opname[code.co_code[trace.tb_lasti]]
         is_statement = operation == "RAISE_VARARGS"

@@ -35,7 +35,7 @@ def is_user_function(function: FunctionType) -> bool:
 def is_user_code(code: CodeType, variables: Mapping[str, Any]) -> bool:
     """Whether code is the user's, by its file and its module's global variables."""
     package = (variables.get("__name__") or "").partition(".")[0]
-    if _jax.is_machinery(code.co_filename) or package == "tessera":
+    if _jax.is_library_code(code.co_filename) or package == "tessera":
         return False
     is_library = code.co_filename.startswith(_LIBRARIES)
     return _is_converted_package(package) or not is_library
@@ -49,7 +49,7 @@ def is_user_module(name: str) -> bool:
     if _is_converted_package(package):
         return True
     path = getattr(sys.modules.get(name), "__file__", None) or ""
-    return not (_jax.is_machinery(path) or path.startswith(_LIBRARIES))
+    return not (_jax.is_library_code(path) or path.startswith(_LIBRARIES))
 
 
 def _is_converted_package(package: str) -> bool:
@@ -133,7 +133,7 @@ def user_line() -> str:
     """``file.py:12`` of the user's line that is being run."""
     frame = sys._getframe(1)
     while frame is not None:
-        if not _jax.is_machinery(frame.f_code.co_filename):
+        if not _jax.is_library_code(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown line"

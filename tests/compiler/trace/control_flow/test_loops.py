@@ -324,8 +324,8 @@ def test_no_gradient_goes_through_a_loop_of_unknown_length():
         function(jnp.float32(1), jnp.int32(3))
     line = function.body.__code__.co_firstlineno
     assert str(caught.value) == (
-        "[T317] a gradient cannot go through a loop whose number of turns is not known "
-        "before it runs\n"
+        "[T317] a gradient cannot go through a loop whose number of iterations is not "
+        "known before it runs\n"
         f"  got: the loop at {__file__}:{line + 3}\n"
         f"  got: ts.grad was called at {__file__}:{line + 5}\n"
         "  fix: loop over a Python number, such as an upper bound, with `if` and "
