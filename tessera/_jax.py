@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only door to ``jax._src`` and to differences between JAX versions.
+"""Wraps JAX's internals and the differences between JAX versions; mostly jaxprs.
 
-Everything that JAX may move between 0.10 and 0.13 is here, so that the rest of
-Tessera is written once. A jaxpr with its constants is ``ClosedJaxpr`` in 0.10 and
-``Jaxpr`` in 0.12: outside this module it is only ever ``Program``.
+Only this module and the other ``_jax*`` modules use ``jax._src``: everything that may
+change between JAX 0.10 and 0.13 is here, so that the rest of Tessera is written once. A
+jaxpr with its constants is ``ClosedJaxpr`` in 0.10 and ``Jaxpr`` in 0.12: outside this
+module its type is ``Program``.
 """
 
 import functools
@@ -38,14 +39,14 @@ Literal = jex.Literal
 Tracer = jax.core.Tracer
 
 MOST_CPU_DEVICES = 2048
-"""Of one process: JAX takes those with higher ids for devices of another."""
+"""Per process: JAX attributes devices with higher ids to another process."""
 
 
 # --- programs: a jaxpr with its constants
 
 
 def _body(program: Program) -> Any:
-    """The part of a program that has equations, whichever type this JAX gives it."""
+    """The part of a program that has the equations, of whatever type in this JAX."""
     return getattr(program, "jaxpr", program)
 
 
@@ -65,12 +66,12 @@ def outputs(program: Program) -> list[Atom]:
 
 
 def constants(program: Program) -> list[Any]:
-    """The arrays that a program holds on to, in the order of its constant inputs."""
+    """The arrays that a program closes over, in the order of its constant inputs."""
     return list(getattr(program, "consts", ()))
 
 
 def constant_inputs(program: Program) -> list[Atom]:
-    """The variables that stand for ``constants(program)``."""
+    """The variables of ``constants(program)``."""
     return list(_body(program).constvars)
 
 
@@ -93,9 +94,9 @@ def nested(equation: Equation) -> Iterator[tuple[str, Any]]:
 
 
 def inner_programs(equation: Equation) -> list[Program]:
-    """The programs in an equation that passes see.
+    """The nested programs of an equation that passes may interpret.
 
-    A Pallas kernel is none of them: it is written for memory, not for values.
+    A Pallas kernel is none of them: it works on references to memory, not on values.
     """
     if equation.primitive.name == "pallas_call":
         return []
@@ -107,7 +108,7 @@ def replace_nested(
 ) -> dict[str, Any]:
     """An equation's parameters with each nested program rewritten.
 
-    A program without constants of its own stays of that type, as the primitive expects.
+    A jaxpr without constants stays a plain jaxpr, as the primitive expects.
     """
 
     def one(value: Any) -> Any:
@@ -167,7 +168,7 @@ def retrace(function: Callable[..., Sequence[Any]], like: Program) -> Program:
 
 
 def is_shard_map(equation: Equation) -> bool:
-    """Whether an equation is a ``shard_map``, whose body is traced on a mesh."""
+    """Whether an equation is a ``shard_map``, an SPMD region."""
     return equation.primitive.name == "shard_map"
 
 
@@ -193,14 +194,14 @@ def bind_shard_map(
 
 
 def is_jit(equation: Equation) -> bool:
-    """Whether an equation is a call of a function that was jitted by itself."""
+    """Whether an equation is a call of a jitted function."""
     return equation.primitive is jit_p
 
 
 def scan_sizes(equation: Equation) -> tuple[int, int]:
-    """How many of a ``scan``'s inputs are constants, and how many are carries."""
+    """The numbers of constants and of carries among a ``scan``'s inputs."""
     params = equation.params
-    if "ft_in" in params:  # as newer ones have it
+    if "ft_in" in params:  # as newer versions have it
         consts, carries, _ = params["ft_in"].unpack()
         return len(list(consts)), len(list(carries))
     return params["num_consts"], params["num_carry"]
@@ -233,23 +234,23 @@ def lift_constants(program: Program) -> tuple[Program, list[Any]]:
     return jax.make_jaxpr(lifted)(*known, *held), held
 
 
-# Made at import and not when it is first used: JAX compiles anew whatever it compiled
-# before such a context was added.
+# Created at import, not at first use: adding such a context invalidates all that JAX
+# compiled before.
 _trace_context = jax.make_user_context(None)
 _traces = itertools.count()
 
 
 def isolated_trace() -> AbstractContextManager[Any]:
-    """A context in which JAX reuses no trace of a nested function from outside it.
+    """A context in which JAX reuses no cached trace of a nested function.
 
-    A jitted function that uses a ``dist.tensor`` or declares a parameter means other
-    values in every trace, and JAX would remember those of the first.
+    A jitted function that captures a ``dist.tensor`` or declares a parameter refers to
+    other values in every trace, and JAX would reuse those of the first.
     """
     return _trace_context(next(_traces))
 
 
 def sources(program: Program, value: Atom, before: int) -> set[Atom]:
-    """Every variable that ``value`` comes from in the first ``before`` equations."""
+    """All variables that ``value`` depends on in the first ``before`` equations."""
     needed = {value} if isinstance(value, jex.Var) else set()
     for equation in reversed(equations(program)[:before]):
         if not needed.isdisjoint((*equation.outvars, *references(equation))):
@@ -259,16 +260,16 @@ def sources(program: Program, value: Atom, before: int) -> set[Atom]:
 
 
 def references(equation: Equation) -> list[Atom]:
-    """The mutable arrays among an equation's inputs, which it may change."""
+    """The mutable arrays (refs) among an equation's inputs, which it may change."""
     return [v for v in equation.invars if hasattr(v.aval, "inner_aval")]
 
 
 def struct(aval: Any) -> Any:
-    """What ``jax.make_jaxpr`` takes for an abstract value.
+    """The ``jax.ShapeDtypeStruct`` of an abstract value, for ``jax.make_jaxpr``.
 
-    The weak type is kept, the layout over Explicit axes, and in a manual region the
-    axes the value varies over: JAX takes those together with the region's mesh only,
-    which the sharding names.
+    It keeps the weak type, the layout over Explicit axes, and in an SPMD region the
+    axes that the value varies over: JAX takes those only together with the region's
+    mesh, which the sharding names.
     """
     kind = getattr(aval, "manual_axis_type", None)
     varies = kind is not None and bool(kind.varying)
@@ -284,7 +285,7 @@ def struct(aval: Any) -> Any:
 
 def _has_explicit_axes(aval: Any) -> bool:
     if hasattr(type(aval), "__jax_array__"):
-        return False  # not made yet, and looking at it might make it
+        return False  # lazy, and asking might materialize it
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return mesh is not None and bool(mesh.explicit_axes)
 
@@ -294,9 +295,9 @@ _HOST = NamedSharding(AbstractMesh((), ()), PartitionSpec(), memory_kind=HOST_ME
 
 
 def on_host(value: Any) -> bool:
-    """Whether an array, or its type, lies in the memory of the host."""
+    """Whether an array or its type is in host memory."""
     if hasattr(type(value), "__jax_array__"):
-        return False  # not made yet, and looking at it might make it
+        return False  # lazy, and asking might materialize it
     kind = getattr(getattr(value, "sharding", None), "memory_kind", None)
     space = getattr(value, "memory_space", None)
     return space == jax.memory.Space.Host or kind == HOST_MEMORY
@@ -310,9 +311,9 @@ def zeros(aval: Any) -> jax.Array:
 
 
 def without_dead_code(program: Program, *, keep_inputs: bool = False) -> Program:
-    """A program less the equations whose results nobody reads, nested ones included.
+    """A program without unused equations, nested ones included.
 
-    Inputs that nobody reads go too, unless they are kept.
+    Unused inputs are removed too, unless they are kept.
     """
     return partial_eval.dce_jaxpr(_body(program), True, instantiate=keep_inputs)[0]
 
@@ -328,7 +329,7 @@ def name_scopes(equation: Equation) -> str:
 
 
 def refuse_transforms(primitive: Primitive, refuse: Callable[[str], NoReturn]) -> None:
-    """Let a primitive that no JAX transformation knows say so in its own words.
+    """Let a primitive raise its own error under JAX's transformations.
 
     Args:
       primitive: The primitive.
@@ -345,18 +346,18 @@ def refuse_transforms(primitive: Primitive, refuse: Callable[[str], NoReturn]) -
     ad.primitive_jvps[primitive] = differentiate
 
 
-# --- what JAX knows of the place that is being traced
+# --- the state of tracing
 
 
 def trace_settings() -> Any:
-    """Every setting of JAX that a trace depends on, such as the matmul precision."""
+    """All settings of JAX that a trace depends on, such as the matmul precision."""
     return config.trace_context()
 
 
 def weak_types(values: Sequence[Any]) -> tuple[list[bool | None], bool]:
-    """Whether each dtype is weak, None for what has none; whether all are arrays.
+    """Whether each dtype is weak (None for values without one); whether all are arrays.
 
-    Every call of a compiled step asks this of every array: the usual case is quick.
+    Every call of a compiled step asks this for every array: the usual case is fast.
     """
     try:
         return [value.aval.weak_type for value in values], True
@@ -368,16 +369,17 @@ def weak_types(values: Sequence[Any]) -> tuple[list[bool | None], bool]:
 
 
 def underlying(value: Any) -> Any:
-    """What a value stands for where it is only differentiated: itself otherwise."""
+    """The primal of a value that is being differentiated; other values themselves."""
     while isinstance(value, Tracer) and hasattr(value, "primal"):
         value = value.primal
     return value
 
 
 def all_gather_invariant(value: Any, axes: tuple[str, ...], dim: int) -> Any:
-    """All-gather whose result is known to be the same on every device of the axes.
+    """All-gather whose result is typed as the same on every device of the axes.
 
-    Public ``lax.all_gather`` gives one that may vary, which no replicated output takes.
+    The result of the public ``lax.all_gather`` may vary by type, which a replicated
+    output does not accept.
     """
     parallel = jax._src.lax.parallel
     newer = getattr(parallel, "_all_gather_invariant", None)
@@ -394,17 +396,17 @@ def backend_started() -> bool:
 def compile_only_cpu_devices(count: int) -> list[jax.Device]:
     """Devices of a CPU client that programs are compiled for and never run on.
 
-    They let a mesh of 72 devices be lowered, compiled and read on any machine. Their
-    client is one of its own, so the process's default devices stay what they are.
+    They let a mesh of 72 devices be lowered, compiled and inspected on any machine.
+    They have a separate client, so the process's default devices do not change.
     """
     return xla_client.make_cpu_client(num_devices=count).devices()
 
 
-# --- arrays that are no jax.Array
+# --- array-likes that are no jax.Array
 
 
 def register_array_like(kind: type) -> None:
-    """Let a class stand for its ``__jax_array__()`` wherever JAX takes an array.
+    """Let JAX accept a class with ``__jax_array__()`` wherever it takes an array.
 
     By itself JAX converts such objects in ``jnp`` functions that are not jitted and
     refuses them as arguments of those that are. What it needs to know is the abstract

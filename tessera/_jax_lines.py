@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose line is it: the user's, or that of a library that the user does not look into.
+"""Source lines of equations: tells users' code from library code.
 
-A door beside ``_jax``: like it, this module may use ``jax._src``.
+Beside ``_jax``: like it, this module may use ``jax._src``.
 """
 
 import functools
@@ -21,18 +21,18 @@ _FACADES = ("arrays.py", "dist.py")
 _FILES = ("objects.py", "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py")
 _DOORS = tuple(path.name for path in PACKAGE.glob("_jax*.py"))
 _NAMES = (*_FOLDERS, *_FACADES, *_FILES, *_DOORS)
-_MACHINERY = tuple(str(PACKAGE / name) for name in _NAMES)
+_OWN_FILES = tuple(str(PACKAGE / name) for name in _NAMES)
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 def hide_library_frames() -> None:
-    """Make JAX leave Tessera's own frames out of tracebacks and source lines.
+    """Make JAX omit Tessera's own frames from tracebacks and source lines.
 
-    Models and the trainer are user code in this sense: their lines are shown.
+    Models and the trainer count as user code: their lines are shown.
     """
-    for path in _MACHINERY:
+    for path in _OWN_FILES:
         if path not in traceback_util._exclude_paths:
             traceback_util.register_exclusion(path)
             source_info_util.register_exclusion(path)
@@ -40,12 +40,12 @@ def hide_library_frames() -> None:
 
 @functools.cache
 def is_library_code(path: str) -> bool:
-    """Whether a source file is Python's, JAX's, Flax's, Optax's or Tessera's machinery.
+    """Whether a source file is of Python, JAX, Flax, Optax or Tessera itself.
 
-    What the folders above those of the libraries are called does not matter.
+    The names of the folders above the libraries do not matter.
     """
     file = Path(path)
-    if any(file.is_relative_to(place) for place in _MACHINERY):
+    if any(file.is_relative_to(place) for place in _OWN_FILES):
         return True
     for folder, name in reversed([*itertools.pairwise(file.parts)]):
         if folder in _INSTALLED:  # of this machine, or of the one that compiled
@@ -55,7 +55,7 @@ def is_library_code(path: str) -> bool:
 
 @functools.cache
 def _elsewhere() -> list[str]:
-    """Python's library, and where the others are if not in ``site-packages``."""
+    """Python's library, and the other libraries where not in ``site-packages``."""
     specs = filter(None, map(find_spec, _LIBRARIES))
     folders = [os.path.dirname(spec.origin) for spec in specs if spec.origin]
     return [sysconfig.get_path("stdlib"), *folders]
@@ -64,8 +64,8 @@ def _elsewhere() -> list[str]:
 def source_line(equation: Any) -> str:
     """``file.py:12`` of the user's line that an equation comes from, or ``""``.
 
-    It is the line that a compiled program has for the operation: the innermost that is
-    no machinery, of as many frames as JAX writes down.
+    It is the line that a compiled program has for the operation: the innermost one that
+    is no library code, among the frames that JAX records.
     """
     limit = config.traceback_in_locations_limit.value
     every = source_info_util.user_frames(equation.source_info.traceback)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A third door to JAX's internals: how the processes of a run reach each other.
+"""Wraps JAX's coordination service: a key-value store and barriers between processes.
 
-JAX's coordinator keeps a store of texts and barriers with a time limit, which need no
-device and no compiled program. Public JAX has neither: its barrier runs a program on
-all devices, and waits for ever.
+They have time limits and need no device and no compiled program. Public JAX has
+neither: its barrier runs a program on all devices, and waits forever.
 """
 
 import time
@@ -23,17 +22,17 @@ _USED = (
 
 
 class Board:
-    """Texts that all processes of the run can read; ``board`` finds it."""
+    """The key-value store that all processes of the run share; see ``board``."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def put(self, key: str, text: str) -> None:
-        """Write a text, over the one that was there."""
+        """Write a text, replacing an earlier one."""
         self._client.key_value_set(key, text, allow_overwrite=True)
 
     def texts(self, folder: str) -> dict[str, str]:
-        """The texts below a folder, by what their keys have after it."""
+        """The texts below a folder, by the rest of their keys."""
         prefix = f"{folder}/"
         found = self._client.key_value_dir_get(prefix)
         return {key.rpartition(prefix)[2]: text for key, text in found}
@@ -69,10 +68,10 @@ def board() -> Board | None:
 
 
 def listen_on(host: str) -> None:
-    """Let the collectives between processes' CPU devices listen on one interface.
+    """Make collectives between processes' CPU devices listen on one interface.
 
-    By default they take that of the machine's own name, which may be seen from outside,
-    or, where the name leads to the loopback interface, be of no use to other machines.
+    By default they take the interface of the machine's own name, which may be reachable
+    from outside, or, if it is the loopback interface, not from other machines.
 
     Args:
       host: This machine's own address.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations that run at once and are remembered, for gradients taken afterwards.
+"""A tape: runs operations eagerly and records them, for gradients taken afterwards.
 
-While a ``Recording`` is open every operation is executed as JAX does it outside of a
-trace, and its result is an array that knows its numbers: it prints, compares and
-converts like any other. What was computed from what is kept, so that ``gradients`` can
-run the part of it that a loss depends on once more, under ``jax.grad``.
+While a ``Recording`` is open, JAX executes every operation as it does outside a trace,
+and the result is a concrete array, which prints, compares and converts. The operations
+are recorded, so that ``gradients`` can run those that a loss depends on again, under
+``jax.grad``. (JAX differentiates functions only, and has no tape.)
 
-A door beside ``_jax``: like it, this module may use ``jax._src``.
+Beside ``_jax``: like it, this module may use ``jax._src``.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,12 @@ _rules: dict[Any, Rule] = {}
 
 
 def register_eager_rule(primitive: Any, rule: Rule) -> None:
-    """Say what a primitive does where operations run at once."""
+    """Register what a primitive does in a recording."""
     _rules[primitive] = rule
 
 
 class RecordedArray(core.Tracer[Any]):
-    """An array of a recording; it is used as the array that it stands for."""
+    """An array of a recording, usable as the concrete array that it wraps."""
 
     __slots__ = ("value",)
 
@@ -38,11 +38,11 @@ class RecordedArray(core.Tracer[Any]):
         self.value = value
 
     def to_concrete_value(self) -> Any:
-        """The numbers, where JAX or Python has to decide on them."""
+        """The concrete value, where JAX or Python has to decide on it."""
         return core.to_concrete_value(self.value)
 
     def full_lower(self) -> Any:
-        """The array itself, for who kept it beyond the recording."""
+        """The array itself, once the recording is closed."""
         return self if self._trace.is_open else self.value
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,22 +64,22 @@ class RecordedArray(core.Tracer[Any]):
         return format(self.value, form)
 
     def item(self, *args: int) -> Any:
-        """One number of the array, as Python's."""
+        """One element, as a Python number."""
         return self.value.item(*args)
 
     def tolist(self) -> Any:
-        """The numbers in lists."""
+        """The elements in nested lists."""
         return self.value.tolist()
 
     @property
     def sharding(self) -> Any:
-        """Where the array lies."""
+        """The sharding of the array."""
         return self.value.sharding
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Something that was computed: how, from what, and the results."""
+    """A recorded operation: its function, inputs and outputs."""
 
     run: Callable[..., Sequence[Any]]
     inputs: Sequence[Any]
@@ -87,7 +87,7 @@ class _Entry:
 
 
 class Recording(core.Trace):
-    """Operations that run at once, in the order in which they ran."""
+    """Eagerly executed operations, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,17 +104,17 @@ class Recording(core.Trace):
         return core.set_current_trace(self._around)
 
     def known(self, value: Any) -> Any:
-        """An array itself in the place of one of this recording."""
+        """The concrete array of a recorded one; other values as they are."""
         return value.value if self._has(value) else value
 
     def array(self, value: Any) -> RecordedArray:
-        """An array as one of this recording."""
+        """An array as a recorded one."""
         return RecordedArray(self, value)
 
     def record(
         self, run: Callable[..., Sequence[Any]], inputs: Sequence[Any]
     ) -> list[RecordedArray]:
-        """Run a function of arrays, and remember that."""
+        """Run a function of arrays, and record it."""
         with self.left():
             results = run(*map(self.known, inputs))
         outputs = [RecordedArray(self, result) for result in results]
@@ -133,7 +133,7 @@ class Recording(core.Trace):
         return any(isinstance(value, jax.Ref) for value in inputs)
 
     def gradients(self, loss: Any, weights: Sequence[Any]) -> list[RecordedArray]:
-        """The gradients of a loss by weights, some of which may come from others."""
+        """The gradients of a loss by weights, some of which may depend on others."""
         entries, found = self._ancestors(loss)
         dependent = {id(weight) for weight in weights}
         between: list[_Entry] = []
@@ -170,7 +170,7 @@ class Recording(core.Trace):
         return self.record(run, [*given.values(), *others.values()])
 
     def _ancestors(self, loss: Any) -> tuple[list[_Entry], dict[int, Any]]:
-        """What ran to compute a loss, in order, and every array of it by its id."""
+        """The operations that a loss depends on, in order, and their arrays by id."""
         found = {id(loss): loss}
         entries: list[_Entry] = []
         for entry in reversed(self._entries):
@@ -182,7 +182,7 @@ class Recording(core.Trace):
     def _has(self, value: Any) -> bool:
         return isinstance(value, RecordedArray) and value._trace is self
 
-    # --- what JAX asks of a trace
+    # --- the interface of JAX's traces
 
     def stage_value(self, val: Any) -> Any:
         if self._has(val):
@@ -236,7 +236,7 @@ class Recording(core.Trace):
     def process_shard_map(
         self, primitive: Any, fun: Any, tracers: Any, /, **params: Any
     ) -> Any:
-        """A manual region is one operation, and compiled."""
+        """An SPMD region is one operation, and compiled."""
         found: list[Any] = []
 
         def call(trace: Any, values: Any) -> Any:
@@ -253,7 +253,7 @@ class Recording(core.Trace):
         *,
         is_compiled: bool = False,
     ) -> Any:
-        """Record a call of a function: as a program, for JAX traces it only once."""
+        """Record a call of a function as a program, since JAX traces it only once."""
 
         def flat(*values: Any) -> Any:
             with core.take_current_trace() as trace:

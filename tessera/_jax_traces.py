@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX is tracing right now, and what it does with primitives of our own.
+"""The state of JAX's traces, and rules for our own primitives.
 
-A second door beside ``_jax``, which has no room left: like it, this module may use
-``jax._src``, and nothing else may.
+Beside ``_jax``: like it, this module may use ``jax._src``.
 """
 
 import functools
@@ -19,10 +18,10 @@ from jax._src.api_util import InternalFloatingPointError as InternalFloatingPoin
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax import lax
 
-# Newer ones are told which mutable inputs are read later on.
+# In newer versions the rules also take which mutable inputs are read later.
 _RULES_TAKE_LIVE_INPUTS = partial_eval._default_dce_rule.__code__.co_argcount == 3
 
-# Before it Mosaic GPU's kernels had other names for their parts.
+# Before, Mosaic GPU's kernels had another API.
 HAS_MOSAIC_GPU_KERNELS = jax.__version_info__ >= (0, 12)
 
 BatchingRule: TypeAlias = Callable[[Sequence[Any], Sequence[int | None]], Any]
@@ -46,7 +45,7 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 
 def varying_over(value: Any, axes: Iterable[str]) -> Any:
-    """The same value, marked as one that may differ over these axes as well."""
+    """The same value, typed as varying over these axes too."""
     missing = tuple(set(axes) - varying_axes(value))
     return jax.lax.pcast(value, missing, to="varying") if missing else value
 
@@ -58,24 +57,24 @@ def as_number(value: Any, kind: type) -> Any:
 
 
 def in_trace_of(value: Any) -> AbstractContextManager[Any]:
-    """A context in which equations go to the program that a traced value is of.
+    """A context in which equations are recorded in the trace of a traced value.
 
-    In the body of a loop or a branch that is traced, it is a program further out for
-    a value that the body closes over.
+    In the body of a loop or a branch this is an outer trace, for a value that the body
+    closes over.
     """
     return core.set_current_trace(value._trace)
 
 
 def is_known_where(value: Any, home: Any) -> bool:
-    """Whether the program that ``home`` is of may read a value.
+    """Whether the trace of ``home`` may read a value.
 
-    It may not read what is traced further in, such as the arguments of a loop's body.
+    It may not read values of inner traces, such as the arguments of a loop's body.
     """
     return not isinstance(value, core.Tracer) or value._trace in _around(home)
 
 
 def _around(value: Any) -> Iterator[Any]:
-    """The traces of a value: its own, and those that this one is traced in."""
+    """The trace of a value and the outer traces around it."""
     trace = value._trace
     while trace is not None:
         yield trace
@@ -83,10 +82,10 @@ def _around(value: Any) -> Iterator[Any]:
 
 
 def inputs_read(equation: Any, wanted: Sequence[bool]) -> list[Any]:
-    """The variables that an equation needs for those of its results that are wanted.
+    """The variables that some results of an equation depend on.
 
-    Nested programs are looked into where JAX knows how: of a loop that carries several
-    values, only what the wanted ones come from is needed.
+    JAX's rules for dead code look into nested programs: of a loop that carries several
+    values, only those that the wanted ones depend on are needed.
     """
     variables = [v for v in equation.invars if isinstance(v, core.Var)]
     rule: Any = partial_eval.dce_rules.get(equation.primitive)
@@ -99,7 +98,7 @@ def inputs_read(equation: Any, wanted: Sequence[bool]) -> list[Any]:
 
 
 def register_no_op(primitive: Any) -> None:
-    """Let a primitive without results stand anywhere, and compile to nothing."""
+    """Register a primitive without results, which compiles to nothing."""
 
     def nothing(*_: Any, **__: Any) -> list[Any]:
         return []
@@ -115,7 +114,7 @@ def register_no_op(primitive: Any) -> None:
 
 
 def register_batching(primitive: Any, rule: BatchingRule) -> None:
-    """Let ``jax.vmap`` apply a primitive to batches.
+    """Register the batching rule of a primitive for ``jax.vmap``.
 
     Args:
       primitive: One with several results.
@@ -125,7 +124,7 @@ def register_batching(primitive: Any, rule: BatchingRule) -> None:
     batching.primitive_batchers[primitive] = rule
 
 
-# --- who asks a traced value for its number
+# --- observing conversions of traced values
 
 _Watcher: TypeAlias = Callable[[str, FrameType], None]
 _watcher: ContextVar[_Watcher | None] = ContextVar("tessera_watcher", default=None)
@@ -135,10 +134,10 @@ _TEXTS = ("__str__", "__repr__", "__format__")
 
 @contextmanager
 def values_watched(watcher: _Watcher) -> Iterator[None]:
-    """Let a function know who asks traced values for numbers and text.
+    """Call ``watcher`` when code converts a traced value to a number or to text.
 
-    JAX answers the first with an exception and the second with a description. Its
-    class of traced values is changed once and for good, and asks the context each time.
+    JAX answers the first with an exception and the second with a description. Its class
+    of traced values is patched once and permanently, and checks the context each time.
 
     Args:
       watcher: Takes ``"number"`` or ``"text"`` and the frame of the code that asks.

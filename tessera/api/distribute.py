@@ -33,6 +33,8 @@ from tessera.compiler.trace.strategy_roles import (
 from tessera.compiler.trace.zero_owner import ZeroOwnerEmulation
 from tessera.errors import StrategyError, did_you_mean
 
+__all__ = ["STRATEGIES", "distribute"]
+
 Names: TypeAlias = str | Sequence[str] | None
 
 # Default axis and ZeRO stage of each; zero_redundancy_optimizer takes a stage.
@@ -78,9 +80,9 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
     ``tensor_parallel`` runs the body once for each device of the axes, on its blocks.
     Every array has to be annotated. A dim is split if none of its symbols appear in the
     first array, or in the one that ``batch`` names; of several such dims the first.
-    ``3*F`` means three blocks, each of which is split by itself. A result that differs from device to
-    device is concatenated along its dim of that kind; the body calls collectives
-    itself, and ``ts.mesh.current()`` is the mesh of the axes.
+    ``3*F`` means three blocks, each of which is split by itself. A result that differs
+    from device to device is concatenated along its dim of that kind; the body calls
+    collectives itself, and ``ts.mesh.current()`` is the mesh of the axes.
 
     ``pipeline_parallel`` runs the ``graph.stage`` s that the function calls on one
     device each, in the order 1f1b, in as many microbatches as

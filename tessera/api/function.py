@@ -29,7 +29,6 @@ from tessera.compiler.trace.arguments import (
     Call,
     ProgramMismatch,
     changed_statics,
-    flatten_args,
 )
 from tessera.compiler.trace.call_signature import CallPattern, CallSignature
 from tessera.compiler.trace.declared_layouts import Options
@@ -51,12 +50,12 @@ from tessera.objects import (
 )
 from tessera.shard import DistTensor
 
+__all__ = ["Function", "function", "last_run"]
+
 _Result = TypeVar("_Result")
 _Run: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 _RECOMPILES_BEFORE_WARNING = 3
-_LAID_OUT = "lay out or donate"
-_PLAIN = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 # The most recently called function, for ``dist.profile()``; a weak reference.
 _ran: deque["weakref.ref[Function]"] = deque(maxlen=1)
@@ -107,15 +106,8 @@ class Function:
         self.body = body
         self.options = options
         self.skip_passes = tuple(skip_passes)
-        self._signature = inspect.signature(body)
-        self._calls = CallSignature(
-            self._signature, getattr(body, "__name__", options.name)
-        )
-        self._positional = tuple(
-            name
-            for name, parameter in self._signature.parameters.items()
-            if parameter.kind in (_PLAIN, parameter.POSITIONAL_ONLY)
-        )
+        name = getattr(body, "__name__", options.name)
+        self._calls = CallSignature(inspect.signature(body), name)
         self._check_argument_names()
         self._programs: dict[Any, _Program] = {}
         self._inlined: dict[Any, tuple[Traced, Callable[..., Any]]] = {}
@@ -153,7 +145,7 @@ class Function:
                 pass
             except (TypeError, ValueError):
                 # JAX refuses arrays of other types or layouts before it runs.
-                if self._key(self._flatten_args(args, kwargs)) == self._key(
+                if self._key(self._calls.flatten(args, kwargs)) == self._key(
                     recent.call
                 ):
                     raise
@@ -211,7 +203,7 @@ class Function:
         if changes_in_place((args, kwargs)):
             self._takes_objects = True
             return self._with_objects(self._run_any, args, kwargs)
-        call = self._flatten_args(args, kwargs)
+        call = self._calls.flatten(args, kwargs)
         pattern = self._calls.pattern(args, kwargs)
         program = replace(self._program(call, to_run=True), pattern=pattern)
         self._recent = program
@@ -227,7 +219,7 @@ class Function:
 
     def _eager(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EagerResult:
         """Run the function operation by operation."""
-        call = self._flatten_args(args, kwargs)
+        call = self._calls.flatten(args, kwargs)
         body, options = self._for_objects(call)
         with changes_explained():
             return run_eagerly(body, call, options, self._parameter)
@@ -276,7 +268,7 @@ class Function:
         return self._with_objects(self._inside_laid_out, args, kwargs)
 
     def _inside_laid_out(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        call = self._flatten_args(args, kwargs)
+        call = self._calls.flatten(args, kwargs)
         given = self._calls.values(args, kwargs)
         body = self._body_with_objects if call.has_objects else self.body
         return inline(scope.resolve_callee(body), call, self.options, given)
@@ -296,11 +288,11 @@ class Function:
     ) -> _Result:
         """The result of a phase for a call that is not made."""
         with objects_split(args, kwargs) as call:
-            return stage(self._flatten_args(call.args, call.kwargs))
+            return stage(self._calls.flatten(call.args, call.kwargs))
 
     def _inline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of a program that JAX, not Tessera, is tracing."""
-        call = self._flatten_args(args, kwargs)
+        call = self._calls.flatten(args, kwargs)
         key = self._key(call)
         if key in self._inlined:
             traced, held = self._inlined[key]
@@ -330,9 +322,6 @@ class Function:
             return self.body, self.options
         return self._body_with_objects, self.options.for_objects(call)
 
-    def _flatten_args(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        return flatten_args(self._positional, *self._calls.normalize(args, kwargs))
-
     def _key(self, call: Call) -> Any:
         return (_context_key(), call.key())
 
@@ -342,13 +331,15 @@ class Function:
 
     def _check_argument_names(self) -> None:
         """Raise [T204] for options that name an argument that does not exist."""
-        kinds = {n: p.kind for n, p in self._signature.parameters.items()}
+        kinds = {n: p.kind for n, p in self._calls.signature.parameters.items()}
         if inspect.Parameter.VAR_KEYWORD in kinds.values():
             return
         known = [n for n in kinds if kinds[n] is not inspect.Parameter.VAR_POSITIONAL]
         has_more = len(known) < len(kinds)
         uses = dict.fromkeys(self.options.batch or (), "treat as a batch")
-        uses |= dict.fromkeys((*self.options.in_specs, *self.options.donate), _LAID_OUT)
+        uses |= dict.fromkeys(
+            (*self.options.in_specs, *self.options.donate), "lay out or donate"
+        )
         for name, use in uses.items():
             if has_more and name.startswith("args["):
                 continue

@@ -11,6 +11,8 @@ from dataclasses import replace
 from tessera import scope
 from tessera.errors import PipelineSizeError, SettingValueError
 
+__all__ = ["all_reduce_overlap", "pipeline_microbatches"]
+
 
 def pipeline_microbatches(count: int | None) -> None:
     """Cut the batches of pipelines into this many microbatches.

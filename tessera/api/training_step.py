@@ -28,6 +28,8 @@ from tessera.mesh import Mesh
 from tessera.shard import DistTensor, padded, stored_tensor
 from tessera.tree import named_leaves, nest
 
+__all__ = ["Stage", "Step", "stage", "training_step"]
+
 _logger = logging.getLogger("tessera.graph")
 
 

@@ -30,6 +30,8 @@ from tessera.ops.operand_layouts import layout_of
 from tessera.shard import DistTensor
 from tessera.tree import partition
 
+__all__ = ["value_and_grad"]
+
 Which: TypeAlias = int | str
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, DistTensor)

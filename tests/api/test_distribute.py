@@ -352,37 +352,6 @@ def message(kind: type[Exception], action: Any) -> str:
     return str(caught.value)
 
 
-def test_an_unknown_strategy_gets_a_hint():
-    assert message(StrategyError, lambda: ts.distribute("data_paralel")) == (
-        "[T313] there is no strategy 'data_paralel'\n"
-        "  fix: did you mean 'data_parallel'? Known: 'data_parallel', 'fsdp', "
-        "'zero_redundancy_optimizer', 'tensor_parallel', 'pipeline_parallel', "
-        "'expert_parallel'\n"
-        "  docs: docs/errors/T313.md"
-    )
-
-
-@pytest.mark.parametrize(
-    ("strategy", "stage", "fix"),
-    [
-        ("zero_redundancy_optimizer", 4, "use stage=1, 2 or 3"),
-        ("zero_redundancy_optimizer", 0, "use stage=1, 2 or 3"),
-        (
-            "fsdp",
-            3,
-            "leave it out, or use strategy='zero_redundancy_optimizer'",
-        ),
-    ],
-)
-def test_a_stage_that_does_not_exist_is_refused(strategy, stage, fix):
-    assert message(StrategyError, lambda: ts.distribute(strategy, stage=stage)) == (
-        f"[T313] strategy {strategy!r} has no such stage\n"
-        f"  got: stage={stage}\n"
-        f"  fix: {fix}\n"
-        "  docs: docs/errors/T313.md"
-    )
-
-
 def test_an_argument_that_is_named_has_to_exist():
     strategy = ts.distribute("fsdp", params="wieghts")
     assert message(StrategyError, lambda: strategy(step)) == (

@@ -13,7 +13,9 @@ import jax
 
 from tessera.annotations import bind_call
 from tessera.annotations.tensor import is_array
-from tessera.compiler.trace.arguments import Call, ProgramMismatch
+from tessera.compiler.trace.arguments import Call, ProgramMismatch, flatten_args
+
+_PLAIN = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 class CallSignature:
@@ -36,6 +38,19 @@ class CallSignature:
             if parameter.default is not parameter.empty
             and _is_static(parameter.default)
         }
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, _PLAIN)
+        self._positional = [
+            name for name, p in signature.parameters.items() if p.kind in kinds
+        ]
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """The call in normal form, its arguments flattened.
+
+        Raises:
+          ArgumentError: [T301] the function does not take these arguments, or one is
+            neither an array nor hashable.
+        """
+        return flatten_args(self._positional, *self.normalize(args, kwargs))
 
     def normalize(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -11,7 +11,7 @@ import pytest
 
 import tessera as ts
 from tessera import _jax
-from tessera.compiler.trace.argument_roles import gradient_uses, replaced
+from tessera.compiler.trace.argument_roles import gradient_uses, updated_indices
 
 W, X, M = (np.full((4, 4), value, np.float32) for value in (1.0, 2.0, 3.0))
 
@@ -125,4 +125,4 @@ NEW: dict[str, tuple[Callable[..., Any], list[int]]] = {
 @pytest.mark.parametrize("name", NEW)
 def test_a_result_is_a_new_value_of_what_it_is_made_from_by_additions(name):
     step, expected = NEW[name]
-    assert replaced(program_of(step)) == [expected]
+    assert updated_indices(program_of(step)) == [expected]
