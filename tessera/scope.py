@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from tessera.mesh import Mesh
 from tessera.shard import DistTensor, ShardSpec, as_dtype, capturing, tensor
 from tessera.spec import is_padded, spec_over
 
+_T = TypeVar("_T")
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 Layout = tuple[Mesh, PartitionSpec]
 
@@ -153,14 +154,20 @@ def current() -> Scope | None:
 
 
 @contextmanager
+def holding(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    """A context in which a context variable has a value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
 def opened(scope: Scope) -> Iterator[Scope]:
     """Make ``scope`` current and let captured tensors be declared in it."""
-    token = _open.set(scope)
-    try:
-        with capturing(scope.capture):
-            yield scope
-    finally:
-        _open.reset(token)
+    with holding(_open, scope), capturing(scope.capture):
+        yield scope
 
 
 @contextmanager
@@ -231,31 +238,24 @@ def parameter(
     return scope.value_of(full)
 
 
-def record_layout(value: Any, mesh: Mesh, spec: PartitionSpec) -> None:
-    """Record the layout of a traced value; keeping it alive keeps its id unique."""
-    scope = _open.get()
-    if scope is not None:
-        scope.layouts[id(value)] = (value, (mesh, spec))
+def record_layout(
+    value: Any, mesh: Mesh, spec: PartitionSpec, *, of_gradient: bool = False
+) -> None:
+    """Record the layout of a traced value, or of the gradient by it.
+
+    The value is kept alive, so that its id stays unique.
+    """
+    if (scope := _open.get()) is not None:
+        layouts = scope.gradient_layouts if of_gradient else scope.layouts
+        layouts[id(value)] = (value, (mesh, spec))
 
 
-def layout_of(value: Any) -> Layout | None:
-    """The declared layout of a traced value: of an input, a parameter, a constraint."""
-    scope = _open.get()
-    known = scope.layouts.get(id(value)) if scope is not None else None
-    return known[1] if known is not None else None
-
-
-def record_gradient_layout(value: Any, mesh: Mesh, spec: PartitionSpec) -> None:
-    """Record a layout for the gradient by a traced value, other than its own."""
-    scope = _open.get()
-    if scope is not None:
-        scope.gradient_layouts[id(value)] = (value, (mesh, spec))
-
-
-def gradient_layout_of(value: Any) -> Layout | None:
-    """The layout declared for the gradient by a traced value, if one is."""
-    scope = _open.get()
-    known = scope.gradient_layouts.get(id(value)) if scope is not None else None
+def layout_of(value: Any, *, of_gradient: bool = False) -> Layout | None:
+    """The recorded layout of a traced value, or of the gradient by it."""
+    if (scope := _open.get()) is None:
+        return None
+    layouts = scope.gradient_layouts if of_gradient else scope.layouts
+    known = layouts.get(id(value))
     return known[1] if known is not None else None
 
 
@@ -313,14 +313,9 @@ def resolve_callee(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if caller is None else caller(function)
 
 
-@contextmanager
-def calling(caller: Callable[[Any], Any] | None) -> Iterator[None]:
+def calling(caller: Callable[[Any], Any] | None) -> AbstractContextManager[None]:
     """Let ``resolve_callee`` apply ``caller``; None leaves functions as they are."""
-    token = _caller.set(caller)
-    try:
-        yield
-    finally:
-        _caller.reset(token)
+    return holding(_caller, caller)
 
 
 _NO_PLAN = Plan()
@@ -377,12 +372,8 @@ def autocast(dtype: Any, *, enabled: bool = True) -> Iterator[None]:
     here = _open.get()
     if narrows and here is not None and here.is_eager:
         check_autocast_of_programs(name)
-    token = _autocast.set(name if narrows else AUTOCAST_OFF)
-    try:
-        with carried_autocast():
-            yield
-    finally:
-        _autocast.reset(token)
+    with holding(_autocast, name if narrows else AUTOCAST_OFF), carried_autocast():
+        yield
 
 
 def check_autocast_of_programs(dtype: str | None) -> None:

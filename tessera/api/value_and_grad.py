@@ -206,8 +206,8 @@ def _laid_out_like(value: Any, like: Any) -> Any:
     """A value recorded to have the layouts of another one and of its gradient."""
     if (layout := layout_of(like)) is not None:
         scope.record_layout(value, *layout)
-    if (layout := scope.gradient_layout_of(like)) is not None:
-        scope.record_gradient_layout(value, *layout)
+    if (layout := scope.layout_of(like, of_gradient=True)) is not None:
+        scope.record_layout(value, *layout, of_gradient=True)
     return value
 
 

@@ -18,7 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera import scope
 from tessera._jax_recording import Recording, register_eager_rule
 from tessera.annotations import bind
-from tessera.compiler.gradient_primitive import gradient_p, unconnected_error
+from tessera.compiler.gradient_primitive import (
+    gradient_p,
+    unconnected_error,
+    unreached_error,
+)
 from tessera.compiler.ir import Graph, Value
 from tessera.compiler.pipelining.pipeline_primitive import pipeline_p
 from tessera.compiler.trace.arguments import Call
@@ -32,7 +36,7 @@ from tessera.compiler.trace.mesh_inference import common_mesh
 from tessera.compiler.trace.torch_transpose import enable_torch_transpose
 from tessera.compiler.trace.tracer import trace
 from tessera.compiler.trace.write_back import MutationTracker, Write, write_values
-from tessera.errors import OutsideTraceError, UnconnectedGradientError
+from tessera.errors import OutsideTraceError
 from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.objects import check_references
 from tessera.shard import DistTensor
@@ -78,11 +82,7 @@ class _EagerScope(scope.Scope):
         """The parameters that a loss does not depend on."""
         reached = self.recording.reached(loss, list(weights.values()))
         if weights and not any(reached):
-            raise UnconnectedGradientError(
-                "the loss depends on no trainable parameter of the step",
-                got=f"none of {len(weights)}: {', '.join(map(repr, weights))}",
-                fix="compute the loss from them",
-            )
+            raise unreached_error(list(weights))
         return {
             name
             for name, is_reached in zip(weights, reached, strict=True)

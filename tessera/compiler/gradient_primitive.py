@@ -7,8 +7,8 @@ equation, ``gradient loss weight…``, with one result for each weight. The pass
 stay ordinary arrays and Flax, Optax and ``jnp`` work in between.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -71,14 +71,9 @@ def _batched(
 _jax_traces.register_batching(gradient_p, _batched)
 
 
-@contextmanager
-def differentiating() -> Iterator[None]:
+def differentiating() -> AbstractContextManager[None]:
     """Let derivative rules that JAX traces in a pass take gradients too."""
-    token = _differentiating.set(True)
-    try:
-        yield
-    finally:
-        _differentiating.reset(token)
+    return scope.holding(_differentiating, True)
 
 
 @gradient_p.def_abstract_eval
@@ -192,6 +187,25 @@ def unconnected_error(
     )
 
 
+def unreached_error(
+    names: Sequence[str], line: str = "", *, fix: str = ""
+) -> UnconnectedGradientError:
+    """The error for a loss that depends on no parameter of its step.
+
+    Args:
+      names: The parameters.
+      line: Where ``graph.backward`` was called.
+      fix: What else to do.
+    """
+    return UnconnectedGradientError(
+        "the loss depends on no trainable parameter of the step",
+        got=f"none of {len(names)}: {', '.join(map(repr, names[:3]))}"
+        + (", …" if len(names) > 3 else "")
+        + (f"\ngraph.backward was called at {line}" if line else ""),
+        fix=f"compute the loss from them{fix}",
+    )
+
+
 def _untraced(loss: Any) -> str:
     inside = " that does not depend on traced arrays" if scope.current() else ""
     return f"a loss of type {type(loss).__name__}{inside}"
@@ -259,7 +273,8 @@ def _in_layout_of(weights: list[Any], gradients: list[Any]) -> list[Any]:
         return gradients
     return [
         gradient
-        if (layout := scope.gradient_layout_of(weight) or layout_of(weight)) is None
+        if (layout := scope.layout_of(weight, of_gradient=True) or layout_of(weight))
+        is None
         else scope.constrain(gradient, *layout, pads=True)
         for weight, gradient in zip(weights, gradients, strict=True)
     ]

@@ -21,7 +21,7 @@ from tessera.analysis.memory import format_bytes
 from tessera.compiler.zero_layouts import SPLIT_FROM, split_further
 from tessera.mesh import Mesh
 from tessera.models.model import Model
-from tessera.scope import constrain, record_gradient_layout
+from tessera.scope import constrain, record_layout
 from tessera.shard import ShardSpec
 from tessera.tree import Tree
 
@@ -92,7 +92,7 @@ class Zero:
         for array, spec in zip(
             jax.tree.leaves(params), jax.tree.leaves(self.gradients), strict=True
         ):
-            record_gradient_layout(array, self.mesh, spec)
+            record_layout(array, self.mesh, spec, of_gradient=True)
 
     def hold_gradients(self, gradients: Tree) -> Tree:
         """Traced gradients in their layout; reduced into it where they are sums."""

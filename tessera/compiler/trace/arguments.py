@@ -72,6 +72,11 @@ class Leaf:
         return None
 
     @property
+    def spec(self) -> PartitionSpec:
+        """The spec of its layout, replicated where it has none."""
+        return self.layout[1] if self.layout else PartitionSpec()
+
+    @property
     def _is_committed(self) -> bool:
         return getattr(self.value, "committed", True)
 

@@ -118,7 +118,7 @@ class Strategy:
 
     def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
         """The layout of one array of an argument."""
-        own = leaf.layout[1] if leaf.layout else PartitionSpec()
+        own = leaf.spec
         role, shape = self.role(leaf.name), tuple(leaf.aval.shape)
         if role is None:
             return own
@@ -137,9 +137,9 @@ class Strategy:
         """The layout of the gradient by an array, if it is a parameter."""
         if self.role(leaf.name) != PARAMS:
             return None
-        own = leaf.layout[1] if leaf.layout else PartitionSpec()
         shape = tuple(leaf.aval.shape)
-        return self._split(GRADIENTS, self._without_axes(own, len(shape)), shape, mesh)
+        spec = self._without_axes(leaf.spec, len(shape))
+        return self._split(GRADIENTS, spec, shape, mesh)
 
     def _split(
         self, role: str, spec: PartitionSpec, shape: Sequence[int], mesh: Mesh
@@ -282,7 +282,7 @@ class PipelineParallel(Strategy):
     def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
         """The layout of one array of an argument."""
         if self.role(leaf.name) == BATCH:
-            return leaf.layout[1] if leaf.layout else PartitionSpec()
+            return leaf.spec
         return super().layout(argument, leaf, mesh)
 
 

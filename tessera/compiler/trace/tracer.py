@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from tessera import _jax, scope
 from tessera.annotations import Binding, bind
-from tessera.compiler.gradient_primitive import gradient_p
+from tessera.compiler.gradient_primitive import gradient_p, unreached_error
 from tessera.compiler.ir import Graph, Value
 from tessera.compiler.pipelining.pipeline_primitive import Decision, argument_rows
 from tessera.compiler.trace.argument_roles import gradient_uses
@@ -49,7 +49,6 @@ from tessera.compiler.trace.write_back import MutationTracker, Write, write_valu
 from tessera.errors import (
     NoMeshError,
     ParameterNameError,
-    UnconnectedGradientError,
 )
 from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.objects import check_references
@@ -307,7 +306,7 @@ def _run(
             if value.spec is not None and mesh is not None:
                 scope.record_layout(array, mesh, value.spec)
             if value.gradient is not None and mesh is not None:
-                scope.record_gradient_layout(array, mesh, value.gradient)
+                scope.record_layout(array, mesh, value.gradient, of_gradient=True)
         count = len(call.leaves)
         here.values = {
             value.name: array
@@ -414,21 +413,13 @@ def _unreached(program: _jax.Program) -> dict[int, frozenset[str]]:
                     if weight not in sources
                 )
                 if not sources.intersection(weights):
-                    _refuse_loss(equation)
+                    raise unreached_error(
+                        names,
+                        _jax.source_line(equation),
+                        fix=", at the level where graph.backward is called",
+                    )
             for inner in _jax.inner_programs(equation):
                 visit(inner)
 
     visit(program)
     return {call: names for call, names in found.items() if names}
-
-
-def _refuse_loss(gradient: _jax.Equation) -> NoReturn:
-    names = gradient.params["names"]
-    line = _jax.source_line(gradient)
-    raise UnconnectedGradientError(
-        "the loss depends on no trainable parameter of the step",
-        got=f"none of {len(names)}: {', '.join(map(repr, names[:3]))}"
-        + (", …" if len(names) > 3 else "")
-        + (f"\ngraph.backward was called at {line}" if line else ""),
-        fix="compute the loss from them, at the level where graph.backward is called",
-    )
