@@ -38,6 +38,9 @@ Primitive = jex.Primitive
 Literal = jex.Literal
 Tracer = jax.core.Tracer
 
+# Primitives, or prefixes of several, with a function of two elements as parameter.
+_COMBINING = ("reduce", "scatter", "select_and_scatter")
+
 MOST_CPU_DEVICES = 2048
 """Per process: JAX attributes devices with higher ids to another process."""
 
@@ -96,9 +99,12 @@ def nested(equation: Equation) -> Iterator[tuple[str, Any]]:
 def inner_programs(equation: Equation) -> list[Program]:
     """The nested programs of an equation that passes may interpret.
 
-    A Pallas kernel is none of them: it works on references to memory, not on values.
+    Neither is a Pallas kernel, which works on references to memory, nor the function of
+    two elements by which a reduction or a scatter combines them: it says nothing about
+    which elements are combined.
     """
-    if equation.primitive.name == "pallas_call":
+    name = equation.primitive.name
+    if name == "pallas_call" or name.startswith(_COMBINING):
         return []
     return [inner for _, inner in nested(equation)]
 
