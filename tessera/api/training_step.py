@@ -164,13 +164,13 @@ class Step(Function):
         values = [value for value in graph.inputs if value.role is Role.PARAMETER]
         for (name, declared), value in zip(parameters.items(), values, strict=True):
             held = self._held.get(name, declared)
-            place = graph.sharding(value)
+            sharding = graph.sharding(value)
             if graph.is_padded(value):
                 self._held[name] = _padded_as(declared, held)
                 continue
             array = held.materialize() if isinstance(held, DistTensor) else held
-            if place is not None and getattr(array, "sharding", None) != place:
-                array = jax.device_put(array, place)
+            if sharding is not None and getattr(array, "sharding", None) != sharding:
+                array = jax.device_put(array, sharding)
             self._held[name] = array
 
 
@@ -181,8 +181,8 @@ def _padded_as(declared: DistTensor, held: Any) -> DistTensor:
     if isinstance(held, DistTensor) and (held.spec, held.mesh) == layout:
         return held
     own = np.asarray(held) if isinstance(held, DistTensor) else jnp.asarray(held)
-    place = NamedSharding(declared.mesh.jax, declared.spec)
-    stored = jax.device_put(padded(jnp.asarray(own), declared.stored_shape), place)
+    sharding = NamedSharding(declared.mesh.jax, declared.spec)
+    stored = jax.device_put(padded(jnp.asarray(own), declared.stored_shape), sharding)
     return stored_tensor(stored, declared.shape, *layout)
 
 

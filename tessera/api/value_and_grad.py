@@ -125,10 +125,7 @@ class _GradientRequest:
     def bind(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result, and the gradients of its loss as one primitive."""
         args, kwargs = self.with_changed(_copied, args, kwargs)
-        weights = tuple(
-            parameters_of(args[place] if isinstance(place, int) else kwargs[place])
-            for place in self._places(args, kwargs)
-        )
+        weights = tuple(map(parameters_of, self._chosen(args, kwargs)))
         # Their present arrays: Flax's transformations give objects other ones.
         weights = jax.tree.unflatten(
             jax.tree.structure(weights), jax.tree.leaves(weights)
@@ -147,44 +144,46 @@ class _GradientRequest:
 
     def weights(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Every array that is differentiated by."""
-        found = [
-            args[place] if isinstance(place, int) else kwargs[place]
-            for place in self._places(args, kwargs)
-        ]
-        return [jnp.asarray(x) for x in jax.tree.leaves(found, is_leaf=_is_tensor)]
+        leaves = jax.tree.leaves(self._chosen(args, kwargs), is_leaf=_is_tensor)
+        return list(map(jnp.asarray, leaves))
+
+    def _chosen(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments to differentiate by."""
+        keys = self._keys(args, kwargs)
+        return [args[key] if isinstance(key, int) else kwargs[key] for key in keys]
 
     def with_changed(
         self, change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with every leaf changed that is differentiated by."""
         changed, named = list(args), dict(kwargs)
-        for place in self._places(args, kwargs):
-            held: Any = changed if isinstance(place, int) else named
-            held[place] = jax.tree.map(
+        for key in self._keys(args, kwargs):
+            held: Any = changed if isinstance(key, int) else named
+            held[key] = jax.tree.map(
                 functools.partial(_unless_object, change),
-                held[place],
+                held[key],
                 is_leaf=_is_whole,
             )
         return tuple(changed), named
 
-    def _places(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Which]:
-        """Where the arguments stand in a call: by position, or by name."""
+    def _keys(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Which]:
+        """The arguments to differentiate by, as positions or names of a call."""
         names = list(inspect.signature(self.function).parameters)
-        places: list[Which] = []
+        keys: list[Which] = []
         for which in self.which:
             is_position = isinstance(which, int)
             if is_position and -len(args) <= which < len(args):
-                places.append(which % len(args))
+                keys.append(which % len(args))
                 continue
             within = is_position and 0 <= which < len(names)
             name = names[which] if within else which
             if name in kwargs:
-                places.append(name)
+                keys.append(name)
             elif name in names[: len(args)]:
-                places.append(names.index(str(name)))
+                keys.append(names.index(str(name)))
             else:
                 raise self._no_such(which, [*names[: len(args)], *kwargs])
-        return places
+        return keys
 
     def _no_such(self, which: Which, given: list[str]) -> ArgumentError:
         name = getattr(self.function, "__name__", type(self.function).__name__)

@@ -111,18 +111,18 @@ class _Plan:
     after: list[_jax.Equation]
 
 
-def _plan(program: _jax.Program, place: int, ancestors: set[_jax.Atom]) -> _Plan:
+def _plan(program: _jax.Program, index: int, ancestors: set[_jax.Atom]) -> _Plan:
     equations = _jax.equations(program)
-    gradient = equations[place]
+    gradient = equations[index]
     weights = [v for v in _variables(gradient.invars[1:]) if v in ancestors]
     moved: set[_jax.Atom] = set()
     while True:
-        before, region, after = _sorted(equations[:place], weights, ancestors, moved)
+        before, region, after = _sorted(equations[:index], weights, ancestors, moved)
         references = {v for equation in region for v in _jax.references(equation)}
         if references <= moved:
             break
         moved |= references  # what the region mutates, it has to create as well
-    after += equations[place + 1 :]
+    after += equations[index + 1 :]
     made = dict.fromkeys(v for equation in region for v in equation.outvars)
     used = {v for equation in after for v in _variables(equation.invars)}
     used.update(_variables(_jax.outputs(program)))
@@ -206,7 +206,7 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
 
 def _undifferentiable(plan: _Plan) -> UndifferentiableError:
     line = _jax.source_line(plan.gradient)
-    loops = [f"the loop at {place}" for place in dict.fromkeys(_loops(plan.region))]
+    loops = [f"the loop at {where}" for where in dict.fromkeys(_loops(plan.region))]
     return UndifferentiableError(
         "a gradient cannot go through a loop whose number of iterations is not known "
         "before it runs",

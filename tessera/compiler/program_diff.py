@@ -53,17 +53,17 @@ def _lines(text: str) -> list[str]:
     """
     lines = [_LINE.sub(r"  \1", line) for line in text.splitlines()]
     found: list[str] = []
-    place = 0
-    while place < len(lines):
-        line = lines[place]
-        place += 1
+    index = 0
+    while index < len(lines):
+        line = lines[index]
+        index += 1
         code, _, source = line.partition("  # ")
-        end = _end(lines, place - 1) if code.endswith("[") else None
+        end = _end(lines, index - 1) if code.endswith("[") else None
         if end is not None:
-            settings = " ".join(each.strip() for each in lines[place:end])
+            settings = " ".join(each.strip() for each in lines[index:end])
             line = f"{code}{settings}{lines[end].strip()}"
             line += f"  # {source}" if source else ""
-            place = end + 1
+            index = end + 1
         found.append(line)
     return found
 
@@ -71,10 +71,10 @@ def _lines(text: str) -> list[str]:
 def _end(lines: list[str], start: int) -> int | None:
     """Where an equation's settings end, unless they hold a program."""
     end = " " * (len(lines[start]) - len(lines[start].lstrip())) + "]"
-    for place in range(start + 1, len(lines)):
-        if lines[place].startswith(end):
-            return place
-        if "lambda" in lines[place]:
+    for index in range(start + 1, len(lines)):
+        if lines[index].startswith(end):
+            return index
+        if "lambda" in lines[index]:
             return None
     return None
 

@@ -68,9 +68,8 @@ class Traced:
           UnknownPassError: [T307] there is no such pass.
         """
         check_names([name])
-        places = [record.name for record in self.passes]
-        place = places.index(name)
-        return self.passes[place].diff(self.passes[place - 1].graph)
+        index = [record.name for record in self.passes].index(name)
+        return self.passes[index].diff(self.passes[index - 1].graph)
 
     def require_devices(self) -> None:
         """Raise [T105] where the step's mesh has devices that this machine lacks."""
@@ -167,9 +166,9 @@ class Compiled:
         inputs = [value for value in graph.inputs if value.role is Role.CAPTURED]
         return tuple(
             array
-            if (place := graph.sharding(value)) is None
+            if (sharding := graph.sharding(value)) is None
             # Once, not at every call.
-            else jax.device_put(array, place)
+            else jax.device_put(array, sharding)
             for value, array in zip(inputs, graph.captured, strict=True)
         )
 
@@ -187,9 +186,9 @@ class Compiled:
             return returned
         return [
             stored_tensor(array, value.aval.shape, value.spec, graph.mesh)
-            if value.spec is not None and graph.mesh and place in self._padded
+            if value.spec is not None and graph.mesh and index in self._padded
             else array
-            for place, (value, array) in enumerate(
+            for index, (value, array) in enumerate(
                 zip(graph.outputs, returned, strict=True)
             )
         ]
@@ -199,7 +198,7 @@ class Compiled:
         """The results that devices store padded, by position."""
         graph = self.traced.graph
         every = enumerate(graph.outputs)
-        return frozenset(place for place, value in every if graph.is_padded(value))
+        return frozenset(index for index, value in every if graph.is_padded(value))
 
     def __call__(self, *parts: Any) -> Any:
         """Run it on the parts that ``lower`` describes; gives the function's result.

@@ -28,6 +28,8 @@ from tests.api.nnx_modules import (
     train_by_nnx,
 )
 
+FULL = pytest.mark.full
+
 # --- gradients
 
 
@@ -173,14 +175,17 @@ def test_weights_keep_the_layout_in_which_they_are_given(grid_mesh, steps):
 @pytest.mark.parametrize(
     ("strategy", "options", "spec", "moment"),
     [
-        ("data_parallel", {}, P(), P()),
+        pytest.param("data_parallel", {}, P(), P(), marks=FULL),
         ("zero_redundancy_optimizer", {"stage": 1}, P(), P(None, "dp")),
-        ("zero_redundancy_optimizer", {"stage": 2}, P(), P(None, "dp")),
-        (
+        pytest.param(
+            "zero_redundancy_optimizer", {"stage": 2}, P(), P(None, "dp"), marks=FULL
+        ),
+        pytest.param(
             "zero_redundancy_optimizer",
             {"stage": 3},
             P(None, "dp"),
             P(None, "dp"),
+            marks=FULL,
         ),
         ("fsdp", {"mesh_axes": ["dp"]}, P(None, "dp"), P(None, "dp")),
     ],

@@ -51,8 +51,8 @@ def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
 
     step.__name__ = step.__qualname__ = graph.name
     donated = [
-        place
-        for place, argument in enumerate(call.arguments)
+        index
+        for index, argument in enumerate(call.arguments)
         if argument.name in trace.donated
     ]
     return jax.jit(

@@ -54,19 +54,19 @@ def _uses(program: _jax.Program) -> tuple[set[Any], set[Any]]:
     """Variables that are differentiated by, and that losses depend on."""
     differentiated, read = set[Any](), set[Any]()
     made: dict[Any, tuple[_jax.Equation, int]] = {}
-    for place, equation in enumerate(_jax.equations(program)):
+    for index, equation in enumerate(_jax.equations(program)):
         made.update((v, (equation, i)) for i, v in enumerate(equation.outvars))
         if equation.primitive in (gradient_p, gradient_taken_p):
             loss, *weights = equation.invars
             differentiated.update(_viewed(weights, made))
-            read |= _jax.sources(program, loss, before=place)
+            read |= _jax.sources(program, loss, before=index)
         for inner, operands in nested_with_operands(equation):
             inside = _uses(inner)
             outside = dict(zip(_jax.inputs(inner), operands, strict=True))
             by, of = ([outside[v] for v in found if v in outside] for found in inside)
             differentiated.update(_viewed(by, made))
             for atom in of:
-                read |= _jax.sources(program, atom, before=place)
+                read |= _jax.sources(program, atom, before=index)
     return differentiated, read
 
 

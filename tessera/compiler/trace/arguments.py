@@ -97,8 +97,8 @@ class Leaf:
         shape, dtype = tuple(self.aval.shape), self.aval.dtype
         # No compiled program takes a value that JAX is tracing.
         varies = _jax.varying_axes(self.value) if self.is_traced else None
-        place = (self.layout, _jax.on_host(self.value), varies)
-        return (shape, dtype, self.is_weak, *place)
+        location = (self.layout, _jax.on_host(self.value), varies)
+        return (shape, dtype, self.is_weak, *location)
 
     @property
     def is_traced(self) -> bool:
@@ -149,9 +149,9 @@ class Argument:
 
     @functools.cached_property
     def _dynamic(self) -> list[int]:
-        fixed = {place for place, _ in self.statics}
+        fixed = {index for index, _ in self.statics}
         total = len(self.leaves) + len(fixed)
-        return [place for place in range(total) if place not in fixed]
+        return [index for index in range(total) if index not in fixed]
 
     @functools.cached_property
     def _weak(self) -> list[bool]:
@@ -171,7 +171,7 @@ class Argument:
 
     @functools.cached_property
     def _placed(self) -> list[int]:
-        return [place for place, leaf in enumerate(self.leaves) if leaf.layout]
+        return [index for index, leaf in enumerate(self.leaves) if leaf.layout]
 
     @property
     def structure(self) -> Structure | None:
@@ -188,11 +188,11 @@ class Argument:
         flat, tree = jax.tree.flatten(value)
         if tree != self.tree:
             raise ProgramMismatch
-        for place, static in self.statics:
-            found = flat[place]
+        for index, static in self.statics:
+            found = flat[index]
             if found is not static.value and not static.is_equivalent(found):
                 raise ProgramMismatch
-        arrays = [flat[place] for place in self._dynamic] if self.statics else flat
+        arrays = [flat[index] for index in self._dynamic] if self.statics else flat
         # JAX would accept Python numbers as arrays, and weak dtypes as strong ones.
         weak, are_arrays = _jax.weak_types(arrays)
         if weak != self._weak:
@@ -201,7 +201,7 @@ class Argument:
         if (self._has_padding or not are_arrays) and not self._fits_padding(arrays):
             raise ProgramMismatch
         # It would also accept uncommitted arrays in place of those on the mesh.
-        if not all(_is_placed(arrays[place]) for place in self._placed):
+        if not all(_is_placed(arrays[index]) for index in self._placed):
             raise ProgramMismatch
         return arrays if are_arrays else _materialized(arrays)
 
@@ -212,7 +212,7 @@ class Argument:
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
         """The argument with other arrays, such as tracers, in place of its own."""
         rest = iter(arrays)
-        fixed = {place: static.value for place, static in self.statics}
+        fixed = {index: static.value for index, static in self.statics}
         total = len(arrays) + len(fixed)
         return jax.tree.unflatten(
             self.tree,
@@ -335,13 +335,13 @@ def _argument(name: str, value: Any) -> Argument:
     objects = {path[:-1] for path, leaf in paths if isinstance(leaf, Structure)}
     leaves: list[Leaf] = []
     statics: list[tuple[int, StaticValue]] = []
-    for place, (path, leaf) in enumerate(paths):
+    for index, (path, leaf) in enumerate(paths):
         full = path_name(path, name)
         if isinstance(leaf, _ARRAYS):
             held = bool(objects) and any(path[:n] in objects for n in range(len(path)))
             leaves.append(Leaf(full, leaf, held))
         else:
-            statics.append((place, _static(full, leaf)))
+            statics.append((index, _static(full, leaf)))
     return Argument(name, tree, tuple(leaves), tuple(statics))
 
 
@@ -398,9 +398,9 @@ def changed_statics(before: Call, after: Call) -> list[str]:
         if old.tree != new.tree or old.key()[2] != new.key()[2]:
             return []
         paths = _paths(old)
-        for (place, was), (_, now) in zip(old.statics, new.statics, strict=True):
+        for (index, was), (_, now) in zip(old.statics, new.statics, strict=True):
             if was != now:
-                names.append(paths[place])
+                names.append(paths[index])
     return names
 
 

@@ -60,8 +60,8 @@ class Part:
         """Its parts one level down."""
         start = 0
         for tree in self.tree.children():
-            place = slice(start, start := start + tree.num_leaves)
-            yield Part(tree, self.leaves[place], self.keys[place])
+            span = slice(start, start := start + tree.num_leaves)
+            yield Part(tree, self.leaves[span], self.keys[span])
 
     def parts(self) -> Iterator["Part"]:
         """Itself and all parts inside that have an array."""

@@ -403,9 +403,9 @@ def _unreached(program: _jax.Program) -> dict[int, frozenset[str]]:
     found: dict[int, frozenset[str]] = {}
 
     def visit(program: _jax.Program) -> None:
-        for place, equation in enumerate(_jax.equations(program)):
+        for index, equation in enumerate(_jax.equations(program)):
             if equation.primitive is gradient_p and "call" in equation.params:
-                sources = _jax.sources(program, equation.invars[0], before=place)
+                sources = _jax.sources(program, equation.invars[0], before=index)
                 names, weights = equation.params["names"], equation.invars[1:]
                 found[equation.params["call"]] = frozenset(
                     name

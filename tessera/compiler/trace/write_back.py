@@ -52,8 +52,8 @@ class Write:
         return [
             path_name(path, f"{self.name}/{entry}")
             for entry, value in named.items()
-            for path, place in jax.tree_util.tree_flatten_with_path(value)[0]
-            if place not in self.skeleton.statics
+            for path, index in jax.tree_util.tree_flatten_with_path(value)[0]
+            if index not in self.skeleton.statics
         ]
 
 

@@ -110,7 +110,11 @@ def in_jax(x, weight, bias=None):
     return x @ weight if bias is None else x @ weight + bias
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+FULL = pytest.mark.full
+SIZES = [pytest.param(1, marks=FULL), 2, pytest.param(4, marks=FULL)]
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("given", [(X, WEIGHT), (X, WEIGHT, BIAS)])
 def test_columns_of_a_layer(size, given):
     def trained(function):
@@ -127,7 +131,7 @@ def test_columns_of_a_layer(size, given):
     assert_alike(found, trained(in_jax)(*given))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_heads_of_attention(size):
     @ts.function
     def step(function, *given):

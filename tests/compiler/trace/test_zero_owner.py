@@ -116,6 +116,7 @@ print(update.trace(trees, trees).graph.as_text().partition("equations:")[2])
 """
 
 
+@pytest.mark.full
 def test_processes_whose_hashes_differ_have_one_program():
     def program(seed):
         return subprocess.run(
