@@ -187,7 +187,7 @@ def _padded_as(declared: DistTensor, held: Any) -> DistTensor:
 
 
 def _form(value: Any) -> str:
-    """Dtype and shape in words; of what is no array, its type."""
+    """Dtype and shape as text; for other values their type."""
     if not hasattr(value, "dtype"):
         return type(value).__name__
     return f"{value.dtype}{list(value.shape)}"

@@ -52,7 +52,7 @@ class Value:
 
     @property
     def on_host(self) -> bool:
-        """Whether it lies in the memory of the host, as its type says."""
+        """Whether its type places it in host memory."""
         return _jax.on_host(self.aval)
 
     def describe(self) -> str:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 1, trace: a callable and its arguments -> ``Graph``."""
+"""Phase 1, trace: a callable and its arguments -> ``Graph``."""

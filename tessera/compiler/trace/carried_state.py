@@ -72,7 +72,7 @@ class Part:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is the type of an array; what is static may be one of strings."""
+    """Whether a leaf is the type of a numeric array; others, of strings, are static."""
     is_typed = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     return is_typed and not isinstance(leaf, np.ndarray)
 

@@ -92,7 +92,7 @@ def test_without_a_gradient_nothing_is_known():
     assert by_step(lambda w, x, m: loss_of(w, x) + m) == ("", "")
 
 
-def test_the_mark_of_a_gradient_of_a_function_costs_nothing():
+def test_the_primitive_that_records_a_gradient_compiles_to_nothing():
     step = ts.function(lambda w, x: ts.value_and_grad(loss_of)(w, x))
     plain = jax.jit(jax.value_and_grad(loss_of))
     ours, theirs = step.compile(W, X).jax, plain.lower(W, X).compile()
