@@ -125,7 +125,7 @@ def test_a_module_that_is_closed_over_is_not_changed():
     assert str(caught.value) == (
         "[T320] an NNX object was changed, and cannot be given back\n"
         "  got: Cannot mutate Variable from a different trace level\n"
-        f"  got: at {__file__}:{line}\n"
+        f"  got: at {Block.__call__.__code__.co_filename}:{line}\n"
         "  fix: pass it to the function as an argument, where it is closed over\n"
         "  fix: in a loop, a branch or a transformation use Flax's own: nnx.scan, "
         "nnx.cond, nnx.vmap\n"

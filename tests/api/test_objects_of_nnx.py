@@ -35,7 +35,9 @@ def test_a_call_changes_the_callers_module_as_nnx_jit_does():
     assert ours.calls.get_value() == 2
 
 
-@pytest.mark.parametrize("body", [train, train_by_nnx])
+@pytest.mark.parametrize(
+    "body", [train, pytest.param(train_by_nnx, marks=pytest.mark.full)]
+)
 def test_a_training_step_is_that_of_nnx_jit(body, steps):
     step = ts.function(body)
     check_steps(step, steps)

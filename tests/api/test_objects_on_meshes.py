@@ -45,7 +45,7 @@ def test_the_gradient_by_a_module_is_that_by_its_parameters():
     check_equal(state_of(inside["all"]), state_of(expected))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, ts.function])
+@pytest.mark.parametrize("wrap", [pytest.param(lambda f: f, marks=FULL), ts.function])
 def test_value_and_grad_by_a_module_changes_its_other_state(wrap):
     ours, theirs = block(), block()
     loss, found = wrap(ts.value_and_grad(loss_of))(ours, X)

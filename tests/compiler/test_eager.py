@@ -252,6 +252,7 @@ def test_arguments_results_and_tensors_lie_as_declared(dp_mesh):
     np.testing.assert_array_equal(found, X)
 
 
+@pytest.mark.full
 def test_a_strategy_and_a_kernel_give_what_their_programs_give(dp_mesh):
     halved = op.kernel(lambda x: ts.dist.all_reduce(x.sum(), "dp") * x)
 

@@ -240,6 +240,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=15)
 @given(STEPS, st.sets(st.integers(0, 7), min_size=1, max_size=3))
 def test_any_values_of_any_program(steps, chosen):
