@@ -36,7 +36,7 @@ ON_GPU = JAX_PLATFORMS=cuda,cpu $(BIN)/python
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-all durations fuzz lint format docs bench bench-gpu constraints clean
+.PHONY: help train test test-all durations fuzz lint format docs docs-browser bench bench-gpu constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
@@ -66,8 +66,12 @@ format: $(DEV_READY) ## Format, and mend what ruff can mend
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-docs: $(DOCS_READY) ## Build the documentation in docs/_build; a warning is an error
-	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
+docs: $(DOCS_READY) ## Build the documentation in docs/_build/html; a warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
+
+docs-browser: docs ## Open every page in headless Chromium: links, clipped content, phone width
+	@$(PINNED) -e '.[docs-browser]'
+	$(BIN)/python docs/_ext/browse.py docs/_build/html $(ARGS)
 
 bench: $(TRAIN_READY) ## Run every benchmark, one after another; ARGS=--quick for a minute each
 	@set -e; for benchmark in $$(grep -l __main__ benchmarks/*.py); do \
@@ -126,7 +130,7 @@ constraints: VENV := .venv-constraints
 constraints: ## Resolve all dependencies anew for PYTHON, and pin them
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip --quiet install --upgrade \
-	  -e '.[dev,docs]' hatchling setuptools wheel
+	  -e '.[dev,docs,docs-browser]' hatchling setuptools wheel
 	{ sed '/^[^#]/,$$d' $(CONSTRAINTS); \
 	  $(BIN)/python -m pip freeze --all --exclude pip --exclude-editable; } > $(VENV)/pins.txt
 	mv $(VENV)/pins.txt $(CONSTRAINTS)

@@ -3,7 +3,7 @@
 
     python run_training.py model=tiny model.mesh_shape=[[4,1],[fsdp,tp]]
 
-``--help`` lists every setting; docs/configuration.md explains them. ``tessera train``
+``--help`` lists every setting; docs/reference/configuration.md explains them. ``tessera train``
 is the same program.
 """
 

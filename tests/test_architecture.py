@@ -335,7 +335,7 @@ def test_an_error_page_says_what_happened_shows_it_and_mends_it(code):
     lines = (ROOT / f"docs/errors/{code}.md").read_text().splitlines()
     assert re.fullmatch(rf"# {code}: \S.+", lines[0])
     sections = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
-    required = ["What happened", "An example that fails", "How to mend it"]
+    required = ["What happened", "An example that fails", "How to fix it"]
     assert [name for name in sections if name in required] == required
     example = "\n".join(lines).split("## An example that fails")[1].split("\n## ")[0]
     assert re.search(r"```(python|sh)\n.+?\n```", example, re.DOTALL)

@@ -1,26 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every Python block of the documentation runs, and does what its page says."""
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tessera import dist
+import tessera as ts
+from tessera import amp, arrays, dist, dtypes, graph, nn, op
 from tessera.errors import TesseraError
 
 ROOT = Path(__file__).parent.parent
-ERROR_PAGES = sorted((ROOT / "docs/errors").glob("T*.md"))
-GUIDES = [
+DOCS = ROOT / "docs"
+ERROR_PAGES = sorted((DOCS / "errors").glob("T*.md"))
+# Their steps call functions of the reader's; tests/documents/ has these, and runs them.
+WITH_HELPERS = {"distributed-step", "hybrid-parallelism", "training-at-scale"}
+PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs/data-parallel").glob("*.md")),
+    *sorted(DOCS.glob("*.md")),
+    *(
+        page
+        for folder in ("start", "guides", "concepts", "reference", "appendix", "api")
+        for page in sorted((DOCS / folder).rglob("*.md"))
+    ),
 ]
+GUIDES = [page for page in PAGES if page.stem not in WITH_HELPERS]
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 # Their cures begin before JAX has started, so each runs in a process of its own.
 FRESH_PROCESS = {"T105"}
+
+RECIPE = """from tessera.runtime.devices import simulate_devices
+
+simulate_devices(8)
+"""
 
 
 def python_blocks(text: str) -> list[str]:
@@ -57,7 +74,7 @@ def test_the_example_that_fails_raises_that_error(page):
 
 @pytest.mark.parametrize("page", ERROR_PAGES, ids=lambda page: page.stem)
 def test_the_cure_of_an_error_runs(page):
-    blocks = python_blocks(section(page, "How to mend it"))
+    blocks = python_blocks(section(page, "How to fix it"))
     if page.stem in FRESH_PROCESS:
         program = "\n".join(blocks)
         subprocess.run([sys.executable, "-c", program], check=True)
@@ -65,9 +82,114 @@ def test_the_cure_of_an_error_runs(page):
         run(blocks, page)
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in GUIDES if python_blocks(page.read_text())],
+    ids=lambda page: page.stem,
+)
 def test_the_examples_of_a_guide_run(page):
     run(python_blocks(page.read_text()), page)
+
+
+def used_names(text: str) -> set[str]:
+    """Dotted names, such as ``ts.nn.linear``, in Python text."""
+    return {
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute)
+    }
+
+
+FACADES: dict[str, ModuleType] = {
+    "ts": ts,
+    "ts.amp": amp,
+    "ts.nn": nn,
+    "dist": dist,
+    "graph": graph,
+    "op": op,
+}
+# Types that functions return, modules, and what measures or reads a run's folder.
+NOT_IN_EXAMPLES = {
+    *("DistTensor", "Inspection", "TesseraWarning", "autocast"),
+    *("graph", "op", "schedule", "tune_attention", "resume_plan"),
+}
+
+
+def public_names(facade: str) -> set[str]:
+    """The names of a facade that are no modules."""
+    module = FACADES[facade]
+    listed = getattr(module, "__all__", vars(module))
+    names = {name for name in listed if not name.startswith("_")}
+    return {n for n in names if not isinstance(getattr(module, n), ModuleType)}
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_examples_that_run_use_every_public_name(facade):
+    """But for array functions and dtypes, which are rows of one table."""
+    text = "\n".join("\n".join(python_blocks(page.read_text())) for page in PAGES)
+    used = used_names(text)
+    used |= {name.replace("ts.distributed.", "dist.") for name in used}
+    used |= {name.replace("dist.", "ts.") for name in used if name.startswith("dist.")}
+    # What both facades have is one function.
+    used |= {name.replace("ts.nn.", "op.") for name in used}
+    rows = {*arrays.__all__, *dtypes.__all__}
+    names = public_names(facade) - NOT_IN_EXAMPLES - rows
+    assert {name for name in names if f"{facade}.{name}" not in used} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_that_needs_devices_starts_with_the_recipe(page):
+    """So that its blocks run when they are pasted into a fresh Python."""
+    blocks = python_blocks(page.read_text())
+    if re.search(r"\bMesh\(|distribute\(|op\.kernel", "\n".join(blocks)):
+        assert blocks[0].startswith(RECIPE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_begins_with_whom_it_is_for(page):
+    """A title, and then a paragraph of at most three lines for the reader."""
+    title, blank, *lines = page.read_text().splitlines()
+    assert title.startswith("# ") and blank == ""
+    if page.name not in ("README.md", "benchmarks.md"):
+        paragraph = " ".join(lines[: lines.index("")])
+        assert re.match(r"For \w+", paragraph), paragraph
+        assert len(paragraph) < 320
+
+
+def generated(name: str) -> ModuleType:
+    """A module of the documentation's own tools."""
+    path = str(DOCS / "_ext")
+    sys.path.insert(0, path)
+    try:
+        return __import__(name)
+    finally:
+        sys.path.remove(path)
+
+
+def test_the_module_tree_has_every_module():
+    text = generated("module_tree").as_markdown()
+    rows = re.findall(r"^\| `(\w+\.py)` \| \S.+ \|$", text, re.MULTILINE)
+    modules = [p for p in (ROOT / "tessera").rglob("*.py") if p.name != "__init__.py"]
+    assert sorted(rows) == sorted(path.name for path in modules)
+    packages = re.findall(r"^:::\{dropdown\} `(\S+)/` \S", text, re.MULTILINE)
+    folders = {path.parent for path in (ROOT / "tessera").rglob("*.py")}
+    assert sorted(packages) == sorted(f.relative_to(ROOT).as_posix() for f in folders)
+
+
+def test_the_figure_of_the_readme_is_what_the_script_draws():
+    figures = generated("figures")
+    stored = figures.README_FIGURE.read_text()
+    assert stored == figures.mesh_and_array()
+    assert "docs/images/mesh-and-array.svg" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("facade", FACADES)
+def test_the_api_pages_have_every_public_name(facade):
+    text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    found = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
+    listed = {n.rpartition(".")[2] for n in found}
+    names = public_names(facade) - set(dtypes.__all__)
+    assert {n for n in names if n not in listed and f"`ts.{n}`" not in text} == set()
 
 
 def test_the_error_in_the_readme_is_the_real_one():
@@ -81,12 +203,12 @@ def test_the_error_in_the_readme_is_the_real_one():
 def test_the_readme_names_targets_that_exist():
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
-    for page in [*GUIDES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         named = set(re.findall(r"^make ([a-z]+)", page.read_text(), re.MULTILINE))
         assert named <= targets, page.name
 
 
-@pytest.mark.parametrize("page", [*GUIDES, *ERROR_PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *ERROR_PAGES], ids=lambda page: page.stem)
 def test_a_link_to_a_file_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target

@@ -3,7 +3,7 @@
 
 Below ``config.py`` and ``optimizers.py``, whose dataclasses are made of settings. What
 a setting means stands in the ``Attributes:`` section of its class, from where
-``--help`` and ``docs/configuration.md`` take it.
+``--help`` and ``docs/reference/configuration.md`` take it.
 """
 
 import re

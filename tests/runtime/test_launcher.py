@@ -34,7 +34,7 @@ def test_no_module_of_the_launcher_imports_jax():
 
 
 def test_every_exit_code_is_in_the_table():
-    page = (ROOT / "docs/reliability.md").read_text()
+    page = (ROOT / "docs/guides/reliability.md").read_text()
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
     codes = {
         value

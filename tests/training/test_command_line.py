@@ -248,7 +248,7 @@ def rows_of(group, cls):
 
 
 def test_the_documentation_has_every_setting_as_it_is():
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     expected = [
         *rows_of("model", ModelConfig),
         *rows_of("training", TrainingConfig),

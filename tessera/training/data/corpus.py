@@ -64,7 +64,7 @@ class Corpus:
     Batches are dicts of int32 arrays [rows, sequence_length]: ``tokens``; ``targets``,
     the next token, or -100 where there is none; ``segment_ids``, which count the
     documents of a row from 1 and are 0 in padding; ``positions``, from 0 in each
-    segment. ``docs/data.md`` defines them exactly.
+    segment. ``docs/guides/data.md`` defines them exactly.
 
     Attributes:
       title: What the log calls the data.

@@ -80,7 +80,7 @@ def list_stdlib() -> list[Document]:
     """The modules of this Python's standard library that are written in Python.
 
     Left out: tests, tables written by programs, and the packages that some
-    distributions install apart (see ``docs/data.md``).
+    distributions install apart (see ``docs/guides/data.md``).
 
     Raises:
       EmptyDataError: [T602] this Python keeps no source text.

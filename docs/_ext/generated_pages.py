@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Sphinx extension that writes ``docs/_generated`` before the pages are read."""
+
+from pathlib import Path
+from typing import Any
+
+import figures
+import module_tree
+
+
+def write(folder: Path) -> None:
+    """Write every generated figure and text; leave what is up to date as it is."""
+    folder.mkdir(exist_ok=True)
+    texts = {name: draw() for name, draw in figures.FIGURES.items()}
+    texts["module-tree.md"] = module_tree.as_markdown()
+    for name, text in texts.items():
+        path = folder / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Register with Sphinx."""
+    app.connect("builder-inited", lambda app: write(Path(app.srcdir) / "_generated"))
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

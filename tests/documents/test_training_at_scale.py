@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of the guide ``training-at-scale.md`` train as plain JAX does.
+
+What the guide leaves undefined, a model, an optimizer and data among it, is here: in
+plain ``jax.numpy``, so that the same helpers serve the step by hand that each block is
+held against.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tessera as ts
+from tessera import dist
+from tessera.analysis.ledger import collectives
+from tests.documents import guide_pages
+
+PAGE = "training-at-scale.md"
+
+VOCAB, WIDTH, ROWS, LENGTH, STEPS = 16, 8, 8, 6, 4
+
+
+# --- what the guide leaves to its reader
+
+
+def transformer_model(inputs, weights):
+    """Logits ``[B, S, VOCAB]`` of tokens ``[B, S]``."""
+    x = weights["table"][inputs]
+    x = x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+    return x @ weights["head"]
+
+
+def initialize_model_weights(config):
+    del config
+    shapes = {
+        "table": (VOCAB, WIDTH),
+        "up": (WIDTH, 4 * WIDTH),
+        "down": (4 * WIDTH, WIDTH),
+        "head": (WIDTH, VOCAB),
+    }
+    draw = np.random.default_rng(0)
+    return {
+        name: jnp.asarray(draw.normal(size=shape) / shape[0] ** 0.5, jnp.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def initialize_optimizer_state(weights, config):
+    del config
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    return {"mean": zeros, "square": zeros}
+
+
+def optimizer_step(weights, gradients, state, config):
+    """RMSProp with momentum and weight decay."""
+    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], gradients)
+    square = jax.tree.map(
+        lambda s, g: 0.9 * s + 0.1 * g * g, state["square"], gradients
+    )
+
+    def updated(weight, first, second):
+        step = first / (jnp.sqrt(second) + 1e-3) + config["weight_decay"] * weight
+        return weight - 100 * config["learning_rate"] * step
+
+    new = jax.tree.map(updated, weights, mean, square)
+    return new, {"mean": mean, "square": square}
+
+
+def adam_optimizer(weights, gradients, config):
+    return jax.tree.map(
+        lambda w, g: w - config["learning_rate"] * 1e3 * g, weights, gradients
+    )
+
+
+def apply_optimizer_update(weights, gradients, optimizer_state):
+    return jax.tree.map(
+        lambda w, g: w - optimizer_state["rate"] * g, weights, gradients
+    )
+
+
+def compute_gradient_norm(gradients):
+    return jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
+
+
+def clip_gradients(gradients, limit):
+    scale = jnp.minimum(1.0, limit / compute_gradient_norm(gradients))
+    return jax.tree.map(lambda g: g * scale, gradients)
+
+
+def adam_update_single_param(weight, gradient, state):
+    return weight - 0.1 * gradient / (jnp.sqrt(state["square"]) + 1e-3)
+
+
+def batches(count=STEPS, rows=ROWS):
+    draw = np.random.default_rng(1)
+    for _ in range(count):
+        tokens = draw.integers(VOCAB, size=(rows, LENGTH + 1), dtype=np.int32)
+        labels = np.where(draw.random((rows, LENGTH)) < 0.2, -100, tokens[:, 1:])
+        yield {"input_ids": tokens[:, :-1], "labels": labels.astype(np.int32)}
+
+
+HELPERS = {
+    "transformer_model": transformer_model,
+    "initialize_model_weights": initialize_model_weights,
+    "initialize_optimizer_state": initialize_optimizer_state,
+    "create_dataloader": lambda config: batches(),
+    "create_distributed_dataloader": lambda config, mesh: batches(),
+    "save_checkpoint": lambda weights, state, step: None,
+    "optimizer_step": optimizer_step,
+    "clip_gradients": clip_gradients,
+    "adam_optimizer": adam_optimizer,
+    "apply_optimizer_update": apply_optimizer_update,
+    "compute_gradient_norm": compute_gradient_norm,
+    "adam_update_single_param": adam_update_single_param,
+}
+
+
+# --- the guide
+
+
+def run(title, namespace):
+    """Execute the blocks of a section of the page."""
+    guide_pages.run(PAGE, title, namespace)
+
+
+@pytest.fixture
+def guide():
+    """What the reader has after the first block."""
+    namespace = {**HELPERS, "__name__": "guide"}
+    run("Basic Training Setup", namespace)
+    return namespace
+
+
+# --- the same in plain JAX
+
+
+def cross_entropy(logits, labels):
+    """The mean over the labels that are not -100, in f32."""
+    logits = logits.reshape(-1, VOCAB).astype(jnp.float32)
+    labels = labels.reshape(-1)
+    kept = labels != -100
+    chosen = jnp.take_along_axis(
+        jax.nn.log_softmax(logits), jnp.where(kept, labels, 0)[:, None], axis=1
+    )
+    return -jnp.sum(jnp.where(kept, chosen[:, 0], 0.0)) / jnp.sum(
+        kept.astype(jnp.float32)
+    )
+
+
+def loss_of(weights, batch):
+    return cross_entropy(
+        transformer_model(batch["input_ids"], weights), batch["labels"]
+    )
+
+
+@partial(jax.jit, static_argnames="config")
+def step_by_hand(batch, weights, state, config):
+    loss, gradients = jax.value_and_grad(loss_of)(weights, batch)
+    gradients = clip_gradients(gradients, 1.0)
+    return loss, *optimizer_step(weights, gradients, state, dict(config))
+
+
+def assert_alike(got, expected, rtol=2e-5, atol=1e-6):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for ours, theirs in zip(
+        jax.tree.leaves(got), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
+
+
+# --- section by section
+
+
+def test_a_loss_of_named_dims_is_the_mean_over_labels_that_count(guide):
+    weights = initialize_model_weights({})
+    batch = next(batches())
+    got = guide["compute_loss"](
+        transformer_model, batch["input_ids"], batch["labels"], weights
+    )
+    assert_alike(got, loss_of(weights, batch))
+    with pytest.raises(
+        ts.TesseraError, match=r"S is 6 by inputs \(dim 1\), 5 by targets"
+    ):
+        guide["compute_loss"](
+            transformer_model, batch["input_ids"], batch["labels"][:, 1:], weights
+        )
+
+
+def test_the_loop_on_one_device_trains_as_plain_jax(guide, capsys):
+    guide["train_single_gpu"].__globals__.update(guide)
+    trained = guide["train_single_gpu"]()
+    config = guide["create_training_config"]()
+    weights = initialize_model_weights(config)
+    state, losses = initialize_optimizer_state(weights, config), []
+    for batch in batches():
+        static = (("learning_rate", 1e-4), ("weight_decay", 0.01))
+        loss, weights, state = step_by_hand(batch, weights, state, static)
+        losses.append(float(loss))
+    assert_alike(trained, weights)
+    assert capsys.readouterr().out == f"Step 0: Loss = {losses[0]:.4f}\n"
+    assert losses[-1] < losses[0]
+    assert guide["training_step"].num_programs() == 0  # ts.jit has one of its own
+
+
+def scaled_state(scale):
+    return {"loss_scale": jnp.float32(scale), "rate": jnp.float32(0.5)}
+
+
+def test_mixed_precision_updates_the_weights_and_the_scale(guide, capsys):
+    run("Mixed Precision Training", guide)
+    weights, batch = initialize_model_weights({}), next(batches())
+    batch = {**batch, "labels": np.maximum(batch["labels"], 0)}
+    state = scaled_state(1024.0)
+    loss, updated = guide["mixed_precision_step"](
+        transformer_model, batch, weights, state
+    )
+    expected, gradients = jax.value_and_grad(loss_of)(weights, batch)
+    assert_alike(loss, expected, rtol=1e-2)
+    assert float(loss) != float(expected)  # the matmuls do round
+    assert_alike(updated, apply_optimizer_update(weights, gradients, state), 0.02, 0.01)
+    assert_alike(state, scaled_state(1024.0 * 1.0001))
+    assert capsys.readouterr().out == ""
+
+
+def test_mixed_precision_skips_an_update_that_overflows(guide, capsys):
+    run("Mixed Precision Training", guide)
+    batch = next(batches())
+    weights = jax.tree.map(lambda w: 30 * w, initialize_model_weights({}))
+    state = scaled_state(3e38)
+    step = ts.jit(guide["mixed_precision_step"])
+    _, updated = step(transformer_model, batch, weights, state)
+    jax.effects_barrier()
+    assert_alike(updated, weights, 0, 0)
+    assert_alike(state, scaled_state(1.5e38))
+    told = capsys.readouterr().out
+    assert told.startswith("Gradient overflow detected, reducing loss scale to 1.5")
+    for _ in range(20):
+        _, updated = step(transformer_model, batch, weights, state)
+    assert_alike(state, scaled_state(65536.0))  # halved until it fitted
+    assert np.all(np.isfinite(updated["head"]))
+    assert np.any(updated["head"] != weights["head"])
+    assert step.num_programs() <= 2
+
+
+def test_data_parallel_training_is_training_on_one_device(guide, capsys):
+    run("Multi-GPU Data Parallelism", guide)
+    guide["config"] = guide["create_training_config"]()
+    guide["train_data_parallel"]()
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "Detected 8 GPUs: (0, 1, 2, 3, 4, 5, 6, 7)"
+
+    @jax.jit
+    def by_hand(batch, weights):
+        loss, gradients = jax.value_and_grad(loss_of)(weights, batch)
+        return loss, adam_optimizer(weights, gradients, guide["config"])
+
+    weights = expected = initialize_model_weights({})
+    step = ts.jit(guide["data_parallel_step"])
+    for index, batch in enumerate(batches()):
+        loss, weights = step(transformer_model, batch, weights, guide["config"])
+        theirs, expected = by_hand(batch, expected)
+        assert_alike(loss, theirs)
+        if index == 0:
+            assert out[1] == f"Step 0: Global Loss = {float(theirs):.4f}"
+    assert_alike(weights, expected)
+    assert len(weights["up"].sharding.device_set) == 8
+
+
+def test_accumulated_gradients_are_those_of_the_mean_of_the_losses(guide):
+    run("Advanced Data Parallel Features", guide)
+    weights, micro_batches = initialize_model_weights({}), list(batches(3))
+    loss, gradients = guide["gradient_accumulation_step"](
+        transformer_model, micro_batches, weights, 3
+    )
+
+    def mean_loss(weights):
+        return sum(loss_of(weights, batch) for batch in micro_batches) / 3
+
+    assert_alike((loss, gradients), jax.value_and_grad(mean_loss)(weights))
+
+
+def test_owners_of_optimizer_state_update_the_weights_of_all(guide):
+    run("Advanced Data Parallel Features", guide)
+    weights = initialize_model_weights({})
+    gradients = jax.grad(loss_of)(weights, next(batches()))
+    state = jax.tree.map(lambda g: {"square": g * g + 1e-4}, gradients)
+    got = guide["zero_optimizer_step"](weights, gradients, state)
+    expected = {
+        name: adam_update_single_param(weights[name], gradients[name], state[name])
+        for name in weights
+    }
+    assert_alike(got, expected)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_tensor_parallel_linear_layer_is_a_linear_layer(guide, tp, with_bias):
+    run("Tensor Parallelism Implementation", guide)
+    draw = np.random.default_rng(2)
+    x = jnp.asarray(draw.normal(size=(2, 3, 8)), jnp.bfloat16)
+    weight = jnp.asarray(draw.normal(size=(8, 12)), jnp.bfloat16)
+    bias = jnp.asarray(draw.normal(size=12), jnp.bfloat16) if with_bias else None
+    mesh = dist.Mesh(axes=["tp"], devices=range(tp))
+    with mesh:
+        given = (x, weight, bias) if with_bias else (x, weight)
+        got = guide["tensor_parallel_linear"](*given)
+    expected = x @ weight if bias is None else x @ weight + bias
+    assert got.dtype == jnp.bfloat16
+    assert_alike(got.astype(np.float32), expected.astype(np.float32), 1e-2)
+
+
+def attention_by_hand(x, w_qkv, w_out, num_heads):
+    rows, length, width = x.shape
+    heads = [
+        part.reshape(rows, length, num_heads, -1).swapaxes(1, 2)
+        for part in jnp.split(x @ w_qkv, 3, axis=-1)
+    ]
+    q, k, v = (part.astype(jnp.float32) for part in heads)
+    scores = q @ k.swapaxes(-1, -2) / (width // num_heads) ** 0.5
+    scores = jnp.where(jnp.tri(length, dtype=bool), scores, -jnp.inf)
+    out = (jax.nn.softmax(scores) @ v).astype(x.dtype)
+    return out.swapaxes(1, 2).reshape(rows, length, -1) @ w_out
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_tensor_parallel_attention_is_attention(guide, tp):
+    run("Tensor Parallelism Implementation", guide)
+    draw = np.random.default_rng(3)
+
+    def normal(*shape):
+        return jnp.asarray(draw.normal(size=shape) / shape[0] ** 0.5, jnp.bfloat16)
+
+    given = normal(2, 6, 16), normal(16, 48), normal(16, 16), 4
+    with dist.Mesh(axes=["tp"], devices=range(tp)):
+        got = guide["tensor_parallel_attention"](*given)
+    expected = attention_by_hand(*given)
+    assert_alike(
+        got.astype(np.float32), expected.astype(np.float32), rtol=2e-2, atol=2e-2
+    )
+
+
+# --- the same programs
+
+
+def costs(compiled, mesh=None):
+    """FLOPs, bytes, and what is sent over which axes."""
+    found = compiled.cost_analysis()
+    sent = collectives(compiled, mesh).totals() if mesh else None
+    return found["flops"], found["bytes accessed"], sent
+
+
+def mean_loss(model, weights, batch):
+    logits = model(batch["input_ids"], weights).reshape(-1, VOCAB)
+    return ts.nn.cross_entropy(logits, batch["labels"].reshape(-1), ignore_index=-100)
+
+
+def test_the_step_is_the_program_of_value_and_grad(guide):
+    config, batch = guide["create_training_config"](), next(batches())
+    weights = initialize_model_weights(config)
+    state = initialize_optimizer_state(weights, config)
+
+    @jax.jit
+    def by_hand(batch, weights, state):
+        grad = jax.value_and_grad(partial(mean_loss, transformer_model))
+        loss, gradients = grad(weights, batch)
+        gradients = clip_gradients(gradients, 1.0)
+        return loss, *optimizer_step(weights, gradients, state, config)
+
+    step = ts.jit(guide["training_step"])
+    ours = step.compile(transformer_model, batch, weights, state, config)
+    theirs = by_hand.lower(batch, weights, state).compile()
+    assert costs(ours.jax) == costs(theirs)
+
+
+def rounded(x):
+    """To bf16 and back, as autocast does to operands of matmuls on a CPU."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+@jax.custom_vjp
+def narrow_matmul(x, w):
+    return rounded(x) @ rounded(w)
+
+
+def narrow_forward(x, w):
+    return narrow_matmul(x, w), (x, w)
+
+
+def narrow_backward(kept, g):
+    x, w = kept
+    by_x = jax.lax.dot_general(rounded(g), rounded(w), (((2,), (1,)), ((), ())))
+    by_w = jax.lax.dot_general(rounded(g), rounded(x), (((0, 1), (0, 1)), ((), ())))
+    return by_x, by_w.T
+
+
+narrow_matmul.defvjp(narrow_forward, narrow_backward)
+
+
+def narrow_model(inputs, weights):
+    x = weights["table"][inputs]
+    hidden = jnp.tanh(narrow_matmul(x, weights["up"]))
+    return narrow_matmul(x + narrow_matmul(hidden, weights["down"]), weights["head"])
+
+
+@jax.jit
+def mixed_precision_by_hand(batch, weights, state):
+    scale = state["loss_scale"]
+
+    def scaled(weights):
+        loss = mean_loss(narrow_model, weights, batch)
+        return loss * scale, loss
+
+    gradients, loss = jax.grad(scaled, has_aux=True)(weights)
+    gradients = {name: g / scale for name, g in gradients.items()}
+
+    def update():
+        new = apply_optimizer_update(weights, gradients, state)
+        return new, jnp.minimum(scale * 1.0001, 65536.0)
+
+    def skip():
+        jax.debug.print("Gradient overflow, loss scale {}", scale * 0.5)
+        return weights, scale * 0.5
+
+    is_finite = jnp.isfinite(compute_gradient_norm(gradients))
+    return loss, *jax.lax.cond(is_finite, update, skip)
+
+
+def test_mixed_precision_is_the_program_of_cond(guide):
+    run("Mixed Precision Training", guide)
+    weights, batch = initialize_model_weights({}), next(batches())
+    state = scaled_state(1024.0)
+    step = ts.jit(guide["mixed_precision_step"])
+    ours = step.compile(transformer_model, batch, weights, state)
+    theirs = mixed_precision_by_hand.lower(batch, weights, state).compile()
+    assert costs(ours.jax) == costs(theirs)
+
+
+def test_data_parallel_is_the_program_of_named_shardings(guide):
+    run("Multi-GPU Data Parallelism", guide)
+    config, batch = guide["create_training_config"](), next(batches())
+    weights, mesh = initialize_model_weights(config), ts.mesh.auto()
+    whole, rows = (NamedSharding(mesh.jax, spec) for spec in (P(), P("dp")))
+
+    @partial(jax.jit, in_shardings=(rows, whole), out_shardings=whole)
+    def by_hand(batch, weights):
+        grad = jax.value_and_grad(partial(mean_loss, transformer_model))
+        loss, gradients = grad(weights, batch)
+        return loss, adam_optimizer(weights, gradients, config)
+
+    step = ts.jit(guide["data_parallel_step"])
+    ours = step.compile(transformer_model, batch, weights, config)
+    theirs = by_hand.lower(batch, weights).compile()
+    assert costs(ours.jax, mesh) == costs(theirs, mesh)
+    assert [axes for axes, _ in costs(theirs, mesh)[2]] == [("dp",)]
