@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sphinx's configuration: Markdown pages, executed notebooks, the API from docstrings."""
+"""Sphinx's configuration: Markdown pages, executed notebooks, API from docstrings."""
 
 import importlib.metadata
 import os

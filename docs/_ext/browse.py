@@ -83,8 +83,8 @@ def main(folder: Path, names: list[str]) -> int:
         browser = start(playwright)
         for width in WIDTHS:
             page = browser.new_page(viewport={"width": width, "height": 900})
-            shown: list[str] = []
-            page.on("pageerror", lambda error: shown.append(f"script: {error}"))
+            shown: list[Any] = []
+            page.on("pageerror", shown.append)
             # Nothing is loaded from elsewhere.
             page.route(
                 lambda url: not url.startswith(("file:", "data:")),
@@ -95,7 +95,7 @@ def main(folder: Path, names: list[str]) -> int:
                 url = path.absolute().as_uri()
                 page.goto(url, wait_until="load")
                 name = path.relative_to(folder)
-                found = [*page.evaluate(FIND_CLIPPED), *shown]
+                found = [*page.evaluate(FIND_CLIPPED), *map(str, shown)]
                 problems += [f"{name} at {width}: {text}" for text in found]
                 if width == WIDTHS[0]:
                     anchors[url] = set(page.evaluate(FIND_ANCHORS))

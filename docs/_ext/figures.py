@@ -32,7 +32,8 @@ def text(
         f' {key.replace("_", "-")}="{value}"' for key, value in style.items()
     )
     fill = "" if "fill" in style else f' fill="{INK}"'
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{fill}{more}>{escape(words)}</text>'
+    where = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}"'
+    return f"<text {where}{fill}{more}>{escape(words)}</text>"
 
 
 def box(x: float, y: float, w: float, h: float, fill: str = "#fff") -> str:
@@ -46,8 +47,9 @@ def box(x: float, y: float, w: float, h: float, fill: str = "#fff") -> str:
 def picture(width: float, height: float, title: str, parts: Iterator[str]) -> str:
     """A complete SVG document on a white ground, so that a dark page can show it."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
-        f'viewBox="0 0 {width:g} {height:g}" role="img">\n<title>{escape(title)}</title>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" '
+        f'height="{height:g}" viewBox="0 0 {width:g} {height:g}" role="img">\n'
+        f"<title>{escape(title)}</title>\n"
         f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#fff"/>\n'
         '<g font-family="system-ui,sans-serif" font-size="13">\n'
         + "\n".join(parts)
@@ -124,8 +126,9 @@ def phases() -> str:
 
     def parts() -> Iterator[str]:
         yield (
-            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-            f'markerHeight="8" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{INK}"/>'
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" '
+            'markerWidth="8" markerHeight="8" orient="auto">'
+            f'<path d="M0,0 L8,4 L0,8 z" fill="{INK}"/>'
             "</marker></defs>"
         )
         yield text(20, 24, "Python function", anchor="start", font_weight="bold")

@@ -26,7 +26,7 @@ class TesseraError(Exception):
 
     code: ClassVar[str] = "T000"
     exit_code: ClassVar[int] = 2
-    """What a program that it ends exits with; docs/guides/reliability.md has them all."""
+    """The exit code of a program that it ends; see docs/guides/reliability.md."""
 
     def __init_subclass__(cls) -> None:
         if cls.__module__.startswith("tessera.errors."):

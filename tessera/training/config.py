@@ -163,8 +163,8 @@ class RuntimeConfig:
       max_steps_in_flight: Steps that may be queued before the loop waits for the first
         of them; more hides more of Python's time and holds more memory.
       coordinator_address: Where rank 0 of several processes is, host:port; given to
-        each of them with the next two. null asks the environment, as docs/guides/launch.md
-        says.
+        each of them with the next two. null asks the environment, as
+        docs/guides/launch.md says.
       num_processes: Processes of the run; null asks the environment.
       process_id: Which of them this one is, from 0; null asks the environment.
       rendezvous_timeout: Seconds that processes wait for each other, at the start and

@@ -99,6 +99,7 @@ def test_it_names_the_axis_that_the_mesh_of_the_chapter_lacks(names):
         run("Build a pipeline", names)
 
 
+@pytest.mark.full
 def test_it_runs_the_stages_on_different_devices(names):
     names["mesh"] = dist.Mesh(["pp", "dp"], devices=range(8), shape=(2, 4))
     run("Build a pipeline", names)
@@ -128,6 +129,7 @@ def test_it_trains_like_one_device(names):
     assert step.num_programs() == 1
 
 
+@pytest.mark.full
 def test_it_trains_a_transformer_too(names):
     def model(x):
         return op.transformer_block(x, depth=2, num_heads=4)
@@ -140,7 +142,7 @@ def test_it_trains_a_transformer_too(names):
     assert axes >= {("tp",), ("dp",)}
 
 
-def test_it_traces_the_pipeline_of_4_4_with_the_batch_of_4_5(names):
+def test_it_traces_the_pipeline_with_the_batch_of_the_step(names):
     names["mesh"] = dist.Mesh(["pp", "dp"], devices=range(8), shape=(2, 4))
     run("Build a pipeline", names)
     run("Write the training step", names)

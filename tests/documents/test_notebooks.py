@@ -12,6 +12,22 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 RUNNER = Path(__file__).with_name("run_notebook.py")
+SHOWN = {
+    "one-to-eight-devices": (
+        *("devices 0, 4 hold the same block", "hsla(90,70%,50%,.3)"),  # inspect
+        *("--- before differentiate_losses", "all-reduce tp"),  # trace
+        *("communication over dp", "FLOPs"),  # profile
+        *("no difference in", "made by dot_general at"),  # compare_layouts
+    ),
+    "own-pipeline": (
+        *("<svg", "4 microbatches: idle 43%", "the losses agree"),
+        *("collective-permute  pp", "[T3"),
+    ),
+    "unwanted-collective": (
+        *("UNPLANNED", "all-gather over ('tp',) 65536 bytes at", "[T209]"),
+        "all-gather True 2048",
+    ),
+}
 
 
 def cells(notebook, kind="code"):
@@ -32,8 +48,8 @@ def run(path):
     )
 
 
-def test_there_is_one_that_goes_from_one_device_to_eight():
-    assert [path.stem for path in NOTEBOOKS] == ["one-to-eight-devices"]
+def test_there_are_three_tutorials():
+    assert [path.stem for path in NOTEBOOKS] == [*SHOWN]
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -44,13 +60,14 @@ def test_a_notebook_is_stored_without_what_it_printed(notebook):
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_page_of_the_guide_links_to_a_notebook(notebook):
-    pages = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
-    assert any(f"](notebooks/{notebook.name})" in page for page in pages)
+def test_the_site_and_the_readme_link_to_a_notebook(notebook):
+    assert f"\nnotebooks/{notebook.stem}\n" in (ROOT / "docs/index.md").read_text()
+    assert f"(docs/notebooks/{notebook.name})" in (ROOT / "README.md").read_text()
 
 
-def test_the_notebook_runs_and_shows_what_it_speaks_of():
-    (notebook,) = NOTEBOOKS
+@pytest.mark.full  # the build of the documentation runs them too
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_what_it_speaks_of(notebook):
     result = run(notebook)
     assert result.returncode == 0, result.stderr
     shown = dict(
@@ -58,12 +75,7 @@ def test_the_notebook_runs_and_shows_what_it_speaks_of():
     )
     assert len(shown) == len(cells(notebook))
     pages = "\n".join(shown.values())
-    for text in (
-        *("devices 0, 4 hold the same block", "hsla(90,70%,50%,.3)"),  # inspect
-        *("--- before differentiate_losses", "all-reduce tp"),  # trace
-        *("communication over dp", "FLOPs"),  # profile
-        *("no difference in", "made by dot_general at"),  # compare_layouts
-    ):
+    for text in SHOWN[notebook.stem]:
         assert text in pages, text
 
 
