@@ -3,8 +3,8 @@
 
     python run_training.py model=tiny model.mesh_shape=[[4,1],[fsdp,tp]]
 
-``--help`` lists every setting; docs/reference/configuration.md explains them. ``tessera train``
-is the same program.
+``--help`` lists every setting; docs/reference/configuration.md explains them.
+``tessera train`` is the same program.
 """
 
 import sys

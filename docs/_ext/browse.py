@@ -12,6 +12,7 @@ Playwright's own (``playwright install chromium``).
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urldefrag
@@ -73,6 +74,11 @@ def start(playwright: Any) -> Any:
     return playwright.chromium.launch(executable_path=path, args=arguments)
 
 
+def note(shown: list[str]) -> Callable[[Any], None]:
+    """A handler that keeps what a page's script failed with."""
+    return lambda error: shown.append(f"script: {error}")
+
+
 def main(folder: Path, names: list[str]) -> int:
     """Check the pages; the number of problems, at most 1."""
     pages = [folder / n for n in names] or sorted(folder.rglob("*.html"))
@@ -83,8 +89,7 @@ def main(folder: Path, names: list[str]) -> int:
         browser = start(playwright)
         for width in WIDTHS:
             page = browser.new_page(viewport={"width": width, "height": 900})
-            shown: list[Any] = []
-            page.on("pageerror", shown.append)
+            page.on("pageerror", note(shown := []))
             # Nothing is loaded from elsewhere.
             page.route(
                 lambda url: not url.startswith(("file:", "data:")),
@@ -95,7 +100,7 @@ def main(folder: Path, names: list[str]) -> int:
                 url = path.absolute().as_uri()
                 page.goto(url, wait_until="load")
                 name = path.relative_to(folder)
-                found = [*page.evaluate(FIND_CLIPPED), *map(str, shown)]
+                found = [*page.evaluate(FIND_CLIPPED), *shown]
                 problems += [f"{name} at {width}: {text}" for text in found]
                 if width == WIDTHS[0]:
                     anchors[url] = set(page.evaluate(FIND_ANCHORS))
