@@ -21,6 +21,8 @@ from tessera.analysis.ledger import collectives
 from tests.documents import guide_pages
 
 PAGE = "training-at-scale.md"
+FULL = pytest.mark.full
+SIZES = [pytest.param(1, marks=FULL), 2, pytest.param(4, marks=FULL)]
 
 VOCAB, WIDTH, ROWS, LENGTH, STEPS = 16, 8, 8, 6, 4
 
@@ -297,7 +299,7 @@ def test_owners_of_optimizer_state_update_the_weights_of_all(guide):
     assert_alike(got, expected)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", SIZES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_tensor_parallel_linear_layer_is_a_linear_layer(guide, tp, with_bias):
     run("Tensor Parallelism Implementation", guide)
@@ -327,7 +329,7 @@ def attention_by_hand(x, w_qkv, w_out, num_heads):
     return out.swapaxes(1, 2).reshape(rows, length, -1) @ w_out
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", SIZES)
 def test_tensor_parallel_attention_is_attention(guide, tp):
     run("Tensor Parallelism Implementation", guide)
     draw = np.random.default_rng(3)
