@@ -78,6 +78,7 @@ def test_the_example_that_fails_raises_that_error(page):
     assert caught.value.code == page.stem
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", ERROR_PAGES, ids=lambda page: page.stem)
 def test_the_cure_of_an_error_runs(page):
     blocks = python_blocks(section(page, "How to fix it"))
