@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exit codes of Tessera's programs; docs/guides/reliability.md lists them in a table.
+"""The exit codes of Tessera programs; docs/guides/reliability.md lists them.
 
 A supervisor sees nothing else of a process that has ended, so each outcome that calls
 for a different reaction has its own code.
