@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of a model to a safetensors file and back.
+"""Export a model's parameters to a safetensors file, and import them again.
 
-An array is called by its path with dots, ``decoder.mlp.up.kernel``, and has the shape
-of ``Model.init`` without stages, whatever mesh it lies on.
+An array's name is its path with dots, ``decoder.mlp.up.kernel``. Its shape is that of
+``Model.init`` without pipeline stages, whatever mesh the parameters are on.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,16 +18,10 @@ from tessera.dtypes import as_dtype
 from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
 from tessera.models.model import Model
-from tessera.models.safetensors import (
-    DTYPES,
-    Index,
-    SafetensorsFile,
-    open_file,
-    write_file,
-)
-from tessera.tree import Tree
+from tessera.models.safetensors import Index, SafetensorsFile, write_file
+from tessera.tree import Tree, path_name
 
-# Every number of these is one of float32, so nothing is lost by reading it as such.
+# float32 represents every number of these exactly.
 _READABLE: Final = ("F32", "BF16", "F16")
 
 
@@ -43,9 +37,9 @@ def export_weights(
 
     Args:
       params: A tree of arrays, as from ``Model.init``; whole in this process.
-      path: The file; one that is there is replaced once the new one is whole.
-      model: Whose parameters they are, where they are stored by stage.
-      dtype: What to round them to, such as ``"bf16"``; None leaves them as they are.
+      path: The file; an existing one is replaced once the new one is complete.
+      model: The model of the parameters, if they are stored by pipeline stage.
+      dtype: What to round them to, such as ``"bf16"``; None keeps their dtype.
       metadata: Text for the file's header.
 
     Returns:
@@ -54,11 +48,11 @@ def export_weights(
     Raises:
       OSError: It cannot be written.
     """
-    arrays = _named(params if model is None else model.plain(params))
-    forms = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    arrays = _by_name(params if model is None else model.plain(params))
+    layouts = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     return write_weights(
         path,
-        forms,
+        layouts,
         lambda name: np.asarray(arrays[name]),
         dtype=dtype,
         metadata=metadata,
@@ -67,33 +61,36 @@ def export_weights(
 
 def write_weights(
     path: str | Path,
-    forms: Mapping[str, tuple[Any, tuple[int, ...]]],
+    layouts: Mapping[str, tuple[Any, tuple[int, ...]]],
     read: Callable[[str], np.ndarray],
     *,
     dtype: Any = None,
     metadata: Mapping[str, str] | None = None,
 ) -> int:
-    """Write parameters that are read one after the other; see ``export_weights``."""
-    wanted = None if dtype is None else np.dtype(as_dtype(dtype))
-    forms = {name: (wanted or np.dtype(d), tuple(s)) for name, (d, s) in forms.items()}
+    """Write parameters that ``read`` returns one by one; see ``export_weights``."""
+    rounded_to = None if dtype is None else np.dtype(as_dtype(dtype))
+    layouts = {
+        name: (rounded_to or np.dtype(stored), tuple(shape))
+        for name, (stored, shape) in layouts.items()
+    }
 
-    def rounded(name: str) -> np.ndarray:
-        return read(name).astype(forms[name][0], copy=False)
+    def read_rounded(name: str) -> np.ndarray:
+        return read(name).astype(layouts[name][0], copy=False)
 
-    return write_file(path, forms, rounded, metadata)
+    return write_file(path, layouts, read_rounded, metadata)
 
 
 def import_weights(
     path: str | Path, model: Model, mesh: Mesh | None = None, *, layouts: Tree = None
 ) -> Tree:
-    """Read parameters from a safetensors file, each device its own part.
+    """Read parameters from a safetensors file; each device reads only its own slices.
 
-    Numbers of fewer bits are widened to the parameters' float32, which is exact.
+    Narrower dtypes are widened to the parameters' float32, which is exact.
 
     Args:
       path: The file.
-      model: What it has to fit.
-      mesh: Where the parameters will lie; None is the default device.
+      model: The model that it has to fit.
+      mesh: Where to put the parameters; None is the default device.
       layouts: PartitionSpecs other than ``model.layouts(mesh)``.
 
     Returns:
@@ -108,49 +105,47 @@ def import_weights(
     plain = jax.eval_shape(model.plain, model.abstract())
     if mesh is None:
 
-        def whole(name: str, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        def read_whole(name: str, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
             return file.read(name).astype(leaf.dtype)
 
-        return jax.jit(model.stored)(_mapped(whole, plain))
+        return jax.jit(model.stored)(_map_named(read_whole, plain))
     layouts = model.layouts(mesh) if layouts is None else layouts
 
     def read(name: str, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.Array:
-        def part(index: Index | None) -> np.ndarray:
+        def read_slice(index: Index | None) -> np.ndarray:
             return file.read(name, index or ()).astype(leaf.dtype)
 
-        # Where a layout is of stages, without its first dims: chunks, stages, layers.
-        extra = model.split is not None and name.startswith("decoder.")
-        place = PartitionSpec(None, *spec[3:]) if extra else spec
-        sharding = NamedSharding(mesh.jax, place)
-        return jax.make_array_from_callback(leaf.shape, sharding, part)
+        # The layout of a staged array has two more dims: [chunks, stages, layers, ...].
+        if model.split is not None and name.startswith("decoder."):
+            spec = PartitionSpec(None, *spec[3:])
+        sharding = NamedSharding(mesh.jax, spec)
+        return jax.make_array_from_callback(leaf.shape, sharding, read_slice)
 
-    params = _mapped(read, plain, layouts)
+    params = _map_named(read, plain, layouts)
     if model.split is None:
         return params
-    placed = jax.tree.map(partial(NamedSharding, mesh.jax), layouts)
-    return jax.jit(model.stored, out_shardings=placed)(params)
+    shardings = jax.tree.map(partial(NamedSharding, mesh.jax), layouts)
+    return jax.jit(model.stored, out_shardings=shardings)(params)
 
 
 def check_weights(path: str | Path, model: Model) -> SafetensorsFile:
-    """See that a file has the parameters of a model; reads no more than its header.
+    """Check that a file holds the parameters of a model; reads only its header.
 
     Raises:
-      WeightFileError: [T805] it is malformed, or has others; lists every difference.
+      WeightFileError: [T805] it is malformed or does not; lists every difference.
     """
-    file = open_file(path)
-    wanted = _named(jax.eval_shape(model.plain, model.abstract()))
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    file = SafetensorsFile(path)
+    expected = _by_name(jax.eval_shape(model.plain, model.abstract()))
     lines: list[str] = []
-    for name in sorted(wanted.keys() | file.entries.keys()):
-        entry, leaf = file.entries.get(name), wanted.get(name)
-        wants = "nothing" if leaf is None else f"F32{[*leaf.shape]}"
-        if entry is None:
-            lines.append(f"{name}: the file has nothing, the model {wants}")
+    for name in sorted(expected.keys() | file.arrays.keys()):
+        leaf = expected.get(name)
+        needs = "nothing" if leaf is None else f"F32{[*leaf.shape]}"
+        if name not in file.arrays:
+            lines.append(f"{name}: the file has nothing, the model {needs}")
             continue
-        kind = names[entry.dtype]
-        if leaf is None or entry.shape != leaf.shape or kind not in _READABLE:
-            has = f"{kind}{[*entry.shape]}"
-            lines.append(f"{name}: the file has {has}, the model {wants}")
+        dtype, shape = file.arrays[name]
+        if leaf is None or shape != leaf.shape or dtype not in _READABLE:
+            lines.append(f"{name}: the file has {dtype}{[*shape]}, the model {needs}")
     if lines:
         raise WeightFileError(
             f"{file.path} does not hold the parameters of this model",
@@ -161,18 +156,17 @@ def check_weights(path: str | Path, model: Model) -> SafetensorsFile:
     return file
 
 
-def _named(tree: Tree) -> dict[str, Any]:
+def _by_name(tree: Tree) -> dict[str, Any]:
     return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        path_name(path, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
 
-def _mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+def _map_named(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     """A tree of ``function(name, leaf, …)``."""
 
     def call(path: Any, leaf: Any, *rest: Any) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return function(name, leaf, *rest)
+        return function(path_name(path, separator="."), leaf, *rest)
 
     return jax.tree_util.tree_map_with_path(call, tree, *others)

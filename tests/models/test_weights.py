@@ -13,7 +13,7 @@ from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.models.pipeline_stages import StageSplit
-from tessera.models.safetensors import open_file
+from tessera.models.safetensors import SafetensorsFile
 from tessera.models.weights import export_weights, import_weights
 
 CONFIG = Gemma3Config(
@@ -81,9 +81,7 @@ def test_stages_are_no_part_of_the_file(file, params, tmp_path):
 def test_bf16_is_rounded_once_and_widened_exactly(params, tmp_path):
     path = tmp_path / "half.safetensors"
     export_weights(params, path, dtype="bf16")
-    assert {entry.dtype for entry in open_file(path).entries.values()} == {
-        np.dtype(jnp.bfloat16)
-    }
+    assert {dtype for dtype, _ in SafetensorsFile(path).arrays.values()} == {"BF16"}
     got = import_weights(path, MODEL)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
     assert_same(got, rounded)
