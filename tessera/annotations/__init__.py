@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.Tensor["B", "S", ts.int32]``: what annotations say of the arrays of a call.
+"""Checks calls against array annotations such as ``ts.Tensor["B", "S", ts.int32]``.
 
-Dims are written as in jaxtyping, whose own annotations are read, too: ``Float[Array,
-"B S"]`` is like ``ts.Tensor["B", "S"]``. Whoever needs to know how the dims of some
-function are related:
+Dims are written as in jaxtyping, whose own annotations work too: ``Float[Array,
+"B S"]`` is like ``ts.Tensor["B", "S"]``. To find out how the dims of a function are
+related:
 
     annotations_of(attention)["w_qkv"].dims[1].symbols  # ("D_head", "H")
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a function against its annotations: arguments first, then the result."""
+"""Checks a call of a function against its annotations: arguments, then the result."""
 
 import collections.abc
 import dataclasses
@@ -7,9 +7,9 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -21,15 +21,18 @@ from tessera.annotations.hints import (
     namespace_of,
     union_members,
 )
-from tessera.annotations.sizes import Fact, solve
+from tessera.annotations.sizes import Constraint, solve
 from tessera.annotations.tensor import Annotation, is_array
 from tessera.dtypes import short_name
 from tessera.errors import AnnotationError
 
+# None is a value that a call may pass.
+_NOTHING: Final = object()
+
 
 @dataclass(frozen=True)
-class Found:
-    """A value among the arguments or in the result, and its annotation."""
+class AnnotatedValue:
+    """A value among the arguments or in the result, with its annotation."""
 
     name: str
     value: Any
@@ -38,48 +41,42 @@ class Found:
 
 @dataclass(frozen=True)
 class Binding:
-    """A call whose arguments fit the annotations of a function.
+    """A call whose arguments match the annotations of a function.
 
     Attributes:
-      function: What messages call the function.
-      arguments: What of the arguments has an annotation.
+      function: The function's name in messages.
+      arguments: The arguments that have an annotation.
       result_hint: The annotation of the result, or None.
-      is_checked: Whether the result is to be checked, as the arguments were.
+      is_checked: Whether to check the result, as the arguments were.
     """
 
     function: str
-    arguments: tuple[Found, ...] = ()
+    arguments: tuple[AnnotatedValue, ...] = ()
     result_hint: Any = None
     is_checked: bool = True
 
     @functools.cached_property
     def dim_names(self) -> dict[str, tuple[str, ...]]:
-        """What ``ShardSpec`` s call the dims of each annotated array, by its path."""
+        """The dim names of each annotated argument, for ``ShardSpec``, by its path."""
         return _names(self.arguments)
 
     def result_dim_names(self, result: Any) -> dict[str, tuple[str, ...]]:
-        """The same of a result: a tree of arrays, or of their types."""
+        """The dim names of a result: a tree of arrays, or of their types."""
         return _names(_walk(self.result_hint, result, "result"))
 
     def check_result(self, result: Any) -> None:
-        """See that a result fits, with the sizes that the arguments gave to symbols.
+        """Check the result, with the sizes of symbols that the arguments determine.
 
         Args:
           result: The tree that the function returned, of arrays or of their types.
 
         Raises:
-          AnnotationError: [T315] it does not.
+          AnnotationError: [T315] it does not match its annotation.
         """
-        found = tuple(_walk(self.result_hint, result, "result"))
-        if not found or not self.is_checked:
-            return
-        problems = _problems((*self.arguments, *found))
-        if problems:
-            raise _misfit(
-                f"the result of {self.function!r} does not fit its annotation",
-                (*self.arguments, *found),
-                problems,
-            )
+        values = tuple(_walk(self.result_hint, result, "result"))
+        if values and self.is_checked:
+            what = f"the result of {self.function!r} does not fit its annotation"
+            _check(what, (*self.arguments, *values))
 
 
 def bind(
@@ -96,29 +93,29 @@ def bind(
       function: The function, annotated or not.
       args: Positional arguments: arrays, tracers, or their types.
       kwargs: Keyword arguments.
-      name: What messages call the function.
-      check: Whether to check anything, and not just to find the names of dims.
+      name: The function's name in messages.
+      check: False only collects the names of dims.
 
     Returns:
       What the result is checked against.
 
     Raises:
       ArgumentError: [T301] the function does not take these arguments.
-      AnnotationError: [T315] an array has not the rank or the dtype of its annotation,
-        a symbol has two sizes, or what has to be an array is none.
+      AnnotationError: [T315] an array does not have the rank or dtype of its
+        annotation, a symbol has two sizes, or a value is not an array.
     """
     hints = hints_of(function)
     if not hints:
         return Binding(name)
-    found: list[Found] = []
     bound = bind_call(inspect.signature(function), args, kwargs, name=name)
-    for path, hint, value in _given(bound, hints):
-        found += _walk(hint, value, path)
-    if check and (problems := _problems(found)):
-        raise _misfit(
-            f"the arguments of {name!r} do not fit their annotations", found, problems
-        )
-    return Binding(name, tuple(found), hints.get("return"), check)
+    values = tuple(
+        annotated
+        for path, hint, value in _hinted_arguments(bound, hints)
+        for annotated in _walk(hint, value, path)
+    )
+    if check:
+        _check(f"the arguments of {name!r} do not fit their annotations", values)
+    return Binding(name, values, hints.get("return"), check)
 
 
 def checked(
@@ -129,7 +126,7 @@ def checked(
     name: str,
     check: bool = True,
 ) -> Any:
-    """Call a function, its arguments and its result checked.
+    """Call a function, and check its arguments and its result.
 
     Raises:
       AnnotationError: [T315] they do not fit its annotations.
@@ -142,10 +139,10 @@ def checked(
     return result
 
 
-def _given(
+def _hinted_arguments(
     bound: inspect.BoundArguments, hints: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The path, the hint and the value of each argument that has a hint."""
+    """Path, hint and value of each argument that has a hint."""
     for name, value in bound.arguments.items():
         parameter = bound.signature.parameters[name]
         hint = hints.get(name)
@@ -165,27 +162,27 @@ def _given(
 # --- from hints to arrays
 
 
-def _walk(hint: Any, value: Any, path: str) -> Iterator[Found]:
-    """The annotated arrays in a value, along its hint."""
+def _walk(hint: Any, value: Any, path: str) -> Iterator[AnnotatedValue]:
+    """The annotated arrays in a value, found by following its hint."""
     annotation = annotation_of(hint)
     if annotation is not None:
-        yield Found(path, value, annotation)
+        yield AnnotatedValue(path, value, annotation)
     elif len(members := union_members(hint)) > 1:
-        yield from _walk(_chosen(members, value), value, path)
+        yield from _walk(_union_member(members, value), value, path)
     else:
         for part, inner, item in _parts(hint, value):
             yield from _walk(inner, item, f"{path}/{part}")
 
 
-def _chosen(members: Sequence[Any], value: Any) -> Any:
-    """The member of a union that a value is checked against; None where none is."""
+def _union_member(members: Sequence[Any], value: Any) -> Any:
+    """The member of a union to check a value against, or None."""
     if value is None and types.NoneType in members:
         return None
-    found = [(hint, annotation_of(hint)) for hint in members]
-    tensors = [hint for hint, annotation in found if annotation]
+    annotated = [(hint, annotation_of(hint)) for hint in members]
+    tensors = [hint for hint, annotation in annotated if annotation]
     if is_array(value) and tensors:
-        fitting = (hint for hint, one in found if one and one.fits(value))
-        return next(fitting, tensors[0])
+        matching = (hint for hint, a in annotated if a and a.fits(value))
+        return next(matching, tensors[0])
     others = [m for m in members if m not in tensors and m is not types.NoneType]
     if not others:
         return tensors[0]
@@ -193,7 +190,7 @@ def _chosen(members: Sequence[Any], value: Any) -> Any:
 
 
 def _parts(hint: Any, value: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Key, hint and value of each part of a container; nothing of what is none."""
+    """Key, hint and value of each item of a container or field of a record."""
     origin, hints = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         yield from _parts(hints[0], value)
@@ -223,53 +220,52 @@ def _fields(hint: type) -> Mapping[str, Any]:
     return {}
 
 
-def _names(found: Iterator[Found] | Sequence[Found]) -> dict[str, tuple[str, ...]]:
-    names: dict[str, tuple[str, ...]] = {}
-    for one in found:
-        if is_array(one.value) and not one.annotation.is_bare:
-            dims = one.annotation.names(len(one.value.shape))
-            if dims is not None:
-                names[one.name] = dims
-    return names
+def _names(values: Iterable[AnnotatedValue]) -> dict[str, tuple[str, ...]]:
+    return {
+        value.name: dims
+        for value in values
+        if is_array(value.value) and not value.annotation.is_bare
+        if (dims := value.annotation.names(len(value.value.shape))) is not None
+    }
 
 
-# --- what does not fit
+# --- checks and messages
 
 
-def _problems(found: Sequence[Found]) -> list[str]:
-    """A sentence for each thing that does not fit."""
+def _check(what: str, values: Sequence[AnnotatedValue]) -> None:
+    """Raise AnnotationError, [T315], with every problem of some values."""
     problems: list[str] = []
-    facts: list[Fact] = []
+    constraints: list[Constraint] = []
     variadic: dict[str, dict[tuple[int, ...], str]] = {}
-    for one in found:
-        if one.annotation.is_bare:
-            problems += _no_tree_of_arrays(one)
+    for value in values:
+        if problem := _form_problem(value):
+            problems.append(problem)
             continue
-        if not is_array(one.value):
-            problems.append(f"{one.name} is no array, but {_kind(one.value)}")
+        if value.annotation.is_bare:
             continue
-        shape = tuple(one.value.shape)
-        if not one.annotation.allows_dtype(one.value.dtype):
-            wanted = one.annotation.dtype_text
-            problems.append(
-                f"{one.name} is {short_name(one.value.dtype)}, not {wanted}"
-            )
-        dims = one.annotation.dims_of(len(shape))
+        shape, annotation = tuple(value.value.shape), value.annotation
+        if not annotation.allows_dtype(value.value.dtype):
+            dtype = short_name(value.value.dtype)
+            problems.append(f"{value.name} is {dtype}, not {annotation.dtype_text}")
+        dims = annotation.dims_of(len(shape))
         if dims is None:
-            problems.append(f"{one.name} {_rank_text(one.annotation, len(shape))}")
+            problems.append(f"{value.name} {_rank_text(annotation, len(shape))}")
             continue
         for number, dim in dims:
-            facts.append(Fact(dim, shape[number], f"{one.name} (dim {number})"))
-        for dim in one.annotation.dims:
+            source = f"{value.name} (dim {number})"
+            constraints.append(Constraint(dim, shape[number], source))
+        for dim in annotation.dims:
             if dim.is_variadic and not dim.is_anonymous:
-                named = {number for number, _ in dims}
-                rest = tuple(s for i, s in enumerate(shape) if i not in named)
-                variadic.setdefault(dim.text, {}).setdefault(rest, one.name)
-    for text, by_sizes in variadic.items():
-        if len(by_sizes) > 1:
-            said = [f"{sizes} by {name}" for sizes, name in by_sizes.items()]
-            problems.append(f"{text} is {', '.join(said)}")
-    return problems + solve(facts).problems
+                numbers = dict(dims)
+                rest = tuple(s for i, s in enumerate(shape) if i not in numbers)
+                variadic.setdefault(dim.text, {}).setdefault(rest, value.name)
+    for text, names in variadic.items():
+        if len(names) > 1:
+            sizes = [f"{sizes} by {name}" for sizes, name in names.items()]
+            problems.append(f"{text} is {', '.join(sizes)}")
+    problems += solve(constraints).problems
+    if problems:
+        raise _mismatch(what, values, problems)
 
 
 def _rank_text(annotation: Annotation, rank: int) -> str:
@@ -278,15 +274,20 @@ def _rank_text(annotation: Annotation, rank: int) -> str:
     return f"has {rank} {'dim' if rank == 1 else 'dims'}, not {len(fixed)}{more}"
 
 
-def _no_tree_of_arrays(one: Found) -> list[str]:
-    """A ``ts.Tensor`` without brackets takes any array, or a tree of them."""
-    numbers = (bool, int, float, complex)
-    wrong = [
-        leaf
-        for leaf in jax.tree.leaves(one.value)
-        if not is_array(leaf) and not isinstance(leaf, numbers)
-    ]
-    return [f"{one.name} is no array, but {_kind(wrong[0])}"] if wrong else []
+def _form_problem(value: AnnotatedValue) -> str:
+    """A message if a value is not an array, or empty.
+
+    A ``ts.Tensor`` without brackets allows any array or number, or a tree of them.
+    """
+    leaves = [value.value]
+    if value.annotation.is_bare:
+        numbers = (bool, int, float, complex)
+        leaves = jax.tree.leaves(value.value)
+        leaves = [leaf for leaf in leaves if not isinstance(leaf, numbers)]
+    wrong = next((leaf for leaf in leaves if not is_array(leaf)), _NOTHING)
+    if wrong is _NOTHING:
+        return ""
+    return f"{value.name} is not an array, but {_kind(wrong)}"
 
 
 def _kind(value: Any) -> str:
@@ -295,13 +296,13 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"
 
 
-def _misfit(
-    what: str, found: Sequence[Found], problems: Sequence[str]
+def _mismatch(
+    what: str, values: Sequence[AnnotatedValue], problems: Sequence[str]
 ) -> AnnotationError:
     rows = [
-        (one.name, _form(one.value), str(one.annotation))
-        for one in found
-        if not one.annotation.is_bare or "/" not in one.name
+        (value.name, _form(value.value), str(value.annotation))
+        for value in values
+        if not value.annotation.is_bare or "/" not in value.name
     ]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
     table = [
@@ -311,8 +312,8 @@ def _misfit(
     return AnnotationError(
         what,
         got="\n".join((*table, *problems)),
-        fix="give each symbol one size and each array its dtype, or annotate what "
-        'varies less: "_" is any size, ... any number of dims',
+        fix="give each symbol one size and each array its dtype, or loosen the "
+        'annotation: "_" is any size, ... any number of dims',
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a call, bound to the parameters of a function's signature."""
+"""Binds the arguments of a call to the parameters of a function."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ def bind_call(
       signature: Of the function.
       args: Positional arguments.
       kwargs: Keyword arguments.
-      name: What the message calls the function.
+      name: The function's name in messages.
 
     Raises:
-      ArgumentError: [T301] the function does not take them.
+      ArgumentError: [T301] the function does not accept them.
 
     Example:
       >>> def scaled(x, factor=2): ...
@@ -54,6 +54,6 @@ def bind_call(
 
 
 def _without_hints(signature: inspect.Signature) -> inspect.Signature:
-    """The signature as a call needs it."""
+    """The signature without annotations, to show how to call the function."""
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return inspect.Signature(bare)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One dim of an annotation: what may be written there, and what it says of a size."""
+"""Parses one dim of an annotation, and evaluates its size."""
 
 import ast
 import functools
@@ -24,7 +24,7 @@ class Dim:
     """One dim of an annotation: a symbol, an expression of symbols, a size, or ``...``.
 
     Attributes:
-      text: As it was written, without spaces: ``B``, ``3*D_head*H``, ``S+1``, ``8``,
+      text: The source text, without spaces: ``B``, ``3*D_head*H``, ``S+1``, ``8``,
         ``*batch``, ``...``, ``_``.
 
     Example:
@@ -42,7 +42,7 @@ class Dim:
 
     @property
     def is_anonymous(self) -> bool:
-        """Whether it says nothing of sizes: ``...``, ``_``, ``_name``, ``*_name``."""
+        """Whether it constrains no size: ``...``, ``_``, ``_name``, ``*_name``."""
         return self.text == "..." or self.text.lstrip("*").startswith("_")
 
     @functools.cached_property
@@ -56,7 +56,7 @@ class Dim:
 
     @functools.cached_property
     def factors(self) -> tuple[str, ...]:
-        """The symbols that are multiplied, repeated ones too; of a sum none."""
+        """The symbols of a product, with repetitions; none for a sum."""
         return self._product[1] if self._product else ()
 
     @property
@@ -66,18 +66,18 @@ class Dim:
 
     @property
     def coefficient(self) -> int:
-        """The integer that multiplies the symbols of a product; 1 where none does."""
+        """The integer factor of a product; 1 if there is none."""
         return self._product[0] if self._product and self.is_product else 1
 
     @functools.cached_property
     def size(self) -> int | None:
-        """The size, where it is a number."""
+        """The size, if it is a number."""
         if self.is_variadic or self.is_anonymous or self.symbols:
             return None
         return self.evaluate({})
 
     def evaluate(self, sizes: Mapping[str, int]) -> int:
-        """The size for sizes of its symbols; -1, which none is, for a division by 0."""
+        """The size, given the sizes of its symbols; -1 for a division by zero."""
         try:
             return _evaluate(self._parsed, sizes)
         except ZeroDivisionError:
@@ -107,7 +107,7 @@ def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:
             return _OPERATIONS[type(op)](
                 _evaluate(left, sizes), _evaluate(right, sizes)
             )
-    raise AssertionError("checked when it was parsed")
+    raise AssertionError("dim_of checks expressions")
 
 
 def _as_product(node: ast.expr) -> tuple[int, tuple[str, ...]] | None:
@@ -124,7 +124,7 @@ def _as_product(node: ast.expr) -> tuple[int, tuple[str, ...]] | None:
 
 
 def texts_of(part: str) -> list[str]:
-    """Several dims in one string, as in jaxtyping, or one expression with spaces."""
+    """Split a string into dims, as jaxtyping does, unless it is one expression."""
     words = part.split()
     if any(word[0] in "+-/" or word == "*" or word[-1] in "+-*/" for word in words):
         return ["".join(words)]
@@ -132,7 +132,7 @@ def texts_of(part: str) -> list[str]:
 
 
 def dim_of(text: str) -> Dim:
-    """The dim that a string stands for.
+    """Parse a dim.
 
     Raises:
       AnnotationError: [T315] it is neither a symbol nor an expression of symbols.
@@ -146,9 +146,9 @@ def dim_of(text: str) -> Dim:
     try:
         expression = ast.parse(text, mode="eval").body
     except SyntaxError:
-        raise malformed(repr(text), "it is no expression") from None
+        raise malformed(repr(text), "it is not an expression") from None
     if not _is_legal(expression):
-        raise malformed(repr(text), "it has more than symbols, integers, + - * //")
+        raise malformed(repr(text), "only symbols, integers, + - * // are allowed")
     return dim
 
 
@@ -162,7 +162,7 @@ def _is_legal(node: ast.expr) -> bool:
 
 
 def malformed(part: str, problem: str) -> AnnotationError:
-    """The error of brackets that hold what is neither a dim nor a dtype."""
+    """The error for brackets with something that is neither a dim nor a dtype."""
     return AnnotationError(
         f"{part} cannot stand in an annotation ts.Tensor[…]",
         got=problem,

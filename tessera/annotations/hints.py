@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The annotations of a function, found behind wrappers and evaluated where strings."""
+"""Finds the annotations of a function behind wrappers, and evaluates strings."""
 
 import contextlib
 import functools
@@ -16,16 +16,16 @@ from tessera.annotations.dims import dim_of
 from tessera.annotations.tensor import Annotation, TensorType
 from tessera.errors import AnnotationError, TesseraWarning
 
-# Whose wrappers call a function on other arrays than they are given.
+# Their wrappers call a function with other arrays than they receive.
 _TRANSFORMING = ("jax.", "flax.")
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Annotation]:
-    """The annotation of each argument that has one of its own, and of ``return``.
+    """The array annotation of each argument that has one, and of ``return``.
 
-    Arguments without an annotation of an array, and containers of arrays, are left out.
+    Arguments without an array annotation, and containers of arrays, are left out.
     Methods, partials and functions behind ``functools.wraps`` have the annotations of
-    what they call.
+    the function that they call.
 
     Example:
       >>> from tessera.annotations import Tensor
@@ -36,7 +36,7 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Annotation]:
       >>> [(dim.text, dim.coefficient, dim.symbols) for dim in inner]
       [('3*D_head*H', 3, ('D_head', 'H'))]
     """
-    found: dict[str, Annotation] = {}
+    annotations: dict[str, Annotation] = {}
     defaults = _defaults(function)
     for name, hint in hints_of(function).items():
         members = union_members(hint)
@@ -45,12 +45,12 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Annotation]:
             optional = types.NoneType in members or (
                 name in defaults and defaults[name] is None
             )
-            found[name] = replace(tensors[0], optional=optional)
-    return found
+            annotations[name] = replace(tensors[0], optional=optional)
+    return annotations
 
 
 def annotation_of(hint: Any) -> Annotation | None:
-    """What a hint says of one array, if it is ``ts.Tensor``'s or jaxtyping's."""
+    """The annotation of one array, if the hint is ``ts.Tensor``'s or jaxtyping's."""
     if isinstance(hint, TensorType):
         return hint.annotation
     if getattr(hint, "__module__", None) != "jaxtyping" or not hasattr(hint, "dim_str"):
@@ -58,33 +58,33 @@ def annotation_of(hint: Any) -> Annotation | None:
     try:
         dims = tuple(map(dim_of, hint.dim_str.split()))
     except AnnotationError:
-        return None  # jaxtyping has forms, such as "#B", that say other things
+        return None  # jaxtyping has forms, such as "#B", with other meanings
     dtypes = getattr(hint, "dtypes", ())
     return Annotation(dims, dtypes=dtypes if isinstance(dtypes, tuple) else ())
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """The members of ``X | Y``, ``Union`` or ``Optional``; of another hint, itself."""
+    """The members of ``X | Y``, ``Union`` or ``Optional``; else the hint itself."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return typing.get_args(hint)
     return (hint,)
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function, those that are written as strings evaluated.
+    """The annotations of a function, with strings evaluated.
 
-    A string that cannot be evaluated, such as one of an import for checkers of types
-    only, is left out; if it speaks of tensors, with a warning.
+    A string that cannot be evaluated, such as a name imported for type checkers only,
+    is left out; if it mentions tensors, with a warning.
     """
-    written = _written(function)
-    if written is None:
+    annotated = _unwrapped(function)
+    if annotated is None:
         return {}
-    raw: Mapping[str, Any] = getattr(written, "__annotations__", {})
-    names = namespace_of(written)
-    found: dict[str, Any] = {}
+    raw: Mapping[str, Any] = getattr(annotated, "__annotations__", {})
+    names = namespace_of(annotated)
+    hints: dict[str, Any] = {}
     for name, hint in raw.items():
         try:
-            found[name] = evaluated(hint, names)
+            hints[name] = evaluated(hint, names)
         except AnnotationError:
             raise
         except (NameError, AttributeError, TypeError, SyntaxError) as error:
@@ -94,32 +94,32 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
                     TesseraWarning,
                     stacklevel=2,
                 )
-    return found
+    return hints
 
 
 def evaluated(hint: Any, names: Mapping[str, Any]) -> Any:
-    """A hint whose strings, inner ones too, are what they stand for among names."""
+    """A hint with its strings, nested ones too, evaluated in a namespace."""
     holder: Any = types.SimpleNamespace(__annotations__={"hint": hint})
     hints = typing.get_type_hints(holder, dict(names), include_extras=True)
     return hints["hint"]
 
 
-def namespace_of(written: Any) -> dict[str, Any]:
-    """The names that a function or a class sees: of its module, and of its closure."""
-    module = sys.modules.get(getattr(written, "__module__", ""), None)
-    names = dict(getattr(written, "__globals__", vars(module) if module else {}))
-    cells = getattr(written, "__closure__", None) or ()
-    code = getattr(written, "__code__", None)
+def namespace_of(function: Any) -> dict[str, Any]:
+    """The names in scope of a function or class: its module and its closure."""
+    module = sys.modules.get(getattr(function, "__module__", ""), None)
+    names = dict(getattr(function, "__globals__", vars(module) if module else {}))
+    cells = getattr(function, "__closure__", None) or ()
+    code = getattr(function, "__code__", None)
     for name, cell in zip(code.co_freevars if code else (), cells, strict=True):
         with contextlib.suppress(ValueError):  # not assigned yet
             names[name] = cell.cell_contents
     return names
 
 
-def _written(function: Any) -> Any:
-    """The function that has the annotations; None where what it takes is another thing.
+def _unwrapped(function: Any) -> Any:
+    """The function that has the annotations, or None if a wrapper changes shapes.
 
-    ``jax.vmap`` copies the annotations of the function that it calls on other shapes.
+    ``jax.vmap`` copies the annotations of a function, but calls it with other shapes.
     """
     while True:
         if isinstance(function, functools.partial):
@@ -132,14 +132,14 @@ def _written(function: Any) -> Any:
             if not hasattr(function, "__wrapped__"):
                 return function
             function = function.__wrapped__
-        elif _is_tesseras(function) and hasattr(function, "__wrapped__"):
+        elif _is_tessera_object(function) and hasattr(function, "__wrapped__"):
             function = function.__wrapped__
-        else:  # an object that can be called
+        else:  # a callable object
             called = inspect.getattr_static(type(function), "__call__", None)
             return called if isinstance(called, types.FunctionType) else None
 
 
-def _is_tesseras(function: Any) -> bool:
+def _is_tessera_object(function: Any) -> bool:
     return type(function).__module__.startswith("tessera.")
 
 

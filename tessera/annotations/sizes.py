@@ -1,146 +1,159 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes for symbols: what the dims of some arrays say of them together.
+"""Solves for the sizes of symbols, given the sizes of expressions of them.
 
-Each dim says that an expression has a size. Symbols alone come first; an expression
-with one unknown left is solved for it where that is linear; products of several
-unknowns, such as ``3*D_head*H`` and ``D_head*H``, are compared with each other.
+Each dim of an annotated array is a constraint: an expression equals a size. Symbols by
+themselves come first. An expression with one unknown symbol left is solved for it if it
+is linear in it. Products of several unknowns, such as ``3*D_head*H`` and ``D_head*H``,
+are compared with each other.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from tessera.annotations.dims import Dim
 
+# A name, the size that a constraint gives it, and the source of the constraint.
+NamedSize: TypeAlias = tuple[str, int, str]
+
 
 @dataclass(frozen=True)
-class Fact:
-    """What one dim of one array is: ``w (dim 1)`` is of some size."""
+class Constraint:
+    """The size of one dim of one array, whose ``source`` is such as ``w (dim 1)``."""
 
     dim: Dim
     size: int
-    place: str
+    source: str
 
 
 @dataclass
-class Sizes:
-    """Sizes of symbols, and where they do not agree.
+class Solution:
+    """The sizes of symbols, and the conflicts between constraints.
 
     Attributes:
-      known: The size of each symbol that has one.
+      sizes: The size of each symbol that has one.
       problems: A sentence for each conflict.
     """
 
-    known: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
+    def unknown(self, symbols: Iterable[str]) -> list[str]:
+        """The symbols without a size."""
+        return [symbol for symbol in symbols if symbol not in self.sizes]
 
-def solve(facts: Iterable[Fact]) -> Sizes:
-    """The sizes that facts give to symbols.
+
+def solve(constraints: Iterable[Constraint]) -> Solution:
+    """The sizes of symbols that satisfy the constraints, and what does not.
 
     Example:
-      >>> solved = solve([
-      ...     Fact(Dim("D"), 8, "x (dim 1)"),
-      ...     Fact(Dim("D"), 6, "w (dim 0)"),
-      ...     Fact(Dim("3*H"), 12, "w (dim 1)"),
+      >>> solution = solve([
+      ...     Constraint(Dim("D"), 8, "x (dim 1)"),
+      ...     Constraint(Dim("D"), 6, "w (dim 0)"),
+      ...     Constraint(Dim("3*H"), 12, "w (dim 1)"),
       ... ])
-      >>> solved.known["H"], solved.problems
+      >>> solution.sizes["H"], solution.problems
       (4, ['D is 8 by x (dim 1), 6 by w (dim 0)'])
     """
-    sizes = Sizes()
-    facts = [fact for fact in facts if not fact.dim.is_anonymous]
-    plain = [fact for fact in facts if fact.dim.symbols == (fact.dim.text,)]
-    _agree([(fact.dim.text, fact) for fact in plain], sizes)
-    rest = _solve_expressions([f for f in facts if f not in plain], sizes)
-    _compare_products(rest, sizes)
-    return sizes
+    solution = Solution()
+    named: list[NamedSize] = []
+    expressions: list[Constraint] = []
+    for constraint in constraints:
+        dim = constraint.dim
+        if dim.symbols == (dim.text,):
+            named.append((dim.text, constraint.size, constraint.source))
+        elif not dim.is_anonymous:
+            expressions.append(constraint)
+    _assign(named, solution)
+    products = _solve_expressions(expressions, solution)
+    _assign(_unknown_products(products, solution), solution)
+    return solution
 
 
-def _agree(
-    claims: Iterable[tuple[str, Fact]],
-    sizes: Sizes,
-    values: Mapping[str, int] | None = None,
-) -> None:
-    """Give each name the first size that is claimed of it; report the others."""
-    claimed: dict[str, dict[int, list[str]]] = {}
-    for name, fact in claims:
-        size = values[fact.place] if values else fact.size
-        claimed.setdefault(name, {}).setdefault(size, []).append(fact.place)
-    for name, by_size in claimed.items():
-        if len(by_size) == 1:
-            sizes.known[name] = next(iter(by_size))
-            continue
-        said = [f"{size} by {' and '.join(at)}" for size, at in by_size.items()]
-        sizes.problems.append(f"{name} is {', '.join(said)}")
-        sizes.known[name] = next(iter(by_size))
+def _assign(named: Iterable[NamedSize], solution: Solution) -> None:
+    """Give each name the first of its sizes; report names with several."""
+    sources: dict[str, dict[int, list[str]]] = {}
+    for name, size, source in named:
+        sources.setdefault(name, {}).setdefault(size, []).append(source)
+    for name, by_size in sources.items():
+        solution.sizes[name] = next(iter(by_size))
+        if len(by_size) > 1:
+            sizes = [f"{size} by {' and '.join(at)}" for size, at in by_size.items()]
+            solution.problems.append(f"{name} is {', '.join(sizes)}")
 
 
-def _solve_expressions(facts: list[Fact], sizes: Sizes) -> list[Fact]:
-    """Check and solve until nothing changes; what is left has unknowns."""
+def _solve_expressions(
+    constraints: list[Constraint], solution: Solution
+) -> list[Constraint]:
+    """Check and solve until nothing changes; returns those that still have unknowns."""
     while True:
-        left: list[Fact] = []
-        for fact in facts:
-            unknown = [s for s in fact.dim.symbols if s not in sizes.known]
+        unsolved: list[Constraint] = []
+        for constraint in constraints:
+            unknown = solution.unknown(constraint.dim.symbols)
             if not unknown:
-                _check(fact, sizes)
-            elif len(unknown) > 1 or not _solve_for(unknown[0], fact, sizes):
-                left.append(fact)
-        if len(left) == len(facts):
-            return left
-        facts = left
+                _check(constraint, solution)
+            elif len(unknown) > 1 or not _solve_for(unknown[0], constraint, solution):
+                unsolved.append(constraint)
+        if len(unsolved) == len(constraints):
+            return unsolved
+        constraints = unsolved
 
 
-def _check(fact: Fact, sizes: Sizes) -> None:
-    size = fact.dim.evaluate(sizes.known)
-    if size == fact.size:
+def _check(constraint: Constraint, solution: Solution) -> None:
+    dim, source = constraint.dim, constraint.source
+    size = dim.evaluate(solution.sizes)
+    if size == constraint.size:
         return
-    if not fact.dim.symbols:
-        sizes.problems.append(f"{fact.place} is {fact.size}, not {size}")
+    if not dim.symbols:
+        solution.problems.append(f"{source} is {constraint.size}, not {size}")
         return
-    given = ", ".join(f"{name} = {sizes.known[name]}" for name in fact.dim.symbols)
-    sizes.problems.append(
-        f"{fact.dim} is {'no size' if size < 0 else size} with {given}, "
-        f"and {fact.size} by {fact.place}"
+    sizes = ", ".join(f"{name} = {solution.sizes[name]}" for name in dim.symbols)
+    solution.problems.append(
+        f"{dim} is {'no size' if size < 0 else size} with {sizes}, "
+        f"and {constraint.size} by {source}"
     )
 
 
-def _solve_for(symbol: str, fact: Fact, sizes: Sizes) -> bool:
-    """Find one symbol of an expression that is linear in it; False where it is not."""
-    if "//" in fact.dim.text:
+def _solve_for(symbol: str, constraint: Constraint, solution: Solution) -> bool:
+    """Solve an expression for a symbol that it is linear in; False if it is not."""
+    dim = constraint.dim
+    if "//" in dim.text:
         return False
-    at = [fact.dim.evaluate({**sizes.known, symbol: size}) for size in (0, 1, 2, 3)]
-    slopes = {after - before for before, after in itertools.pairwise(at)}
-    if len(slopes) > 1 or slopes == {0}:
+    # Degrees above one show in a second difference: 0, 1, 2 and 3 suffice for a cubic.
+    at = [dim.evaluate({**solution.sizes, symbol: size}) for size in range(4)]
+    slope = at[1] - at[0]
+    if slope == 0 or at != [at[0] + slope * size for size in range(4)]:
         return False
-    (slope,) = slopes
-    size, left_over = divmod(fact.size - at[0], slope)
-    if left_over or size < 0:
-        sizes.problems.append(
-            f"{fact.dim} is {fact.size} by {fact.place}, which no {symbol} gives"
+    size, remainder = divmod(constraint.size - at[0], slope)
+    if remainder or size < 0:
+        solution.problems.append(
+            f"{dim} is {constraint.size} by {constraint.source}, which no {symbol} "
+            "gives"
         )
     else:
-        sizes.known[symbol] = size
+        solution.sizes[symbol] = size
     return True
 
 
-def _compare_products(facts: Iterable[Fact], sizes: Sizes) -> None:
-    """See that products of the same unknowns are of one size."""
-    claims: list[tuple[str, Fact]] = []
-    values: dict[str, int] = {}
-    for fact in facts:
-        if not fact.dim.is_product:
-            continue  # it says nothing until more is known
-        given = [sizes.known[s] for s in fact.dim.factors if s in sizes.known]
-        factor = fact.dim.coefficient * math.prod(given)
-        unknown = [s for s in fact.dim.factors if s not in sizes.known]
-        if factor == 0 or fact.size % factor:
-            sizes.problems.append(
-                f"{fact.dim} is {fact.size} by {fact.place}, "
+def _unknown_products(
+    constraints: Iterable[Constraint], solution: Solution
+) -> list[NamedSize]:
+    """The sizes of products of unknowns: what is left divided by the known factors."""
+    products: list[NamedSize] = []
+    for constraint in constraints:
+        dim = constraint.dim
+        if not dim.is_product:
+            continue  # a sum of unknowns is not determined
+        unknown = solution.unknown(dim.factors)
+        known = (solution.sizes[s] for s in dim.factors if s in solution.sizes)
+        factor = dim.coefficient * math.prod(known)
+        if factor == 0 or constraint.size % factor:
+            solution.problems.append(
+                f"{dim} is {constraint.size} by {constraint.source}, "
                 f"which is no multiple of {factor}"
             )
             continue
-        claims.append(("*".join(sorted(unknown)), fact))
-        values[fact.place] = fact.size // factor
-    if claims:
-        _agree(claims, sizes, values)
+        product = "*".join(sorted(unknown))
+        products.append((product, constraint.size // factor, constraint.source))
+    return products

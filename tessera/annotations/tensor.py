@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.Tensor``: dims and a dtype in brackets, as a class that typing takes."""
+"""``ts.Tensor``, the class of annotations with dims and a dtype in brackets."""
 
 import functools
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ _ANY_SHAPE: Final = (Dim("..."),)
 
 @dataclass(frozen=True)
 class Annotation:
-    """What one annotation says of one array.
+    """The annotation of one array.
 
     Attributes:
       dims: One for each dim; at most one of them is variadic. ``ts.Tensor`` alone has
         ``...``.
       dtype: The dtype, or None for any.
-      optional: Whether None may stand in its place: its default is None, or the
-        annotation is a union with None.
-      dtypes: Names of the dtypes that it allows where it is one of jaxtyping's classes
-        of several, such as ``Float``.
+      optional: Whether None is allowed: the default is None, or the annotation is a
+        union with None.
+      dtypes: Names of the allowed dtypes, for jaxtyping's classes of several dtypes,
+        such as ``Float``.
     """
 
     dims: tuple[Dim, ...] = _ANY_SHAPE
@@ -35,41 +35,38 @@ class Annotation:
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is ``ts.Tensor`` alone, which any array fits."""
+        """Whether it is ``ts.Tensor`` alone, which any array matches."""
         return self.dims == _ANY_SHAPE and self.dtype is None and not self.dtypes
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """The symbols of all its dims, each once, in order."""
+        """The symbols of all dims, each once, in order."""
         found = (symbol for dim in self.dims for symbol in dim.symbols)
         return tuple(dict.fromkeys(found))
 
     def allows_dtype(self, dtype: Any) -> bool:
-        """Whether an array may have this dtype."""
+        """Whether this dtype is allowed."""
         if self.dtypes:
             return getattr(dtype, "name", None) in self.dtypes
         return self.dtype is None or self.dtype == dtype
 
     @property
     def dtype_text(self) -> str:
-        """What messages say of the dtypes that it allows."""
+        """The allowed dtypes, for messages."""
         if self.dtype is not None:
             return short_name(self.dtype)
         return " or ".join(map(short_name, self.dtypes)) or "any"
 
     def dims_of(self, rank: int) -> tuple[tuple[int, Dim], ...] | None:
-        """The dims of an array of some rank by number; None where its rank is another.
-
-        Variadic dims are left out.
-        """
-        place = next((i for i, d in enumerate(self.dims) if d.is_variadic), None)
-        if place is None:
+        """The fixed dims of an array by number; None if its rank does not match."""
+        variadic = next((i for i, d in enumerate(self.dims) if d.is_variadic), None)
+        if variadic is None:
             return tuple(enumerate(self.dims)) if rank == len(self.dims) else None
-        after = self.dims[place + 1 :]
-        if rank < place + len(after):
+        after = self.dims[variadic + 1 :]
+        if rank < variadic + len(after):
             return None
         ends = enumerate(after, start=rank - len(after))
-        return (*enumerate(self.dims[:place]), *ends)
+        return (*enumerate(self.dims[:variadic]), *ends)
 
     def fits(self, value: Any) -> bool:
         """Whether a value is an array of this dtype and rank, whatever the symbols."""
@@ -81,7 +78,7 @@ class Annotation:
         )
 
     def names(self, rank: int) -> tuple[str, ...] | None:
-        """What a ``ShardSpec`` calls the dims of an array of some rank."""
+        """The dim names of an array of some rank, for ``ShardSpec``."""
         dims = self.dims_of(rank)
         if dims is None:
             return None
@@ -102,13 +99,13 @@ class Annotation:
 
 
 class TensorType(type):
-    """The class of ``ts.Tensor`` and of what its brackets make: classes, too."""
+    """The metaclass of ``ts.Tensor`` and of the classes that its brackets create."""
 
     annotation: Annotation
 
     def __getitem__(cls, parts: Any) -> "type[Tensor]":
         if not cls.annotation.is_bare:
-            raise malformed(f"{cls!r}[…]", "it has dims and a dtype already")
+            raise malformed(f"{cls!r}[…]", "it already has dims and a dtype")
         return _tensor_type(_read(parts if isinstance(parts, tuple) else (parts,)))
 
     def __instancecheck__(cls, value: object) -> bool:
@@ -122,7 +119,7 @@ class TensorType(type):
 if TYPE_CHECKING:
 
     class Tensor(Any):
-        """Any array; checkers of types see nothing of what is in the brackets."""
+        """Any array; type checkers ignore the contents of the brackets."""
 
         def __class_getitem__(cls, parts: Any) -> Any: ...
 
@@ -131,16 +128,16 @@ else:
     class Tensor(metaclass=TensorType):
         """An array, in annotations: ``ts.Tensor["B", "S", ts.int32]``.
 
-        In the brackets stand dims and, last, a dtype: ``ts.Tensor[ts.f32]`` is a scalar
-        and ``ts.Tensor`` alone any array. A dim is a symbol (``"B"``), which is of one
+        The brackets hold dims and, last, a dtype: ``ts.Tensor[ts.f32]`` is a scalar
+        and ``ts.Tensor`` alone any array. A dim is a symbol (``"B"``), which has one
         size in all arguments and results of a call; an expression of symbols
         (``"3*D_head*H"``, ``"S+1"``); a size (``8``); ``"_"`` for a dim of any size;
         ``...`` or ``"*batch"`` for any number of dims. ``| None``, or a default of
         None, makes an argument optional; ``dict``, ``list`` and ``tuple`` of tensors
         are checked leaf by leaf.
 
-        Functions that Tessera compiles are checked when they are traced, so a repeated
-        call costs nothing. ``ShardSpec(partition=("B",), ...)`` finds dims by name.
+        Functions that Tessera compiles are checked when they are traced, so repeated
+        calls cost nothing. ``ShardSpec(partition=("B",), ...)`` finds dims by name.
 
         Raises:
           AnnotationError: [T315] the brackets hold something else.
@@ -158,7 +155,7 @@ else:
         def __new__(cls, *_: Any, **__: Any) -> Any:
             """Refuse, whatever the arguments."""
             raise AnnotationError(
-                "ts.Tensor is for annotations, and makes no arrays",
+                "ts.Tensor is for annotations and creates no arrays",
                 fix="use ts.tensor(values) or jnp.asarray(values)",
             )
 
@@ -177,22 +174,22 @@ def is_array(value: object) -> bool:
 def _read(parts: tuple[Any, ...]) -> Annotation:
     dims: list[Dim] = []
     dtype: np.dtype[Any] | None = None
-    for place, part in enumerate(parts):
+    for number, part in enumerate(parts):
         if part is ... or (isinstance(part, int) and not isinstance(part, bool)):
             dims.append(Dim("..." if part is ... else str(part)))
         elif isinstance(part, str):
             dims += [dim_of(text) for text in texts_of(part)]
-        elif place == len(parts) - 1 and (found := _dtype(part)) is not None:
-            dtype = found
+        elif number == len(parts) - 1 and (last := _dtype(part)) is not None:
+            dtype = last
         else:
-            raise malformed(repr(part), "it is neither a dim nor, last, a dtype")
+            raise malformed(repr(part), "it is neither a dim nor a dtype at the end")
     if sum(dim.is_variadic for dim in dims) > 1:
         raise malformed(" ".join(map(str, dims)), "only one dim may be variadic")
     return Annotation(tuple(dims), dtype)
 
 
 def _dtype(part: Any) -> np.dtype[Any] | None:
-    """A dtype object or class; NumPy would take Python's ``float`` and None for one."""
+    """A dtype object or class; not Python's ``float`` or None, which NumPy accepts."""
     is_dtype = isinstance(part, np.dtype) or (
         isinstance(part, type) and issubclass(part, np.generic)
     )

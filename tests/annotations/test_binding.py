@@ -18,8 +18,8 @@ from tessera.errors import AnnotationError, DimError
 # ruff: noqa: UP006, UP045, F821 - old forms of annotations are read, too
 
 FIX = (
-    "  fix: give each symbol one size and each array its dtype, or annotate what "
-    'varies less: "_" is any size, ... any number of dims\n'
+    "  fix: give each symbol one size and each array its dtype, or loosen the "
+    'annotation: "_" is any size, ... any number of dims\n'
     "  docs: docs/errors/T315.md"
 )
 
@@ -82,9 +82,13 @@ def test_a_refusal_lists_every_array_and_every_conflict():
         (array(8), "x has 1 dim, not 2"),
         (array(8, 3), "x (dim 1) is 3, not 4"),
         (array(8, 4, dtype=jnp.int32), "x is i32, not f32"),
-        (2.5, "x is no array, but the Python number 2.5, which is part of the program"),
-        (None, "x is no array, but None"),
-        ([array(8, 4)], "x is no array, but of type list"),
+        (
+            2.5,
+            "x is not an array, but the Python number 2.5, which is part of the "
+            "program",
+        ),
+        (None, "x is not an array, but None"),
+        ([array(8, 4)], "x is not an array, but of type list"),
         (jax.eval_shape(lambda: jax.random.key(0)), "x is key<fry>, not f32"),
     ],
     ids=str,
@@ -136,8 +140,10 @@ def test_without_brackets_it_is_any_array_or_tree_of_arrays():
     def f(x: ts.Tensor, state: Dict[str, ts.Tensor]): ...
 
     bind(f, (array(3), {"m": {"w": array(2)}, "step": 3, "none": None}), {}, name="f")
-    assert "x is no array, but of type str" in refusal(f, "x", {})
-    assert "state/w is no array, but of type str" in refusal(f, array(3), {"w": "x"})
+    assert "x is not an array, but of type str" in refusal(f, "x", {})
+    assert "state/w is not an array, but of type str" in refusal(
+        f, array(3), {"w": "x"}
+    )
 
 
 # --- containers

@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of symbols from what several arrays say of them."""
+"""Sizes of symbols, solved from the shapes of several arrays."""
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from tessera.annotations.dims import Dim
-from tessera.annotations.sizes import Fact, solve
+from tessera.annotations.sizes import Constraint, solve
 
 
-def solved(*facts):
-    """Facts as ``B=4``, each at a place of its own."""
-    pairs = [fact.split("=") for fact in facts]
+def solved(*equations):
+    """Solve equations such as ``B=4``, each with a source of its own."""
+    pairs = [equation.split("=") for equation in equations]
     return solve(
-        Fact(Dim(d), int(size), f"at {i}") for i, (d, size) in enumerate(pairs)
+        Constraint(Dim(d), int(size), f"at {i}") for i, (d, size) in enumerate(pairs)
     )
 
 
 def test_a_symbol_has_the_size_that_all_agree_on():
-    found = solved("B=4", "S=8", "B=4", "_=3", "_=5", "_any=1", "_any=2")
-    assert (found.known, found.problems) == ({"B": 4, "S": 8}, [])
+    solution = solved("B=4", "S=8", "B=4", "_=3", "_=5", "_any=1", "_any=2")
+    assert (solution.sizes, solution.problems) == ({"B": 4, "S": 8}, [])
 
 
 def test_who_does_not_agree_is_named_with_the_size():
-    found = solved("B=4", "B=8", "B=4", "B=3")
-    assert found.problems == ["B is 4 by at 0 and at 2, 8 by at 1, 3 by at 3"]
+    solution = solved("B=4", "B=8", "B=4", "B=3")
+    assert solution.problems == ["B is 4 by at 0 and at 2, 8 by at 1, 3 by at 3"]
 
 
 def test_a_size_has_to_be_met():
@@ -33,7 +33,7 @@ def test_a_size_has_to_be_met():
 
 
 @pytest.mark.parametrize(
-    ("facts", "known"),
+    ("equations", "known"),
     [
         (["D=8", "3*D*H=48"], {"D": 8, "H": 2}),
         (["3*D*H=48", "D=8"], {"D": 8, "H": 2}),
@@ -44,13 +44,13 @@ def test_a_size_has_to_be_met():
     ],
     ids=str,
 )
-def test_an_expression_with_one_unknown_is_solved(facts, known):
-    found = solved(*facts)
-    assert (found.known, found.problems) == (known, [])
+def test_an_expression_with_one_unknown_is_solved(equations, known):
+    solution = solved(*equations)
+    assert (solution.sizes, solution.problems) == (known, [])
 
 
 @pytest.mark.parametrize(
-    ("facts", "problem"),
+    ("equations", "problem"),
     [
         (["D=8", "3*D=25"], "3*D is 24 with D = 8, and 25 by at 1"),
         (["3*D=25"], "3*D is 25 by at 0, which no D gives"),
@@ -65,8 +65,8 @@ def test_an_expression_with_one_unknown_is_solved(facts, known):
     ],
     ids=str,
 )
-def test_an_expression_that_is_not_met_says_why(facts, problem):
-    assert solved(*facts).problems == [problem]
+def test_an_expression_that_is_not_met_says_why(equations, problem):
+    assert solved(*equations).problems == [problem]
 
 
 def test_products_of_several_unknowns_are_compared():
@@ -74,7 +74,7 @@ def test_products_of_several_unknowns_are_compared():
 
 
 def test_a_product_of_several_unknowns_is_checked_when_one_is_known():
-    assert solved("3*D*H=24", "D*H=8", "H=2").known == {"D": 4, "H": 2}
+    assert solved("3*D*H=24", "D*H=8", "H=2").sizes == {"D": 4, "H": 2}
 
 
 def test_what_no_size_can_be_said_of_is_let_through():
@@ -90,13 +90,13 @@ def test_a_division_by_nothing_is_no_size():
 @given(
     st.integers(0, 9), st.integers(0, 9), st.integers(1, 5), st.permutations(range(4))
 )
-def test_true_facts_in_any_order_agree(d, h, factor, order):
-    facts = [
+def test_true_equations_in_any_order_agree(d, h, factor, order):
+    equations = [
         f"D={d}",
         f"{factor}*D*H={factor * d * h}",
         f"H+D={h + d}",
         f"D*H={d * h}",
     ]
-    found = solved(*(facts[i] for i in order))
-    assert found.problems == []
-    assert found.known == {"D": d, "H": h}
+    solution = solved(*(equations[i] for i in order))
+    assert solution.problems == []
+    assert solution.sizes == {"D": d, "H": h}

@@ -116,15 +116,15 @@ def test_it_stands_wherever_typing_takes_a_class():
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [
-        ((3.5,), "it is neither a dim nor, last, a dtype"),
-        ((ts.f32, "B"), "it is neither a dim nor, last, a dtype"),
-        (("B", float), "it is neither a dim nor, last, a dtype"),
-        (("B", None), "it is neither a dim nor, last, a dtype"),
+        ((3.5,), "it is neither a dim nor a dtype at the end"),
+        ((ts.f32, "B"), "it is neither a dim nor a dtype at the end"),
+        (("B", float), "it is neither a dim nor a dtype at the end"),
+        (("B", None), "it is neither a dim nor a dtype at the end"),
         (("B", "f32"), "it names a dtype: write ts.f32"),
-        (("B*",), "it is no expression"),
-        (("#B",), "it is no expression"),
-        (("B**2",), "it has more than symbols, integers, + - * //"),
-        (("len(B)",), "it has more than symbols, integers, + - * //"),
+        (("B*",), "it is not an expression"),
+        (("#B",), "it is not an expression"),
+        (("B**2",), "only symbols, integers, + - * // are allowed"),
+        (("len(B)",), "only symbols, integers, + - * // are allowed"),
         (("...", "*more"), "only one dim may be variadic"),
     ],
     ids=str,
@@ -148,9 +148,9 @@ def test_the_refusal_says_what_may_stand_there():
 
 
 def test_brackets_come_once_and_make_no_arrays():
-    with pytest.raises(AnnotationError, match="dims and a dtype already"):
+    with pytest.raises(AnnotationError, match="already has dims and a dtype"):
         ts.Tensor["B"]["S"]
-    with pytest.raises(AnnotationError, match="makes no arrays"):
+    with pytest.raises(AnnotationError, match="creates no arrays"):
         ts.Tensor([1, 2])
 
 
