@@ -32,7 +32,7 @@ from tessera.training.checkpoints.checkpoint_folder import (  # noqa: E402
     read_checkpoint,
 )
 from tessera.training.checkpoints.restoring import Restoration  # noqa: E402
-from tessera.training.checkpoints.saving import Checkpoints, Saved  # noqa: E402
+from tessera.training.checkpoints.saving import Checkpoints, SaveStats  # noqa: E402
 from tessera.training.config import (  # noqa: E402
     Config,
     ModelConfig,
@@ -47,7 +47,7 @@ WIDTHS = (128, 512, 1280)
 SAVES = 5
 
 
-def job_of(width: int) -> Run:
+def run_of(width: int) -> Run:
     """A run of a model of this width on four devices."""
     config = replace(config_of("tiny"), d_model=width, mlp_dim=4 * width, num_layers=12)
     training = TrainingConfig(steps=10**6, checkpoint_every=1, keep=2)
@@ -58,25 +58,25 @@ def job_of(width: int) -> Run:
 
 def measure(width: int, folder: Path) -> dict[str, Any]:
     """Saves of one state, as a row of the table."""
-    job, key = job_of(width), jax.random.key(0)
+    job, key = run_of(width), jax.random.key(0)
     state = init_state(job.model, job.step_config.optimizer, key, job.mesh)
     update = jax.jit(
         lambda tree: jax.tree.map(lambda x: x + x.dtype.type(1), tree),
         donate_argnums=0,
     )
     state = jax.block_until_ready(update(state))
-    saves: list[Saved] = []
+    saves: list[SaveStats] = []
     updates = 0
     with Checkpoints(job, folder, "") as checkpoints:
         for step in range(1, SAVES + 2):
             checkpoints.save(step, state, Cursor(step, {}))
-            before = checkpoints.saved
-            while checkpoints.saved is before:
+            before = checkpoints.last_save
+            while checkpoints.last_save is before:
                 state = jax.block_until_ready(update(state))
                 updates += 1
                 time.sleep(0.02)  # a step is the accelerator's, not the processor's
-            assert checkpoints.saved is not None, "the loop ends with another one"
-            saves.append(checkpoints.saved)
+            assert checkpoints.last_save is not None, "the loop ends with another one"
+            saves.append(checkpoints.last_save)
     first, *saves = saves  # the first one loads what Orbax needs
     begun = time.perf_counter()
     checkpoint = read_checkpoint(folder / str(SAVES + 1))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that have an end, told from what only looks like one.
+"""Checks that a path is a regular file before it is read.
 
-A pipe may be waited for and a device read for ever. What the kernel makes up as it is
-read (``/proc``, ``/sys``) may do the same, and holds the machine's secrets.
+Reading a pipe or a device may never end. The same is true of files that the kernel
+generates (``/proc``, ``/sys``), which also contain secrets of the machine.
 """
 
 import errno
@@ -10,30 +10,32 @@ import os
 import stat
 from pathlib import Path
 
-_MADE_BY_THE_KERNEL = (Path("/proc"), Path("/sys"))
+_KERNEL_FOLDERS = (Path("/proc"), Path("/sys"))
 
 
 def check_regular(path: str | Path) -> None:
-    """See that a path leads to a regular file, before anything opens it.
+    """Check that a path is a regular file, without opening it.
 
     Raises:
-      OSError: It leads to something else, or to nothing.
+      OSError: It is something else, or does not exist.
 
     Example:
       >>> check_regular("/dev/null")
       Traceback (most recent call last):
       ...
-      OSError: [Errno 22] it is no regular file: '/dev/null'
+      OSError: [Errno 22] it is not a regular file: '/dev/null'
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    if is_made_by_the_kernel(path):
-        raise OSError(errno.EINVAL, "the kernel makes it up as it is read", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    if is_kernel_file(path):
+        raise OSError(
+            errno.EINVAL, "the kernel generates it when it is read", str(path)
+        )
 
 
-def is_made_by_the_kernel(path: str | Path) -> bool:
-    """Whether a path, its links followed, is in ``/proc`` or ``/sys``."""
+def is_kernel_file(path: str | Path) -> bool:
+    """Whether a path is in ``/proc`` or ``/sys``, symbolic links resolved."""
     if "\0" in str(path):
         return False
     real = Path(os.path.realpath(path))
-    return any(real.is_relative_to(folder) for folder in _MADE_BY_THE_KERNEL)
+    return any(real.is_relative_to(folder) for folder in _KERNEL_FOLDERS)

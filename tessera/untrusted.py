@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text that another program wrote: parsed strictly, shown without its escape sequences.
+"""Parses text from other programs strictly, and prints it without escape sequences.
 
-It comes from other ranks over a socket, or from files that anybody may have changed.
+Such text comes from other ranks over a socket, or from files that anyone may have
+changed.
 """
 
 import json
 import math
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from types import UnionType
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 _LARGEST_COUNT: Final = 2**53
 
 
 def parse_json(text: bytes | str, *, longest: int) -> Any:
-    """The value of a JSON text, with none of the liberties that Python's parser takes.
+    """Parse JSON, without the extensions that Python's parser accepts.
 
     Args:
       text: What was read; bytes have to be UTF-8.
-      longest: Characters or bytes that it may have.
+      longest: The most characters or bytes that it may have.
 
     Raises:
-      ValueError: It is longer, or no JSON; it nests deeper than Python follows, names a
-        key twice, or holds a number that is not finite.
+      ValueError: It is longer or not JSON, nests deeper than Python's parser can
+        follow, repeats a key, or holds a number that is not finite.
 
     Example:
       >>> parse_json('{"step": 3}', longest=100)
@@ -41,7 +44,7 @@ def parse_json(text: bytes | str, *, longest: int) -> Any:
 
 
 def count_of(value: Any) -> int:
-    """A value that is a whole number from 0 on, and no larger than a float counts.
+    """Check that a value is a whole number from 0 to 2**53, which a float can count.
 
     Raises:
       ValueError: It is not.
@@ -51,28 +54,87 @@ def count_of(value: Any) -> int:
       3
     """
     if type(value) is not int or not 0 <= value <= _LARGEST_COUNT:
-        raise ValueError(f"{_named(value)} is no count")
+        raise ValueError(f"{_named(value)} is not a count")
     return value
 
 
 def text_of(value: Any) -> str:
-    """A value that is text.
+    """Check that a value is text.
 
     Raises:
       ValueError: It is not.
     """
-    if type(value) is not str:
-        raise ValueError(f"{_named(value)} is no text")
+    return _of_type(str, value)
+
+
+def decode_json(kind: Any, value: Any) -> Any:
+    """Convert a parsed JSON value to a type, such as a dataclass; constructs no other.
+
+    Args:
+      kind: A dataclass, ``int`` (a count), ``str``, ``bool``, None, a union, ``tuple``
+        or ``Mapping`` of them.
+      value: What :func:`parse_json` returned. Fields that the dataclass lacks are
+        ignored; a field with a default may be absent.
+
+    Raises:
+      ValueError: The value does not have this type.
+
+    Example:
+      >>> decode_json(tuple[int, ...] | None, [1, 2])
+      (1, 2)
+    """
+    if is_dataclass(kind):
+        return _decode_fields(kind, _of_type(dict, value))
+    origin, kinds = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return _decode_union(kinds, value)
+    if origin is Mapping:
+        items = _of_type(dict, value).items()
+        return {key: decode_json(kinds[1], item) for key, item in items}
+    if origin is tuple:
+        values = _of_type(list, value)
+        if kinds[-1] is ...:
+            kinds = kinds[:1] * len(values)
+        if len(kinds) != len(values):
+            raise ValueError(f"{len(values)} values, not {len(kinds)}")
+        return tuple(map(decode_json, kinds, values))
+    return count_of(value) if kind is int else _of_type(kind, value)
+
+
+def _decode_fields(kind: Any, values: dict[str, Any]) -> Any:
+    hints = get_type_hints(kind)
+    decoded: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.name in values:
+            decoded[field.name] = decode_json(hints[field.name], values[field.name])
+        elif field.default is MISSING:
+            raise ValueError(f"there is no {field.name!r}")
+    return kind(**decoded)
+
+
+def _decode_union(kinds: tuple[Any, ...], value: Any) -> Any:
+    problem = ValueError("a union of nothing")
+    for kind in kinds:
+        try:
+            return decode_json(kind, value)
+        except ValueError as error:
+            problem = error
+    raise problem
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{_named(value)} is not of type {kind.__name__}")
     return value
 
 
 def printable(text: str, *, keep: str = "", longest: int | None = None) -> str:
-    r"""Text with the code of each character that would not be seen as itself.
+    r"""Escape the characters of a text that are not printable.
 
     Args:
-      text: Any.
-      keep: Characters that stay though they are not printable, such as ``"\n"``.
-      longest: Cut it after so many characters; None leaves it whole.
+      text: Any text.
+      keep: Unprintable characters to leave as they are, such as ``"\n"``.
+      longest: Truncate it to so many characters; None does not.
 
     Example:
       >>> print(printable("\x1b[2J and \u202e"))
@@ -87,24 +149,26 @@ def printable(text: str, *, keep: str = "", longest: int | None = None) -> str:
 
 
 def _named(value: Any) -> str:
-    """A value in a message; of one that holds others only its kind."""
+    """A value as messages show it; of a container only its type."""
     is_plain = value is None or isinstance(value, (str, int, float))
     return repr(value)[:40] if is_plain else f"a {type(value).__name__}"
 
 
 def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        raise ValueError(f"{digits[:40]} is too large a number")
+        raise ValueError(f"{digits[:40]} is too large")
     return number
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
-    return found
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"the key {key[:40]!r} occurs twice")
+        values[key] = value
+    return values

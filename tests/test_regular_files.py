@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tessera.regular_files import check_regular, is_made_by_the_kernel
+from tessera.regular_files import check_regular, is_kernel_file
 
 
 def refusal(path):
@@ -26,17 +26,17 @@ def test_pipes_devices_and_folders_are_not(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     for path in (tmp_path / "pipe", tmp_path / "link", "/dev/null", tmp_path):
-        assert refusal(path) == "it is no regular file"
+        assert refusal(path) == "it is not a regular file"
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="no /proc")
 def test_what_the_kernel_makes_up_is_not_even_by_a_link(tmp_path):
     (tmp_path / "link").symlink_to("/proc/self/environ")
     for path in ("/proc/self/environ", tmp_path / "link"):
-        assert refusal(path) == "the kernel makes it up as it is read"
-    assert is_made_by_the_kernel("/proc")
+        assert refusal(path) == "the kernel generates it when it is read"
+    assert is_kernel_file("/proc")
     # The way through /proc leads out of it.
-    assert not is_made_by_the_kernel(f"/proc/self/root{tmp_path}")
+    assert not is_kernel_file(f"/proc/self/root{tmp_path}")
 
 
 def test_what_is_not_there_says_so(tmp_path):

@@ -261,9 +261,9 @@ MISTAKES = {
     "vocabulary": (
         ["model.vocab_size=200"],
         "[T603] the tokenizer's vocabulary is larger than the model's\n"
-        "  got: bytes tokenizer: 257 ids, model: 200, and id 256 stands before every "
+        "  got: bytes tokenizer: 257 ids, model: 200, and id 256 precedes every "
         "document\n"
-        "  fix: give the model a vocabulary of at least 257, or use a tokenizer with "
+        "  fix: use a model.vocab_size of at least 257, or a tokenizer with "
         "fewer ids\n"
         "  docs: docs/errors/T603.md\n",
     ),

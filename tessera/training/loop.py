@@ -187,7 +187,7 @@ class Trainer:
         rows = self.run.config.rows_per_step(self.run.mesh)
         with self._shield:
             state, metrics = self.run.step(at.state, batch)
-            self.position = Position(step, state, at.cursor.moved(rows))
+            self.position = Position(step, state, at.cursor.advance(rows))
             self._flights.append(_Flight(step, metrics))
 
     def _settle(self, drain: Callable[[], None]) -> bool:
@@ -208,11 +208,11 @@ class Trainer:
         """Save what no checkpoint has, at the step where all ranks are."""
         at, checkpoints = self._at, self._checkpoints
         left = ": it keeps no checkpoints to go on from"
-        if checkpoints is not None and checkpoints.is_kept:
+        if checkpoints is not None and checkpoints.is_enabled:
             if self._saved < at.step:
                 self._save(checkpoints)
             checkpoints.wait()
-            left = f": {checkpoints.last_said()}; training.resume goes on from it"
+            left = f": {checkpoints.describe_last()}; training.resume goes on from it"
         # The first process alone knows what is complete.
         left *= jax.process_index() == 0
         steps = self.run.config.training.steps
@@ -260,7 +260,7 @@ class Trainer:
             layouts = run.step_config.zero.params
             params = import_weights(path, run.model, run.mesh, layouts=layouts)
             state = replace(state, params=params)
-        return Position(0, state, Cursor.beginning(self.corpus))
+        return Position(0, state, Cursor.start(self.corpus))
 
     def _batches(self, start_row: int) -> Generator[Any, None, None]:
         """One step's batch after the other, on its devices."""
@@ -358,7 +358,7 @@ class Trainer:
         if self._checkpoints is not None:
             with suppress(CheckpointWriteError):  # which the log has said
                 self._checkpoints.wait()
-            last = self._checkpoints.last_said()
+            last = self._checkpoints.describe_last()
         raise NonFiniteError(
             f"no finite loss and gradients at step {step}, and so {in_a_row} times in "
             f"a row, of which training.max_skipped_steps={most} may be skipped",

@@ -85,7 +85,7 @@ CASES = {
     "a pipe": (
         ["data.path=pipes"],
         "[T601] the data file 'a.txt' cannot be read\n"
-        "  got: pipes/a.txt: it is no regular file\n",
+        "  got: pipes/a.txt: it is not a regular file\n",
     ),
     "a device without end": (
         ["data.path=/dev/zero"],
@@ -94,7 +94,7 @@ CASES = {
     "what the kernel makes up": (
         ["data.path=/proc/self/environ"],
         "[T601] there is no data at '/proc/self/environ'\n"
-        "  got: the kernel makes it up as it is read\n",
+        "  got: the kernel generates it when it is read\n",
     ),
     "what the kernel waits for": (
         ["data.path=/proc/kmsg"],
@@ -103,12 +103,12 @@ CASES = {
     "the kernel by a link": (
         ["data.path=kernel"],
         "[T601] the data file 'a.txt' cannot be read\n"
-        "  got: kernel/a.txt: the kernel makes it up as it is read\n",
+        "  got: kernel/a.txt: the kernel generates it when it is read\n",
     ),
     "a socket": (
         ["data.path=socket"],
         "[T601] the data file 'socket' cannot be read\n"
-        "  got: socket: it is no regular file\n",
+        "  got: socket: it is not a regular file\n",
     ),
     "a folder of the kernel": (["data.path=/sys"], "[T601] there is no data at "),
     "a glob of the kernel": (["data.path=/proc/*/environ"], "[T601] "),
@@ -118,10 +118,10 @@ CASES = {
             f"[T606] the data file {name!r} is not text\n  got: {name}: {got}\n",
         )
         for name, got in {
-            "table.parquet": "a table, by its ending .parquet",
-            "table.csv": "a table, by its ending .csv",
-            "array.json": "JSON, by its ending .json",
-            "texts.zip": "an archive, by its ending .zip",
+            "table.parquet": "a table, by its suffix .parquet",
+            "table.csv": "a table, by its suffix .csv",
+            "array.json": "JSON, by its suffix .json",
+            "texts.zip": "an archive, by its suffix .zip",
             "utf-16.txt": "binary, with the byte 0x00 at offset 3",
             "renamed.txt": "gzip, in a file that does not end in .gz, by its first "
             "bytes",
@@ -143,7 +143,7 @@ CASES = {
         for name, line, got in (
             ("broken.jsonl", 4, "it is not JSON: Unterminated string starting at at "),
             ("other.jsonl", 1, "it has no field 'text'; Known: 'id', 'content'"),
-            ("numbers.jsonl", 1, "its field 'text' is a number, and not text\n"),
+            ("numbers.jsonl", 1, "its field 'text' is a number, not text\n"),
             ("deep.jsonl", 2, "it is not JSON that can be read: too many brackets "),
             ("long.jsonl", 2, "Exceeds the limit "),
             ("latin.jsonl", 1, "it is not UTF-8: byte 0xef\n"),
@@ -156,7 +156,7 @@ CASES = {
     ),
     "a folder without text": (
         ["data.path=nothing"],
-        "[T602] the folder 'nothing' holds no text files\n",
+        "[T602] the folder 'nothing' has no text files\n",
     ),
     "an empty file": (
         ["data.path=empty.txt"],
@@ -181,7 +181,7 @@ CASES = {
         ["data.path=text.txt", "data.tokenizer=large.json"],
         "[T604] the text of 'text.txt' has a token that the model does not have\n"
         "  got: 'happy', id 4000000000, is token 2 of 2856, at line 1; 476 such in "
-        "all; the model has the ids 0 to 263\n",
+        "all; the model has ids 0 to 263\n",
     ),
     "a prompt with ids that the model has not": (
         [

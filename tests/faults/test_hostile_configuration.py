@@ -146,7 +146,7 @@ def test_a_run_that_goes_on_reads_no_pickle(tmp_path, mark, unpickled, capsys):
         assert code == 0, capsys.readouterr().err
         for place in ("checkpoints/1", "checkpoints/1/state"):
             (run / place / "extra.pickle").write_bytes(bomb)
-    assert "going on from" in capsys.readouterr().out
+    assert "resuming from" in capsys.readouterr().out
     assert (run / "checkpoints/2" / NAME).exists()
     assert not unpickled
     assert not mark.exists()

@@ -69,9 +69,9 @@ def test_a_run_goes_on_in_two_processes_and_then_in_four(tmp_path):
     run(whole, 1, 9)
     # The run that is in one process up to its third step is that one.
     start = f"training.resume={whole}/checkpoints/3"
-    assert f"going on from {whole}/checkpoints/3, at row 24" in run(folder, 2, 6, start)
+    assert f"resuming from {whole}/checkpoints/3, at row 24" in run(folder, 2, 6, start)
     said = run(folder, 4, 9, "training.resume=auto")
-    assert f"going on from {folder}/checkpoints/6, at row 48" in said
+    assert f"resuming from {folder}/checkpoints/6, at row 48" in said
     alone, together = losses(whole)[3:], losses(folder)
     assert [line["step"] for line in together] == [*range(4, 10)]
     for one, other in zip(alone, together, strict=True):

@@ -236,7 +236,7 @@ def test_a_run_that_is_killed_at_each_of_its_moments_goes_on_bit_for_bit(
     damaged = flip_a_bit(run.checkpoints / str(newest))
     said = start(folder, "training.resume=auto").finish()
     assert f"THE CHECKPOINT OF STEP {newest} IS DAMAGED: {damaged} is not" in said
-    assert f"going on from {run.checkpoints / str(before)}, at row {4 * before}" in said
+    assert f"resuming from {run.checkpoints / str(before)}, at row {4 * before}" in said
     assert (run.checkpoints / f"{newest}.damaged").is_dir()
     assert curve(folder) == uninterrupted
 
@@ -244,9 +244,9 @@ def test_a_run_that_is_killed_at_each_of_its_moments_goes_on_bit_for_bit(
 def begins_at(run: Run, step: int) -> bool:
     """Whether a run says that it begins at a step, before it compiles."""
     if not step:
-        return "the run begins at step 0" in run.read_until("begins|going on")
+        return "the run starts at step 0" in run.read_until("starts at|resuming")
     place = run.checkpoints / str(step)
-    return f"going on from {place}, " in run.read_until("begins|going on")
+    return f"resuming from {place}, " in run.read_until("starts at|resuming")
 
 
 def flip_a_bit(checkpoint: Path) -> str:
@@ -294,7 +294,7 @@ def test_other_data_is_refused_before_anything_is_written(refuse, whole, tmp_pat
     given = (f"hydra.run.dir={folder}", "training.resume=auto", "training.seed=1")
     said = refuse(*SMALL, *given)
     assert said.startswith(
-        "[T803] the run cannot go on at row 96: its data has changed"
+        "[T803] the run cannot continue at row 96: its data has changed"
     )
     assert "training.seed: 0 -> 1" in said
 

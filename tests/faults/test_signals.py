@@ -151,7 +151,7 @@ def test_a_run_that_is_asked_to_end_goes_on_bit_for_bit(train, tmp_path):
     run.read_until(rf"rank 0.* step {STEPS // 2}/")
     run.process.send_signal(signal.SIGTERM)
     said = run.finish(75)
-    assert f"going on from {root}/{step}" in said
+    assert f"resuming from {root}/{step}" in said
     assert stopped_after(said, 2) == STEPS // 2
     saved = read_checkpoint(root / str(STEPS // 2)).metadata
     assert saved.processes == 2

@@ -101,7 +101,7 @@ def test_two_processes_of_which_one_is_killed_give_the_numbers_of_one(tmp_path, 
     assert killed
     assert "killed by SIGKILL in phase" in said
     assert "[launch] restart 1 of 1\n" in said
-    assert f"going on from {tmp_path / 'run/checkpoints'}" in said
+    assert f"resuming from {tmp_path / 'run/checkpoints'}" in said
     # The first steps are of the first two processes, the others of the next two.
     assert len(lines) == len(alone) == 5
     assert numbers(lines) == [pytest.approx(line, rel=1e-6) for line in alone]

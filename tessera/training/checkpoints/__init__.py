@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run keeps of itself, so that another process can go on with it bit for bit.
+"""Saves and restores checkpoints, so that a run resumes bit for bit.
 
-manifest     checksums of every file of a checkpoint, and whether they hold
-folder       the checkpoints of a run on disk: listed, set aside, removed
-metadata     what a checkpoint says of itself: arrays, mesh, cursor, configuration
-storage      arrays to files and back, by Orbax; nothing else knows it
-saving       checkpoints written behind the training loop
-resuming     which checkpoint a run goes on with
-restoring    the arrays of a checkpoint on the mesh of this run
-plan         what restoring would read and move, before anything is allocated
-exporting    the parameters of one as a safetensors file
+manifest            checksums of every file of a checkpoint
+checkpoint_folder   lists, quarantines and removes the checkpoints of a run
+metadata            describes a checkpoint: arrays, mesh, data cursor, configuration
+storage             writes and reads arrays; the only module that uses Orbax
+saving              writes checkpoints in the background of the training loop
+resuming            selects the checkpoint that a run resumes from
+restoring           restores a checkpoint on the mesh of this run
+resume_plan         shows what resuming would read and move, allocating nothing
+export_checkpoint   exports the parameters to a safetensors file
 """

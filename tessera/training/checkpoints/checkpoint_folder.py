@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of a run on disk: which there are, and what becomes of bad ones.
+"""Lists, reads, quarantines and removes the checkpoints of a run on disk.
 
     checkpoints/100/state/            the arrays, by Orbax
-    checkpoints/100/metadata.json     what they are
-    checkpoints/100/manifest.sha256   checksums of the two; written last
-    checkpoints/80.damaged            one that did not hold, kept for you to look at
+    checkpoints/100/metadata.json     their description
+    checkpoints/100/manifest.sha256   checksums of both; written last
+    checkpoints/80.damaged            quarantined: its checksums did not match
 
-One with a manifest is *complete*. One without was not written to its end and never
-counts; when a run writes here again it is removed, or kept under another name if its
-arrays are there.
+A checkpoint with a manifest is *complete*. One without was not fully written and never
+counts; the next run that writes here removes it, or renames it if it has arrays.
+
+Orbax's ``CheckpointManager`` has no checksums and no quarantine: it counts a step once
+its folder is renamed, and deletes incomplete folders without looking at them.
 """
 
 import os
@@ -31,7 +33,8 @@ from tessera.training.outputs import CHECKPOINTS
 
 STATE: Final = "state"
 
-_HANDLES: Final = Path("/proc/self/fd")
+_DESCRIPTORS: Final = Path("/proc/self/fd")
+# Suffixes of renamed checkpoints, which do not count.
 _DAMAGED: Final = "damaged"
 _REPLACED: Final = "replaced"
 _UNFINISHED: Final = "unfinished"
@@ -40,11 +43,11 @@ _REMOVED: Final = "removed"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is complete and holds.
+    """A complete checkpoint whose checksums match.
 
     Attributes:
       path: Its folder.
-      metadata: What it says of itself.
+      metadata: Its description.
     """
 
     path: Path
@@ -57,14 +60,19 @@ class Checkpoint:
 
 
 def complete_steps(root: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, the newest first."""
+    """The steps of the complete checkpoints in a folder, newest first."""
     return sorted(
         (step for step in _steps(root) if is_complete(root / str(step))), reverse=True
     )
 
 
+def checkpoints_in(path: Path) -> Path:
+    """The checkpoint folder of a run's folder, or the path itself if it is that."""
+    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+
+
 def find_newest(path: Path) -> Path:
-    """The newest complete checkpoint; none of its bytes is looked at.
+    """The newest complete checkpoint, found without reading any of it.
 
     Args:
       path: The folder of a run, of its checkpoints, or of one of them.
@@ -74,7 +82,7 @@ def find_newest(path: Path) -> Path:
     """
     if is_complete(path):
         return path
-    root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    root = checkpoints_in(path)
     for step in complete_steps(root):
         return root / str(step)
     raise CheckpointNotFoundError(
@@ -85,12 +93,15 @@ def find_newest(path: Path) -> Path:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a folder is a checkpoint that was written to its end."""
+    """Whether a folder is a fully written checkpoint."""
     return (path / manifest.NAME).is_file()
 
 
 def read_checkpoint(path: Path) -> Checkpoint | str:
-    """A complete checkpoint, or what is wrong with it; reads every byte of it.
+    """Verify a complete checkpoint by reading every byte of it.
+
+    Returns:
+      The checkpoint, or what is wrong with it.
 
     Raises:
       CheckpointMismatchError: [T802] a newer Tessera wrote it.
@@ -103,11 +114,11 @@ def read_checkpoint(path: Path) -> Checkpoint | str:
     except CheckpointMismatchError:
         raise
     except (OSError, ValueError) as error:
-        return f"{manifest.LAST} says nothing that can be used: {error}"
+        return f"{manifest.LAST} is not usable: {error}"
 
 
-def set_aside(path: Path, suffix: str = _DAMAGED) -> Path:
-    """Rename a checkpoint so that it counts no more; returns its new path."""
+def quarantine(path: Path, suffix: str = _DAMAGED) -> Path:
+    """Rename a checkpoint so that it no longer counts; returns its new path."""
     target, number = path.with_name(f"{path.name}.{suffix}"), 1
     while target.exists():
         target = path.with_name(f"{path.name}.{suffix}.{number}")
@@ -115,19 +126,19 @@ def set_aside(path: Path, suffix: str = _DAMAGED) -> Path:
     return path.rename(target)
 
 
-def damaged_ones(root: Path) -> list[Path]:
-    """Those that were set aside because they did not hold."""
+def damaged_checkpoints(root: Path) -> list[Path]:
+    """Checkpoints that were renamed because their checksums did not match."""
     return sorted(root.glob(f"[0-9]*.{_DAMAGED}*"))
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; wherever this stops, no half of one counts."""
+    """Remove a checkpoint; if interrupted, no partial checkpoint counts."""
     if path.exists():
-        _delete(set_aside(path, _REMOVED))
+        _delete(quarantine(path, _REMOVED))
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder; of a link only the link, and nothing of where it leads."""
+    """Delete a folder; of a symbolic link only the link, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -135,10 +146,11 @@ def _delete(path: Path) -> None:
 
 
 def remove_failed(path: Path) -> None:
-    """Remove what a save has left that failed.
+    """Remove the files of a failed save.
 
-    When one array cannot be written others are still on their way, and make their
-    folders again. What comes later than this waits, the next ``open_root`` removes.
+    When one array cannot be written, Orbax's other writes are still running and
+    recreate their folders. What they write after this returns is removed by the next
+    ``prepare_root``.
     """
     absent = 0
     for _ in range(50):
@@ -149,47 +161,48 @@ def remove_failed(path: Path) -> None:
             return
 
 
-def anchored(root: Path) -> Path:
-    """A folder by a handle of it, which leads there wherever it is renamed to.
+def open_by_descriptor(root: Path) -> Path:
+    """A path through an open file descriptor, which stays valid if a folder is renamed.
 
-    What is being written then makes no folder anew in the old place. ``give_back``
-    closes the handle. Where the system has no such paths, the folder by its name.
+    A save in progress then does not recreate the folder under its old name.
+    ``close_descriptor`` closes it. Where the system has no such paths, this is the
+    ordinary path.
     """
     try:
-        handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # whoever writes there finds it out
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # the save will fail with a message about it
         return root
-    path = _HANDLES / str(handle)
+    path = _DESCRIPTORS / str(descriptor)
     if path.is_dir():
         return path
-    os.close(handle)
+    os.close(descriptor)
     return root
 
 
-def give_back(path: Path) -> None:
-    """Close the handle of ``anchored``, if it is one."""
-    if path.parent == _HANDLES:
+def close_descriptor(path: Path) -> None:
+    """Close the descriptor of ``open_by_descriptor``, if the path is one."""
+    if path.parent == _DESCRIPTORS:
         os.close(int(path.name))
 
 
-def open_root(root: Path, resumed_step: int | None, nbytes: int) -> list[str]:
-    """Make the folder ready for the checkpoints that a run will write.
+def prepare_root(root: Path, resumed_step: int | None, nbytes: int) -> list[str]:
+    """Prepare a folder for the checkpoints that a run will write.
 
     Args:
-      root: The folder; made if it is not there.
-      resumed_step: The step that the run goes on from in this folder, or None. What is
-        later was given up and is set aside.
-      nbytes: What one checkpoint takes.
+      root: The folder; created if it does not exist.
+      resumed_step: The step that the run resumes from in this folder, or None. Later
+        checkpoints are renamed.
+      nbytes: Size of one checkpoint.
 
     Returns:
-      What a person should know of it, one sentence each.
+      Warnings for the log, one sentence each.
 
     Raises:
-      CheckpointWriteError: [T804] it cannot be written, or one has no room there.
+      CheckpointWriteError: [T804] it cannot be written, or has no room for one.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        said = list(_tidied(root, resumed_step))
+        warnings = _clean_up(root, resumed_step)
         with tempfile.NamedTemporaryFile(dir=root, prefix="probe.") as file:
             file.write(b"can this be written?")
             file.flush()
@@ -202,23 +215,21 @@ def open_root(root: Path, resumed_step: int | None, nbytes: int) -> list[str]:
             f"there is no room for a checkpoint in {root}",
             got=f"a checkpoint takes {format_bytes(nbytes)}, and "
             f"{format_bytes(free)} are free",
-            fix="make room, take another folder (hydra.run.dir=<folder>), or keep no "
+            fix="make room, use another folder (hydra.run.dir=<folder>), or write no "
             "checkpoints: training.checkpoint_every=null",
         )
-    return said
+    return warnings
 
 
 def cannot_write(
-    path: Path, error: Exception, shown: str | None = None
+    path: Path, error: Exception, message: str | None = None
 ) -> CheckpointWriteError:
-    """T804 for what was said when a checkpoint was being written, or is to be shown."""
-    said = (
-        getattr(error, "strerror", None) or shown or str(error) or type(error).__name__
-    )
+    """T804 for an exception, with another message in place of the exception's own."""
+    why = getattr(error, "strerror", None) or message or str(error)
     return CheckpointWriteError(
         "a checkpoint cannot be written",
-        got=f"{path}: {said.splitlines()[0]}",
-        fix="make room or give leave to write there, or take another folder: "
+        got=f"{path}: {(why or type(error).__name__).splitlines()[0]}",
+        fix="make room or allow writing there, or use another folder: "
         "hydra.run.dir=<folder>",
     )
 
@@ -227,37 +238,37 @@ def _steps(root: Path) -> list[int]:
     if not root.is_dir():
         return []
     names = [path.name for path in root.iterdir() if path.is_dir()]
-    # A name that int reads in another way, such as 007, is not one of ours.
+    # A name such as 007, which int() accepts too, is not one of ours.
     return [int(name) for name in names if name.isdecimal() and str(int(name)) == name]
 
 
-def _tidied(root: Path, resumed_step: int | None) -> list[str]:
-    """Clear away what earlier runs left in the way; what was done."""
-    said: list[str] = []
+def _clean_up(root: Path, resumed_step: int | None) -> list[str]:
+    """Remove or rename what earlier runs left behind; returns what was done."""
+    actions: list[str] = []
     for path in root.glob(f"*.{_REMOVED}*"):
         _delete(path)
     for step in sorted(_steps(root)):
         path = root / str(step)
-        if not is_complete(path):
-            if not _is_remainder(path):
-                kept = set_aside(path, _UNFINISHED)
-                said.append(
-                    f"the checkpoint of step {step} has no {manifest.NAME}; it does "
-                    f"not count and is kept as {kept.name}"
+        if is_complete(path):
+            if step > (resumed_step or 0):
+                renamed = quarantine(path, _REPLACED)
+                actions.append(
+                    f"the checkpoint of step {step} is later than the start of this "
+                    f"run and was renamed to {renamed.name}"
                 )
-            else:
-                _delete(path)
-                said.append(f"removed the unfinished checkpoint of step {step}")
-        elif step > (resumed_step or 0):
-            kept = set_aside(path, _REPLACED)
-            said.append(
-                f"the checkpoint of step {step} is later than this run's beginning and "
-                f"is kept as {kept.name}"
+        elif _has_no_arrays(path):
+            _delete(path)
+            actions.append(f"removed the unfinished checkpoint of step {step}")
+        else:
+            renamed = quarantine(path, _UNFINISHED)
+            actions.append(
+                f"the checkpoint of step {step} has no {manifest.NAME}; it does not "
+                f"count and was renamed to {renamed.name}"
             )
-    return said
+    return actions
 
 
-def _is_remainder(path: Path) -> bool:
-    """Whether a folder has nothing but what a save leaves that wrote no arrays."""
+def _has_no_arrays(path: Path) -> bool:
+    """Whether a folder holds only what an interrupted save leaves before the arrays."""
     ours = f"{STATE}.", manifest.LAST, manifest.NAME
     return all(child.name.startswith(ours) for child in path.iterdir())

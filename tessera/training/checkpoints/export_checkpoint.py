@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of a checkpoint as a safetensors file: ``tessera.export``."""
+"""Exports the parameters of a checkpoint to a safetensors file (``tessera.export``)."""
 
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ _PARAMS = "params/"
 def export_checkpoint(path: str | Path, file: str | Path, *, dtype: Any = None) -> int:
     """Write the parameters of a checkpoint to a safetensors file.
 
-    Every byte of the checkpoint is compared with its manifest first. Parameters are
-    read and written one after the other: the largest of them has to fit in memory.
+    Every byte of the checkpoint is first compared with its manifest. Parameters are
+    read and written one at a time: only the largest of them has to fit in memory.
 
     Args:
       path: The folder of a run, of its checkpoints, or of one of them.
-      file: Where to; one that is there is replaced once the new one is whole.
-      dtype: What to round the parameters to, such as ``"bf16"``; None leaves float32.
+      file: The file; an existing one is replaced once the new one is complete.
+      dtype: What to round the parameters to, such as ``"bf16"``; None keeps float32.
 
     Returns:
       Bytes of the file.
@@ -46,7 +46,7 @@ def export_checkpoint(path: str | Path, file: str | Path, *, dtype: Any = None) 
         raise CheckpointNotFoundError(
             f"the checkpoint {newest} is damaged",
             got=checkpoint,
-            fix="export the one before it",
+            fix="export the checkpoint before it",
         )
     metadata = checkpoint.metadata
     split = split_of(metadata)
@@ -55,19 +55,21 @@ def export_checkpoint(path: str | Path, file: str | Path, *, dtype: Any = None) 
         for name, array in metadata.arrays.items()
         if name.startswith(_PARAMS)
     }
-    here = SingleDeviceSharding(jax.local_devices()[0])
+    device = SingleDeviceSharding(jax.local_devices()[0])
 
     def read(name: str) -> np.ndarray:
         path, array = stored[name]
-        target = jax.ShapeDtypeStruct(array.shape, np.dtype(array.dtype), sharding=here)
+        target = jax.ShapeDtypeStruct(
+            array.shape, np.dtype(array.dtype), sharding=device
+        )
         value = storage.read(checkpoint.state, {path: target})[path]
         if plain_shape(split, path, array.shape) != array.shape and split is not None:
             value = split.unstack(value)
         return np.asarray(value)
 
-    forms = {
+    layouts = {
         name: (array.dtype, plain_shape(split, path, array.shape))
         for name, (path, array) in stored.items()
     }
-    said = {"format": "tessera", "step": str(metadata.step)}
-    return write_weights(file, forms, read, dtype=dtype, metadata=said)
+    header = {"format": "tessera", "step": str(metadata.step)}
+    return write_weights(file, layouts, read, dtype=dtype, metadata=header)

@@ -1,38 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says of itself in ``metadata.json``, beside its arrays.
+"""Reads and writes ``metadata.json``, which describes the arrays of a checkpoint.
 
-It is data: numbers, names and the text of a configuration. Reading it makes nothing but
-the values of these classes, whatever is in the file.
+It is plain data: numbers, names and the text of a configuration. Reading it constructs
+only the dataclasses below, whatever the file contains.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import jax
 from jax.sharding import NamedSharding
 
 from tessera.errors import CheckpointMismatchError
+from tessera.spec import axes_of_dims
 from tessera.training.data.cursor import Cursor
 from tessera.training.outputs import write_durably
-from tessera.untrusted import count_of, parse_json, printable, text_of
+from tessera.untrusted import decode_json, parse_json, printable
 
-# Raised when what is stored, or how, changes; older ones stay readable.
+# Incremented when the format changes; older versions stay readable.
 SCHEMA: Final = 1
-# Of a model of thousands of arrays it is a few MiB.
-_LONGEST: Final = 2**28
+# For a model with thousands of arrays the file has a few MiB.
+_MAX_BYTES: Final = 2**28
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One array of a checkpoint.
+    """How one array of a checkpoint is stored.
 
     Attributes:
       shape: Its global shape.
       dtype: ``float32``, ``bfloat16``, …
-      layout: The mesh axes that split each dim, of the mesh that it was saved on.
+      layout: The axes of the saving run's mesh that sharded each dim.
     """
 
     shape: tuple[int, ...]
@@ -41,31 +42,29 @@ class Stored:
 
     @classmethod
     def of(cls, leaf: jax.ShapeDtypeStruct) -> "Stored":
-        """The form of an array on a mesh."""
-        assert isinstance(leaf.sharding, NamedSharding), "an array of a run has a mesh"
-        spec = [*leaf.sharding.spec]
-        spec += [None] * (len(leaf.shape) - len(spec))
-        layout = tuple(map(_axes, spec))
+        """The description of an array on a mesh."""
+        assert isinstance(leaf.sharding, NamedSharding), "a run's arrays have a mesh"
+        layout = axes_of_dims(leaf.sharding.spec, len(leaf.shape))
         return cls(tuple(leaf.shape), leaf.dtype.name, layout)
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a checkpoint is of.
+    """The contents of ``metadata.json``.
 
     Attributes:
       step: Optimizer steps done.
       arrays: Every array, by its path in the state: ``params/decoder/mlp/up/kernel``.
-      mesh: Axes and sizes of the mesh it was saved on, outermost first.
-      processes: How many processes saved it.
-      stages: Devices along the pipeline and the run of layers ``(start, stop)`` of each
-        virtual stage, by which the arrays of layers are stored; None without pipeline.
-      cursor: How far the data was read.
-      random: The seed and the kind of the random keys.
-      config: The configuration of the run, YAML.
-      versions: Of Tessera, JAX and others that wrote it.
-      is_validated: Whether the evaluation that is due after the step is done.
-      schema: The form of this file and of the checkpoint.
+      mesh: Axes and sizes of the saving run's mesh, outermost first.
+      processes: Number of processes that saved it.
+      stages: Devices along the pipeline, and the layers ``(start, stop)`` of each
+        virtual stage, by which layer arrays are stored; None without a pipeline.
+      cursor: Position in the data.
+      random: Seed and implementation of the random keys.
+      config: The run's configuration, YAML.
+      versions: Versions of Tessera, JAX and other libraries that wrote it.
+      is_validated: Whether the evaluation that is due after the step has run.
+      schema: Version of the checkpoint format.
     """
 
     step: int
@@ -97,89 +96,31 @@ def read_metadata(path: Path) -> Metadata:
     Raises:
       CheckpointMismatchError: [T802] a newer Tessera wrote it.
       OSError: It cannot be read.
-      ValueError: It is not what Tessera writes, or of another step than its folder's
-        name says.
+      ValueError: Tessera did not write it, or its step is not the one in the name of
+        its directory.
     """
     with path.open("rb") as file:
-        read = parse_json(file.read(_LONGEST + 1), longest=_LONGEST)
-    try:
-        schema = count_of(read["schema"])
-        if schema <= SCHEMA:
-            metadata = _metadata(read)
-            _check_step(metadata.step, path.parent.name)
-            return metadata
-        written_by = printable(text_of(read["versions"]["tessera"]), longest=40)
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
-    raise CheckpointMismatchError(
-        f"a newer Tessera wrote the checkpoint {path.parent}",
-        got=f"schema {schema}, and this Tessera reads up to {SCHEMA}",
-        fix=f"install Tessera {written_by} or newer",
-    )
+        values = parse_json(file.read(_MAX_BYTES + 1), longest=_MAX_BYTES)
+    schema = decode_json(_Version, values).schema
+    if schema > SCHEMA:
+        written_by = decode_json(_Writer, values).versions.get("tessera", "")
+        raise CheckpointMismatchError(
+            f"a newer Tessera wrote the checkpoint {path.parent}",
+            got=f"schema {schema}, and this Tessera reads up to {SCHEMA}",
+            fix=f"install Tessera {printable(written_by, longest=40)} or newer",
+        )
+    metadata: Metadata = decode_json(Metadata, values)
+    name = path.parent.name
+    if name.isdecimal() and int(name) != metadata.step:
+        raise ValueError(f"step {metadata.step}, in the folder of step {name}")
+    return metadata
 
 
-def _metadata(read: dict[str, Any]) -> Metadata:
-    stages, is_validated = read["stages"], read.get("is_validated", True)
-    if type(is_validated) is not bool:
-        raise ValueError("is_validated is neither true nor false")
-    cursor = read["cursor"]
-    return Metadata(
-        step=count_of(read["step"]),
-        arrays={
-            name: Stored(
-                shape=tuple(map(count_of, _list(array["shape"]))),
-                dtype=text_of(array["dtype"]),
-                layout=_axes_of(array["layout"]),
-            )
-            for name, array in read["arrays"].items()
-        },
-        mesh={axis: count_of(size) for axis, size in read["mesh"].items()},
-        processes=count_of(read["processes"]),
-        stages=None
-        if stages is None
-        else (count_of(stages[0]), tuple(_run(*run) for run in _list(stages[1]))),
-        cursor=Cursor(count_of(cursor["rows"]), _plain(cursor["order"])),
-        random=_plain(read["random"]),
-        config=text_of(read["config"]),
-        versions=_texts(read["versions"]),
-        is_validated=is_validated,
-        schema=count_of(read["schema"]),
-    )
+@dataclass(frozen=True)
+class _Version:
+    schema: int
 
 
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes that split one dim."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _run(start: Any, stop: Any) -> tuple[int, int]:
-    return count_of(start), count_of(stop)
-
-
-def _check_step(step: int, folder: str) -> None:
-    """See that a checkpoint is of the step that its folder is called after, if any."""
-    if folder.isdecimal() and int(folder) != step:
-        raise ValueError(f"step {step}, in the folder of step {folder}")
-
-
-def _texts(values: Any) -> dict[str, str]:
-    return {name: text_of(value) for name, value in values.items()}
-
-
-def _axes_of(layout: Any) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(map(text_of, _list(axes))) for axes in _list(layout))
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise ValueError(f"a {type(value).__name__} is no list")
-    return value
-
-
-def _plain(values: Any) -> dict[str, str | int]:
-    """Numbers and texts by name."""
-    if not all(type(value) in (str, int) for value in values.values()):
-        raise ValueError("neither numbers nor texts")
-    return dict(values)
+@dataclass(frozen=True)
+class _Writer:
+    versions: Mapping[str, str]

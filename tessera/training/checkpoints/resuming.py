@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``training.resume``: which checkpoint a run goes on with, if any.
+"""Selects the checkpoint that a run resumes from (``training.resume``).
 
-Every byte of the newest one is read and compared with its manifest. One that does not
-hold is renamed to ``<step>.damaged``, which is said loudly, and the one before it is
+Every byte of the newest one is read and compared with its manifest. If they differ, it
+is renamed to ``<step>.damaged``, with a warning in capitals, and the one before it is
 tried.
 """
 
@@ -21,14 +21,15 @@ from tessera import errors
 from tessera.errors import CheckpointNotFoundError, TesseraError
 from tessera.training.checkpoints.checkpoint_folder import (
     Checkpoint,
+    checkpoints_in,
     complete_steps,
-    damaged_ones,
+    damaged_checkpoints,
     is_complete,
+    quarantine,
     read_checkpoint,
-    set_aside,
 )
 from tessera.training.checkpoints.manifest import LAST
-from tessera.training.checkpoints.metadata import read_metadata
+from tessera.training.checkpoints.metadata import Metadata, read_metadata
 from tessera.training.checkpoints.restoring import Restoration
 from tessera.training.data import Corpus
 from tessera.training.outputs import CHECKPOINTS, check_inside
@@ -40,12 +41,12 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True)
 class Choice:
-    """What a run begins with.
+    """What a run starts from.
 
     Attributes:
       output_dir: The folder of the run.
-      checkpoint: What it goes on from; None begins anew.
-      warnings: What a person has to know of how it was found.
+      checkpoint: What it resumes from; None starts at step 0.
+      warnings: Warnings for the log.
     """
 
     output_dir: Path
@@ -59,16 +60,16 @@ class Choice:
 
     @property
     def own_step(self) -> int | None:
-        """The step to go on from where it is in the run's own folder."""
+        """The step to resume from, if its checkpoint is in the run's own folder."""
         if self.checkpoint is None:
             return None
-        # Resolved: a link to the run's own folder is its own folder.
+        # Resolved, because the path may contain symbolic links.
         if self.checkpoint.path.parent.resolve() != self.root.resolve():
             return None
         return self.checkpoint.metadata.step
 
     def check(self, job: Run, corpus: Corpus, config: str) -> list[str]:
-        """See that a run can go on from the checkpoint, before anything is compiled.
+        """Check that a run can resume from the checkpoint, before compiling anything.
 
         Args:
           job: The run.
@@ -76,11 +77,11 @@ class Choice:
           config: Its configuration, YAML.
 
         Returns:
-          What a person should know of it, one sentence each.
+          Lines for the log.
 
         Raises:
           CheckpointMismatchError: [T802] the checkpoint holds other arrays.
-          DataChangedError: [T803] the checkpoint is of other data.
+          DataChangedError: [T803] the run that saved it was reading other data.
         """
         if self.checkpoint is None:
             return []
@@ -88,18 +89,18 @@ class Choice:
         restoration = Restoration(metadata, job)
         restoration.check()
         cursor = metadata.cursor.resumed(corpus, training.resume_data)
-        said = [f"going on from {self.checkpoint.path}, at row {cursor.rows:,}"]
+        lines = [f"resuming from {self.checkpoint.path}, at row {cursor.rows:,}"]
         if changed := list(changed_settings(metadata.config, config)):
-            said.append("with other settings: " + "; ".join(changed))
+            lines.append("changed settings: " + "; ".join(changed))
         if metadata.step >= training.steps:
-            said.append(
-                f"all {training.steps} steps are done; more training.steps go on"
+            lines.append(
+                f"all {training.steps} steps are done; raise training.steps to continue"
             )
-        return said + restoration.notes()
+        return lines + restoration.notes()
 
 
 def choose_start(resume: str, output_dir: Path, attempt: int) -> Choice:
-    """What ``choose`` finds; what the run left itself, when the launcher restarts it.
+    """Like ``choose``; a run that was restarted prefers its own checkpoints.
 
     Args:
       resume: As for ``choose``.
@@ -114,49 +115,49 @@ def choose_start(resume: str, output_dir: Path, attempt: int) -> Choice:
 
 
 def choose(resume: str, output_dir: Path) -> Choice:
-    """Find the checkpoint that ``training.resume`` means, and see that it holds.
+    """Find the checkpoint that ``training.resume`` names, and verify its checksums.
 
-    Of several processes the first one looks, and all go by what it found.
+    With several processes, the first one searches, and all use what it found.
 
     Args:
-      resume: ``none``; ``auto``, which is the newest one in ``output_dir`` if there is
-        any; or the folder of a run, of its checkpoints, or of one of them.
+      resume: ``none``; ``auto``, the newest one in ``output_dir`` if there is any; or
+        the folder of a run, of its checkpoints, or of one of them.
       output_dir: The folder of this run, the same one in every process.
 
     Raises:
-      CheckpointNotFoundError: [T801] there is none, or none that holds.
+      CheckpointNotFoundError: [T801] there is none, or all are damaged.
       CheckpointMismatchError: [T802] a newer Tessera wrote it.
-      OutputPathError: [T504] the run's own checkpoints are outside of its folder.
+      OutputPathError: [T504] the run's checkpoints are outside of its folder.
     """
     output_dir = output_dir.absolute()
 
     def find() -> dict[str, Any]:
         try:
-            found, warnings = _find(resume, output_dir)
-        except OSError as error:  # a name that is too long, a folder without leave
+            checkpoint, warnings = _find(resume, output_dir)
+        except OSError as error:  # a name that is too long, an unreadable folder
             raise CheckpointNotFoundError(
-                "it cannot be seen whether there is a checkpoint",
+                "cannot find out whether there is a checkpoint",
                 got=f"{error.filename}: {error.strerror}",
-                fix="give leave to read there, or name another folder: "
+                fix="allow reading there, or name another folder: "
                 "training.resume=<folder>, hydra.run.dir=<folder>",
             ) from error
-        return {"path": str(found.path) if found else None, "warnings": warnings}
+        return {"path": str(checkpoint.path) if checkpoint else "", "notes": warnings}
 
-    said = _of_first_process(find)
-    path = Path(said["path"]) if said["path"] else None
-    checkpoint = None if path is None else Checkpoint(path, _metadata(path))
-    return Choice(output_dir, checkpoint, tuple(said["warnings"]))
+    result = _broadcast_from_first(find)
+    path = Path(result["path"])
+    checkpoint = Checkpoint(path, _read_metadata(path)) if result["path"] else None
+    return Choice(output_dir, checkpoint, tuple(result["notes"]))
 
 
 def changed_settings(before: str, now: str) -> Iterator[str]:
-    """Settings whose values differ between two configurations, YAML, as ``a: 1 -> 2``.
+    """Settings whose values differ between two YAML configurations, as ``a: 1 -> 2``.
 
-    Those that are meant to differ, how to resume and where, are left out.
+    The settings of resuming itself are expected to differ and are left out.
     """
     try:
-        old, new = (dict(_flat(yaml.safe_load(text))) for text in (before, now))
+        old, new = (dict(_flatten(yaml.safe_load(text))) for text in (before, now))
     except yaml.YAMLError:
-        yield "what the checkpoint has as its configuration is none"
+        yield "the configuration in the checkpoint is malformed"
         return
     for name in sorted(old.keys() | new.keys()):
         if name.startswith("training.resume") or old.get(name) == new.get(name):
@@ -164,10 +165,10 @@ def changed_settings(before: str, now: str) -> Iterator[str]:
         yield f"{name}: {old.get(name)} -> {new.get(name)}"
 
 
-def _flat(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(node, dict):
         for key, value in node.items():
-            yield from _flat(value, f"{name}.{key}" if name else str(key))
+            yield from _flatten(value, f"{name}.{key}" if name else str(key))
     else:
         yield name, node
 
@@ -179,89 +180,84 @@ def _find(resume: str, output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     if resume == AUTO:
         check_inside(output_dir)
         root = output_dir / CHECKPOINTS
-        found = _newest(root, warnings)
-        if found is None and (damaged := damaged_ones(root)):
-            raise _none_holds(root, [*warnings, *map(str, damaged)])
-        if found is None:
-            warnings.append(
-                f"training.resume=auto: there is no checkpoint in {output_dir}, and "
-                "the run begins at step 0; hydra.run.dir=<folder> says where to look"
-            )
-        return found, warnings
-    path = Path(resume).absolute()
-    if is_complete(path):
-        checkpoint = read_checkpoint(path)
-        if isinstance(checkpoint, str):
-            raise _none_holds(path, [checkpoint])
-        return checkpoint, warnings
-    root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    # In the folder of another run, which may be going on there, nothing is renamed.
+    else:
+        root = Path(resume).absolute()
+        if is_complete(root):
+            checkpoint = read_checkpoint(root)
+            if isinstance(checkpoint, str):
+                raise _no_intact(root, [checkpoint])
+            return checkpoint, warnings
+        root = checkpoints_in(root)
+    # Another run's checkpoints are not renamed: it may be running.
     is_own = root.resolve() == (output_dir / CHECKPOINTS).resolve()
-    found = _newest(root, warnings, is_own=is_own)
-    if found is None:
-        raise _none_holds(root, [*warnings, *map(str, damaged_ones(root))])
-    return found, warnings
+    checkpoint = _newest(root, warnings, is_own=is_own)
+    damaged = damaged_checkpoints(root)
+    if checkpoint is None and (damaged or resume != AUTO):
+        raise _no_intact(root, [*warnings, *map(str, damaged)])
+    if checkpoint is None:
+        warnings.append(
+            f"training.resume=auto: there is no checkpoint in {output_dir}, and the "
+            "run starts at step 0; hydra.run.dir=<folder> names the folder to search"
+        )
+    return checkpoint, warnings
 
 
-def _newest(
-    root: Path, warnings: list[str], *, is_own: bool = True
-) -> Checkpoint | None:
-    """The newest checkpoint that holds; the run's own that do not are set aside."""
+def _newest(root: Path, warnings: list[str], *, is_own: bool) -> Checkpoint | None:
+    """The newest intact checkpoint; damaged ones of this run are quarantined."""
     for step in complete_steps(root):
         path = root / str(step)
         checkpoint = read_checkpoint(path)
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
         try:
-            kept = f"is kept as {set_aside(path).name}" if is_own else "stays as it is"
+            action = f"was renamed to {quarantine(path).name}" if is_own else "stays"
         except OSError as error:
-            kept = f"cannot be renamed ({error.strerror})"
+            action = f"cannot be renamed ({error.strerror})"
         warnings.append(
-            f"THE CHECKPOINT OF STEP {step} IS DAMAGED: {checkpoint}. It {kept} and "
-            "does not count; the one before is tried."
+            f"THE CHECKPOINT OF STEP {step} IS DAMAGED: {checkpoint}. It {action} and "
+            "does not count; the one before it is tried."
         )
     return None
 
 
-def _none_holds(place: Path, said: list[str]) -> CheckpointNotFoundError:
+def _no_intact(path: Path, damages: list[str]) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
-        f"there is no intact checkpoint in {place}",
-        got="\n".join(said)
-        or ("no complete checkpoint" if place.is_dir() else "no such folder"),
+        f"there is no intact checkpoint in {path}",
+        got="\n".join(damages)
+        or ("no complete checkpoint" if path.is_dir() else "no such folder"),
         fix="name the folder of a run, of its checkpoints or of one checkpoint: "
-        "training.resume=<folder>; or begin anew: training.resume=none",
+        "training.resume=<folder>; or start at step 0: training.resume=none",
     )
 
 
-def _metadata(path: Path) -> Any:
+def _read_metadata(path: Path) -> Metadata:
     try:
         return read_metadata(path / LAST)
     except (OSError, ValueError) as error:
         raise CheckpointNotFoundError(
-            f"process {jax.process_index()} does not see the checkpoint that process 0 "
+            f"process {jax.process_index()} cannot read the checkpoint that process 0 "
             "found",
             got=f"{path}: {getattr(error, 'strerror', error)}",
-            fix="put the folder of the run on a file system that all machines share",
+            fix="put the run's folder on a file system that all machines share",
         ) from error
 
 
-def _of_first_process(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the first process finds, in every process; its error as well."""
+def _broadcast_from_first(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The first process's result, or its error, in every process."""
     if jax.process_count() == 1:
         return find()
-    said: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if jax.process_index() == 0:
         try:
-            said = find()
+            result = find()
         except TesseraError as error:
             kind = type(error).__name__
-            said = {"error": [kind, error.what, error.got, error.fix]}
-    content = np.frombuffer(json.dumps(said).encode(), np.uint8)
+            result = {"error": [kind, error.what, error.got, error.fix]}
+    content = np.frombuffer(json.dumps(result).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
-    padded = np.resize(content, size) if content.size else np.zeros(size, np.uint8)
-    content = np.asarray(multihost_utils.broadcast_one_to_all(padded))
-    said = json.loads(content.tobytes())
-    if "error" in said:
-        kind, what, got, fix = said["error"]
+    content = multihost_utils.broadcast_one_to_all(np.resize(content, size))
+    result = json.loads(np.asarray(content).tobytes())
+    if "error" in result:
+        kind, what, got, fix = result["error"]
         raise getattr(errors, kind)(what, got=got, fix=fix)
-    return said
+    return result

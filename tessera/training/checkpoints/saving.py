@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints written behind the training loop, and which of them is safe.
+"""Writes checkpoints in the background of the training loop.
 
-The loop waits while the arrays are copied. Everything else is done by other threads:
-Orbax writes and commits, then the files are read once more for their checksums, and the
-manifest is written. From then on, and not before, the checkpoint counts.
+The loop waits while the arrays are copied. Other threads do the rest: Orbax writes and
+commits the arrays, then all files are read for their checksums, and the manifest is
+written. Only then does the checkpoint count.
+
+Orbax's ``AsyncCheckpointer`` copies and writes. Its ``CheckpointManager`` is not used
+for retention and asynchrony: it deletes old steps as soon as its own commit is done,
+while no checksum of the new one exists; ``latest_step`` counts steps that are still
+being written; and it recreates the folder of a run that was renamed or taken over.
 """
 
 import errno
@@ -16,7 +21,6 @@ from pathlib import Path
 from threading import Thread
 from time import perf_counter
 from types import TracebackType
-from typing import Any
 
 import jax
 
@@ -28,18 +32,20 @@ from tessera.training.console import log
 from tessera.training.data.cursor import Cursor
 from tessera.training.run import Run
 from tessera.training.train_state import TrainState
-from tessera.tree import Tree
+from tessera.tree import named_leaves
+
+_VERSIONED = ("tessera", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What one checkpoint took.
+class SaveStats:
+    """Size and durations of one checkpoint.
 
     Attributes:
       step: Optimizer steps done.
-      nbytes: Of its files.
+      nbytes: Bytes of its files.
       blocked_seconds: How long the training loop waited.
-      write_seconds: From the beginning until Orbax had committed.
+      write_seconds: From the start until Orbax had committed.
       checksum_seconds: For the checksums and the manifest.
     """
 
@@ -51,17 +57,17 @@ class Saved:
 
 
 class Checkpoints:
-    """The checkpoints that a run writes; a context in which it trains.
+    """The checkpoints that a run writes; a context manager around its training.
 
-    Every process makes one and calls its methods alike; the first one writes what is
-    not arrays.
+    Every process creates one and calls the same methods; the first process writes
+    everything that is not an array.
 
     Args:
       job: The run.
-      root: The folder of its checkpoints, the same one in every process.
-      config: Its configuration, YAML.
-      resumed_step: The step that it goes on from in this very folder, or None.
-      check: Raises where the run's folder is not where it was, or another run's.
+      root: The folder of its checkpoints, the same in every process.
+      config: The run's configuration, YAML.
+      resumed_step: The step that it resumes from in this folder, or None.
+      check: Raises if the run's folder was moved, or belongs to another run now.
 
     Raises:
       CheckpointWriteError: [T804] nothing can be written there, or there is no room.
@@ -76,40 +82,42 @@ class Checkpoints:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._job, self._root, self._config = job, root, config
-        self._check_folder, self._place = check, root
+        self._check_folder = check
+        self._open_root = root
         self._is_first = jax.process_index() == 0
-        self._started = resumed_step or 0
+        self._last_step = resumed_step or 0
         self._thread: Thread | None = None
         self._failure: TesseraError | None = None
-        self.saved: Saved | None = None
-        """What the last complete one took; None before, and where others write."""
+        self.last_save: SaveStats | None = None
+        """Of the last complete checkpoint; None before it, and in other processes."""
         self._nbytes = sum(
             leaf.size * leaf.dtype.itemsize
             for leaf in jax.tree.leaves(job.abstract_state)
         )
-        if self._is_first and self.is_kept:
+        if self._is_first and self.is_enabled:
             check()
-            for line in checkpoint_folder.open_root(root, resumed_step, self._nbytes):
+            for line in checkpoint_folder.prepare_root(
+                root, resumed_step, self._nbytes
+            ):
                 log.warning("%s", line)
 
     @property
     def durable_step(self) -> int | None:
         """The newest step whose checkpoint is complete on the disk, or None."""
-        return next(iter(checkpoint_folder.complete_steps(self._place)), None)
+        return next(iter(checkpoint_folder.complete_steps(self._open_root)), None)
 
     @property
-    def is_kept(self) -> bool:
-        """Whether the run keeps checkpoints at all."""
+    def is_enabled(self) -> bool:
+        """Whether the run writes checkpoints at all."""
         return self._job.config.training.checkpoint_every is not None
 
     def is_due(self, step: int) -> bool:
-        """Whether there is to be a checkpoint after this step."""
+        """Whether a checkpoint is to be saved after this step."""
         training = self._job.config.training
-        if not self.is_kept or step <= self._started:
+        if not self.is_enabled or step <= self._last_step:
             return False
-        if step == training.steps:
-            return True
-        return bool(training.checkpoint_every) and step % training.checkpoint_every == 0
+        every = training.checkpoint_every
+        return step == training.steps or (bool(every) and step % every == 0)
 
     def save(
         self,
@@ -119,60 +127,60 @@ class Checkpoints:
         *,
         is_validated: bool = True,
     ) -> None:
-        """Begin a checkpoint; the state may be donated when this returns.
+        """Start saving a checkpoint; the state may be donated when this returns.
 
-        One that cannot be written is said in the log and removed, and training goes on:
-        the last complete one stays.
+        If it cannot be written, that is logged, its files are removed, and training
+        continues: the last complete checkpoint stays.
 
         Args:
           step: Optimizer steps done; more than at the last call.
           state: The state after them.
-          cursor: How far the data was read for them.
-          is_validated: Whether the evaluation that is due after the step is done.
+          cursor: The position in the data after them.
+          is_validated: Whether the evaluation that is due after the step has run.
 
         Raises:
           CheckpointWriteError: [T804] there is one of this step, or of a later one.
-          OutputPathError: [T504] the run's folder is not where it was.
+          OutputPathError: [T504] the run's folder was moved.
         """
         self._check_folder()
-        if self._place is self._root:
-            # Not before the first process has made it.
-            self._place = checkpoint_folder.anchored(self._root)
-        if step <= self._started:
+        if self._open_root is self._root:
+            # Not earlier: the first process has to create it.
+            self._open_root = checkpoint_folder.open_by_descriptor(self._root)
+        if step <= self._last_step:
             raise CheckpointWriteError(
                 f"a checkpoint of step {step} cannot follow one of step "
-                f"{self._started}",
+                f"{self._last_step}",
                 got=f"step {step}, in {self._root}",
-                fix="save each step once, in their order",
+                fix="save each step once, in ascending order",
             )
-        self._started = step
+        self._last_step = step
         begun = perf_counter()
         if self._thread is not None and self._thread.is_alive():
             log.warning("step %d waits for the last checkpoint to be written", step)
         self._join()
-        path = self._place / str(step)
+        path = self._open_root / str(step)
         if self._is_first:
-            with suppress(OSError):  # Orbax finds it out again, on every process
+            with suppress(OSError):  # Orbax raises it again, in every process
                 path.mkdir()
         try:
             self._check_room()
-            writing = storage.Writing(path / checkpoint_folder.STATE, named(state))
+            write = storage.ArrayWrite(
+                path / checkpoint_folder.STATE, named_leaves(state)
+            )
         except OSError as error:
-            self._give_up(path, error)
+            self._abandon(path, error)
             return
         blocked = perf_counter() - begun
 
         def complete() -> None:
             try:
-                writing.finish()
+                write.finish()
                 if self._is_first:
-                    metadata = replace(
-                        metadata_of(self._job, step, cursor, self._config),
-                        is_validated=is_validated,
-                    )
-                    self.saved = self._complete(path, metadata, begun, blocked)
+                    metadata = metadata_of(self._job, step, cursor, self._config)
+                    metadata = replace(metadata, is_validated=is_validated)
+                    self.last_save = self._complete(path, metadata, begun, blocked)
             except Exception as error:
-                self._give_up(path, error)
+                self._abandon(path, error)
             else:
                 self._failure = None
 
@@ -182,62 +190,62 @@ class Checkpoints:
     def _check_room(self) -> None:
         """Raise OSError if the disk has no room for a checkpoint.
 
-        Tried nevertheless, a write that finds none was seen to be waited for for ever.
-        Of several processes each may see another disk, and all have to write or none.
+        Without this, TensorStore was seen to wait for ever for a write to a full disk.
+        Processes may see different disks, and either all or none have to write, so with
+        several processes it is not checked.
         """
-        free = shutil.disk_usage(self._place).free
+        free = shutil.disk_usage(self._open_root).free
         if free < self._nbytes and jax.process_count() == 1:
-            said = (
-                f"it takes {format_bytes(self._nbytes)}, {format_bytes(free)} are free"
-            )
-            raise OSError(errno.ENOSPC, said)
+            needed = format_bytes(self._nbytes)
+            message = f"it takes {needed}, {format_bytes(free)} are free"
+            raise OSError(errno.ENOSPC, message)
 
     def _complete(
         self, path: Path, metadata: Metadata, begun: float, blocked: float
-    ) -> Saved:
-        """Make what Orbax has committed count."""
+    ) -> SaveStats:
+        """Write metadata and manifest of what Orbax has committed."""
         committed = perf_counter()
         self._check_folder()
         write_metadata(path / manifest.LAST, metadata)
         nbytes = manifest.write_manifest(path)
         done = perf_counter()
         log.info(
-            "the checkpoint of step %d is complete: %s in %.2f s, %.3f s of it waited",
+            "the checkpoint of step %d is complete: %s in %.2f s, of which the loop "
+            "waited %.3f s",
             metadata.step,
             format_bytes(nbytes),
             done - begun,
             blocked,
         )
         self._remove_old()
-        return Saved(
+        return SaveStats(
             metadata.step, nbytes, blocked, committed - begun, done - committed
         )
 
     def _remove_old(self) -> None:
         keep = self._job.config.training.keep
-        for step in (
-            checkpoint_folder.complete_steps(self._place)[keep:] if keep else ()
-        ):
+        steps = checkpoint_folder.complete_steps(self._open_root)
+        for step in steps[keep:] if keep else ():
             try:
-                checkpoint_folder.remove(self._place / str(step))
+                checkpoint_folder.remove(self._open_root / str(step))
             except OSError as error:
                 log.warning("the checkpoint of step %d is not removed: %s", step, error)
 
-    def _give_up(self, path: Path, error: Exception) -> None:
-        """Say that a checkpoint could not be written, and make room again."""
+    def _abandon(self, path: Path, error: Exception) -> None:
+        """Log that a checkpoint could not be written, and remove its files."""
         if isinstance(error, TesseraError):
             self._failure = error
         else:
-            shown = str(error).replace(str(self._place), str(self._root))
+            message = str(error).replace(str(self._open_root), str(self._root))
             self._failure = checkpoint_folder.cannot_write(
-                self._root / path.name, error, shown
+                self._root / path.name, error, message
             )
         if self._is_first:
             checkpoint_folder.remove_failed(path)
-            storage.clear_up()
-            log.error("%s\n%s", self._failure, self.last_said())
+            storage.collect_failed_writes()
+            log.error("%s\n%s", self._failure, self.describe_last())
 
-    def last_said(self) -> str:
+    def describe_last(self) -> str:
         """Which checkpoint is the last complete one, as a sentence."""
         step = self.durable_step
         if step is None:
@@ -254,7 +262,7 @@ class Checkpoints:
 
         Raises:
           CheckpointWriteError: [T804] it could not be written.
-          OutputPathError: [T504] nor can any other: the run's folder is not there.
+          OutputPathError: [T504] nor can any other: the run's folder was moved.
         """
         self._join()
         failure, self._failure = self._failure, None
@@ -276,29 +284,23 @@ class Checkpoints:
                 return
             self._join()
             if self._is_first:
-                log.warning("%s", self.last_said())
+                log.warning("%s", self.describe_last())
         finally:
-            place, self._place = self._place, self._root
-            checkpoint_folder.give_back(place)
-
-
-def named(tree: Tree) -> dict[str, Any]:
-    """The leaves of a tree by their paths: ``params/decoder/mlp/up/kernel``."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+            opened, self._open_root = self._open_root, self._root
+            checkpoint_folder.close_descriptor(opened)
 
 
 def metadata_of(job: Run, step: int, cursor: Cursor, config: str) -> Metadata:
-    """What a checkpoint of a run says of itself."""
+    """The description of a run's checkpoint."""
     split = job.model.split
     stages = None
     if split is not None:
         stages = split.stages, tuple((run.start, run.stop) for run in split.layers)
     return Metadata(
         step=step,
-        arrays={n: Stored.of(leaf) for n, leaf in named(job.abstract_state).items()},
+        arrays={
+            n: Stored.of(leaf) for n, leaf in named_leaves(job.abstract_state).items()
+        },
         mesh={axis: job.mesh.shape[axis] for axis in job.mesh.axes},
         processes=jax.process_count(),
         stages=stages,
@@ -308,10 +310,5 @@ def metadata_of(job: Run, step: int, cursor: Cursor, config: str) -> Metadata:
             "kind": str(jax.config.values["jax_default_prng_impl"]),
         },
         config=config,
-        versions=_versions(),
+        versions={name: version(name) for name in _VERSIONED},
     )
-
-
-def _versions() -> dict[str, str]:
-    names = ("tessera", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
-    return {name: version(name) for name in names}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays to files and back, by Orbax. Nothing else in Tessera knows Orbax.
+"""Writes and reads the arrays of a checkpoint; the only module that uses Orbax.
 
-Each process writes its own shards, each replica once, and reads the parts that its
-devices need, whatever mesh wrote them. Nothing is compressed: trained numbers hardly
-shrink, and the processor is the training's. Orbax and TensorStore read JSON and bytes;
-there is no pickle on any path.
+Each process writes its own shards, one replica of each, and reads the blocks that its
+devices need, whichever mesh wrote them. Nothing is compressed: trained parameters
+hardly shrink, and training needs the processor. Orbax and TensorStore read JSON and
+bytes; nothing is unpickled.
 """
 
 import gc
@@ -24,28 +24,28 @@ import orbax.checkpoint as ocp
 Arrays: TypeAlias = Mapping[str, jax.Array]
 Structs: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 
-# Bytes of the least part of an array that one of several devices that hold it writes.
-_LEAST_SLICE: Final = 1 << 24
+# The smallest share, in bytes, of a replicated array that one device writes.
+_MIN_SLICE: Final = 1 << 24
 
-# A user's folder may be called orbax, too.
+# The path as well as the package, as a user's folder may be called orbax, too.
 _ORBAX: Final = ("orbax.checkpoint", str(Path(ocp.__file__).parent))
 
 
-class Writing:
-    """Arrays on their way into a new folder; every process makes one.
+class ArrayWrite:
+    """An asynchronous write of arrays to a new folder; every process starts one.
 
-    Making it takes until the arrays may be donated or changed.
+    The constructor returns once the arrays may be donated or changed.
 
     Args:
-      path: Is not there before, and not there again before all is written.
+      path: Must not exist; it appears once everything is written.
       arrays: By name.
 
     Raises:
-      OSError: It cannot even begin.
+      OSError: The write cannot start.
     """
 
     def __init__(self, path: Path, arrays: Arrays) -> None:
-        _hush()
+        _silence_orbax()
         handler = ocp.PyTreeCheckpointHandler(
             use_compression=False, type_handler_registry=_handlers()
         )
@@ -57,58 +57,57 @@ class Writing:
         )
 
     def finish(self) -> None:
-        """Wait for the end of it, in any thread; once.
+        """Wait until everything is written, in any thread; call it once.
 
         Raises:
-          OSError: What went wrong.
+          OSError: The write failed.
         """
         self._try(lambda writer: writer.wait_until_finished())
         self._writer.close()
 
     def _try(self, act: Callable[[Any], None]) -> None:
-        said: str | None = None
+        message: str | None = None
         try:
             act(self._writer)
-        except Exception as error:  # of many kinds; TensorStore's is ValueError
-            said = str(error) or type(error).__name__
-        if said is not None:
-            # Outside of the handler: the error would hold on to all that Orbax was at.
+        except Exception as error:  # of many types; TensorStore raises ValueError
+            message = str(error) or type(error).__name__
+        if message is not None:
+            # After the handler: the exception would keep Orbax's objects alive.
             with suppress(Exception):
                 self._writer.close()
             del self._writer
-            raise OSError(said)
+            raise OSError(message)
 
 
-def clear_up() -> None:
-    """Collect what a failed writing left, without a word of each part of it."""
+def collect_failed_writes() -> None:
+    """Garbage-collect a failed write, without a warning for each array."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         gc.collect()
 
 
 def read(path: Path, targets: Structs) -> dict[str, jax.Array]:
-    """Read arrays, each with the shape, dtype and sharding that it has here.
+    """Read arrays with the given shapes, dtypes and shardings; in every process.
 
-    Every process calls it. Shapes and dtypes have to be those that were written: Orbax
-    would cast.
+    Shapes and dtypes have to be those that were written: Orbax would cast silently.
 
     Args:
-      path: What ``Writing`` wrote.
+      path: The folder that ``ArrayWrite`` wrote.
       targets: Some or all of the arrays, with shardings.
     """
-    _hush()
-
-    def how(target: jax.ShapeDtypeStruct) -> Any:
-        return ocp.ArrayRestoreArgs(
+    _silence_orbax()
+    restore_args = {
+        name: ocp.ArrayRestoreArgs(
             sharding=target.sharding, global_shape=target.shape, dtype=target.dtype
         )
-
+        for name, target in targets.items()
+    }
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         return reader.restore(
             path.absolute(),
             args=ocp.args.PyTreeRestore(
                 item=dict(targets),
-                restore_args={name: how(target) for name, target in targets.items()},
+                restore_args=restore_args,
                 partial_restore=True,
             ),
         )
@@ -116,32 +115,32 @@ def read(path: Path, targets: Structs) -> dict[str, jax.Array]:
 
 @cache
 def _handlers() -> Any:
-    """How Orbax writes: a copy is shared out among its devices only if it is large.
+    """Orbax handlers that divide a replicated array among devices only if it is large.
 
-    By default each small array is cut as well, by a program for each shape: the first
-    checkpoint of a run let the loop wait for most of a second.
+    By default they slice small arrays too, with a compiled program for each shape: the
+    first checkpoint of a run made the loop wait for most of a second.
     """
     handler = ocp.type_handlers.ArrayHandler(
-        min_slice_bytes_for_replica_parallel=_LEAST_SLICE
+        min_slice_bytes_for_replica_parallel=_MIN_SLICE
     )
     return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
 
 
 @cache
-def _hush() -> None:
-    """Leave out what Orbax writes beside the errors that it raises, which have it all.
+def _silence_orbax() -> None:
+    """Suppress output of Orbax that repeats the errors that it raises.
 
-    That is its log, and, of each array that was still being written when another one
-    failed, its error too, or the traceback of a callback that comes too late.
+    These are its log and, for each array that was still being written when another one
+    failed, one more error or the traceback of a late callback.
     """
     logging.getLogger("absl").addFilter(_is_not_orbax)
     logging.getLogger("asyncio").addFilter(_is_not_orbax)
-    shown = sys.unraisablehook
+    original = sys.unraisablehook
 
     def show(what: Any) -> None:
-        late = isinstance(what.exc_value, RuntimeError) and what.object is None
-        if not (late and str(what.exc_value) == "Event loop is closed"):
-            shown(what)
+        is_late = isinstance(what.exc_value, RuntimeError) and what.object is None
+        if not (is_late and str(what.exc_value) == "Event loop is closed"):
+            original(what)
 
     sys.unraisablehook = show
 
@@ -150,7 +149,7 @@ def _is_not_orbax(record: logging.LogRecord) -> bool:
     trace = record.exc_info[2] if record.exc_info else None
     files = [frame.f_code.co_filename for frame, _ in walk_tb(trace)]
     return not any(
-        name in said
-        for said in (record.pathname, str(record.msg), *files)
+        name in text
+        for text in (record.pathname, str(record.msg), *files)
         for name in _ORBAX
     )

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run reads: text or made-up tokens, as shuffled batches of rows.
+"""The data of a training run: text or synthetic tokens in shuffled batches of rows.
 
-config         the settings
-documents      which files, and which of them are for validation
+data_config    the settings
+documents      finds files and splits them into train and validation
+formats        reads the texts of a file: plain text or JSON lines
 tokenization   text -> ids and back
-synthetic      ids without text
-packing        documents -> one stream -> rows
+synthetic      generates ids without text
+packing        documents -> one token stream -> rows
 batches        rows -> batches, by grain
-corpus         all of it in order: ``load``
-sampling       indices by epoch and process, for data sets of one's own
+corpus         loads all of it: ``load``
+cursor         the position in the data, for checkpoints
+sampler        indices by epoch and process, for custom data sets
 """
 
 from tessera._lazy import lazy_names

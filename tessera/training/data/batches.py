@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to batches, by grain: shuffled, repeated, divided among processes, prefetched.
+"""Batches rows with grain: shuffled, repeated, divided among processes, prefetched.
 
 Global batch b holds the rows ``order[b*B : (b+1)*B]``, and process p of P the p-th of
 P equal parts of it, whatever P is. In training ``order`` is one random permutation of
 the rows after another; in validation it is one permutation, the same for every seed.
-Training may begin at any row of ``order``: that is all the state that a reader has.
+Training can start at any row of ``order``, which is the only state of a reader.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ class _Rows(Sized, Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """Which rows of every global batch this process reads.
+    """The rows of every global batch that this process reads.
 
     Attributes:
       batch_size: Rows of the global batch, B.
       process_index: p.
       process_count: P; P times M divides B.
-      microbatches: M: a batch is so many smaller ones in a row, and each of them is
-        what the processes divide among themselves.
+      microbatches: M: a batch is M smaller ones in sequence, each of which is divided
+        among the processes.
     """
 
     batch_size: int
@@ -58,7 +58,7 @@ class Share:
         return self.batch_size // self.process_count
 
     def row(self, index: int) -> int:
-        """Which row of the order is the ``index``-th that this process reads."""
+        """The position in a batch of the ``index``-th row that this process reads."""
         micro = self.local_size // self.microbatches
         microbatch, offset = divmod(index, micro)
         return (microbatch * self.process_count + self.process_index) * micro + offset
@@ -77,12 +77,11 @@ class _SharedRows:
     def __getitem__(self, index: int) -> Batch | None:
         share = self._share
         batch, offset = divmod(index, share.local_size)
-        first, offset = batch * share.batch_size, share.row(offset)
-        return self._rows[self._start + first + offset]
+        return self._rows[self._start + batch * share.batch_size + share.row(offset)]
 
 
-class _FilledRows:
-    """Rows followed by padding up to a whole number of batches."""
+class _PaddedRows:
+    """Rows, padded to a whole number of batches."""
 
     def __init__(self, rows: _Rows, padding: Batch, batch_size: int) -> None:
         self._rows, self._padding, self._batch_size = rows, padding, batch_size
@@ -97,19 +96,19 @@ class _FilledRows:
 def train_batches(
     rows: PackedRows, share: Share, *, seed: int, start_row: int, prefetch: int
 ) -> Generator[Batch, None, None]:
-    """Batches without end, from row ``start_row`` of the order on.
+    """Endless batches, from row ``start_row`` of the order on.
 
-    Each pass over the rows has its own order, which ``seed`` decides. A batch may hold
-    the end of one pass and the beginning of the next, so that no row is passed over.
+    Each pass over the rows has its own order, determined by ``seed``. A batch may span
+    two passes, so no row is skipped.
     """
     shuffled = grain.MapDataset.source(rows).shuffle(_grain_seed(seed))
     return _batches(shuffled.repeat(), share, start_row, prefetch)
 
 
 def order_fingerprint(num_rows: int, seed: int) -> str:
-    """Sixteen hex digits of the order in which training reads its rows.
+    """A fingerprint of the order in which training reads rows, 16 hex digits.
 
-    Two versions of grain that shuffle in different ways give different ones.
+    It also changes if another version of grain shuffles differently.
     """
     order = grain.MapDataset.range(num_rows).shuffle(_grain_seed(seed)).repeat()
     first = [order[index] for index in range(64)] if num_rows else []
@@ -117,8 +116,7 @@ def order_fingerprint(num_rows: int, seed: int) -> str:
 
 
 def _grain_seed(seed: int) -> int:
-    # grain's order in pass e depends on seed + e: seeds that are neighbors would share
-    # their orders.
+    # grain's order in pass e depends on seed + e: adjacent seeds would share orders.
     digest = hashlib.blake2b(f"shuffle/{seed}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")
 
@@ -126,29 +124,29 @@ def _grain_seed(seed: int) -> int:
 def validation_batches(
     rows: PackedRows, share: Share, *, prefetch: int
 ) -> Generator[Batch, None, None]:
-    """Every row once; the last batch is filled up with padding."""
+    """Every row once; the last batch is padded."""
     shuffled = grain.MapDataset.source(rows).shuffle(0)
-    filled = _FilledRows(shuffled, rows.padding(), share.batch_size)
-    return _batches(filled, share, 0, prefetch)
+    padded = _PaddedRows(shuffled, rows.padding(), share.batch_size)
+    return _batches(padded, share, 0, prefetch)
 
 
 def _batches(
     rows: _Rows, share: Share, start_row: int, prefetch: int
 ) -> Generator[Batch, None, None]:
     assert start_row >= 0, f"start_row is {start_row}"
-    # One thread: two would only take turns at the interpreter lock.
+    # One thread: two would compete for the interpreter lock.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
     source = grain.MapDataset.source(_SharedRows(rows, share, start_row))
-    # Dropping the remainder, of which there is none, keeps the length an integer: grain
-    # divides in floats otherwise, and the length of an endless source overflows.
+    # There is no remainder to drop, but otherwise grain computes the length in floats,
+    # which overflow for an endless source.
     batches = source.batch(share.local_size, drop_remainder=True)
     return closing(iter(batches.to_iter_dataset(options)))
 
 
 def closing(iterator: grain.DatasetIterator[Batch]) -> Generator[Batch, None, None]:
-    """Give what ``iterator`` gives; close it at its end, or when closed oneself."""
+    """Yield from ``iterator``, and close it at the end or when this is closed."""
     try:
         yield from iterator
     finally:
-        # grain would keep its thread until the garbage collector comes by.
+        # grain keeps its thread until garbage collection otherwise.
         iterator.close()

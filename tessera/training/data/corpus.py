@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of the data, from its settings to batches.
+"""Loads the data of a run: from settings to batches.
 
 DataConfig -> documents (train, validation) -> ids -> TokenStream -> rows -> batches
 """
@@ -24,24 +24,26 @@ from tessera.training.data.documents import Document, list_files, list_stdlib, s
 from tessera.training.data.formats import JSON_LINES, format_of, texts_of
 from tessera.training.data.packing import Batch, PackedRows, TokenStream, join
 from tessera.training.data.synthetic import SyntheticTokenizer, make_documents
-from tessera.training.data.tokenization import Ids, Tokenizer, load_tokenizer
-from tessera.training.data.vocabulary import (
+from tessera.training.data.tokenization import (
+    Ids,
+    Tokenizer,
     check_separator,
     check_tokens,
     check_vocabulary,
+    load_tokenizer,
 )
 
 
 @dataclass(frozen=True)
 class Split:
-    """One side of the corpus: its rows, and what they were made from."""
+    """The training or validation part of a corpus."""
 
     rows: PackedRows
     num_bytes: int
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits of the tokens, and of where documents begin."""
+        """A fingerprint of the tokens and document starts, 16 hex digits."""
         stream, digest = self.rows.stream, hashlib.blake2b(digest_size=8)
         digest.update(stream.tokens.data)
         digest.update(stream.starts.data)
@@ -59,22 +61,22 @@ class Split:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenized text in memory, ready to be drawn from. Made by ``load``.
+    """Tokenized text in memory, from which batches are drawn; made by ``load``.
 
     Batches are dicts of int32 arrays [rows, sequence_length]: ``tokens``; ``targets``,
-    the next token, or -100 where there is none; ``segment_ids``, which count the
-    documents of a row from 1 and are 0 in padding; ``positions``, from 0 in each
-    segment. ``docs/guides/data.md`` defines them exactly.
+    the next token, or -100 if there is none; ``segment_ids``, which count the documents
+    of a row from 1 and are 0 in padding; ``positions``, from 0 in each segment.
+    ``docs/guides/data.md`` defines them exactly.
 
     Attributes:
-      title: What the log calls the data.
-      tokenizer: Of its text.
-      train_split: What training reads.
-      validation_split: What is kept for validation.
-      seed: Of the order of training.
-      prefetch: Batches to make ahead.
-      num_beyond: Ids of the tokenizer that the model has no row for; none is in the
-        text.
+      title: Name of the data in the log.
+      tokenizer: Tokenizer of the text.
+      train_split: The rows for training.
+      validation_split: The rows for validation.
+      seed: Seed of the training order.
+      prefetch: Number of batches to prepare ahead.
+      num_unused_ids: Ids of the tokenizer outside of the model's vocabulary; none
+        occurs in the text.
     """
 
     title: str
@@ -83,7 +85,7 @@ class Corpus:
     validation_split: Split
     seed: int
     prefetch: int
-    num_beyond: int = 0
+    num_unused_ids: int = 0
 
     def train(
         self,
@@ -94,19 +96,19 @@ class Corpus:
         *,
         microbatches: int = 1,
     ) -> Generator[Batch, None, None]:
-        """Shuffled batches without end, made ahead in a thread.
+        """Endless shuffled batches, prepared ahead in a thread.
 
-        The order of the rows depends on the corpus and its seed alone. Any number of
+        The order of rows depends only on the corpus and its seed. Any number of
         processes reads the same global batches, each its own part of them, and
-        ``start_row=n`` goes on where n rows were read, in batches of whatever size.
+        ``start_row=n`` continues after n rows, with any batch size.
 
         Args:
           batch_size: Rows of the global batch.
           process_index: This process.
           process_count: How many processes share each batch; divides ``batch_size``.
-          start_row: How many rows of the order to pass over.
-          microbatches: Each batch is so many smaller ones in a row, of which a
-            process reads its part one after the other.
+          start_row: Number of rows of the order to skip.
+          microbatches: Each batch is this many smaller ones in sequence, and a process
+            reads its part of each.
 
         Returns:
           Batches of ``batch_size / process_count`` rows. ``close()`` ends the thread.
@@ -126,9 +128,9 @@ class Corpus:
     def validation(
         self, batch_size: int, process_index: int = 0, process_count: int = 1
     ) -> Generator[Batch, None, None]:
-        """Every validation row once, in an order that no seed changes.
+        """Every validation row once, in an order that does not depend on the seed.
 
-        The order is shuffled: the first batches are a fair sample of all files.
+        The order is shuffled, so the first batches are a sample of all files.
 
         Args:
           batch_size: Rows of the global batch.
@@ -136,9 +138,9 @@ class Corpus:
           process_count: How many processes share each batch; divides ``batch_size``.
 
         Returns:
-          Batches of ``batch_size / process_count`` rows; the last is filled up with
-          rows whose targets are all -100. As many on every process; none where
-          ``validation_fraction`` is 0.
+          Batches of ``batch_size / process_count`` rows; the last is padded with rows
+          whose targets are all -100. Every process has the same number of batches;
+          none if ``validation_fraction`` is 0.
 
         Raises:
           BatchSizeError: [T503] ``process_count`` does not divide ``batch_size``.
@@ -150,15 +152,15 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change when any batch would."""
+        """A fingerprint of all batches, 16 hex digits."""
         length = self.train_split.rows.sequence_length
         sides = self.train_split.fingerprint, self.validation_split.fingerprint
-        said = f"{sides} {length} {self.seed}"
-        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+        text = f"{sides} {length} {self.seed}"
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @cached_property
     def order(self) -> Mapping[str, str | int]:
-        """What decides which row training reads when; a cursor is of one order."""
+        """Everything that determines the order of training rows, for cursors."""
         rows, tokenizer = self.train_split.rows, self.tokenizer
         return {
             "text": self.train_split.fingerprint,
@@ -173,12 +175,12 @@ class Corpus:
         """A few lines for the log: the source, the tokenizer, the two splits."""
         separator = self.tokenizer.separator
         between = "no separator" if separator is None else f"separator {separator}"
-        unused = f", {self.num_beyond:,} ids beyond the model's and in no text"
+        unused = f", {self.num_unused_ids:,} of them not in the model's vocabulary"
         return "\n".join(
             (
                 f"data        {self.title}",
-                f"tokenizer   {self.tokenizer.kind}, {self.tokenizer.vocab_size:,} ids,"
-                f" {between}{unused if self.num_beyond else ''}",
+                f"tokenizer   {self.tokenizer.kind}, {self.tokenizer.vocab_size:,} ids"
+                f"{unused if self.num_unused_ids else ''}, {between}",
                 f"train       {self.train_split}",
                 f"validation  {self.validation_split}",
                 f"fingerprint {self.fingerprint}",
@@ -189,19 +191,19 @@ class Corpus:
 def load(
     config: DataConfig, *, sequence_length: int, seed: int, vocab_size: int
 ) -> Corpus:
-    """Read, tokenize and pack the data that ``config`` names.
+    """Read, tokenize and pack the data of a configuration.
 
     Args:
       config: The settings.
       sequence_length: Positions in a row.
-      seed: Decides the order of training, and the tokens of ``synthetic``.
-      vocab_size: The model's.
+      seed: Determines the training order, and the tokens of ``synthetic``.
+      vocab_size: The model's vocabulary size.
 
     Raises:
       DataNotFoundError: [T601] a path does not exist or cannot be read.
       EmptyDataError: [T602] there is no text, or a file is not text.
-      VocabularyError: [T603] the tokenizer puts ids into every text that the model
-        does not have.
+      VocabularyError: [T603] the tokenizer adds ids to every text that the model does
+        not have.
       TokenRangeError: [T604] a text has a token that the model does not have.
       TokenizerError: [T605] the tokenizer does not exist or cannot be read.
       DataFormatError: [T606] a file is not text.
@@ -237,7 +239,7 @@ def load(
         ),
         seed=seed,
         prefetch=config.prefetch,
-        num_beyond=max(tokenizer.vocab_size - vocab_size, 0),
+        num_unused_ids=max(tokenizer.vocab_size - vocab_size, 0),
     )
 
 
@@ -250,7 +252,7 @@ _Source = tuple[str, Tokenizer, _Side, _Side]
 
 
 def _read_text(config: DataConfig, seed: int, vocab_size: int) -> _Source:
-    del seed  # text is what it is
+    del seed  # only synthetic data depends on it
     tokenizer = load_tokenizer(config.tokenizer)
     check_separator(tokenizer, vocab_size)
     if config.name == "stdlib":
@@ -323,14 +325,14 @@ def _check_text(title: str, train: _Side, validation: _Side, fraction: float) ->
         raise EmptyDataError(
             f"there is no text in the data: {title}",
             got="every document is empty",
-            fix="give data.path files that hold text",
+            fix="set data.path to files with text",
         )
     if fraction and not validation.stream.tokens.size:
         raise EmptyDataError(
             f"no text is left for validation: {title}",
             got=f"data.validation_fraction={fraction} of "
             f"{train.stream.tokens.size:,} tokens",
-            fix="raise data.validation_fraction, or use 0 to do without validation",
+            fix="raise data.validation_fraction, or use 0 for no validation",
         )
 
 
@@ -342,18 +344,18 @@ def _not_text(
         got=f"{document.path}: byte 0x{content[error.start]:02x} at "
         f"offset {document.begin + error.start}",
         fix="convert the file to UTF-8, leave it out, or use data.tokenizer=bytes, "
-        "which takes any file",
+        "which accepts any file",
     )
 
 
 def _too_small(rows: PackedRows, batch_size: int) -> EmptyDataError:
     tokens, length = rows.stream.tokens.size, rows.sequence_length
-    ways = [f"a batch of at most {len(rows)} rows"] if len(rows) else []
+    fixes = [f"a batch of at most {len(rows)} rows"] if len(rows) else []
     if longest := max(tokens - 1, 0) // batch_size:
-        ways.append(f"a sequence length of at most {longest}")
+        fixes.append(f"a sequence length of at most {longest}")
     return EmptyDataError(
         "the training data is smaller than one batch",
         got=f"{tokens:,} tokens / sequence length {length:,} = {len(rows):,} rows, "
         f"and a batch takes {batch_size:,}",
-        fix="use " + ", or ".join([*ways, "more text"]),
+        fix="use " + ", or ".join([*fixes, "more text"]),
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a run has read its data, in a form that a checkpoint keeps.
+"""The position of a run in its data, as checkpoints store it.
 
-A cursor counts rows, not batches: a run that goes on with batches of another size, on
-more devices say, begins with the row after the last one that was learnt from.
+A cursor counts rows, not batches: a run that resumes with another batch size, such as
+on more devices, continues with the row after the last one it was trained on.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Final
 from tessera.errors import DataChangedError
 from tessera.training.data.corpus import Corpus
 
-# What each part of an order is called where it is not what it was.
+# Names of the parts of an order in messages about changes.
 _NAMES: Final = {
     "text": "the text that is trained on",
     "tokenizer": "data.tokenizer",
@@ -25,38 +25,38 @@ _NAMES: Final = {
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place in the order in which training reads its rows.
+    """A position in the order in which training reads rows.
 
     Attributes:
-      rows: Rows read so far, of as many passes as that takes.
-      order: What decides the order; see ``Corpus.order``.
+      rows: Rows read so far, over all passes.
+      order: What determines the order; see ``Corpus.order``.
     """
 
     rows: int
     order: Mapping[str, str | int]
 
     @classmethod
-    def beginning(cls, corpus: Corpus) -> "Cursor":
-        """Where nothing is read yet."""
+    def start(cls, corpus: Corpus) -> "Cursor":
+        """The cursor before the first row."""
         return cls(0, corpus.order)
 
-    def moved(self, rows: int) -> "Cursor":
-        """The cursor after so many more rows."""
+    def advance(self, rows: int) -> "Cursor":
+        """The cursor ``rows`` rows later."""
         return replace(self, rows=self.rows + rows)
 
     def resumed(self, corpus: Corpus, resume_data: str = "exact") -> "Cursor":
-        """Where to go on in a corpus.
+        """The cursor at which a resumed run continues.
 
         Args:
-          corpus: What there is to read now.
-          resume_data: ``exact`` asks for the same order; ``restart`` begins the order
-            that there is now at its first row, whatever it is.
+          corpus: The data of the resumed run.
+          resume_data: ``exact`` requires the same order; ``restart`` starts at the
+            first row of the corpus.
 
         Raises:
-          DataChangedError: [T803] it is another order; names everything that differs.
+          DataChangedError: [T803] the order differs; names every difference.
         """
         if resume_data == "restart":
-            return Cursor.beginning(corpus)
+            return Cursor.start(corpus)
         differences = [
             f"{name}: {self.order.get(key)} -> {corpus.order[key]}"
             for key, name in _NAMES.items()
@@ -64,9 +64,9 @@ class Cursor:
         ]
         if differences:
             raise DataChangedError(
-                f"the run cannot go on at row {self.rows:,}: its data has changed",
+                f"the run cannot continue at row {self.rows:,}: its data has changed",
                 got="\n".join(differences),
                 fix="use the data, seed and sequence length of the checkpoint, or "
-                "begin this data at its first row: training.resume_data=restart",
+                "start at the first row of this data: training.resume_data=restart",
             )
         return self

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the data: what ``data=`` and ``data.<setting>=`` take.
+"""The settings ``data=`` and ``data.<setting>=``.
 
-Plain types only, so that Hydra can use the classes as structured configs.
+Only plain types, so that Hydra can use the classes as structured configs.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from tessera.training.setting import MOST_COUNT, joined, problems_of, setting
 SOURCES = ("stdlib", "text", "synthetic")
 
 
-# Not frozen: OmegaConf makes a frozen dataclass read-only, command line included.
+# Not frozen: OmegaConf would refuse to override a frozen dataclass.
 @dataclass
 class SyntheticConfig:
     """Settings of ``data=synthetic``; see ``tessera.training.data.synthetic``.
 
     Attributes:
-      tokens: How many tokens to make, training and validation together.
-      vocab_size: Ids are below this; null takes the model's vocabulary.
+      tokens: Number of tokens, training and validation together.
+      vocab_size: Ids are below this; null uses the model's vocabulary.
       noise: The share of tokens replaced by random ones.
     """
 
@@ -31,18 +31,18 @@ class SyntheticConfig:
 
 @dataclass
 class DataConfig:
-    """Which text to train on, and how to turn it into tokens.
+    """Which text to train on, and how to tokenize it.
 
     Attributes:
-      name: Where the text comes from.
+      name: The source of the text.
       path: For text: a file, a folder or a glob.
-      format: For text: how files are read; auto goes by the ending, jsonl takes a JSON
-        object from each line, text takes every byte as it is.
-      text_field: Of the objects of JSON lines, the field that holds the text.
+      format: For text: how files are read; auto depends on the suffix, jsonl reads a
+        JSON object from each line, text reads all bytes as they are.
+      text_field: For JSON lines: the field with the text.
       tokenizer: bytes, the path of a tokenizers file (.json) or of a sentencepiece
         model (.model).
-      validation_fraction: The share of the data kept for validation; 0 keeps none.
-      prefetch: How many batches to make ahead in a thread; 0 makes each when asked.
+      validation_fraction: The share of the data for validation; 0 disables it.
+      prefetch: Number of batches to prepare ahead in a thread; 0 prepares none.
       synthetic: The settings of synthetic.
     """
 
@@ -57,7 +57,7 @@ class DataConfig:
 
 
 def check(config: DataConfig) -> None:
-    """Refuse values that no source takes, and settings that this one would ignore.
+    """Check that all values are legal, and that the source uses every setting.
 
     Raises:
       SettingValueError: [T502] values are out of range, missing, or have no effect
@@ -68,7 +68,7 @@ def check(config: DataConfig) -> None:
     """
     problems = problems_of(config, "data")
     problems += problems_of(config.synthetic, "data.synthetic")
-    # What a setting means is only known for a source that exists.
+    # Which settings are used is only known for a source that exists.
     if config.name in SOURCES:
         problems += _misplaced(config)
     if problems:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where text comes from: files on this machine, split into train and validation.
+"""Finds the text files of a corpus, and splits them into train and validation.
 
-A document is one file, known by its path relative to the corpus. Order and split
-depend on those relative paths alone, so that every machine and every process with the
-same files sees the same documents in the same split.
+A document is one file, identified by its path relative to the corpus. Order and split
+depend only on those relative paths, so every machine and process with the same files
+has the same documents in the same split.
 """
 
 import glob
@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tessera.errors import DataFormatError, DataNotFoundError, EmptyDataError
-from tessera.regular_files import check_regular, is_made_by_the_kernel
+from tessera.regular_files import check_regular, is_kernel_file
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson")
 
-# Tables that a program wrote, then packages that some distributions install apart:
-# with them the corpus would differ between machines with the same Python.
-_STDLIB_LEFT_OUT = frozenset({"encodings", "pydoc_data"}) | frozenset(
+# Generated tables, then packages that some distributions install separately: with
+# them the corpus would differ between machines with the same Python.
+_STDLIB_EXCLUDED = frozenset({"encodings", "pydoc_data"}) | frozenset(
     {"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo", "venv"}
 )
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
@@ -32,14 +32,14 @@ _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 @dataclass(frozen=True)
 class Document:
-    """One file, or one part of it.
+    """One file, or a part of it.
 
     Attributes:
       name: Its path relative to the corpus, with forward slashes.
-      path: Where it is.
-      begin: The first of its bytes that belongs to the document, decompressed.
-      end: The first after it that does not; None where the file ends.
-      first_line: The number of the line that is at ``begin``.
+      path: Its path on this machine.
+      begin: Offset of the document in the decompressed file.
+      end: Offset of its end; None is the end of the file.
+      first_line: The number of the line at ``begin``.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Document:
     first_line: int = 1
 
     def read(self) -> bytes:
-        """The document's bytes; those of a file that ends in ``.gz`` decompressed.
+        """The document's bytes; files with the suffix ``.gz`` are decompressed.
 
         Raises:
-          DataNotFoundError: [T601] the file cannot be opened or read, or is none: a
-            pipe might be waited for and a device read for ever.
-          DataFormatError: [T606] it ends in ``.gz`` and is not gzip.
+          DataNotFoundError: [T601] the file cannot be read, or is not a regular file:
+            reading a pipe or a device might never end.
+          DataFormatError: [T606] its suffix is ``.gz`` and it is not gzip.
         """
         try:
             check_regular(self.path)
@@ -66,35 +66,35 @@ class Document:
             raise DataFormatError(
                 f"the data file {self.name!r} cannot be decompressed",
                 got=f"{self.path}: {error}",
-                fix="see that it was copied to its end, or leave out the ending .gz",
+                fix="check that it was copied completely, or remove the suffix .gz",
             ) from error
         except OSError as error:
             raise DataNotFoundError(
                 f"the data file {self.name!r} cannot be read",
                 got=f"{self.path}: {error.strerror}",
-                fix="mend the file or its permissions, or point data.path elsewhere",
+                fix="repair the file or its permissions, or change data.path",
             ) from error
 
 
 def list_stdlib() -> list[Document]:
     """The modules of this Python's standard library that are written in Python.
 
-    Left out: tests, tables written by programs, and the packages that some
-    distributions install apart (see ``docs/guides/data.md``).
+    Excluded are tests, generated tables, and packages that some distributions install
+    separately (see ``docs/guides/data.md``).
 
     Raises:
-      EmptyDataError: [T602] this Python keeps no source text.
+      EmptyDataError: [T602] this Python has no source text installed.
 
     Example:
       >>> "asyncio/events.py" in {document.name for document in list_stdlib()}
       True
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    wanted = sys.stdlib_module_names - _STDLIB_LEFT_OUT
+    included = sys.stdlib_module_names - _STDLIB_EXCLUDED
     documents = [
         document
         for document in _walk(root, (".py",), skip=_TEST_FOLDERS)
-        if document.name.split("/")[0].removesuffix(".py") in wanted
+        if document.name.split("/")[0].removesuffix(".py") in included
     ]
     if not documents:
         raise EmptyDataError(
@@ -106,77 +106,76 @@ def list_stdlib() -> list[Document]:
 
 
 def list_files(path: str) -> list[Document]:
-    """The text files that ``path`` names, sorted by relative path.
+    """The text files of a path, sorted by relative path.
 
     Args:
-      path: A file of any kind; a folder, of which every file below with a suffix of
-        ``TEXT_SUFFIXES`` is taken; or a glob, of which every file is taken and in
-        which ``**`` means any depth. Names that begin with a dot are passed over in
-        folders, and by a glob's wildcards.
+      path: A file of any kind; a folder, in which all files at any depth with a suffix
+        in ``TEXT_SUFFIXES`` are taken; or a glob, in which ``**`` matches any depth.
+        Folders and wildcards skip names that start with a dot.
 
     Raises:
-      DataNotFoundError: [T601] nothing is there, or it cannot be looked at.
-      EmptyDataError: [T602] the folder holds no text files.
+      DataNotFoundError: [T601] it does not exist, or cannot be read.
+      EmptyDataError: [T602] the folder has no text files.
     """
     try:
-        place = Path(path).expanduser()
-        if is_made_by_the_kernel(place):
-            raise OSError(None, "the kernel makes it up as it is read")
-        if documents := _found_at(place):
+        root = Path(path).expanduser()
+        if is_kernel_file(root):
+            raise OSError(None, "the kernel generates it when it is read")
+        if documents := _documents_at(root):
             return documents
-        if place.is_dir():
+        if root.is_dir():
             raise EmptyDataError(
-                f"the folder {path!r} holds no text files",
-                got=f"no file ending in {', '.join(TEXT_SUFFIXES)}, or in one of these "
-                "and .gz, at any depth",
-                fix=f"for other files give a glob: data.path='{path}/**/*.html'",
+                f"the folder {path!r} has no text files",
+                got=f"no file with a suffix {', '.join(TEXT_SUFFIXES)}, or one of "
+                "these and .gz, at any depth",
+                fix=f"use a glob for other files: data.path='{path}/**/*.html'",
             )
-        got = _last_that_exists(place.absolute())
-    # A name that is too long, a folder without leave, ~ of a user who is none.
+        got = _first_missing_part(root.absolute())
+    # A name that is too long, an unreadable folder, ~ of a user who does not exist.
     except (OSError, RuntimeError) as error:
         got = getattr(error, "strerror", None) or str(error)
     raise DataNotFoundError(
         f"there is no data at {path!r}",
         got=got,
-        fix="give data.path a file, a folder or a glob that exists",
+        fix="set data.path to a file, a folder or a glob that exists",
     )
 
 
-def _found_at(place: Path) -> list[Document]:
-    if place.is_dir():
-        return list(_walk(place, TEXT_SUFFIXES))
-    if place.exists():
-        return [Document(place.name, place)]
-    is_glob = glob.has_magic(str(place)) and "\0" not in str(place)
-    return _expand(place) if is_glob else []
+def _documents_at(path: Path) -> list[Document]:
+    if path.is_dir():
+        return list(_walk(path, TEXT_SUFFIXES))
+    if path.exists():
+        return [Document(path.name, path)]
+    is_glob = glob.has_magic(str(path)) and "\0" not in str(path)
+    return _expand(path) if is_glob else []
 
 
 def _walk(
     root: Path, suffixes: tuple[str, ...], skip: frozenset[str] = frozenset()
 ) -> Iterator[Document]:
-    found: list[Path] = []
-    for folder, subfolders, files in os.walk(root, onerror=_refuse_folder):
-        # site-packages alone can be a hundred times the size of what is looked for.
+    paths: list[Path] = []
+    for folder, subfolders, files in os.walk(root, onerror=_raise_unreadable):
+        # site-packages alone can be a hundred times as large as the rest.
         subfolders[:] = [
             name
             for name in subfolders
             if name not in skip and name != "site-packages" and name[0] != "."
         ]
-        found += [
+        paths += [
             Path(folder, name)
             for name in files
             if name.removesuffix(".gz").endswith(suffixes) and name[0] != "."
         ]
-    named = {path.relative_to(root).as_posix(): path for path in found}
+    named = {path.relative_to(root).as_posix(): path for path in paths}
     return (Document(name, named[name]) for name in sorted(named))
 
 
-def _refuse_folder(error: OSError) -> None:
-    """Raise, where ``os.walk`` would leave a folder out without a word."""
+def _raise_unreadable(error: OSError) -> None:
+    """Raise for a folder that ``os.walk`` would skip silently."""
     raise DataNotFoundError(
         "a folder of the data cannot be read",
         got=f"{error.filename}: {error.strerror}",
-        fix="mend its permissions, or point data.path elsewhere",
+        fix="repair its permissions, or change data.path",
     ) from error
 
 
@@ -189,7 +188,7 @@ def _expand(pattern: Path) -> list[Document]:
     return [Document(name, named[name]) for name in sorted(named)]
 
 
-def _last_that_exists(path: Path) -> str:
+def _first_missing_part(path: Path) -> str:
     if glob.has_magic(str(path)):
         return f"no file matches {path}"
     parent = next(parent for parent in path.parents if parent.exists())
@@ -201,15 +200,15 @@ def split(
 ) -> tuple[list[Document], list[Document]]:
     """Divide documents into train and validation, by file.
 
-    A file goes to validation when a hash of its relative path, as a number from 0 to
-    1, is below ``fraction``: a file that is there stays on its side when others come
-    or go. Each side gets at least one file. A single file is cut instead: its last
-    part, from a line's beginning on where one is near, is the validation text.
+    A file goes to validation if a hash of its relative path, as a number from 0 to 1,
+    is below ``fraction``: adding or removing other files does not move it. Each split
+    gets at least one file. A single file is cut instead: its last part is the
+    validation text, from the start of a line if one is near.
 
     Args:
       documents: At least one.
-      fraction: The expected share of validation files; 0 keeps none.
-      by_lines: Whether a single file is cut at a line's beginning, wherever that is.
+      fraction: The expected share of validation files; 0 is no validation.
+      by_lines: Whether to cut a single file only between lines.
 
     Example:
       >>> names = [Document(f"{i}.txt", Path()) for i in range(5)]
@@ -220,14 +219,14 @@ def split(
         return list(documents), []
     if len(documents) == 1:
         return _cut(documents[0], fraction, by_lines)
-    ranked = sorted(documents, key=_place)
-    below = sum(_place(document) < fraction for document in ranked)
+    ranked = sorted(documents, key=_rank)
+    below = sum(_rank(document) < fraction for document in ranked)
     chosen = set(ranked[: min(max(below, 1), len(ranked) - 1)])
     train = [document for document in documents if document not in chosen]
     return train, [document for document in documents if document in chosen]
 
 
-def _place(document: Document) -> float:
+def _rank(document: Document) -> float:
     digest = hashlib.blake2b(os.fsencode(document.name), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
@@ -240,11 +239,11 @@ def _cut(
     if by_lines:
         last_line = content.rfind(b"\n", 0, len(content.rstrip())) + 1
         cut = min(content.find(b"\n", cut) + 1 or last_line, last_line) or len(content)
-    # Near: at least half of the validation text stays.
+    # Near means that at least half of the validation text is left.
     elif line := content.find(b"\n", cut, (cut + len(content)) // 2) + 1:
         cut = line
     else:
-        # Not inside a UTF-8 character.
+        # Do not cut a UTF-8 character.
         while cut < len(content) and content[cut] & 0xC0 == 0x80:
             cut += 1
     number = document.first_line + content.count(b"\n", 0, cut)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file of the data holds: text, or JSON lines with a text in each.
+"""Reads the texts of a data file: plain text, or JSON lines with a text in each.
 
-A file is read by its ending, unless ``data.format`` says how. What is neither text nor
-JSON lines is refused: its bytes would be trained on as if they were text.
+The format depends on the suffix, unless ``data.format`` sets it. Other formats are
+refused: their bytes would be trained on as if they were text.
 """
 
 import json
@@ -45,42 +45,44 @@ _FIRST_BYTES: Final[Mapping[bytes, str]] = MappingProxyType(
 )
 
 
-def format_of(document: Document, asked: str) -> str:
-    """How a file is read: ``text`` or ``jsonl``.
+def format_of(document: Document, setting: str) -> str:
+    """The format of a file: ``text`` or ``jsonl``.
 
     Args:
-      document: The file, of which the name alone is looked at.
-      asked: ``data.format``; ``auto`` goes by the ending, that before ``.gz``.
+      document: The file; only its name is used.
+      setting: ``data.format``; ``auto`` depends on the suffix before ``.gz``.
 
     Raises:
-      DataFormatError: [T606] the ending is that of something else.
+      DataFormatError: [T606] the suffix is that of another format.
     """
-    if asked != "auto":
-        return asked
+    if setting != "auto":
+        return setting
     suffix = PurePath(document.name.lower().removesuffix(".gz")).suffix
     if suffix in _REFUSED:
-        raise _refused(document, f"{_REFUSED[suffix]}, by its ending {suffix}")
+        raise _refused(document, f"{_REFUSED[suffix]}, by its suffix {suffix}")
     return JSON_LINES if suffix in _JSON_LINES_SUFFIXES else TEXT
 
 
-def texts_of(document: Document, asked: str, field: str) -> Iterator[tuple[str, bytes]]:
-    """The texts of a file, one after the other, each with its name.
+def texts_of(
+    document: Document, setting: str, field: str
+) -> Iterator[tuple[str, bytes]]:
+    """The name and bytes of each text of a file.
 
     Args:
       document: The file, or a part of it.
-      asked: ``data.format``.
+      setting: ``data.format``.
       field: ``data.text_field``.
 
     Raises:
       DataNotFoundError: [T601] the file cannot be read.
-      DataFormatError: [T606] it holds no text.
-      JsonLinesError: [T607] a line is no JSON object with a text in that field.
+      DataFormatError: [T606] it is not text.
+      JsonLinesError: [T607] a line is not a JSON object with a text in that field.
     """
     content = document.read()
-    if format_of(document, asked) == JSON_LINES:
+    if format_of(document, setting) == JSON_LINES:
         yield from _json_lines(document, content, field)
         return
-    if asked == "auto":
+    if setting == "auto":
         _check_text(document, content)
     yield document.name, content
 
@@ -89,13 +91,13 @@ def _check_text(document: Document, content: bytes) -> None:
     for begin, kind in _FIRST_BYTES.items():
         if not document.begin and content.startswith(begin):
             raise _refused(document, f"{kind}, by its first bytes")
-    if (place := content.find(b"\0")) >= 0:
-        place += document.begin
-        raise _refused(document, f"binary, with the byte 0x00 at offset {place}")
+    if (offset := content.find(b"\0")) >= 0:
+        offset += document.begin
+        raise _refused(document, f"binary, with the byte 0x00 at offset {offset}")
 
 
 def _refused(document: Document, got: str) -> DataFormatError:
-    fix = 'write its texts as lines {"text": …} to a file that ends in .jsonl'
+    fix = 'write its texts as lines {"text": …} to a file with the suffix .jsonl'
     if "0x00" in got:
         fix = "convert it to UTF-8 if it is UTF-16 or UTF-32; else " + fix
     elif got.startswith("JSON"):
@@ -103,14 +105,14 @@ def _refused(document: Document, got: str) -> DataFormatError:
     return DataFormatError(
         f"the data file {document.name!r} is not text",
         got=f"{document.path}: {got}",
-        fix=f"{fix}\nor train on the bytes as they are: data.format=text",
+        fix=f"{fix}\nor train on the raw bytes: data.format=text",
     )
 
 
 def _json_lines(
     document: Document, content: bytes, field: str
 ) -> Iterator[tuple[str, bytes]]:
-    # Not splitlines: a JSON string may hold what Python takes for the end of a line.
+    # Not splitlines: it also splits at characters that JSON strings may contain.
     lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     for number, line in enumerate(lines, document.first_line):
         if line.strip():
@@ -118,17 +120,17 @@ def _json_lines(
                 text = _text_of(json.loads(line), field)
                 yield f"{document.name}:{number}", text.encode()
             except (ValueError, RecursionError) as error:
-                raise _no_text(document, number, _why(error), field) from error
+                raise _no_text(document, number, _reason(error), field) from error
 
 
 def _text_of(value: Any, field: str) -> str:
     if not isinstance(value, dict):
-        raise ValueError(f"it is {_kind(value)}, and not an object")
+        raise ValueError(f"it is {_kind(value)}, not an object")
     if field not in value:
         near = did_you_mean(field, [str(name)[:40] for name in list(value)[:12]])
         raise ValueError(f"it has no field {field!r}; {near}")
     if not isinstance(value[field], str):
-        raise ValueError(f"its field {field!r} is {_kind(value[field])}, and not text")
+        raise ValueError(f"its field {field!r} is {_kind(value[field])}, not text")
     return value[field]
 
 
@@ -137,23 +139,25 @@ def _kind(value: Any) -> str:
     return "null" if value is None else kinds.get(type(value), "a number")
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8: byte 0x{error.object[error.start]:02x}"
     if isinstance(error, UnicodeEncodeError):
-        return "its text has half of a surrogate pair, which is no character"
+        return "its text has half of a surrogate pair, which is not a character"
     if isinstance(error, json.JSONDecodeError):
         return f"it is not JSON: {error.msg} at character {error.pos + 1}"
     if isinstance(error, RecursionError):
-        return "it is not JSON that can be read: too many brackets inside each other"
+        return "it is not readable JSON: brackets are nested too deeply"
     return str(error)
 
 
-def _no_text(document: Document, number: int, why: str, field: str) -> JsonLinesError:
+def _no_text(
+    document: Document, number: int, reason: str, field: str
+) -> JsonLinesError:
     return JsonLinesError(
         f"line {number} of the data file {document.name!r} has no text",
-        got=f"{document.path}, line {number}: {why}",
+        got=f"{document.path}, line {number}: {reason}",
         fix=f'write one JSON object a line, with its text in the field "{field}"\n'
-        "or name another field: data.text_field=<name>\n"
-        "or train on the lines as they are: data.format=text",
+        "or use another field: data.text_field=<name>\n"
+        "or train on the raw lines: data.format=text",
     )

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents to rows: one stream of tokens, cut every ``sequence_length``.
+"""Packs documents into rows: one token stream, cut every ``sequence_length``.
 
     documents   [h e y] [y o]                      S = 4, separator |
     stream      | h e y | y o
     row 0       tokens | h e y    targets h e y |    segments 1 1 1 1
     row 1       tokens | y _ _    targets y o _ _    segments 1 1 0 0
 
-Row r reads ``stream[r*S : (r+1)*S + 1]``, so that every token of the stream but the
-first is the target of exactly one position. The target of a document's last token is
-the separator that follows: it is how a model learns where a document ends.
+Row r reads ``stream[r*S : (r+1)*S + 1]``, so every token of the stream except the first
+is the target of exactly one position. The target of a document's last token is the
+separator after it, from which a model learns where documents end.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import TokenRangeError
-from tessera.training.data.tokenization import Ids
+from tessera.training.data.tokenization import Ids, out_of_vocabulary
 
 NO_TARGET = -100
 
@@ -27,12 +27,13 @@ Batch = dict[str, npt.NDArray[np.int32]]
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Documents one after the other.
+    """Concatenated documents.
 
     Attributes:
       tokens: uint16 where the vocabulary allows it, else int32; [tokens].
-      starts: Where each document begins, with its separator; int64, [documents].
-      is_separated: Whether a separator stands before each document.
+      starts: The index at which each document starts, with its separator; int64,
+        [documents].
+      is_separated: Whether there is a separator before each document.
     """
 
     tokens: npt.NDArray[np.uint16 | np.int32]
@@ -43,12 +44,12 @@ class TokenStream:
 def join(
     documents: Iterable[tuple[str, Ids]], *, separator: int | None, vocab_size: int
 ) -> TokenStream:
-    """Join documents into one stream; those without tokens are left out.
+    """Concatenate documents into one stream, without empty ones.
 
     Args:
       documents: Pairs of a name and ids, int32 [tokens].
-      separator: The id to put before each document, if any.
-      vocab_size: The model's; every id must be in [0, vocab_size).
+      separator: The id to insert before each document, or None.
+      vocab_size: The model's vocabulary size; ids must be in [0, vocab_size).
 
     Raises:
       TokenRangeError: [T604] an id is negative or too large; names its document.
@@ -73,25 +74,24 @@ def join(
 
 
 def _check_range(name: str, ids: Ids, vocab_size: int) -> None:
-    if ids.min() >= 0 and ids.max() < vocab_size:
+    wrong = out_of_vocabulary(ids, vocab_size)
+    if not wrong.size:
         return
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     raise TokenRangeError(
-        f"document {name!r} holds token ids outside the model's vocabulary",
+        f"document {name!r} has token ids outside the model's vocabulary",
         got=f"id {ids[wrong[0]]} at token {wrong[0]}, {wrong.size} such in all; "
         f"legal ids are 0 to {vocab_size - 1}",
-        fix="use the tokenizer that belongs to the model, or give the model a larger "
-        "vocabulary",
+        fix="use the model's own tokenizer, or give the model a larger vocabulary",
     )
 
 
 class PackedRows:
-    """The rows of a stream, made when asked for.
+    """The rows of a stream, created on access.
 
     Args:
       stream: The tokens.
       sequence_length: S, the number of positions in a row.
-      keep_tail: Whether the last row, when it is not full, is kept and padded.
+      keep_tail: Whether to pad and keep an incomplete last row.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class PackedRows:
     def __getitem__(self, index: int) -> Batch:
         """One row: ``tokens``, ``targets``, ``segment_ids``, ``positions``, int32 [S].
 
-        Segments count from 1 in each row, positions from 0 in each segment. Where the
-        stream has ended, targets are -100 and the rest is 0.
+        Segments count from 1 in each row, positions from 0 in each segment. After the
+        end of the stream, targets are -100 and the rest is 0.
         """
         length, begin = self.sequence_length, index * self.sequence_length
         starts = self.stream.starts
@@ -120,24 +120,24 @@ class PackedRows:
         cuts = starts[inner] - begin
         targets = window[1:].copy()
         if not self.stream.is_separated:
-            # The next token belongs to another text and follows from nothing here.
+            # The next token belongs to another text and cannot be predicted.
             targets[cuts - 1] = NO_TARGET
         offsets = np.arange(targets.size, dtype=np.int32)
-        begins = np.zeros_like(offsets)
-        begins[cuts[cuts < targets.size]] = 1
-        filled = {
+        is_start = np.zeros_like(offsets)
+        is_start[cuts[cuts < targets.size]] = 1
+        row = {
             "tokens": window[:-1],
             "targets": targets,
-            "segment_ids": np.cumsum(begins, dtype=np.int32) + np.int32(1),
-            "positions": offsets - np.maximum.accumulate(begins * offsets),
+            "segment_ids": np.cumsum(is_start, dtype=np.int32) + np.int32(1),
+            "positions": offsets - np.maximum.accumulate(is_start * offsets),
         }
-        blank = self.padding()
-        for name, values in filled.items():
-            blank[name][: values.size] = values
-        return blank
+        padded = self.padding()
+        for name, values in row.items():
+            padded[name][: values.size] = values
+        return padded
 
     def padding(self) -> Batch:
-        """A row of nothing: all targets -100, the rest 0."""
+        """A row of padding: all targets -100, the rest 0."""
         names = ("tokens", "segment_ids", "positions")
         row = {name: np.zeros(self.sequence_length, np.int32) for name in names}
         row["targets"] = np.full(self.sequence_length, NO_TARGET, np.int32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which examples each process reads in each epoch, for data sets of one's own.
+"""Samples the examples of an epoch for each process, for custom data sets.
 
-The trainer's own text needs none of this: ``corpus.train`` gives batches without end,
-each pass over them in another order. This is for a loop over epochs.
+The trainer itself does not need it: ``corpus.train`` yields endless batches, each pass
+in another order. This is for loops over epochs.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ Indices: TypeAlias = np.ndarray
 class EpochSampler:
     """The indices of every batch of an epoch, divided among processes.
 
-    The order of an epoch depends on ``seed`` and the epoch's number alone. So every
-    process agrees on it without asking, an epoch can be read again, and there is no
-    state that one may forget to set.
+    The order of an epoch depends only on ``seed`` and the epoch's number. So processes
+    agree on it without communication, an epoch can be repeated, and there is no state
+    to set.
 
     Attributes:
       num_examples: Examples of the data set.
@@ -31,10 +31,10 @@ class EpochSampler:
       process_index: This process.
       process_count: How many processes share each batch; divides ``batch_size``. A
         global batch is the same for any number of them.
-      seed: Of the orders.
+      seed: Seed of the orders.
       shuffle: False reads the examples in order, in every epoch.
-      drop_last: Leave out the examples that do not fill a batch; by default the last
-        batch is filled up with the first examples of the epoch's order.
+      drop_last: Drop an incomplete last batch; by default it is filled with the first
+        examples of the epoch's order.
 
     Raises:
       BatchSizeError: [T503] ``process_count`` does not divide ``batch_size``.
@@ -56,18 +56,14 @@ class EpochSampler:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        Share(self.batch_size, self.process_index, self.process_count)  # checks them
+        Share(self.batch_size, self.process_index, self.process_count)  # validates
         least = self.batch_size if self.drop_last else 1
         if self.num_examples < least:
             raise EmptyDataError(
                 "there are too few examples for one batch",
                 got=f"{self.num_examples} examples, a batch takes {self.batch_size}",
                 fix="use a smaller batch"
-                + (
-                    ", or drop_last=False"
-                    if self.drop_last and self.num_examples
-                    else ""
-                ),
+                + ", or drop_last=False" * bool(self.drop_last and self.num_examples),
             )
 
     def __len__(self) -> int:
@@ -83,15 +79,14 @@ class EpochSampler:
           int64 ``[batch_size / process_count]``.
         """
         order = self._order(number)
-        wanted = len(self) * self.batch_size
-        # More than once around where a batch is larger than the data set.
-        order = np.resize(order, wanted) if wanted > order.size else order[:wanted]
+        # np.resize repeats the order, several times if a batch is larger than that.
+        order = np.resize(order, len(self) * self.batch_size)
         shared = order.reshape(len(self), self.process_count, -1)
         yield from shared[start:, self.process_index]
 
     def _order(self, number: int) -> Indices:
         if not self.shuffle:
             return np.arange(self.num_examples)
-        # PCG64 by name: what default_rng is may change with NumPy.
+        # PCG64 by name: the algorithm of default_rng may change with NumPy.
         draw = np.random.Generator(np.random.PCG64([self.seed, number]))
         return draw.permutation(self.num_examples)

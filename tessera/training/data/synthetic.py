@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens made from a seed: no files, any vocabulary, and something to learn.
+"""Generates learnable tokens from a seed, without files, for any vocabulary.
 
-A document is a few of 64 fixed patterns of 32 tokens, one after the other, each drawn
-at random; then a share ``noise`` of the tokens is replaced by random ones. Within a
-pattern the next token is certain, so a model that has learnt the patterns loses about
+A document is a sequence of random choices among 64 fixed patterns of 32 tokens; then a
+fraction ``noise`` of the tokens is replaced by random ones. Within a pattern the next
+token is certain, so a model that has learnt the patterns has a loss of about
 
     log(64) / 32 + noise * log(vocab_size) + H(noise)    nats a token
 
-where H is the entropy of a coin; one that has learnt nothing loses log(vocab_size).
+where H is the binary entropy; an untrained model has a loss of log(vocab_size).
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from tessera.training.data.tokenization import Ids
 
 NUM_PATTERNS = 64
 PATTERN_LENGTH = 32
-MOST_PATTERNS_A_DOCUMENT = 16
+MAX_PATTERNS_PER_DOCUMENT = 16
 
-# Random numbers that are made at once, with all their intermediate results.
-_AT_ONCE = 2**20
-# The most memory that 20 and 40 million tokens took, from numbers to packed rows.
-_BYTES_A_TOKEN = 20
+# Random numbers generated at a time, to limit the memory of intermediate results.
+_CHUNK = 2**20
+# Peak memory, measured with 20 and 40 million tokens from numbers to packed rows.
+_BYTES_PER_TOKEN = 20
 
 
 class SyntheticTokenizer:
@@ -48,15 +48,15 @@ class SyntheticTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str | bytes) -> Ids:
-        """The numbers in ``text``, which blanks separate."""
+        """The numbers in ``text``, separated by spaces."""
         content = text if isinstance(text, str) else text.decode()
         try:
             return np.array([int(word) for word in content.split()], np.int32)
         except ValueError as error:
             raise TokenizerError(
-                "the text of synthetic data is written in numbers",
+                "the text of synthetic data consists of numbers",
                 got=repr(content),
-                fix="give ids separated by blanks: '7 42'",
+                fix="write ids separated by spaces: '7 42'",
             ) from error
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
@@ -71,13 +71,13 @@ class SyntheticTokenizer:
 def make_documents(
     config: SyntheticConfig, vocab_size: int, seed: int
 ) -> list[tuple[str, Ids]]:
-    """Documents of ``config.tokens`` tokens in all, the same for the same arguments.
+    """Documents with ``config.tokens`` tokens in all, determined by the arguments.
 
     Returns:
       Pairs of a name and ids, int32 [tokens], each id in [1, vocab_size).
 
     Raises:
-      SettingValueError: [T502] this machine has no memory for so many.
+      SettingValueError: [T502] this machine has not enough memory for them.
 
     Example:
       >>> (name, ids), *_ = make_documents(SyntheticConfig(tokens=99), 50, seed=0)
@@ -94,7 +94,7 @@ def make_documents(
     # Compared in 2**32 parts, so that noise 0 changes nothing and 1 everything.
     noisy = draw.integers("where", ids.size, 2**32) < config.noise * 2**32
     ids[noisy] = draw.integers("noise", ids.size, vocab_size - 1)[noisy] + 1
-    lengths = draw.integers("lengths", num_pieces, MOST_PATTERNS_A_DOCUMENT) + 1
+    lengths = draw.integers("lengths", num_pieces, MAX_PATTERNS_PER_DOCUMENT) + 1
     ends = np.cumsum(lengths) * PATTERN_LENGTH
     tokens = ids[: config.tokens].astype(np.int32)
     documents = np.split(tokens, ends[ends < config.tokens])
@@ -102,19 +102,19 @@ def make_documents(
 
 
 def _check_memory(tokens: int) -> None:
-    needed = tokens * _BYTES_A_TOKEN
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
+    needed = tokens * _BYTES_PER_TOKEN
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > available:
         raise SettingValueError(
-            "the memory of this machine does not hold so many synthetic tokens",
-            got=f"data.synthetic.tokens={tokens} take {needed:,} bytes while they are "
-            f"made, {_BYTES_A_TOKEN} each, of {there:,}",
-            fix=f"use data.synthetic.tokens={there // _BYTES_A_TOKEN} at most",
+            "this machine has not enough memory for so many synthetic tokens",
+            got=f"data.synthetic.tokens={tokens} take {needed:,} bytes while "
+            f"generated, {_BYTES_PER_TOKEN} each, of {available:,}",
+            fix=f"use data.synthetic.tokens={available // _BYTES_PER_TOKEN} at most",
         )
 
 
 class _Randomness:
-    """SplitMix64, counted: numpy may change its own streams between releases.
+    """SplitMix64 by counter: NumPy may change its own streams between releases.
 
     Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators",
     OOPSLA 2014.
@@ -124,11 +124,11 @@ class _Randomness:
         self._seed = seed
 
     def integers(self, use: str, count: int, below: int) -> npt.NDArray[np.int64]:
-        """``count`` integers in [0, below), their own stream for each ``use``."""
+        """``count`` integers in [0, below), from a separate stream for each ``use``."""
         digest = hashlib.blake2b(f"{use}/{self._seed}".encode(), digest_size=8).digest()
-        found = np.empty(count, np.int64)
-        for begin in range(0, count, _AT_ONCE):
-            part = found[begin : begin + _AT_ONCE]
+        numbers = np.empty(count, np.int64)
+        for begin in range(0, count, _CHUNK):
+            part = numbers[begin : begin + _CHUNK]
             z = np.arange(begin + 1, begin + 1 + part.size, dtype=np.uint64)
             z *= np.uint64(0x9E3779B97F4A7C15)
             z += np.uint64(int.from_bytes(digest, "big"))
@@ -136,4 +136,4 @@ class _Randomness:
             z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             z ^= z >> np.uint64(31)
             part[:] = z % np.uint64(below)
-        return found
+        return numbers

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to token ids and back: bytes, ``tokenizers`` JSON files, sentencepiece models.
+"""Tokenizers: bytes, ``tokenizers`` JSON files and sentencepiece models.
 
 The two libraries are the optional extra ``tessera[tokenizers]`` and are imported when
-a file of theirs is named. Nothing is ever downloaded.
+one of their files is used. Nothing is ever downloaded.
 """
 
 import importlib
@@ -15,12 +15,17 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tessera.errors import TokenizerError, did_you_mean
+from tessera.errors import (
+    TokenizerError,
+    TokenRangeError,
+    VocabularyError,
+    did_you_mean,
+)
 from tessera.regular_files import check_regular
 
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
-# What the common model families call the token that stands between documents.
+# Names of the document separator in common model families.
 _SEPARATORS = (
     *("<bos>", "<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "[BOS]"),
     *("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "[EOS]", "[SEP]"),
@@ -28,12 +33,12 @@ _SEPARATORS = (
 
 
 class Tokenizer(Protocol):
-    """What the rest of the data pipeline knows of a tokenizer.
+    """The interface of a tokenizer to the rest of the data pipeline.
 
     Attributes:
       kind: ``bytes``, ``tokenizers``, ``sentencepiece`` or ``synthetic``.
       vocab_size: Ids run from 0 to this, exclusive.
-      separator: The id that stands before every document, or None.
+      separator: The id before every document, or None.
     """
 
     kind: str
@@ -49,16 +54,16 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
-        """The text of ``ids``; those that stand for no text are left out."""
+        """The text of ``ids``, without special tokens."""
         ...
 
     def token(self, number: int) -> str:
-        """What the vocabulary calls an id that ``encode`` gave."""
+        """The name in the vocabulary of an id that ``encode`` returned."""
         ...
 
 
 class ByteTokenizer:
-    """Each byte is its own id; 256 separates documents. Takes any file.
+    """Each byte is its own id; 256 separates documents. Accepts any file.
 
     Example:
       >>> tokenizer = ByteTokenizer()
@@ -73,12 +78,12 @@ class ByteTokenizer:
     separator: int | None = 256
 
     def encode(self, text: str | bytes) -> Ids:
-        """One id a byte; a string is taken as UTF-8."""
+        """One id for each byte; a string is encoded as UTF-8."""
         content = text.encode() if isinstance(text, str) else text
         return np.frombuffer(content, np.uint8).astype(np.int32)
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
-        """UTF-8 text; a broken character becomes U+FFFD."""
+        """UTF-8 text; invalid bytes become U+FFFD."""
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
     def token(self, number: int) -> str:
@@ -87,11 +92,11 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A file of the ``tokenizers`` library, as ``tokenizer.json`` of many models.
+    """A file of the ``tokenizers`` library, the ``tokenizer.json`` of many models.
 
-    Truncation and padding that the file asks for are switched off: text is packed,
-    so both would lose or make up tokens. Special tokens are neither added nor looked
-    for in the text: a document that holds the characters ``<bos>`` is only text.
+    Truncation and padding are switched off even if the file enables them: text is
+    packed, so they would lose or invent tokens. Special tokens are neither added nor
+    recognized: the characters ``<bos>`` in a document are ordinary text.
     """
 
     kind = "tokenizers"
@@ -107,7 +112,7 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        # The count would be too small where ids have gaps.
+        # The number of entries would be too small if ids have gaps.
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         self.separator: int | None = next(
             (vocab[name] for name in _SEPARATORS if name in vocab), None
@@ -122,7 +127,7 @@ class JsonTokenizer:
             raise TokenizerError(
                 f"the tokenizer {str(self._path)!r} has no ids for this text",
                 got=" ".join(str(error).split()),
-                fix="give it an unknown token that its vocabulary has, or use another",
+                fix="add an unknown token to its vocabulary, or use another tokenizer",
             ) from error
         return _as_ids(encoding.ids)
 
@@ -136,7 +141,7 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model, as ``tokenizer.model`` of Gemma and others."""
+    """A sentencepiece model, the ``tokenizer.model`` of Gemma and others."""
 
     kind = "sentencepiece"
 
@@ -144,7 +149,7 @@ class SentencePieceTokenizer:
         library = _import_extra("sentencepiece", path)
         self._processor: Any = library.SentencePieceProcessor()
         try:
-            # From memory: given a file name, the library prints on its own.
+            # From memory: if given a file name, the library prints errors itself.
             self._processor.LoadFromSerializedProto(path.read_bytes())
         except (OSError, RuntimeError) as error:
             raise _unreadable(path, "sentencepiece", error) from error
@@ -158,7 +163,7 @@ class SentencePieceTokenizer:
         return _as_ids(self._processor.encode(content))
 
     def token(self, number: int) -> str:
-        """The piece, with ``▁`` for a blank."""
+        """The piece, with ``▁`` for a space."""
         return self._processor.id_to_piece(number)
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
@@ -167,14 +172,14 @@ class SentencePieceTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that ``data.tokenizer=`` names.
+    """Load the tokenizer of ``data.tokenizer``.
 
     Args:
       name: ``bytes``, or the path of a .json or .model file.
 
     Raises:
-      TokenizerError: [T605] there is no such tokenizer or file, the file is not one,
-        or the library that reads it is not installed.
+      TokenizerError: [T605] there is no such tokenizer or file, it cannot be read, or
+        the library that reads it is not installed.
 
     Example:
       >>> load_tokenizer("bytes").vocab_size
@@ -184,11 +189,11 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     try:
         path = Path(name).expanduser()
-        if there := path.is_file():
+        if exists := path.is_file():
             check_regular(path)
-    # A name that is too long, a folder without leave, ~ of a user who is none.
+    # A name that is too long, an unreadable folder, ~ of a user who does not exist.
     except (OSError, RuntimeError) as error:
-        path, there = Path(name), False
+        path, exists = Path(name), False
         why = f": {getattr(error, 'strerror', None) or error}"
     else:
         why = ""
@@ -199,22 +204,18 @@ def load_tokenizer(name: str) -> Tokenizer:
             fix=did_you_mean(name, ["bytes"]) + ", the path of a tokenizers file "
             "(.json) or of a sentencepiece model (.model)",
         )
-    if not there:
+    if not exists:
         raise TokenizerError(
             f"the tokenizer file {name!r} does not exist",
             got=f"no file at {path.absolute()}{why}",
-            fix="give data.tokenizer a file on this machine, or use bytes; nothing is "
-            "downloaded",
+            fix="set data.tokenizer to a file on this machine, or use bytes; nothing "
+            "is downloaded",
         )
-    return (
-        JsonTokenizer(path)
-        if path.suffix == ".json"
-        else (SentencePieceTokenizer(path))
-    )
+    return (JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer)(path)
 
 
 def _as_ids(numbers: list[int]) -> Ids:
-    """Token ids as int32; those of a file that has larger ones stay as they are."""
+    """Token ids as int32, or int64 if the tokenizer has larger ones."""
     ids = np.array(numbers, np.int64)
     return ids if ids.size and ids.max() >= 2**31 else ids.astype(np.int32)
 
@@ -222,7 +223,7 @@ def _as_ids(numbers: list[int]) -> Ids:
 def _import_extra(library: str, path: Path) -> ModuleType:
     try:
         with warnings.catch_warnings():
-            # SWIG's types warn on Python 3.12, whoever imports them.
+            # Types that SWIG generates cause a warning on Python 3.12.
             warnings.simplefilter("ignore", DeprecationWarning)
             return importlib.import_module(library)
     except ImportError as error:
@@ -238,6 +239,92 @@ def _unreadable(path: Path, library: str, error: Exception) -> TokenizerError:
     return TokenizerError(
         f"the library {library!r} cannot read {str(path)!r}",
         got=" ".join(str(error).split()) or type(error).__name__,
-        fix="give a .json file that tokenizers saved or a .model file that "
-        "sentencepiece trained",
+        fix="use a .json file saved by tokenizers or a .model file trained by "
+        "sentencepiece",
+    )
+
+
+# --- a tokenizer and the vocabulary of a model
+
+
+def check_tokens(
+    name: str,
+    content: str | bytes,
+    ids: Ids,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    *,
+    first_line: int = 1,
+) -> None:
+    """Check that the model's vocabulary has every token of a text.
+
+    Args:
+      name: Name of the text.
+      content: The text.
+      ids: Its token ids.
+      tokenizer: The tokenizer that returned them.
+      vocab_size: The model's vocabulary size.
+      first_line: The number of the text's first line.
+
+    Raises:
+      TokenRangeError: [T604] it has not; names the first such token and its position.
+    """
+    wrong = out_of_vocabulary(ids, vocab_size)
+    if not wrong.size:
+        return
+    first = int(ids[wrong[0]])
+    text = content if isinstance(content, str) else content.decode(errors="replace")
+    lines = (
+        f", at line {number}"
+        for number, line in enumerate(text.split("\n"), first_line)
+        if out_of_vocabulary(tokenizer.encode(line), vocab_size).size
+    )
+    # A token may span two lines.
+    position = f"token {wrong[0] + 1} of {ids.size}{next(lines, '')}"
+    raise TokenRangeError(
+        f"the text of {name!r} has a token that the model does not have",
+        got=f"{tokenizer.token(first)!r}, id {first}, is {position}; {wrong.size} such "
+        f"in all; the model has ids 0 to {vocab_size - 1}",
+        fix="remove it from the text, or use the model's own tokenizer; a model that "
+        "is trained from scratch can have a larger model.vocab_size",
+    )
+
+
+def out_of_vocabulary(ids: Ids, vocab_size: int) -> npt.NDArray[np.intp]:
+    """Positions of the ids that are outside of a model's vocabulary."""
+    return np.flatnonzero((ids < 0) | (ids >= vocab_size))
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Check that the model's vocabulary has every id of a tokenizer.
+
+    Raises:
+      VocabularyError: [T603] it has not.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise _too_many_ids(tokenizer, vocab_size, "")
+
+
+def check_separator(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Check that the model's vocabulary has a tokenizer's separator.
+
+    Other ids may be larger, as the image tokens of published models are: only those in
+    the text are checked.
+
+    Raises:
+      VocabularyError: [T603] it has not.
+    """
+    separator = tokenizer.separator
+    if separator is not None and separator >= vocab_size:
+        note = f", and id {separator} precedes every document"
+        raise _too_many_ids(tokenizer, vocab_size, note)
+
+
+def _too_many_ids(tokenizer: Tokenizer, vocab_size: int, note: str) -> VocabularyError:
+    return VocabularyError(
+        "the tokenizer's vocabulary is larger than the model's",
+        got=f"{tokenizer.kind} tokenizer: {tokenizer.vocab_size} ids, "
+        f"model: {vocab_size}{note}",
+        fix=f"use a model.vocab_size of at least {tokenizer.vocab_size}, or a "
+        "tokenizer with fewer ids",
     )

@@ -12,11 +12,11 @@ from tessera.training.checkpoints import checkpoint_folder
 from tessera.training.checkpoints.checkpoint_folder import (
     Checkpoint,
     complete_steps,
-    damaged_ones,
-    open_root,
+    damaged_checkpoints,
+    prepare_root,
+    quarantine,
     read_checkpoint,
     remove,
-    set_aside,
 )
 from tessera.training.checkpoints.manifest import LAST, NAME, write_manifest
 from tessera.training.checkpoints.metadata import Metadata, write_metadata
@@ -66,20 +66,20 @@ def test_metadata_that_says_nothing_is_damage(tmp_path, text):
     write_manifest(path)
     said = read_checkpoint(path)
     assert isinstance(said, str)
-    assert said.startswith(f"{LAST} says nothing that can be used: ")
+    assert said.startswith(f"{LAST} is not usable: ")
 
 
 def test_one_in_the_place_of_another_is_damage(tmp_path):
     write(tmp_path, 6).rename(tmp_path / "8")
     assert read_checkpoint(tmp_path / "8") == (
-        f"{LAST} says nothing that can be used: step 6, in the folder of step 8"
+        f"{LAST} is not usable: step 6, in the folder of step 8"
     )
 
 
 def test_nothing_is_renamed_onto_something_else(tmp_path):
     for expected in ("7.damaged", "7.damaged.1", "7.damaged.2"):
-        assert set_aside(write(tmp_path, 7)).name == expected
-    assert len(damaged_ones(tmp_path)) == 3
+        assert quarantine(write(tmp_path, 7)).name == expected
+    assert len(damaged_checkpoints(tmp_path)) == 3
 
 
 def test_one_that_is_removed_half_way_does_not_count(tmp_path, monkeypatch):
@@ -93,13 +93,13 @@ def test_one_that_is_removed_half_way_does_not_count(tmp_path, monkeypatch):
         remove(path)
     assert complete_steps(tmp_path) == []
     monkeypatch.undo()
-    assert open_root(tmp_path, 7, 0) == []
+    assert prepare_root(tmp_path, 7, 0) == []
     assert names(tmp_path) == set()
 
 
 def test_a_folder_is_made_ready(tmp_path):
     root = tmp_path / "a" / "checkpoints"
-    assert open_root(root, None, 100) == []
+    assert prepare_root(root, None, 100) == []
     assert names(root) == set()
 
 
@@ -108,15 +108,15 @@ def test_what_is_unfinished_is_removed_and_what_is_later_is_kept(tmp_path):
         write(tmp_path, step)
     write(tmp_path, 8, complete=False)
     shutil.rmtree(write(tmp_path, 10, complete=False) / "state")
-    assert open_root(tmp_path, 4, 0) == [
-        "the checkpoint of step 6 is later than this run's beginning and is kept as "
-        "6.replaced",
-        f"the checkpoint of step 8 has no {NAME}; it does not count and is kept as "
-        "8.unfinished",
+    assert prepare_root(tmp_path, 4, 0) == [
+        "the checkpoint of step 6 is later than the start of this run and was renamed "
+        "to 6.replaced",
+        f"the checkpoint of step 8 has no {NAME}; it does not count and was renamed "
+        "to 8.unfinished",
         "removed the unfinished checkpoint of step 10",
     ]
     assert names(tmp_path) == {"2", "4", "6.replaced", "8.unfinished"}
-    assert damaged_ones(tmp_path) == []
+    assert damaged_checkpoints(tmp_path) == []
 
 
 def test_what_a_link_leads_to_is_not_removed(tmp_path):
@@ -127,7 +127,7 @@ def test_what_a_link_leads_to_is_not_removed(tmp_path):
     for step in (2, 4):
         (root / str(step)).symlink_to(outside / str(step))
     assert complete_steps(root) == [2]
-    open_root(root, 2, 0)
+    prepare_root(root, 2, 0)
     assert names(root) == {"2", "4.unfinished"}
     remove(root / "2")
     assert names(root) == {"4.unfinished"}
@@ -139,7 +139,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_removed(tmp_path):
     photos = tmp_path / "2026"
     photos.mkdir()
     (photos / "sea.jpeg").touch()
-    open_root(tmp_path, None, 0)
+    prepare_root(tmp_path, None, 0)
     assert names(tmp_path) == {"2026.unfinished"}
     assert names(tmp_path / "2026.unfinished") == {"sea.jpeg"}
 
@@ -147,11 +147,11 @@ def test_a_folder_that_is_no_checkpoint_is_not_removed(tmp_path):
 def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointWriteError) as caught:
-        open_root(tmp_path / "file" / "checkpoints", None, 0)
+        prepare_root(tmp_path / "file" / "checkpoints", None, 0)
     assert str(caught.value) == (
         "[T804] a checkpoint cannot be written\n"
         f"  got: {tmp_path}/file/checkpoints: Not a directory\n"
-        "  fix: make room or give leave to write there, or take another folder: "
+        "  fix: make room or allow writing there, or use another folder: "
         "hydra.run.dir=<folder>\n"
         "  docs: docs/errors/T804.md"
     )
@@ -160,13 +160,13 @@ def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path):
 def test_a_disk_without_room_for_one_is_said_at_once(tmp_path, monkeypatch):
     usage = SimpleNamespace(free=3 << 20)
     monkeypatch.setattr(checkpoint_folder.shutil, "disk_usage", lambda _: usage)
-    assert open_root(tmp_path, None, 3 << 20) == []
+    assert prepare_root(tmp_path, None, 3 << 20) == []
     with pytest.raises(CheckpointWriteError) as caught:
-        open_root(tmp_path, None, 5 << 20)
+        prepare_root(tmp_path, None, 5 << 20)
     assert str(caught.value) == (
         f"[T804] there is no room for a checkpoint in {tmp_path}\n"
         "  got: a checkpoint takes 5.00 MiB, and 3.00 MiB are free\n"
-        "  fix: make room, take another folder (hydra.run.dir=<folder>), or keep no "
+        "  fix: make room, use another folder (hydra.run.dir=<folder>), or write no "
         "checkpoints: training.checkpoint_every=null\n"
         "  docs: docs/errors/T804.md"
     )

@@ -2,13 +2,12 @@
 """The parameters of a checkpoint as a file, and a run that begins with them."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tessera.errors import CheckpointNotFoundError, WeightFileError
 from tessera.export import main
-from tessera.models.safetensors import open_file
+from tessera.models.safetensors import SafetensorsFile
 from tessera.models.weights import import_weights
 from tessera.training.checkpoints.export_checkpoint import export_checkpoint
 from tessera.training.checkpoints.saving import Checkpoints
@@ -42,8 +41,8 @@ def test_the_command_writes_it_in_the_dtype_asked_for(written, tmp_path, capsys)
     path = tmp_path / "half.safetensors"
     assert main([str(folder / "checkpoints" / "4"), str(path), "--dtype=bf16"]) == 0
     assert capsys.readouterr().out.startswith(f"{path}: ")
-    dtypes = {entry.dtype for entry in open_file(path).entries.values()}
-    assert dtypes == {np.dtype(jnp.bfloat16)}
+    dtypes = {dtype for dtype, _ in SafetensorsFile(path).arrays.values()}
+    assert dtypes == {"BF16"}
 
 
 def test_mistakes_of_the_command_are_said_in_a_line(tmp_path, capsys):
@@ -61,7 +60,7 @@ def test_a_damaged_checkpoint_is_not_exported(run_of, filled, tmp_path):
     assert str(caught.value) == (
         f"[T801] the checkpoint {tmp_path}/2 is damaged\n"
         "  got: metadata.json is not what was written\n"
-        "  fix: export the one before it\n"
+        "  fix: export the checkpoint before it\n"
         "  docs: docs/errors/T801.md"
     )
     assert not (tmp_path / "a").exists()

@@ -72,11 +72,11 @@ def test_every_bit_of_the_manifest_itself_counts(folder):
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 300, -67, -1])
-def test_a_manifest_that_lost_its_end_is_not_whole(folder, size):
+def test_a_manifest_that_lost_its_end_is_not_complete(folder, size):
     write_manifest(folder)
     content = (folder / NAME).read_bytes()
     (folder / NAME).write_bytes(content[:size])
-    assert find_damage(folder) == f"{NAME} is not whole"
+    assert find_damage(folder) == f"{NAME} is not complete"
 
 
 def test_a_missing_shorter_or_longer_file_is_named(folder):
@@ -89,7 +89,7 @@ def test_a_missing_shorter_or_longer_file_is_named(folder):
     path.unlink()
     assert find_damage(folder) == "state/d/1a is missing"
     path.mkdir()
-    assert find_damage(folder) == "state/d/1a is no file"
+    assert find_damage(folder) == "state/d/1a is not a regular file"
 
 
 def test_a_file_more_is_no_damage(folder):
@@ -113,4 +113,4 @@ def test_a_link_is_no_file(folder):
     path = folder / "state/d/1a"
     path.rename(folder.parent / "elsewhere")
     path.symlink_to(folder.parent / "elsewhere")
-    assert find_damage(folder) == "state/d/1a is no file"
+    assert find_damage(folder) == "state/d/1a is not a regular file"

@@ -13,9 +13,10 @@ import pytest
 from tessera.errors import CheckpointMismatchError
 from tessera.training.checkpoints.checkpoint_folder import Checkpoint, read_checkpoint
 from tessera.training.checkpoints.restoring import Restoration
-from tessera.training.checkpoints.saving import Checkpoints, named
+from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.data.cursor import Cursor
 from tessera.training.optimizers import AdafactorConfig, SgdConfig
+from tessera.tree import named_leaves
 
 CURSOR = Cursor(12, {"text": "a", "seed": 0})
 
@@ -52,7 +53,7 @@ def restore(checkpoint, job):
 
 def plain(job, state) -> dict[str, np.ndarray]:
     """Every array without stages, in the form that all meshes share."""
-    arrays = {name: np.asarray(leaf) for name, leaf in named(state).items()}
+    arrays = {name: np.asarray(leaf) for name, leaf in named_leaves(state).items()}
     split = job.model.split
     if split is None:
         return arrays
@@ -71,11 +72,19 @@ def assert_same(got, expected):
         assert got[name].tobytes() == array.tobytes(), name
 
 
-def test_a_state_goes_from_mesh_to_mesh_bit_for_bit(run_of, filled, tmp_path):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("pp 2, of 3 and 2 layers", "dp 2 fsdp 2 tp 2"),
+        pytest.param(tuple(MESHES), marks=pytest.mark.full),
+    ],
+    ids=["some meshes", "all meshes"],
+)
+def test_a_state_goes_from_mesh_to_mesh_bit_for_bit(run_of, filled, tmp_path, names):
     first = run_of()
     job, state = first, filled(first)
     expected = plain(job, state)
-    for number, name in enumerate([*MESHES, "one device"]):
+    for number, name in enumerate([*names, "one device"]):
         checkpoint = save(job, state, tmp_path / str(number))
         job = run_of(**MESHES[name])
         state = restore(checkpoint, job)
@@ -91,7 +100,7 @@ def test_layers_that_fill_up_a_stage_are_zeros_again(run_of, filled, tmp_path):
     split = staged.model.split
     absent = split.numbers >= split.num_layers
     assert absent.sum() == 1
-    for name, leaf in named(state).items():
+    for name, leaf in named_leaves(state).items():
         if "/decoder/" in name:
             assert not np.asarray(leaf)[absent].any(), name
 
@@ -103,7 +112,9 @@ def test_factored_moments_are_regrouped_too(run_of, filled, tmp_path):
         run_of(config=config, optimizer=AdafactorConfig(), **mesh)
         for mesh in ({}, {"pp": 2}, {})
     ]
-    assert any("/v_row/decoder/" in name for name in named(jobs[0].abstract_state))
+    assert any(
+        "/v_row/decoder/" in name for name in named_leaves(jobs[0].abstract_state)
+    )
     state = filled(jobs[0])
     expected = plain(jobs[0], state)
     for number, (before, after) in enumerate(pairwise(jobs)):
@@ -149,18 +160,18 @@ def test_optional_parts_begin_fresh_or_are_given_up_and_it_is_said(
     assert jax.tree.leaves(state.loss_scale)
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(state.residual))
     assert Restoration(checkpoint.metadata, scaled).notes() == [
-        "the checkpoint has no loss_scale, which training.mixed_precision asks for: it "
-        "begins fresh",
-        "the checkpoint has no residual, which training.gradient_compression asks for: "
-        "it begins fresh",
+        "the checkpoint has no loss_scale, which training.mixed_precision needs: it is "
+        "initialized",
+        "the checkpoint has no residual, which training.gradient_compression needs: it "
+        "is initialized",
     ]
     back = save(scaled, state, tmp_path / "b")
     assert restore(back, plain_job).residual is None
     assert Restoration(back.metadata, plain_job).notes() == [
-        "training.mixed_precision has no use for the checkpoint's loss_scale: it is "
-        "given up",
-        "training.gradient_compression has no use for the checkpoint's residual: it is "
-        "given up",
+        "training.mixed_precision does not use the checkpoint's loss_scale: it is "
+        "dropped",
+        "training.gradient_compression does not use the checkpoint's residual: it is "
+        "dropped",
     ]
 
 

@@ -15,9 +15,10 @@ from tessera.training.checkpoints.checkpoint_folder import Checkpoint
 from tessera.training.checkpoints.manifest import LAST, NAME
 from tessera.training.checkpoints.restoring import Restoration
 from tessera.training.checkpoints.resuming import changed_settings, choose
-from tessera.training.checkpoints.saving import Checkpoints, named
+from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.data.cursor import Cursor
 from tessera.training.optimizers import SgdConfig
+from tessera.tree import named_leaves
 
 CONFIG = "training:\n  steps: 8\n  resume: none\nmodel: {name: small}\n"
 
@@ -53,7 +54,7 @@ def test_none_and_auto_begin_anew_where_there_is_nothing(tmp_path):
     assert choice.own_step is None
     assert choice.warnings == (
         f"training.resume=auto: there is no checkpoint in {tmp_path}, and the run "
-        "begins at step 0; hydra.run.dir=<folder> says where to look",
+        "starts at step 0; hydra.run.dir=<folder> names the folder to search",
     )
 
 
@@ -97,7 +98,7 @@ def test_a_path_without_checkpoints_is_an_error(run, tmp_path, monkeypatch, resu
         f"[T801] there is no intact checkpoint in {tmp_path / resume}\n"
         f"  got: {got}\n"
         "  fix: name the folder of a run, of its checkpoints or of one checkpoint: "
-        "training.resume=<folder>; or begin anew: training.resume=none\n"
+        "training.resume=<folder>; or start at step 0: training.resume=none\n"
         "  docs: docs/errors/T801.md"
     )
 
@@ -142,13 +143,13 @@ def test_the_one_before_is_used(run, run_of, damage):
     assert choice.checkpoint.path == run / "checkpoints" / "4"
     assert choice.warnings == (
         f"THE CHECKPOINT OF STEP 6 IS DAMAGED: {broken} "
-        f"{what or 'is not what was written'}. It is kept as 6.damaged and does not "
-        "count; the one before is tried.",
+        f"{what or 'is not what was written'}. It was renamed to 6.damaged and "
+        "does not count; the one before it is tried.",
     )
     assert (run / "checkpoints" / "6.damaged").is_dir()
     job = run_of()
     state = Restoration(choice.checkpoint.metadata, job).run(choice.checkpoint)
-    assert named(state).keys() == named(job.abstract_state).keys()
+    assert named_leaves(state).keys() == named_leaves(job.abstract_state).keys()
 
 
 def test_one_without_a_manifest_never_counts(run):
@@ -176,7 +177,7 @@ def test_in_the_folder_of_another_run_nothing_is_renamed(run, tmp_path):
     assert choice.checkpoint.metadata.step == 4
     assert choice.warnings == (
         f"THE CHECKPOINT OF STEP 6 IS DAMAGED: {LAST} is not what was written. It "
-        "stays as it is and does not count; the one before is tried.",
+        "stays and does not count; the one before it is tried.",
     )
     assert (run / "checkpoints" / "6").is_dir()
 
@@ -196,9 +197,9 @@ def test_what_a_run_goes_on_with_is_said(run, run_of):
     job = run_of(steps=6)
     now = CONFIG.replace("8", "6").replace("none", "auto")
     assert choose("auto", run).check(job, job.load_data(), now) == [
-        f"going on from {run}/checkpoints/6, at row 12",
-        "with other settings: training.steps: 8 -> 6",
-        "all 6 steps are done; more training.steps go on",
+        f"resuming from {run}/checkpoints/6, at row 12",
+        "changed settings: training.steps: 8 -> 6",
+        "all 6 steps are done; raise training.steps to continue",
     ]
     assert choose("none", run).check(job, job.load_data(), now) == []
 
@@ -228,7 +229,7 @@ def test_settings_are_compared_one_by_one():
 def test_a_configuration_that_is_none_runs_nothing():
     hostile = "!!python/object/apply:os.getcwd []"
     assert list(changed_settings(hostile, CONFIG)) == [
-        "what the checkpoint has as its configuration is none"
+        "the configuration in the checkpoint is malformed"
     ]
 
 

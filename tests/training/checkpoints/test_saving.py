@@ -18,8 +18,9 @@ from tessera.training.checkpoints.checkpoint_folder import (
     read_checkpoint,
 )
 from tessera.training.checkpoints.restoring import Restoration
-from tessera.training.checkpoints.saving import Checkpoints, metadata_of, named
+from tessera.training.checkpoints.saving import Checkpoints, metadata_of
 from tessera.training.data.cursor import Cursor
+from tessera.tree import named_leaves
 
 CURSOR = Cursor(12, {"text": "a", "seed": 0})
 
@@ -39,7 +40,7 @@ def test_a_checkpoint_says_what_it_is_of(job, state, tmp_path):
         checkpoints.save(4, state, CURSOR)
         checkpoints.wait()
         assert checkpoints.durable_step == 4
-        saved = checkpoints.saved
+        saved = checkpoints.last_save
     assert saved.step == 4
     assert saved.nbytes > sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert 0 < saved.blocked_seconds <= saved.write_seconds
@@ -49,7 +50,7 @@ def test_a_checkpoint_says_what_it_is_of(job, state, tmp_path):
     assert metadata.mesh == {"fsdp": 1}
     assert metadata.random == {"seed": 0, "kind": "threefry2x32"}
     assert metadata.versions.keys() >= {"tessera", "jax", "orbax-checkpoint", "grain"}
-    assert metadata.arrays.keys() == named(state).keys()
+    assert metadata.arrays.keys() == named_leaves(state).keys()
     kernel = metadata.arrays["params/decoder/mlp/up/kernel"]
     assert (kernel.shape, kernel.dtype) == ((5, 16, 32), "float32")
 
@@ -77,7 +78,7 @@ def test_one_counts_only_when_its_manifest_is_there(job, state, tmp_path, monkey
 
 
 def test_the_state_may_be_donated_as_soon_as_the_save_returns(job, state, tmp_path):
-    expected = {name: np.array(leaf) for name, leaf in named(state).items()}
+    expected = {name: np.array(leaf) for name, leaf in named_leaves(state).items()}
     grow = jax.jit(lambda tree: jax.tree.map(lambda x: x + x, tree), donate_argnums=0)
     with Checkpoints(job, tmp_path, "") as checkpoints:
         checkpoints.save(2, state, CURSOR)
@@ -86,7 +87,7 @@ def test_the_state_may_be_donated_as_soon_as_the_save_returns(job, state, tmp_pa
         jax.block_until_ready(state)
     checkpoint = read_checkpoint(tmp_path / "2")
     assert isinstance(checkpoint, Checkpoint)
-    restored = named(Restoration(checkpoint.metadata, job).run(checkpoint))
+    restored = named_leaves(Restoration(checkpoint.metadata, job).run(checkpoint))
     for name, array in expected.items():
         assert np.asarray(restored[name]).tobytes() == array.tobytes(), name
 
@@ -105,7 +106,7 @@ def test_the_newest_ones_are_kept(job, replaced, state, tmp_path):
 def test_an_old_one_that_cannot_be_removed_costs_no_new_one(
     job, replaced, state, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(saving.folder, "remove", fail)
+    monkeypatch.setattr(saving.checkpoint_folder, "remove", fail)
     with Checkpoints(replaced(job, keep=1), tmp_path, "") as checkpoints:
         for step in (2, 4):
             checkpoints.save(step, state, CURSOR)
@@ -137,7 +138,7 @@ def test_a_step_is_saved_once_and_in_order(job, state, tmp_path):
         assert str(caught.value) == (
             "[T804] a checkpoint of step 4 cannot follow one of step 4\n"
             f"  got: step 4, in {tmp_path}\n"
-            "  fix: save each step once, in their order\n"
+            "  fix: save each step once, in ascending order\n"
             "  docs: docs/errors/T804.md"
         )
 

@@ -77,18 +77,29 @@ def test_processes_together_read_what_one_reads(count, num_rows, seed):
     np.testing.assert_array_equal(together, train(rows, 30, 9, seed=seed))
 
 
-@settings(max_examples=20)
-@given(st.integers(0, 11), st.sampled_from([0, 3]))
-def test_a_run_goes_on_where_it_stopped(start, prefetch):
+@pytest.mark.parametrize(("start", "prefetch"), [(0, 0), (5, 3), (11, 0)])
+def test_a_run_continues_where_it_stopped(start, prefetch):
     rows = rows_of(500)
     whole = train(rows, 60, 12)  # into the second pass
     resumed = train(rows, 60, 12 - start, start=60 * start, prefetch=prefetch)
     np.testing.assert_array_equal(resumed, whole[start:])
 
 
+@pytest.mark.parametrize(
+    ("steps", "size", "processes"), [(1, 20, 1), (4, 6, 5), (9, 60, 5)]
+)
+def test_batches_of_another_size_continue_with_the_next_row(steps, size, processes):
+    assert_continued(steps, size, processes)
+
+
+@pytest.mark.full
 @settings(max_examples=20)
 @given(st.integers(0, 9), st.sampled_from([5, 6, 20, 60]), st.sampled_from([1, 5]))
-def test_batches_of_another_size_go_on_with_the_next_row(steps, size, processes):
+def test_any_size_continues_with_the_next_row(steps, size, processes):
+    assert_continued(steps, size, processes)
+
+
+def assert_continued(steps, size, processes):
     rows = rows_of(70)
     order = train(rows, 30, 20).reshape(-1)  # into the ninth pass
     read, size = 30 * steps, size - size % processes or processes

@@ -158,7 +158,7 @@ def test_empty_files_are_no_text(tmp_path):
     assert refusal(EmptyDataError, path=tmp_path) == (
         f"[T602] there is no text in the data: text at '{tmp_path}'\n"
         "  got: every document is empty\n"
-        "  fix: give data.path files that hold text\n"
+        "  fix: set data.path to files with text\n"
         "  docs: docs/errors/T602.md"
     )
 
@@ -170,7 +170,7 @@ def test_a_validation_part_without_text_is_refused(folder):
     assert refusal(EmptyDataError, path=folder, validation_fraction=1e-9) == (
         f"[T602] no text is left for validation: text at '{folder}'\n"
         f"  got: data.validation_fraction=1e-09 of {len(text) + 39:,} tokens\n"
-        "  fix: raise data.validation_fraction, or use 0 to do without validation\n"
+        "  fix: raise data.validation_fraction, or use 0 for no validation\n"
         "  docs: docs/errors/T602.md"
     )
     without = corpus(folder, validation_fraction=0)
@@ -190,7 +190,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path, json_tokenizer):
         "[T602] the data file 'latin.txt' is not UTF-8 text\n"
         f"  got: {tmp_path}/latin.txt: byte 0xe9 at offset 3\n"
         "  fix: convert the file to UTF-8, leave it out, or use data.tokenizer=bytes, "
-        "which takes any file\n"
+        "which accepts any file\n"
         "  docs: docs/errors/T602.md"
     )
     assert corpus(tmp_path, validation_fraction=0).train_split.num_bytes == 8
@@ -227,9 +227,9 @@ def test_a_tokenizer_without_a_separator_targets_nothing_across_documents(
 def test_a_vocabulary_larger_than_the_model_s_is_refused(folder):
     message = (
         "[T603] the tokenizer's vocabulary is larger than the model's\n"
-        "  got: bytes tokenizer: 257 ids, model: 256, and id 256 stands before every "
+        "  got: bytes tokenizer: 257 ids, model: 256, and id 256 precedes every "
         "document\n"
-        "  fix: give the model a vocabulary of at least 257, or use a tokenizer with "
+        "  fix: use a model.vocab_size of at least 257, or a tokenizer with "
         "fewer ids\n"
         "  docs: docs/errors/T603.md"
     )

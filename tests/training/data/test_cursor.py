@@ -18,7 +18,7 @@ def corpus(*, tokens=4000, seed=0, sequence_length=8, noise=0.0):
 
 
 def test_a_cursor_counts_rows():
-    cursor = Cursor.beginning(corpus()).moved(16).moved(8)
+    cursor = Cursor.start(corpus()).advance(16).advance(8)
     assert cursor.rows == 24
     assert cursor.resumed(corpus()) == cursor
 
@@ -40,26 +40,26 @@ def test_a_cursor_goes_on_where_only_validation_has_changed():
     ],
 )
 def test_another_order_is_refused_by_name(changed, named):
-    cursor = Cursor.beginning(corpus()).moved(1234)
+    cursor = Cursor.start(corpus()).advance(1234)
     with pytest.raises(DataChangedError) as caught:
         cursor.resumed(corpus(**changed))
     assert named in str(caught.value)
-    assert "cannot go on at row 1,234" in str(caught.value)
+    assert "cannot continue at row 1,234" in str(caught.value)
 
 
 def test_the_message_lists_what_differs_and_both_ways_out():
     with pytest.raises(DataChangedError) as caught:
         Cursor(5, {**corpus().order, "tokenizer": "bytes, 257 ids"}).resumed(corpus())
     assert str(caught.value) == (
-        "[T803] the run cannot go on at row 5: its data has changed\n"
+        "[T803] the run cannot continue at row 5: its data has changed\n"
         "  got: data.tokenizer: bytes, 257 ids -> synthetic, 64 ids\n"
-        "  fix: use the data, seed and sequence length of the checkpoint, or begin "
-        "this data at its first row: training.resume_data=restart\n"
+        "  fix: use the data, seed and sequence length of the checkpoint, or start "
+        "at the first row of this data: training.resume_data=restart\n"
         "  docs: docs/errors/T803.md"
     )
 
 
 def test_a_restart_begins_at_the_first_row_of_what_there_is_now():
     now = corpus(seed=1)
-    cursor = Cursor.beginning(corpus()).moved(1234)
+    cursor = Cursor.start(corpus()).advance(1234)
     assert cursor.resumed(now, "restart") == Cursor(0, now.order)

@@ -77,7 +77,7 @@ def test_a_missing_path_says_how_far_it_goes(folder):
     assert str(caught.value) == (
         f"[T601] there is no data at '{folder}/a/depe/x.txt'\n"
         f"  got: {folder}/a has no 'depe'\n"
-        "  fix: give data.path a file, a folder or a glob that exists\n"
+        "  fix: set data.path to a file, a folder or a glob that exists\n"
         "  docs: docs/errors/T601.md"
     )
 
@@ -95,7 +95,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     assert str(caught.value) == (
         "[T601] the data file 'gone.txt' cannot be read\n"
         f"  got: {tmp_path}/gone.txt: No such file or directory\n"
-        "  fix: mend the file or its permissions, or point data.path elsewhere\n"
+        "  fix: repair the file or its permissions, or change data.path\n"
         "  docs: docs/errors/T601.md"
     )
 
@@ -104,10 +104,10 @@ def test_a_folder_without_text_files_says_which_it_looked_for(tmp_path):
     with pytest.raises(EmptyDataError) as caught:
         list_files(str(tmp_path))
     assert str(caught.value) == (
-        f"[T602] the folder '{tmp_path}' holds no text files\n"
-        "  got: no file ending in .txt, .md, .rst, .py, .jsonl, .ndjson, or in one of "
+        f"[T602] the folder '{tmp_path}' has no text files\n"
+        "  got: no file with a suffix .txt, .md, .rst, .py, .jsonl, .ndjson, or one of "
         "these and .gz, at any depth\n"
-        f"  fix: for other files give a glob: data.path='{tmp_path}/**/*.html'\n"
+        f"  fix: use a glob for other files: data.path='{tmp_path}/**/*.html'\n"
         "  docs: docs/errors/T602.md"
     )
 
@@ -183,6 +183,6 @@ def test_a_folder_that_cannot_be_read_is_named_and_not_left_out(folder, monkeypa
     assert str(caught.value) == (
         "[T601] a folder of the data cannot be read\n"
         f"  got: {folder}/a/deep: Permission denied\n"
-        "  fix: mend its permissions, or point data.path elsewhere\n"
+        "  fix: repair its permissions, or change data.path\n"
         "  docs: docs/errors/T601.md"
     )

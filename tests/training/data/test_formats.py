@@ -84,8 +84,8 @@ def test_a_line_after_the_cut_keeps_its_number(tmp_path):
         "[T607] line 51 of the data file 'a.jsonl' has no text\n"
         f"  got: {tmp_path}/a.jsonl, line 51: it has no field 'text'; Known: none\n"
         '  fix: write one JSON object a line, with its text in the field "text"\n'
-        "  fix: or name another field: data.text_field=<name>\n"
-        "  fix: or train on the lines as they are: data.format=text\n"
+        "  fix: or use another field: data.text_field=<name>\n"
+        "  fix: or train on the raw lines: data.format=text\n"
         "  docs: docs/errors/T607.md"
     )
 
@@ -144,9 +144,9 @@ def test_a_format_that_is_not_read_says_what_to_do(tmp_path):
         list(texts_of(document, "auto", "text"))
     assert str(caught.value) == (
         "[T606] the data file 'a.json' is not text\n"
-        f"  got: {tmp_path}/a.json: JSON, by its ending .json\n"
-        '  fix: write its texts as lines {"text": …} to a file that ends in .jsonl: '
+        f"  got: {tmp_path}/a.json: JSON, by its suffix .json\n"
+        '  fix: write its texts as lines {"text": …} to a file with the suffix .jsonl: '
         "jq -c '.[]' a.json > texts.jsonl\n"
-        "  fix: or train on the bytes as they are: data.format=text\n"
+        "  fix: or train on the raw bytes: data.format=text\n"
         "  docs: docs/errors/T606.md"
     )

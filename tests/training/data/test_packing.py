@@ -91,10 +91,10 @@ def test_an_id_outside_the_vocabulary_names_document_and_place(wrong):
     with pytest.raises(TokenRangeError) as caught:
         join([good, bad], separator=0, vocab_size=10)
     assert str(caught.value) == (
-        "[T604] document 'books/bad.txt' holds token ids outside the model's "
+        "[T604] document 'books/bad.txt' has token ids outside the model's "
         "vocabulary\n"
         f"  got: id {wrong} at token 2, 2 such in all; legal ids are 0 to 9\n"
-        "  fix: use the tokenizer that belongs to the model, or give the model a "
-        "larger vocabulary\n"
+        "  fix: use the model's own tokenizer, or give the model a larger "
+        "vocabulary\n"
         "  docs: docs/errors/T604.md"
     )

@@ -71,8 +71,8 @@ def test_text_that_is_not_numbers_is_refused():
     with pytest.raises(TokenizerError) as caught:
         SyntheticTokenizer(50).encode("def f")
     assert str(caught.value) == (
-        "[T605] the text of synthetic data is written in numbers\n"
+        "[T605] the text of synthetic data consists of numbers\n"
         "  got: 'def f'\n"
-        "  fix: give ids separated by blanks: '7 42'\n"
+        "  fix: write ids separated by spaces: '7 42'\n"
         "  docs: docs/errors/T605.md"
     )

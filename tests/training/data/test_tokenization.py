@@ -112,7 +112,7 @@ def test_a_missing_file_is_not_downloaded(tmp_path):
     assert str(caught.value) == (
         f"[T605] the tokenizer file '{tmp_path}/gemma.model' does not exist\n"
         f"  got: no file at {tmp_path}/gemma.model\n"
-        "  fix: give data.tokenizer a file on this machine, or use bytes; nothing is "
+        "  fix: set data.tokenizer to a file on this machine, or use bytes; nothing is "
         "downloaded\n"
         "  docs: docs/errors/T605.md"
     )
@@ -146,6 +146,6 @@ def test_a_broken_file_names_it_and_its_library(
     path = tmp_path / f"t{suffix}"
     path.write_bytes(content)
     what = re.escape(f"[T605] the library '{library}' cannot read '{path}'\n  got: ")
-    with pytest.raises(TokenizerError, match=f"^{what}[^\n]+\n  fix: give a .json"):
+    with pytest.raises(TokenizerError, match=f"^{what}[^\n]+\n  fix: use a .json"):
         load_tokenizer(str(path))
     assert capfd.readouterr() == ("", "")

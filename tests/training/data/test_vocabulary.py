@@ -41,10 +41,10 @@ def test_an_id_beyond_the_model_s_that_is_in_no_text_is_a_note(
     made = corpus(tmp_path, tokenizer_file, TEXT, vocab_size=8)
     assert made.tokenizer.vocab_size == 9
     assert (
-        "tokenizer   tokenizers, 9 ids, separator 0, 1 ids beyond the model's and in "
-        "no text\n"
+        "tokenizer   tokenizers, 9 ids, 1 of them not in the model's vocabulary, "
+        "separator 0\n"
     ) in made.describe()
-    assert "ids beyond" not in corpus(tmp_path, tokenizer_file, TEXT, 9).describe()
+    assert "of them" not in corpus(tmp_path, tokenizer_file, TEXT, 9).describe()
 
 
 def test_a_text_that_has_such_an_id_is_told_where(tmp_path, tokenizer_file):
@@ -54,10 +54,9 @@ def test_a_text_that_has_such_an_id_is_told_where(tmp_path, tokenizer_file):
     assert str(caught.value) == (
         "[T604] the text of 'a.txt' has a token that the model does not have\n"
         "  got: '<image_soft_token>', id 8, is token 10 of 11, at line 3; 2 such in "
-        "all; the model has the ids 0 to 7\n"
-        "  fix: take it out of the text, or use the tokenizer that belongs to the "
-        "model; a model that is trained from the beginning may have a larger "
-        "model.vocab_size\n"
+        "all; the model has ids 0 to 7\n"
+        "  fix: remove it from the text, or use the model's own tokenizer; a model "
+        "that is trained from scratch can have a larger model.vocab_size\n"
         "  docs: docs/errors/T604.md"
     )
     assert corpus(tmp_path, tokenizer_file, text, vocab_size=9)
@@ -75,7 +74,7 @@ def test_the_line_is_that_of_the_file_also_after_the_cut(tmp_path, tokenizer_fil
 def test_a_separator_that_the_model_does_not_have_is_in_every_text(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     config = DataConfig(name="text", path=str(tmp_path / "a.txt"))
-    with pytest.raises(VocabularyError, match="id 256 stands before every document"):
+    with pytest.raises(VocabularyError, match="id 256 precedes every document"):
         load(config, sequence_length=4, seed=0, vocab_size=256)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that goes on: bit for bit, on other meshes, with given weights."""
+"""Resumed runs: bit for bit, on other meshes, and from exported weights."""
 
 import io
 import json
@@ -54,20 +54,20 @@ def whole(run_of, tmp_path_factory):
     return job, state, path
 
 
-def test_every_step_s_checkpoint_leads_to_the_same_bits(whole, tmp_path):
+@pytest.mark.parametrize("step", [6, pytest.param(4, marks=pytest.mark.full)])
+def test_every_step_s_checkpoint_leads_to_the_same_bits(whole, tmp_path, step):
     job, state, path = whole
-    for step in (4, 6):
-        folder = tmp_path / str(step)
-        resumed, choice = run(job, folder, str(path / "checkpoints" / str(step)))
-        assert choice.own_step is None
-        assert int(resumed.step) == 8
-        for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(state), strict=True):
-            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-        after = [line["loss"] for line in losses(path)[step:]]
-        assert [line["loss"] for line in losses(folder)] == after
-        assert complete_steps(folder / "checkpoints") == [*range(8, step, -2)]
+    resumed, choice = run(job, tmp_path, str(path / "checkpoints" / str(step)))
+    assert choice.own_step is None
+    assert int(resumed.step) == 8
+    for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(state), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    after = [line["loss"] for line in losses(path)[step:]]
+    assert [line["loss"] for line in losses(tmp_path)] == after
+    assert complete_steps(tmp_path / "checkpoints") == [*range(8, step, -2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -77,7 +77,7 @@ def test_every_step_s_checkpoint_leads_to_the_same_bits(whole, tmp_path):
     ],
     ids=["fsdp", "tp", "pp"],
 )
-def test_another_mesh_goes_on_with_the_same_rows(whole, run_of, tmp_path, mesh):
+def test_another_mesh_continues_with_the_same_rows(whole, run_of, tmp_path, mesh):
     _, _, path = whole
     state, _ = run(run_of(**mesh), tmp_path, str(path / "checkpoints" / "4"))
     assert int(state.step) == 8
@@ -110,7 +110,8 @@ def test_an_earlier_step_of_its_own_folder_sets_the_later_ones_aside(whole, tmp_
     assert steps[-1] == 8
 
 
-def test_given_weights_are_what_a_run_begins_with(whole, run_of, tmp_path):
+@pytest.mark.full
+def test_a_run_starts_with_the_weights_of_init_from(whole, run_of, tmp_path):
     _, state, path = whole
     file = tmp_path / "weights.safetensors"
     export_weights(state.params, file)

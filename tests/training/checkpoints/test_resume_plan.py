@@ -57,7 +57,7 @@ def test_a_plan_prints_meshes_arrays_and_bytes(run):
         f"resume plan: step 4, {run}/checkpoints/4",
         "from  fsdp mesh, 2, 1 process",
         "onto  fsdp × tp mesh, 2 × 2, 2 hosts",
-        "data  goes on at row 16, in steps of 4 rows",
+        "data  continues at row 16, in steps of 4 rows",
     ]
     (line,) = [line for line in lines if line.startswith("params/decoder/mlp/up")]
     assert line.split("  ")[0] == "params/decoder/mlp/up/kernel"
@@ -146,9 +146,9 @@ def test_hosts_have_as_many_devices_each(run):
     with pytest.raises(MeshShapeError) as caught:
         resume_plan(run, [[4], ["fsdp"]], hosts=3)
     assert str(caught.value) == (
-        "[T101] hosts have to have as many devices each\n"
+        "[T101] all hosts have the same number of devices\n"
         "  got: 4 devices / 3 hosts\n"
-        "  fix: give a number of hosts that divides the devices\n"
+        "  fix: use a number of hosts that divides the devices\n"
         "  docs: docs/errors/T101.md"
     )
 
@@ -175,5 +175,5 @@ def test_a_configuration_of_another_version_is_an_error_and_runs_nothing(
     job = run_of()
     with Checkpoints(job, tmp_path, config) as checkpoints:
         checkpoints.save(2, filled(job), Cursor(4, {}))
-    with pytest.raises(CheckpointMismatchError, match="not of this version"):
+    with pytest.raises(CheckpointMismatchError, match="another version of Tessera"):
         resume_plan(tmp_path)
