@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dtypes of Tessera by name: ``ts.f32``, ``ts.int32``, ``"bf16"``; one table.
+"""Dtypes by name: ``ts.f32``, ``ts.int32``, ``"bf16"``.
 
-They are NumPy's own dtype objects, so that they are equal to an array's ``dtype``, hash
-like it, and stand wherever JAX or NumPy takes one.
+They are NumPy dtype objects, so they equal an array's ``dtype``, hash like it, and work
+wherever JAX or NumPy takes a dtype.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from tessera.errors import TensorFormError, did_you_mean
 
 
 def _dtype(kind: Any) -> Any:
-    """A dtype; checkers of types would not take its class in brackets of a tensor."""
+    """A dtype, typed as Any so that type checkers allow it in ``ts.Tensor[...]``."""
     return np.dtype(kind)
 
 
@@ -75,7 +75,7 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def short_name(dtype: Any) -> str:
-    """What messages call a dtype: ``bf16``, ``i32``; its own name if it has none.
+    """The short name of a dtype: ``bf16``, ``i32``; else its NumPy name.
 
     Example:
       >>> short_name(jnp.int32), short_name(np.dtype("complex64"))

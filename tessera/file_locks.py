@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks of files that the system gives up when the process that holds them ends.
+"""File locks that the system releases when the process that holds them ends.
 
-They are the record locks of POSIX: of a process, not of what it has forked, and known
-to the servers of NFS, Lustre and others. Closing any descriptor of the file in the
-process gives the lock up as well, so a file that is locked is opened once.
+They are POSIX record locks: they belong to a process, not to its children, and work on
+NFS, Lustre and other servers. Closing any descriptor of the file in the process
+releases the lock too, so a locked file must be opened only once.
 """
 
 import errno
@@ -17,29 +17,29 @@ def lock(descriptor: int) -> bool | None:
     """Lock a file for as long as this process lives and keeps it open.
 
     Args:
-      descriptor: Of the file, open for writing.
+      descriptor: Descriptor of the file, open for writing.
 
     Returns:
-      Whether it is locked: False where another process holds it, None where the file
-      system has no locks.
+      Whether it is locked: False if another process holds the lock, None if the file
+      system does not support locks.
     """
-    return _tried(descriptor, fcntl.LOCK_EX)
+    return _try_lock(descriptor, fcntl.LOCK_EX)
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether another process has locked a file; None where there are no locks.
+    """Whether another process has locked a file; None if locks are not supported.
 
-    Never asked of a file that this process has locked.
+    Must not be called for a file that this process has locked.
 
     Raises:
       OSError: It cannot be read.
     """
     with path.open("rb") as file:
-        found = _tried(file.fileno(), fcntl.LOCK_SH)
-    return None if found is None else not found
+        is_free = _try_lock(file.fileno(), fcntl.LOCK_SH)
+    return None if is_free is None else not is_free
 
 
-def _tried(descriptor: int, kind: int) -> bool | None:
+def _try_lock(descriptor: int, kind: int) -> bool | None:
     try:
         fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user gives for a mesh - axes, device ids, a shape - read into one grid.
+"""Parses the arguments of a mesh: axes, device ids and shape.
 
-Below :mod:`tessera.mesh`; pure arithmetic on names and numbers, with every mistake
-in them told at once and the nearest legal values.
+Used by :mod:`tessera.mesh`; pure arithmetic on names and numbers. Errors list every
+problem, with the nearest legal values.
 """
 
 import functools
@@ -17,15 +17,14 @@ import numpy as np
 
 from tessera.errors import DeviceIdError, DuplicateAxisError, MeshShapeError
 
-# Axes that split a model: its widths, layers, experts, sequences.
-# Axes that split the rows of a batch, outer first.
+# Axes that shard the rows of a batch, outermost first.
 DATA_AXES = ("dp", "fsdp")
-
+# Axes that shard a model: its widths, layers, experts or sequences.
 MODEL_AXES = ("tp", "pp", "ep", "ep_outer", "cp", "sp")
 
-# No machine has more. A larger number is a mistake, and a grid of it fills the memory.
+# No machine has more. A larger number is a mistake that would fill the memory.
 MAX_DEVICES = 2**20
-# NumPy's grids have no more dims in any version that JAX runs on.
+# The maximum rank of NumPy arrays in the oldest version that JAX supports.
 MAX_AXES = 32
 
 _REPR = reprlib.Repr()
@@ -35,12 +34,11 @@ _REPR.maxlist = _REPR.maxtuple = 16
 def even_sizes(axes: tuple[str, ...], total: int) -> tuple[int, ...]:
     """Sizes of axes for a number of devices, by the names of the axes alone.
 
-    Powers of two divide the widths, layers and experts of models, and a batch can have
-    any number of rows. So an axis of ``MODEL_AXES`` gets a power of two and every other
-    axis any size: what is left over goes there. Where all axes split a model, the first
-    one takes any size. Of all such sizes these are the most even: the largest is the
-    least possible, then the second largest, and so on. Of equally even ones, the larger
-    come first.
+    Powers of two divide the widths, layers and experts of models, while a batch can
+    have any number of rows. So the size of an axis in ``MODEL_AXES`` is a power of two,
+    and that of any other axis is arbitrary. If all axes shard a model, the first one
+    has an arbitrary size. Among all such sizes these are the most even: the largest is
+    minimal, then the second largest, and so on; ties put larger sizes first.
 
     Args:
       axes: Names of axes.
@@ -59,22 +57,22 @@ def even_sizes(axes: tuple[str, ...], total: int) -> tuple[int, ...]:
     divisors = {d for low in small for d in (low, total // low)}
 
     @functools.cache
-    def sizes(place: int, left: int) -> tuple[int, ...] | None:
-        """The most even sizes of the axes from one on, for what is left to them."""
-        if place == len(axes):
+    def sizes(first: int, left: int) -> tuple[int, ...] | None:
+        """The most even sizes of ``axes[first:]`` for ``left`` devices."""
+        if first == len(axes):
             return () if left == 1 else None
-        found = [
+        candidates = [
             (size, *rest)
             for size in divisors
             if left % size == 0
-            and (not powers[place] or size & (size - 1) == 0)
-            and (rest := sizes(place + 1, left // size)) is not None
+            and (not powers[first] or size & (size - 1) == 0)
+            and (rest := sizes(first + 1, left // size)) is not None
         ]
-        return min(found, key=_unevenness, default=None)
+        return min(candidates, key=_unevenness, default=None)
 
-    found = sizes(0, total)
-    assert found is not None, "an axis that takes any size can take all"
-    return found
+    best = sizes(0, total)
+    assert best is not None, "one axis has an arbitrary size"
+    return best
 
 
 def _unevenness(sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
@@ -82,7 +80,7 @@ def _unevenness(sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
 
 
 def checked_axes(axes: Sequence[str] | str) -> tuple[str, ...]:
-    """Axis names, each a proper name and used once.
+    """Check axis names: non-empty strings without duplicates.
 
     Raises:
       MeshShapeError: [T101] there is no axis, or there are too many.
@@ -114,11 +112,11 @@ def checked_axes(axes: Sequence[str] | str) -> tuple[str, ...]:
 
 
 def checked_shape(shape: Sequence[int], axes: tuple[str, ...]) -> tuple[int, ...]:
-    """One size per axis, of which one may be -1.
+    """Check sizes: one per axis, of which one may be -1.
 
     Raises:
-      MeshShapeError: [T101] a size is not one, or their number is not that of axes, or
-        they hold more than ``MAX_DEVICES`` devices.
+      MeshShapeError: [T101] a size is illegal, their number is not that of axes, or
+        their product is above ``MAX_DEVICES``.
     """
     sizes = tuple(islice(shape, MAX_AXES + 1))
     whole = [abs(int(s)) or 1 for s in sizes if isinstance(s, (int, np.integer))]
@@ -142,7 +140,7 @@ def checked_shape(shape: Sequence[int], axes: tuple[str, ...]) -> tuple[int, ...
 
 
 def read_devices(devices: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Flat ids of a nested sequence, and its nesting where it has any.
+    """The flat ids of a sequence, and its shape if it is nested.
 
     Raises:
       MeshShapeError: [T101] the rows of the sequence differ in length.
@@ -185,7 +183,7 @@ def is_sequence(item: object) -> bool:
 def _flattened(devices: Any) -> tuple[list[Any], tuple[int, ...]]:
     """The items of a nested sequence, and the length of each level."""
     level, shape = [devices], list[int]()
-    # One item of each type speaks for all: there may be a million.
+    # Test one item of each type: there may be a million items.
     while any(map(is_sequence, {type(item): item for item in level}.values())):
         lengths = sorted({_length(item) if is_sequence(item) else 0 for item in level})
         if len(lengths) > 1:
@@ -208,7 +206,7 @@ def _flattened(devices: Any) -> tuple[list[Any], tuple[int, ...]]:
 
 
 def _length(items: Any) -> int:
-    if isinstance(items, range):  # it may be longer than len() can say
+    if isinstance(items, range):  # len() fails above sys.maxsize
         return max(0, -((items.start - items.stop) // items.step))
     return len(items)
 
@@ -216,7 +214,7 @@ def _length(items: Any) -> int:
 def _check_count(count: int, what: str) -> None:
     if count <= MAX_DEVICES:
         return
-    # Python refuses to write numbers of thousands of digits.
+    # Python refuses to print numbers of thousands of digits.
     written = f"{count:,}" if count < 10**30 else f"10^{math.log10(count):.0f}"
     raise MeshShapeError(
         f"a mesh has at most {MAX_DEVICES:,} devices",
@@ -226,7 +224,7 @@ def _check_count(count: int, what: str) -> None:
 
 
 def _device_id(leaf: object) -> int:
-    # A jax.Device, known by what it has: the trainer reads meshes without JAX.
+    # A jax.Device, recognized by its attributes: configurations do not import JAX.
     number = getattr(leaf, "id", None)
     if isinstance(number, int) and hasattr(leaf, "device_kind"):
         return number
@@ -275,7 +273,7 @@ def fold(
 def inferred(
     axes: tuple[str, ...], sizes: tuple[int, ...], total: int
 ) -> tuple[int, ...]:
-    """Sizes with the -1 filled in; their product is the number of devices.
+    """Sizes with the -1 replaced; their product is the number of devices.
 
     Raises:
       MeshShapeError: [T101] no such product, with the nearest legal numbers.
@@ -304,7 +302,7 @@ def times(sizes: tuple[int, ...]) -> str:
 
 
 def listed(ids: tuple[int, ...]) -> str:
-    """Ids in few words: ``0..7`` where they run on."""
+    """Ids in short: ``0..7`` if they are consecutive."""
     if len(ids) > 2 and ids == tuple(range(ids[0], ids[0] + len(ids))):
         return f"{ids[0]}..{ids[-1]}"
     shown = [str(i) for i in ids]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes: devices in a grid whose axes have names.
+"""Meshes: grids of devices with named axes.
 
-A :class:`Mesh` knows axes and device ids, and no arrays. It is made without asking
-the machine what it has, so a mesh of 72 devices can be declared, traced and analyzed
-on a laptop; only running on it needs the devices.
+A :class:`Mesh` holds axes and device ids, and no arrays. Creating one does not query
+the machine, so a mesh of 72 devices can be declared, traced and analyzed on a laptop;
+only running on it needs the devices.
 
     mesh = Mesh(axes=["tp", "dp"], devices=[[0, 1, 2, 3], [4, 5, 6, 7]])
     with mesh:
@@ -43,15 +43,15 @@ from tessera.grid import (
     read_devices,
 )
 
-# What helps where the axes of a JAX mesh are Explicit, as jax.make_mesh makes them.
+# The fix in messages about Explicit axes, which are the default of jax.make_mesh.
 AUTO_AXES = (
     "make the mesh with Auto axes: dist.Mesh(axes, devices), or "
     "jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))"
 )
 _logger = logging.getLogger("tessera.mesh")
-# Where ids stand for positions (see _find_devices), a mesh cannot be told from its JAX
-# mesh: the way back from an array to the mesh that it was declared on.
-_by_jax: WeakValueDictionary[JaxMesh, "Mesh"] = WeakValueDictionary()
+# The Tessera mesh of each JAX mesh. It cannot be reconstructed if ids are positions,
+# see _find_devices.
+_mesh_of_jax: WeakValueDictionary[JaxMesh, "Mesh"] = WeakValueDictionary()
 _opened: ContextVar[tuple["Mesh", ...]] = ContextVar("tessera_meshes", default=())
 
 
@@ -97,20 +97,20 @@ class Mesh:
             ids = _default_ids(shape)
         self._sizes = fold(self.axes, len(ids), nesting, shape)
         self.device_ids: tuple[int, ...] = ids
-        # Those of a JAX mesh may be Explicit: the types of arrays say how they lie.
+        # Axes of a JAX mesh may be Explicit: then array types include their layout.
         self.axis_types: tuple[AxisType, ...] = (AxisType.Auto,) * len(self.axes)
-        # A view of a manual region: its device ids are positions in the region.
+        # The manual axes of an SPMD region, whose device ids are positions in it.
         self._is_region = False
 
     @classmethod
     def from_shape(
         cls, mesh_shape: Sequence[Any], num_devices: int | None = None
     ) -> "Mesh":
-        """A mesh from the form that configurations use: sizes, then names.
+        """A mesh from the notation of configurations: sizes, then names.
 
         Args:
           mesh_shape: ``[[4, 2], ["fsdp", "tp"]]``; one size may be -1.
-          num_devices: What a -1 is inferred from; None asks JAX.
+          num_devices: Total to infer a -1 from; None is JAX's device count.
 
         Raises:
           MeshShapeError: [T101] not a pair of sizes and names, or sizes that do not
@@ -136,17 +136,17 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: JaxMesh | AbstractMesh) -> "Mesh":
-        """The Tessera mesh of a JAX mesh: same axes of the same types, same devices.
+        """The Tessera mesh of a JAX mesh: same axes, axis types and devices.
 
-        One without devices gets the first ones.
+        An abstract mesh gets the first device ids.
         """
-        if isinstance(mesh, JaxMesh) and (known := _by_jax.get(mesh)) is not None:
+        if isinstance(mesh, JaxMesh) and (known := _mesh_of_jax.get(mesh)) is not None:
             return known
         ids: Sequence[int] = range(mesh.size)
         if isinstance(mesh, JaxMesh):
             ids = [device.id for device in mesh.devices.flat]
         made = cls(mesh.axis_names, devices=ids, shape=tuple(mesh.shape.values()))
-        # Manual ones are so in the region alone that an array was made in.
+        # Axes are Manual only inside the region that the array was created in.
         made.axis_types = tuple(
             kind if kind is AxisType.Explicit else AxisType.Auto
             for kind in mesh.axis_types
@@ -165,16 +165,16 @@ class Mesh:
 
     @property
     def topology(self) -> str:
-        """The grid in words, such as ``tp × dp mesh, 4 × 4``."""
+        """Axes and sizes for messages, such as ``tp × dp mesh, 4 × 4``."""
         sizes = " × ".join(str(size) for size in self._sizes)
         return f"{' × '.join(self.axes)} mesh, {sizes}"
 
     @property
     def rank(self) -> int | Array:
-        """This process's number, or inside a manual region this device's.
+        """The rank of this process, or of this device inside an SPMD region.
 
-        In a region that is manual over some of the axes it is a traced i32 scalar:
-        the position along those axes, counted row by row.
+        In a region that is manual over some axes it is a traced i32 scalar: the
+        position along those axes in row-major order.
         """
         manual = manual_axes()
         mine = tuple(axis for axis in self.axes if axis in manual)
@@ -187,20 +187,20 @@ class Mesh:
 
     @property
     def idle_device_ids(self) -> tuple[int, ...]:
-        """Devices that exist and are not in the mesh. Starts JAX's backend."""
+        """Ids of existing devices that are not in the mesh. Starts JAX's backend."""
         found = _find_devices(self.device_ids)
         used = {device.id for device in found or ()}
         return tuple(d.id for d in jax.devices() if d.id not in used)
 
     @property
     def explicit_axes(self) -> tuple[str, ...]:
-        """The axes over which the types of arrays say how they are split."""
+        """The axes whose sharding is part of the types of arrays."""
         types = zip(self.axes, self.axis_types, strict=True)
         return tuple(axis for axis, kind in types if kind is AxisType.Explicit)
 
     @cached_property
     def jax(self) -> JaxMesh:
-        """The same mesh for JAX; its axes are Auto, unless it was made from a JAX mesh.
+        """The JAX mesh; its axes are Auto, unless this was created from a JAX mesh.
 
         Raises:
           AbstractMeshError: [T105] this machine lacks some of the devices.
@@ -217,27 +217,27 @@ class Mesh:
                 listed(idle),
             )
         made = self._grid_of(devices)
-        _by_jax[made] = self
+        _mesh_of_jax[made] = self
         return made
 
     @cached_property
     def abstract(self) -> AbstractMesh:
-        """Axes and sizes for JAX, without devices: enough for specs and traces."""
+        """The abstract JAX mesh, without devices: enough for specs and tracing."""
         return AbstractMesh(self._sizes, self.axes, axis_types=self.axis_types)
 
     @cached_property
     def compile_mesh(self) -> JaxMesh:
-        """A mesh to lower and compile on, for as many devices as this one has.
+        """A JAX mesh for lowering and compiling.
 
-        It is :attr:`jax` where the devices exist; otherwise its devices belong to a
-        client that compiles for the CPU and cannot run.
+        It is :attr:`jax` if the devices exist; otherwise its devices belong to a client
+        that compiles for the CPU and cannot run.
         """
         if not self.is_abstract:
             return self.jax
         return self._grid_of(_jax.compile_only_cpu_devices(self.size))
 
     def axis_tuple(self, axis: str | Sequence[str]) -> tuple[str, ...]:
-        """One axis name or several, as a tuple of axes that this mesh has.
+        """One or several axis names as a tuple; checks that the mesh has them.
 
         Raises:
           UnknownAxisError: [T103] the mesh has no such axis.
@@ -253,7 +253,7 @@ class Mesh:
         return names
 
     def axis_size(self, axis: str | Sequence[str]) -> int:
-        """Number of devices along one axis, or along several together.
+        """Number of devices along one axis, or the product along several.
 
         Raises:
           UnknownAxisError: [T103] the mesh has no such axis.
@@ -266,14 +266,14 @@ class Mesh:
         return math.prod(shape[name] for name in self.axis_tuple(axis))
 
     def coordinates(self, position: int) -> dict[str, int]:
-        """Where the device at a place in :attr:`device_ids` stands along each axis.
+        """The coordinates of a device, given its index in :attr:`device_ids`.
 
         Example:
           >>> Mesh(["tp", "dp"], devices=range(8), shape=(4, 2)).coordinates(5)
           {'tp': 2, 'dp': 1}
         """
-        places = np.unravel_index(position, self._sizes)
-        return dict(zip(self.axes, map(int, places), strict=True))
+        indices = np.unravel_index(position, self._sizes)
+        return dict(zip(self.axes, map(int, indices), strict=True))
 
     def __enter__(self) -> Self:
         _opened.set((*_opened.get(), self))
@@ -298,7 +298,7 @@ class Mesh:
         notes = [f"devices {listed(self.device_ids)}"]
         if explicit := self.explicit_axes:
             notes.insert(0, f"Explicit axes {', '.join(explicit)}")
-        # A repr must not be what starts a backend.
+        # A repr must not start a backend.
         if _jax.backend_started():
             if self.is_abstract:
                 notes.append(f"abstract: {jax.device_count()} devices here")
@@ -334,15 +334,15 @@ class Mesh:
 
 
 def auto() -> Mesh:
-    """Every device there is, along one axis named ``dp``. Starts JAX's backend."""
+    """All devices, along one axis named ``dp``. Starts JAX's backend."""
     return Mesh(("dp",))
 
 
 def current() -> Mesh:
     """The mesh of the innermost ``with mesh:``.
 
-    Inside a manual region it speaks of the manual axes: ``size`` is how many devices
-    run the region side by side and ``rank`` which of them this one is.
+    Inside an SPMD region it has the manual axes: ``size`` is the number of devices that
+    run the region, and ``rank`` the index of this one.
 
     Raises:
       NoMeshError: [T106] no mesh is open.
@@ -362,7 +362,7 @@ def current() -> Mesh:
 
 
 def current_or_none() -> Mesh | None:
-    """Like :func:`current`, with None where no mesh is open."""
+    """Like :func:`current`, but None if no mesh is open."""
     mesh = opened_or_none()
     manual = manual_axes()
     if not manual:
@@ -370,29 +370,29 @@ def current_or_none() -> Mesh | None:
     if mesh is not None and mesh.shape == dict(manual):
         return mesh
     sizes = tuple(manual.values())
-    view = Mesh(tuple(manual), devices=range(math.prod(sizes)), shape=sizes)
-    view._is_region = True
-    return view
+    region = Mesh(tuple(manual), devices=range(math.prod(sizes)), shape=sizes)
+    region._is_region = True
+    return region
 
 
 def opened_or_none() -> Mesh | None:
-    """The mesh of the innermost ``with mesh:``, whatever region this is."""
+    """The mesh of the innermost ``with mesh:``, even inside an SPMD region."""
     meshes = _opened.get()
     return meshes[-1] if meshes else None
 
 
 def manual_axes() -> Mapping[str, int]:
-    """Axes that the code being traced is manual over, with sizes; empty outside."""
+    """Manual axes of the code being traced, with sizes; empty outside SPMD regions."""
     region = jax.sharding.get_abstract_mesh()
     manual = set(region.manual_axes)
     return {axis: region.shape[axis] for axis in region.axis_names if axis in manual}
 
 
 def _find_devices(ids: tuple[int, ...]) -> list[Device] | None:
-    """The devices with these ids, or None where some are missing.
+    """The devices with these ids, or None if some do not exist.
 
-    Ids count from zero in every process, but CPU clients of several processes number
-    theirs with gaps: there, ids below the device count are positions.
+    CPU clients of several processes number devices with gaps. Then ids below the device
+    count are positions, so that a mesh counts from zero everywhere.
     """
     devices = sorted(jax.devices(), key=lambda device: device.id)
     by_id = {device.id: device for device in devices}
@@ -404,9 +404,9 @@ def _find_devices(ids: tuple[int, ...]) -> list[Device] | None:
 
 
 def _default_ids(shape: tuple[int, ...] | None) -> tuple[int, ...]:
-    """All devices, or as many as the shape holds: made-up ids where too few exist."""
+    """Ids of all devices, or of as many as the shape has, even if too few exist."""
     here = tuple(device.id for device in jax.devices())
     if shape is None or -1 in shape:
         return here
-    wanted = math.prod(shape)
-    return here[:wanted] if wanted <= len(here) else tuple(range(wanted))
+    size = math.prod(shape)
+    return here[:size] if size <= len(here) else tuple(range(size))

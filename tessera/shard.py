@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One array on one mesh: how it is split, and tensors that are declared before use.
+"""DistTensor: sharded arrays that are declared first and created on first use.
 
-A :class:`ShardSpec` says which dims are split over which mesh axes. A
-:class:`DistTensor` is an array that exists only once it is used, so a table larger
-than this machine can be declared, inspected and planned. No jaxprs here.
+A :class:`ShardSpec` maps dims to mesh axes. A :class:`DistTensor` is lazy, so a table
+larger than this machine's memory can be declared, inspected and planned.
 """
 
 import functools
@@ -35,7 +34,7 @@ from tessera.spec import local_shape as local_shape
 Init: TypeAlias = str | Callable[[jax.Array, tuple[int, ...], Any], Any] | None
 
 
-# --- tensors that are declared before use
+# --- lazy tensors
 
 _capture: ContextVar[Callable[["DistTensor"], jax.Array] | None] = ContextVar(
     "tessera_capture", default=None
@@ -44,9 +43,9 @@ _capture: ContextVar[Callable[["DistTensor"], jax.Array] | None] = ContextVar(
 
 @contextmanager
 def capturing(callback: Callable[["DistTensor"], jax.Array]) -> Iterator[None]:
-    """While open, a lazy tensor that is used becomes ``callback(tensor)``.
+    """In this context, using a lazy tensor calls ``callback(tensor)`` instead.
 
-    A trace uses it to turn the tensors that a function closes over into its inputs.
+    Tracing uses it to turn the tensors that a function closes over into inputs.
     """
     token = _capture.set(callback)
     try:
@@ -56,28 +55,27 @@ def capturing(callback: Callable[["DistTensor"], jax.Array]) -> Iterator[None]:
 
 
 class DistTensor:
-    """An array that is declared now and created when it is first used.
+    """An array that is declared now and created on first use, by :func:`tensor`.
 
-    It stands wherever JAX takes an array. Two tensors are equal when they are the same
-    one, so that they can be keys; values are compared by those of ``W[:]``. Made by
-    :func:`tensor`.
+    It can be used wherever JAX takes an array. Equality is identity, so tensors can be
+    dict keys; compare values by ``W[:]``.
 
-    Where its layout pads it (``uneven="pad"``), no ``jax.Array`` can be split so. Then
-    it is for steps, which compute with its own numbers alone, and results of steps
-    whose layout pads them are tensors, too. ``np.asarray`` has its numbers.
+    If its layout pads it (``uneven="pad"``), there is no equivalent ``jax.Array``. Then
+    it can be used in steps, which ignore the padding, and results of steps whose layout
+    pads them are tensors too. ``np.asarray`` returns its values without padding.
 
     Attributes:
       shape: Global shape.
       dtype: NumPy dtype.
       layout: The declared ShardSpec, or None for replicated.
-      mesh: The mesh it is split over, or None for one default device.
-      init: How it is filled.
+      mesh: Its mesh, or None for one default device.
+      init: Its initializer.
       trainable: Whether a training step differentiates by it; integers never are.
-      name: What messages and parameter trees call it, or None.
-      spec: The layout for this shape and mesh.
+      name: Its name in messages and parameter trees, or None.
+      spec: Its PartitionSpec on the mesh.
     """
 
-    # NumPy gives way to an operand of higher priority instead of converting it.
+    # NumPy defers to an operand of higher priority instead of converting it.
     __array_priority__ = 100
 
     def __init__(
@@ -100,7 +98,7 @@ class DistTensor:
 
     @property
     def described(self) -> str:
-        """What messages call this tensor."""
+        """The tensor's name in messages."""
         return "tensor" if self.name is None else f"tensor {self.name!r}"
 
     @property
@@ -137,32 +135,32 @@ class DistTensor:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of what all devices store: with the padding, where there is any."""
+        """Shape of what all devices store, padding included."""
         if self.mesh is None:
             return self.shape
         return stored_shape(self.shape, self.spec, self.mesh)
 
     @property
     def is_padded(self) -> bool:
-        """Whether devices store more than the tensor has."""
+        """Whether devices store padding."""
         return self.stored_shape != self.shape
 
     def declaration(self) -> "DistTensor":
-        """The same tensor before it is made, which keeps no array alive."""
+        """A copy of the declaration, which keeps no array alive."""
         return DistTensor(
             *(self.shape, self.layout, self.mesh, self.dtype, self.init),
             *(self.trainable, self.name),
         )
 
     def materialize(self, key: jax.Array | None = None) -> Any:
-        """The array itself, each shard created on its own device.
+        """Create the array, each shard on its own device.
 
         Args:
-          key: A PRNG key to fill it from, anew each time one is given. Without one the
-            array is made once, from a key that depends on the tensor's name alone.
+          key: A PRNG key for the initializer; each call with one creates a new array.
+            Without one it is created once, from a key derived from the tensor's name.
 
         Returns:
-          The array; where the layout pads it, this tensor.
+          The array, or this tensor if its layout pads it.
 
         Raises:
           AbstractMeshError: [T105] the mesh has devices that this machine lacks.
@@ -171,10 +169,10 @@ class DistTensor:
         return self if self.is_padded else array
 
     def stored(self, key: jax.Array | None = None) -> jax.Array:
-        """What devices hold, of ``stored_shape``: for what compiles and runs steps."""
+        """The array of shape ``stored_shape`` that devices hold, for running steps."""
         if key is None and self._array is not None:
             return self._array
-        # A use inside someone's trace must still create a real array, to be kept.
+        # If used while tracing, it must still create a concrete array.
         with jax.ensure_compile_time_eval():
             if key is None:
                 seed = zlib.crc32((self.name or "").encode())
@@ -216,7 +214,7 @@ class DistTensor:
             )
 
     def block_until_ready(self) -> Any:
-        """Wait until the array is there, and give what ``materialize`` gives."""
+        """Wait until the array is computed, and return what ``materialize`` returns."""
         self.stored().block_until_ready()
         return self.materialize()
 
@@ -231,26 +229,26 @@ class DistTensor:
 
     def __repr__(self) -> str:
         name = "" if self.name is None else f"{self.name!r}, "
-        place = "" if self.mesh is None else f", {self.mesh.topology}"
+        layout = "" if self.mesh is None else f", {self.mesh.topology}"
         state = "lazy" if self._array is None else "materialized"
         shape = f"{self.dtype.name}{list(self.shape)}"
         if self.is_padded:
-            place += f", stored as {list(self.stored_shape)}"
-        return f"DistTensor({name}{shape}, {self.spec}{place}, {state})"
+            layout += f", stored as {list(self.stored_shape)}"
+        return f"DistTensor({name}{shape}, {self.spec}{layout}, {state})"
 
 
-# What JAX asks an object for, to see whether it is an array on devices.
+# Attributes by which JAX recognizes arrays on devices.
 _ABOUT_ARRAYS = ("aval", "weak_type", "sharding", "committed", "format", "is_ready")
 
 
 def stored_tensor(
     array: jax.Array, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
 ) -> DistTensor:
-    """The tensor that devices store, padded, as an array.
+    """The tensor of a padded array.
 
     Args:
-      array: What they store, laid out by ``spec``.
-      shape: Shape of the tensor itself.
+      array: The padded array, with layout ``spec``.
+      shape: Shape without padding.
       spec: Its layout.
       mesh: Its mesh.
     """
@@ -292,23 +290,23 @@ def tensor(
 
     Args:
       shape: Global shape.
-      layout: How it is split; None is replicated.
-      mesh: Where; None is the mesh of the innermost ``with mesh:``, or else one
+      layout: How it is sharded; None is replicated.
+      mesh: Its mesh; None is the mesh of the innermost ``with mesh:``, or else one
         default device.
       dtype: ``f32``, ``bf16``, ``i32``, … or a NumPy or JAX dtype.
       init: None or ``zeros``, ``ones``, ``normal`` (variance 1 / fan-in, where fan-in
         is the second-last dim, or 1 for vectors), or a callable of (key, shape,
-        dtype) that gives an array, as those of ``jax.nn.initializers``.
+        dtype) that returns an array, as those of ``jax.nn.initializers``.
       trainable: Whether a training step differentiates by it; integers never are.
-      name: What messages and parameter trees call it.
+      name: Its name in messages and parameter trees.
 
     Returns:
-      A lazy tensor, its layout checked.
+      A lazy tensor with a checked layout.
 
     Raises:
-      TensorFormError: [T207] shape, dtype or init is not one.
+      TensorFormError: [T207] shape, dtype or init is illegal.
       NoMeshError: [T106] a layout without a mesh.
-      SpecFormError: [T204] the layout is no ShardSpec, or names a dim twice.
+      SpecFormError: [T204] the layout is not a ShardSpec, or names a dim twice.
       ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
       DimError: [T203] the layout names a dim that the shape does not have.
       UnknownAxisError: [T103] the layout names an axis that the mesh does not have.
@@ -360,7 +358,7 @@ def _creator(
     dtype: Any,
     sharding: NamedSharding | None,
 ) -> Callable[[jax.Array], jax.Array]:
-    """Compiled once for all tensors of one kind."""
+    """A compiled initializer, cached for all tensors of one kind."""
     fill = init if callable(init) else _INITS[init or "zeros"]
 
     def create(key: jax.Array) -> jax.Array:
@@ -370,7 +368,7 @@ def _creator(
 
 
 def padded(array: jax.Array, stored: tuple[int, ...]) -> jax.Array:
-    """An array with zeros after its own elements, up to a shape."""
+    """Pad an array with zeros at the end of each dim, to a shape."""
     more = [(0, to - size) for size, to in zip(array.shape, stored, strict=True)]
     return jnp.pad(array, more) if array.shape != stored else array
 
@@ -429,11 +427,11 @@ def _check_init(
     def fill(key: jax.Array) -> Any:
         return init(key, shape, dtype)
 
-    made = jax.eval_shape(fill, key)
-    met = getattr(made, "shape", None), getattr(made, "dtype", None)
-    if met != (shape, dtype):
+    result = jax.eval_shape(fill, key)
+    form = getattr(result, "shape", None), getattr(result, "dtype", None)
+    if form != (shape, dtype):
         raise TensorFormError(
-            f"the init of {what} gives something else than was declared",
-            got=f"declared {dtype.name}{list(shape)}, init gives {made}",
+            f"the init of {what} returns something else than was declared",
+            got=f"declared {dtype.name}{list(shape)}, init returns {result}",
             fix="return an array of the shape and dtype that init is called with",
         )

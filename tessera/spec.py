@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one array is split over one mesh: the spec, and every check of it.
+"""ShardSpec: how an array is sharded over a mesh, with all validation.
 
-Between :mod:`tessera.mesh` and :mod:`tessera.shard`, which re-exports it.
+Uses :mod:`tessera.mesh`; :mod:`tessera.shard` re-exports it.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -27,23 +27,23 @@ Uneven: TypeAlias = Literal["error", "pad"]
 
 @dataclass(frozen=True, repr=False)
 class ShardSpec:
-    """Which dims of an array are split over which mesh axes.
+    """Which dims of an array are sharded over which mesh axes.
 
     Args:
-      partition: The dims to split: numbers (negative ones count from the end) or
+      partition: The dims to shard: numbers (negative ones count from the end) or
         names. ``row`` and ``col`` are the second-last and the last dim; of a vector,
         ``row`` is its one dim. Other names come from the array's annotation.
       mesh_axes: For each of them a mesh axis, a tuple of axes (outer first), or None
         to leave the dim whole.
-      uneven: What becomes of a dim that is no multiple of its axes' size: ``error``, or
-        ``pad``: devices store blocks of one size, the last ones in part or as a whole
-        filled up, which no computation sees. For tensors and results of steps alone;
-        where blocks are computed with, it is an error too.
+      uneven: What to do with a dim that is not a multiple of its axes' size: ``error``,
+        or ``pad``: devices store blocks of equal size, and the last ones have padding
+        that no computation uses. Only for tensors and results of steps; where blocks
+        are computed with, it is an error too.
 
     Raises:
-      SpecFormError: [T204] the two differ in length, an entry is no dim or axis, or
-        ``uneven`` is none of the two.
-      AxisReusedError: [T202] one mesh axis is to split two dims.
+      SpecFormError: [T204] the two differ in length, an entry is not a dim or axis, or
+        ``uneven`` has another value.
+      AxisReusedError: [T202] one mesh axis would shard two dims.
 
     Example:
       >>> spec = ShardSpec(partition=("row", "col"), mesh_axes=("tp", "dp"))
@@ -94,7 +94,7 @@ class ShardSpec:
 
     @classmethod
     def replicated(cls) -> "ShardSpec":
-        """The spec that splits nothing: every device holds the whole array."""
+        """The spec of a replicated array: every device holds all of it."""
         return cls((), ())
 
     def resolve(
@@ -105,13 +105,13 @@ class ShardSpec:
         dim_names: Sequence[str] | None = None,
         what: str = "tensor",
     ) -> PartitionSpec:
-        """This spec for an array of one shape on one mesh, every check made.
+        """The PartitionSpec for an array of one shape on one mesh, fully checked.
 
         Args:
           shape: The global shape.
           mesh: The mesh whose axes the spec names.
           dim_names: The array's own dim names, one per dim.
-          what: What messages call the array, such as ``parameter 'up'``.
+          what: The array's name in messages, such as ``parameter 'up'``.
 
         Returns:
           A PartitionSpec without trailing None.
@@ -123,17 +123,19 @@ class ShardSpec:
           UnknownAxisError: [T103] the mesh has no such axis.
         """
         entries: list[tuple[str, ...]] = [()] * len(shape)
-        taken: dict[int, int | str] = {}
+        named: dict[int, int | str] = {}
         problems: list[_Problem] = []
         for name, axes in zip(self.partition, self.mesh_axes, strict=True):
             dim = _dim_number(name, len(shape), dim_names)
             if dim is None:
                 problems.append(_no_such_dim(what, name, shape, dim_names))
-            elif dim in taken:
-                problems.append(_dim_named_twice(what, dim, (taken[dim], name)))
+            elif dim in named:
+                problems.append(_dim_named_twice(what, dim, (named[dim], name)))
             else:
-                taken[dim], entries[dim] = name, _axis_names(axes)
-                problems += _misfits(what, shape, dim, entries[dim], mesh, self.uneven)
+                named[dim], entries[dim] = name, _axis_names(axes)
+                problems += _split_problems(
+                    what, shape, dim, entries[dim], mesh, self.uneven
+                )
         _raise_all(problems)
         return spec_of_axes(entries)
 
@@ -177,7 +179,7 @@ def local_shape(
 def stored_shape(
     shape: Sequence[int], spec: PartitionSpec, mesh: Mesh
 ) -> tuple[int, ...]:
-    """Shape of all devices' blocks together: the array's own, where nothing is padded.
+    """Shape of all devices' blocks together, padding included.
 
     Example:
       >>> mesh = Mesh(["tp", "dp"], devices=range(16))
@@ -200,14 +202,14 @@ def is_padded(shape: Sequence[int], mesh: Mesh, spec: PartitionSpec) -> bool:
 def check_even(
     what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, fix: str = ""
 ) -> None:
-    """Refuse a layout that pads an array where nothing can be padded.
+    """Check that a layout does not pad an array.
 
     Args:
-      what: What is wrong with that.
+      what: The first line of the message.
       shape: The array's shape.
       spec: Its layout.
       mesh: Its mesh.
-      fix: What helps beside other sizes.
+      fix: Another fix, besides other sizes.
 
     Raises:
       ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
@@ -216,7 +218,7 @@ def check_even(
         [
             replace(problem, what=what, fix=f"{fix}\n{problem.fix}".strip())
             for dim, axes in enumerate(axes_of_dims(spec, len(shape)))
-            for problem in _misfits(what, shape, dim, axes, mesh, "error")
+            for problem in _split_problems(what, shape, dim, axes, mesh, "error")
         ]
     )
 
@@ -232,7 +234,7 @@ def axes_of_dims(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
 
 
 def spec_of_axes(axes: Iterable[tuple[str, ...]]) -> PartitionSpec:
-    """The other way round, without trailing None.
+    """The PartitionSpec with these mesh axes for each dim, without trailing None.
 
     Example:
       >>> spec_of_axes([("dp", "tp"), ("pp",), ()])
@@ -245,7 +247,7 @@ def spec_of_axes(axes: Iterable[tuple[str, ...]]) -> PartitionSpec:
 
 
 def spec_over(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """The part of a spec that is about some axes.
+    """A spec restricted to some axes.
 
     Example:
       >>> spec_over(PartitionSpec(("dp", "tp"), "cp"), ["dp", "cp"])
@@ -255,7 +257,7 @@ def spec_over(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     return spec_of_axes(tuple(a for a in names if a in axes) for names in every)
 
 
-# --- what can be wrong with a spec
+# --- problems of a spec
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,7 @@ def _raise_all(problems: list[_Problem]) -> None:
     raise first.kind(first.what, got="\n".join(got), fix=fix)
 
 
-def _misfits(
+def _split_problems(
     what: str,
     shape: Sequence[int],
     dim: int,
@@ -286,7 +288,7 @@ def _misfits(
     mesh: Mesh,
     uneven: Uneven,
 ) -> list[_Problem]:
-    """What is wrong with splitting one dim over some axes: nothing, if all is well."""
+    """The problems with sharding one dim over some axes."""
     if unknown := [axis for axis in axes if axis not in mesh.axes]:
         return [
             _Problem(
@@ -297,7 +299,7 @@ def _misfits(
             )
             for axis in unknown
         ]
-    # Over Explicit axes the type of an array has its layout, and JAX knows no padding.
+    # Explicit axes make the layout part of an array's type, and JAX has no padding.
     is_typed = any(axis in mesh.explicit_axes for axis in axes)
     is_padded = uneven == "pad" and not is_typed
     if shape[dim] % mesh.axis_size(axes) == 0 or is_padded:
@@ -348,7 +350,7 @@ def _dim_named_twice(what: str, dim: int, names: tuple[int | str, ...]) -> _Prob
 def _dim_number(
     name: int | str, rank: int, dim_names: Sequence[str] | None
 ) -> int | None:
-    """The dim that an entry means, counted from the front; None where there is none."""
+    """The number of the dim that an entry names, or None."""
     if isinstance(name, str):
         if dim_names is not None and name in dim_names:
             return list(dim_names).index(name)
@@ -359,7 +361,7 @@ def _dim_number(
 
 
 def _entries(entries: Any) -> tuple[Any, ...]:
-    """A sequence of entries as a tuple; one entry by itself is a sequence of one."""
+    """Entries as a tuple; a single entry is a sequence of one."""
     return (entries,) if isinstance(entries, (str, int)) else tuple(entries)
 
 

@@ -313,7 +313,7 @@ def test_an_init_gives_what_is_declared():
     message = refusal(
         TensorFormError, (2, 3), init=lambda key, shape, dtype: jnp.ones(3, dtype)
     )
-    assert "declared float32[2, 3], init gives" in message
+    assert "declared float32[2, 3], init returns" in message
     assert "wrong kind" in refusal(TensorFormError, (2,), init=3)
 
 

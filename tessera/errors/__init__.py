@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every mistake a user can make, as a class with a stable code.
+"""Coded error classes, one for each kind of user mistake.
 
-A message says what is wrong, what was got (with the arithmetic), and what to do:
+A message says what is wrong, the offending values (with the arithmetic), and the fix:
 
     [T201] parameter 'up' cannot be split evenly over mesh axes ('tp',)
       got: shape (2560, 10242), dim 1 = 10242, axis size 4
       fix: use 10240 or 10244, or drop 'tp' from the spec
       docs: docs/errors/T201.md
 
-The first digit of a code says what it is about, as the modules here do. ``assert`` is
-for Tessera's own bugs.
+The first digit of a code is its topic, one module for each. ``assert`` is for bugs in
+Tessera itself.
 """
 
 from tessera.errors.base import TesseraError as TesseraError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every error has: a code, and what is wrong, was got and is to be done."""
+"""The base class of all errors: a code, the problem, the values and the fix."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -7,11 +7,11 @@ from typing import ClassVar
 
 
 class TesseraError(Exception):
-    """A mistake that its author can mend; the base of every coded error.
+    """A user error; the base class of every coded error.
 
     Args:
-      what: One sentence: which argument, and what is wrong with it.
-      got: The values met, with the arithmetic that fails.
+      what: One sentence: which argument, and the problem with it.
+      got: The offending values, with the arithmetic that fails.
       fix: What to write instead, with the nearest legal values.
 
     Example:
@@ -26,7 +26,7 @@ class TesseraError(Exception):
 
     code: ClassVar[str] = "T000"
     exit_code: ClassVar[int] = 2
-    """The exit code of a program that it ends; see docs/guides/reliability.md."""
+    """Exit code of a program that it ends; docs/guides/reliability.md lists all codes."""
 
     def __init_subclass__(cls) -> None:
         if cls.__module__.startswith("tessera.errors."):
@@ -38,16 +38,16 @@ class TesseraError(Exception):
         lines += [f"  got: {line}" for line in got.splitlines()]
         lines += [f"  fix: {line}" for line in fix.splitlines()]
         lines += [f"  docs: docs/errors/{self.code}.md"]
-        # The name of a file may hold what is no character, and cannot be written.
+        # File names may contain bytes that are not UTF-8 and cannot be printed.
         super().__init__("\n".join(lines).encode(errors="backslashreplace").decode())
 
 
 class TesseraWarning(UserWarning):
-    """Something legal that its author probably did not want."""
+    """Something legal that is probably unintended."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint that ends an error's ``fix`` line.
+    """A spelling suggestion for the end of a ``fix`` line.
 
     Example:
       >>> did_you_mean("fdsp", ["fsdp", "tp"])

@@ -29,18 +29,18 @@ class TokenRangeError(TesseraError, ValueError):
 
 
 class TokenizerError(TesseraError, ValueError):
-    """A tokenizer is named that does not exist or cannot be read."""
+    """A tokenizer does not exist or cannot be read."""
 
     code = "T605"
 
 
 class DataFormatError(TesseraError, ValueError):
-    """A data file is of a kind that is not read as text."""
+    """A data file has a format that is not text."""
 
     code = "T606"
 
 
 class JsonLinesError(TesseraError, ValueError):
-    """A line of JSON Lines is no object with a text in the field that is asked for."""
+    """A line of JSON Lines is not an object with a text in the configured field."""
 
     code = "T607"

@@ -5,13 +5,13 @@ from tessera.errors.base import TesseraError
 
 
 class ShardDivisibilityError(TesseraError, ValueError):
-    """A dim is not a multiple of the mesh axes that it is split over."""
+    """A dim is not a multiple of the size of the mesh axes that shard it."""
 
     code = "T201"
 
 
 class AxisReusedError(TesseraError, ValueError):
-    """One mesh axis is asked to split two dims of the same array."""
+    """One mesh axis would shard two dims of the same array."""
 
     code = "T202"
 
@@ -23,7 +23,7 @@ class DimError(TesseraError, ValueError):
 
 
 class SpecFormError(TesseraError, ValueError):
-    """A ShardSpec is not well formed by itself, whatever the array."""
+    """A ShardSpec is malformed, independent of the array."""
 
     code = "T204"
 

@@ -5,7 +5,7 @@ from tessera.errors.base import TesseraError
 
 
 class BackendStartedError(TesseraError, ValueError):
-    """Devices cannot be simulated any more: JAX has started its backend."""
+    """Devices cannot be simulated because JAX has already started its backend."""
 
     code = "T701"
 
@@ -17,33 +17,33 @@ class DeviceCountError(TesseraError, ValueError):
 
 
 class HostMemoryError(TesseraError, ValueError):
-    """Arrays are to lie in the memory of the host, which the devices cannot reach."""
+    """Arrays cannot be placed in host memory, which the devices cannot access."""
 
     code = "T703"
 
 
 class ProcessLayoutError(TesseraError, ValueError):
-    """What says which process this is of how many is incomplete, or contradictory."""
+    """The rank and number of processes are incomplete, or contradictory."""
 
     code = "T704"
 
 
 class CoordinatorError(TesseraError, ValueError):
-    """The address where ranks meet cannot be used: unknown, busy or another's."""
+    """The rendezvous address cannot be used: unknown, busy or taken."""
 
     code = "T705"
     exit_code = 76
 
 
 class MissingRanksError(TesseraError, ValueError):
-    """Ranks are missing where the ranks of a run meet, or several say the same one."""
+    """Ranks are missing at the rendezvous, or several have the same number."""
 
     code = "T706"
     exit_code = 76
 
 
 class RanksDifferError(TesseraError, ValueError):
-    """The ranks are not of one run: settings, versions, code or devices differ."""
+    """Ranks differ in settings, versions, code or devices."""
 
     code = "T707"
     exit_code = 76
@@ -57,7 +57,7 @@ class StalledError(TesseraError, ValueError):
 
 
 class CompileCacheError(TesseraError, ValueError):
-    """The folder of compiled programs, which are code, is not the user's alone."""
+    """Other users can write to the folder of compiled programs, which are code."""
 
     code = "T709"
 

@@ -17,24 +17,24 @@ class DuplicateAxisError(TesseraError, ValueError):
 
 
 class UnknownAxisError(TesseraError, ValueError):
-    """A mesh axis is named that the mesh does not have."""
+    """The mesh does not have an axis of this name."""
 
     code = "T103"
 
 
 class DeviceIdError(TesseraError, ValueError):
-    """Device ids of a mesh are repeated or not to be had."""
+    """Device ids of a mesh are repeated or illegal."""
 
     code = "T104"
 
 
 class AbstractMeshError(TesseraError, ValueError):
-    """A mesh of devices that this machine lacks was asked to run something."""
+    """A mesh needs devices that this machine does not have in order to run."""
 
     code = "T105"
 
 
 class NoMeshError(TesseraError, ValueError):
-    """An operation needs a mesh and none is in sight."""
+    """An operation needs a mesh, and no mesh is open."""
 
     code = "T106"

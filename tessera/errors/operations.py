@@ -17,7 +17,7 @@ class HeadCountError(TesseraError, ValueError):
 
 
 class UnknownModelError(TesseraError, ValueError):
-    """A model is named that the registry does not have."""
+    """The registry has no model of this name."""
 
     code = "T403"
 
@@ -35,6 +35,6 @@ class ModelShapeError(TesseraError, ValueError):
 
 
 class ImplementationError(TesseraError, ValueError):
-    """An implementation of an operation is asked for that cannot serve the call."""
+    """The requested implementation of an operation does not support the call."""
 
     code = "T406"

@@ -11,7 +11,7 @@ class UnknownSettingError(TesseraError, ValueError):
 
 
 class SettingValueError(TesseraError, ValueError):
-    """A configuration value is not one that the setting takes."""
+    """A configuration value is not legal for the setting."""
 
     code = "T502"
 
@@ -23,13 +23,13 @@ class BatchSizeError(TesseraError, ValueError):
 
 
 class OutputPathError(TesseraError, ValueError):
-    """The output folder cannot be written or leaves its place."""
+    """The output folder cannot be written, or was moved."""
 
     code = "T504"
 
 
 class UnknownOptimizerError(TesseraError, ValueError):
-    """An optimizer or schedule is named that the registry does not have."""
+    """The registry has no optimizer or schedule of this name."""
 
     code = "T505"
 
@@ -41,7 +41,7 @@ class LossScaleError(TesseraError, ValueError):
 
 
 class SettingConflictError(TesseraError, ValueError):
-    """Two settings ask for things that exclude each other."""
+    """Two settings exclude each other."""
 
     code = "T507"
 
@@ -53,6 +53,6 @@ class NonFiniteError(TesseraError, ValueError):
 
 
 class DeviceMemoryError(TesseraError, ValueError):
-    """What a run keeps between its steps is larger than the memory of its devices."""
+    """The state of a run is larger than the memory of its devices."""
 
     code = "T509"

@@ -5,25 +5,25 @@ from tessera.errors.base import TesseraError
 
 
 class ArgumentError(TesseraError, TypeError):
-    """An argument can be neither traced nor held static."""
+    """An argument can be neither traced nor static."""
 
     code = "T301"
 
 
 class OutsideTraceError(TesseraError, ValueError):
-    """Something that only has a meaning inside a traced function was called outside."""
+    """Something that only works inside a traced function was called outside."""
 
     code = "T302"
 
 
 class UnconnectedGradientError(TesseraError, ValueError):
-    """A loss does not depend on what it is differentiated by."""
+    """A loss does not depend on the values that it is differentiated by."""
 
     code = "T303"
 
 
 class LossFormError(TesseraError, ValueError):
-    """A loss is not one floating-point number."""
+    """A loss is not a floating-point scalar."""
 
     code = "T304"
 
@@ -41,7 +41,7 @@ class ParameterTreeError(TesseraError, ValueError):
 
 
 class UnknownPassError(TesseraError, ValueError):
-    """A pass is named that the pipeline does not have."""
+    """There is no compiler pass of this name."""
 
     code = "T307"
 
@@ -59,13 +59,13 @@ class ScheduleError(TesseraError, ValueError):
 
 
 class UnknownScheduleError(TesseraError, ValueError):
-    """A pipeline schedule is named that does not exist."""
+    """There is no pipeline schedule of this name."""
 
     code = "T310"
 
 
 class PipelineSizeError(TesseraError, ValueError):
-    """Stages, microbatches, chunks and layers of a pipeline do not fit each other."""
+    """Stages, microbatches, chunks and layers of a pipeline are incompatible."""
 
     code = "T311"
 
@@ -77,13 +77,13 @@ class PipelineFormError(TesseraError, ValueError):
 
 
 class StrategyError(TesseraError, ValueError):
-    """A strategy does not exist, or the function has not what it is about."""
+    """A strategy does not exist, or does not apply to the function."""
 
     code = "T313"
 
 
 class StageCollectiveError(TesseraError, ValueError):
-    """A stage of a pipeline makes devices wait that do not run it."""
+    """A pipeline stage has a collective with devices that do not run it."""
 
     code = "T314"
 
@@ -95,25 +95,25 @@ class AnnotationError(TesseraError, TypeError):
 
 
 class UndifferentiableError(TesseraError, ValueError):
-    """A gradient would have to go through an operation that has no backward pass."""
+    """An operation in the path of a gradient has no backward pass."""
 
     code = "T317"
 
 
 class BranchError(TesseraError, TypeError):
-    """Two ways through a function leave values of different types in one place."""
+    """Two branches assign values of different types to one variable."""
 
     code = "T318"
 
 
 class ControlFlowError(TesseraError, TypeError):
-    """Python has to decide something that is only known when the program runs."""
+    """Python control flow depends on a value that is only known at run time."""
 
     code = "T319"
 
 
 class WriteBackError(TesseraError, ValueError):
-    """An argument was changed in a way that cannot be given back to the caller."""
+    """An argument was modified in a way that cannot be written back."""
 
     code = "T320"
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer's queries read: from a whole sequence, or from one that is spread.
+"""Selects the attention of a layer: global or windowed, whole or sharded sequences.
 
-A layer reads everything before, or a window; which of both is a flag that is scanned
-with its parameters. Where a mesh axis splits the sequence, ``tessera.ops.attention``
-sends what has to be sent, and nobody makes a mask of the whole.
+A layer attends to the whole sequence before a token, or to a window of it. Which of the
+two is a traced flag that is scanned with the layer's parameters. If a mesh axis shards
+the sequence, ``tessera.ops.attention`` communicates keys and values; no device builds a
+mask of the whole sequence.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from tessera.mesh import manual_axes
 from tessera.models.gemma3_config import Gemma3Config
-from tessera.models.layers import HEADS, Read
+from tessera.models.layers import HEADS, Attend
 from tessera.models.partition_rules import Placement
 from tessera.ops.attention.context_variants import (
     NO_WINDOW,
@@ -29,37 +30,37 @@ from tessera.ops.attention.flash import flash_attention
 from tessera.ops.attention.zigzag import Spread
 from tessera.ops.operand_layouts import region_mesh
 
-# From whether a layer sees everything to how it reads.
-LayerRead: TypeAlias = Callable[[Bool[Array, ""]], Read]
+# From whether a layer is global to its attention.
+LayerAttention: TypeAlias = Callable[[Bool[Array, ""]], Attend]
 
 
-def layer_reads(
+def layer_attention(
     config: Gemma3Config,
     length: int,
     segment_ids: Int[Array, "batch seq"] | None,
     place: Placement,
-) -> LayerRead:
-    """How the layers of a model read sequences of ``length`` tokens.
+) -> LayerAttention:
+    """The attention of a model's layers for sequences of ``length`` tokens.
 
     Args:
-      config: For the window.
+      config: The model's sizes, of which the window is used.
       length: Tokens of a sequence, over all devices.
-      segment_ids: A token reads those of its own segment, which is a run of equal ids;
-        in the order of the devices.
-      place: Where the model runs.
+      segment_ids: A token attends to its own segment, a run of equal ids; in the order
+        in which devices hold the sequence.
+      place: The mesh and layout of the model.
 
     Raises:
       ShardDivisibilityError: [T201] the devices of ``cp`` cannot share the sequence.
     """
     if place.arrangement is None:
-        return _from_whole(config, length, segment_ids)
-    return _from_spread(config, length, segment_ids, place)
+        return _whole_attention(config, length, segment_ids)
+    return _sharded_attention(config, length, segment_ids, place)
 
 
-def _from_whole(
+def _whole_attention(
     config: Gemma3Config, length: int, segment_ids: Int[Array, "batch seq"] | None
-) -> LayerRead:
-    def read(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, window: Any) -> Array:
+) -> LayerAttention:
+    def attend(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, window: Any) -> Array:
         heads_first = (jnp.swapaxes(x, 1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
         out_BHSK = flash_attention(
             *heads_first,
@@ -70,53 +71,54 @@ def _from_whole(
         )
         return jnp.swapaxes(out_BHSK, 1, 2)
 
-    def reads(sees_all: Bool[Array, ""]) -> Read:
+    def select(is_global: Bool[Array, ""]) -> Attend:
         if config.window >= length:
-            return partial(read, window=None)
-        if _windows_may_come_late():
-            return partial(read, window=jnp.where(sees_all, NO_WINDOW, config.window))
-        ways = (partial(read, window=None), partial(read, window=config.window))
-        return partial(lax.cond, sees_all, *ways)
+            return partial(attend, window=None)
+        if _supports_traced_windows():
+            window = jnp.where(is_global, NO_WINDOW, config.window)
+            return partial(attend, window=window)
+        branches = (partial(attend, window=None), partial(attend, window=config.window))
+        return partial(lax.cond, is_global, *branches)
 
-    return reads
+    return select
 
 
-def _windows_may_come_late() -> bool:
-    """Whether the attention of this device is as fast with a window it does not know.
+def _supports_traced_windows() -> bool:
+    """Whether attention on this device is as fast with a window that is traced.
 
-    The kernels of GPUs are compiled for one window, and those of both kinds of layers
-    stand side by side in the program.
+    GPU kernels are compiled for one window, so the program has one for each kind of
+    layer.
     """
     return Device.here().platform != "cuda"
 
 
-def _from_spread(
+def _sharded_attention(
     config: Gemma3Config,
     length: int,
     segment_ids: Int[Array, "batch seq"] | None,
     place: Placement,
-) -> LayerRead:
+) -> LayerAttention:
     arrangement, mesh = place.arrangement, place.mesh
     assert arrangement is not None
     assert mesh is not None
     (axis,) = place.axes("context")
     if segment_ids is not None:
-        # Four bytes a token: every device knows those of all keys that come by.
+        # Four bytes a token: every device needs those of all keys it receives.
         segment_ids = place.constrain(segment_ids, "batch", None)
 
-    def read(q_BSHK: Any, k_BTGK: Any, v_BTGK: Any, sees_all: Any) -> Array:
+    def attend(q_BSHK: Any, k_BTGK: Any, v_BTGK: Any, is_global: Any) -> Array:
         wire = wire_of(q_BSHK.dtype)
-        # In a pipeline's stage, other devices may be elsewhere in the program.
+        # In a pipeline stage, other devices may be at another point of the program.
         alone = bool(manual_axes())
         spread = Spread(axis, arrangement, wire=wire, alone=alone)
         plan = Plan.of(place.context_parallel, spread, length, config.window)
         layout = place.resolve(HEADS, q_BSHK.shape, "queries")
         operands = q_BSHK, k_BTGK, v_BTGK
         return attend_in_region(
-            plan, region_mesh(mesh), layout, operands, segment_ids, sees_all
+            plan, region_mesh(mesh), layout, operands, segment_ids, is_global
         )
 
-    def reads(sees_all: Bool[Array, ""]) -> Read:
-        return partial(read, sees_all=sees_all)
+    def select(is_global: Bool[Array, ""]) -> Attend:
+        return partial(attend, is_global=is_global)
 
-    return reads
+    return select

@@ -1,58 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in the place of a block's MLP.
+"""A mixture-of-experts MLP for a decoder block.
 
-The layer itself is ``tessera.ops.moe``; here are its parameters, stacked over layers as
-those of the other parts are, and where they lie.
+``tessera.ops.moe`` computes the layer; this module declares its parameters, stacked
+over layers as in ``layers.py``, and their layout.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from tessera.models.gemma3_config import Gemma3Config
-from tessera.models.layers import parameter
+from tessera.models.layers import fan_in_init, parameter
 from tessera.models.partition_rules import Placement
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.routing import RoutingOptions
 from tessera.ops.operand_layouts import region_mesh
 
-# Of [batch, sequence, d_model] activations, by logical names.
+# Logical dim names of [batch, sequence, d_model] activations.
 Names = tuple[str | None, ...]
 
 
 class Experts(nnx.Module):
-    """Gated MLPs, of which each token goes through a few.
+    """Gated MLPs, a few of which process each token.
 
     Source: Shazeer et al., arXiv 1701.06538.
     """
 
     def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs) -> None:
-        # Truncated normal of variance 1 / fan-in; layers and experts share no input.
-        init = jax.nn.initializers.variance_scaling(
-            1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=0
-        )
-        many = jax.nn.initializers.variance_scaling(
-            1.0,
-            "fan_in",
-            "truncated_normal",
-            in_axis=-2,
-            out_axis=-1,
-            batch_axis=(0, 1),
-        )
+        router_init = fan_in_init(-2, -1)
+        init = fan_in_init(-2, -1, batch_axis=(0, 1))
         layers, experts = config.num_layers, config.num_experts
         wide = (layers, experts, config.d_model, config.mlp_dim)
         narrow = (layers, experts, config.mlp_dim, config.d_model)
         shape = (layers, config.d_model, experts)
         self.router = parameter(
-            init(rngs.params(), shape, jnp.float32), "layers", "embed", "router"
+            router_init(rngs.params(), shape, jnp.float32), "layers", "embed", "router"
         )
         names = ("layers", "experts", "embed", "mlp")
-        self.gate = parameter(many(rngs.params(), wide, jnp.float32), *names)
-        self.up = parameter(many(rngs.params(), wide, jnp.float32), *names)
+        self.gate = parameter(init(rngs.params(), wide, jnp.float32), *names)
+        self.up = parameter(init(rngs.params(), wide, jnp.float32), *names)
         self.down = parameter(
-            many(rngs.params(), narrow, jnp.float32),
+            init(rngs.params(), narrow, jnp.float32),
             "layers",
             "experts",
             "mlp",
@@ -68,12 +57,12 @@ class Experts(nnx.Module):
         place: Placement,
         names: Names,
     ) -> tuple[Float[Array, "batch seq d_model"], dict[str, Array]]:
-        """Each position through its experts, and the router's statistics by name.
+        """Process each position by its experts; returns the router's statistics too.
 
         Args:
           x_BSD: Activations.
-          place: Where they are.
-          names: What splits their dims.
+          place: The mesh and layout of the model.
+          names: Logical names of the activations' dims.
         """
         weights = Weights(
             *(p[...] for p in (self.router, self.gate, self.up, self.down))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Gemma 3 text model: one block, scanned over layers.
 
-The block's parameters are stacked along a leading ``layers`` dim and a ``lax.scan``
-goes over them, so the program that XLA compiles is as long for 34 layers as for six.
-Local and global layers share the block: they differ in the mask's window and in the
-rotary frequencies, which follow from a flag that is scanned with the parameters.
+The block's parameters are stacked along a leading ``layers`` dim, which ``lax.scan``
+iterates over, so the program that XLA compiles has the same size for 34 layers as for
+six. Local and global layers share the block: they differ in the window of the mask and
+in the rotary frequencies, selected by a flag that is scanned with the parameters.
 
 Source: Gemma 3 Technical Report, arXiv 2503.19786.
 """
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tessera.models.attention_inputs import layer_reads
+from tessera.models.attention_inputs import layer_attention
 from tessera.models.expert_mlp import Experts
 from tessera.models.gemma3_config import Gemma3Config
-from tessera.models.layers import MLP, Attention, Read, RMSNorm, parameter
+from tessera.models.layers import MLP, Attend, Attention, RMSNorm, parameter
 from tessera.models.partition_rules import NO_MESH, Placement
 from tessera.models.remat import NONE, policies_of, policies_of_stage, scan_layers
 from tessera.ops.embedding import look_up
@@ -30,12 +30,12 @@ from tessera.ops.losses import cross_entropy
 RESIDUAL = ("batch", "sequence", None)
 GATHERED = ("batch", "context", None)
 
-# What routers did, by the names of ``RouterStatistics``; empty without experts.
+# The fields of ``RouterStatistics`` by name; empty without experts.
 Statistics: TypeAlias = dict[str, Array]
 
 
 class Block(nnx.Module):
-    """Attention, and MLP or experts: between two norms, added to the residual."""
+    """Attention, then an MLP or experts; each between two norms, with a residual."""
 
     def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs) -> None:
         shape, names = (config.num_layers, config.d_model), ("layers", "norm")
@@ -53,13 +53,13 @@ class Block(nnx.Module):
         self,
         x_BSD: Float[Array, "batch seq d_model"],
         angles_BSK: Float[Array, "#batch seq half_head_dim"],
-        read: Read,
+        attend: Attend,
         place: Placement,
     ) -> tuple[Float[Array, "batch seq d_model"], Statistics]:
-        """The residual after one layer, and what its router did."""
+        """The residual after one layer, and its router's statistics."""
         with jax.named_scope("attention"):
             inner = place.constrain(self.pre_attention_norm(x_BSD), *GATHERED)
-            inner = self.attention(inner, angles_BSK, read, place)
+            inner = self.attention(inner, angles_BSK, attend, place)
             inner = place.constrain(inner, *RESIDUAL)
             x_BSD = x_BSD + self.post_attention_norm(inner)
         with jax.named_scope("mlp"):
@@ -82,8 +82,8 @@ class Gemma3(nnx.Module):
 
     Args:
       config: Sizes.
-      rngs: Its ``params`` stream gives the initial values.
-      remat: What each layer recomputes; see ``remat.policies_of``.
+      rngs: Its ``params`` stream draws the initial values.
+      remat: The rematerialization policies; see ``remat.policies_of``.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Gemma3(nnx.Module):
     ) -> Float[Array, "batch seq vocab"]:
         """Logits of the token after each one, float32; see ``Model.apply``.
 
-        Where ``place`` spreads sequences over devices, all methods take and give them
-        in the order of the devices, ``place.arranged``.
+        If ``place`` shards sequences, all methods take and return them in the order in
+        which devices hold them, ``place.arranged``.
         """
         hidden, _ = self.hidden(
             tokens, positions=positions, segment_ids=segment_ids, place=place
@@ -140,11 +140,11 @@ class Gemma3(nnx.Module):
     ) -> Float[Array, "batch seq d_model"]:
         """The residual before the first block.
 
-        A token outside the table gives NaN instead of some other token's row.
+        A token outside the table gives NaN instead of another token's row.
         """
         with jax.named_scope("embedding"):
-            # Rows are looked up whole: split over fsdp, as the batch is, they have
-            # to change places with it, which XLA does by replicating all of them.
+            # Rows are looked up whole. If fsdp sharded them as it shards the batch,
+            # XLA would replicate all of them to exchange the two.
             table = place.constrain(self.embedding[...], "vocab", None)
             rows, split = place.axes("vocab"), GATHERED[:2]
             split = place.resolve(split, tokens.shape, "tokens")
@@ -167,26 +167,26 @@ class Gemma3(nnx.Module):
           x_BSD: The residual before them.
           positions: See ``Model.apply``.
           segment_ids: See ``Model.apply``.
-          numbers: Which layers of the model they are, counted from 0; by default all.
-          has_fillers: Whether numbers past the last layer are among them: such a block
-            does nothing.
-          place: Where it runs.
+          numbers: The index of each layer in the model; by default all layers.
+          has_fillers: Whether some indices are past the last layer: such a block does
+            nothing.
+          place: The mesh and layout of the model.
 
         Returns:
-          The residual, and the statistics of each layer's router, stacked; all zero
-          where a block does nothing.
+          The residual, and the stacked statistics of each layer's router, which are
+          zero for a block that does nothing.
         """
-        reads = layer_reads(self.config, x_BSD.shape[1], segment_ids, place)
+        attention = layer_attention(self.config, x_BSD.shape[1], segment_ids, place)
         graphdef, layers = nnx.split(self.decoder)
         if numbers is None:
             numbers = jnp.arange(self.config.num_layers)
         is_global = (numbers + 1) % self.config.global_every == 0
 
         def apply(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
-            state, sees_all, _ = layer
+            state, is_global, _ = layer
             block = nnx.merge(graphdef, state)
-            angles_BSK = self._angles(positions, sees_all)
-            return block(x_BSD, angles_BSK, reads(sees_all), place)
+            angles_BSK = self._angles(positions, is_global)
+            return block(x_BSD, angles_BSK, attention(is_global), place)
 
         def skip(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
             _, statistics = jax.eval_shape(apply, x_BSD, layer)
@@ -195,8 +195,8 @@ class Gemma3(nnx.Module):
         def body(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
             if not has_fillers:
                 return apply(x_BSD, layer)
-            is_there = layer[2] < self.config.num_layers
-            return jax.lax.cond(is_there, apply, skip, x_BSD, layer)
+            exists = layer[2] < self.config.num_layers
+            return jax.lax.cond(exists, apply, skip, x_BSD, layer)
 
         with jax.named_scope("decoder"):
             return scan_layers(
@@ -210,7 +210,7 @@ class Gemma3(nnx.Module):
     def normalized(
         self, x_BSD: Float[Array, "batch seq d_model"], *, place: Placement = NO_MESH
     ) -> Float[Array, "batch seq d_model"]:
-        """The residual as the logits read it."""
+        """The residual after the final norm, from which logits are computed."""
         return place.constrain(self.final_norm(x_BSD), *GATHERED)
 
     def logits(
@@ -219,7 +219,7 @@ class Gemma3(nnx.Module):
         *,
         place: Placement = NO_MESH,
     ) -> Float[Array, "batch seq vocab"]:
-        """Scores of every token, float32, by the embedding table."""
+        """Logits of every token, float32, by the tied embedding table."""
         with jax.named_scope("logits"):
             scores = jnp.einsum(
                 "bsd,vd->bsv",
@@ -238,15 +238,15 @@ class Gemma3(nnx.Module):
         chunk: int | str = "auto",
         place: Placement = NO_MESH,
     ) -> Float[Array, ""]:
-        """Cross-entropy of the logits, in nats, summed over the targets that count.
+        """Cross-entropy of the logits in nats, summed over the targets.
 
         Args:
-          hidden: What the logits would be made of.
+          hidden: The residual after the final norm.
           targets: The token after each one, or ``ignore_index``.
-          ignore_index: Target of positions that do not count.
-          chunk: Of how many tokens a device makes logits at a time; ``auto`` as
-            ``op.fused_linear_cross_entropy`` does, ``none`` makes all of them.
-          place: Where it runs.
+          ignore_index: Target of positions that are left out.
+          chunk: Number of tokens whose logits a device computes at a time; ``auto`` as
+            in ``op.fused_linear_cross_entropy``, ``none`` computes all at once.
+          place: The mesh and layout of the model.
         """
         if chunk == "none":
             logits = self.logits(hidden, place=place)
@@ -269,18 +269,17 @@ class Gemma3(nnx.Module):
             )
 
     def _angles(
-        self, positions: Int[Array, "#batch seq"], sees_all: Bool[Array, ""]
+        self, positions: Int[Array, "#batch seq"], is_global: Bool[Array, ""]
     ) -> Float[Array, "#batch seq half_head_dim"]:
         """Rotary angles of one layer, in radians."""
         config = self.config
         exponent = (
             jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
         )
-        local = config.rope_base_local**-exponent
-        wide = config.rope_base_global**-exponent / config.rope_scale_global
-        return positions[..., None].astype(jnp.float32) * jnp.where(
-            sees_all, wide, local
-        )
+        local_K = config.rope_base_local**-exponent
+        global_K = config.rope_base_global**-exponent / config.rope_scale_global
+        frequency_K = jnp.where(is_global, global_K, local_K)
+        return positions[..., None].astype(jnp.float32) * frequency_K
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> Array:

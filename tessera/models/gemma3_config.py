@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a Gemma 3 text model, checked when they are written down.
+"""The sizes of a Gemma 3 text model, validated when constructed.
 
-A configuration is a plain frozen value: it hashes, compares and counts parameters
-without an array being made. The published sizes are in ``registry.py``.
+A configuration is a frozen dataclass: it can be hashed and compared, and counts
+parameters without allocating any. The published sizes are in ``registry.py``.
 """
 
 import math
@@ -13,7 +13,7 @@ from tessera.errors import ModelShapeError
 
 
 def nearest(legal: Iterable[int], wanted: int) -> str:
-    """The legal numbers on both sides of one that is not, for a message.
+    """The legal numbers on both sides of an illegal one, for a message.
 
     Example:
       >>> nearest([1, 2, 4], 3)
@@ -26,17 +26,17 @@ def nearest(legal: Iterable[int], wanted: int) -> str:
 
 
 _MAY_BE_ZERO = ("num_experts", "router_balance_weight", "router_z_weight")
-# Far above every model: what is larger is a slip, and would keep tables of its size.
+# Far above every model: anything larger is a typing error that would fill the memory.
 _MOST = {"num_layers": 10_000, "num_heads": 2**16, "num_kv_heads": 2**16}
 _MOST |= {"num_experts": 2**16, "experts_per_token": 2**16, "head_dim": 2**16}
 _MOST |= {"d_model": 2**20, "mlp_dim": 2**24, "vocab_size": 2**28}
 _MOST_COUNT = 2**31 - 1  # of a 32-bit integer, as positions and token ids are
-# The least and the largest normal number of a float32, which a model computes in.
+# The smallest and largest normal float32, the dtype that a model computes in.
 _LEAST_FLOAT, _MOST_FLOAT = 2.0**-126, 3.4028234663852886e38
 
 
 def _out_of_range(name: str, value: float | None) -> tuple[str, str] | None:
-    """What is wrong with one number, and what to write instead."""
+    """The problem with one number and its fix, or None."""
     if value is None or (value == 0 and name in _MAY_BE_ZERO):
         return None
     if isinstance(value, int):
@@ -66,26 +66,26 @@ class Gemma3Config:
       num_kv_heads: Key and value heads; each serves num_heads / num_kv_heads queries.
       head_dim: Width of one head; even, because rope rotates halves.
       mlp_dim: Hidden width of the gated MLP, or of each expert.
-      window: Tokens that a local layer sees, its own included.
+      window: Tokens that a local layer attends to, including its own.
       query_pre_attn_scalar: Queries are scaled by this to the power -1/2.
-      global_every: Layer i sees the whole sequence iff (i + 1) % global_every == 0.
+      global_every: Layer i is global iff (i + 1) % global_every == 0.
       rope_base_local: Base of the rotary frequencies of local layers.
       rope_base_global: Base of the rotary frequencies of global layers.
       rope_scale_global: Global layers divide positions by this.
       norm_epsilon: Added to the mean square in every RMSNorm.
       scan_unroll: Layers in one step of the scan over layers.
-      num_experts: Gated MLPs in the place of each layer's one; 0 keeps the one. What
-        follows is of routers and has a meaning only with experts.
-      experts_per_token: Experts that each token goes through.
-      capacity_factor: None is dropless: every expert computes every token that chooses
-        it. A number limits what an expert takes of a sequence, in multiples of its
-        even share.
+      num_experts: Experts (gated MLPs) of each layer; 0 is one dense MLP. The following
+        attributes only apply with experts.
+      experts_per_token: Experts that process each token.
+      capacity_factor: None is dropless: every expert computes all tokens routed to it.
+        A number limits an expert's tokens of a sequence, in multiples of its even
+        share.
       router_balance_weight: Weight in the training loss of each layer's load-balancing
         loss.
-      router_z_weight: The same of each layer's router z-loss.
+      router_z_weight: Weight in the training loss of each layer's router z-loss.
 
     Raises:
-      ModelShapeError: [T405] sizes that contradict each other, all of them at once.
+      ModelShapeError: [T405] sizes are out of range or inconsistent; lists all.
 
     Example:
       >>> from tessera.models.registry import config_of
@@ -126,17 +126,17 @@ class Gemma3Config:
             )
 
     def _problems(self) -> list[tuple[str, str]]:
-        """What is wrong and what to write instead, for everything that is wrong."""
-        found = [
+        """Every problem and its fix."""
+        problems = [
             problem
             for field in fields(self)
             if (problem := _out_of_range(field.name, getattr(self, field.name)))
         ]
-        if found:
-            return found
+        if problems:
+            return problems
         if self.num_heads % self.num_kv_heads:
             legal = (n for n in range(1, self.num_heads + 1) if not self.num_heads % n)
-            found.append(
+            problems.append(
                 (
                     f"num_heads = {self.num_heads}, num_kv_heads = {self.num_kv_heads},"
                     f" remainder {self.num_heads % self.num_kv_heads}",
@@ -144,25 +144,25 @@ class Gemma3Config:
                 )
             )
         if self.head_dim % 2:
-            found.append(
+            problems.append(
                 (
-                    f"head_dim = {self.head_dim} is odd, and rope rotates halves",
+                    f"head_dim = {self.head_dim} is odd, but rope rotates halves",
                     f"use head_dim {self.head_dim - 1 or 2} or {self.head_dim + 1}",
                 )
             )
         if 0 < self.num_experts < self.experts_per_token:
-            found.append(
+            problems.append(
                 (
                     f"experts_per_token = {self.experts_per_token}, "
                     f"num_experts = {self.num_experts}",
                     f"use experts_per_token {self.num_experts} or less",
                 )
             )
-        return found
+        return problems
 
     @property
     def num_params(self) -> int:
-        """Number of trained scalars; the tied head counts once."""
+        """Number of trained scalars; the tied output head counts once."""
         d, heads = self.d_model, self.num_heads + self.num_kv_heads
         mlp = 3 * d * self.mlp_dim
         if self.num_experts:
@@ -172,7 +172,7 @@ class Gemma3Config:
 
     @property
     def num_active_params(self) -> int:
-        """Number of them that one token computes with: not all experts."""
+        """Number of parameters that one token uses: not all experts."""
         unused = max(self.num_experts - self.experts_per_token, 0)
         return (
             self.num_params - self.num_layers * unused * 3 * self.d_model * self.mlp_dim
@@ -180,10 +180,10 @@ class Gemma3Config:
 
     @property
     def num_norm_params(self) -> int:
-        """How many of them are scales of norms."""
+        """Number of parameters that are scales of norms."""
         block = 4 * self.d_model + 2 * self.head_dim
         return self.num_layers * block + self.d_model
 
     def is_global(self, layer: int) -> bool:
-        """Whether a layer (counted from 0) sees the whole sequence."""
+        """Whether a layer (counted from 0) attends to the whole sequence."""
         return (layer + 1) % self.global_every == 0

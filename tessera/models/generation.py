@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text from a model, token by token: the sample that ends a training run.
+"""Generates text from a model, for the sample at the end of a training run.
 
 Each token recomputes the whole buffer, without a cache of keys and values, so the cost
-grows with the square of the length: for samples, not for serving.
+grows with the square of the length: it is meant for samples, not for serving.
 """
 
 from functools import partial
@@ -25,19 +25,19 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> Int[Array, "batch prompt+num_tokens"]:
-    """The prompt, continued by ``num_tokens`` tokens.
+    """Continue a prompt by ``num_tokens`` tokens.
 
-    Compiled once for each prompt shape, ``num_tokens`` and ``top_k``. Where the
-    parameters are split over a mesh, XLA chooses the layout of the rest.
+    Compiled once for each prompt shape, ``num_tokens`` and ``top_k``. If the parameters
+    are sharded, XLA chooses the layout of everything else.
 
     Args:
-      model: Whose parameters these are.
+      model: The model of the parameters.
       params: As from ``model.init``.
       prompt: int32 ``[B, P]``, P at least 1.
       num_tokens: How many to add, at least 1.
       key: The same key gives the same tokens.
-      temperature: Divides the logits; 0 takes the likeliest token.
-      top_k: Draw among the k likeliest tokens only; None draws among all.
+      temperature: Divides the logits; 0 takes the most likely token.
+      top_k: Sample from the k most likely tokens; None samples from all.
 
     Returns:
       int32 ``[B, P + num_tokens]``.
@@ -48,8 +48,8 @@ def generate(
     """
     _check(model.config.vocab_size, prompt.shape, num_tokens, temperature, top_k)
     prompt = jnp.asarray(prompt, jnp.int32)
-    heat = jnp.float32(temperature)
-    return _generate(model, params, prompt, heat, key, num_tokens, top_k)
+    scale = jnp.float32(temperature)
+    return _generate(model, params, prompt, scale, key, num_tokens, top_k)
 
 
 def _check(
@@ -70,7 +70,7 @@ def _check(
         wrong.append((f"top_k = {top_k}", f"top_k from 1 to {vocab}, or None"))
     if wrong:
         raise OperandError(
-            "generate cannot draw such a sample",
+            "generate cannot sample with these arguments",
             got="\n".join(got for got, _ in wrong),
             fix="\n".join(fix for _, fix in wrong),
         )
@@ -90,7 +90,7 @@ def _generate(
     start = prompt.shape[1]
 
     def step(i: Array, tokens: Array) -> Array:
-        # What lies beyond i is not yet written, and no earlier position reads it.
+        # Causal attention: no position before i reads the unwritten tokens after it.
         hidden, _ = module.hidden(tokens)
         last = jax.lax.dynamic_slice_in_dim(hidden, i - 1, 1, axis=1)
         logits = module.logits(last)[:, 0]

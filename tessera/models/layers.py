@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a decoder block, each holding the parameters of all layers at once.
+"""The modules of a decoder block, each with the parameters of all layers stacked.
 
-A parameter of a block is made with a leading ``layers`` dim. The scan over layers hands
-each block its own slice, so a part's ``__call__`` sees one layer and no leading dim.
+A parameter of a block has a leading ``layers`` dim. The scan over layers passes each
+block its own slice, so ``__call__`` sees one layer and no leading dim.
 
 Shape suffixes: B batch, S query position, T key position, D d_model, F mlp, H query
 heads, G key/value heads, K head_dim.
@@ -21,25 +21,41 @@ from tessera.models.partition_rules import Placement
 from tessera.ops.norms import rms_norm
 from tessera.shard import ShardSpec
 
-# Names of the dims of queries, and of keys and values.
+# Logical dim names of queries, and of keys and values.
 HEADS: Final = ("batch", "context", "heads", None)
 KV_HEADS: Final = ("batch", "context", "kv_heads", None)
 
-# From queries, keys and values to what each query reads.
-Read: TypeAlias = Callable[[Array, Array, Array], Array]
+# From queries, keys and values to the outputs of attention.
+Attend: TypeAlias = Callable[[Array, Array, Array], Array]
 
 
 def parameter(value: Array, *names: str) -> nnx.Param[Array]:
-    """A parameter that knows the logical name of each of its dims."""
+    """A parameter with the logical name of each of its dims."""
     spec = ShardSpec(partition=tuple(range(len(names))), mesh_axes=names)
     return nnx.Param(value, shard_spec=spec)
+
+
+def fan_in_init(
+    in_axis: int | tuple[int, ...],
+    out_axis: int | tuple[int, ...],
+    batch_axis: int | tuple[int, ...] = 0,
+) -> jax.nn.initializers.Initializer:
+    """Truncated normal with variance 1 / fan-in, independent along the batch axes."""
+    return jax.nn.initializers.variance_scaling(
+        1.0,
+        "fan_in",
+        "truncated_normal",
+        in_axis=in_axis,
+        out_axis=out_axis,
+        batch_axis=batch_axis,
+    )
 
 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last dim, scaled by 1 + w; float32 inside.
 
     Args:
-      shape: Of the scale; the last dim is the normalized one.
+      shape: Shape of the scale; the last dim is the normalized one.
       names: Logical names of its dims.
       epsilon: Added to the mean square.
 
@@ -59,13 +75,13 @@ class RMSNorm(nnx.Module):
 
 
 class Projection(nnx.Module):
-    """A matmul that takes the dims named ``inputs`` to the dims named ``outputs``.
+    """A matmul that contracts the dims ``inputs`` and adds the dims ``outputs``.
 
     Args:
       num_layers: Size of the leading dim.
       inputs: Logical name and size of each contracted dim.
-      outputs: Logical name and size of each dim that takes their place.
-      rngs: Source of the values: truncated normal, variance 1 / fan-in.
+      outputs: Logical name and size of each output dim.
+      rngs: Source of the initial values; see ``fan_in_init``.
     """
 
     def __init__(
@@ -78,20 +94,14 @@ class Projection(nnx.Module):
     ) -> None:
         self.num_inputs = len(inputs)
         last = self.num_inputs + len(outputs) + 1
-        init = jax.nn.initializers.variance_scaling(
-            1.0,
-            "fan_in",
-            "truncated_normal",
-            in_axis=tuple(range(1, self.num_inputs + 1)),
-            out_axis=tuple(range(self.num_inputs + 1, last)),
-            batch_axis=0,
-        )
+        first = self.num_inputs + 1
+        init = fan_in_init(tuple(range(1, first)), tuple(range(first, last)))
         shape = (num_layers, *inputs.values(), *outputs.values())
         value = init(rngs.params(), shape, jnp.float32)
         self.kernel = parameter(value, "layers", *inputs, *outputs)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """``x`` with its trailing dims replaced by the outputs."""
+        """``x`` with its trailing dims replaced by the output dims."""
         return jnp.tensordot(x, self.kernel[...], axes=self.num_inputs)
 
 
@@ -99,14 +109,14 @@ def rotate(
     x_BSHK: Float[Array, "batch seq heads head_dim"],
     angles_BSK: Float[Array, "#batch seq half_head_dim"],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Turn each pair (k, k + head_dim / 2) by its angle in radians; float32 inside.
+    """Rotate each pair (k, k + head_dim / 2) by its angle in radians; float32 inside.
 
     Source: arXiv 2104.09864.
     """
     cos, sin = jnp.cos(angles_BSK)[:, :, None], jnp.sin(angles_BSK)[:, :, None]
     first, second = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(turned, axis=-1).astype(x_BSHK.dtype)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(rotated, axis=-1).astype(x_BSHK.dtype)
 
 
 class Attention(nnx.Module):
@@ -129,10 +139,10 @@ class Attention(nnx.Module):
         self,
         x_BSD: Float[Array, "batch seq d_model"],
         angles_BSK: Float[Array, "#batch seq half_head_dim"],
-        read: Read,
+        attend: Attend,
         place: Placement,
     ) -> Float[Array, "batch seq d_model"]:
-        """What each position reads from others, which ones ``read`` decides."""
+        """The attention outputs of each position; ``attend`` applies the mask."""
         q_BSHK = place.constrain(self.query(x_BSD), *HEADS)
         q_BSHK = rotate(self.query_norm(q_BSHK), angles_BSK)
         q_BSHK = q_BSHK * self.config.query_pre_attn_scalar**-0.5
@@ -141,10 +151,10 @@ class Attention(nnx.Module):
         v_BTGK = place.constrain(self.value(x_BSD), *KV_HEADS)
         copies = place.size("heads") // self.config.num_kv_heads
         if copies > 1:
-            # Fewer key/value heads than tp: each device takes the one its queries read.
+            # Fewer key/value heads than tp: each device gets the head of its queries.
             k_BTGK = place.constrain(jnp.repeat(k_BTGK, copies, axis=2), *HEADS)
             v_BTGK = place.constrain(jnp.repeat(v_BTGK, copies, axis=2), *HEADS)
-        out_BSHK = read(q_BSHK, k_BTGK, v_BTGK)
+        out_BSHK = attend(q_BSHK, k_BTGK, v_BTGK)
         return self.output(place.constrain(out_BSHK, *HEADS))
 
 

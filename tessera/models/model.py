@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as a tree of parameters and a function of it: what a training step uses.
+"""A model as a pure function of a parameter tree, for training steps.
 
 ``Gemma3`` is an nnx module and owns its arrays. ``Model`` owns none: it knows the
-names, shapes and layouts of the parameters, makes them, and applies the module to any
-tree of that form. The tree is nested plain dicts, with leaves such as
+names, shapes and layouts of the parameters, initializes them, and applies the module to
+any such tree. The tree is nested plain dicts, with leaves such as
 ``params["decoder"]["mlp"]["up"]["kernel"]``.
 """
 
@@ -26,27 +26,26 @@ from tessera.models.pipeline_stages import StageSplit
 from tessera.models.remat import NONE, policies_of
 from tessera.ops.attention.context_variants import Method
 from tessera.shard import ShardSpec
-from tessera.tree import Tree
+from tessera.tree import Tree, named_leaves
 
 # Nested dicts; the leaves are arrays, shapes, specs or layouts.
 
 
 @dataclass(frozen=True)
 class Model:
-    """A Gemma 3 text model without its arrays.
+    """A Gemma 3 text model without arrays.
 
     Attributes:
       config: Sizes.
-      sequence_parallel: Split norms and residuals along the sequence over ``tp``. The
+      sequence_parallel: Shard norms and residuals along the sequence over ``tp``. The
         results are the same, and a residual takes 1 / tp of the memory: each all-reduce
-        becomes a reduce-scatter, which XLA on CPU writes as all-reduce and slice, and
+        becomes a reduce-scatter, which XLA on CPU compiles to all-reduce and slice, and
         an all-gather (arXiv 2205.05198).
-      context_parallel: How attention sees sequences that are split over ``cp``: keys
-        and values go round a ``ring``, or ``all_to_all`` exchanges them for heads.
-      remat: What each layer recomputes in the backward pass instead of keeping it; see
-        ``remat.policies_of``.
-      split: Into which pipeline stages the layers are cut; the parameters under
-        ``decoder`` are then stored by stage, see ``StageSplit``.
+      context_parallel: The attention over sequences that ``cp`` shards: ``ring`` passes
+        keys and values around, ``all_to_all`` exchanges sequence shards for heads.
+      remat: The rematerialization policies of the layers; see ``remat.policies_of``.
+      split: The pipeline stages of the layers; the parameters under ``decoder`` are
+        then stored by stage, see ``StageSplit``.
 
     Example:
       >>> from tessera.models.registry import config_of
@@ -62,13 +61,13 @@ class Model:
     split: StageSplit | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.remat, str):  # a model is hashable, and a list is not
+        if not isinstance(self.remat, str):  # a list is not hashable; a model is
             policies = policies_of(self.remat, self.config)
             object.__setattr__(self, "remat", policies)
 
     @cached_property
     def _parts(self) -> tuple[nnx.GraphDef[Gemma3], nnx.State[str, Any]]:
-        """The module's static part, and its parameters as shapes."""
+        """The module's graph definition, and its abstract parameters."""
         return nnx.split(nnx.eval_shape(lambda: self._new(jax.random.key(0))))
 
     def _new(self, key: jax.Array) -> Gemma3:
@@ -80,7 +79,7 @@ class Model:
         return jax.eval_shape(self.stored, nnx.to_pure_dict(self._parts[1]))
 
     def specs(self) -> Tree:
-        """The ShardSpec of every parameter, in logical names."""
+        """The ShardSpec of every parameter, with logical names for mesh axes."""
 
         def spec(path: str, param: nnx.Variable[Any]) -> ShardSpec:
             names, _ = self._stored_dims(path, param)
@@ -91,26 +90,26 @@ class Model:
     def _stored_dims(
         self, path: str, param: nnx.Variable[Any]
     ) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
-        """Logical names and sizes of the dims in which a parameter is stored."""
+        """Logical names and sizes of a parameter's dims as it is stored."""
         names = param.shard_spec.mesh_axes
         if self.split is None or not path.startswith("decoder/"):
             return names, param.shape
         return (None, "stages", *names), self.split.shape(param.shape)
 
     def stored(self, params: Tree) -> Tree:
-        """A tree of parameters without stages, in the form of ``init``."""
+        """Convert parameters without stages to the form of ``init``."""
         if self.split is None:
             return params
         return {**params, "decoder": self.split.stack(params["decoder"])}
 
     def plain(self, params: Tree) -> Tree:
-        """A tree of parameters in the form of ``init``, without stages."""
+        """Convert parameters from the form of ``init`` to that without stages."""
         if self.split is None:
             return params
         return {**params, "decoder": self.split.unstack(params["decoder"])}
 
     def place(self, mesh: Mesh | None) -> Placement:
-        """Which mesh axes split which logical dims.
+        """The placement of this model on a mesh.
 
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
@@ -146,7 +145,7 @@ class Model:
         return tree
 
     def layout_notes(self, mesh: Mesh) -> list[str]:
-        """What a reader of the layouts would not expect, one sentence each.
+        """Notes on layouts that a reader may not expect, one sentence each.
 
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
@@ -157,19 +156,18 @@ class Model:
         if "kv_heads" in place.whole:
             notes.append(
                 f"num_kv_heads {config.num_kv_heads} < tp {tp}: the key and value "
-                "projections are whole on every device of 'tp', and each device "
-                f"attends with the one head that its {config.num_heads // tp} query "
-                "head(s) read"
+                "projections are replicated over 'tp', and each device uses the one "
+                f"head that its {config.num_heads // tp} query head(s) attend with"
             )
         if "table" in place.whole:
             notes.append(
-                f"the embedding table is whole on every device of 'pp', which does not "
-                f"divide d_model {config.d_model}"
+                f"the embedding table is replicated over 'pp', which does not divide "
+                f"d_model {config.d_model}"
             )
         if place.size("embed") > 1:
             notes.append(
                 f"norm scales ({config.num_norm_params:,} of {config.num_params:,} "
-                "parameters) are whole on every device"
+                "parameters) are replicated on every device"
             )
         if self.sequence_parallel and tp == 1:
             notes.append("sequence_parallel changes nothing: 'tp' has one device")
@@ -182,12 +180,12 @@ class Model:
     def init(
         self, key: jax.Array, mesh: Mesh | None = None, *, layouts: Tree | None = None
     ) -> Tree:
-        """Fresh float32 parameters, each shard created on its own device.
+        """Initialize float32 parameters, each shard on its own device.
 
         Args:
-          key: The same key gives the same values on every mesh, but for the rounding
-            of the last bit.
-          mesh: Where they lie; None is the default device.
+          key: The same key gives the same values on every mesh, up to rounding of the
+            last bit.
+          mesh: Their mesh; None is the default device.
           layouts: PartitionSpecs other than ``layouts(mesh)``.
 
         Raises:
@@ -215,11 +213,11 @@ class Model:
         return nnx.merge(self._parts[0], nnx.State(self.plain(params)))
 
     def stage(self, params: Tree) -> Gemma3:
-        """The nnx module that holds the layers of one virtual stage.
+        """The nnx module with the layers of one virtual stage.
 
         Args:
-          params: The tree of ``init``, with one virtual stage's ``[depth, ...]`` of
-            each array under ``decoder``.
+          params: The tree of ``init``, with the ``[depth, ...]`` of one virtual stage
+            for each array under ``decoder``.
         """
         return nnx.merge(self._parts[0], nnx.State(params))
 
@@ -237,12 +235,12 @@ class Model:
         Args:
           params: As from ``init``.
           tokens: int32, global ``[B, S]``; per device ``[B / (dp · fsdp), S]``. A
-            token outside the vocabulary turns its row into NaN. Sequences are in their
-            own order; ``cp`` splits what is computed from them.
+            token outside the vocabulary makes its row NaN. Sequences are in their own
+            order; ``cp`` shards what is computed from them.
           positions: int32; by default 0, 1, 2, ... from the start of each segment.
-          segment_ids: int32; a token sees only tokens of its own segment, which is a
-            run of equal ids. None is one segment a row.
-          mesh: What the step runs on; None leaves every layout to XLA.
+          segment_ids: int32; a token attends only to its own segment, a run of equal
+            ids. None is one segment a row.
+          mesh: The mesh of the step; None leaves every layout to XLA.
 
         Returns:
           float32, global ``[B, S, V]``; per device
@@ -268,14 +266,14 @@ class Model:
 def _context_note(window: int, method: Method, mesh: Mesh) -> str:
     cp = mesh.shape["cp"]
     how = {
-        "ring": f"in zigzag order; keys and values go round its {cp} devices",
+        "ring": f"in zigzag order; its {cp} devices pass keys and values around a ring",
         "all_to_all": f"and exchanged for heads among its {cp} devices",
     }[method]
     if method == "ring" and mesh.shape.get("pp", 1) > 1:
-        how = f"in zigzag order; stages gather keys and values of its {cp} devices"
+        how = f"in zigzag order; stages gather the keys and values of its {cp} devices"
     return (
-        f"sequences are split over 'cp' {how}, in local layers the halo of "
-        f"{window - 1} tokens alone, if chunks are as long"
+        f"sequences are sharded over 'cp' {how}; local layers exchange only a halo of "
+        f"{window - 1} tokens, if chunks are that long"
     )
 
 
@@ -292,33 +290,28 @@ def _map_params(
 
 
 def _joined(errors: list[ShardDivisibilityError]) -> ShardDivisibilityError:
-    """One error for all parameters that cannot be split."""
+    """One error for all parameters that cannot be sharded."""
     first, *others = errors
     got = [first.got, *(f"also {error.what}: {error.got}" for error in others)]
     fix = "\n".join(dict.fromkeys(error.fix for error in errors))
     return ShardDivisibilityError(first.what, got="\n".join(got), fix=fix)
 
 
-def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
-        for path, leaf in leaves
-    }
-
-
 def _check_params(params: Tree, expected: Tree) -> None:
-    given, wanted = _shapes(params), _shapes(expected)
-    if given == wanted:
+    actual, declared = (
+        {name: leaf.shape for name, leaf in named_leaves(tree).items()}
+        for tree in (params, expected)
+    )
+    if actual == declared:
         return
     problems = [
-        f"{path!r}: {given.get(path, 'missing')}, expected "
-        f"{wanted.get(path, 'no such parameter')}"
-        for path in sorted(given.keys() | wanted.keys())
-        if given.get(path) != wanted.get(path)
+        f"{path!r}: {actual.get(path, 'missing')}, expected "
+        f"{declared.get(path, 'no such parameter')}"
+        for path in sorted(actual.keys() | declared.keys())
+        if actual.get(path) != declared.get(path)
     ]
     raise ParameterTreeError(
         "these are not the parameters of this model",
         got="\n".join(problems),
-        fix="make them with model.init(key), or compare with model.abstract()",
+        fix="create them with model.init(key), or compare with model.abstract()",
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the logical dims of a model lie on a mesh, by the table of ``axis_rules.py``.
+"""Maps the logical dims of a model to mesh axes, by the table in ``axis_rules.py``.
 
-An axis that the mesh lacks is skipped, so one model serves every subset of ``dp``,
-``fsdp`` and ``tp``.
+Axes that the mesh does not have are skipped, so one model works on every subset of
+``dp``, ``fsdp`` and ``tp``.
 """
 
 import math
@@ -23,20 +23,20 @@ from tessera.ops.attention.context_variants import Method
 from tessera.ops.attention.zigzag import Arrangement
 from tessera.shard import ShardSpec
 
-# What a dim is split like when it is not split like itself.
-_WITHOUT: Final = MappingProxyType({"sequence": "context", "table": "embed"})
+# The rule for a dim that is in ``Placement.whole``.
+_FALLBACK: Final = MappingProxyType({"sequence": "context", "table": "embed"})
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh, and which logical dims stay whole on it.
+    """A mesh, and the logical dims that are not sharded on it.
 
     Attributes:
-      mesh: Where the model runs; None leaves every layout to XLA.
-      whole: Logical dims that are not split although a rule would; ``sequence`` then is
-        split as ``context`` is, ``table`` as ``embed`` is.
-      taken: Mesh axes that split nothing, because a ``jax.vmap`` runs over them.
-      context_parallel: How attention sees sequences that ``cp`` splits: ``ring`` or
+      mesh: The mesh of the model; None leaves every layout to XLA.
+      whole: Logical dims that are not sharded although a rule would; ``sequence`` then
+        follows the rule of ``context``, ``table`` that of ``embed``.
+      taken: Mesh axes that shard nothing, because a ``jax.vmap`` runs over them.
+      context_parallel: The attention over sequences that ``cp`` shards: ``ring`` or
         ``all_to_all``.
 
     Example:
@@ -59,14 +59,14 @@ class Placement:
         sequence_parallel: bool = False,
         context_parallel: Method = "ring",
     ) -> "Placement":
-        """Where a model of these sizes lies on a mesh.
+        """The placement of a model of these sizes on a mesh.
 
-        Fewer key/value heads than ``tp``: each device keeps them all. A width that
-        ``pp`` does not divide: each stage keeps the embedding table.
+        With fewer key/value heads than ``tp``, each device keeps them all. If ``pp``
+        does not divide the width, each stage keeps the whole embedding table.
 
         Raises:
-          HeadCountError: [T402] the heads cannot be divided over ``tp``, or by
-            all-to-all attention over ``cp``.
+          HeadCountError: [T402] the heads cannot be divided over ``tp``, or over
+            ``cp`` by all-to-all attention.
         """
         whole = frozenset[str]() if sequence_parallel else frozenset({"sequence"})
         place = cls(mesh, whole, context_parallel=context_parallel)
@@ -82,7 +82,7 @@ class Placement:
         return replace(place, whole=whole)
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """The mesh axes that split a logical dim, outer first.
+        """The mesh axes that shard a logical dim, outermost first.
 
         Raises:
           LogicalAxisError: [T404] the name is not in the rule table.
@@ -93,28 +93,28 @@ class Placement:
                 fix=did_you_mean(name, RULES),
             )
         if name in self.whole:
-            name = _WITHOUT.get(name, name)
+            name = _FALLBACK.get(name, name)
         if self.mesh is None or name in self.whole:
             return ()
         free = [axis for axis in self.mesh.axes if axis not in self.taken]
         return tuple(axis for axis in RULES[name] if axis in free)
 
     def size(self, name: str) -> int:
-        """Into how many blocks a logical dim is split."""
+        """The number of shards of a logical dim."""
         return 1 if self.mesh is None else self.mesh.axis_size(self.axes(name))
 
     @property
     def arrangement(self) -> Arrangement | None:
-        """In which order devices hold a sequence; None where it is not split."""
+        """The order in which devices hold a sequence; None if it is not sharded."""
         size = self.size("context")
         if size == 1:
             return None
-        # The ring is balanced by it; who has all tokens of its heads has no need.
+        # Zigzag order balances the ring; all-to-all gives devices whole sequences.
         order = "zigzag" if self.context_parallel == "ring" else "contiguous"
         return Arrangement(order, size)
 
     def arranged(self, x: jax.Array, dim: int = -1) -> jax.Array:
-        """An array in the order of a sequence, put in that of the devices.
+        """Reorder an array from sequence order to the order of the devices.
 
         Raises:
           ShardDivisibilityError: [T201] the devices cannot share such a sequence.
@@ -128,12 +128,12 @@ class Placement:
     def resolve(
         self, names: tuple[str | None, ...], shape: tuple[int, ...], what: str
     ) -> PartitionSpec:
-        """The layout of an array whose dims have these logical names.
+        """The layout of an array with these logical dim names.
 
         Args:
           names: One for each dim; None keeps the dim whole.
           shape: Global shape.
-          what: How an error calls the array.
+          what: The array's name in messages.
 
         Raises:
           ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
@@ -146,7 +146,7 @@ class Placement:
         return spec.resolve(shape, self.mesh, what=what)
 
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
-        """Hold an activation to the layout of its logical dims; nothing without a mesh.
+        """Constrain an activation to the layout of its logical dims on the mesh.
 
         Raises:
           ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
@@ -162,20 +162,20 @@ class Placement:
 NO_MESH: Final = Placement()
 
 
-def _shares(kv_heads: int, tp: int) -> bool:
-    """Whether key/value heads can be divided over tp, or copied along it."""
+def _fits_tp(kv_heads: int, tp: int) -> bool:
+    """Whether key/value heads can be divided over tp, or replicated along it."""
     return kv_heads % tp == 0 or tp % kv_heads == 0
 
 
 def _check_heads(config: Gemma3Config, tp: int) -> None:
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    if heads % tp == 0 and _shares(kv_heads, tp):
+    if heads % tp == 0 and _fits_tp(kv_heads, tp):
         return
     sizes = f"num_heads = {heads}, num_kv_heads = {kv_heads}, axis size {tp}"
-    legal = [n for n in range(1, heads + 1) if heads % n == 0 and _shares(kv_heads, n)]
+    legal = [n for n in range(1, heads + 1) if heads % n == 0 and _fits_tp(kv_heads, n)]
     fix = f"use tp {nearest(legal, tp)}"
     if heads % tp:
-        if _shares(kv_heads, tp):
+        if _fits_tp(kv_heads, tp):
             step = math.lcm(tp, kv_heads)
             counts = range(step, heads + 2 * step, step)
             fix += f", or num_heads {nearest(counts, heads)}"
@@ -184,7 +184,7 @@ def _check_heads(config: Gemma3Config, tp: int) -> None:
             got=f"{sizes}, remainder {heads % tp}",
             fix=fix,
         )
-    counts = [n for n in range(1, heads + 1) if heads % n == 0 and _shares(n, tp)]
+    counts = [n for n in range(1, heads + 1) if heads % n == 0 and _fits_tp(n, tp)]
     raise HeadCountError(
         f"{kv_heads} key/value heads can be neither divided over mesh axis 'tp' "
         "nor copied along it",

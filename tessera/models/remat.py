@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backward pass recomputes instead of keeping: one policy for each layer.
+"""Rematerialization policies, one for each layer.
 
-``policies_of`` reads a setting, ``scan_layers`` is the ``lax.scan`` over layers that
-honors it: one scan for each run of neighboring layers with the same policy.
+``policies_of`` parses the setting, ``scan_layers`` is the ``lax.scan`` over layers that
+applies it: one scan for each run of adjacent layers with the same policy.
 
 Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174.
 """
@@ -29,15 +29,16 @@ def policies_of(remat: Any, config: Gemma3Config) -> Policies:
     """The policy of every layer.
 
     Args:
-      remat: ``none`` keeps what the backward pass reads; ``full`` keeps the residual
-        between layers and computes each layer twice; ``dots`` keeps the results of
-        matmuls; any other name is that policy of ``jax.checkpoint_policies``. A list
-        has one name for each layer, a dict one for ``global`` and one for ``local``
-        layers.
-      config: Whose layers.
+      remat: ``none`` saves all residuals of the backward pass; ``full`` saves the
+        residual stream between layers and computes each layer twice; ``dots`` saves
+        the results of matmuls; any other name is a policy of
+        ``jax.checkpoint_policies``. A list has one name for each layer, a dict one for
+        ``global`` and one for ``local`` layers.
+      config: The model's sizes.
 
     Raises:
-      SettingValueError: [T502] there is no such policy, or not one for every layer.
+      SettingValueError: [T502] a policy does not exist, or there is not one for
+        each layer.
 
     Example:
       >>> from tessera.models.registry import config_of
@@ -48,8 +49,8 @@ def policies_of(remat: Any, config: Gemma3Config) -> Policies:
     if isinstance(remat, Mapping):
         for kind in remat:
             _check_name(kind, _KINDS, "kind of layer", remat)
-        local, wide = (remat.get(kind, NONE) for kind in ("local", "global"))
-        policies = tuple(wide if config.is_global(i) else local for i in range(count))
+        kinds = ("global" if config.is_global(i) else "local" for i in range(count))
+        policies = tuple(remat.get(kind, NONE) for kind in kinds)
     elif isinstance(remat, Sequence) and not isinstance(remat, str):
         policies = tuple(remat)
     else:
@@ -58,7 +59,7 @@ def policies_of(remat: Any, config: Gemma3Config) -> Policies:
         _check_name(name, (NONE, *POLICIES), "policy", remat)
     if len(policies) != count:
         raise SettingValueError(
-            "a list of remat policies has one for each layer",
+            "a list of remat policies needs one for each layer",
             got=f"remat={_shown(remat)}: {len(policies)} policies, {count} layers",
             fix=f"give {count}, or one name for all layers, or "
             "{global: full, local: none}",
@@ -76,7 +77,7 @@ def policies_of_stage(policies: Policies, depth: int) -> Policies:
         return policies
     if len(set(policies)) > 1:
         raise SettingConflictError(
-            "the stages of a pipeline run one program, so their layers share a policy",
+            "the stages of a pipeline run one program, so all layers need one policy",
             got=f"remat={_shown(list(policies))}",
             fix="give remat one name for all layers, or drop 'pp' from the mesh",
         )
@@ -86,11 +87,11 @@ def policies_of_stage(policies: Policies, depth: int) -> Policies:
 def scan_layers(
     body: Body, carry: Any, layers: Any, policies: Policies, *, unroll: int = 1
 ) -> tuple[Any, Any]:
-    """``jax.lax.scan`` over layers, recomputing in the backward pass what they say.
+    """``jax.lax.scan`` over layers with a rematerialization policy for each.
 
     Args:
       body: ``(carry, layer) -> (carry, result)``.
-      carry: What the first layer takes.
+      carry: The input of the first layer.
       layers: Tree of arrays ``[layers, ...]``.
       policies: One for each layer, as ``policies_of`` gives them.
       unroll: Layers in one step of a scan.
@@ -102,7 +103,7 @@ def scan_layers(
     if len(runs) == 1:
         return _scan(body, carry, layers, runs[0], unroll)
     leaves, tree = jax.tree.flatten(layers)
-    # Its transpose concatenates: slices would each add a gradient of the whole.
+    # Its transpose concatenates; that of slices would add gradients of full size.
     pieces = [jax.lax.split(leaf, [count for _, count in runs]) for leaf in leaves]
     results = []
     for run, piece in zip(runs, zip(*pieces, strict=True), strict=True):
@@ -118,13 +119,13 @@ def _concatenated(*parts: jax.Array) -> jax.Array:
 def _scan(
     body: Body, carry: Any, layers: Any, run: tuple[str, int], unroll: int
 ) -> tuple[Any, Any]:
-    """A scan over neighboring layers that share a policy."""
+    """A scan over adjacent layers that share a policy."""
     name, count = run
     if name != NONE:
         body = jax.checkpoint(
             body,
             policy=POLICIES[name],
-            # A loop keeps the two computations apart; one step of it is no loop.
+            # XLA does not merge computations across a loop, but may in a single step.
             prevent_cse=count <= unroll,
         )
     return jax.lax.scan(body, carry, layers, unroll=unroll)

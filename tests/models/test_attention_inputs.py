@@ -3,13 +3,14 @@
 
 import dataclasses
 import math
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import HeadCountError, ShardDivisibilityError
 from tessera.mesh import Mesh
@@ -45,27 +46,43 @@ def mesh_of(**sizes: int) -> Mesh:
     return Mesh(tuple(sizes), devices=devices, shape=tuple(sizes.values()))
 
 
+@cache
+def params_on_one_device() -> Any:
+    return Model(CONFIG).init(KEY)
+
+
 def logits(model: Model, mesh: Mesh | None, segments: Any) -> jax.Array:
-    params = model.init(KEY, mesh)
+    params = params_on_one_device()
+    if mesh is not None:
+        shardings = jax.tree.map(partial(NamedSharding, mesh.jax), model.layouts(mesh))
+        params = jax.device_put(params, shardings)
     apply = jax.jit(lambda p: model.apply(p, TOKENS, segment_ids=segments, mesh=mesh))
     return apply(params)
 
 
 @pytest.mark.parametrize(
+    "segments",
+    [SEGMENTS, pytest.param(None, marks=pytest.mark.full)],
+    ids=["segments", "one segment"],
+)
+@pytest.mark.parametrize(
     ("sizes", "options"),
     [
         ({"cp": 4}, {}),
-        ({"dp": 2, "cp": 2, "tp": 2}, {"sequence_parallel": True}),
+        pytest.param(
+            {"dp": 2, "cp": 2, "tp": 2},
+            {"sequence_parallel": True},
+            marks=pytest.mark.full,
+        ),
         ({"cp": 2, "tp": 2}, {"context_parallel": "all_to_all"}),
     ],
     ids=["ring", "ring_tp", "all_to_all_tp"],
 )
-def test_tokens_go_in_and_logits_come_out_in_the_order_of_the_sequence(sizes, options):
+def test_tokens_and_logits_are_in_the_order_of_the_sequence(sizes, options, segments):
     mesh, model = mesh_of(**sizes), Model(CONFIG, **options)
-    for segments in (None, SEGMENTS):
-        got = logits(model, mesh, segments)
-        want = logits(Model(CONFIG), None, segments)
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    got = logits(model, mesh, segments)
+    want = logits(Model(CONFIG), None, segments)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
     assert got.sharding.spec[1] == "cp"
 
 
@@ -88,9 +105,11 @@ def test_the_residual_is_split_over_cp_and_under_sequence_parallelism_over_tp():
     assert place.resolve(names, shape, "x") == PartitionSpec(None, ("cp", "tp"))
 
 
-def test_a_model_samples_where_its_parameters_lie():
+def test_a_model_generates_where_its_parameters_are():
     model, mesh = Model(CONFIG), mesh_of(fsdp=2, cp=2)
-    want = generate(model, model.init(KEY), TOKENS[:1, :5], 4, KEY, temperature=0.0)
+    want = generate(
+        model, params_on_one_device(), TOKENS[:1, :5], 4, KEY, temperature=0.0
+    )
     params = model.init(KEY, mesh)
     got = generate(model, params, TOKENS[:1, :5], 4, KEY, temperature=0.0)
     assert got.tolist() == want.tolist()
@@ -100,11 +119,12 @@ def test_the_layout_notes_say_how_sequences_are_split():
     ring = Model(config_of("tiny"))
     (note,) = ring.layout_notes(mesh_of(cp=4))
     assert note == (
-        "sequences are split over 'cp' in zigzag order; keys and values go round its 4 "
-        "devices, in local layers the halo of 63 tokens alone, if chunks are as long"
+        "sequences are sharded over 'cp' in zigzag order; its 4 devices pass keys and "
+        "values around a ring; local layers exchange only a halo of 63 tokens, if "
+        "chunks are that long"
     )
     (note,) = ring.layout_notes(mesh_of(pp=2, cp=4))
-    assert "stages gather keys and values of its 4 devices" in note
+    assert "stages gather the keys and values of its 4 devices" in note
     exchange = Model(config_of("tiny"), context_parallel="all_to_all")
     (note,) = exchange.layout_notes(mesh_of(cp=4))
     assert "exchanged for heads among its 4 devices" in note
@@ -129,21 +149,20 @@ def test_heads_and_sequences_that_cp_does_not_divide():
         model.apply(model.init(KEY), TOKENS, mesh=mesh_of(cp=3))
 
 
-def test_kernels_that_know_their_window_stand_side_by_side(monkeypatch):
+def test_each_kind_of_layer_has_a_kernel_with_a_static_window(monkeypatch):
     """As on GPUs: each kind of layer has a call of its own, with its own window."""
     q, k, v = (
         jax.random.normal(jax.random.key(n), (1, 12, heads, 4))
         for n, heads in enumerate((4, 2, 2))
     )
 
-    def read(sees_all):
-        return attention_inputs.layer_reads(CONFIG, 12, None, NO_MESH)(sees_all)(
-            q, k, v
-        )
+    def attend(is_global):
+        attention = attention_inputs.layer_attention(CONFIG, 12, None, NO_MESH)
+        return attention(is_global)(q, k, v)
 
     flags = [jnp.asarray(flag) for flag in (True, False)]
-    expected = [read(flag) for flag in flags]
-    monkeypatch.setattr(attention_inputs, "_windows_may_come_late", lambda: False)
+    expected = [attend(flag) for flag in flags]
+    monkeypatch.setattr(attention_inputs, "_supports_traced_windows", lambda: False)
     for flag, want in zip(flags, expected, strict=True):
-        np.testing.assert_allclose(jax.jit(read)(flag), want, atol=1e-6)
+        np.testing.assert_allclose(jax.jit(attend)(flag), want, atol=1e-6)
     assert abs(expected[0] - expected[1]).max() > 0.1

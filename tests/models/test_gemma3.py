@@ -248,6 +248,6 @@ def test_parameters_of_another_model_are_refused(
         "  got: 'embedding': (30, 12), expected (31, 12)\n"
         "  got: 'final_norm/scale': missing, expected (12,)\n"
         "  got: 'head/scale': (12,), expected no such parameter\n"
-        "  fix: make them with model.init(key), or compare with model.abstract()\n"
+        "  fix: create them with model.init(key), or compare with model.abstract()\n"
         "  docs: docs/errors/T306.md"
     )

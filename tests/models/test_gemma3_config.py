@@ -98,7 +98,7 @@ def test_contradicting_sizes_are_told_all_at_once() -> None:
     assert str(caught.value) == (
         "[T405] these sizes do not make a model\n"
         "  got: num_heads = 4, num_kv_heads = 3, remainder 1\n"
-        "  got: head_dim = 33 is odd, and rope rotates halves\n"
+        "  got: head_dim = 33 is odd, but rope rotates halves\n"
         "  fix: use num_kv_heads 2 or 4\n"
         "  fix: use head_dim 32 or 34\n"
         "  docs: docs/errors/T405.md"

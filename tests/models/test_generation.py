@@ -95,7 +95,7 @@ def test_every_argument_out_of_range_is_named(params: Any) -> None:
             top_k=13,
         )
     assert str(caught.value) == (
-        "[T401] generate cannot draw such a sample\n"
+        "[T401] generate cannot sample with these arguments\n"
         "  got: prompt of shape (2, 0)\n"
         "  got: num_tokens = 0\n"
         "  got: temperature = -1.0\n"

@@ -164,10 +164,9 @@ def test_planning_starts_no_backend() -> None:
 def test_notes_say_what_stays_whole() -> None:
     model = Model(config_of("tiny"), sequence_parallel=True)
     assert model.layout_notes(mesh_of(fsdp=2, tp=4)) == [
-        "num_kv_heads 2 < tp 4: the key and value projections are whole on every "
-        "device of 'tp', and each device attends with the one head that its 1 query "
-        "head(s) read",
-        "norm scales (3,584 of 1,511,936 parameters) are whole on every device",
+        "num_kv_heads 2 < tp 4: the key and value projections are replicated over "
+        "'tp', and each device uses the one head that its 1 query head(s) attend with",
+        "norm scales (3,584 of 1,511,936 parameters) are replicated on every device",
     ]
     assert model.layout_notes(mesh_of(dp=2)) == [
         "sequence_parallel changes nothing: 'tp' has one device"
@@ -309,7 +308,15 @@ MESHES = [
 
 @pytest.mark.parametrize(
     ("sizes", "sequence_parallel"),
-    [*((sizes, False) for sizes in MESHES), ({"fsdp": 2, "tp": 4}, True)],
+    [
+        ({"fsdp": 2, "tp": 2}, False),
+        ({"fsdp": 2, "tp": 4}, True),
+        *(
+            pytest.param(sizes, False, marks=pytest.mark.full)
+            for sizes in MESHES
+            if sizes != {"fsdp": 2, "tp": 2}
+        ),
+    ],
     ids=str,
 )
 def test_logits_and_gradients_are_those_of_one_device(

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with experts: its parameters, their layouts, and what its routers tell."""
+"""A model with experts: parameters, layouts and router statistics."""
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from tessera.errors import ModelShapeError, ShardDivisibilityError
 from tessera.mesh import Mesh
@@ -30,6 +32,11 @@ TOKENS = np.random.default_rng(0).integers(0, 264, (4, 8), np.int32)
 def mesh_of(**sizes: int) -> Mesh:
     devices = range(math.prod(sizes.values()))
     return Mesh(tuple(sizes), devices=devices, shape=tuple(sizes.values()))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return MODEL.init(jax.random.key(0))
 
 
 def test_experts_stand_in_the_place_of_the_mlp():
@@ -68,19 +75,20 @@ def test_initial_experts_differ_and_have_the_variance_of_a_dense_mlp():
     np.testing.assert_allclose(gate.std(axis=(2, 3)), 128**-0.5, rtol=0.02)
 
 
-def test_one_layer_computes_what_the_reference_computes():
+def test_one_layer_computes_what_the_reference_computes(params):
     # As the scan over layers does it: the module with one layer's slice.
-    graphdef, state = nnx.split(MODEL.module(MODEL.init(jax.random.key(0))).decoder)
+    graphdef, state = nnx.split(MODEL.module(params).decoder)
     experts = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], state)).experts
     weights = Weights(*(getattr(experts, name)[...] for name in Weights._fields))
     x = jax.random.normal(jax.random.key(1), (2, 4, 128))
-    out, _ = experts(x, NO_MESH, ("batch", None, None))
+    names = ("batch", None, None)
+    out, _ = nnx.jit(lambda experts, x: experts(x, NO_MESH, names))(experts, x)
     wanted = reference(x, weights, RoutingOptions(top_k=2))
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
-def test_every_layer_tells_what_its_router_did():
-    module = MODEL.module(MODEL.init(jax.random.key(0)))
+def test_every_layer_has_router_statistics(params):
+    module = MODEL.module(params)
     _, statistics = jax.jit(lambda module: module.hidden(TOKENS))(module)
     assert {name: value.shape for name, value in statistics.items()} == {
         "load_balancing_loss": (2,),
@@ -92,7 +100,7 @@ def test_every_layer_tells_what_its_router_did():
     assert (statistics["tokens_per_expert"].sum(axis=1) == 4 * 8 * 2).all()
 
 
-def test_a_model_without_experts_tells_nothing():
+def test_a_model_without_experts_has_no_router_statistics():
     config = dataclasses.replace(CONFIG, num_experts=0)
     module = jax.eval_shape(lambda: Model(config)._new(jax.random.key(0)))
     assert isinstance(module.decoder.mlp, MLP)
@@ -142,9 +150,11 @@ def test_experts_that_ep_does_not_divide_are_an_error():
         model.layouts(mesh_of(ep=4))
 
 
-def test_on_a_mesh_the_logits_are_the_same():
+@pytest.mark.full
+def test_on_a_mesh_the_logits_are_the_same(params):
     mesh = mesh_of(ep_outer=2, ep=2, tp=2)
-    want = jax.jit(MODEL.apply)(MODEL.init(jax.random.key(0)), TOKENS)
-    params = MODEL.init(jax.random.key(0), mesh)
-    got = jax.jit(lambda p: MODEL.apply(p, jnp.asarray(TOKENS), mesh=mesh))(params)
+    want = jax.jit(MODEL.apply)(params, TOKENS)
+    shardings = jax.tree.map(partial(NamedSharding, mesh.jax), MODEL.layouts(mesh))
+    sharded = jax.device_put(params, shardings)
+    got = jax.jit(lambda p: MODEL.apply(p, jnp.asarray(TOKENS), mesh=mesh))(sharded)
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=2e-5)

@@ -183,8 +183,7 @@ def test_a_table_that_pp_does_not_divide_is_whole_and_the_notes_say_so():
     model = Model(narrow, split=StageSplit.of(narrow, 4))
     assert model.layouts(mesh)["embedding"] == P()
     assert model.layout_notes(mesh) == [
-        "the embedding table is whole on every device of 'pp', which does not divide "
-        "d_model 18"
+        "the embedding table is replicated over 'pp', which does not divide d_model 18"
     ]
 
 
