@@ -82,7 +82,7 @@ def measure(width: int, folder: Path) -> dict[str, Any]:
     checkpoint = read_checkpoint(folder / str(SAVES + 1))
     checked = time.perf_counter()
     assert isinstance(checkpoint, Checkpoint), checkpoint
-    jax.block_until_ready(Restoration(checkpoint.metadata, job).run(checkpoint))
+    jax.block_until_ready(Restoration(checkpoint.metadata, job).restore(checkpoint))
     restored = time.perf_counter()
     gigabytes = saves[0].nbytes / 1e9
     blocked = [save.blocked_seconds for save in saves]

@@ -188,8 +188,8 @@ class Mesh:
     @property
     def idle_device_ids(self) -> tuple[int, ...]:
         """Ids of existing devices that are not in the mesh. Starts JAX's backend."""
-        found = _find_devices(self.device_ids)
-        used = {device.id for device in found or ()}
+        devices = _find_devices(self.device_ids)
+        used = {device.id for device in devices or ()}
         return tuple(d.id for d in jax.devices() if d.id not in used)
 
     @property

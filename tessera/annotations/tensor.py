@@ -41,8 +41,8 @@ class Annotation:
     @property
     def symbols(self) -> tuple[str, ...]:
         """The symbols of all dims, each once, in order."""
-        found = (symbol for dim in self.dims for symbol in dim.symbols)
-        return tuple(dict.fromkeys(found))
+        symbols = (symbol for dim in self.dims for symbol in dim.symbols)
+        return tuple(dict.fromkeys(symbols))
 
     def allows_dtype(self, dtype: Any) -> bool:
         """Whether this dtype is allowed."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from tessera.errors import ModelShapeError
 
 
-def nearest(legal: Iterable[int], wanted: int) -> str:
+def nearest(legal: Iterable[int], value: int) -> str:
     """The legal numbers on both sides of an illegal one, for a message.
 
     Example:
@@ -20,8 +20,8 @@ def nearest(legal: Iterable[int], wanted: int) -> str:
       '2 or 4'
     """
     numbers = list(legal)
-    below = [n for n in numbers if n < wanted][-1:]
-    above = [n for n in numbers if n > wanted][:1]
+    below = [n for n in numbers if n < value][-1:]
+    above = [n for n in numbers if n > value][:1]
     return " or ".join(map(str, below + above))
 
 

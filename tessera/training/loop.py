@@ -242,7 +242,7 @@ class Trainer:
             metadata = self._resumed.metadata
             resume_data = run.config.training.resume_data
             cursor = metadata.cursor.resumed(self.corpus, resume_data)
-            state = Restoration(metadata, run).run(self._resumed)
+            state = Restoration(metadata, run).restore(self._resumed)
             self._saved = metadata.step
             self._validated = metadata.step - (not metadata.is_validated)
             return Position(metadata.step, state, cursor)

@@ -59,15 +59,15 @@ class ArrayRestore:
 
 @dataclass(frozen=True)
 class Restoration:
-    """Restores one checkpoint in one run; only ``run`` allocates anything.
+    """Restores one checkpoint in one run; only ``restore`` allocates anything.
 
     Attributes:
       metadata: The checkpoint's description.
-      job: The run; its mesh may be abstract if ``run`` is not called.
+      run: The run; its mesh may be abstract if ``restore`` is not called.
     """
 
     metadata: Metadata
-    job: Run
+    run: Run
 
     @cached_property
     def arrays(self) -> Mapping[str, ArrayRestore]:
@@ -80,7 +80,7 @@ class Restoration:
 
     @cached_property
     def _targets(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return named_leaves(self.job.abstract_state)
+        return named_leaves(self.run.abstract_state)
 
     @cached_property
     def _saved_split(self) -> StageSplit | None:
@@ -97,7 +97,7 @@ class Restoration:
             before = _described(self._saved_split, name, saved.get(name))
             target = targets.get(name)
             stored = None if target is None else Stored.of(target)
-            now = _described(self.job.model.split, name, stored)
+            now = _described(self.run.model.split, name, stored)
             if before != now:
                 lines.append(f"{name}: saved {before}, this run {now}")
         return lines
@@ -135,7 +135,7 @@ class Restoration:
                 "metadata.json names",
             )
 
-    def run(self, checkpoint: Checkpoint) -> TrainState:
+    def restore(self, checkpoint: Checkpoint) -> TrainState:
         """Read the state; each device reads the blocks that it holds."""
         sources = {name: restore.source for name, restore in self.arrays.items()}
         arrays = storage.read(checkpoint.state, sources)
@@ -146,19 +146,19 @@ class Restoration:
         if missing := self._targets.keys() - arrays.keys():
             fresh = self._initial()
             arrays |= {name: fresh[name] for name in missing}
-        treedef = jax.tree.structure(self.job.abstract_state)
+        treedef = jax.tree.structure(self.run.abstract_state)
         return jax.tree.unflatten(treedef, [arrays[name] for name in self._targets])
 
     def _initial(self) -> dict[str, jax.Array]:
         """The initial values of the optional parts of this run's state."""
-        # Copied: a step donates its state, but the job keeps its own.
-        scale = jax.tree.map(jnp.copy, self.job.loss_scale)
-        scale = jax.device_put(scale, NamedSharding(self.job.mesh.jax, PartitionSpec()))
-        residual = self.job.step_config.exchange.first_residual()
+        # Copied: a step donates its state, but the run keeps its own.
+        scale = jax.tree.map(jnp.copy, self.run.loss_scale)
+        scale = jax.device_put(scale, NamedSharding(self.run.mesh.jax, PartitionSpec()))
+        residual = self.run.step_config.exchange.first_residual()
         return named_leaves({"loss_scale": scale, "residual": residual})
 
     def _changed(self, array: jax.Array, restore: ArrayRestore) -> jax.Array:
-        split, out = self.job.model.split, restore.target.sharding
+        split, out = self.run.model.split, restore.target.sharding
         if restore.change == "spread":
             spread = jax.jit(_spread, static_argnums=1, out_shardings=out)
             return spread(array, restore.target.shape[0])
@@ -168,7 +168,7 @@ class Restoration:
     def _array_restore(
         self, name: str, stored: Stored, target: jax.ShapeDtypeStruct
     ) -> ArrayRestore:
-        split, shape = self.job.model.split, stored.shape
+        split, shape = self.run.model.split, stored.shape
         change: Change = "none"
         sharding = target.sharding
         spec = tuple(getattr(sharding, "spec", ()))
@@ -182,7 +182,7 @@ class Restoration:
             whole = (None,) * (3 if was_staged else 1)
             change, spec = "regroup", (*whole, *spec[3 if is_staged else 1 :])
         if change != "none":
-            mesh = self.job.mesh.compile_mesh
+            mesh = self.run.mesh.compile_mesh
             sharding = NamedSharding(mesh, PartitionSpec(*spec))
         source = jax.ShapeDtypeStruct(shape, jnp.dtype(stored.dtype), sharding=sharding)
         return ArrayRestore(source, target, change)

@@ -68,11 +68,11 @@ class Choice:
             return None
         return self.checkpoint.metadata.step
 
-    def check(self, job: Run, corpus: Corpus, config: str) -> list[str]:
+    def check(self, run: Run, corpus: Corpus, config: str) -> list[str]:
         """Check that a run can resume from the checkpoint, before compiling anything.
 
         Args:
-          job: The run.
+          run: The run.
           corpus: Its data.
           config: Its configuration, YAML.
 
@@ -85,8 +85,8 @@ class Choice:
         """
         if self.checkpoint is None:
             return []
-        metadata, training = self.checkpoint.metadata, job.config.training
-        restoration = Restoration(metadata, job)
+        metadata, training = self.checkpoint.metadata, run.config.training
+        restoration = Restoration(metadata, run)
         restoration.check()
         cursor = metadata.cursor.resumed(corpus, training.resume_data)
         lines = [f"resuming from {self.checkpoint.path}, at row {cursor.rows:,}"]

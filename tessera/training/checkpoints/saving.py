@@ -63,7 +63,7 @@ class Checkpoints:
     everything that is not an array.
 
     Args:
-      job: The run.
+      run: The run.
       root: The folder of its checkpoints, the same in every process.
       config: The run's configuration, YAML.
       resumed_step: The step that it resumes from in this folder, or None.
@@ -75,13 +75,13 @@ class Checkpoints:
 
     def __init__(
         self,
-        job: Run,
+        run: Run,
         root: Path,
         config: str,
         resumed_step: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._job, self._root, self._config = job, root, config
+        self._run, self._root, self._config = run, root, config
         self._check_folder = check
         self._open_root = root
         self._is_first = jax.process_index() == 0
@@ -92,7 +92,7 @@ class Checkpoints:
         """Of the last complete checkpoint; None before it, and in other processes."""
         self._nbytes = sum(
             leaf.size * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(job.abstract_state)
+            for leaf in jax.tree.leaves(run.abstract_state)
         )
         if self._is_first and self.is_enabled:
             check()
@@ -109,11 +109,11 @@ class Checkpoints:
     @property
     def is_enabled(self) -> bool:
         """Whether the run writes checkpoints at all."""
-        return self._job.config.training.checkpoint_every is not None
+        return self._run.config.training.checkpoint_every is not None
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be saved after this step."""
-        training = self._job.config.training
+        training = self._run.config.training
         if not self.is_enabled or step <= self._last_step:
             return False
         every = training.checkpoint_every
@@ -176,7 +176,7 @@ class Checkpoints:
             try:
                 write.finish()
                 if self._is_first:
-                    metadata = metadata_of(self._job, step, cursor, self._config)
+                    metadata = metadata_of(self._run, step, cursor, self._config)
                     metadata = replace(metadata, is_validated=is_validated)
                     self.last_save = self._complete(path, metadata, begun, blocked)
             except Exception as error:
@@ -223,7 +223,7 @@ class Checkpoints:
         )
 
     def _remove_old(self) -> None:
-        keep = self._job.config.training.keep
+        keep = self._run.config.training.keep
         steps = checkpoint_folder.complete_steps(self._open_root)
         for step in steps[keep:] if keep else ():
             try:
@@ -290,23 +290,23 @@ class Checkpoints:
             checkpoint_folder.close_descriptor(opened)
 
 
-def metadata_of(job: Run, step: int, cursor: Cursor, config: str) -> Metadata:
+def metadata_of(run: Run, step: int, cursor: Cursor, config: str) -> Metadata:
     """The description of a run's checkpoint."""
-    split = job.model.split
+    split = run.model.split
     stages = None
     if split is not None:
         stages = split.stages, tuple((run.start, run.stop) for run in split.layers)
     return Metadata(
         step=step,
         arrays={
-            n: Stored.of(leaf) for n, leaf in named_leaves(job.abstract_state).items()
+            n: Stored.of(leaf) for n, leaf in named_leaves(run.abstract_state).items()
         },
-        mesh={axis: job.mesh.shape[axis] for axis in job.mesh.axes},
+        mesh={axis: run.mesh.shape[axis] for axis in run.mesh.axes},
         processes=jax.process_count(),
         stages=stages,
         cursor=cursor,
         random={
-            "seed": job.config.training.seed,
+            "seed": run.config.training.seed,
             "kind": str(jax.config.values["jax_default_prng_impl"]),
         },
         config=config,

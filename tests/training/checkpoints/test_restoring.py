@@ -48,7 +48,7 @@ def save(job, state, root) -> Checkpoint:
 def restore(checkpoint, job):
     restoration = Restoration(checkpoint.metadata, job)
     restoration.check()
-    return restoration.run(checkpoint)
+    return restoration.restore(checkpoint)
 
 
 def plain(job, state) -> dict[str, np.ndarray]:

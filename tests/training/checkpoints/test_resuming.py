@@ -148,7 +148,7 @@ def test_the_one_before_is_used(run, run_of, damage):
     )
     assert (run / "checkpoints" / "6.damaged").is_dir()
     job = run_of()
-    state = Restoration(choice.checkpoint.metadata, job).run(choice.checkpoint)
+    state = Restoration(choice.checkpoint.metadata, job).restore(choice.checkpoint)
     assert named_leaves(state).keys() == named_leaves(job.abstract_state).keys()
 
 

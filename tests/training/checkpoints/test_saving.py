@@ -87,7 +87,7 @@ def test_the_state_may_be_donated_as_soon_as_the_save_returns(job, state, tmp_pa
         jax.block_until_ready(state)
     checkpoint = read_checkpoint(tmp_path / "2")
     assert isinstance(checkpoint, Checkpoint)
-    restored = named_leaves(Restoration(checkpoint.metadata, job).run(checkpoint))
+    restored = named_leaves(Restoration(checkpoint.metadata, job).restore(checkpoint))
     for name, array in expected.items():
         assert np.asarray(restored[name]).tobytes() == array.tobytes(), name
 
