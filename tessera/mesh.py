@@ -43,6 +43,8 @@ from tessera.grid import (
     read_devices,
 )
 
+__all__ = ("Mesh", "auto", "current")
+
 # The fix in messages about Explicit axes, which are the default of jax.make_mesh.
 AUTO_AXES = (
     "make the mesh with Auto axes: dist.Mesh(axes, devices), or "

@@ -31,6 +31,8 @@ from tessera.spec import ShardSpec as ShardSpec
 from tessera.spec import axes_of_dims, check_even, stored_shape
 from tessera.spec import local_shape as local_shape
 
+__all__ = ("DistTensor", "ShardSpec", "tensor")
+
 Init: TypeAlias = str | Callable[[jax.Array, tuple[int, ...], Any], Any] | None
 
 

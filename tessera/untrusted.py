@@ -10,7 +10,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
-from typing import Any, Final, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+Count: TypeAlias = Annotated[int, "count"]
+"""A whole number from 0 to 2**53, see :func:`count_of`; an ``int`` may be any."""
 
 _LARGEST_COUNT: Final = 2**53
 
@@ -71,8 +83,8 @@ def decode_json(kind: Any, value: Any) -> Any:
     """Convert a parsed JSON value to a type, such as a dataclass; constructs no other.
 
     Args:
-      kind: A dataclass, ``int`` (a count), ``str``, ``bool``, None, a union, ``tuple``
-        or ``Mapping`` of them.
+      kind: A dataclass, ``Count``, ``int``, ``str``, ``bool``, None, or a union,
+        ``tuple`` or ``Mapping`` of them.
       value: What :func:`parse_json` returned. Fields that the dataclass lacks are
         ignored; a field with a default may be absent.
 
@@ -98,11 +110,11 @@ def decode_json(kind: Any, value: Any) -> Any:
         if len(kinds) != len(values):
             raise ValueError(f"{len(values)} values, not {len(kinds)}")
         return tuple(map(decode_json, kinds, values))
-    return count_of(value) if kind is int else _of_type(kind, value)
+    return count_of(value) if kind == Count else _of_type(kind, value)
 
 
 def _decode_fields(kind: Any, values: dict[str, Any]) -> Any:
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     decoded: dict[str, Any] = {}
     for field in fields(kind):
         if field.name in values:

@@ -21,6 +21,8 @@ from tessera.models.model import Model
 from tessera.models.safetensors import Index, SafetensorsFile, write_file
 from tessera.tree import Tree, path_name
 
+__all__ = ("check_weights", "export_weights", "import_weights", "write_weights")
+
 # float32 represents every number of these exactly.
 _READABLE: Final = ("F32", "BF16", "F16")
 

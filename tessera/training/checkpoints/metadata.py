@@ -18,7 +18,7 @@ from tessera.errors import CheckpointMismatchError
 from tessera.spec import axes_of_dims
 from tessera.training.data.cursor import Cursor
 from tessera.training.outputs import write_durably
-from tessera.untrusted import decode_json, parse_json, printable
+from tessera.untrusted import Count, decode_json, parse_json, printable
 
 # Incremented when the format changes; older versions stay readable.
 SCHEMA: Final = 1
@@ -36,7 +36,7 @@ class Stored:
       layout: The axes of the saving run's mesh that sharded each dim.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     layout: tuple[tuple[str, ...], ...]
 
@@ -67,17 +67,17 @@ class Metadata:
       schema: Version of the checkpoint format.
     """
 
-    step: int
+    step: Count
     arrays: Mapping[str, Stored]
-    mesh: Mapping[str, int]
-    processes: int
-    stages: tuple[int, tuple[tuple[int, int], ...]] | None
+    mesh: Mapping[str, Count]
+    processes: Count
+    stages: tuple[Count, tuple[tuple[Count, Count], ...]] | None
     cursor: Cursor
     random: Mapping[str, str | int]
     config: str
     versions: Mapping[str, str]
     is_validated: bool = True
-    schema: int = SCHEMA
+    schema: Count = SCHEMA
 
 
 def write_metadata(path: Path, metadata: Metadata) -> None:
@@ -118,7 +118,7 @@ def read_metadata(path: Path) -> Metadata:
 
 @dataclass(frozen=True)
 class _Version:
-    schema: int
+    schema: Count
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ from tessera.training.run import Run
 from tessera.training.schema import settings_of_text
 from tessera.training.settings_checks import check
 
+__all__ = ("Move", "ResumePlan", "resume_plan")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:

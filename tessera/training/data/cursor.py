@@ -11,6 +11,7 @@ from typing import Final
 
 from tessera.errors import DataChangedError
 from tessera.training.data.corpus import Corpus
+from tessera.untrusted import Count
 
 # Names of the parts of an order in messages about changes.
 _NAMES: Final = {
@@ -32,7 +33,7 @@ class Cursor:
       order: What determines the order; see ``Corpus.order``.
     """
 
-    rows: int
+    rows: Count
     order: Mapping[str, str | int]
 
     @classmethod

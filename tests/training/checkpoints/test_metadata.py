@@ -24,8 +24,8 @@ METADATA = Metadata(
     mesh={"dp": 2, "fsdp": 1},
     processes=2,
     stages=(2, ((0, 3), (3, 5))),
-    cursor=Cursor(96, {"text": "abc", "seed": 0}),
-    random={"seed": 0, "kind": "threefry2x32"},
+    cursor=Cursor(96, {"text": "abc", "seed": -(2**70)}),
+    random={"seed": -(2**70), "kind": "threefry2x32"},
     config="name: tiny\n",
     versions={"tessera": "0.1.0"},
 )
@@ -43,7 +43,7 @@ def test_it_is_text_for_people(tmp_path):
     write_metadata(path, METADATA)
     read = json.loads(path.read_text())
     assert read["schema"] == SCHEMA
-    assert read["cursor"] == {"rows": 96, "order": {"text": "abc", "seed": 0}}
+    assert read["cursor"] == {"rows": 96, "order": {"text": "abc", "seed": -(2**70)}}
     assert path.read_text().startswith('{\n "arrays": {\n')
 
 
