@@ -134,31 +134,28 @@ class Gemma3Config:
         ]
         if problems:
             return problems
-        if self.num_heads % self.num_kv_heads:
-            legal = (n for n in range(1, self.num_heads + 1) if not self.num_heads % n)
-            problems.append(
-                (
-                    f"num_heads = {self.num_heads}, num_kv_heads = {self.num_kv_heads},"
-                    f" remainder {self.num_heads % self.num_kv_heads}",
-                    f"use num_kv_heads {nearest(legal, self.num_kv_heads)}",
-                )
-            )
-        if self.head_dim % 2:
-            problems.append(
-                (
-                    f"head_dim = {self.head_dim} is odd, but rope rotates halves",
-                    f"use head_dim {self.head_dim - 1 or 2} or {self.head_dim + 1}",
-                )
-            )
-        if 0 < self.num_experts < self.experts_per_token:
-            problems.append(
-                (
-                    f"experts_per_token = {self.experts_per_token}, "
-                    f"num_experts = {self.num_experts}",
-                    f"use experts_per_token {self.num_experts} or less",
-                )
-            )
-        return problems
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        legal = (n for n in range(1, heads + 1) if not heads % n)
+        checks = (
+            (
+                heads % kv_heads,
+                f"num_heads = {heads}, num_kv_heads = {kv_heads},"
+                f" remainder {heads % kv_heads}",
+                f"use num_kv_heads {nearest(legal, kv_heads)}",
+            ),
+            (
+                self.head_dim % 2,
+                f"head_dim = {self.head_dim} is odd, but rope rotates halves",
+                f"use head_dim {self.head_dim - 1 or 2} or {self.head_dim + 1}",
+            ),
+            (
+                0 < self.num_experts < self.experts_per_token,
+                f"experts_per_token = {self.experts_per_token}, "
+                f"num_experts = {self.num_experts}",
+                f"use experts_per_token {self.num_experts} or less",
+            ),
+        )
+        return [(got, fix) for is_wrong, got, fix in checks if is_wrong]
 
     @property
     def num_params(self) -> int:
