@@ -7,10 +7,10 @@ DataConfig -> documents (train, validation) -> ids -> TokenStream -> rows -> bat
 import hashlib
 import platform
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from typing import NamedTuple
+from typing import TypeAlias
 
 from tessera.errors import EmptyDataError, SettingConflictError, SettingValueError
 from tessera.training.data.batches import (
@@ -39,7 +39,6 @@ class Split:
     """The training or validation part of a corpus."""
 
     rows: PackedRows
-    num_bytes: int
 
     @cached_property
     def fingerprint(self) -> str:
@@ -52,7 +51,7 @@ class Split:
 
     def __str__(self) -> str:
         stream, length = self.rows.stream, self.rows.sequence_length
-        size = f"{self.num_bytes:,} bytes, " if self.num_bytes else ""
+        size = f"{stream.num_bytes:,} bytes, " if stream.num_bytes else ""
         return (
             f"{stream.starts.size:,} documents, {size}{stream.tokens.size:,} tokens, "
             f"{len(self.rows):,} rows of {length:,}"
@@ -230,25 +229,16 @@ def load(
     return Corpus(
         title=title,
         tokenizer=tokenizer,
-        train_split=Split(
-            PackedRows(train.stream, sequence_length, keep_tail=False), train.num_bytes
-        ),
-        validation_split=Split(
-            PackedRows(validation.stream, sequence_length, keep_tail=True),
-            validation.num_bytes,
-        ),
+        train_split=Split(PackedRows(train, sequence_length, keep_tail=False)),
+        validation_split=Split(PackedRows(validation, sequence_length, keep_tail=True)),
         seed=seed,
         prefetch=config.prefetch,
         num_unused_ids=max(tokenizer.vocab_size - vocab_size, 0),
     )
 
 
-class _Side(NamedTuple):
-    stream: TokenStream
-    num_bytes: int
-
-
-_Source = tuple[str, Tokenizer, _Side, _Side]
+# Title, tokenizer, training stream and validation stream.
+_Source: TypeAlias = tuple[str, Tokenizer, TokenStream, TokenStream]
 
 
 def _read_text(config: DataConfig, seed: int, vocab_size: int) -> _Source:
@@ -279,7 +269,7 @@ def _tokenize(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
     vocab_size: int,
-) -> _Side:
+) -> TokenStream:
     sizes: list[int] = []
 
     def encode() -> Iterator[tuple[str, Ids]]:
@@ -295,7 +285,7 @@ def _tokenize(
                 yield name, ids
 
     stream = join(encode(), separator=tokenizer.separator, vocab_size=vocab_size)
-    return _Side(stream, sum(sizes))
+    return replace(stream, num_bytes=sum(sizes))
 
 
 def _make_synthetic(config: DataConfig, seed: int, vocab_size: int) -> _Source:
@@ -304,7 +294,7 @@ def _make_synthetic(config: DataConfig, seed: int, vocab_size: int) -> _Source:
     documents = make_documents(config.synthetic, tokenizer.vocab_size, seed)
     cut = len(documents) - ceil(len(documents) * config.validation_fraction)
     train, validation = (
-        _Side(join(part, separator=tokenizer.separator, vocab_size=vocab_size), 0)
+        join(part, separator=tokenizer.separator, vocab_size=vocab_size)
         for part in (documents[:cut], documents[cut:])
     )
     return "synthetic patterns", tokenizer, train, validation
@@ -320,18 +310,19 @@ def _check_no_field(config: DataConfig) -> None:
         )
 
 
-def _check_text(title: str, train: _Side, validation: _Side, fraction: float) -> None:
-    if not train.stream.tokens.size and not validation.stream.tokens.size:
+def _check_text(
+    title: str, train: TokenStream, validation: TokenStream, fraction: float
+) -> None:
+    if not train.tokens.size and not validation.tokens.size:
         raise EmptyDataError(
             f"there is no text in the data: {title}",
             got="every document is empty",
             fix="set data.path to files with text",
         )
-    if fraction and not validation.stream.tokens.size:
+    if fraction and not validation.tokens.size:
         raise EmptyDataError(
             f"no text is left for validation: {title}",
-            got=f"data.validation_fraction={fraction} of "
-            f"{train.stream.tokens.size:,} tokens",
+            got=f"data.validation_fraction={fraction} of {train.tokens.size:,} tokens",
             fix="raise data.validation_fraction, or use 0 for no validation",
         )
 

@@ -34,11 +34,13 @@ class TokenStream:
       starts: The index at which each document starts, with its separator; int64,
         [documents].
       is_separated: Whether there is a separator before each document.
+      num_bytes: Size of the text; 0 if the tokens are not from text.
     """
 
     tokens: npt.NDArray[np.uint16 | np.int32]
     starts: npt.NDArray[np.int64]
     is_separated: bool
+    num_bytes: int = 0
 
 
 def join(

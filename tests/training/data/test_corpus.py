@@ -59,7 +59,7 @@ def test_every_byte_of_every_file_is_read_once(folder):
         for part in np.split(side.rows.stream.tokens, side.rows.stream.starts[1:])
     ]
     assert sorted(texts) == sorted(path.read_bytes() for path in folder.iterdir())
-    assert sum(side.num_bytes for side in sides) == sum(map(len, texts))
+    assert sum(side.rows.stream.num_bytes for side in sides) == sum(map(len, texts))
     assert len(made.validation_split.rows.stream.starts) > 1
 
 
@@ -193,7 +193,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path, json_tokenizer):
         "which accepts any file\n"
         "  docs: docs/errors/T602.md"
     )
-    assert corpus(tmp_path, validation_fraction=0).train_split.num_bytes == 8
+    assert corpus(tmp_path, validation_fraction=0).train_split.rows.stream.num_bytes == 8
 
 
 def test_a_wrong_byte_s_place_is_counted_from_the_file_s_beginning(
