@@ -193,7 +193,9 @@ def test_a_file_that_is_not_text_is_named(tmp_path, json_tokenizer):
         "which accepts any file\n"
         "  docs: docs/errors/T602.md"
     )
-    assert corpus(tmp_path, validation_fraction=0).train_split.rows.stream.num_bytes == 8
+    assert (
+        corpus(tmp_path, validation_fraction=0).train_split.rows.stream.num_bytes == 8
+    )
 
 
 def test_a_wrong_byte_s_place_is_counted_from_the_file_s_beginning(

@@ -43,7 +43,9 @@ def test_each_line_of_json_lines_is_a_document_of_its_text_alone(tmp_path):
         "",
         *[text for text in TEXTS if text],
     ]
-    assert made.train_split.rows.stream.num_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert made.train_split.rows.stream.num_bytes == sum(
+        len(text.encode()) for text in TEXTS
+    )
 
 
 def test_another_field_of_json_lines_is_read_by_its_name(tmp_path):
