@@ -144,10 +144,10 @@ CASES = {
             ("broken.jsonl", 4, "it is not JSON: Unterminated string starting at at "),
             ("other.jsonl", 1, "it has no field 'text'; Known: 'id', 'content'"),
             ("numbers.jsonl", 1, "its field 'text' is a number, not text\n"),
-            ("deep.jsonl", 2, "it is not JSON that can be read: too many brackets "),
+            ("deep.jsonl", 2, "it is not readable JSON: brackets are nested too "),
             ("long.jsonl", 2, "Exceeds the limit "),
             ("latin.jsonl", 1, "it is not UTF-8: byte 0xef\n"),
-            ("half.jsonl", 1, "its text has half of a surrogate pair, which is no "),
+            ("half.jsonl", 1, "its text has half of a surrogate pair, which is not "),
         )
     },
     "a field of no file": (
@@ -191,7 +191,7 @@ CASES = {
         "[T604] the text of 'training.sample_prompt' has a token that the model does "
         "not have\n"
         "  got: 'happy', id 4000000000, is token 2 of 2, at line 1; 1 such in all; the "
-        "model has the ids 0 to 263\n",
+        "model has ids 0 to 263\n",
     ),
     "words that the tokenizer has not": (
         ["data.path=text.txt", "data.tokenizer=unknown.json"],
