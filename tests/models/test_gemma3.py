@@ -174,6 +174,7 @@ def test_the_future_does_not_reach_the_past(params: Any, tokens: np.ndarray) -> 
     assert np.all(np.any(before[:, 7:] != after[:, 7:], axis=-1))
 
 
+@pytest.mark.full
 def test_the_module_works_with_the_transforms_of_nnx(
     params: Any, tokens: np.ndarray
 ) -> None:
@@ -209,7 +210,7 @@ def test_a_narrow_model_has_wide_logits(params: Any, tokens: np.ndarray) -> None
     assert np.std(logits - expected) < 0.1 * np.std(expected)
 
 
-@pytest.mark.parametrize("unroll", [2, 9])
+@pytest.mark.parametrize("unroll", [2, pytest.param(9, marks=pytest.mark.full)])
 def test_unrolling_the_scan_changes_no_result(
     params: Any, tokens: np.ndarray, unroll: int
 ) -> None:

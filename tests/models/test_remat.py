@@ -137,11 +137,12 @@ def params() -> Any:
 @cache
 def compiled(remat: Any, **sizes: Any) -> Any:
     model = Model(dataclasses.replace(CONFIG, **sizes), remat=remat)
-    return jax.jit(jax.grad(lambda params: loss(model, params))).lower(params())
+    step = jax.jit(jax.grad(lambda params: loss(model, params)))
+    return step.lower(params()).compile()
 
 
 def gradients(remat: Any) -> Any:
-    return compiled(remat).compile()(params())
+    return compiled(remat)(params())
 
 
 def matmuls(remat: Any, **sizes: Any) -> int:
@@ -211,7 +212,7 @@ def test_layers_with_a_policy_of_their_own_recompute_by_themselves():
 
 def test_what_is_not_kept_takes_no_memory():
     sizes = {
-        str(remat): compiled(remat).compile().memory_analysis().temp_size_in_bytes
+        str(remat): compiled(remat).memory_analysis().temp_size_in_bytes
         for remat in ("none", "dots", "full", ("full",) * 2 + ("none",) * 2)
     }
     none, dots, full, half = sizes.values()
