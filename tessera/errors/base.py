@@ -26,7 +26,7 @@ class TesseraError(Exception):
 
     code: ClassVar[str] = "T000"
     exit_code: ClassVar[int] = 2
-    """Exit code of a program that it ends; docs/guides/reliability.md lists all codes."""
+    """Exit code of a program that it ends; see docs/guides/reliability.md."""
 
     def __init_subclass__(cls) -> None:
         if cls.__module__.startswith("tessera.errors."):
