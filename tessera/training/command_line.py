@@ -109,6 +109,8 @@ def read_command_line(
     """
     try:
         flags, overrides = _read_flags(sys.argv[1:] if arguments is None else arguments)
+        if flags.multirun and not (flags.help or flags.cfg):
+            return _sweep(overrides, config_dir)
         composed = compose(overrides, config_dir)
     except TesseraError as error:
         sys.stderr.write(f"{error}\n")
@@ -175,6 +177,17 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     return Composed(settings, as_text(config), Path(output_dir))
 
 
+def _sweep(overrides: Sequence[str], config_dir: Path) -> int:
+    """Check the runs of ``--multirun``, then start them; the exit code."""
+    # It imports what starts processes, which one run does not need.
+    from tessera.training.sweep import combinations, sweep
+
+    _store_schemas()
+    for one in combinations([parse(text, is_sweep=True) for text in overrides]):
+        compose(one, config_dir)
+    return sweep(overrides, config_dir)
+
+
 def _layout_problems(settings: Config) -> list[TesseraError]:
     """What is wrong with the model on its mesh, by modules that import JAX."""
     from tessera.training.layout_checks import layout_problems
@@ -208,10 +221,7 @@ def _check_output(folder: str) -> list[TesseraError]:
 
 def _compose_files(choices: Sequence[Override], config_dir: Path) -> DictConfig:
     """``config.yaml`` and the chosen files, merged onto the types of all settings."""
-    store = ConfigStore.instance()
-    store.store(name="schema", node=typed(Schema))
-    for name, cls in OPTIMIZERS.items():
-        store.store(group="optimizer", name=f"{name}_schema", node=typed(cls))
+    _store_schemas()
     folder = str(config_dir.resolve())
     try:
         with hydra.initialize_config_dir(folder, version_base="1.3"):
@@ -230,6 +240,14 @@ def _compose_files(choices: Sequence[Override], config_dir: Path) -> DictConfig:
             got="\n".join(str(error).splitlines()[:4]),
             fix="correct the file that is named above",
         ) from error
+
+
+def _store_schemas() -> None:
+    """Give Hydra the types of all settings."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=typed(Schema))
+    for name, cls in OPTIMIZERS.items():
+        store.store(group="optimizer", name=f"{name}_schema", node=typed(cls))
 
 
 def _files(config_dir: Path) -> dict[str, list[str]]:
@@ -259,20 +277,19 @@ def _read_flags(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
         add_help=False, allow_abbrev=False, usage=SUPPRESS, exit_on_error=False
     )
     parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["run"])
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--multirun", "-m", action="store_true")
     try:
         flags, rest = parser.parse_known_args(arguments)
     except ArgumentError as error:
         raise UnknownSettingError(
-            "a flag does not take this value", got=str(error), fix="use --cfg run"
+            "a flag does not take this value", got=str(error), fix="use --cfg job"
         ) from error
     for flag in (argument for argument in rest if argument.startswith("-")):
-        several = flag in ("--multirun", "-m")
         raise UnknownSettingError(
-            "several runs cannot share one process" if several else "unknown flag",
+            "unknown flag",
             got=flag,
-            fix="start a run for each value, from a loop of the shell"
-            if several
-            else "use --help or --cfg run, or write settings as group.setting=value",
+            fix="use --help, --cfg job or --multirun, or write settings as "
+            "group.setting=value",
         )
     return flags, rest

@@ -23,10 +23,16 @@ from tessera.training.setting import describe
 GROUPS: Final = ("model", "training", "data", "optimizer", "runtime")
 RUN_DIR: Final = "hydra.run.dir"
 _MOST_LISTED: Final = 12
+_SWEEPING: Final = re.compile(r"hydra[./](sweep|launcher|sweeper)\b")
 
 
-def parse(text: str) -> Override:
+def parse(text: str, *, is_sweep: bool = False) -> Override:
     """One ``key=value`` of the command line.
+
+    Args:
+      text: It.
+      is_sweep: Whether it may list several values, or be about Hydra's sweepers and
+        launchers: ``--multirun``.
 
     Raises:
       SettingValueError: [T502] it is none, or of a kind that is refused.
@@ -47,23 +53,33 @@ def parse(text: str) -> Override:
     key = override.key_or_group
     if override.is_delete():
         what, fix = "a setting cannot be deleted", "give it a value instead"
-    elif override.is_sweep_override():
+    elif override.is_sweep_override() and not is_sweep:
         what = "one run has one value of each setting"
         fix = (
-            f"start a run for each value, or quote text that has a comma: \"{key}='…'\""
+            "add --multirun for a run with each value, or quote text that has a "
+            f"comma: \"{key}='…'\""
         )
     elif any(_is_reserved(part) for part in re.split(r"[./]", key)):
         what = "a configuration holds values, and nothing to instantiate"
         fix = "leave it out"
-    elif re.split(r"[./]", key)[0] == "hydra" and key != RUN_DIR:
+    elif is_of_hydra(override) and not (
+        _SWEEPING.match(key) if is_sweep else key == RUN_DIR
+    ):
+        taken = "hydra.sweep, hydra.launcher and hydra.sweeper are"
         raise UnknownSettingError(
-            f"of Hydra's own settings only {RUN_DIR} is taken",
+            f"of Hydra's own settings only {taken if is_sweep else f'{RUN_DIR} is'} "
+            "taken",
             got=_short(text),
             fix="leave it out",
         )
     else:
         return override
     raise SettingValueError(what, got=_short(text), fix=fix)
+
+
+def is_of_hydra(override: Override) -> bool:
+    """Whether an override is about Hydra itself."""
+    return re.split(r"[./]", override.key_or_group)[0] == "hydra"
 
 
 def is_choice(override: Override) -> bool:

@@ -14,7 +14,8 @@ Trains a model on a mesh of devices.
 
 usage: python run_training.py [group=file ...] [group.setting=value ...]
        --help        this text, for the groups chosen beside it
-       --cfg run     the configuration as YAML; nothing is run
+       --cfg job     the configuration as YAML; nothing is run
+       --multirun    a run for each value of settings that list several: a=1,2
 
 name=<text>              names the folder of the output
 hydra.run.dir=<folder>   puts the output there instead

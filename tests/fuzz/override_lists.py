@@ -158,7 +158,13 @@ GRAMMAR = (
     ),
     *("{k}=???", "{k}.x={v}", "{k}[0]={v}", "{k}@x={v}", "{k}/x={v}", "/{k}={v}"),
     *("hydra.{k}={v}", "hydra/launcher={v}", "hydra.searchpath=[{v}]", "hydra={v}"),
-    *("_target_={v}", "{k}={{_target_: os.system}}", "--{k}={v}", "-m", "--multirun"),
+    *(
+        "_target_={v}",
+        "{k}={{_target_: os.system}}",
+        "--{k}={v}",
+        "--m",
+        "--multirun=x",
+    ),
     *("--config-dir={v}", "-cn={v}", "--cfg=hydra", "--info", "--version", "-h=1", ""),
     *("{k}=int({v})", "{k}=float({v})", "{k}=json_str({v})", "{k}=shuffle(1,2)"),
     *(

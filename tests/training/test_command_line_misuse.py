@@ -50,7 +50,7 @@ def test_a_misspelt_key_gets_a_hint():
         ("training.batch_size=4", "did you mean 'micro_batch_size'?"),
         ("training.learning_rat=1", "did you mean 'optimizer.learning_rate'?"),
         ("model.layers=2", "did you mean 'num_layers'?"),
-        ("hydra.run.name=x", "leave it out"),
+        ("hydra.job.name=x", "leave it out"),
         ("hydra/launcher=x", "leave it out"),
     ],
 )
@@ -93,8 +93,8 @@ def test_an_optimizer_takes_its_own_settings_only():
             "training.steps=1,2",
             "[T502] one run has one value of each setting\n"
             "  got: training.steps=1,2\n"
-            "  fix: start a run for each value, or quote text that has a comma: "
-            "\"training.steps='…'\"\n",
+            "  fix: add --multirun for a run with each value, or quote text that has "
+            "a comma: \"training.steps='…'\"\n",
         ),
         (
             "~training.steps",

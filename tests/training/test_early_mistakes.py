@@ -51,7 +51,7 @@ MISTAKES = {
     "name=../x": "T504",
     "hydra.run.dir=": "T504",
     "--cfg=hydra": "T501",
-    "--multirun": "T501",
+    "--multirun training.steps=0,1": "T502",
 }
 
 PROGRAM = f"""
