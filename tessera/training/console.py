@@ -67,7 +67,7 @@ class Console:
     ) -> None:
         stream = sys.stdout if stream is None else stream
         if isinstance(stream, TextIOWrapper):
-            # A sample may hold any character, and the locale of a run may be ASCII.
+            # A sample may hold any character, and the locale of a job may be ASCII.
             stream.reconfigure(errors="backslashreplace")
         self._rich = RichConsole(
             file=stream, force_terminal=terminal, width=width, highlight=False

@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop: batches in, steps out, numbers read a few steps behind.
+"""The training loop: feeds batches to the step, reads metrics a few steps behind.
 
 The loop never waits for the step that it has just started. It reads the metrics of the
 oldest step in flight, which bounds how far it runs ahead and paces the log.
 """
 
-import math
-import time
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from tessera.analysis.flops import count
-from tessera.analysis.peaks import mfu, peak_flops
-from tessera.errors import CheckpointWriteError, LossScaleError, NonFiniteError
-from tessera.models.generation import generate
 from tessera.models.weights import import_weights
 from tessera.training.checkpoints.checkpoint_folder import Checkpoint
 from tessera.training.checkpoints.restoring import Restoration
@@ -30,49 +22,31 @@ from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.console import Console, Progress, log
 from tessera.training.data import Corpus
 from tessera.training.data.cursor import Cursor
-from tessera.training.interrupts import Shield
+from tessera.training.evaluation import sample, validation_sums
+from tessera.training.interrupts import Interrupts
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
 from tessera.training.run import Run
-from tessera.training.step import batch_spec
+from tessera.training.step_config import batch_spec
+from tessera.training.step_metrics import StepMetrics
 from tessera.training.train_state import TrainState, init_state
 
 Numbers: TypeAlias = dict[str, float]
 
-# Of the numbers that every step writes, those that the log shows beside the loss.
-_SHOWN: Final = (
-    "grad_norm",
-    "learning_rate",
-    "step_seconds",
-    "mfu",
-    "loss_scale",
-    "router_balance_loss",
-    "router_dropped_fraction",
-    "router_max_load",
-)
-
-
-@dataclass
-class _Flight:
-    """A step that was started and whose metrics were not read yet."""
-
-    step: int
-    metrics: dict[str, Any]
-
 
 @dataclass(frozen=True)
-class Guard:
-    """What a run tells and asks the process that it runs in.
+class Callbacks:
+    """What the loop calls of the process that it runs in.
 
     Attributes:
-      enter: Told what begins, ``"step"``, ``"evaluation"``, ``"save"`` or
-        ``"compile"``, and the step's number.
-      goes_on: Asked before each step and each batch of an evaluation; where it says no
+      on_phase: Called with the phase that begins, ``"step"``, ``"evaluation"``,
+        ``"save"`` or ``"compile"``, and the step's number.
+      should_continue: Asked before each step and each batch of an evaluation; on False
         the run saves, and ``Trainer.train`` returns.
     """
 
-    enter: Callable[[str, int], None] = lambda kind, step: None
-    goes_on: Callable[[], bool] = lambda: True
+    on_phase: Callable[[str, int], None] = lambda phase, step: None
+    should_continue: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True)
@@ -104,7 +78,7 @@ class Trainer:
       window: Steps to profile, or None.
       checkpoints: Where the state is kept, or None.
       resumed: The checkpoint to go on from; None begins anew.
-      guard: What the run tells and asks its process.
+      callbacks: What the loop calls of its process.
     """
 
     def __init__(
@@ -117,21 +91,22 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         resumed: Checkpoint | None = None,
         *,
-        guard: Guard | None = None,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.run, self.corpus = run, corpus
         self._console, self._writer, self._window = console, writer, window
         self._checkpoints, self._resumed = checkpoints, resumed
-        guard = guard or Guard()
-        self._enter, self._goes_on = guard.enter, guard.goes_on
-        self._shield = Shield()
+        callbacks = callbacks or Callbacks()
+        self._on_phase = callbacks.on_phase
+        self._should_continue = callbacks.should_continue
+        self._interrupts = Interrupts()
         self.position: Position | None = None
         """Where the run is; None before ``train`` has made or read a state."""
         # The last steps that were evaluated and saved, here or before a resume.
         self._validated = self._saved = 0
-        self._flights: deque[_Flight] = deque()
-        self._read_at = 0.0
-        self._skipped_in_a_row = 0
+        # Steps that were started and whose metrics were not read yet.
+        self._in_flight: deque[tuple[int, dict[str, jax.Array]]] = deque()
+        self._metrics = StepMetrics(run, writer, checkpoints)
 
     def train(self) -> TrainState:
         """Train for all steps that are left, validate, and show a sample.
@@ -143,11 +118,11 @@ class Trainer:
           NonFiniteError: [T508] too many steps in a row were skipped.
           CheckpointWriteError: [T804] a run that is stopped cannot save.
         """
-        with self._shield.raised():
+        with self._interrupts.handled():
             self.position = self.position or self._beginning()
-            self._enter("compile", self._at.step)
+            self._on_phase("compile", self._at.step)
             self.run.compile_evaluation(self.corpus)
-            if self._take_steps() and self._goes_on():
+            if self._take_steps() and self._should_continue():
                 self._sample(self._at.state)
             else:
                 self._stop()
@@ -157,23 +132,22 @@ class Trainer:
         """Take the steps that are left; False where the run stops before."""
         steps, done = self.run.config.training.steps, self._at.step
         most = self.run.config.runtime.max_steps_in_flight
-        flops = count(self.run.compiled.traced.graph.program).total
-        self._read_at = time.perf_counter()
+        self._metrics.restart_clock()
         with (
             closing(self._batches(self._at.cursor.rows)) as batches,
             self._console.progress(steps, done=done) as progress,
             nullcontext() if self._window is None else closing(self._window),
         ):
-            drain = partial(self._drain, progress, flops)
+            drain = partial(self._drain, progress)
             # First what the last step left to do, where it was interrupted.
             going = self._settle(drain)
             for batch in islice(batches, max(steps - done, 0)):
-                going = going and self._goes_on()
+                going = going and self._should_continue()
                 if not going:
                     break
                 self._step(batch, drain)
-                if len(self._flights) >= most:
-                    self._read_oldest(progress, flops)
+                if len(self._in_flight) >= most:
+                    self._read_oldest(progress)
                 going = self._settle(drain)
             drain()
         return going
@@ -181,14 +155,14 @@ class Trainer:
     def _step(self, batch: Any, drain: Callable[[], None]) -> None:
         at = self._at
         step = at.step + 1
-        self._enter("step", step)
+        self._on_phase("step", step)
         if self._window is not None:
             self._window.before(step, drain)
         rows = self.run.config.rows_per_step(self.run.mesh)
-        with self._shield:
+        with self._interrupts.deferred():
             state, metrics = self.run.step(at.state, batch)
             self.position = Position(step, state, at.cursor.advance(rows))
-            self._flights.append(_Flight(step, metrics))
+            self._in_flight.append((step, metrics))
 
     def _settle(self, drain: Callable[[], None]) -> bool:
         """Do what is due after a step and was not done; False where the run stops."""
@@ -220,8 +194,8 @@ class Trainer:
 
     def _save(self, checkpoints: Checkpoints) -> None:
         at, is_validated = self._at, not self._is_validation_due
-        self._enter("save", at.step)
-        with self._shield:
+        self._on_phase("save", at.step)
+        with self._interrupts.deferred():
             checkpoints.save(at.step, at.state, at.cursor, is_validated=is_validated)
             self._saved = at.step
 
@@ -281,97 +255,16 @@ class Trainer:
                 }
                 yield feed.placed(folded, spec, dim=1)
 
-    def _drain(self, progress: Progress, flops: int) -> None:
-        while self._flights:
-            self._read_oldest(progress, flops)
+    def _drain(self, progress: Progress) -> None:
+        while self._in_flight:
+            self._read_oldest(progress)
 
-    def _read_oldest(self, progress: Progress, flops: int) -> None:
-        flight = self._flights[0]
-        numbers = {name: float(value) for name, value in flight.metrics.items()}
-        with self._shield:
-            self._flights.popleft()
-            self._take_in(flight.step, numbers, progress, flops)
-
-    def _take_in(
-        self, step: int, numbers: Numbers, progress: Progress, flops: int
-    ) -> None:
-        """Write and show the numbers of a step, which is done."""
-        now = time.perf_counter()
-        seconds, self._read_at = now - self._read_at, now
-        self._check_scale(step, numbers)
-        self._count_skipped(step, numbers)
-        training, mesh = self.run.config.training, self.run.mesh
-        numbers["tokens_per_second"] = numbers.pop("tokens") / seconds
-        numbers["step_seconds"] = seconds
-        kind = mesh.jax.devices.flat[0].device_kind
-        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(
-            training.mixed_precision, "float32"
-        )
-        share = mfu(flops, seconds, mesh.size, peak_flops(kind, dtype))
-        if share is not None:
-            numbers["mfu"] = share
-        if (memory := self._peak_memory()) is not None:
-            numbers["peak_memory_bytes"] = memory
-        self._writer.write(step, numbers)
-        progress.advance(step)
-        if step % training.log_every == 0 or step in (1, training.steps):
-            progress.update(
-                step,
-                loss=numbers["loss"],
-                tokens_per_second=numbers["tokens_per_second"],
-                others={name: numbers[name] for name in _SHOWN if name in numbers},
-            )
-
-    def _check_scale(self, step: int, numbers: Numbers) -> None:
-        """Stop where no loss scale is small enough: every step would be skipped."""
-        scale = self.run.loss_scale
-        if scale is None or numbers["stalled_overflows"] < scale.patience:
-            return
-        raise LossScaleError(
-            f"fp16 gradients overflow at step {step} with the smallest loss scale",
-            got=f"loss scale {numbers['loss_scale']:g}, loss {numbers['loss']:g}",
-            fix="use training.mixed_precision=bf16, or a lower optimizer.learning_rate",
-        )
-
-    def _count_skipped(self, step: int, numbers: Numbers) -> None:
-        """Add to the numbers whether the step was skipped; stop at one too many.
-
-        The step itself has decided it by the same two numbers. Those that were started
-        since change nothing that is kept: no checkpoint is begun with steps unread.
-        """
-        loss, norm = numbers["loss"], numbers["grad_norm"]
-        skipped = not (math.isfinite(loss) and math.isfinite(norm))
-        in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        self._skipped_in_a_row = in_a_row
-        numbers |= {"skipped": float(skipped), "skipped_in_a_row": float(in_a_row)}
-        if not skipped or self.run.loss_scale is not None:
-            return
-        log.warning(
-            "step %d is skipped, the parameters stay as they are: loss %g, norm of the "
-            "gradients %g",
-            *(step, loss, norm),
-        )
-        most = self.run.config.training.max_skipped_steps
-        if in_a_row <= most:
-            return
-        last = "the run keeps no checkpoints"
-        if self._checkpoints is not None:
-            with suppress(CheckpointWriteError):  # which the log has said
-                self._checkpoints.wait()
-            last = self._checkpoints.describe_last()
-        raise NonFiniteError(
-            f"no finite loss and gradients at step {step}, and so {in_a_row} times in "
-            f"a row, of which training.max_skipped_steps={most} may be skipped",
-            got=f"loss {loss:g}, norm of the gradients {norm:g}",
-            fix="look for the cause in the data or in a learning rate that is too "
-            f"high; {last}",
-        )
-
-    def _peak_memory(self) -> int | None:
-        """Most bytes that the fullest of this process's devices held, if it counts."""
-        stats = [d.memory_stats() for d in self.run.mesh.jax.local_devices]
-        peaks = [each["peak_bytes_in_use"] for each in stats if each]
-        return max(peaks) if peaks else None
+    def _read_oldest(self, progress: Progress) -> None:
+        step, metrics = self._in_flight[0]
+        numbers = {name: float(value) for name, value in metrics.items()}
+        with self._interrupts.deferred():
+            self._in_flight.popleft()
+            self._metrics.take(step, numbers, progress)
 
     def _validates_after(self, step: int) -> bool:
         training = self.run.config.training
@@ -381,57 +274,21 @@ class Trainer:
 
     def _validate(self, step: int, state: TrainState) -> bool:
         """Evaluate and show the loss; False where the run stops meanwhile."""
-        self._enter("evaluation", step)
-        run, feed = self.run, self.run.feed
-        rows = run.config.rows_per_microbatch(run.mesh)
-        limit = run.config.training.validation_batches
-        sums, flights = np.zeros(2), deque[Any]()
-        with closing(self.corpus.validation(rows, feed.index, feed.count)) as batches:
-            for batch in islice(batches, limit):
-                if not self._goes_on():
-                    return False
-                placed = feed.placed(batch, run.validation_spec, dim=0)
-                flights.append(run.evaluate(state.params, placed))
-                # Read behind, as the numbers of steps are.
-                if len(flights) >= run.config.runtime.max_steps_in_flight:
-                    sums += np.asarray(flights.popleft(), np.float64)
-        for numbers in flights:
-            sums += np.asarray(numbers, np.float64)
-        total, tokens = sums.tolist()
-        with self._shield:
+        self._on_phase("evaluation", step)
+        sums = validation_sums(self.run, self.corpus, state, self._should_continue)
+        if sums is None:
+            return False
+        total, tokens = sums
+        with self._interrupts.deferred():
             if tokens:
                 self._writer.write(step, {"val_loss": total / tokens})
                 self._console.show_validation(step, total / tokens)
             self._validated = step
-        # Validation is not part of any step's time.
-        self._read_at = time.perf_counter()
+        self._metrics.restart_clock()  # validation is not part of any step's time
         return True
 
     def _sample(self, state: TrainState) -> None:
-        training, tokenizer = self.run.config.training, self.corpus.tokenizer
-        if not training.sample_length:
-            return
-        self._enter("evaluation", training.steps)
-        prompt, shown = self._prompt()
-        key = jax.random.fold_in(jax.random.key(training.seed), training.steps)
-        ids = generate(
-            self.run.model,
-            state.params,
-            jnp.asarray(prompt, jnp.int32)[None],
-            training.sample_length,
-            key,
-            temperature=0.8,
-        )
-        added = np.asarray(ids)[0, len(prompt) :]
-        self._console.show_sample(shown, tokenizer.decode(added))
-
-    def _prompt(self) -> tuple[np.ndarray, str]:
-        """What the sample continues: the separator alone where the data is no text."""
-        text, tokenizer = (
-            self.run.config.training.sample_prompt,
-            self.corpus.tokenizer,
-        )
-        begin = list[int]() if tokenizer.separator is None else [tokenizer.separator]
-        if tokenizer.kind == "synthetic" or not text:
-            return np.array(begin or [0], np.int32), ""
-        return np.concatenate([np.array(begin, np.int32), tokenizer.encode(text)]), text
+        training = self.run.config.training
+        if training.sample_length:
+            self._on_phase("evaluation", training.steps)
+            self._console.show_sample(*sample(self.run, self.corpus, state))

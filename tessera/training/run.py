@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What settings stand for: the mesh, the model, the data, the step to run."""
+"""``Run``: the model, mesh, data and compiled step that a ``Config`` describes."""
 
 import hashlib
 import re
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tessera.analysis.flops import count
 from tessera.api.function import Function
 from tessera.compiler.pipelining.microbatches import fewer_microbatches_warning
 from tessera.compiler.pipelining.partition import describe
@@ -50,7 +51,7 @@ _BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
 
 @dataclass(frozen=True)
 class Run:
-    """A run before its first array.
+    """A run as its configuration describes it, before its first array.
 
     Attributes:
       config: What was asked for.
@@ -130,6 +131,11 @@ class Run:
         return self.step.compile(self.abstract_state, self.abstract_batch)
 
     @cached_property
+    def flops(self) -> int:
+        """Floating-point operations of one step, on all devices together."""
+        return count(self.compiled.traced.graph.program).total
+
+    @cached_property
     def evaluate(self) -> Function:
         """The loss of one batch: ``(params, batch) -> (summed loss, tokens)``."""
         return make_eval_step(self.step_config)
@@ -154,7 +160,7 @@ class Run:
         """The layout of the arrays of a batch that is evaluated."""
         return PartitionSpec(self.step_config.data_axes or None)
 
-    def step_facts(self) -> tuple[str, dict[str, str]]:
+    def step_fingerprint(self) -> tuple[str, dict[str, str]]:
         """A fingerprint of the lowered step, and how often it has each operation.
 
         Processes whose fingerprints differ would exchange numbers of other programs.

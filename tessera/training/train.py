@@ -21,7 +21,7 @@ from tessera.training.command_line import Composed
 from tessera.training.config import Config
 from tessera.training.console import Console, log
 from tessera.training.folder_lock import FolderLock
-from tessera.training.loop import Guard, Trainer
+from tessera.training.loop import Callbacks, Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.outputs import open_run_folder
 from tessera.training.profiling import Window
@@ -75,12 +75,12 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
         here.watchdog.enter("compile")
         console.show_run_table(run_rows(run))
         if here.count > 1:
-            here.compare("step", *run.step_facts())
+            here.compare("step", *run.step_fingerprint())
         here.watchdog.enter("startup")
         Trainer(
             *(run, corpus, console, writer, Window.of(run, folder)),
             *(checkpoints, choice.checkpoint),
-            guard=Guard(here.watchdog.enter, here.should_continue),
+            callbacks=Callbacks(here.watchdog.enter, here.should_continue),
         ).train()
         here.watchdog.enter("save")
         checkpoints.wait()

@@ -144,7 +144,7 @@ def test_losses_and_parameters_are_those_of_one_device(name, stage):
     run, (losses, params) = train(name, stage), expected()
     np.testing.assert_allclose(run.losses, losses, rtol=2e-5)
     assert np.ptp(losses) > 0.1, "the losses have to move to be worth comparing"
-    first, got = MODEL.init(KEY), run.step_config.model.plain(run.state.params)
+    first, got = MODEL.init(KEY), run.config.model.plain(run.state.params)
     first, got = named(first), named(got)
     for path, want in named(params).items():
         assert np.linalg.norm(first[path] - want) > 0, path
@@ -177,7 +177,7 @@ def test_what_tp_splits_is_split_over_dp_as_well():
     assert params["decoder"]["pre_mlp_norm"]["scale"].sharding.spec == P(None, "dp")
     # Stage 2 on all three axes: parameters as the model has them, moments split thrice.
     run = train("dp_fsdp_tp", 2)
-    specs = state_specs(MODEL, ADAMW, run.step_config.mesh, zero_stage=2)
+    specs = state_specs(MODEL, ADAMW, run.config.mesh, zero_stage=2)
     assert specs.params["embedding"] == P("tp", "fsdp")
     assert P(("tp", "dp"), "fsdp") in jax.tree.leaves(specs.optimizer)
     assert inspect(run.state.optimizer).local_nbytes < 2 * WHOLE / 7

@@ -67,7 +67,7 @@ class Ran:
 
     def again(self, seed: int) -> "Ran":
         state = jax.tree.map(jnp.copy, self.state)
-        state, metrics = self.step(state, put(self.step_config, make_batch(seed)))
+        state, metrics = self.step(state, put(self.config, make_batch(seed)))
         return dataclasses.replace(self, state=state, metrics=metrics)
 
 
@@ -177,7 +177,7 @@ def test_without_compression_nothing_is_kept_and_the_program_is_the_same():
 
 def test_what_top_k_keeps_lies_on_the_device_that_keeps_it():
     ran = run(CUBE, **EVERYTHING)
-    specs = ran.step_config.model.layouts(CUBE)
+    specs = ran.config.model.layouts(CUBE)
     for kept, leaf, spec in zip(
         jax.tree.leaves(ran.state.residual),
         jax.tree.leaves(ran.state.params),

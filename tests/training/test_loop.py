@@ -18,7 +18,7 @@ from tessera.analysis.flops import count
 from tessera.errors import LossScaleError
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config
-from tessera.training import loop
+from tessera.training import step_metrics
 from tessera.training.config import (
     Config,
     ModelConfig,
@@ -27,7 +27,7 @@ from tessera.training.config import (
 )
 from tessera.training.console import Console
 from tessera.training.data.data_config import DataConfig, SyntheticConfig
-from tessera.training.loop import Guard, Trainer
+from tessera.training.loop import Callbacks, Trainer
 from tessera.training.metrics import MetricWriter
 from tessera.training.optimizers import AdamWConfig, SgdConfig
 from tessera.training.outputs import open_run_folder
@@ -170,7 +170,7 @@ def test_a_machine_whose_peak_is_unknown_has_no_mfu(ran):
 
 
 def test_where_the_peak_is_known_mfu_is_its_share(ran, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "peak_flops", lambda kind, dtype: 1e9)
+    monkeypatch.setattr(step_metrics, "peak_flops", lambda kind, dtype: 1e9)
     training = dataclasses.replace(
         ran.run.config.training, steps=2, log_every=1, sample_length=0
     )
@@ -430,8 +430,10 @@ def test_a_run_that_is_told_to_stop_ends_where_it_is_and_can_go_on(ran, tmp_path
         MetricWriter(folder) as writer,
         Console(folder.log, stream=io.StringIO(), terminal=False) as console,
     ):
-        guard = Guard(goes_on=lambda: next(answers))
-        trainer = Trainer(run, run.load_data(), console, writer, guard=guard)
+        trainer = Trainer(
+            *(run, run.load_data(), console, writer),
+            callbacks=Callbacks(should_continue=lambda: next(answers)),
+        )
         # Five steps, and one of two batches of the evaluation after them.
         assert int(trainer.train().step) == 5
         state = trainer.train()

@@ -127,7 +127,7 @@ class Ran:
     def again(self, state: TrainState, batch: Any = None) -> Any:
         """Another call of the program, from a copy of some state."""
         batch = BATCH if batch is None else batch
-        return self.step(placed(self.step_config, state), put(self.step_config, batch))
+        return self.step(placed(self.config, state), put(self.config, batch))
 
 
 @cache
@@ -302,7 +302,7 @@ def test_the_given_state_is_donated():
 
 def test_the_new_state_lies_where_the_old_one_lay():
     ran = run(CUBE)
-    specs = state_specs(ran.step_config.model, ran.step_config.optimizer, CUBE)
+    specs = state_specs(ran.config.model, ran.config.optimizer, CUBE)
     for leaf, spec in zip(
         jax.tree.leaves(ran.state),
         jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loop does with a model beside training it: validation loss and a sample."""
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tessera.models.generation import generate
+from tessera.training.data import Corpus
+from tessera.training.run import Run
+from tessera.training.train_state import TrainState
+
+
+def validation_sums(
+    run: Run, corpus: Corpus, state: TrainState, should_continue: Callable[[], bool]
+) -> tuple[float, float] | None:
+    """The summed loss and the tokens of the first validation batches.
+
+    Args:
+      run: The run.
+      corpus: Its data.
+      state: Whose parameters.
+      should_continue: Asked before each batch; False ends the evaluation.
+
+    Returns:
+      Nats and tokens; None where the evaluation was ended.
+    """
+    shard = run.feed
+    rows = run.config.rows_per_microbatch(run.mesh)
+    limit = run.config.training.validation_batches
+    sums, in_flight = np.zeros(2), deque[Any]()
+    with closing(corpus.validation(rows, shard.index, shard.count)) as batches:
+        for batch in islice(batches, limit):
+            if not should_continue():
+                return None
+            placed = shard.placed(batch, run.validation_spec, dim=0)
+            in_flight.append(run.evaluate(state.params, placed))
+            # Read a few batches behind, as the metrics of steps are.
+            if len(in_flight) >= run.config.runtime.max_steps_in_flight:
+                sums += np.asarray(in_flight.popleft(), np.float64)
+    for numbers in in_flight:
+        sums += np.asarray(numbers, np.float64)
+    total, tokens = sums.tolist()
+    return total, tokens
+
+
+def sample(run: Run, corpus: Corpus, state: TrainState) -> tuple[str, str]:
+    """The prompt of ``training.sample_prompt``, and how the model continues it."""
+    training = run.config.training
+    prompt, shown = _prompt(training.sample_prompt, corpus)
+    key = jax.random.fold_in(jax.random.key(training.seed), training.steps)
+    ids = generate(
+        run.model,
+        state.params,
+        jnp.asarray(prompt, jnp.int32)[None],
+        training.sample_length,
+        key,
+        temperature=0.8,
+    )
+    return shown, corpus.tokenizer.decode(np.asarray(ids)[0, len(prompt) :])
+
+
+def _prompt(text: str, corpus: Corpus) -> tuple[np.ndarray, str]:
+    """The tokens to continue: the separator alone where the data is not text."""
+    tokenizer = corpus.tokenizer
+    begin = list[int]() if tokenizer.separator is None else [tokenizer.separator]
+    if tokenizer.kind == "synthetic" or not text:
+        return np.array(begin or [0], np.int32), ""
+    return np.concatenate([np.array(begin, np.int32), tokenizer.encode(text)]), text

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of the metrics of a finished step: checked, written, shown."""
+
+import logging
+import math
+import time
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+from tessera.analysis.peaks import mfu, peak_flops
+from tessera.errors import CheckpointWriteError, LossScaleError, NonFiniteError
+from tessera.training.checkpoints.saving import Checkpoints
+from tessera.training.console import Progress
+from tessera.training.metrics import MetricWriter
+from tessera.training.run import Run
+
+Numbers: TypeAlias = dict[str, float]
+
+_log: Final = logging.getLogger("tessera")
+
+# Of the numbers that every step writes, those that the log shows beside the loss.
+_SHOWN: Final = (
+    "grad_norm",
+    "learning_rate",
+    "step_seconds",
+    "mfu",
+    "loss_scale",
+    "router_balance_loss",
+    "router_dropped_fraction",
+    "router_max_load",
+)
+
+
+class StepMetrics:
+    """Takes the metrics of one step after the other, and stops a run that diverges.
+
+    Args:
+      run: The run.
+      writer: Where the numbers go.
+      checkpoints: Named where the run is stopped, or None.
+    """
+
+    def __init__(
+        self, run: Run, writer: MetricWriter, checkpoints: Checkpoints | None
+    ) -> None:
+        self._run, self._writer, self._checkpoints = run, writer, checkpoints
+        self._read_at, self._flops = 0.0, 0
+        self._skipped_in_a_row = 0
+
+    def restart_clock(self) -> None:
+        """Begin the time of the next step now: what came before belongs to none."""
+        self._flops = self._run.flops  # counted outside of any step's time
+        self._read_at = time.perf_counter()
+
+    def take(self, step: int, numbers: Numbers, progress: Progress) -> None:
+        """Check, write and show the metrics of a step.
+
+        Args:
+          step: Its number, from 1.
+          numbers: What ``make_train_step`` returned, read.
+          progress: Where a person watches.
+
+        Raises:
+          LossScaleError: [T506] fp16 overflows at the smallest loss scale.
+          NonFiniteError: [T508] too many steps in a row were skipped.
+        """
+        now = time.perf_counter()
+        seconds, self._read_at = now - self._read_at, now
+        self._check_scale(step, numbers)
+        self._count_skipped(step, numbers)
+        training = self._run.config.training
+        numbers["tokens_per_second"] = numbers.pop("tokens") / seconds
+        numbers["step_seconds"] = seconds
+        if (share := self._mfu(seconds)) is not None:
+            numbers["mfu"] = share
+        if (memory := self._peak_memory()) is not None:
+            numbers["peak_memory_bytes"] = memory
+        self._writer.write(step, numbers)
+        progress.advance(step)
+        if step % training.log_every == 0 or step in (1, training.steps):
+            progress.update(
+                step,
+                loss=numbers["loss"],
+                tokens_per_second=numbers["tokens_per_second"],
+                others={name: numbers[name] for name in _SHOWN if name in numbers},
+            )
+
+    def _mfu(self, seconds: float) -> float | None:
+        """Model FLOPs utilization, where the peak of the devices is known."""
+        mesh = self._run.mesh
+        kind = mesh.jax.devices.flat[0].device_kind
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(
+            self._run.config.training.mixed_precision, "float32"
+        )
+        return mfu(self._flops, seconds, mesh.size, peak_flops(kind, dtype))
+
+    def _check_scale(self, step: int, numbers: Numbers) -> None:
+        """Stop where no loss scale is small enough: every step would be skipped."""
+        scale = self._run.loss_scale
+        if scale is None or numbers["stalled_overflows"] < scale.patience:
+            return
+        raise LossScaleError(
+            f"fp16 gradients overflow at step {step} with the smallest loss scale",
+            got=f"loss scale {numbers['loss_scale']:g}, loss {numbers['loss']:g}",
+            fix="use training.mixed_precision=bf16, or a lower optimizer.learning_rate",
+        )
+
+    def _count_skipped(self, step: int, numbers: Numbers) -> None:
+        """Add to the numbers whether the step was skipped; stop at one too many.
+
+        The step itself has decided it by the same two numbers. Those that were started
+        since change nothing that is kept: no checkpoint is begun with steps unread.
+        """
+        loss, norm = numbers["loss"], numbers["grad_norm"]
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._skipped_in_a_row = in_a_row
+        numbers |= {"skipped": float(skipped), "skipped_in_a_row": float(in_a_row)}
+        if not skipped or self._run.loss_scale is not None:
+            return
+        _log.warning(
+            "step %d is skipped, the parameters stay as they are: loss %g, norm of the "
+            "gradients %g",
+            *(step, loss, norm),
+        )
+        most = self._run.config.training.max_skipped_steps
+        if in_a_row <= most:
+            return
+        last = "the run keeps no checkpoints"
+        if self._checkpoints is not None:
+            with suppress(CheckpointWriteError):  # which the log has said
+                self._checkpoints.wait()
+            last = self._checkpoints.last_said()
+        raise NonFiniteError(
+            f"no finite loss and gradients at step {step}, and so {in_a_row} times in "
+            f"a row, of which training.max_skipped_steps={most} may be skipped",
+            got=f"loss {loss:g}, norm of the gradients {norm:g}",
+            fix="look for the cause in the data or in a learning rate that is too "
+            f"high; {last}",
+        )
+
+    def _peak_memory(self) -> int | None:
+        """Most bytes that the fullest of this process's devices held, if it counts."""
+        stats = [d.memory_stats() for d in self._run.mesh.jax.local_devices]
+        peaks = [each["peak_bytes_in_use"] for each in stats if each]
+        return max(peaks) if peaks else None
