@@ -144,6 +144,7 @@ def test_a_run_shows_and_keeps_everything(tmp_path):
     assert config["model"]["mesh_shape"] == [[1, 1], ["fsdp", "tp"]]
 
 
+@pytest.mark.full
 def test_a_mesh_on_cpu_is_simulated_and_its_communication_profiled(tmp_path):
     folder = tmp_path / "run"
     seen = run(
@@ -177,6 +178,7 @@ def test_a_mesh_on_cpu_is_simulated_and_its_communication_profiled(tmp_path):
     assert events["traceEvents"]
 
 
+@pytest.mark.full
 def test_axes_come_in_any_order_and_one_size_is_inferred(tmp_path):
     folder = tmp_path / "run"
     seen = run(
@@ -205,6 +207,7 @@ def test_axes_come_in_any_order_and_one_size_is_inferred(tmp_path):
     ],
     ids=["16_devices", "72_devices"],
 )
+@pytest.mark.full
 def test_a_billion_parameters_on_a_cluster_are_planned_on_a_laptop(
     shape, mesh, tmp_path
 ):
@@ -227,6 +230,20 @@ def test_a_billion_parameters_on_a_cluster_are_planned_on_a_laptop(
     assert list(tmp_path.iterdir()) == []
     # The parameters alone are 4 GB; macOS counts in bytes and Linux in KiB.
     assert int(peak) * (1 if sys.platform == "darwin" else 1024) < 1.5e9
+
+
+@pytest.mark.full
+def test_a_sweep_runs_each_value_in_a_folder_of_its_own(tmp_path):
+    given = ("optimizer.learning_rate=1e-3,1e-4", "hydra.sweep.dir=mine")
+    seen = run(tmp_path, "--multirun", *SHORT, *given)
+    assert "#1 : training.steps=4" in seen
+    rates = []
+    for number in range(2):
+        folder = tmp_path / "mine" / str(number)
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        rates.append(config["optimizer"]["learning_rate"])
+        assert len([line for line in metrics(folder) if "loss" in line]) == 4
+    assert rates == [1e-3, 1e-4]
 
 
 # --- mistakes

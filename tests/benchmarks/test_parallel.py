@@ -33,6 +33,7 @@ def nbytes_on_one_device(tree):
     return sum(map(nbytes, jax.tree.leaves(tree)))
 
 
+@pytest.mark.full
 def test_a_step_holds_and_sends_what_the_one_by_hand_does(parallel):
     both = parallel.prepare("tp")
     ours, theirs = parallel.counted("tp", both)
@@ -45,6 +46,7 @@ def test_a_step_holds_and_sends_what_the_one_by_hand_does(parallel):
     assert row["step time"] == "1.500"
 
 
+@pytest.mark.full
 def test_a_pipeline_sends_both_ways_in_every_tick(parallel):
     both = parallel.prepare("1f1b")
     (counts,) = parallel.counted("1f1b", both)

@@ -29,7 +29,9 @@ def identity():
                 del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", ["one device", "fsdp×tp"])
+@pytest.mark.parametrize(
+    "name", ["one device", pytest.param("fsdp×tp", marks=pytest.mark.full)]
+)
 def test_a_step_without_backend_passes_is_the_program_by_hand(identity, name):
     step, _, by_hand, arguments = identity.steps(name)
     ours = identity.canonical(step.compile(*arguments).jax)

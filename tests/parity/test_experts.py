@@ -25,7 +25,7 @@ from tessera.training.router import ROUTER_METRICS
 from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import init_state
 
-STEPS, ROWS, LENGTH = 5, 8, 16
+STEPS, ROWS, LENGTH = 3, 8, 16
 CONFIG = dataclasses.replace(
     config_of("moe_tiny"), num_layers=2, window=8, global_every=2
 )
@@ -111,7 +111,7 @@ def check(
         for name in names:
             np.testing.assert_allclose(got[name], want[name], rtol=2e-5, err_msg=name)
     losses = [metrics["loss"] for metrics in expected.metrics]
-    assert np.ptp(losses) > 0.1, "the losses have to move to be worth comparing"
+    assert np.ptp(losses) > 0.02, "the losses have to move to be worth comparing"
     wanted = jax.tree_util.tree_leaves_with_path(expected.params)
     for (path, want), got in zip(wanted, jax.tree.leaves(run.params), strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -122,10 +122,10 @@ def check(
 @pytest.mark.parametrize(
     ("axes", "sizes"),
     [
-        (("ep",), (8,)),
-        (("ep_outer", "ep"), (2, 4)),
         (("fsdp", "ep"), (2, 4)),
-        (("dp", "ep", "tp"), (2, 2, 2)),
+        pytest.param(("ep",), (8,), marks=pytest.mark.full),
+        pytest.param(("ep_outer", "ep"), (2, 4), marks=pytest.mark.full),
+        pytest.param(("dp", "ep", "tp"), (2, 2, 2), marks=pytest.mark.full),
     ],
     ids=lambda value: "_".join(map(str, value)),
 )
@@ -133,17 +133,20 @@ def test_dropless_experts_learn_what_they_learn_on_one_device(axes, sizes):
     check(train(axes, sizes), alone())
 
 
+@pytest.mark.full
 def test_experts_with_a_capacity_drop_the_same_tokens_on_every_mesh():
     expected = alone(capacity_factor=1.0)
     assert expected.metrics[0]["router_dropped_fraction"] > 0.05
     check(train(("fsdp", "ep"), (2, 4), capacity_factor=1.0), expected)
 
 
+@pytest.mark.full
 def test_microbatches_learn_what_they_learn_on_one_device():
     # A router's losses are of one microbatch, so the reference has as many.
     check(train(("ep",), (4,), accumulation=2), alone(accumulation=2))
 
 
+@pytest.mark.full
 def test_gradients_that_are_exchanged_less_often_are_the_same_gradients():
     # Between two exchanges each device balances its own tokens: not what is compared.
     off = {"router_balance_weight": 0.0, "router_z_weight": 0.0}
@@ -151,6 +154,7 @@ def test_gradients_that_are_exchanged_less_often_are_the_same_gradients():
     check(run, alone(accumulation=2, **off), names=("loss",))
 
 
+@pytest.mark.full
 def test_experts_in_a_pipeline_learn_what_they_learn_on_one_device():
     run = train(("pp", "ep"), (2, 2), accumulation=2)
     check(run, alone(accumulation=2))

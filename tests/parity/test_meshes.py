@@ -24,10 +24,12 @@ from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import init_state
 
-STEPS, ROWS, LENGTH = 20, 8, 16
+STEPS, ROWS, LENGTH = 3, 8, 16
 MODEL = Model(dataclasses.replace(config_of("tiny"), window=8))
 KEY = jax.random.key(0)
-ADAMW, RATE = make_optimizer(AdamWConfig(), steps=STEPS, clip_norm=1.0)
+ADAMW, RATE = make_optimizer(
+    AdamWConfig(epsilon=1e-3, warmup_steps=1), steps=20, clip_norm=1.0
+)
 
 
 # A trace without decay holds the gradients of the last step.
@@ -35,7 +37,7 @@ OPTIMIZER = optax.chain(optax.trace(decay=0.0), ADAMW)
 
 
 def batches() -> list[dict[str, np.ndarray]]:
-    """Twenty batches of random tokens; a quarter of the targets do not count."""
+    """Batches of random tokens; a quarter of the targets do not count."""
     draw = np.random.default_rng(0)
     shape, column = (1, ROWS, LENGTH), np.arange(LENGTH, dtype=np.int32)
     found = []
@@ -65,7 +67,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def expected() -> Run:
-    """Twenty steps of the plain model on one device, without Tessera."""
+    """Steps of the plain model on one device, without Tessera."""
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         micro = {name: array[0] for name, array in batch.items()}
@@ -128,15 +130,13 @@ def train(axes: tuple[str, ...], sizes: tuple[int, ...]) -> Run:
 @pytest.mark.parametrize(
     ("axes", "sizes"),
     [
-        (("fsdp", "tp"), (1, 1)),
         (("fsdp", "tp"), (4, 1)),
         (("fsdp", "tp"), (1, 4)),
-        (("fsdp", "tp"), (2, 2)),
-        (("fsdp", "tp"), (2, 4)),
-        (("tp", "fsdp"), (2, 2)),
-        (("tp", "fsdp"), (4, 2)),
         (("dp",), (4,)),
-        (("dp", "fsdp", "tp"), (2, 2, 2)),
+        # tests/training/test_step.py has a composition of the three.
+        pytest.param(("fsdp", "tp"), (2, 4), marks=pytest.mark.full),
+        pytest.param(("tp", "fsdp"), (4, 2), marks=pytest.mark.full),
+        pytest.param(("dp", "fsdp", "tp"), (2, 2, 2), marks=pytest.mark.full),
     ],
     ids=lambda value: "_".join(map(str, value)),
 )
@@ -144,7 +144,7 @@ def test_losses_and_gradients_are_those_of_one_device(axes, sizes, expected):
     run = train(axes, sizes)
     np.testing.assert_allclose(run.losses, expected.losses, rtol=1e-5, atol=0)
     assert len(run.losses) == STEPS
-    assert np.ptp(run.losses) > 0.1, "the losses have to move to be worth comparing"
+    assert np.ptp(run.losses) > 0.02, "the losses have to move to be worth comparing"
 
     wanted = jax.tree_util.tree_leaves_with_path(expected.gradients)
     for (path, want), got in zip(wanted, jax.tree.leaves(run.gradients), strict=True):

@@ -27,7 +27,7 @@ from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import init_state, state_specs
 
-STEPS, MICROBATCHES, ROWS, LENGTH = 5, 2, 8, 16
+STEPS, MICROBATCHES, ROWS, LENGTH = 3, 2, 8, 16
 CONFIG = Gemma3Config(
     vocab_size=64,
     d_model=32,
@@ -50,8 +50,18 @@ MESHES = {
     "dp_pp": Mesh(["dp", "pp"], devices=range(8), shape=(4, 2)),
     "dp_fsdp_tp": Mesh(["dp", "fsdp", "tp"], devices=range(8), shape=(2, 2, 2)),
 }
-CASES = [("dp", 1), ("dp", 2), ("dp", 3), ("dp_tp", 1), ("dp_tp", 2), ("dp_tp", 3)]
-CASES += [("dp_fsdp_tp", 2), ("dp_pp", 2), ("dp_pp", 3)]
+CASES = [
+    ("dp", 2),
+    ("dp", 3),
+    *(
+        pytest.param(name, stage, marks=pytest.mark.full)
+        for name, stages in (
+            *(("dp", [1]), ("dp_tp", [1, 2, 3])),
+            *(("dp_fsdp_tp", [2]), ("dp_pp", [2, 3])),
+        )
+        for stage in stages
+    ),
+]
 
 
 def batches() -> list[dict[str, np.ndarray]]:
@@ -143,7 +153,7 @@ def named(tree: Any) -> dict[str, Any]:
 def test_losses_and_parameters_are_those_of_one_device(name, stage):
     run, (losses, params) = train(name, stage), expected()
     np.testing.assert_allclose(run.losses, losses, rtol=2e-5)
-    assert np.ptp(losses) > 0.1, "the losses have to move to be worth comparing"
+    assert np.ptp(losses) > 0.02, "the losses have to move to be worth comparing"
     first, got = MODEL.init(KEY), run.config.model.plain(run.state.params)
     first, got = named(first), named(got)
     for path, want in named(params).items():
@@ -157,7 +167,9 @@ def test_losses_and_parameters_are_those_of_one_device(name, stage):
 WHOLE, COUNTERS = 4 * CONFIG.num_params, 2 * 4
 
 
-@pytest.mark.parametrize(("stage", "params"), [(1, 1), (2, 1), (3, 8)])
+@pytest.mark.parametrize(
+    ("stage", "params"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (3, 8)]
+)
 def test_each_device_holds_the_share_that_the_stage_promises(stage, params):
     run = train("dp", stage)
     held = inspect(run.state.params), inspect(run.state.optimizer)
@@ -170,6 +182,7 @@ def test_each_device_holds_the_share_that_the_stage_promises(stage, params):
     assert run.compiled.memory.aliased == sum(held) + 4
 
 
+@pytest.mark.full
 def test_what_tp_splits_is_split_over_dp_as_well():
     params = train("dp_tp", 3).state.params
     assert params["decoder"]["mlp"]["up"]["kernel"].sharding.spec == P(None, "dp", "tp")
@@ -183,7 +196,10 @@ def test_what_tp_splits_is_split_over_dp_as_well():
     assert inspect(run.state.optimizer).local_nbytes < 2 * WHOLE / 7
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage",
+    [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)), 2, 3],
+)
 def test_gradients_are_split_from_the_second_stage_on(stage):
     text = train("dp", stage).compiled.as_text()
     loops = re.findall(r"= \((.*?)\) while\(", text)
@@ -212,6 +228,7 @@ def _counted(held: list[str], *shapes: str) -> list[int]:
     return [held.count(shape) for shape in shapes]
 
 
+@pytest.mark.full
 def test_temporary_memory_falls_by_the_gradients_that_are_split():
     plain, first, second = (train("dp", s).compiled.memory for s in (0, 1, 2))
     embedding = 4 * CONFIG.vocab_size * CONFIG.d_model
@@ -224,6 +241,7 @@ def test_temporary_memory_falls_by_the_gradients_that_are_split():
     assert left <= saved <= 1.1 * left
 
 
+@pytest.mark.full
 def test_a_pipeline_splits_the_gradients_of_its_stages_as_well():
     text = train("dp_pp", 2).compiled.as_text()
     loops = re.findall(r"= \((.*?)\) while\(", text)
@@ -235,6 +253,7 @@ def test_a_pipeline_splits_the_gradients_of_its_stages_as_well():
     assert [2, 2] in summed
 
 
+@pytest.mark.full
 def test_each_stage_sends_what_its_paper_says():
     """Where XLA makes no reduce-scatters, as on CPU, it reduces all and keeps a share.
 

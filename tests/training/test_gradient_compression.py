@@ -112,17 +112,17 @@ TOP = {"compression": "top_k", "compression_ratio": 0.1}
 # Together with an optimizer state that is split over dp.
 SPLIT = {"compression": "int8", "zero_stage": 1}
 EVERYTHING = {"compression": "top_k", "compression_ratio": 1.0}
+FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
     ("mesh", "options", "error"),
     [
-        (DP, {"compression": "bf16"}, 2**-7),
-        (DP, {"compression": "int8"}, 3 / 254),
-        (CUBE, SPLIT, 3 / 254),
-        (CUBE, EVERYTHING, 1e-6),
+        pytest.param(DP, {"compression": "bf16"}, 2**-7, id="bf16", marks=FULL),
+        pytest.param(DP, {"compression": "int8"}, 3 / 254, id="int8"),
+        pytest.param(CUBE, SPLIT, 3 / 254, id="int8_cube", marks=FULL),
+        pytest.param(CUBE, EVERYTHING, 1e-6, id="top_k_cube", marks=FULL),
     ],
-    ids=["bf16", "int8", "int8_cube", "top_k_cube"],
 )
 def test_compressed_gradients_are_about_the_gradients(mesh, options, error):
     plain, ran = run(DP), run(mesh, **options)
@@ -136,11 +136,10 @@ def test_compressed_gradients_are_about_the_gradients(mesh, options, error):
 @pytest.mark.parametrize(
     ("mesh", "options", "dtypes"),
     [
-        (DP, {"compression": "bf16"}, {"u16"}),
-        (CUBE, SPLIT, {"s8", "f32"}),
-        (CUBE, EVERYTHING, {"s32", "f32"}),
+        pytest.param(DP, {"compression": "bf16"}, {"u16"}, id="bf16", marks=FULL),
+        pytest.param(CUBE, SPLIT, {"s8", "f32"}, id="int8", marks=FULL),
+        pytest.param(CUBE, EVERYTHING, {"s32", "f32"}, id="top_k", marks=FULL),
     ],
-    ids=["bf16", "int8", "top_k"],
 )
 def test_over_dp_only_the_compressed_gradients_are_sent(mesh, options, dtypes):
     found = set()
@@ -175,6 +174,7 @@ def test_without_compression_nothing_is_kept_and_the_program_is_the_same():
     assert kinds == {"all-reduce"}
 
 
+@pytest.mark.full
 def test_what_top_k_keeps_lies_on_the_device_that_keeps_it():
     ran = run(CUBE, **EVERYTHING)
     specs = ran.config.model.layouts(CUBE)
@@ -231,6 +231,7 @@ def test_a_compressed_run_learns(options):
     assert float(ran.metrics["loss"]) < first - 0.1
 
 
+@pytest.mark.full
 def test_an_overflow_keeps_what_was_kept_back():
     ran = run(DP, **TOP, dtype="f16")
     before = dataclasses.replace(ran.state, loss_scale=LossScale.dynamic(2.0**24))

@@ -49,6 +49,7 @@ def test_the_sizes_are_those_of_the_model():
     assert PARAMETERS == 1_511_936
 
 
+@pytest.mark.full
 def test_data_parallelism_sends_each_gradient_and_the_sums_of_the_batch():
     # The embedding's gradient is two: of looking up, and of the logits.
     gradients = PARAMETERS + EMBEDDING
@@ -81,6 +82,7 @@ def test_tensor_parallelism_sends_activations_and_no_kernel():
     assert sent(ledger("tp")) == ({"all-reduce": F32 * total}, ("tp",))
 
 
+@pytest.mark.full
 def test_a_pipeline_sends_activations_and_cotangents_once_a_tick():
     found = ledger("pp", f"training.gradient_accumulation_steps={MICROBATCHES}")
     (both_ways, axes) = sent(found)

@@ -263,6 +263,7 @@ def numbers(ran: Ran) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in clock} for line in ran.lines]
 
 
+@pytest.mark.full
 def test_the_same_seed_gives_bit_identical_numbers(ran, tmp_path):
     again = train(run_of(settings_of()), tmp_path)
     assert again.run.evaluate.num_programs() == 1  # that from before the first step
@@ -273,6 +274,7 @@ def test_the_same_seed_gives_bit_identical_numbers(ran, tmp_path):
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.full
 def test_microbatches_on_a_mesh_get_the_rows_of_one_device(unvalidated, tmp_path):
     before = unvalidated.run.config
     training = dataclasses.replace(
@@ -347,6 +349,7 @@ def test_no_more_steps_are_in_flight_than_allowed(most, ran):
     assert writer.behind == [most - 1] * (STEPS - most + 1) + [*range(most - 2, -1, -1)]
 
 
+@pytest.mark.full
 def test_three_hundred_steps_on_eight_simulated_devices_pass(tmp_path):
     one_layer = dataclasses.replace(CONFIG, num_layers=1)
     settings = settings_of(
@@ -467,6 +470,7 @@ def test_a_sample_of_no_tokens_is_not_shown(unvalidated):
     assert "sample" not in unvalidated.seen
 
 
+@pytest.mark.full
 def test_fp16_that_overflows_at_the_smallest_scale_ends_the_run(tmp_path):
     """The first step makes the parameters infinite; each later one halves the scale."""
     settings = settings_of(

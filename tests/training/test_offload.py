@@ -92,11 +92,14 @@ def run(on_host: bool, dtype: str = "f32") -> Run:
     return Run(state, metrics, step, (state, batch))
 
 
+F16 = pytest.param("f16", marks=pytest.mark.full)
+
+
 def kinds(tree: Any) -> set[str]:
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.shape}
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("dtype", ["f32", F16])
 def test_moments_stay_on_the_host_and_everything_else_on_the_devices(dtype):
     state = run(True, dtype).state
     assert kinds(state.optimizer) == {"pinned_host"}
@@ -106,7 +109,7 @@ def test_moments_stay_on_the_host_and_everything_else_on_the_devices(dtype):
     assert run(True, dtype).step.num_programs() == 1
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("dtype", ["f32", F16])
 def test_the_numbers_are_those_of_moments_on_the_devices(dtype):
     here, there = run(True, dtype), run(False, dtype)
     device = jax.tree.map(lambda x: x.sharding, there.state)

@@ -178,12 +178,17 @@ def distances(got: Any, want: Any) -> dict[str, float]:
 
 # The second is also split along the sequence, which changes nothing that is tested.
 SELDOM = [{"sync_every": 2}, {"sync_every": 4, "sequence_parallel": True}]
+SELDOM_ONE_FAST = [SELDOM[0], pytest.param(SELDOM[1], marks=pytest.mark.full)]
 
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [(ONE, {}), (CUBE, {}), (CUBE, SELDOM[0]), (CUBE, SELDOM[1])],
-    ids=["one_device", "cube", "sync_2", "sync_4"],
+    [
+        pytest.param(ONE, {}, id="one_device"),
+        pytest.param(CUBE, {}, id="cube"),
+        pytest.param(CUBE, SELDOM[0], id="sync_2"),
+        pytest.param(CUBE, SELDOM[1], id="sync_4", marks=pytest.mark.full),
+    ],
 )
 def test_an_accumulated_step_has_the_gradients_of_the_full_batch(mesh, options):
     loss, gradients = plain_loss_and_gradients()
@@ -193,7 +198,7 @@ def test_an_accumulated_step_has_the_gradients_of_the_full_batch(mesh, options):
     np.testing.assert_allclose(ran.metrics["loss"], loss, rtol=1e-6)
 
 
-@pytest.mark.parametrize("options", SELDOM)
+@pytest.mark.parametrize("options", SELDOM_ONE_FAST)
 def test_syncing_less_often_gives_the_same_gradients(options):
     often, seldom = run(CUBE), run(CUBE, **options)
     apart = distances(seldom.gradients, jax.tree.map(np.asarray, often.gradients))
@@ -264,7 +269,7 @@ def local_bytes(mesh: Mesh) -> int:
     return total
 
 
-@pytest.mark.parametrize("options", SELDOM)
+@pytest.mark.parametrize("options", SELDOM_ONE_FAST)
 def test_gradients_are_sent_once_in_so_many_microbatches(options):
     calls, sent = gradient_reductions(run(CUBE, **options))
     assert calls == MICROBATCHES // options["sync_every"]
@@ -320,6 +325,7 @@ def test_gradients_are_laid_out_like_their_parameters():
         assert gradient.sharding == param.sharding
 
 
+@pytest.mark.full
 def test_factored_moments_train_on_a_mesh():
     config = AdafactorConfig(least_dim_to_factor=16)
     optimizer, rate = make_optimizer(config, steps=10)
@@ -401,7 +407,9 @@ def test_in_f32_nothing_is_rounded():
     assert jax.lax.reduce_precision_p not in primitives
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 7), ("f16", 10)])
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [pytest.param("bf16", 7, marks=pytest.mark.full), ("f16", 10)]
+)
 def test_narrow_matmuls_give_about_the_same_step(dtype, bits):
     error = 10 * 2.0 ** -(bits + 1)
     ran, (loss, gradients) = run(ONE, dtype=dtype), plain_loss_and_gradients()
