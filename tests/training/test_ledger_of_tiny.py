@@ -7,6 +7,8 @@ each kind of parallelism has to send. A float32 has four bytes, a mesh has two d
 
 from pathlib import Path
 
+import pytest
+
 from tessera.mesh import Mesh
 from tessera.training.command_line import compose
 from tessera.training.run import Run
