@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a command line to ``Config`` with Hydra, or to one coded error.
+"""Composes a command line with Hydra into a checked ``Config``, or one coded error.
 
 ``run_training.py model=tiny training.steps=100`` reads ``configs/config.yaml``, the
 file that each group chooses, then the overrides. JAX, whose import takes seconds, is

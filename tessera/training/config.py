@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that a run can be told, as values.
+"""Every option of a run, as frozen dataclasses: ``Config`` and its groups.
 
 ``command_line.py`` composes them with Hydra from the files of ``configs/`` and the
 command line; ``settings_checks.py`` says what is wrong with them. The trainer sees only
@@ -231,7 +231,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A run: everything that the command line and the configuration files decide.
+    """Every option of a run, from the configuration files and the command line.
 
     Attributes:
       name: Names the folder of the run's output.

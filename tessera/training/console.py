@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person watching a run sees, and what ``train.log`` keeps of it.
+"""Shows a run on the terminal and writes ``train.log``.
 
 On a terminal: panels, a table and a progress bar, by rich. Anywhere else, and in the
 log file always: plain lines through Python's logging, logger ``tessera``.
@@ -154,8 +154,8 @@ class Console:
 
     def show_validation(self, step: int, loss: float) -> None:
         """Show the loss on the validation data, in nats per token."""
-        said = f"validation after step {step}: loss {loss:.4f}"
-        self._show(said, Text(said, style="cyan"))
+        text = f"validation after step {step}: loss {loss:.4f}"
+        self._show(text, Text(text, style="cyan"))
 
     def show_sample(self, prompt: str, continuation: str) -> None:
         """Show what the model continues a prompt with.
@@ -186,10 +186,10 @@ class Console:
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[said]}"),
+            TextColumn("{task.fields[status]}"),
         )
         with RichProgress(*columns, console=self._rich, expand=True) as bar:
-            bar.add_task("", total=num_steps, completed=done, said="")
+            bar.add_task("", total=num_steps, completed=done, status="")
             yield Progress(num_steps, done, bar)
 
     def _show(self, plain: str, rich: RenderableType) -> None:
@@ -225,11 +225,11 @@ class Progress:
           others: More numbers, for the log line only.
         """
         left = _duration(self._seconds_left(step))
-        said = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {left} left"
+        text = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {left} left"
         more = "".join(f"  {name} {v:.4g}" for name, v in (others or {}).items())
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, said=said)
-        log.info("step %d/%d  %s%s", step, self._num_steps, said, more, extra=_SHOWN)
+            self._bar.update(self._bar.task_ids[0], completed=step, status=text)
+        log.info("step %d/%d  %s%s", step, self._num_steps, text, more, extra=_SHOWN)
 
     def advance(self, step: int) -> None:
         """Move the bar between two updates; logs nothing."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the devices of a mesh can have what a run asks of them."""
+"""Checks that the devices of a mesh can compile a run and hold its state."""
 
 import os
 from typing import Any
@@ -12,7 +12,7 @@ from tessera.mesh import Mesh
 
 
 def check_compilable(mesh: Mesh) -> None:
-    """See that a step can be compiled for a mesh.
+    """Check that a step can be compiled for a mesh.
 
     Raises:
       DeviceCountError: [T702] its devices are not here, and are too many for CPU
@@ -28,7 +28,7 @@ def check_compilable(mesh: Mesh) -> None:
 
 
 def check_state_fits(state: Any, mesh: Mesh) -> None:
-    """See that the devices of this process hold the state of a run.
+    """Check that the devices of this process hold the state of a run.
 
     Activations and temporaries come on top, so a state that fits is no promise.
 
@@ -39,24 +39,24 @@ def check_state_fits(state: Any, mesh: Mesh) -> None:
     Raises:
       DeviceMemoryError: [T509] they do not.
     """
-    found, devices = inspect(state), mesh.jax.local_devices
-    host, each = found.host_nbytes, found.local_nbytes - found.host_nbytes
+    summary, devices = inspect(state), mesh.jax.local_devices
+    host, each = summary.host_nbytes, summary.local_nbytes - summary.host_nbytes
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:  # CPU devices have the memory of the host
-        host, each = found.local_nbytes, 0
+        host, each = summary.local_nbytes, 0
     elif each > limit:
         raise _too_large(f"{format_bytes(each)} on each device", limit, "a device")
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if (needed := host * len(devices)) > there:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (needed := host * len(devices)) > memory:
         count = f"the {len(devices)} devices" if len(devices) > 1 else "the device"
         needed_by = f"{format_bytes(needed)} for {count} of this process"
-        raise _too_large(needed_by, there, "this machine")
+        raise _too_large(needed_by, memory, "this machine")
 
 
-def _too_large(needed: str, there: int, where: str) -> DeviceMemoryError:
+def _too_large(needed: str, available: int, where: str) -> DeviceMemoryError:
     return DeviceMemoryError(
         "the parameters and the optimizer's state do not fit into the memory",
-        got=f"{needed}, and {where} has {format_bytes(there)}",
+        got=f"{needed}, and {where} has {format_bytes(available)}",
         fix="use a smaller model, a mesh of more devices with fsdp or tp, or an "
         "optimizer with less state; training.dry_run=true shows what each part takes",
     )

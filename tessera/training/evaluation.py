@@ -31,7 +31,7 @@ def validation_sums(
     Returns:
       Nats and tokens; None where the evaluation was ended.
     """
-    shard = run.feed
+    shard = run.host_shard
     rows = run.config.rows_per_microbatch(run.mesh)
     limit = run.config.training.validation_batches
     sums, in_flight = np.zeros(2), deque[Any]()
@@ -39,7 +39,7 @@ def validation_sums(
         for batch in islice(batches, limit):
             if not should_continue():
                 return None
-            placed = shard.placed(batch, run.validation_spec, dim=0)
+            placed = shard.to_global(batch, run.validation_spec, dim=0)
             in_flight.append(run.evaluate(state.params, placed))
             # Read a few batches behind, as the metrics of steps are.
             if len(in_flight) >= run.config.runtime.max_steps_in_flight:

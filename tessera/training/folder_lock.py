@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run for one folder: a lock that ends with the process that holds it.
+"""Locks the folder of a run, so that only one process writes to it.
 
 ``lock.3`` in the folder of a run says who writes there: host, process, since when, by
 which command. The highest number is the holder's. To take the folder is to make the
@@ -91,13 +91,13 @@ class Holder:
         """What a file says; None where it says nothing that can be used."""
         try:
             with path.open("rb") as file:
-                said = parse_json(file.read(_LONGEST_RECORD), longest=_LONGEST_RECORD)
+                record = parse_json(file.read(_LONGEST_RECORD), longest=_LONGEST_RECORD)
             texts = {
-                name: printable(text_of(said[name]), longest=_LONGEST_COMMAND)
+                name: printable(text_of(record[name]), longest=_LONGEST_COMMAND)
                 for name in ("machine", "host", "since", "command")
             }
-            process = count_of(said["process"])
-            return cls(**texts, process=process, is_locked=said["is_locked"] is True)
+            process = count_of(record["process"])
+            return cls(**texts, process=process, is_locked=record["is_locked"] is True)
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -180,7 +180,7 @@ class FolderLock:
         beating.start()
 
     def check(self) -> None:
-        """See that the folder is where it was, and still this process's.
+        """Check that the folder is where it was, and still this process's.
 
         Raises:
           OutputPathError: [T504] it was renamed or deleted.
@@ -312,8 +312,8 @@ def _in_use(folder: Path, entry: _Entry) -> FolderInUseError:
 
 def _entries(folder: Path) -> Iterator[_Entry]:
     """The files of a folder's holders; none where there is no folder."""
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
-        for file in found:
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for file in entries:
             if _NAME.fullmatch(file.name):
                 with suppress(FileNotFoundError):
                     status = file.stat(follow_symlinks=False)

@@ -79,7 +79,7 @@ class CompressedExchange:
 
         return jax.jit(zeros, out_shardings=jax.tree.map(placed, self.residual_specs))()
 
-    def summed(self, gradients: Tree, residual: Tree | None) -> tuple[Tree, Tree]:
+    def exchanged(self, gradients: Tree, residual: Tree | None) -> tuple[Tree, Tree]:
         """The sum over ``dp`` of what its devices have, and what they keep back.
 
         Args:
@@ -100,13 +100,13 @@ class CompressedExchange:
 
     def _sum_of_blocks(self, gradients: Tree, residual: Tree | None) -> Any:
         exchange = compressed_mean(self.compression, AXIS, ratio=self.ratio)
-        state: Any = optax.EmptyState()
-        if residual is not None:
-            state = ErrorFeedback(residual)
+        state = optax.EmptyState() if residual is None else ErrorFeedback(residual)
         own = jax.tree.map(_first, gradients)
-        means, kept = exchange.update(own, state)
+        means, new_state = exchange.update(own, state)
         sums = jax.tree.map(self._times_copies, means)
-        return sums, kept.residual if isinstance(kept, ErrorFeedback) else None
+        if isinstance(new_state, ErrorFeedback):
+            return sums, new_state.residual
+        return sums, None
 
     def _times_copies(self, mean: Array) -> Array:
         return mean * self.mesh.axis_size(AXIS)

@@ -104,7 +104,7 @@ def mean_gradients(
     if config.exchange.is_active:
         sums, own = _microbatches(config, params, batch, scale, unreduced=(AXIS,))
         own = jax.tree.map(share.__mul__, own)
-        return sums, *config.exchange.summed(own, residual)
+        return sums, *config.exchange.exchanged(own, residual)
     if config.pipeline is not None:
         seed = jnp.float32(1.0) if scale is None else scale
         sums, gradients = config.pipeline.gradients(params, batch, seed)
@@ -155,7 +155,7 @@ def _microbatches(
 
     zeros = jax.tree.map(jnp.zeros_like, weights)
     if not unreduced:
-        zeros = config.zero.hold_gradients(zeros)
+        zeros = config.zero.constrain_gradients(zeros)
     return _accumulate(config, one, zeros, batch)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of each batch this process reads, and how they become global arrays.
+"""Host data sharding: the rows that each process reads, as global arrays.
 
 A process reads what its own devices take and no more, wherever the mesh puts them. If
 the axes that split the batch run through its devices alone, every process reads another
@@ -18,7 +18,7 @@ from tessera.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Feed:
+class HostShard:
     """The part of every batch that this process reads: the p-th of P equal ones.
 
     Attributes:
@@ -32,7 +32,7 @@ class Feed:
     count: int = 1
 
     @classmethod
-    def of(cls, mesh: Mesh, axes: tuple[str, ...]) -> "Feed":
+    def of(cls, mesh: Mesh, axes: tuple[str, ...]) -> "HostShard":
         """The smallest part that holds all rows of this process's devices.
 
         Args:
@@ -47,7 +47,7 @@ class Feed:
         }
         return cls(mesh, *_part(positions, mesh.axis_size(axes) if axes else 1))
 
-    def placed(
+    def to_global(
         self, batch: Mapping[str, np.ndarray], spec: PartitionSpec, *, dim: int
     ) -> dict[str, jax.Array]:
         """This process's part of a batch, as arrays of all processes.

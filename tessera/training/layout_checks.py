@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a model on its mesh, before anything is compiled or written.
+"""Checks a model on its mesh before anything is compiled or written.
 
 It is asked of the modules that lay out arrays, which import JAX. So it comes after
 ``settings_checks.py``, once nothing is wrong with the settings themselves.
@@ -18,7 +18,7 @@ from tessera.models.remat import policies_of, policies_of_stage
 from tessera.ops.attention.context_variants import Method
 from tessera.training.config import Config, ModelConfig
 
-# Places of a schedule's table, stages times microbatches: some seconds to make.
+# Entries of a schedule's table, stages times microbatches: some seconds to make.
 _LARGEST_TABLE: Final = 2**18
 
 

@@ -242,10 +242,10 @@ class Trainer:
         spec = batch_spec(self.run.step_config)
         rows = self.run.config.rows_per_step(self.run.mesh)
         steps = training.gradient_accumulation_steps
-        feed = self.run.feed
+        shard = self.run.host_shard
         with closing(
             self.corpus.train(
-                rows, feed.index, feed.count, start_row, microbatches=steps
+                rows, shard.index, shard.count, start_row, microbatches=steps
             )
         ) as batches:
             for batch in batches:
@@ -253,7 +253,7 @@ class Trainer:
                     name: array.reshape(steps, -1, array.shape[-1])
                     for name, array in batch.items()
                 }
-                yield feed.placed(folded, spec, dim=1)
+                yield shard.to_global(folded, spec, dim=1)
 
     def _drain(self, progress: Progress) -> None:
         while self._in_flight:

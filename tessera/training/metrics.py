@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of a run: ``metrics.jsonl``, and the same for TensorBoard.
+"""Writes the metrics of a run to ``metrics.jsonl`` and for TensorBoard.
 
 The JSON lines are what tests and other programs read, so nothing is lost in them: every
 float is written so that it reads back as the same number. TensorBoard's file is for the

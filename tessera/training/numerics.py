@@ -63,12 +63,12 @@ class FixedOrder:
 
         def sums(params: Tree, batch: Tree) -> Tree:
             def part(microshard: jax.Array, microbatch: jax.Array) -> Tree:
-                def taken(array: jax.Array) -> jax.Array:
+                def rows_of(array: jax.Array) -> jax.Array:
                     rows = array.shape[1] // own
                     cut = array.reshape(array.shape[0], own, rows, *array.shape[2:])
                     return cut[microbatch, microshard]
 
-                return sealed(function, params, jax.tree.map(taken, batch))
+                return sealed(function, params, jax.tree.map(rows_of, batch))
 
             def leaf(microshard: jax.Array) -> Tree:
                 count = jax.tree.leaves(batch)[0].shape[0]
@@ -96,23 +96,25 @@ class FixedOrder:
           state: Those of the optimizer's state.
         """
 
-        def known(gradients: Tree, state: Tree, params: Tree, norm: Tree) -> Tree:
+        def with_norm(gradients: Tree, state: Tree, params: Tree, norm: Tree) -> Tree:
             return update(gradients, state, params, norm=norm)
 
         specs = (layouts, state, layouts, PartitionSpec())
-        region = self._region(partial(sealed, known), specs, (layouts, state))
+        region = self._region(partial(sealed, with_norm), specs, (layouts, state))
 
         def updated(gradients: Tree, state: Tree, params: Tree, *, norm: Tree) -> Tree:
             return region(gradients, state, params, norm)
 
         return updated
 
-    def _region(self, function: Callable[..., Tree], specs: Tree, given: Tree) -> Any:
+    def _region(
+        self, function: Callable[..., Tree], in_specs: Tree, out_specs: Tree
+    ) -> Any:
         return jax.shard_map(
             function,
             mesh=region_mesh(self.mesh),
-            in_specs=specs,
-            out_specs=given,
+            in_specs=in_specs,
+            out_specs=out_specs,
             # JAX cannot know that the tree ends with the same bits on all devices.
             check_vma=False,
         )

@@ -39,12 +39,12 @@ def placed_struct(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def fetched(state: Tree) -> Tree:
+def to_device(state: Tree) -> Tree:
     """A traced optimizer state on the device, where it can be computed with."""
     return jax.tree.map(partial(_moved, space=jax.memory.Space.Device), state)
 
 
-def stored(state: Tree) -> Tree:
+def to_host(state: Tree) -> Tree:
     """A traced optimizer state in the memory of the host."""
     return jax.tree.map(partial(_moved, space=jax.memory.Space.Host), state)
 
@@ -54,7 +54,7 @@ def _moved(array: jax.Array, space: jax.memory.Space) -> jax.Array:
 
 
 def check_host_memory(mesh: Mesh) -> None:
-    """See that the devices of a mesh reach the memory of their host.
+    """Check that the devices of a mesh reach the memory of their host.
 
     Raises:
       HostMemoryError: [T703] they do not.

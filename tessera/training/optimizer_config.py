@@ -144,11 +144,11 @@ def check(config: OptimizerConfig, world_size: int = 1) -> list[TesseraError]:
       config: The settings.
       world_size: Data-parallel groups, by whose number the rate may be scaled.
     """
-    found: list[TesseraError] = []
+    errors: list[TesseraError] = []
     cls = OPTIMIZERS.get(config.name)
     if cls is not type(config):
         what = "has other settings than these" if cls else "does not exist"
-        found.append(
+        errors.append(
             UnknownOptimizerError(
                 f"optimizer {config.name!r} {what}",
                 got=f"optimizer.name={config.name}",
@@ -158,7 +158,7 @@ def check(config: OptimizerConfig, world_size: int = 1) -> list[TesseraError]:
         )
     unset = OptimizerConfig.__dataclass_fields__["final_fraction"].default
     if config.schedule == "constant" and config.final_fraction not in (unset, 1.0):
-        found.append(
+        errors.append(
             SettingValueError(
                 "a constant learning rate has no final fraction",
                 got=f"optimizer.final_fraction={config.final_fraction}",
@@ -168,8 +168,8 @@ def check(config: OptimizerConfig, world_size: int = 1) -> list[TesseraError]:
         )
     ranges = problems_of(config, "optimizer")
     if not ranges and (too_high := _scaled_too_high(config, world_size)):
-        found.append(too_high)
-    return found + ranges
+        errors.append(too_high)
+    return errors + ranges
 
 
 def _scaled_too_high(

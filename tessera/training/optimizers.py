@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers and learning-rate schedules that have a name, all of them Optax's.
+"""Makes the optimizers and learning-rate schedules of the settings, all Optax's.
 
 ``optimizer_config.py`` has their settings. The trainer takes one
 ``optax.GradientTransformation`` and the schedule, which it logs.
@@ -15,7 +15,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from tessera.training.clip_transform import clip_by_global_norm
+from tessera.ops import clipping
 from tessera.training.optimizer_config import OPTIMIZERS as OPTIMIZERS
 from tessera.training.optimizer_config import SCALINGS as SCALINGS
 from tessera.training.optimizer_config import SCHEDULES as SCHEDULES
@@ -127,6 +127,35 @@ def make_optimizer(
     if clip_norm is not None:
         transform = optax.chain(clip_by_global_norm(clip_norm), transform)
     return transform, rate
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """Scale gradients whose global norm is above ``max_norm`` down to it.
+
+    Unlike Optax's, the norm is float32 whatever the gradients' dtype, and gradients
+    with a NaN among them are left as they are instead of all becoming NaN. Who
+    knows the norm already gives it to ``update`` as the argument ``norm``.
+
+    Source: arXiv 1211.5063.
+    """
+
+    def init(params: Tree) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    def update(
+        updates: Tree,
+        state: Any,
+        params: Tree = None,
+        *,
+        norm: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[Tree, Any]:
+        del params, extra
+        norm = clipping.global_norm(updates) if norm is None else norm
+        return clipping.scaled_down(updates, norm, max_norm), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _with_promotion(

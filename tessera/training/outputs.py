@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of one run: what it is called inside, and that it can be written.
+"""Creates the output folder of a run and names the files in it.
 
-``train.log`` is everything that was said, ``metrics.jsonl`` every number,
+``train.log`` is every line of the log, ``metrics.jsonl`` every number,
 ``tensorboard/`` the same for TensorBoard, ``config.yaml`` the resolved configuration,
 ``checkpoints/`` what another run can go on from.
 """
@@ -31,13 +31,12 @@ class RunFolder:
 
     Attributes:
       path: The folder.
-      kept: What an earlier run in the same folder had written, under the names that it
-        has now.
+      renamed: Files of an earlier run in the same folder, under their new names.
       check: Raises where the folder is not where it was, or another run's.
     """
 
     path: Path
-    kept: tuple[Path, ...] = ()
+    renamed: tuple[Path, ...] = ()
     check: Callable[[], None] = lambda: None
 
     @property
@@ -107,7 +106,7 @@ def open_run_folder(
 
 
 def check_inside(path: Path) -> None:
-    """See that a run that goes on in its folder writes nothing outside of it.
+    """Check that a run that goes on in its folder writes nothing outside of it.
 
     Raises:
       OutputPathError: [T504] its folder of checkpoints is a link.
@@ -129,11 +128,11 @@ def cannot_write(path: Path, error: Exception) -> OutputPathError:
       path: What was to be written.
       error: An ``OSError``, or the ``ValueError`` of a path with a NUL in it.
     """
-    said = error.strerror if isinstance(error, OSError) else None
+    reason = error.strerror if isinstance(error, OSError) else None
     at = getattr(error, "filename", None) or path
     return OutputPathError(
         "the run cannot write its output",
-        got=f"{at}: {said or error}",
+        got=f"{at}: {reason or error}",
         fix="make room or give leave to write there, or take another folder: "
         "hydra.run.dir=<folder>",
     )
@@ -188,17 +187,17 @@ def _set_aside(
     number = 1
     while any(_exists(_numbered(path / name, number)) for name in names):
         number += 1
-    kept: list[Path] = []
+    renamed: list[Path] = []
     for name in there:
         file, target = path / name, _numbered(path / name, number)
         is_file = file.is_file() and not file.is_symlink()
         if name == _METRICS and continued_step is not None and is_file:
             _copy_durably(file, target)
             write_durably(file, _numbers_until(target, continued_step))
-            kept.append(target)
+            renamed.append(target)
         else:
-            kept.append(file.rename(target))
-    return tuple(kept)
+            renamed.append(file.rename(target))
+    return tuple(renamed)
 
 
 def _copy_durably(file: Path, target: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One override of the command line at a time: what it may be, and what it changes.
+"""Parses one override of the command line and applies it to a configuration.
 
 Below ``command_line.py``. The grammar is Hydra's; what Hydra would do and Tessera does
 not want is refused here: adding and deleting keys, sweeps, objects to instantiate,
@@ -199,9 +199,9 @@ def _nearest(key: str, part: str, known: Sequence[str], paths: Sequence[str]) ->
     within = [p for p in paths if len(last) > 2 and f"_{last}_" in f"_{names[p]}_"]
     near = get_close_matches(last, names.values(), n=1)
     elsewhere = [path for path in paths if names[path] in near]
-    if found := [*same, *here, *short, *within, *elsewhere]:
-        listed = _listed(known) if found[0] in here else ""
-        return f"did you mean {found[0]!r}?{listed}"
+    if candidates := [*same, *here, *short, *within, *elsewhere]:
+        listed = _listed(known) if candidates[0] in here else ""
+        return f"did you mean {candidates[0]!r}?{listed}"
     return _listed(known).strip() or "--help lists every setting"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``training.profile_communication``: what some steps of a run send, and how long.
+"""``training.profile_communication``: profiles the communication of a few steps.
 
 The steps are chosen as ``torch.profiler.schedule`` does: ``wait`` of them are let pass,
 ``warmup`` are traced and forgotten, for a profiler's first steps are slow, and

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the routers of a model with experts add to a step: losses and metrics."""
+"""Losses and metrics of the routers of a model with experts."""
 
 from collections.abc import Mapping
 from typing import Final

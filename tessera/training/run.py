@@ -31,12 +31,12 @@ from tessera.training.config import Config, data_parallel_groups
 from tessera.training.data import Corpus, load
 from tessera.training.data.tokenization import check_tokens
 from tessera.training.device_checks import check_compilable, check_state_fits
-from tessera.training.host_data_sharding import Feed
+from tessera.training.host_data_sharding import HostShard
 from tessera.training.numerics import check_accelerator
-from tessera.training.numerics_checks import numerics_problems
 from tessera.training.optimizers import make_optimizer
 from tessera.training.pipelined import schedule_of, split_of
 from tessera.training.setting import joined
+from tessera.training.setting_conflicts import numerics_problems
 from tessera.training.step import (
     StepConfig,
     batch_spec,
@@ -221,13 +221,13 @@ class Run:
         config = self.step_config
         leaves = jax.tree.leaves(self.abstract_state.optimizer)
         if not any(leaf.shape for leaf in leaves):
-            given = {
+            unused = {
                 "zero_stage 1": config.zero_stage == 1,
                 "offload_optimizer": config.offload_optimizer,
             }
             return [
                 f"{name} changes nothing: this optimizer keeps no arrays"
-                for name, is_given in given.items()
+                for name, is_given in unused.items()
                 if is_given
             ]
         return offload.notes(self.mesh) if config.offload_optimizer else []
@@ -249,14 +249,14 @@ class Run:
         kinds = {model.is_global(layer) for layer in range(model.num_layers)}
         scaled = model.rope_base_global, model.rope_scale_global
         usual = Gemma3Config.rope_base_global, Gemma3Config.rope_scale_global
-        given = {
+        unused = {
             f"sync_gradients_every {config.sync_every}": is_alone
             and config.sync_every > 1,
             f"scale_learning_rate {rule}": is_alone and rule != "none",
         }
         notes = [
             f"{name} changes nothing: there is one data-parallel group"
-            for name, is_given in given.items()
+            for name, is_given in unused.items()
             if is_given
         ]
         if kinds == {True}:
@@ -311,7 +311,7 @@ class Run:
             vocab_size=self.config.model.config.vocab_size,
         )
         self._check_prompt(corpus)
-        part = self.feed.index, self.feed.count
+        part = self.host_shard.index, self.host_shard.count
         # The loop would be told as well, but after the step was compiled.
         corpus.train(
             self.config.rows_per_step(self.mesh),
@@ -331,9 +331,9 @@ class Run:
             check_tokens("training.sample_prompt", text, ids, tokenizer, vocab_size)
 
     @cached_property
-    def feed(self) -> Feed:
+    def host_shard(self) -> HostShard:
         """Which rows of each batch this process reads."""
-        return Feed.of(self.mesh, self.step_config.data_axes)
+        return HostShard.of(self.mesh, self.step_config.data_axes)
 
     def _struct(self, shape: Any, spec: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self.mesh.compile_mesh, spec)

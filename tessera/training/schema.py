@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between OmegaConf and the classes of ``config.py``: types go in, values come out."""
+"""Converts between OmegaConf and the dataclasses of ``config.py``."""
 
 from dataclasses import field, make_dataclass
 from typing import Any, Final, TypeVar, cast, get_type_hints

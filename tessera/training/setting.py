@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting: its type, default and limits, declared once, where its class is.
+"""``setting``: a dataclass field that declares its default and its limits.
 
 Below ``config.py`` and ``optimizers.py``, whose dataclasses are made of settings. What
 a setting means stands in the ``Attributes:`` section of its class, from where
@@ -50,8 +50,8 @@ def setting(
         "choices": choices,
         "error": error,
     }
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    return field(default=default, metadata=given)
+    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    return field(default=default, metadata=limits)
 
 
 def problems_of(config: Any, group: str, *only: str) -> list[TesseraError]:
@@ -62,7 +62,7 @@ def problems_of(config: Any, group: str, *only: str) -> list[TesseraError]:
       group: How the group is called on the command line: ``training``.
       only: Names of the settings to look at; none is all of them.
     """
-    found: list[TesseraError] = []
+    errors: list[TesseraError] = []
     for one in fields(config):
         value = getattr(config, one.name)
         if value is None or not one.metadata or (only and one.name not in only):
@@ -72,14 +72,14 @@ def problems_of(config: Any, group: str, *only: str) -> list[TesseraError]:
         rounded = ""
         if isinstance(value, float) and _keeps_to(value, one.metadata):
             rounded = f", which is {as_f32(value):g} as a float32"
-        found.append(
+        errors.append(
             one.metadata["error"](
                 f"{group}.{one.name} does not take this value",
                 got=f"{group}.{one.name}={value}{rounded}",
                 fix=_legal(value, one.metadata),
             )
         )
-    return found
+    return errors
 
 
 def joined(errors: Sequence[TesseraError]) -> TesseraError:
@@ -199,10 +199,10 @@ def _legal(value: Any, limits: Any) -> str:
     if "least" in limits and "most" in limits:
         return f"use a number from {limits['least']} to {limits['most']}"
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
-    given = [f"{words[name]} {limits[name]}" for name in words if name in limits]
+    ranges = [f"{words[name]} {limits[name]}" for name in words if name in limits]
     beyond = isinstance(value, float) and _keeps_to(value, limits)
-    given += ["that a float32 holds"] * beyond
-    return f"use a number {' and '.join(given)}" if given else "use a finite number"
+    ranges += ["that a float32 holds"] * beyond
+    return f"use a number {' and '.join(ranges)}" if ranges else "use a finite number"
 
 
 def _type_name(hint: Any) -> str:
@@ -223,12 +223,12 @@ def _type_name(hint: Any) -> str:
 
 def _meanings(cls: type) -> dict[str, str]:
     """The entries of the ``Attributes:`` section of a class and of its bases."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         text = getdoc(base) or ""
         _, _, section = text.partition("Attributes:\n")
         section = re.split(r"\n\n(?=\S)", section)[0]
         for entry in re.split(r"\n?^  (?=\w+:)", section, flags=re.MULTILINE)[1:]:
             name, _, meaning = entry.partition(":")
-            found[name] = " ".join(meaning.split())
-    return found
+            meanings[name] = " ".join(meaning.split())
+    return meanings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with the settings of a run, before anything is compiled or written.
+"""Checks the settings of a run before anything is compiled or written.
 
 Nothing here imports JAX, which takes seconds; ``layout_checks.py`` has what needs it.
 """
@@ -13,7 +13,6 @@ from tessera.errors import (
     BatchSizeError,
     MeshShapeError,
     OutputPathError,
-    SettingConflictError,
     SettingValueError,
     TesseraError,
     UnknownAxisError,
@@ -31,9 +30,8 @@ from tessera.training.config import (
 )
 from tessera.training.data import data_config as data_config
 from tessera.training.data.data_config import DataConfig
-from tessera.training.numerics_checks import numerics_problems
 from tessera.training.setting import MOST_COUNT, as_yaml, problems_of
-from tessera.training.unused_settings import unused_problems
+from tessera.training.setting_conflicts import conflicts, unused_problems
 
 # More than any machine has.
 _MOST_DEVICES: Final = 2**20
@@ -58,13 +56,9 @@ def check(settings: Config) -> list[TesseraError]:
         *ranges,
         *_check_resume(settings.training),
         *_check_accumulation(settings.training),
-        *_check_zero(settings.training),
-        *_check_profile(settings.training),
         *_check_remat(settings.training.remat),
         *_check_loss_chunk(settings.training.loss_chunk),
-        *_check_compression(settings.training, sizes),
-        *_check_pipeline(settings.training, sizes),
-        *([] if sizes is None else numerics_problems(settings, sizes)),
+        *conflicts(settings, sizes),
         *([] if sizes is None or ranges else _check_elements(settings, sizes)),
         *_check_data(settings.data),
         *optimizer_config.check(settings.optimizer, data_parallel_groups(sizes or {})),
@@ -118,34 +112,15 @@ def _read_mesh(
 
 
 def _check_resume(training: TrainingConfig) -> list[TesseraError]:
-    if not training.resume or "\0" in training.resume:
-        return [
-            SettingValueError(
-                "training.resume names nothing",
-                got=f"training.resume={training.resume!r}",
-                fix="use none, auto, or the folder of a run",
-            )
-        ]
-    if training.init_from is not None and training.resume not in ("none", "auto"):
-        return [
-            SettingConflictError(
-                "two settings say what the run begins with",
-                got=f"training.init_from={training.init_from}, "
-                f"training.resume={training.resume}",
-                fix="leave one of them out; with training.resume=auto, init_from is "
-                "for a run that finds no checkpoint",
-            )
-        ]
-    if training.resume == "none" and training.resume_data != "exact":
-        return [
-            SettingValueError(
-                "training.resume_data has no meaning without training.resume",
-                got=f"training.resume_data={training.resume_data}, "
-                "training.resume=none",
-                fix="leave it out, or use training.resume=auto or a folder",
-            )
-        ]
-    return []
+    if training.resume and "\0" not in training.resume:
+        return []
+    return [
+        SettingValueError(
+            "training.resume names nothing",
+            got=f"training.resume={training.resume!r}",
+            fix="use none, auto, or the folder of a run",
+        )
+    ]
 
 
 def _check_accumulation(training: TrainingConfig) -> list[TesseraError]:
@@ -162,110 +137,6 @@ def _check_accumulation(training: TrainingConfig) -> list[TesseraError]:
             fix=f"use training.sync_gradients_every={nearest(divisors, every)}",
         )
     ]
-
-
-def _check_zero(training: TrainingConfig) -> list[TesseraError]:
-    if training.zero_stage < 2 or training.sync_gradients_every <= 1:
-        return []
-    return [
-        SettingConflictError(
-            "gradients cannot be split over dp and be exchanged seldom as well",
-            got=f"training.zero_stage={training.zero_stage} splits them, "
-            f"training.sync_gradients_every={training.sync_gradients_every} keeps "
-            "whole ones on each device in between",
-            fix="use training.sync_gradients_every=1, or training.zero_stage=1",
-        )
-    ]
-
-
-def _check_profile(training: TrainingConfig) -> list[TesseraError]:
-    before = training.profile_wait + training.profile_warmup
-    if not training.profile_communication or before < training.steps:
-        return []
-    return [
-        SettingConflictError(
-            "the run ends before the steps that are to be profiled",
-            got=f"training.profile_wait={training.profile_wait} and "
-            f"training.profile_warmup={training.profile_warmup} let {before} steps "
-            f"pass, training.steps={training.steps}",
-            fix=f"use training.steps={before + training.profile_active} or more, or "
-            "training.profile_wait=0 training.profile_warmup=0",
-        )
-    ]
-
-
-def _check_compression(
-    training: TrainingConfig, sizes: Mapping[str, int] | None
-) -> list[TesseraError]:
-    if training.compression_ratio != 0.01 and training.gradient_compression != "top_k":
-        return [
-            SettingValueError(
-                "training.compression_ratio has no meaning without top_k",
-                got=f"training.compression_ratio={training.compression_ratio}, "
-                f"training.gradient_compression={training.gradient_compression}",
-                fix="leave it out, or use training.gradient_compression=top_k",
-            )
-        ]
-    if training.gradient_compression == "none":
-        return []
-    axes = {"dp": 1} if sizes is None else sizes
-    conflicts = [
-        ("dp" not in axes, "no axis dp in the mesh", "name an axis dp"),
-        (
-            "pp" in axes,
-            "pipeline stages, whose gradients are reduced where they arise",
-            "use a mesh without pp",
-        ),
-        (
-            training.sync_gradients_every > 1,
-            f"training.sync_gradients_every={training.sync_gradients_every}, while "
-            "compressed gradients cross dp once in a step",
-            "use training.sync_gradients_every=1",
-        ),
-        (
-            training.zero_stage > 1,
-            f"training.zero_stage={training.zero_stage}, which splits gradients over "
-            "dp, while compressed ones are whole there",
-            "use training.zero_stage=1",
-        ),
-    ]
-    return [
-        SettingConflictError(
-            "gradients cannot be compressed in this run",
-            got=f"training.gradient_compression={training.gradient_compression}; {got}",
-            fix=f"{fix}, or training.gradient_compression=none",
-        )
-        for found, got, fix in conflicts
-        if found
-    ]
-
-
-def _check_pipeline(
-    training: TrainingConfig, sizes: Mapping[str, int] | None
-) -> list[TesseraError]:
-    name, chunks = training.pipeline_schedule, training.pipeline_chunks
-    if sizes is None or "pp" not in sizes:
-        return []
-    if (chunks > 1) != (name == "interleaved"):
-        return [
-            SettingConflictError(
-                "several runs of layers on a device are what makes a schedule "
-                "interleaved",
-                got=f"training.pipeline_schedule={name}, "
-                f"training.pipeline_chunks={chunks}",
-                fix="use training.pipeline_schedule=interleaved with "
-                "training.pipeline_chunks=2 or more, or another schedule with 1",
-            )
-        ]
-    if training.sync_gradients_every > 1:
-        return [
-            SettingConflictError(
-                "the stages of a pipeline exchange gradients where they arise",
-                got=f"training.sync_gradients_every={training.sync_gradients_every}",
-                fix="use training.sync_gradients_every=1, or a mesh without pp",
-            )
-        ]
-    return []
 
 
 def _check_elements(settings: Config, sizes: Mapping[str, int]) -> list[TesseraError]:

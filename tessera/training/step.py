@@ -20,7 +20,7 @@ from tessera.models.partition_rules import NO_MESH
 from tessera.ops.clipping import global_norm
 from tessera.ops.loss_scale import LossScale
 from tessera.training.gradients import Batch, losses, mean_gradients, num_targets
-from tessera.training.offload import fetched, stored
+from tessera.training.offload import to_device, to_host
 from tessera.training.step_config import StepConfig as StepConfig
 from tessera.training.step_config import batch_spec as batch_spec
 from tessera.training.train_state import TrainState, state_specs
@@ -62,7 +62,7 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
             config, state.params, batch, state.residual, scale, share
         )
         if config.fixed_order is None:
-            gradients = config.zero.hold_shares(gradients)
+            gradients = config.zero.constrain_shares(gradients)
         metrics = {
             **jax.tree.map(share.__mul__, sums),
             "grad_norm": norm_of(gradients),
@@ -70,7 +70,7 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
             "tokens": counted,
         }
         if config.offload_optimizer:
-            state = replace(state, optimizer=fetched(state.optimizer))
+            state = replace(state, optimizer=to_device(state.optimizer))
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
         new = _updated(config, state, gradients, residual, finite, metrics["grad_norm"])
         if state.loss_scale is not None:
@@ -78,7 +78,7 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
             metrics |= _scale_metrics(state.loss_scale, scale, finite)
             new = replace(new, loss_scale=scale)
         if config.offload_optimizer:
-            new = replace(new, optimizer=stored(new.optimizer))
+            new = replace(new, optimizer=to_host(new.optimizer))
         return new, metrics
 
     train_step.__name__ = "train_step"
@@ -156,7 +156,7 @@ def _updated(
     A choice of each element, and not a branch: it becomes part of the loop that
     computes the element and has read the old one, and arrays stay where they are.
     """
-    shares = config.zero.hold_shares(state.params)
+    shares = config.zero.constrain_shares(state.params)
     update = optax.with_extra_args_support(config.optimizer).update
     if config.fixed_order is not None:
         specs = state_specs(
@@ -165,7 +165,7 @@ def _updated(
         layouts = config.zero.optimizer_state
         update = config.fixed_order.by_element(update, layouts, specs.optimizer)
     updates, optimizer = update(gradients, state.optimizer, shares, norm=norm)
-    params = optax.apply_updates(shares, config.zero.hold_shares(updates))
+    params = optax.apply_updates(shares, config.zero.constrain_shares(updates))
     old = replace(state, params=shares)
     new = TrainState(state.step + 1, params, optimizer, state.loss_scale, residual)
     return jax.tree.map(partial(jnp.where, finite), new, old)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is, in a table, before its first step; all of a dry run's output."""
+"""Describes a run in a table before its first step, and prints a dry run."""
 
 from collections import Counter
 

@@ -39,7 +39,7 @@ def run(composed: Composed) -> None:
 def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
     """This process's part of the run, in a folder that is its own."""
     settings = composed.config
-    told = f"{here.cluster}\n{prepare(settings, here.count)}"
+    messages = [str(here.cluster), prepare(settings, here.count)]
     run = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
     run.check()
     if settings.training.dry_run:
@@ -51,7 +51,7 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
     # Nothing but the lock is written before all that can be wrong was looked at.
     corpus = run.load_data()
     choice = choose_start(settings.training.resume, Path(here.shared), here.attempt)
-    told += "".join(f"\n{line}" for line in choice.check(run, corpus, composed.text))
+    messages += choice.check(run, corpus, composed.text)
     folder, own, check = None, choice.own_step, lock.check
     make_compile_cache()
     if here.rank == 0:
@@ -69,7 +69,7 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
         console.show_configuration(composed.text)
         for line in choice.warnings:
             log.warning("%s", line)
-        log.info("%s", told)
+        log.info("%s", "\n".join(messages))
         log.info("%s", corpus.describe())
         log.info("compiling the step")
         here.watchdog.enter("compile")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run carries from step to step, and how it lies on the mesh."""
+"""``TrainState``: parameters, optimizer state and step, with layouts on the mesh."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +119,7 @@ def state_specs(
     """
     shapes = abstract_state(model, optimizer, loss_scale=loss_scale)
     zero = Zero(model, mesh, zero_stage)
-    known = {
+    layouts = {
         path: (leaf.shape, spec)
         for (path, leaf), spec in zip(
             jax.tree_util.tree_leaves_with_path(shapes.params),
@@ -130,7 +130,7 @@ def state_specs(
 
     def like_parameter(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         for start in range(len(path)):
-            shape, spec = known.get(path[start:], (None, None))
+            shape, spec = layouts.get(path[start:], (None, None))
             if spec is not None and shape == leaf.shape:
                 return spec
         return zero.split(PartitionSpec(), leaf.shape)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``--help`` prints: the groups, their files, every setting and its meaning."""
+"""The text of ``--help``: groups, their files, every setting and its meaning.
+
+Hydra's own help shows values alone; here are types and meanings as well.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter

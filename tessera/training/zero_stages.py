@@ -94,13 +94,13 @@ class Zero:
         ):
             record_layout(array, self.mesh, spec, of_gradient=True)
 
-    def hold_gradients(self, gradients: Tree) -> Tree:
+    def constrain_gradients(self, gradients: Tree) -> Tree:
         """Traced gradients in their layout; reduced into it where they are sums."""
-        return self._held(gradients, self.gradients, "gradients")
+        return self._constrained(gradients, self.gradients, "gradients")
 
-    def hold_shares(self, tree: Tree) -> Tree:
+    def constrain_shares(self, tree: Tree) -> Tree:
         """Traced gradients, parameters or updates, split like the optimizer state."""
-        return self._held(tree, self.optimizer_state, "optimizer_state")
+        return self._constrained(tree, self.optimizer_state, "optimizer_state")
 
     def notes(self) -> list[str]:
         """What a reader of the setting would not expect, one sentence each."""
@@ -142,11 +142,11 @@ class Zero:
 
         return jax.tree.map(split, layouts, self.model.abstract(), self.model.specs())
 
-    def _held(self, tree: Tree, layouts: Tree, what: str) -> Tree:
+    def _constrained(self, tree: Tree, layouts: Tree, what: str) -> Tree:
         if not self.is_active or self.stage < SPLIT_FROM[what]:
             return tree
 
-        def held(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+        def constrained(array: jax.Array, spec: PartitionSpec) -> jax.Array:
             return constrain(array, self.mesh, spec)
 
-        return jax.tree.map(held, tree, layouts)
+        return jax.tree.map(constrained, tree, layouts)

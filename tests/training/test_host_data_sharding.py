@@ -8,14 +8,14 @@ from jax.sharding import PartitionSpec as P
 from tessera.errors import BatchSizeError
 from tessera.mesh import Mesh
 from tessera.training.data.batches import Share
-from tessera.training.host_data_sharding import Feed, _part, _position
+from tessera.training.host_data_sharding import HostShard, _part, _position
 
 
 def test_a_single_process_reads_everything(grid_mesh):
-    feed = Feed.of(grid_mesh, ("dp",))
-    assert (feed.index, feed.count) == (0, 1)
+    shard = HostShard.of(grid_mesh, ("dp",))
+    assert (shard.index, shard.count) == (0, 1)
     batch = {"tokens": np.arange(32, dtype=np.int32).reshape(1, 4, 8)}
-    placed = feed.placed(batch, P(None, "dp"), dim=1)["tokens"]
+    placed = shard.to_global(batch, P(None, "dp"), dim=1)["tokens"]
     assert np.array_equal(placed, batch["tokens"])
     assert placed.sharding.spec == P(None, "dp")
 

@@ -13,7 +13,6 @@ import pytest
 
 from tessera import errors
 from tessera.ops.clipping import global_norm
-from tessera.training.clip_transform import clip_by_global_norm
 from tessera.training.optimizers import (
     OPTIMIZERS,
     AdafactorConfig,
@@ -23,6 +22,7 @@ from tessera.training.optimizers import (
     OptimizerConfig,
     SgdConfig,
     check,
+    clip_by_global_norm,
     decay_mask,
     make_optimizer,
     make_schedule,
