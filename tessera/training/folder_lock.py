@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locks the folder of a run, so that only one process writes to it.
 
-``lock.3`` in the folder of a run says who writes there: host, process, since when, by
-which command. The highest number is the holder's. To take the folder is to make the
+``lock.3`` in the folder of a run names its writer: host, process, start and command. The highest number is the holder's. To take the folder is to make the
 file with the next number, which is atomic on every file system: of two that take it at
 once, one finds the file made.
 
@@ -158,7 +157,7 @@ class FolderLock:
         Args:
           folder: Of the run.
           lost: Called from a thread with what ``check`` raises, ten seconds after it
-            would: whoever writes meanwhile has been told, unless it waits for ever.
+            would: writers that call ``check`` have raised by then.
 
         Raises:
           FolderInUseError: [T710] another process holds it.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``training.gradient_compression``: gradients cross ``dp`` in fewer bytes.
 
-The step leaves gradients unreduced over ``dp``, as gradients of one copy of the weights
-for each device along it, and this exchanges them once: each device its own shard of
-``fsdp`` and ``tp``, by ``ops/averaging.py``. Along the other axes nothing changes.
+The step leaves gradients unreduced over ``dp``: each device has the gradients of its own
+copy of the weights. ``CompressedExchange`` reduces them once per step, each device its
+own shard of ``fsdp`` and ``tp``, by ``ops/averaging.py``. Other axes are not affected.
 """
 
 from dataclasses import dataclass

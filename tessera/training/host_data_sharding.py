@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host data sharding: the rows that each process reads, as global arrays.
 
-A process reads what its own devices take and no more, wherever the mesh puts them. If
-the axes that split the batch run through its devices alone, every process reads another
-part; where they lie inside of others, such as ``tp`` over several machines, those that
-hold copies of the same rows read the same part.
+A process reads the rows of its own devices and no others, wherever the mesh puts them.
+Processes whose devices hold different rows read different parts of a batch; those that
+hold copies of the same rows, as with ``tp`` over several machines, read the same part.
 """
 
 from collections.abc import Mapping

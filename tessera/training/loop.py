@@ -68,7 +68,7 @@ class Trainer:
     """One run from its first array to its last line.
 
     Ctrl-C in a notebook leaves it where it is: ``position`` has the state after the
-    last step that was begun, and another ``train()`` goes on as if nothing had been.
+    last step that was begun, and another ``train()`` resumes from there.
 
     Args:
       run: What to run.
@@ -77,7 +77,7 @@ class Trainer:
       writer: Where the numbers go.
       window: Steps to profile, or None.
       checkpoints: Where the state is kept, or None.
-      resumed: The checkpoint to go on from; None begins anew.
+      resumed: The checkpoint to resume from; None starts a new run.
       callbacks: What the loop calls of its process.
     """
 
@@ -210,7 +210,7 @@ class Trainer:
         return self._validates_after(step) and self._validated < step
 
     def _beginning(self) -> Position:
-        """Where the run begins, or goes on."""
+        """The initial position: a fresh state or that of a checkpoint."""
         run = self.run
         if self._resumed is not None:
             metadata = self._resumed.metadata

@@ -3,7 +3,7 @@
 
 The JSON lines are what tests and other programs read, so nothing is lost in them: every
 float is written so that it reads back as the same number. TensorBoard's file is for the
-eye, and a run goes on without it.
+eye, and a run continues without it.
 """
 
 import json

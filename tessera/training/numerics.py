@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``training.numerics=deterministic``: a step whose bits dp and fsdp do not change.
 
-Each device takes its microshards of the batch, one after the other, with whole
-parameters, and gradients are added in one tree (``ops/fixed_order.py``). Norms are of
-whole gradients, on every device; the update acts on each number for itself.
+Each device computes its microshards of the batch one after the other with gathered
+parameters, and gradients are added in one tree (``ops/fixed_order.py``). Every device
+computes norms of whole gradients; the optimizer update is element-wise.
 """
 
 import os

@@ -3,7 +3,7 @@
 
 ``train.log`` is every line of the log, ``metrics.jsonl`` every number,
 ``tensorboard/`` the same for TensorBoard, ``config.yaml`` the resolved configuration,
-``checkpoints/`` what another run can go on from.
+``checkpoints/`` the checkpoints to resume from.
 """
 
 import os
@@ -80,7 +80,7 @@ def open_run_folder(
     Args:
       path: The folder; its parents are made too.
       config_text: For ``config.yaml``.
-      continued_step: The step that the run goes on from where that is the folder's own.
+      continued_step: The step that the run resumes from, if it is a checkpoint of the folder.
         Its checkpoints stay, and ``metrics.jsonl`` begins with the numbers up to that
         step, so that it holds the whole curve.
       check: Raises where the folder is not where it was, or another run's.
@@ -106,7 +106,7 @@ def open_run_folder(
 
 
 def check_inside(path: Path) -> None:
-    """Check that a run that goes on in its folder writes nothing outside of it.
+    """Check that a run that resumes in its folder writes nothing outside of it.
 
     Raises:
       OutputPathError: [T504] its folder of checkpoints is a link.
@@ -181,7 +181,7 @@ def _set_aside(
 ) -> tuple[Path, ...]:
     """Rename an earlier run's files, all with one number that none of them has.
 
-    The numbers of a run that goes on stay where they are, up to its step.
+    The metrics of a run that is resumed stay where they are, up to its step.
     """
     there = [name for name in names if _exists(path / name)]
     number = 1

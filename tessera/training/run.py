@@ -312,7 +312,7 @@ class Run:
         )
         self._check_prompt(corpus)
         part = self.host_shard.index, self.host_shard.count
-        # The loop would be told as well, but after the step was compiled.
+        # The loop would raise the same errors, but after the step was compiled.
         corpus.train(
             self.config.rows_per_step(self.mesh),
             *part,

@@ -3,9 +3,9 @@
 
 Each rule is a row of a table: when it applies, what the error shows and how to fix it.
 
-A value other than the default is refused where nothing reads it: whoever gave it
-expects it to act. What is in a run and has nothing to do, as an axis of size 1, is a
-note in the log instead: one configuration serves machines of all sizes.
+A value other than the default that nothing reads is an error, because its author
+expects an effect. A feature without work to do, such as an axis of size 1, is only a
+note in the log, because one configuration serves machines of all sizes.
 """
 
 from collections.abc import Iterator, Mapping

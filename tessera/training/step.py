@@ -136,8 +136,8 @@ def make_eval_step(config: StepConfig) -> Function:
 def _arranged(config: StepConfig, batch: Batch) -> Batch:
     """A batch in the order in which the devices of ``cp`` hold its sequences.
 
-    They are given whole sequences, 16 bytes a token, so that each takes its own tokens,
-    in whatever order, without a word to the others.
+    Every device of ``cp`` receives whole sequences, 16 bytes a token, and selects its
+    own tokens, so the reordering needs no communication.
     """
     place = config.model.place(config.mesh)
     return {name: place.arranged(array) for name, array in batch.items()}
