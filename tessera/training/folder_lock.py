@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locks the folder of a run, so that only one process writes to it.
 
-``lock.3`` in the folder of a run names its writer: host, process, start and command. The highest number is the holder's. To take the folder is to make the
-file with the next number, which is atomic on every file system: of two that take it at
-once, one finds the file made.
+``lock.3`` in the folder of a run names its writer: host, process, start and command.
+The highest number is the holder's. To take the folder is to make the file with the next
+number, which is atomic on every file system: of two processes that take it at once, one
+finds the file made.
 
 A holder is known to be gone by its record lock, which the system gives up with the
 process. Where the file system has no such locks, or may not show those of another

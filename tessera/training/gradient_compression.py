@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``training.gradient_compression``: gradients cross ``dp`` in fewer bytes.
 
-The step leaves gradients unreduced over ``dp``: each device has the gradients of its own
-copy of the weights. ``CompressedExchange`` reduces them once per step, each device its
-own shard of ``fsdp`` and ``tp``, by ``ops/averaging.py``. Other axes are not affected.
+The step leaves gradients unreduced over ``dp``: each device has the gradients of its
+own copy of the weights. ``CompressedExchange`` reduces them once per step, each device
+its own shard of ``fsdp`` and ``tp``, by ``ops/averaging.py``. Other axes are not
+affected.
 """
 
 from dataclasses import dataclass

@@ -80,7 +80,7 @@ def open_run_folder(
     Args:
       path: The folder; its parents are made too.
       config_text: For ``config.yaml``.
-      continued_step: The step that the run resumes from, if it is a checkpoint of the folder.
+      continued_step: The step that the run resumes from, if it is in this folder.
         Its checkpoints stay, and ``metrics.jsonl`` begins with the numbers up to that
         step, so that it holds the whole curve.
       check: Raises where the folder is not where it was, or another run's.
