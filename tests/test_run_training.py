@@ -65,7 +65,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
     """What a run that succeeds shows."""
     process = start(folder, *arguments, **environment)
     try:
-        seen, errors = process.communicate(timeout=240)
+        seen, errors = process.communicate(timeout=480)
     finally:
         process.kill()
     assert process.returncode == 0, errors
