@@ -130,7 +130,7 @@ class StepMetrics:
         if self._checkpoints is not None:
             with suppress(CheckpointWriteError):  # which the log has said
                 self._checkpoints.wait()
-            last = self._checkpoints.last_said()
+            last = self._checkpoints.describe_last()
         raise NonFiniteError(
             f"no finite loss and gradients at step {step}, and so {in_a_row} times in "
             f"a row, of which training.max_skipped_steps={most} may be skipped",

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tessera.errors import SettingConflictError, SettingValueError
 from tessera.runtime.cluster import detect
-from tessera.runtime.exit_codes import ASKS, exit_code_of
+from tessera.runtime.exit_codes import STOP_SIGNALS, shell_exit_code
 from tessera.training.overrides import is_of_hydra
 
 # Combinations that are checked before the first run starts; each is when it starts.
@@ -123,8 +123,8 @@ def _run(config: DictConfig) -> None:
         [sys.executable, "-c", _PROGRAM, *overrides], process_group=0
     )
     with _forwarded(process):
-        code = exit_code_of(process.wait())
-    if code in ASKS.values():
+        code = shell_exit_code(process.wait())
+    if code in STOP_SIGNALS.values():
         raise SystemExit(code)  # asked to end, and so is the sweep
     if code:
         raise SweepRunError(code)
@@ -133,7 +133,7 @@ def _run(config: DictConfig) -> None:
 @contextmanager
 def _forwarded(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     """Let a process have the signals that ask this one to end."""
-    before = {number: signal.getsignal(number) for number in ASKS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: process.send_signal(number))
