@@ -24,6 +24,7 @@ from tessera.mesh import Mesh as Mesh
 from tessera.ops.accumulation import accumulate_gradients as accumulate_gradients
 from tessera.ops.attention.pallas.tuning import tune_attention as tune_attention
 from tessera.ops.checkpointing import checkpoint as checkpoint
+from tessera.ops.checkpointing import remat as remat
 from tessera.ops.clipping import clip_by_global_norm as clip_by_global_norm
 from tessera.ops.clipping import clip_by_value as clip_by_value
 from tessera.ops.clipping import global_norm as global_norm

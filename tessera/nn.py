@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.nn``: the functions that layers are made of, each a function of its arrays.
+"""``ts.nn``: functions for building layers; they own no parameters.
 
 A facade: every name is defined in ``tessera.ops``, and nothing in the package imports
 it.
@@ -15,7 +15,7 @@ from tessera.ops.embedding import embedding as embedding
 from tessera.ops.fused_losses import (
     fused_linear_cross_entropy as fused_linear_cross_entropy,
 )
-from tessera.ops.linear import linear as linear
 from tessera.ops.losses import cross_entropy as cross_entropy
+from tessera.ops.matmul import linear as linear
 from tessera.ops.norms import layer_norm as layer_norm
 from tessera.ops.norms import rms_norm as rms_norm

@@ -122,7 +122,7 @@ def test_split_follows_jax_in_what_its_arguments_mean():
 
 @pytest.mark.parametrize("sections", [3, 0, 8])
 def test_sections_that_are_not_equal_are_an_error(sections):
-    with pytest.raises(OperandError, match=rf"cannot cut 4 into {sections}"):
+    with pytest.raises(OperandError, match=rf"cannot divide 4 into {sections}"):
         ts.split(X, sections, dim=-1)
 
 
@@ -130,9 +130,9 @@ def test_the_error_of_split_has_the_arithmetic():
     with pytest.raises(OperandError) as caught:
         ts.split(np.ones((2, 10)), sections=3, dim=-1)
     assert str(caught.value) == (
-        "[T401] split cannot cut 10 into 3 equal parts\n"
+        "[T401] split cannot divide 10 into 3 equal parts\n"
         "  got: shape (2, 10), dim 1, sections 3, remainder 1\n"
-        "  fix: use 2 or 5 sections, or a list of the places where to cut\n"
+        "  fix: use 2 or 5 sections, or a list of the indices at which to split\n"
         "  docs: docs/errors/T401.md"
     )
 

@@ -22,9 +22,8 @@ from tessera.models.gemma3_config import Gemma3Config
 from tessera.models.layers import MLP, Attend, Attention, RMSNorm, parameter
 from tessera.models.partition_rules import NO_MESH, Placement
 from tessera.models.remat import NONE, policies_of, policies_of_stage, scan_layers
+from tessera.ops.chunked_loss import Head, Split, Terms, fused_loss
 from tessera.ops.embedding import look_up
-from tessera.ops.fused_losses import Split, fused_loss
-from tessera.ops.fused_losses_chunks import Head, Terms
 from tessera.ops.losses import cross_entropy
 
 RESIDUAL = ("batch", "sequence", None)

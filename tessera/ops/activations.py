@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element-wise functions of a layer, softmax, and dropout with an explicit key."""
+"""``ts.nn``: activations, softmax, and dropout with an explicit key."""
 
 from typing import Any, Literal, TypeAlias
 
@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import OperandError
-from tessera.ops.dim_arguments import Dims
-from tessera.ops.norms import at_least_f32, floating_along
+from tessera.ops.operand_checks import Dims, at_least_f32, floating_along
 
 Approximate: TypeAlias = Literal["none", "tanh"] | bool
 
 
 def softmax(x: Any, dim: Dims = -1) -> jax.Array:
-    """``exp(x)`` over its sum along ``dim``, computed in f32.
+    """``exp(x)`` divided by its sum along ``dim``, computed in f32.
 
-    A row of ``-inf`` alone gives NaN.
+    A row of ``-inf`` gives NaN.
 
     Args:
       x: ``[...]`` floating-point.
@@ -26,7 +25,7 @@ def softmax(x: Any, dim: Dims = -1) -> jax.Array:
       ``[...]`` in the dtype of ``x``.
 
     Raises:
-      OperandError: [T401] there is no such dim, or these are no floating-point numbers.
+      OperandError: [T401] there is no such dim, or the dtype is not floating-point.
 
     Example:
       >>> print(softmax(jnp.zeros((2, 4)), dim=1)[0])
@@ -37,7 +36,7 @@ def softmax(x: Any, dim: Dims = -1) -> jax.Array:
 
 
 def log_softmax(x: Any, dim: Dims = -1) -> jax.Array:
-    """The logarithm of :func:`softmax`, without its loss of small numbers.
+    """The logarithm of :func:`softmax`, accurate where the softmax underflows.
 
     Args:
       x: ``[...]`` floating-point.
@@ -47,14 +46,14 @@ def log_softmax(x: Any, dim: Dims = -1) -> jax.Array:
       ``[...]`` in the dtype of ``x``.
 
     Raises:
-      OperandError: [T401] there is no such dim, or these are no floating-point numbers.
+      OperandError: [T401] there is no such dim, or the dtype is not floating-point.
     """
     x, dims = floating_along("log_softmax", x, dim)
     return jax.nn.log_softmax(at_least_f32(x), axis=dims).astype(x.dtype)
 
 
 def gelu(x: Any, approximate: Approximate = "none") -> jax.Array:
-    """``x`` times the share of a normal distribution that lies below it.
+    """``x`` times the cumulative distribution function of the standard normal.
 
     Args:
       x: ``[...]`` floating-point.
@@ -96,22 +95,22 @@ def silu(x: Any) -> jax.Array:
 def dropout(
     x: Any, rate: float, *, key: Any = None, deterministic: bool = False
 ) -> jax.Array:
-    """Zeros in a random part of ``x``; the rest is scaled so that the mean holds.
+    """Set random elements of ``x`` to zero and scale the others to preserve the mean.
 
-    A key gives the same zeros every time and on every mesh. Two layers, and two steps,
-    need different ones: ``jax.random.fold_in(key, step)``.
+    The same key gives the same zeros on every mesh. Two layers, and two steps, need
+    different keys: ``jax.random.fold_in(key, step)``.
 
     Args:
       x: ``[...]`` floating-point.
-      rate: The part that becomes zero, from 0 to 1.
+      rate: The fraction of elements to set to zero, from 0 to 1.
       key: A PRNG key of ``jax.random``. Not needed where nothing is dropped.
-      deterministic: Whether ``x`` is given back as it is, as for validation.
+      deterministic: Whether to return ``x`` unchanged, as in validation.
 
     Returns:
       ``[...]`` in the dtype of ``x``.
 
     Raises:
-      OperandError: [T401] the rate is none, or the key is missing.
+      OperandError: [T401] the rate is out of range, or the key is missing.
 
     Example:
       >>> x = dropout(jnp.ones(8), 0.5, key=jax.random.key(0))
@@ -123,7 +122,7 @@ def dropout(
     x = jnp.asarray(x)
     if not 0.0 <= rate <= 1.0:
         raise OperandError(
-            "the rate of dropout is the part that becomes zero",
+            "the rate of dropout is not between 0 and 1",
             got=f"rate {rate}",
             fix="use a rate from 0 to 1",
         )
@@ -133,7 +132,7 @@ def dropout(
         return jnp.zeros_like(x)
     if key is None:
         raise OperandError(
-            "dropout has no key to draw from",
+            "dropout needs a key",
             got=f"rate {rate}, key=None",
             fix="pass key=jax.random.fold_in(key, step), or deterministic=True",
         )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import OperandError
+from tessera.labels import IGNORE_INDEX
 from tessera.ops.operand_layouts import as_array
 
 Reduction = Literal["mean", "sum", "none"]
@@ -16,7 +17,7 @@ def cross_entropy(
     logits: Any,
     labels: Any,
     *,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -24,15 +25,15 @@ def cross_entropy(
     """Negative log-likelihood of integer labels under a softmax of the logits.
 
     Equivalent to ``-jax.nn.log_softmax(logits)[label]``, computed in f32 whatever the
-    dtype of the logits. The label's logit is taken by comparison, not by gathering, so
-    logits that are split over the vocabulary are never collected on one device.
+    dtype of the logits. The logit of the label is selected by comparison: logits that
+    are sharded over the vocabulary are never gathered on one device.
 
     Args:
       logits: ``[..., V]`` floating-point.
       labels: ``[...]`` integers in ``[0, V)``, or ``ignore_index``.
-      ignore_index: Label of positions that do not count.
-      reduction: ``mean`` over the positions that count (0 where none does), ``sum``
-        over them, or ``none``: one value for each position, 0 where ignored.
+      ignore_index: Label of positions to ignore.
+      reduction: ``mean`` over the positions that are not ignored (0 if there are
+        none), ``sum`` over them, or ``none``: one value per position, 0 where ignored.
       label_smoothing: The part of each target that is spread evenly over the
         vocabulary, from 0 to 1 (arXiv 1512.00567).
       z_loss: Weight of the squared log of the softmax's denominator, which is added to
@@ -40,10 +41,10 @@ def cross_entropy(
 
     Returns:
       f32 scalar, or ``[...]`` f32 with ``reduction="none"``, in nats. A label outside
-      the vocabulary gives NaN rather than a plausible number.
+      the vocabulary gives NaN.
 
     Raises:
-      OperandError: [T401] the shapes or dtypes do not fit.
+      OperandError: [T401] the shapes or dtypes are not valid.
 
     Example:
       >>> print(cross_entropy(jnp.zeros((2, 4)), jnp.array([1, -100])).round(4))
@@ -59,16 +60,16 @@ def cross_entropy(
     log_total = jnp.log(jnp.exp(scores).sum(axis=-1))
     labels = as_labels(labels)
     vocabulary = jax.lax.broadcasted_iota(labels.dtype, scores.shape, scores.ndim - 1)
-    chosen = jnp.where(vocabulary == labels[..., None], scores, 0.0).sum(-1)
+    target_score = jnp.where(vocabulary == labels[..., None], scores, 0.0).sum(-1)
     counts = labels != ignore_index
-    legal = (labels >= 0) & (labels < scores.shape[-1])
-    losses = log_total - chosen
+    is_legal = (labels >= 0) & (labels < scores.shape[-1])
+    losses = log_total - target_score
     if label_smoothing:
-        of_all = log_total - scores.mean(axis=-1)
-        losses = (1.0 - label_smoothing) * losses + label_smoothing * of_all
+        mean = log_total - scores.mean(axis=-1)
+        losses = (1.0 - label_smoothing) * losses + label_smoothing * mean
     if z_loss:
         losses = losses + z_loss * (log_total + highest[..., 0]) ** 2
-    losses = jnp.where(legal, losses, jnp.nan)
+    losses = jnp.where(is_legal, losses, jnp.nan)
     losses = jnp.where(counts, losses, 0.0)
     if reduction == "none":
         return losses
@@ -76,10 +77,7 @@ def cross_entropy(
 
 
 def as_labels(labels: jax.Array) -> jax.Array:
-    """Labels in a dtype that can count a vocabulary, which bytes cannot.
-
-    Nor can unsigned numbers hold -100.
-    """
+    """Labels in a dtype that holds every index of a vocabulary and ``IGNORE_INDEX``."""
     return labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
 
 
@@ -114,20 +112,20 @@ def _check(logits: jax.Array, labels: jax.Array) -> None:
 def check_settings(
     name: str, reduction: str, label_smoothing: float, z_loss: float
 ) -> None:
-    """Raise [T401] where a loss called ``name`` cannot be taken so."""
+    """Raise [T401] for an option of the loss ``name`` that is out of range."""
     if reduction not in ("mean", "sum", "none"):
         raise OperandError(
             f"there is no reduction {reduction!r}", fix="use 'mean', 'sum' or 'none'"
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise OperandError(
-            "label_smoothing is a part of each target",
+            "label_smoothing is not between 0 and 1",
             got=f"label_smoothing={label_smoothing}",
             fix="use a number from 0 to 1",
         )
     if not 0.0 <= z_loss < float("inf"):
         raise OperandError(
-            f"the z_loss of {name} is a weight",
+            f"the z_loss of {name} is not a finite weight of 0 or more",
             got=f"z_loss={z_loss}",
             fix="use 0 or a positive number, such as 1e-4",
         )

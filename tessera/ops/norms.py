@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalizations, with their statistics in f32 whatever the dtype of the operand."""
+"""``ts.nn.layer_norm`` and ``rms_norm``: normalizations with f32 statistics."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import OperandError
-from tessera.ops.dim_arguments import Dims, dims_of
+from tessera.ops.operand_checks import Dims, at_least_f32, floating_along
 
 
 def layer_norm(
@@ -18,20 +18,20 @@ def layer_norm(
     dim: Dims = -1,
     eps: float = 1e-5,
 ) -> jax.Array:
-    """``x`` less its mean, over the root of its variance plus ``eps``.
+    """``x`` minus its mean, divided by the root of its variance plus ``eps``.
 
     Args:
       x: ``[...]`` floating-point.
-      weight: Of the sizes of the normalized dims; multiplies the result.
-      bias: The same; is added to it.
-      dim: The dims that are normalized together, each place along the others by itself.
+      weight: Multiplies the result; has the sizes of the normalized dims.
+      bias: Added to the result; has the same sizes.
+      dim: The dims that are normalized together, for each index of the other dims.
       eps: Added to the variance.
 
     Returns:
-      ``[...]`` in the dtype of ``x``; everything before is computed in f32.
+      ``[...]`` in the dtype of ``x``; computed in f32.
 
     Raises:
-      OperandError: [T401] a dim, a shape or a dtype does not fit.
+      OperandError: [T401] a dim, a shape or a dtype is not valid.
 
     Example:
       >>> print(layer_norm(jnp.array([1.0, 3.0])).round(3))
@@ -54,19 +54,19 @@ def layer_norm(
 def rms_norm(
     x: Any, weight: Any = None, *, dim: Dims = -1, eps: float = 1e-6
 ) -> jax.Array:
-    """``x`` over the root of its mean square plus ``eps``.
+    """``x`` divided by the root of its mean square plus ``eps``.
 
     Args:
       x: ``[...]`` floating-point.
-      weight: Of the sizes of the normalized dims; multiplies the result.
-      dim: The dims that are normalized together, each place along the others by itself.
+      weight: Multiplies the result; has the sizes of the normalized dims.
+      dim: The dims that are normalized together, for each index of the other dims.
       eps: Added to the mean square.
 
     Returns:
-      ``[...]`` in the dtype of ``x``; everything before is computed in f32.
+      ``[...]`` in the dtype of ``x``; computed in f32.
 
     Raises:
-      OperandError: [T401] a dim, a shape or a dtype does not fit.
+      OperandError: [T401] a dim, a shape or a dtype is not valid.
 
     Example:
       >>> print(rms_norm(jnp.array([3.0, 3.0]), eps=0.0))
@@ -83,27 +83,6 @@ def rms_norm(
     return unit.astype(x.dtype)
 
 
-def at_least_f32(x: jax.Array) -> jax.Array:
-    """``x`` in f32, or as it is where that is wider."""
-    return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
-
-
-def floating_along(name: str, x: Any, dim: Dims) -> tuple[jax.Array, tuple[int, ...]]:
-    """An operand of floating-point numbers, and its dims that ``dim`` means.
-
-    Raises:
-      OperandError: [T401] it has other numbers, or no such dims.
-    """
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise OperandError(
-            f"{name} takes floating-point numbers",
-            got=f"dtype {x.dtype.name}, shape {x.shape}",
-            fix="cast them first, e.g. with .astype(jnp.float32)",
-        )
-    return x, tuple(sorted(dims_of(name, x, dim)))
-
-
 def _along(
     dims: tuple[int, ...], x: jax.Array, name: str, what: str, value: Any
 ) -> jax.Array:
@@ -112,7 +91,7 @@ def _along(
     sizes = tuple(x.shape[d] for d in dims)
     if value.shape != sizes:
         raise OperandError(
-            f"the {what} of {name} has not the sizes of the normalized dims",
+            f"the {what} of {name} does not have the sizes of the normalized dims",
             got=f"{what} {value.shape}, x {x.shape}, dims {dims} of sizes {sizes}",
             fix=f"pass a {what} of shape {sizes}, or other dims as dim=",
         )

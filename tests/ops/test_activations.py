@@ -111,7 +111,7 @@ def test_a_missing_key_and_a_rate_that_is_none_are_errors():
     with pytest.raises(OperandError) as caught:
         dropout(jnp.ones(8), 0.5)
     assert str(caught.value) == (
-        "[T401] dropout has no key to draw from\n"
+        "[T401] dropout needs a key\n"
         "  got: rate 0.5, key=None\n"
         "  fix: pass key=jax.random.fold_in(key, step), or deterministic=True\n"
         "  docs: docs/errors/T401.md"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ts.checkpoint: the same gradients, computed twice, in less memory."""
+"""ts.remat: the same gradients in less memory, by recomputing."""
 
 import re
 
@@ -11,9 +11,11 @@ import pytest
 import tessera as ts
 from tessera import _jax
 from tessera.errors import SettingValueError
-from tessera.models import remat
+from tessera.models import remat as models_remat
 from tessera.ops import checkpointing
-from tessera.ops.checkpointing import POLICIES, checkpoint
+from tessera.ops.checkpointing import POLICIES, remat
+
+pytestmark = pytest.mark.usefixtures("optimized")
 
 X = jnp.ones((64, 16))
 WEIGHTS = jnp.asarray(
@@ -26,7 +28,7 @@ def layer(x, weight):
 
 
 def scanned(policy, body=layer):
-    again = checkpoint(body, policy=policy)
+    again = remat(body, policy=policy)
 
     @ts.function
     def step(x, weights):
@@ -73,7 +75,7 @@ def test_a_step_without_a_loop_is_the_program_of_hand_written_jax():
 
     @ts.function
     def step(x, weights):
-        return ts.grad(loss_by(checkpoint(layer), x, weights), weights)
+        return ts.grad(loss_by(remat(layer), x, weights), weights)
 
     by_hand = jax.jit(
         jax.grad(lambda x, w: loss_by(jax.checkpoint(layer), x, w), argnums=1)
@@ -92,7 +94,7 @@ def test_a_nested_function_of_tessera_is_computed_again():
 
 
 def test_it_decorates_functions_of_which_jax_takes_the_gradient():
-    @ts.checkpoint
+    @ts.remat
     def activation(x):
         return jnp.tanh(x) ** 2
 
@@ -105,7 +107,7 @@ def test_it_decorates_functions_of_which_jax_takes_the_gradient():
 
 
 def test_what_is_no_array_is_static():
-    @checkpoint
+    @remat
     def power(x, exponent, *, kind, weights):
         assert (exponent, kind) == (3, "up")
         return x**exponent * weights["w"] if kind == "up" else x
@@ -117,7 +119,7 @@ def test_what_is_no_array_is_static():
 def test_weights_that_are_captured_get_their_gradients():
     @ts.function
     def step(x, weight):
-        @ts.checkpoint
+        @ts.remat
         def inner(x):
             return jnp.tanh(x @ weight)
 
@@ -130,7 +132,7 @@ def test_weights_that_are_captured_get_their_gradients():
 def test_each_call_declares_parameters_of_its_own():
     """JAX alone would remember the first trace, and share its parameters."""
 
-    @ts.checkpoint
+    @ts.remat
     def block(x):
         return ts.op.transformer_block(x, depth=1, num_heads=1)
 
@@ -148,7 +150,7 @@ def test_each_call_declares_parameters_of_its_own():
 def test_a_gradient_inside_a_checkpoint_is_one():
     @ts.function
     def step(x):
-        @ts.checkpoint
+        @ts.remat
         def penalty(x):
             inner = jnp.sum(jnp.sin(x))
             return jnp.sum(ts.grad(inner, x) ** 2)
@@ -163,7 +165,7 @@ def test_autocast_around_a_checkpoint_reaches_what_is_computed_again():
     @ts.function
     def step(x, weights):
         with ts.autocast("bf16"):
-            out = checkpoint(layer)(x, weights)
+            out = remat(layer)(x, weights)
         return ts.grad(out.sum(), weights)
 
     program = _jax.pretty(step.trace(X, WEIGHTS[0]).graph.program)
@@ -173,9 +175,13 @@ def test_autocast_around_a_checkpoint_reaches_what_is_computed_again():
     assert program.count("reduce_precision") == 2 * 6
 
 
+def test_checkpoint_is_an_alias():
+    assert ts.checkpoint is ts.remat
+
+
 def test_models_and_functions_share_one_table():
-    assert remat.POLICIES is checkpointing.POLICIES
-    assert checkpoint(layer, policy="none") is layer
+    assert models_remat.POLICIES is checkpointing.POLICIES
+    assert remat(layer, policy="none") is layer
 
 
 def test_a_policy_of_jax_may_stand_in_place_of_a_name():
@@ -185,7 +191,7 @@ def test_a_policy_of_jax_may_stand_in_place_of_a_name():
 
 def test_an_unknown_policy_is_an_error_that_knows_the_names():
     with pytest.raises(SettingValueError) as caught:
-        checkpoint(layer, policy="dotz")
+        remat(layer, policy="dotz")
     assert str(caught.value).startswith(
         "[T502] there is no checkpoint policy 'dotz'\n"
         "  got: policy='dotz'\n"
@@ -203,7 +209,7 @@ def test_dropout_inside_drops_the_same_when_it_is_computed_again():
         return jnp.tanh(ts.nn.dropout(x, 0.5, key=key) * 2.0)
 
     expected = jax.grad(lambda x: dropped(x).sum())(X)
-    for again in (checkpoint(dropped), lambda x: checkpoint(keyed)(x, key)):
+    for again in (remat(dropped), lambda x: remat(keyed)(x, key)):
         found = jax.jit(jax.grad(lambda x, f=again: f(x).sum()))(X)
         np.testing.assert_array_equal(found, expected)
 
@@ -213,7 +219,7 @@ def test_declared_tensors_are_arguments():
 
     @ts.function
     def step(x):
-        return ts.grad(checkpoint(lambda x, t: jnp.sin(x @ t))(x, table).sum(), x)
+        return ts.grad(remat(lambda x, t: jnp.sin(x @ t))(x, table).sum(), x)
 
     expected = jax.grad(lambda x: jnp.sin(x @ jnp.ones((16, 4))).sum())(X)
     np.testing.assert_allclose(step(X), expected, rtol=1e-5)

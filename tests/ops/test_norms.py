@@ -95,7 +95,8 @@ def test_a_weight_of_another_size_is_an_error_that_shows_the_sizes():
     with pytest.raises(OperandError) as caught:
         layer_norm(jnp.ones((2, 8)), jnp.ones(2))
     assert str(caught.value) == (
-        "[T401] the weight of layer_norm has not the sizes of the normalized dims\n"
+        "[T401] the weight of layer_norm does not have the sizes of the normalized "
+        "dims\n"
         "  got: weight (2,), x (2, 8), dims (1,) of sizes (8,)\n"
         "  fix: pass a weight of shape (8,), or other dims as dim=\n"
         "  docs: docs/errors/T401.md"
@@ -104,7 +105,7 @@ def test_a_weight_of_another_size_is_an_error_that_shows_the_sizes():
 
 @pytest.mark.parametrize("dim", [2, -3, (0, 0), (0, -2), ()])
 def test_dims_that_there_are_not_are_an_error(dim):
-    with pytest.raises(OperandError, match="act along dims"):
+    with pytest.raises(OperandError, match="does not have these dims"):
         rms_norm(jnp.ones((2, 8)), dim=dim)
 
 

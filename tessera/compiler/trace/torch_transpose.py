@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from tessera import _jax, scope
-from tessera.ops.dim_arguments import swap_dims
+from tessera.ops.operand_checks import swap_dims
 
 _MARK = "_swaps_two_dims"
 

@@ -31,7 +31,7 @@ from tessera.ops.attention.blockwise import (
     zeros_like,
 )
 from tessera.ops.attention.context_variants import NO_WINDOW
-from tessera.ops.checkpointing import KEPT_BY_ATTENTION
+from tessera.ops.checkpointing import ATTENTION_RESIDUALS
 
 if TYPE_CHECKING:
     from tessera.ops.attention.dispatch import Device
@@ -55,8 +55,8 @@ def _forward(operands: Operands, setting: Setting) -> Any:
     state = fold(Softmax.before(queries), queries, call.keys, call.mask)
     read, log_total = state.result()
     out = call.rows.unblocks(read).astype(operands.q.dtype)
-    out = checkpoint_name(out, KEPT_BY_ATTENTION)
-    log_total = checkpoint_name(log_total, KEPT_BY_ATTENTION)
+    out = checkpoint_name(out, ATTENTION_RESIDUALS)
+    log_total = checkpoint_name(log_total, ATTENTION_RESIDUALS)
     return out, (operands, out, log_total)
 
 

@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import TokenRangeError
+from tessera.labels import IGNORE_INDEX
 from tessera.training.data.tokenization import Ids, out_of_vocabulary
 
-NO_TARGET = -100
+NO_TARGET = IGNORE_INDEX
 
 Batch = dict[str, npt.NDArray[np.int32]]
 

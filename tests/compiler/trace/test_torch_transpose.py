@@ -71,7 +71,7 @@ def test_a_dim_that_there_is_not_is_an_error():
     with pytest.raises(OperandError) as caught:
         ts.function(lambda x: x.transpose(1, 7))(jnp.asarray(X))
     assert str(caught.value) == (
-        "[T401] transpose is to act along dims that its operand does not have\n"
+        "[T401] the operand of transpose does not have these dims\n"
         "  got: dim=7, shape (2, 3, 4, 5)\n"
         "  fix: use dims from -4 to 3, each once\n"
         "  docs: docs/errors/T401.md"

@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-entropy of a linear layer, chunk by chunk, as one ``custom_vjp``.
+
+With a large vocabulary, the logits and their gradients are the largest arrays of a
+step. Here the tokens pass chunk by chunk through the last matmul, the softmax and,
+where the loss is differentiated, the matmuls of the gradients: three matmuls as always,
+nothing is recomputed, and the residuals are as large as the gradients. The backward
+pass multiplies them by the cotangent of the loss. On a mesh every device does so with
+its own tokens and its own part of the vocabulary.
+
+JAX has no such loss: its autodiff of a chunked forward pass would save the logits of
+every chunk or recompute them.
+
+Dims: N tokens, C tokens of a chunk, D width, V vocabulary; per device.
+
+Source: the order of Liger Kernel, arXiv 2410.10989; vocabulary-parallel, arXiv
+1909.08053.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from tessera import _jax, scope
+from tessera.labels import IGNORE_INDEX
+from tessera.mesh import Mesh, manual_axes
+from tessera.ops.attention.blockwise import varying_alike, varying_as
+from tessera.ops.losses import Reduction, as_labels, reduced
+from tessera.ops.operand_layouts import region_mesh
+from tessera.spec import axes_of_dims
+
+_CHUNK_BYTES: Final = 16 << 20
+_LARGEST_CHUNK_BYTES: Final = 1 << 30
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a token's loss, and how it is computed.
+
+    Attributes:
+      ignore_index: Label of tokens to ignore.
+      label_smoothing: The part of each target that is spread over the vocabulary.
+      z_loss: Weight of the squared log of the softmax's denominator.
+      soft_cap: Logits x become ``soft_cap * tanh(x / soft_cap)``; None leaves them.
+      vocab_dim: The dim of the weight that is the vocabulary.
+      gradient_scale: Factor of the logits' gradients before they are rounded to the
+        dtype of the operands; sums of them are divided by it. A power of two.
+    """
+
+    ignore_index: int = IGNORE_INDEX
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    soft_cap: float | None = None
+    vocab_dim: int = 0
+    gradient_scale: float = 1.0
+
+
+class Head(NamedTuple):
+    """The last layer, which computes the logits.
+
+    Attributes:
+      weight: ``[V, D]``, or ``[D, V]`` with ``vocab_dim=1``.
+      bias: ``[V]`` or None.
+    """
+
+    weight: Any
+    bias: Any = None
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the operands are sharded over a mesh.
+
+    Attributes:
+      mesh: The mesh.
+      tokens: Layout of the labels, and of ``hidden`` but for its last dim.
+      vocabulary: Axes that split the vocabulary, outer first.
+    """
+
+    mesh: Mesh
+    tokens: PartitionSpec
+    vocabulary: tuple[str, ...] = ()
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Axes that split the tokens."""
+        return tuple(axis for axes in axes_of_dims(self.tokens, 0) for axis in axes)
+
+
+def fused_loss(
+    terms: Terms,
+    head: Head,
+    hidden: Array,
+    labels: Array,
+    split: Split | None,
+    reduction: Reduction = "mean",
+    chunk_size: int | None = None,
+) -> Array:
+    """``op.fused_linear_cross_entropy`` of operands that are known to be valid.
+
+    Args:
+      terms: The terms of a token's loss.
+      head: Weight and bias.
+      hidden: ``[..., D]``.
+      labels: ``[...]``.
+      split: Their layouts; None leaves them to the compiler.
+      reduction: ``mean``, ``sum`` or ``none``.
+      chunk_size: Tokens of a device in a chunk; None is the default.
+    """
+    labels = as_labels(labels)
+    if hidden.dtype == jnp.float16 or scope.current_autocast() == "float16":
+        # The probability of one word among many underflows in fp16.
+        terms = replace(terms, gradient_scale=1024.0)
+    if split and split.mesh.axis_size((*split.token_axes, *split.vocabulary)) == 1:
+        split = None
+    hidden, weight, bias, labels = varying_alike(hidden, *head, labels)
+    call = _Call(terms, split, chunk_size, hidden.dtype.name, reduction == "none")
+    operands = hidden, Head(weight, bias), labels
+    is_traced = any(
+        isinstance(_jax.underlying(x), jax.core.Tracer)
+        for x in jax.tree.leaves(operands)
+    )
+    loss = (_loss if is_traced else _compiled_loss)(call, *operands)
+    if reduction == "none":
+        return loss
+    return reduced(loss, labels != terms.ignore_index, reduction)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The static arguments of a call.
+
+    Attributes:
+      terms: The terms of a token's loss.
+      split: How the operands are sharded, where they are.
+      chunk_size: Tokens of a device in a chunk; None is the default.
+      dtype: The dtype of the operands.
+      per_token: Whether each token's loss is a result, or their sum.
+    """
+
+    terms: Terms
+    split: Split | None
+    chunk_size: int | None
+    dtype: str
+    per_token: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(call: _Call, hidden: Array, head: Head, labels: Array) -> Array:
+    """The loss of each token, or their sum."""
+    losses, _ = _sharded(call, hidden, head, labels, differentiate=False)
+    return losses if call.per_token else losses.sum()
+
+
+def _forward(call: _Call, *operands: Any) -> tuple[Array, Any]:
+    if call.per_token:  # each with a cotangent that only the backward pass knows
+        return _sharded(call, *operands, differentiate=False)[0], operands
+    losses, gradients = _sharded(call, *operands, differentiate=True)
+    return losses.sum(), gradients
+
+
+def _backward(call: _Call, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
+    if call.per_token:
+        hidden, head, labels = residuals
+        _, gradients = _sharded(
+            call, hidden, head, labels, cotangent, differentiate=True
+        )
+    else:
+        gradients = jax.tree.map(cotangent.__mul__, residuals)
+
+    def narrow(gradient: Array) -> Array:
+        return gradient.astype(call.dtype)
+
+    return *jax.tree.map(narrow, gradients), None
+
+
+_loss.defvjp(_forward, _backward)
+# Eager calls with equal static arguments share one compiled program.
+_compiled_loss = jax.jit(_loss, static_argnums=0)
+
+
+def _sharded(
+    call: _Call,
+    hidden: Array,
+    head: Head,
+    labels: Array,
+    cotangents: Array | None = None,
+    *,
+    differentiate: bool,
+) -> tuple[Array, tuple[Array, Head] | None]:
+    """Losses laid out as the labels, and f32 gradients laid out as their operands."""
+    on_device = partial(_on_device, call, differentiate=differentiate)
+    if (split := call.split) is None:
+        return on_device(hidden, head, labels, cotangents)
+    vocabulary: Any = split.vocabulary or None
+    dims = (None, vocabulary) if call.terms.vocab_dim else (vocabulary, None)
+    head_spec = Head(PartitionSpec(*dims), PartitionSpec(vocabulary))
+    manual, mesh = manual_axes(), region_mesh(split.mesh)
+    if manual:
+        mesh = jax.sharding.get_abstract_mesh()
+    return jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(split.tokens, head_spec, split.tokens, split.tokens),
+        out_specs=(split.tokens, (split.tokens, head_spec) if differentiate else None),
+        axis_names=set(mesh.axis_names) - set(manual),
+        check_vma=False,
+    )(hidden, head, labels, cotangents)
+
+
+def _on_device(
+    call: _Call,
+    hidden: Array,
+    head: Head,
+    labels: Array,
+    cotangents: Array | None,
+    *,
+    differentiate: bool,
+) -> tuple[Array, tuple[Array, Head] | None]:
+    """Losses and gradients of the tokens of one device."""
+    tokens = _Tokens(
+        hidden.reshape(-1, hidden.shape[-1]),
+        labels.reshape(-1),
+        None if cotangents is None else cotangents.reshape(-1),
+    )
+    vocabulary = call.split.vocabulary if call.split else ()
+    count, words = len(tokens.hidden), head.weight.shape[call.terms.vocab_dim]
+    size = call.chunk_size or chunk_rows(count, words, jax.default_backend())
+    losses, gradients = _chunked(
+        call.terms, vocabulary, size, head, tokens, differentiate=differentiate
+    )
+    losses = losses.reshape(labels.shape)
+    if gradients is None:
+        return losses, None
+    of_hidden, of_head = gradients
+    if call.split and (axes := call.split.token_axes):
+        of_head = lax.psum(of_head, axes)
+    return losses, (of_hidden.reshape(hidden.shape), of_head)
+
+
+# --- one device
+
+
+class _Tokens(NamedTuple):
+    """Some tokens: ``[C, D]``, ``[C]``, and the cotangents of their losses or None."""
+
+    hidden: Array
+    labels: Array
+    cotangents: Array | None
+
+
+def chunk_rows(tokens: int, vocabulary: int, platform: str) -> int:
+    """The number of tokens in a chunk of a device, from the bytes of its f32 logits.
+
+    Up to 16 MiB, which is fastest on CPU, where they stay in cache until they are read
+    again. Elsewhere up to an eighth of all logits, but at most 1 GiB: a matmul of few
+    rows is bound by reading the weight. At least 128 rows, or 1024.
+
+    Args:
+      tokens: Of one device.
+      vocabulary: The part of it that one device has.
+      platform: As JAX calls it: ``cpu``, ``gpu`` or ``tpu``.
+
+    Example:
+      >>> chunk_rows(2048, 32_768, "cpu"), chunk_rows(32_768, 131_072, "gpu")
+      (128, 2048)
+    """
+    row, fewest = 4 * vocabulary, 128 if platform == "cpu" else 1024
+    rows = max(_CHUNK_BYTES // row, fewest)
+    if platform != "cpu":
+        rows = max(rows, min(tokens // 8, _LARGEST_CHUNK_BYTES // row))
+    return max(min(rows, tokens), 1)
+
+
+def _chunked(
+    terms: Terms,
+    axes: tuple[str, ...],
+    size: int,
+    head: Head,
+    tokens: _Tokens,
+    *,
+    differentiate: bool,
+) -> tuple[Array, tuple[Array, Head] | None]:
+    """Losses f32 ``[N]``, and the gradients of their sum, weighted by any cotangents.
+
+    Each matmul contracts one dim of two-dim operands. That of the weight's gradient has
+    the tokens as the leading dim of both operands and the vocabulary last, the form
+    that XLA runs fastest on CPU (JAX 0.10.2).
+
+    Gradients by tokens are summed over ``axes``, which split the vocabulary; those by
+    the head are of the device's own part of it.
+    """
+
+    def one(sums: Any, chunk: _Tokens) -> tuple[Any, Any]:
+        losses, by_logits = _losses_of_chunk(
+            terms, axes, head, chunk, differentiate=differentiate
+        )
+        if by_logits is None:
+            return sums, (losses, None)
+        narrow = by_logits.astype(chunk.hidden.dtype)
+        # [D, C] @ [C, V]; [C, V] @ [V, D].
+        by_weight = sums.weight + _dot(chunk.hidden, narrow, 0, 0)
+        by_hidden = _dot(narrow, head.weight, 1, terms.vocab_dim) / terms.gradient_scale
+        by_bias = None if sums.bias is None else sums.bias + by_logits.sum(axis=0)
+        return Head(by_weight, by_bias), (losses, by_hidden)
+
+    def zeros(like: Array, *shape: int) -> Array:
+        return varying_as(like, jnp.zeros(shape, jnp.float32))
+
+    if not differentiate:
+        return _over_chunks(terms, one, None, tokens, size)[1][0], None
+    words = head.weight.shape[terms.vocab_dim]
+    width = head.weight.shape[1 - terms.vocab_dim]
+    start = Head(
+        zeros(head.weight, width, words),
+        None if head.bias is None else zeros(head.bias, words),
+    )
+    sums, (losses, by_hidden) = _over_chunks(terms, one, start, tokens, size)
+    by_hidden = lax.psum(by_hidden, axes) if axes else by_hidden
+    sums = Head(sums.weight if terms.vocab_dim else sums.weight.T, sums.bias)
+    sums = jax.tree.map(partial(_divided, divisor=terms.gradient_scale), sums)
+    return losses, (by_hidden, sums)
+
+
+def _divided(total: Array, divisor: float) -> Array:
+    return total / divisor
+
+
+def _dot(left: Array, right: Array, contracted: int, other: int) -> Array:
+    dims = (((contracted,), (other,)), ((), ()))
+    return lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
+
+
+def _losses_of_chunk(
+    terms: Terms,
+    axes: tuple[str, ...],
+    head: Head,
+    tokens: _Tokens,
+    *,
+    differentiate: bool,
+) -> tuple[Array, Array | None]:
+    """f32 losses ``[C]``, and gradients by the logits, f32 ``[C, V]``.
+
+    The device has the logits of its own part of the vocabulary. A loss is 0 where the
+    token is ignored and NaN where its label is not in the vocabulary. Gradients are
+    multiplied by the cotangents and by ``gradient_scale``.
+    """
+    logits, capped = _dot(tokens.hidden, head.weight, 1, 1 - terms.vocab_dim), None
+    if head.bias is not None:
+        logits = logits + head.bias.astype(jnp.float32)
+    if terms.soft_cap is not None:
+        capped = jnp.tanh(logits / terms.soft_cap)
+        logits = capped * terms.soft_cap
+    highest, first = logits.max(axis=-1), 0
+    columns = logits.shape[-1]
+    vocabulary = columns * prod(lax.axis_size(axis) for axis in axes)
+    if axes:
+        highest = lax.pmax(highest, axes)
+        first = lax.axis_index(axes) * columns
+    # Relative to the largest, so that rounding is that of the loss.
+    scores = logits - highest[:, None]
+    exponentials = jnp.exp(scores)
+    labels = tokens.labels
+    index = labels - jnp.asarray(first, labels.dtype)
+    is_target = lax.broadcasted_iota(labels.dtype, scores.shape, 1) == index[:, None]
+    sums = [exponentials.sum(-1), jnp.where(is_target, scores, 0.0).sum(-1)]
+    if terms.label_smoothing:
+        sums.append(scores.sum(-1))
+    total, target_score, *score_sums = lax.psum(sums, axes) if axes else sums
+    log_total = jnp.log(total)
+    log_sum = log_total + highest
+    losses = log_total - target_score
+    for score_sum in score_sums:
+        mean = log_total - score_sum / vocabulary
+        losses = (1.0 - terms.label_smoothing) * losses + terms.label_smoothing * mean
+    if terms.z_loss:
+        losses = losses + terms.z_loss * log_sum**2
+    counts = labels != terms.ignore_index
+    is_legal = (labels >= 0) & (labels < vocabulary)
+    losses = jnp.where(counts, jnp.where(is_legal, losses, jnp.nan), 0.0)
+    if not differentiate:
+        return losses, None
+    weight = jnp.where(is_legal & counts, jnp.float32(terms.gradient_scale), 0.0)
+    if tokens.cotangents is not None:
+        weight = weight * tokens.cotangents
+    share = weight / total
+    if terms.z_loss:
+        share = share * (1.0 + 2.0 * terms.z_loss * log_sum)
+    target = (1.0 - terms.label_smoothing) * weight
+    gradient = exponentials * share[:, None]
+    gradient = gradient - jnp.where(is_target, target[:, None], 0.0)
+    if terms.label_smoothing:
+        gradient = gradient - (terms.label_smoothing / vocabulary * weight)[:, None]
+    if capped is not None:
+        gradient = gradient * (1.0 - capped * capped)
+    return losses, gradient
+
+
+def _over_chunks(
+    terms: Terms, function: Any, carry: Any, tokens: _Tokens, size: int
+) -> Any:
+    """``lax.scan`` over chunks of at most ``size`` tokens, as even as possible.
+
+    The last chunk is padded with ignored tokens.
+    """
+    count = tokens.hidden.shape[0]
+    chunks = max(-(-count // size), 1)
+    if chunks == 1:
+        return function(carry, tokens)
+    rows = -(-count // chunks)
+    padding = chunks * rows - count
+
+    def split(array: Array, fill: int = 0) -> Array:
+        if padding:
+            widths = ((0, padding), *((0, 0) for _ in array.shape[1:]))
+            array = jnp.pad(array, widths, constant_values=fill)
+        return array.reshape(chunks, rows, *array.shape[1:])
+
+    def join(array: Array) -> Array:
+        return array.reshape(chunks * rows, *array.shape[2:])[:count]
+
+    chunked = _Tokens(
+        split(tokens.hidden),
+        split(tokens.labels, terms.ignore_index),
+        None if tokens.cotangents is None else split(tokens.cotangents),
+    )
+    carry, results = lax.scan(function, carry, chunked)
+    return carry, jax.tree.map(join, results)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of operands that several operations share."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from tessera.errors import OperandError
+
+Dims: TypeAlias = int | Sequence[int]
+
+
+def dims_of(name: str, x: Any, dim: Dims) -> tuple[int, ...]:
+    """The dims that ``dim`` names, counted from 0, in its order.
+
+    Args:
+      name: The name of the function, for the message.
+      x: An array.
+      dim: One dim or several; negative ones count from the end.
+
+    Raises:
+      OperandError: [T401] the array has no such dim, or one is named twice.
+
+    Example:
+      >>> dims_of("sum", jnp.ones((2, 3, 4)), (-1, 0))
+      (2, 0)
+    """
+    dims = tuple(dim) if isinstance(dim, Sequence) else (dim,)
+    legal = [d % x.ndim for d in dims if -x.ndim <= d < x.ndim]
+    if dims and len(set(legal)) == len(dims):
+        return tuple(legal)
+    raise OperandError(
+        f"the operand of {name} does not have these dims",
+        got=f"dim={dim}, shape {tuple(x.shape)}",
+        fix=f"use dims from {-x.ndim} to {x.ndim - 1}, each once"
+        if x.ndim
+        else "give it an array of one dim or more",
+    )
+
+
+def swap_dims(x: Any, first: int, second: int) -> jax.Array:
+    """An array with the dims ``first`` and ``second`` swapped.
+
+    Raises:
+      OperandError: [T401] the array has no such dim.
+    """
+    dims = [dims_of("transpose", x, dim)[0] for dim in (first, second)]
+    return jnp.swapaxes(x, *dims)
+
+
+def nearest_divisors(size: int, divisor: int) -> str:
+    """The divisors of a size just below and above a number, for the fix of an error.
+
+    Example:
+      >>> nearest_divisors(10, 3)
+      '2 or 5'
+    """
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    nearest = [n for n in divisors if n < divisor][-1:]
+    nearest += [n for n in divisors if n > divisor][:1]
+    return " or ".join(map(str, nearest))
+
+
+def at_least_f32(x: jax.Array) -> jax.Array:
+    """``x`` in f32, or as it is where that is wider."""
+    return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
+
+
+def floating_along(name: str, x: Any, dim: Dims) -> tuple[jax.Array, tuple[int, ...]]:
+    """A floating-point operand, and the dims that ``dim`` names, in ascending order.
+
+    Raises:
+      OperandError: [T401] its dtype is not floating-point, or it has no such dims.
+    """
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise OperandError(
+            f"{name} takes floating-point numbers",
+            got=f"dtype {x.dtype.name}, shape {x.shape}",
+            fix="cast them first, e.g. with .astype(jnp.float32)",
+        )
+    return x, tuple(sorted(dims_of(name, x, dim)))
+
+
+def raise_problems(message: str, problems: Sequence[tuple[str, str]]) -> None:
+    """Raise one [T401] for all problems of a call, each a ``got`` and a ``fix``."""
+    if problems:
+        raise OperandError(
+            message,
+            got="\n".join(got for got, _ in problems),
+            fix="\n".join(fix for _, fix in problems),
+        )
