@@ -23,8 +23,13 @@ import numpy as np
 import report
 
 from tessera import op
-from tessera.ops.attention.attention_call import Operands, Setting
-from tessera.ops.attention.dispatch import IMPLEMENTATIONS, Device, reason_against
+from tessera.ops.attention.dispatch import (
+    IMPLEMENTATIONS,
+    Device,
+    Operands,
+    Options,
+    unsupported_reason,
+)
 
 # Arrays as large as the square of the sequence that still fit a machine.
 _MOST_SCORES = 2**32
@@ -75,12 +80,12 @@ def cases(*, quick: bool, is_gpu: bool) -> Iterator[Case]:
 
 def contestants(case: Case, arrays: list[Any]) -> dict[str, Callable[..., Any]]:
     """Functions of ``[B, H, S, D]``, by name."""
-    setting = Setting(case.causal, case.width**-0.5, case.window)
+    options = Options(case.causal, case.width**-0.5, case.window)
     found: dict[str, Callable[..., Any]] = {}
     for name in IMPLEMENTATIONS:
         whole = name == "reference" and case.heads * case.length**2 > _MOST_SCORES
         is_slow = name == "pallas" and Device.here().platform == "cpu"
-        reason = reason_against(name, Operands(*arrays), setting, Device.here())
+        reason = unsupported_reason(name, Operands(*arrays), options, Device.here())
         if reason is None and not whole and not is_slow:
             found[name] = partial(
                 op.flash_attention,

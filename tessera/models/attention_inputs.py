@@ -27,7 +27,7 @@ from tessera.ops.attention.context_variants import (
 )
 from tessera.ops.attention.dispatch import Device
 from tessera.ops.attention.flash import flash_attention
-from tessera.ops.attention.zigzag import Spread
+from tessera.ops.attention.zigzag import ContextSharding
 from tessera.ops.operand_layouts import region_mesh
 
 # From whether a layer is global to its attention.
@@ -108,10 +108,10 @@ def _sharded_attention(
 
     def attend(q_BSHK: Any, k_BTGK: Any, v_BTGK: Any, is_global: Any) -> Array:
         wire = wire_of(q_BSHK.dtype)
-        # In a pipeline stage, other devices may be at another point of the program.
-        alone = bool(manual_axes())
-        spread = Spread(axis, arrangement, wire=wire, alone=alone)
-        plan = Plan.of(place.context_parallel, spread, length, config.window)
+        # In a pipeline's stage, other devices may be elsewhere in the program.
+        divergent = bool(manual_axes())
+        sharding = ContextSharding(axis, arrangement, wire=wire, divergent=divergent)
+        plan = Plan.of(place.context_parallel, sharding, length, config.window)
         layout = place.resolve(HEADS, q_BSHK.shape, "queries")
         operands = q_BSHK, k_BTGK, v_BTGK
         return attend_in_region(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention, and attention over sequences that are spread over devices."""
+"""Attention, and context-parallel attention over sequences split over devices."""
 
 from tessera.ops.attention.context import context_attention as context_attention
 from tessera.ops.attention.context import unzigzag as unzigzag

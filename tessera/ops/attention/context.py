@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``op.context_attention``: attention over sequences that are spread over devices.
+"""``op.context_attention``: attention over sequences that are split over devices.
 
-context_attention   checks; on global arrays, a manual region
-  spread            per device: the form that fits
+context            checks; on global arrays, an SPMD region
+  context_variants   per device: the choice of the variant
     ring, all_to_all, halo   what is sent, and in which order
-      blockwise     what is computed
+      blockwise        what is computed
 """
 
 import functools
@@ -22,12 +22,13 @@ from tessera import _jax, scope
 from tessera.errors import CollectiveError, HeadCountError, OperandError
 from tessera.mesh import Mesh, manual_axes
 from tessera.ops.attention.blockwise import all_varying
-from tessera.ops.attention.context_variants import Plan, attend_spread, wire_of
-from tessera.ops.attention.zigzag import Arrangement, Spread
+from tessera.ops.attention.context_variants import Plan, attend_on_device, wire_of
+from tessera.ops.attention.zigzag import Arrangement, ContextSharding
+from tessera.ops.operand_checks import raise_problems
 from tessera.ops.operand_layouts import as_array, block_layout_of, placed, region_mesh
 from tessera.spec import axes_of_dims
 
-Way: TypeAlias = Literal["zigzag", "ring", "all_to_all"]
+Method: TypeAlias = Literal["zigzag", "ring", "all_to_all"]
 
 
 def context_attention(
@@ -36,7 +37,7 @@ def context_attention(
     v: Any,
     *,
     axis: str = "cp",
-    method: Way = "ring",
+    method: Method = "ring",
     causal: bool = True,
     window: int | None = None,
     segment_ids: Any = None,
@@ -45,30 +46,31 @@ def context_attention(
 
     In shapes, n is the number of devices along the axis. Per device q is ``[B, S/n, H,
     K]``, k and v are ``[B, S/n, G, K]`` and the result is as q: inside ``op.kernel``
-    these are the operands. A global array is taken apart as the layout of q says, whose
-    dim 1 the axis splits; its other dims may be split over other axes.
+    these are the operands. A global array is split by the layout of q, whose dim 1 is
+    split over the axis; its other dims may be split over other axes.
 
-    Query head h reads key/value head ``h // (H / G)``; scores are divided by the root
-    of K. Scores and sums are f32, whatever the dtype of the operands.
+    Query head h attends to key/value head ``h // (H / G)``; scores are divided by the
+    root of K. Scores and sums are f32, whatever the dtype of the operands.
 
-    A causal window no longer than the chunk of a device exchanges its halo alone,
-    whatever the method.
+    With a causal window no longer than the chunk of a device, only the halo is
+    exchanged, whatever the method.
 
     Args:
       q: Queries.
       k: Keys.
       v: Values.
       axis: The mesh axis that splits the sequences.
-      method: ``ring`` passes keys and values round, which with a causal mask leaves
-        the first devices idle; ``zigzag`` does the same with sequences in the order of
-        :func:`zigzag`, which gives all devices as much to do; ``all_to_all`` exchanges
-        the sequence for heads, whose number n has to divide.
-      causal: Whether a query sees only what comes before it in its sequence.
-      window: How many tokens back it sees, its own included; None is all.
-      segment_ids: int32 ``[B, S/n]`` per device; a token sees those of its own segment.
+      method: ``ring`` passes keys and values around a ring, which with a causal mask
+        leaves the first devices idle; ``zigzag`` does the same with sequences in the
+        order of :func:`zigzag`, which balances the work; ``all_to_all`` exchanges the
+        sequence for heads, whose number must be a multiple of n.
+      causal: Whether a query attends only to keys at or before its position.
+      window: How many positions back it attends, including its own; None is all.
+      segment_ids: int32 ``[B, S/n]`` per device; a token attends to those of its own
+        segment.
 
     Raises:
-      OperandError: [T401] shapes, dtypes or settings that do not fit.
+      OperandError: [T401] shapes, dtypes or options that are not valid.
       HeadCountError: [T402] heads that ``all_to_all`` cannot divide over the axis.
       CollectiveError: [T206] the axis does not split dim 1 of q, or its layout is not
         known.
@@ -85,29 +87,29 @@ def context_attention(
 
     Source: arXiv 2310.01889 (ring), 2309.14509 (all-to-all), 2407.21783 (zigzag).
     """
-    setting = _Setting(axis, method, causal, window)
-    setting.check()
+    options = _Options(axis, method, causal, window)
+    options.check()
     queries, keys, values = (as_array(x) for x in (q, k, v))
     segments = None if segment_ids is None else as_array(segment_ids)
     _check_operands(queries, keys, values, segments)
     if manual_axes():
-        return setting.on_blocks(queries, keys, values, segments)
+        return options.on_blocks(queries, keys, values, segments)
     mesh, spec = _layout(queries, axis)
     operands = queries, keys, values, segments
     if any(isinstance(_jax.underlying(x), jax.core.Tracer) for x in operands):
-        out = _mapped(setting, region_mesh(mesh, explicit=True), spec)(*operands)
+        out = _mapped(options, region_mesh(mesh, explicit=True), spec)(*operands)
         scope.record_layout(out, mesh, spec)
         return out
     home = NamedSharding(mesh.jax, spec)
     rows = NamedSharding(mesh.jax, PartitionSpec(*spec[:2]))
-    return _compiled(setting, mesh.jax, spec)(
+    return _compiled(options, mesh.jax, spec)(
         *(placed(x, home) for x in (queries, keys, values)),
         None if segments is None else placed(segments, rows),
     )
 
 
 def zigzag(x: Any, size: int, *, dim: int = 1) -> Array:
-    """Sequences in the order in which ``size`` devices share causal attention evenly.
+    """Reorder sequences so that ``size`` devices share causal attention evenly.
 
     Split over the devices, dim ``dim`` of the result gives device r the chunks r and
     2 · size - 1 - r of the 2 · size chunks of the sequence.
@@ -132,51 +134,48 @@ def unzigzag(x: Any, size: int, *, dim: int = 1) -> Array:
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """What a call asks for, besides its arrays."""
+class _Options:
+    """The static arguments of a call."""
 
     axis: str
-    way: Way
+    method: Method
     causal: bool
     window: int | None
 
     def check(self) -> None:
-        wrong: list[tuple[str, str]] = []
-        if self.way not in get_args(Way):
-            legal = ", ".join(map(repr, get_args(Way)))
-            wrong.append((f"method {self.way!r}", f"use one of {legal}"))
+        problems: list[tuple[str, str]] = []
+        if self.method not in get_args(Method):
+            legal = ", ".join(map(repr, get_args(Method)))
+            problems.append((f"method {self.method!r}", f"use one of {legal}"))
         if self.window is not None and self.window < 1:
-            wrong.append(
+            problems.append(
                 (f"window {self.window}", "use a window of 1 or more, or None")
             )
         if self.window is not None and not self.causal:
-            wrong.append(("a window with causal=False", "leave one of them out"))
-        if wrong:
-            raise OperandError(
-                "context_attention cannot do this",
-                got="\n".join(got for got, _ in wrong),
-                fix="\n".join(fix for _, fix in wrong),
-            )
+            problems.append(("a window with causal=False", "leave one of them out"))
+        raise_problems("context_attention cannot do this", problems)
 
     def on_blocks(self, q: Array, k: Array, v: Array, segments: Array | None) -> Array:
-        """What the queries of this device read, in a manual region."""
+        """The output of this device's queries, in an SPMD region."""
         size = lax.axis_size(self.axis)
-        if self.way == "all_to_all":
+        if self.method == "all_to_all":
             check_exchange(q.shape[2], k.shape[2], size, self.axis)
         arrangement = Arrangement(
-            "zigzag" if self.way == "zigzag" else "contiguous", size
+            "zigzag" if self.method == "zigzag" else "contiguous", size
         )
-        spread = Spread(self.axis, arrangement, self.causal, wire_of(q.dtype))
-        method = "all_to_all" if self.way == "all_to_all" else "ring"
-        plan = Plan.of(method, spread, q.shape[1] * size, self.window)
+        sharding = ContextSharding(
+            self.axis, arrangement, self.causal, wire_of(q.dtype)
+        )
+        method = "all_to_all" if self.method == "all_to_all" else "ring"
+        plan = Plan.of(method, sharding, q.shape[1] * size, self.window)
         if segments is not None:
             segments = lax.all_gather(segments, self.axis, axis=1, tiled=True)
         q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-        return attend_spread(plan, *all_varying(self.axis, q, k, v, segments))
+        return attend_on_device(plan, *all_varying(self.axis, q, k, v, segments))
 
 
 def check_exchange(heads: int, kv_heads: int, size: int, axis: str) -> None:
-    """Raise [T402] where heads cannot be exchanged for the sequence."""
+    """Raise [T402] where the axis does not divide the heads for an all-to-all."""
     fit = kv_heads % size == 0 or size % kv_heads == 0
     if heads % size == 0 and fit:
         return
@@ -243,10 +242,10 @@ def _check_operands(q: Array, k: Array, v: Array, segments: Array | None) -> Non
 
 
 def _mapped(
-    setting: _Setting, mesh: JaxMesh | AbstractMesh, spec: PartitionSpec
+    options: _Options, mesh: JaxMesh | AbstractMesh, spec: PartitionSpec
 ) -> Callable[..., Array]:
     return jax.shard_map(
-        setting.on_blocks,
+        options.on_blocks,
         mesh=mesh,
         in_specs=(spec, spec, spec, PartitionSpec(*spec[:2])),
         out_specs=spec,
@@ -256,6 +255,6 @@ def _mapped(
 
 @functools.lru_cache(maxsize=256)
 def _compiled(
-    setting: _Setting, mesh: JaxMesh, spec: PartitionSpec
+    options: _Options, mesh: JaxMesh, spec: PartitionSpec
 ) -> Callable[..., Array]:
-    return jax.jit(_mapped(setting, mesh, spec))
+    return jax.jit(_mapped(options, mesh, spec))

@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by cuDNN's kernels, through ``jax.nn.dot_product_attention``.
 
-It takes what cuDNN can be told without a mask: a mask in memory is as large as the
-square of the sequence, and slower than the kernels that do without one.
+It supports what cuDNN can do without a mask array: such a mask is as large as the
+square of the sequence, and slower than the kernels that need none.
 """
-
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.ops.attention.attention_call import Operands, Setting
+from tessera.ops.attention.dispatch import Device, Operands, Options
 
-if TYPE_CHECKING:
-    from tessera.ops.attention.dispatch import Device
-
-# Since Ampere; heads wider than 128 since Hopper.
+# Attention needs Ampere, heads wider than 128 need Hopper.
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
-def why_not(operands: Operands, setting: Setting, device: "Device") -> str | None:
-    """Why cuDNN cannot serve such a call on that device; or None."""
+def unsupported_reason(
+    operands: Operands, options: Options, device: Device
+) -> str | None:
+    """Why cuDNN does not support such a call on that device; or None."""
     q, k = operands.q, operands.k
     if device.platform != "cuda":
         return f"cuDNN runs on NVIDIA GPUs, and this call on {device.platform}"
@@ -36,28 +33,28 @@ def why_not(operands: Operands, setting: Setting, device: "Device") -> str | Non
             f"cuDNN takes heads of a multiple of 8 up to {widest} on this device, "
             f"and got {q.shape[3]}"
         )
-    if setting.soft_cap is not None:
+    if options.soft_cap is not None:
         return "cuDNN has no soft_cap"
     if operands.query_segments is not None:
-        return "cuDNN cannot be told segment ids without a mask in memory"
-    if operands.offset is not None or setting.offset:
+        return "cuDNN takes segment ids only as a mask in memory"
+    if operands.offset is not None or options.offset:
         return "cuDNN has no query_offset"
-    if setting.causal and q.shape[2] != k.shape[2]:
-        return "cuDNN's causal attention is asked for as many queries as keys alone"
+    if options.causal and q.shape[2] != k.shape[2]:
+        return "cuDNN's causal attention is used for as many queries as keys only"
     return None
 
 
-def attend(operands: Operands, setting: Setting) -> Array:
-    """What the queries read: ``[B, H, S, D]``."""
+def attend(operands: Operands, options: Options) -> Array:
+    """The output of the queries: ``[B, H, S, D]``."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
-    # JAX counts how many keys are seen besides a query's own.
-    window = None if setting.window is None else (setting.window - 1, 0)
+    # JAX does not count the query's own position.
+    window = None if options.window is None else (options.window - 1, 0)
     out = jax.nn.dot_product_attention(
         q,
         k,
         v,
-        scale=setting.scale,
-        is_causal=setting.causal,
+        scale=options.scale,
+        is_causal=options.causal,
         local_window_size=window,
         implementation="cudnn",
     )

@@ -1,53 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation of attention a call gets.
+"""Dispatch of a call of ``flash_attention`` to an implementation.
 
 An implementation is a module with two functions:
 
-    def attend(operands: Operands, setting: Setting) -> Array:
-        '''What the queries read: [B, H, S, D] in the dtype of q. Differentiable.'''
+    def attend(operands: Operands, options: Options) -> Array:
+        '''The output of the queries: [B, H, S, D] in the dtype of q. Differentiable.'''
 
-    def why_not(operands: Operands, setting: Setting, device: Device) -> str | None:
-        '''Why it cannot serve such a call there, as half a sentence; or None.'''
+    def unsupported_reason(
+        operands: Operands, options: Options, device: Device
+    ) -> str | None:
+        '''Why it does not support such a call there, as a clause; or None.'''
 
-``why_not`` looks at shapes and dtypes alone: what it is given may be tracers or
-``jax.ShapeDtypeStruct``. The first one of ``IMPLEMENTATIONS`` that has no reason
-against a call serves it, so the faster come first; ``reference`` comes last and serves
-all. One that can do more than it is fast at has a third function, ``why_not_unasked``,
-like ``why_not``: for what that names, it serves only calls that ask for it by name.
+``unsupported_reason`` reads shapes and dtypes only: operands may be tracers or
+``jax.ShapeDtypeStruct``. The first of ``IMPLEMENTATIONS`` that supports a call serves
+it, so they are in order of speed; ``reference`` is last and supports every call. One
+that supports more than it is fast at has a third function, ``slow_reason``: a call for
+which it gives a reason is served only where it asks for the implementation by name.
 
-Modules are imported when they are first asked, so that ``import tessera`` loads no
-kernel language. A call is traced inside a scope and a program of its implementation's
-name, ``flash_attention_xla`` say, which is what ``graph.trace`` shows.
+Query i of a sequence has the position ``i + offset``, and key j the position j. A query
+attends to the keys of its own segment; with ``causal`` only to those at or before its
+position, and with a window of w to the last w of these. The output of a query that
+attends to no key is zeros.
+
+The modules are imported at their first use, so that ``import tessera`` loads no kernel
+language. A call is traced inside a scope and a program with the name of its
+implementation, such as ``flash_attention_xla``, which ``graph.trace`` shows.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Final, Literal, TypeAlias, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import jax
 from jax import Array
 
 from tessera.errors import ImplementationError, did_you_mean
-from tessera.ops.attention.attention_call import Operands, Setting
 
 Name: TypeAlias = Literal["cudnn", "pallas", "xla", "reference"]
 IMPLEMENTATIONS: Final[tuple[str, ...]] = get_args(Name)
-# Those whose matmuls are in the dtype of the operands, which nothing can change later.
+# Those whose matmuls are in the dtype of the operands; no pass can change that.
 KERNELS: Final = ("cudnn", "pallas")
-# Those that take a window which is known only at run time.
-_LATER_WINDOWS: Final = ("xla", "reference")
+# Those that support a window that is known only at run time.
+_DYNAMIC_WINDOWS: Final = ("xla", "reference")
 _PACKAGE = "tessera.ops.attention"
+
+
+class Operands(NamedTuple):
+    """The arrays of a call.
+
+    Attributes:
+      q: ``[B, H, S, D]``.
+      k: ``[B, G, T, D]``, G dividing H; head h of q attends to ``h // (H / G)`` of k.
+      v: ``[B, G, T, D]``.
+      query_segments: int32 ``[B, S]``, or None where a sequence is one segment.
+      key_segments: int32 ``[B, T]``, None where ``query_segments`` is.
+      offset: int32 scalar that is added to ``Options.offset``, or None.
+      window: int32 scalar that replaces ``Options.window``, or None.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    query_segments: Array | None = None
+    key_segments: Array | None = None
+    offset: Array | None = None
+    window: Array | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The static arguments of a call.
+
+    Attributes:
+      causal: Whether a query attends only to keys at or before its position.
+      scale: The factor of the products of queries and keys.
+      window: How many positions back a causal query attends, including its own.
+      soft_cap: Scaled scores s become ``soft_cap * tanh(s / soft_cap)``.
+      offset: The position of the first query.
+    """
+
+    causal: bool
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    offset: int = 0
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the choice knows of the device that will run the call.
+    """The device that will run a call, as far as dispatch depends on it.
 
     Attributes:
       platform: ``cpu``, ``cuda``, ``rocm`` or ``tpu``.
-      kind: As its maker calls it: ``NVIDIA H200``.
-      capability: Of CUDA: (9, 0) is Hopper. Else (0, 0).
+      kind: The vendor's name: ``NVIDIA H200``.
+      capability: The CUDA compute capability, (9, 0) for Hopper; else (0, 0).
     """
 
     platform: str
@@ -56,7 +103,7 @@ class Device:
 
     @classmethod
     def of(cls, device: jax.Device) -> "Device":
-        """Of a device that exists."""
+        """The description of an existing device."""
         text = str(getattr(device, "compute_capability", ""))
         major, _, minor = text.partition(".")
         if device.platform != "gpu":
@@ -67,44 +114,44 @@ class Device:
 
     @classmethod
     def here(cls) -> "Device":
-        """Of the device that JAX computes on unless it is told otherwise."""
+        """The default device of JAX."""
         default = getattr(jax.config, "jax_default_device", None)
         if isinstance(default, jax.Device):
             return cls.of(default)
         return cls.of(jax.local_devices(backend=default)[0])
 
 
-def choose(operands: Operands, setting: Setting, device: Device) -> Name:
-    """The fastest implementation that serves such a call there."""
+def fastest(operands: Operands, options: Options, device: Device) -> Name:
+    """The first implementation that supports such a call there and is fast at it."""
     return next(
         cast("Name", name)
         for name in IMPLEMENTATIONS
-        if reason_against(name, operands, setting, device) is None
-        and _is_fast(name, operands, setting, device)
+        if unsupported_reason(name, operands, options, device) is None
+        and _is_fast(name, operands, options, device)
     )
 
 
-def _is_fast(name: str, operands: Operands, setting: Setting, device: Device) -> bool:
-    why_not = getattr(_module(name), "why_not_unasked", None)
-    return why_not is None or why_not(operands, setting, device) is None
+def _is_fast(name: str, operands: Operands, options: Options, device: Device) -> bool:
+    slow_reason = getattr(_module(name), "slow_reason", None)
+    return slow_reason is None or slow_reason(operands, options, device) is None
 
 
-def reason_against(
-    name: str, operands: Operands, setting: Setting, device: Device
+def unsupported_reason(
+    name: str, operands: Operands, options: Options, device: Device
 ) -> str | None:
-    """Why an implementation cannot serve such a call there; or None."""
-    if operands.window is not None and name not in _LATER_WINDOWS:
+    """Why an implementation does not support such a call there; or None."""
+    if operands.window is not None and name not in _DYNAMIC_WINDOWS:
         return f"{name} has to know the window before the call runs"
-    return _module(name).why_not(operands, setting, device)
+    return _module(name).unsupported_reason(operands, options, device)
 
 
-def check_choice(
-    name: str, operands: Operands, setting: Setting, device: Device
+def check_supported(
+    name: str, operands: Operands, options: Options, device: Device
 ) -> Name:
-    """An implementation that was asked for by name.
+    """The implementation that a call asked for by name.
 
     Raises:
-      ImplementationError: [T406] there is no such one, or it cannot serve this call.
+      ImplementationError: [T406] there is no such one, or it does not support the call.
     """
     if name not in IMPLEMENTATIONS:
         known = ", ".join(map(repr, IMPLEMENTATIONS))
@@ -114,11 +161,11 @@ def check_choice(
             fix=f"use one of {known}, or None for the fastest that fits"
             + did_you_mean(name, IMPLEMENTATIONS),
         )
-    if reason := reason_against(name, operands, setting, device):
+    if reason := unsupported_reason(name, operands, options, device):
         others = [
             repr(other)
             for other in IMPLEMENTATIONS
-            if reason_against(other, operands, setting, device) is None
+            if unsupported_reason(other, operands, options, device) is None
         ]
         raise ImplementationError(
             f"implementation {name!r} of flash_attention cannot serve this call",
@@ -128,25 +175,25 @@ def check_choice(
     return cast("Name", name)
 
 
-def attend(name: Name, operands: Operands, setting: Setting) -> Array:
-    """What the queries read, by the implementation of that name."""
-    return _program(name)(operands, setting)
+def attend(name: Name, operands: Operands, options: Options) -> Array:
+    """The output of the queries, by the implementation of that name."""
+    return _program(name)(operands, options)
 
 
 def _module(name: str) -> Any:
     return import_module(f"{_PACKAGE}.{name}")
 
 
-_programs: dict[str, Callable[[Operands, Setting], Array]] = {}
+_programs: dict[str, Callable[[Operands, Options], Array]] = {}
 
 
-def _program(name: str) -> Callable[[Operands, Setting], Array]:
-    """Calls that are alike share a program where nothing is traced around them."""
+def _program(name: str) -> Callable[[Operands, Options], Array]:
+    """One compiled program per implementation: eager calls share it."""
     if name not in _programs:
 
-        def program(operands: Operands, setting: Setting) -> Array:
+        def program(operands: Operands, options: Options) -> Array:
             with jax.named_scope(program.__name__):
-                return _module(name).attend(operands, setting)
+                return _module(name).attend(operands, options)
 
         program.__name__ = f"flash_attention_{name}"
         _programs[name] = jax.jit(program, static_argnums=1)

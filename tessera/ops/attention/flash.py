@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``op.flash_attention``: attention to whole sequences, by the fastest way there is.
+"""``op.flash_attention``: attention over whole sequences, by the fastest kernel.
 
-flash          checks what is asked for
-  choice       which implementation serves it on this device
-    reference, xla, cudnn, pallas   what is computed
+flash          checks the arguments
+  dispatch     chooses the implementation for this device
+    reference, xla, cudnn, pallas   compute
 """
 
 from collections.abc import Callable
@@ -16,17 +16,19 @@ import numpy as np
 from jax import Array
 
 from tessera.errors import OperandError
-from tessera.ops.attention.attention_call import Operands, Setting
 from tessera.ops.attention.blockwise import varying_alike
 from tessera.ops.attention.context_variants import wire_of
 from tessera.ops.attention.dispatch import (
     KERNELS,
     Device,
     Name,
+    Operands,
+    Options,
     attend,
-    check_choice,
-    choose,
+    check_supported,
+    fastest,
 )
+from tessera.ops.operand_checks import raise_problems
 from tessera.ops.operand_layouts import as_array
 
 
@@ -43,39 +45,39 @@ def flash_attention(  # noqa: PLR0913
     query_offset: Any = None,
     implementation: str | None = None,
 ) -> Array:
-    """Attention of every query to the keys that it may see.
+    """Attention, with memory linear in the length of the sequence.
 
     Scores and sums are f32 whatever the dtype of the operands, f64 for f64; under
-    ``ts.autocast`` the matmuls of f32 operands are in its dtype. But for the
-    implementation ``reference`` no array is as large as the square of the sequence, in
-    the backward pass neither. Query head h reads key/value head ``h // (H / G)``.
-    Global arrays may be split over B and over heads; for sequences that are split over
-    devices there is ``op.context_attention``.
+    ``ts.autocast`` the matmuls of f32 operands are in its dtype. Except in the
+    implementation ``reference``, no array is as large as the square of the sequence, in
+    either pass. Query head h attends to key/value head ``h // (H / G)``. Global arrays
+    may be split over B and over heads; for sequences that are split over devices, use
+    ``op.context_attention``.
 
     Args:
       q: Queries ``[B, H, S, D]``.
       k: Keys ``[B, G, T, D]``, G dividing H.
       v: Values ``[B, G, T, D]``.
-      causal: Whether a query sees only the keys up to its own place.
-      scale: What scores are multiplied by; ``D ** -0.5`` when not given.
-      window: How many keys back a causal query sees, its own place included: an
-        integer, or an array of shape () that holds one. None is all.
+      causal: Whether a query attends only to keys at or before its position.
+      scale: The factor of the products of queries and keys; ``D ** -0.5`` by default.
+      window: How many positions back a causal query attends, including its own: an
+        integer, or an integer array of shape (). None is all.
       soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; None leaves them.
-      segment_ids: A query sees the keys of its own segment. Integers ``[B, S]`` where S
-        is T, or a pair of those of queries and of keys, ``[B, S]`` and ``[B, T]``.
-      query_offset: The place of the first query among those of the keys, which is how
-        many keys lie before it: an integer, or an array of shape () that holds one.
-        None is 0, and S is T where the places make a difference.
+      segment_ids: A query attends to the keys of its own segment. Integers ``[B, S]``
+        where S is T, or a pair for queries and keys, ``[B, S]`` and ``[B, T]``.
+      query_offset: The position of the first query, which is the number of keys before
+        it: an integer, or an integer array of shape (). None is 0, and requires S = T
+        if ``causal``.
       implementation: ``cudnn``, ``pallas``, ``xla`` or ``reference``; None is the first
-        of these that is fast on this device and that these arguments allow.
+        of these that supports this call and is fast on this device.
 
     Returns:
-      ``[B, H, S, D]`` in the dtype of the operands. A query that sees no key reads
-      zeros.
+      ``[B, H, S, D]`` in the dtype of the operands. The output of a query that attends
+      to no key is zeros.
 
     Raises:
-      OperandError: [T401] shapes, dtypes or settings that do not fit.
-      ImplementationError: [T406] the implementation cannot serve this call.
+      OperandError: [T401] shapes, dtypes or options that are not valid.
+      ImplementationError: [T406] the implementation does not support this call.
 
     Example:
       >>> q = jnp.ones((1, 4, 16, 8))
@@ -88,24 +90,25 @@ def flash_attention(  # noqa: PLR0913
     q, k, v = as_array(q), as_array(k), as_array(v)
     _check_operands(q, k, v)
     segments = _segments(q, k, segment_ids)
-    _check_settings(q, k, causal, window, soft_cap, query_offset)
-    place, offset = _now_or_later("query_offset", query_offset)
-    width, later_width = _now_or_later("window", window)
+    _check_options(q, k, causal, window, soft_cap, query_offset)
+    offset, dynamic_offset = _static_or_dynamic("query_offset", query_offset)
+    width, dynamic_width = _static_or_dynamic("window", window)
     if not causal:
-        place, offset = None, None  # places make no difference
+        offset, dynamic_offset = None, None  # positions make no difference
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    setting = Setting(causal, scale, width, soft_cap, place or 0)
-    operands = Operands(*varying_alike(q, k, v, *segments, offset, later_width))
+    options = Options(causal, scale, width, soft_cap, offset or 0)
+    arrays = varying_alike(q, k, v, *segments, dynamic_offset, dynamic_width)
+    operands = Operands(*arrays)
     if narrow := wire_of(q.dtype):
-        # No pass reaches the matmuls inside of a kernel.
+        # No pass can change the matmuls inside of a kernel.
         def cast(x: Array) -> Array:
             return x.astype(narrow)
 
-        wanted = _in_dtype(operands, partial(jax.eval_shape, cast))
-        name = _chosen(implementation, wanted, setting)
+        structs = _in_dtype(operands, partial(jax.eval_shape, cast))
+        name = _dispatch(implementation, structs, options)
         if name in KERNELS:
-            return attend(name, _in_dtype(operands, cast), setting).astype(q.dtype)
-    return attend(_chosen(implementation, operands, setting), operands, setting)
+            return attend(name, _in_dtype(operands, cast), options).astype(q.dtype)
+    return attend(_dispatch(implementation, operands, options), operands, options)
 
 
 def _in_dtype(operands: Operands, cast: Callable[[Array], Any]) -> Operands:
@@ -113,45 +116,45 @@ def _in_dtype(operands: Operands, cast: Callable[[Array], Any]) -> Operands:
     return operands._replace(q=q, k=k, v=v)
 
 
-def _chosen(implementation: str | None, operands: Operands, setting: Setting) -> Name:
+def _dispatch(implementation: str | None, operands: Operands, options: Options) -> Name:
     device = Device.here()
     if implementation is None:
-        return choose(operands, setting, device)
-    return check_choice(implementation, operands, setting, device)
+        return fastest(operands, options, device)
+    return check_supported(implementation, operands, options, device)
 
 
-def _now_or_later(name: str, value: Any) -> tuple[int | None, Array | None]:
-    """An integer that is known now, or one that is known at run time."""
+def _static_or_dynamic(name: str, value: Any) -> tuple[int | None, Array | None]:
+    """An integer that is known while tracing, or else an int32 scalar."""
     if value is None or isinstance(value, (int, np.integer)):
         return None if value is None else int(value), None
-    found = jnp.asarray(value)
-    if found.shape or not jnp.issubdtype(found.dtype, jnp.integer):
+    array = jnp.asarray(value)
+    if array.shape or not jnp.issubdtype(array.dtype, jnp.integer):
         raise OperandError(
             f"flash_attention takes one {name} for all queries",
-            got=f"{name} {found.dtype.name}{list(found.shape)}",
+            got=f"{name} {array.dtype.name}{list(array.shape)}",
             fix="pass an integer, or an array of shape () and an integer dtype",
         )
-    return None, found.astype(jnp.int32)
+    return None, array.astype(jnp.int32)
 
 
 def _segments(q: Array, k: Array, segment_ids: Any) -> tuple[Array | None, ...]:
-    """Segments of queries and of keys, int32; or twice None."""
+    """Segments of queries and of keys, int32; or None for both."""
     if segment_ids is None:
         return None, None
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,) * 2
-    found = tuple(jnp.asarray(ids) for ids in pair)
+    arrays = tuple(jnp.asarray(ids) for ids in pair)
     shapes = [(q.shape[0], q.shape[2]), (k.shape[0], k.shape[2])]
-    integers = all(jnp.issubdtype(ids.dtype, jnp.integer) for ids in found)
-    if [ids.shape for ids in found] != shapes or not integers:
+    integers = all(jnp.issubdtype(ids.dtype, jnp.integer) for ids in arrays)
+    if [ids.shape for ids in arrays] != shapes or not integers:
         raise OperandError(
             "flash_attention takes a segment id for each query and for each key",
             got="segment_ids "
-            + ", ".join(f"{ids.dtype.name}{list(ids.shape)}" for ids in found),
+            + ", ".join(f"{ids.dtype.name}{list(ids.shape)}" for ids in arrays),
             fix=f"pass integers of shape {shapes[0]}"
             if shapes[0] == shapes[1]
             else f"pass a pair of integer arrays of shapes {shapes[0]} and {shapes[1]}",
         )
-    return tuple(ids.astype(jnp.int32) for ids in found)
+    return tuple(ids.astype(jnp.int32) for ids in arrays)
 
 
 def _check_operands(q: Array, k: Array, v: Array) -> None:
@@ -173,7 +176,7 @@ def _check_operands(q: Array, k: Array, v: Array) -> None:
         )
 
 
-def _check_settings(
+def _check_options(
     q: Array,
     k: Array,
     causal: bool,
@@ -182,25 +185,20 @@ def _check_settings(
     query_offset: Any,
 ) -> None:
     queries, keys = q.shape[2], k.shape[2]
-    wrong = list[tuple[str, str]]()
+    problems = list[tuple[str, str]]()
     if causal and queries != keys and query_offset is None:
-        wrong.append(
+        problems.append(
             (
                 f"{queries} queries, {keys} keys, causal=True and no query_offset",
-                f"say which place the first query has: query_offset={keys - queries} "
+                f"give the position of the first query: query_offset={keys - queries} "
                 "where the queries are the last, or pass causal=False",
             )
         )
     known = isinstance(window, (int, np.integer))
     if window is not None and (not causal or (known and window < 1)):
-        wrong.append(
+        problems.append(
             (f"window={window}, causal={causal}", "use a window of 1 or more, causal")
         )
     if soft_cap is not None and not soft_cap > 0:
-        wrong.append((f"soft_cap={soft_cap}", "use a positive soft_cap, or None"))
-    if wrong:
-        raise OperandError(
-            "flash_attention cannot do this",
-            got="\n".join(got for got, _ in wrong),
-            fix="\n".join(fix for _, fix in wrong),
-        )
+        problems.append((f"soft_cap={soft_cap}", "use a positive soft_cap, or None"))
+    raise_problems("flash_attention cannot do this", problems)

@@ -1,150 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Halo exchange: attention in a window no longer than a chunk.
+"""Context-parallel attention that collects keys first: all-gather and halo exchange."""
 
-A query in a window of w tokens sees w - 1 back: keys of its own chunk and the last
-w - 1 of the chunk before. That chunk is on a neighboring device, in zigzag order one on
-either side, so each device sends w - 1 rows each way, however long the sequence is.
-"""
-
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera.ops.attention.blockwise import (
-    Keys,
-    Mask,
-    Queries,
-    Rows,
-    Saved,
-    Softmax,
-    Tiling,
-    fold,
-    fold_gradients,
-    zeros_like,
-)
-from tessera.ops.attention.context_residuals import Kept
-from tessera.ops.attention.zigzag import Spread
+from tessera.ops.attention.context_residuals import CollectedKeys
+from tessera.ops.attention.tiling import Rows, Tiling
 
 
 @dataclass(frozen=True)
-class Halo:
-    """Causal attention in a window, over an axis whose neighbors exchange halos.
+class Gather(CollectedKeys):
+    """All-gather attention: every device has all keys and values while it attends.
 
-    Attributes:
-      spread: How sequences are spread; causal.
-      rows: Rows of a halo, window - 1: at most those of a chunk.
+    It sends what the ring sends and holds n times the keys, of one layer at a time: the
+    backward pass gathers them again, and reduce-scatters their gradients. It replaces
+    the ring inside the stages of a pipeline, where other devices may be in another
+    branch of the program: XLA's collective permutes wait for all devices of the mesh,
+    all-gathers only for those of the axis.
+
+    Source: A. Dubey et al., The Llama 3 Herd of Models, arXiv 2407.21783, 3.3.2.
     """
 
-    spread: Spread
-    rows: int
+    def collect(self, kv: Array) -> Array:
+        """Keys and values of all devices."""
+        wire = kv if self.sharding.wire is None else kv.astype(self.sharding.wire)
+        collected = lax.all_gather(wire, self.sharding.axis, axis=2, tiled=True)
+        return collected.astype(kv.dtype)
 
-    def forward(
-        self, q: Array, k: Array, v: Array, segments: Array | None, window: Array
-    ) -> tuple[Array, Kept]:
-        """What the queries of this device read; see ``Form.forward``."""
-        chunks = _Chunks(self, q.shape[1], segments)
-        queries, keys = chunks.blocks(q, *chunks.extend(jnp.stack([k, v])))
-        mask = Mask(True, window)
-        read, log_total = fold(Softmax.before(queries), queries, keys, mask).result()
-        back = chunks.own.unheads
-        kept = Kept(q, k, v, back(log_total[..., None])[..., 0])
-        return back(read).astype(q.dtype), kept
+    def collect_vjp(self, kv: Array) -> tuple[Array, Callable[[Array], Array]]:
+        """:meth:`collect`, and its transpose, which sums in f32."""
 
-    def backward(
-        self,
-        kept: Kept,
-        out: Array,
-        gradient: Array,
-        segments: Array | None,
-        window: Array,
-    ) -> tuple[Array, Array, Array]:
-        """Gradients of queries, keys and values; see ``Form.backward``."""
-        chunks = _Chunks(self, kept.q.shape[1], segments)
-        extended, pull_back = jax.vjp(chunks.extend, jnp.stack([kept.k, kept.v]))
-        queries, keys = chunks.blocks(kept.q, *extended)
-        groups = kept.k.shape[2]
-        saved = Saved.of(chunks.own, groups, kept.log_total, out, gradient)
-        zeros = zeros_like(queries.q), zeros_like(keys.k), zeros_like(keys.v)
-        of_q, *of_kv = fold_gradients(zeros, queries, saved, keys, Mask(True, window))
-        back = chunks.extended.unheads
-        of_kv = jnp.stack([back(x).astype(kept.k.dtype) for x in of_kv])
-        ((of_k, of_v),) = pull_back(of_kv)
-        return chunks.own.unheads(of_q).astype(kept.q.dtype), of_k, of_v
+        def transpose(gradient: Array) -> Array:
+            own = lax.psum_scatter(
+                gradient, self.sharding.axis, scatter_dimension=2, tiled=True
+            )
+            return own.astype(kv.dtype)
+
+        return self.collect(kv), transpose
+
+    def blocks(
+        self, length: int, segments: Array | None
+    ) -> tuple[tuple[Tiling, Rows], tuple[Tiling, Rows]]:
+        """How the queries of this device, and the keys of all, are cut into blocks."""
+        arrangement = self.sharding.arrangement
+        own = Tiling(arrangement.runs, length)
+        every = Tiling(arrangement.size * arrangement.runs, arrangement.size * length)
+        positions = jnp.asarray(arrangement.positions(every.length))
+        first = lax.axis_index(self.sharding.axis) * length
+        rows = Rows.of(
+            own,
+            lax.dynamic_slice_in_dim(positions, first, length),
+            None
+            if segments is None
+            else lax.dynamic_slice_in_dim(segments, first, length, axis=1),
+        )
+        return (own, rows), (every, Rows.of(every, positions, segments))
 
 
-class _Chunks:
-    """The chunks of this device, each with the halo before it."""
+@dataclass(frozen=True)
+class Halo(CollectedKeys):
+    """Causal attention in a window no longer than a chunk, by halo exchange.
 
-    def __init__(self, form: Halo, length: int, segments: Array | None) -> None:
-        self.spread, self.halo = form.spread, form.rows
-        self.runs = form.spread.arrangement.runs
-        self.rows = length // self.runs
-        self.own = Tiling(self.runs, length)
-        self.extended = Tiling(self.runs, self.runs * (self.halo + self.rows))
-        self._segments = segments
+    A query in a window of w tokens attends to w - 1 before it: keys of its own chunk
+    and the last w - 1 of the chunk before. That chunk is on a neighboring device, in
+    zigzag order one on either side, so each device sends w - 1 rows each way, however
+    long the sequence is.
 
-    def extend(self, kv: Array) -> Array:
-        """Keys and values with the halo before each chunk.
+    Attributes:
+      halo: Rows of a halo, window - 1: at most those of a chunk.
+    """
 
-        ``[2, B, S, G, K]`` to ``[2, B, S + runs · halo, G, K]``, linear.
-        """
-        cut = kv.reshape(*kv.shape[:2], self.runs, self.rows, *kv.shape[3:])
+    halo: int
+
+    def collect(self, kv: Array) -> Array:
+        """Keys and values, each chunk preceded by its halo."""
         if not self.halo:
             return kv
-        tails = cut[:, :, :, self.rows - self.halo :]
-        joined = jnp.concatenate([self._received(tails), cut], axis=3)
-        return joined.reshape(*kv.shape[:2], -1, *kv.shape[3:])
-
-    def _received(self, tails: Array) -> Array:
-        """The tail of the chunk before each; zeros where no other device has it."""
-        wire = tails if self.spread.wire is None else tails.astype(self.spread.wire)
-        # First chunks ascend with the rank, second ones descend.
-        received = [
-            self._from(wire[:, :, run], (-1, 1)[run]) for run in range(self.runs)
-        ]
-        return jnp.stack(received, axis=2).astype(tails.dtype)
+        runs = self.sharding.arrangement.runs
+        rows = kv.shape[2] // runs
+        chunks = kv.reshape(*kv.shape[:2], runs, rows, *kv.shape[3:])
+        tails = chunks[:, :, :, rows - self.halo :]
+        wire = tails if self.sharding.wire is None else tails.astype(self.sharding.wire)
+        # In zigzag order first chunks ascend with the rank, second ones descend.
+        received = [self._from(wire[:, :, run], (-1, 1)[run]) for run in range(runs)]
+        halos = jnp.stack(received, axis=2).astype(tails.dtype)
+        extended = jnp.concatenate([halos, chunks], axis=3)
+        return extended.reshape(*kv.shape[:2], -1, *kv.shape[3:])
 
     def _from(self, tail: Array, offset: int) -> Array:
-        """The tail of the device that many ranks further on."""
-        size, axis = self.spread.arrangement.size, self.spread.axis
-        if self.spread.alone:
-            ranks = lax.all_gather(tail, axis)
+        """The tail of the device at rank + offset; zeros where there is none."""
+        size, axis = self.sharding.arrangement.size, self.sharding.axis
+        if self.sharding.divergent:
+            tails = lax.all_gather(tail, axis)
             rank = lax.axis_index(axis) + offset
-            there = lax.dynamic_index_in_dim(ranks, rank % size, keepdims=False)
-            return jnp.where((rank >= 0) & (rank < size), there, jnp.zeros_like(there))
+            received = lax.dynamic_index_in_dim(tails, rank % size, keepdims=False)
+            exists = (rank >= 0) & (rank < size)
+            return jnp.where(exists, received, jnp.zeros_like(received))
         pairs = [(r, r - offset) for r in range(size) if 0 <= r - offset < size]
         return lax.ppermute(tail, axis, pairs)
 
-    def blocks(self, q: Array, k: Array, v: Array) -> tuple[Queries, Keys]:
-        """Blocks of the queries, and of the extended keys and values."""
-        rank, size = lax.axis_index(self.spread.axis), self.spread.arrangement.size
-        chunks = jnp.asarray(self.spread.arrangement.chunks)
-        chunks = lax.dynamic_slice_in_dim(chunks, rank * self.runs, self.runs)
-        first = chunks * self.rows
-        place = first[:, None] + jnp.arange(-self.halo, self.rows, dtype=jnp.int32)
-        own = self._at(self.own, place[:, self.halo :], first)
-        if self.runs == 2:
-            # The last device has two chunks in a row: the halo between is no token.
-            gap = (rank == size - 1) & (place[1] < first[1])
-            place = place.at[1].set(jnp.where(gap, -1, place[1]))
-        at = self._at(self.extended, place, first - self.halo)
-        heads = self.extended.heads
-        queries = Queries(self.own.heads(q, k.shape[2]), own)
-        return queries, Keys(heads(k), heads(v), at)
+    def blocks(
+        self, length: int, segments: Array | None
+    ) -> tuple[tuple[Tiling, Rows], tuple[Tiling, Rows]]:
+        """How the queries, and the extended keys, are cut into blocks."""
+        arrangement = self.sharding.arrangement
+        runs, rank = arrangement.runs, lax.axis_index(self.sharding.axis)
+        rows = length // runs
+        own, extended = Tiling(runs, length), Tiling(runs, runs * (self.halo + rows))
+        chunks = jnp.asarray(arrangement.chunks)
+        first = lax.dynamic_slice_in_dim(chunks, rank * runs, runs) * rows
+        positions = first[:, None] + jnp.arange(-self.halo, rows, dtype=jnp.int32)
+        queries = self._rows(own, positions[:, self.halo :], first, segments)
+        if runs == 2:
+            # The last device has two consecutive chunks: the second needs no halo.
+            is_last = (rank == arrangement.size - 1) & (positions[1] < first[1])
+            positions = positions.at[1].set(jnp.where(is_last, -1, positions[1]))
+        keys = self._rows(extended, positions, first - self.halo, segments)
+        return (own, queries), (extended, keys)
 
-    def _at(self, tiling: Tiling, place: Array, first: Array) -> Rows:
-        """Rows at places ``[runs, rows]``; those of a run count up from ``first``."""
-        if self._segments is None:
-            return Rows.of(tiling, place.reshape(-1), None)
-        line = self.spread.arrangement.undo(self._segments, dim=1)
-        # Before the first token is some segment, in which no query sees anything.
-        line = jnp.pad(line, ((0, 0), (self.halo, 0)))
-        parts = [
+    def _rows(
+        self, tiling: Tiling, positions: Array, first: Array, segments: Array | None
+    ) -> Rows:
+        """Rows at positions ``[runs, rows]``; those of a run count from ``first``."""
+        if segments is None:
+            return Rows.of(tiling, positions.reshape(-1), None)
+        in_order = self.sharding.arrangement.undo(segments, dim=1)
+        # Before the first token, any segment will do: these positions are masked.
+        in_order = jnp.pad(in_order, ((0, 0), (self.halo, 0)))
+        runs = [
             lax.dynamic_slice_in_dim(
-                line, first[run] + self.halo, place.shape[1], axis=1
+                in_order, first[run] + self.halo, positions.shape[1], axis=1
             )
-            for run in range(self.runs)
+            for run in range(tiling.runs)
         ]
-        return Rows.of(tiling, place.reshape(-1), jnp.concatenate(parts, axis=1))
+        return Rows.of(tiling, positions.reshape(-1), jnp.concatenate(runs, axis=1))

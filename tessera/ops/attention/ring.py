@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring attention: queries stay, keys and values go round.
+"""Ring attention: queries stay, keys and values are passed around the ring.
 
-Each device folds the keys that it holds into the state of its own queries while it
-passes them on. After n - 1 hops every query has met every key, and no device has ever
-held more than two devices' keys. The backward pass goes round once more instead of
-keeping what came by; the gradients of keys and values travel with them, and home.
+Each device folds the keys that it holds into the online softmax of its own queries
+while it sends them on. After n - 1 hops every query has attended to every key, and no
+device has ever held more than the keys of two devices. The backward pass sends them
+around once more instead of saving them; the gradients of keys and values travel with
+them, and one hop further, back to their device.
 
 Source: H. Liu, M. Zaharia, P. Abbeel, arXiv 2310.01889.
 """
@@ -18,133 +19,127 @@ from jax import Array, lax
 from tessera.ops.attention.blockwise import (
     Keys,
     Mask,
+    OutputGradients,
     Queries,
-    Rows,
-    Saved,
     Softmax,
-    Tiling,
     fold,
     fold_gradients,
     varying_as,
     zeros_like,
 )
-from tessera.ops.attention.context_residuals import Kept
-from tessera.ops.attention.zigzag import Spread
+from tessera.ops.attention.context_residuals import Residuals
+from tessera.ops.attention.tiling import Rows, Tiling
+from tessera.ops.attention.zigzag import ContextSharding
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Attention over an axis round which keys and values go.
+    """Attention over an axis around which keys and values are passed.
 
     Sends, for each device, n - 1 times its keys and values forward; as much again
     backward, and n times their f32 gradients.
     """
 
-    spread: Spread
+    sharding: ContextSharding
 
     def forward(
         self, q: Array, k: Array, v: Array, segments: Array | None, window: Array
-    ) -> tuple[Array, Kept]:
-        """What the queries of this device read; see ``Form.forward``."""
-        circle = _Circle(self.spread, q.shape[1], segments)
-        mask = Mask(self.spread.causal, window)
-        queries = Queries(circle.tiling.heads(q, k.shape[2]), circle.rows(0))
+    ) -> tuple[Array, Residuals]:
+        """The output of this device's queries; see ``ContextVariant.forward``."""
+        ring = _Ring(self.sharding, q.shape[1], segments)
+        mask = Mask(self.sharding.causal, window)
+        queries = Queries(ring.tiling.heads(q, k.shape[2]), ring.rows(0))
 
         def fold_in(state: Softmax, wire: Array, hop: Any) -> Softmax:
-            return fold(state, queries, circle.keys(wire, hop, q.dtype), mask)
+            return fold(state, queries, ring.keys(wire, hop, q.dtype), mask)
 
-        def pass_on(carry: Any, hop: Array) -> Any:
+        def one_hop(carry: Any, hop: Array) -> Any:
             wire, state = carry
-            return (circle.next(wire), fold_in(state, wire, hop)), None
+            return (ring.send(wire), fold_in(state, wire, hop)), None
 
-        carry = circle.wire(k, v), Softmax.before(queries)
-        (wire, state), _ = lax.scan(pass_on, carry, circle.hops)
-        read, log_total = fold_in(state, wire, circle.last_hop).result()
-        out = circle.tiling.unheads(read).astype(q.dtype)
-        return out, Kept(q, k, v, circle.tiling.unheads(log_total[..., None])[..., 0])
+        carry = ring.wire(k, v), Softmax.initial(queries)
+        (wire, state), _ = lax.scan(one_hop, carry, ring.hops)
+        out, lse = fold_in(state, wire, ring.last_hop).result()
+        lse = ring.tiling.unheads(lse[..., None])[..., 0]
+        return ring.tiling.unheads(out).astype(q.dtype), Residuals(q, k, v, lse)
 
     def backward(
         self,
-        kept: Kept,
+        residuals: Residuals,
         out: Array,
-        gradient: Array,
+        dout: Array,
         segments: Array | None,
         window: Array,
     ) -> tuple[Array, Array, Array]:
-        """Gradients of queries, keys and values; see ``Form.backward``."""
-        circle = _Circle(self.spread, kept.q.shape[1], segments)
-        mask, groups = Mask(self.spread.causal, window), kept.k.shape[2]
-        tiling, dtype = circle.tiling, kept.q.dtype
-        queries = Queries(tiling.heads(kept.q, groups), circle.rows(0))
-        saved = Saved.of(tiling, groups, kept.log_total, out, gradient)
+        """Gradients of queries, keys and values; see ``ContextVariant.backward``."""
+        q, k, v, lse = residuals
+        ring = _Ring(self.sharding, q.shape[1], segments)
+        mask, groups = Mask(self.sharding.causal, window), k.shape[2]
+        queries = Queries(ring.tiling.heads(q, groups), ring.rows(0))
+        outputs = OutputGradients.of(ring.tiling, groups, lse, out, dout)
 
-        def add(of_queries: Array, of_wire: Array, wire: Array, hop: Any) -> Any:
-            keys = circle.keys(wire, hop, dtype)
-            of_queries, of_keys, of_values = fold_gradients(
-                (of_queries, of_wire[0], of_wire[1]), queries, saved, keys, mask
+        def add(dq: Array, dwire: Array, wire: Array, hop: Any) -> Any:
+            keys = ring.keys(wire, hop, q.dtype)
+            dq, dk, dv = fold_gradients(
+                (dq, dwire[0], dwire[1]), queries, outputs, keys, mask
             )
-            return of_queries, jnp.stack([of_keys, of_values])
+            return dq, jnp.stack([dk, dv])
 
-        def pass_on(carry: Any, hop: Array) -> Any:
-            wire, of_queries, of_wire = carry
-            of_queries, of_wire = add(of_queries, of_wire, wire, hop)
-            return (circle.next(wire), of_queries, circle.next(of_wire)), None
+        def one_hop(carry: Any, hop: Array) -> Any:
+            wire, dq, dwire = carry
+            dq, dwire = add(dq, dwire, wire, hop)
+            return (ring.send(wire), dq, ring.send(dwire)), None
 
-        wire = circle.wire(kept.k, kept.v)
+        wire = ring.wire(k, v)
         carry = wire, zeros_like(queries.q), zeros_like(wire)
-        (wire, of_queries, of_wire), _ = lax.scan(pass_on, carry, circle.hops)
-        of_queries, of_wire = add(of_queries, of_wire, wire, circle.last_hop)
-        of_keys, of_values = circle.next(of_wire)
-        return (
-            tiling.unheads(of_queries).astype(dtype),
-            tiling.unheads(of_keys).astype(kept.k.dtype),
-            tiling.unheads(of_values).astype(kept.v.dtype),
+        (wire, dq, dwire), _ = lax.scan(one_hop, carry, ring.hops)
+        dq, dwire = add(dq, dwire, wire, ring.last_hop)
+        gradients = dq, *ring.send(dwire)
+        dq, dk, dv = (
+            ring.tiling.unheads(gradient).astype(x.dtype)
+            for gradient, x in zip(gradients, (q, k, v), strict=True)
         )
+        return dq, dk, dv
 
 
-class _Circle:
-    """The devices of an axis in a circle, seen from this one.
+class _Ring:
+    """The devices of an axis as a ring, seen from this one.
 
-    After ``hop`` hops it has the keys of the device that many ranks before it.
+    After ``hop`` hops it holds the keys of the device ``hop`` ranks before it.
     """
 
-    def __init__(self, spread: Spread, length: int, segments: Array | None) -> None:
-        self.axis, self.size = spread.axis, spread.arrangement.size
-        self.tiling = Tiling(spread.arrangement.runs, length)
-        self._places = jnp.asarray(spread.arrangement.places(self.size * length))
-        self._segments, self._dtype = segments, spread.wire
-
-    @property
-    def hops(self) -> Array:
-        """Numbers of the hops after which the keys are passed on."""
-        return jnp.arange(self.size - 1, dtype=jnp.int32)
-
-    @property
-    def last_hop(self) -> int:
-        """Number of the hop after which they are not."""
-        return self.size - 1
+    def __init__(
+        self, sharding: ContextSharding, length: int, segments: Array | None
+    ) -> None:
+        self.axis, self.size = sharding.axis, sharding.arrangement.size
+        self.tiling = Tiling(sharding.arrangement.runs, length)
+        self.hops = jnp.arange(self.size - 1, dtype=jnp.int32)
+        self.last_hop = self.size - 1  # after which nothing is sent
+        self._positions = jnp.asarray(
+            sharding.arrangement.positions(self.size * length)
+        )
+        self._segments, self._dtype = segments, sharding.wire
 
     def wire(self, k: Array, v: Array) -> Array:
-        """Blocks of keys and values as they travel: ``[2, M, B, G, T, K]``."""
+        """Blocks of keys and values as they are sent: ``[2, M, B, G, T, K]``."""
         blocks = jnp.stack([self.tiling.heads(k), self.tiling.heads(v)])
         return blocks if self._dtype is None else blocks.astype(self._dtype)
 
     def keys(self, wire: Array, hop: Any, dtype: Any) -> Keys:
-        """What has arrived after some hops."""
+        """The keys that this device holds after some hops."""
         return Keys(wire[0].astype(dtype), wire[1].astype(dtype), self.rows(hop))
 
     def rows(self, hop: Any) -> Rows:
-        """Where they lie."""
-        home = (lax.axis_index(self.axis) - hop) % self.size * self.tiling.length
-        place = lax.dynamic_slice_in_dim(self._places, home, self.tiling.length)
+        """The positions and segments of these keys."""
+        length = self.tiling.length
+        first = (lax.axis_index(self.axis) - hop) % self.size * length
+        position = lax.dynamic_slice_in_dim(self._positions, first, length)
         if self._segments is None:
-            return Rows.of(self.tiling, place, None)
-        segment = lax.dynamic_slice_in_dim(
-            self._segments, home, self.tiling.length, axis=1
-        )
-        return Rows.of(self.tiling, varying_as(segment, place), segment)
+            return Rows.of(self.tiling, position, None)
+        segment = lax.dynamic_slice_in_dim(self._segments, first, length, axis=1)
+        return Rows.of(self.tiling, varying_as(segment, position), segment)
 
-    def next(self, wire: Array) -> Array:
-        """What the device before this one has."""
-        ring = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
-        return lax.ppermute(wire, self.axis, ring)
+    def send(self, wire: Array) -> Array:
+        """Pass an array on to the next device, and receive that of the previous one."""
+        pairs = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
+        return lax.ppermute(wire, self.axis, pairs)

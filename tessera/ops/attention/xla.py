@@ -1,79 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by XLA, whose memory grows with the sequence, not with its square.
+"""Attention by XLA, in memory linear in the length of the sequence.
 
-The blocks of ``blockwise`` on whole sequences. What is kept for the backward pass is
-the operands, the result and one number for each query; the weights are computed again.
+Blockwise attention over whole sequences. The residuals are the operands, the output and
+one number for each query; the backward pass recomputes the weights.
 
 Source: T. Dao et al., FlashAttention, arXiv 2205.14135.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from tessera.ops.attention.attention_call import Operands, Setting
 from tessera.ops.attention.blockwise import (
     Keys,
     Mask,
+    OutputGradients,
     Queries,
-    Rows,
-    Saved,
-    Softmax,
-    Tiling,
-    fold,
-    fold_gradients,
-    share_of,
-    zeros_like,
+    attend_blocks,
+    block_gradients,
+    delta_of,
 )
 from tessera.ops.attention.context_variants import NO_WINDOW
+from tessera.ops.attention.dispatch import Device, Operands, Options
+from tessera.ops.attention.tiling import Rows, Tiling
 from tessera.ops.checkpointing import ATTENTION_RESIDUALS
 
-if TYPE_CHECKING:
-    from tessera.ops.attention.dispatch import Device
 
-
-def why_not(operands: Operands, setting: Setting, device: "Device") -> str | None:
-    """It serves every call."""
-    del operands, setting, device
+def unsupported_reason(
+    operands: Operands, options: Options, device: Device
+) -> str | None:
+    """None: every call is supported."""
+    del operands, options, device
     return None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def attend(operands: Operands, setting: Setting) -> Array:
-    """What the queries read: ``[B, H, S, D]``."""
-    return _forward(operands, setting)[0]
+def attend(operands: Operands, options: Options) -> Array:
+    """The output of the queries: ``[B, H, S, D]``."""
+    return _forward(operands, options)[0]
 
 
-def _forward(operands: Operands, setting: Setting) -> Any:
-    call = _Call(operands, setting)
-    queries = call.queries
-    state = fold(Softmax.before(queries), queries, call.keys, call.mask)
-    read, log_total = state.result()
-    out = call.rows.unblocks(read).astype(operands.q.dtype)
+def _forward(operands: Operands, options: Options) -> Any:
+    call = _Call(operands, options)
+    out, lse = attend_blocks(call.queries, call.keys, call.mask)
+    out = call.rows.unblocks(out).astype(operands.q.dtype)
     out = checkpoint_name(out, ATTENTION_RESIDUALS)
-    log_total = checkpoint_name(log_total, ATTENTION_RESIDUALS)
-    return out, (operands, out, log_total)
+    lse = checkpoint_name(lse, ATTENTION_RESIDUALS)
+    return out, (operands, out, lse)
 
 
-def _backward(setting: Setting, kept: Any, gradient: Array) -> Any:
-    operands, out, log_total = kept
-    call = _Call(operands, setting)
-    queries, keys, rows = call.queries, call.keys, call.rows
-    share = rows.blocks(share_of(out, gradient)[..., None], call.groups)[..., 0]
-    saved = Saved(rows.blocks(gradient, call.groups), log_total, share)
-    zeros = zeros_like(queries.q), zeros_like(keys.k), zeros_like(keys.v)
-    of_q, of_k, of_v = fold_gradients(zeros, queries, saved, keys, call.mask)
+def _backward(options: Options, residuals: Any, dout: Array) -> Any:
+    operands, out, lse = residuals
+    call = _Call(operands, options)
+    rows, groups = call.rows, call.groups
+    delta = rows.blocks(delta_of(out, dout)[..., None], groups)[..., 0]
+    outputs = OutputGradients(rows.blocks(dout, groups), lse, delta)
+    dq, dk, dv = block_gradients(call.queries, outputs, call.keys, call.mask)
     q, k, v, *others = operands
     return (
         Operands(
-            rows.unblocks(of_q).astype(q.dtype),
-            call.columns.unblocks(of_k).astype(k.dtype),
-            call.columns.unblocks(of_v).astype(v.dtype),
+            rows.unblocks(dq).astype(q.dtype),
+            call.columns.unblocks(dk).astype(k.dtype),
+            call.columns.unblocks(dv).astype(v.dtype),
             *(None for _ in others),
         ),
     )
@@ -83,25 +76,25 @@ attend.defvjp(_forward, _backward)
 
 
 class _WholeBatch(Mask):
-    """A mask whose blocks are skipped by places alone.
+    """A mask that skips blocks by positions alone.
 
-    Where a batch is split over devices, whether a segment is met anywhere in it would
-    be a collective for each pair of blocks.
+    Where a batch is sharded over devices, skipping by segments would need a collective
+    for each pair of blocks.
     """
 
-    def may_see(self, queries: Rows, keys: Rows) -> Array:
-        """False only where no row of the batch may see a key, segments aside."""
-        return super().may_see(
+    def any_visible(self, queries: Rows, keys: Rows) -> Array:
+        """False only where the positions mask every pair."""
+        return super().any_visible(
             queries._replace(segment=None), keys._replace(segment=None)
         )
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call, cut into blocks."""
+    """The operands of a call, cut into blocks."""
 
     operands: Operands
-    setting: Setting
+    options: Options
 
     @property
     def groups(self) -> int:
@@ -121,27 +114,27 @@ class _Call:
 
     @property
     def mask(self) -> Mask:
-        setting = self.setting
+        options = self.options
         kind = Mask if self.operands.query_segments is None else _WholeBatch
         window = self.operands.window
         if window is None:
-            fixed = NO_WINDOW if setting.window is None else setting.window
+            fixed = NO_WINDOW if options.window is None else options.window
             window = jnp.int32(fixed)
-        return kind(setting.causal, window, setting.scale, setting.soft_cap)
+        return kind(options.causal, window, options.scale, options.soft_cap)
 
     @property
     def queries(self) -> Queries:
         operands, rows = self.operands, self.rows
-        first = jnp.int32(self.setting.offset)
+        first = jnp.int32(self.options.offset)
         if operands.offset is not None:
             first = first + operands.offset
-        places = jnp.arange(rows.length, dtype=jnp.int32) + first
-        at = Rows.of(rows, places, operands.query_segments)
-        return Queries(rows.blocks(operands.q, self.groups), at)
+        positions = jnp.arange(rows.length, dtype=jnp.int32) + first
+        query_rows = Rows.of(rows, positions, operands.query_segments)
+        return Queries(rows.blocks(operands.q, self.groups), query_rows)
 
     @property
     def keys(self) -> Keys:
         operands, columns = self.operands, self.columns
-        places = jnp.arange(columns.length, dtype=jnp.int32)
-        at = Rows.of(columns, places, operands.key_segments)
-        return Keys(columns.blocks(operands.k), columns.blocks(operands.v), at)
+        positions = jnp.arange(columns.length, dtype=jnp.int32)
+        key_rows = Rows.of(columns, positions, operands.key_segments)
+        return Keys(columns.blocks(operands.k), columns.blocks(operands.v), key_rows)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a sequence lie on which device of a mesh axis.
+"""How the tokens of a sequence are distributed over the devices of a mesh axis.
 
-Contiguous: n devices hold one run of tokens each, in order. Under a causal mask the
-last device then has the most to do, and the others wait for it. Zigzag: the sequence is
+Contiguous: each of n devices holds one run of tokens, in order. Under a causal mask the
+last device then has the most work, and the others wait for it. Zigzag: the sequence is
 cut into 2n chunks and device r holds chunks r and 2n - 1 - r, so that every device has
-the same number of pairs of a query and a key that it may see.
+the same number of pairs of a query and a key that it attends to.
 
     n = 4, chunks 0 … 7        device 0   device 1   device 2   device 3
     contiguous                   0 1        2 3        4 5        6 7
     zigzag                       0 7        1 6        2 5        3 4
 
 Source: A. Dubey et al., The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.2;
-the idea of balancing a ring: W. Brandon et al., Striped Attention, arXiv 2311.09431.
+balancing a ring: W. Brandon et al., Striped Attention, arXiv 2311.09431.
 """
 
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ Order: TypeAlias = Literal["contiguous", "zigzag"]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The order of the tokens of a sequence that some devices hold one after another.
+    """The order in which the devices of an axis hold the tokens of a sequence.
 
     Attributes:
       order: ``contiguous`` or ``zigzag``.
       size: Devices along the axis.
 
     Example:
-      >>> Arrangement("zigzag", 2).places(8)
+      >>> Arrangement("zigzag", 2).positions(8)
       array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
     """
 
@@ -44,7 +44,7 @@ class Arrangement:
 
     @property
     def runs(self) -> int:
-        """Chunks of a device; the tokens of one follow each other."""
+        """Chunks of a device, each of consecutive tokens."""
         return 2 if self.order == "zigzag" else 1
 
     @property
@@ -55,8 +55,8 @@ class Arrangement:
             return ascending
         return np.stack([ascending, 2 * self.size - 1 - ascending], axis=1).reshape(-1)
 
-    def places(self, length: int) -> npt.NDArray[np.int32]:
-        """The place in the sequence of each token, in the order of the devices.
+    def positions(self, length: int) -> npt.NDArray[np.int32]:
+        """The position of each token in the sequence, in the order of the devices.
 
         Raises:
           ShardDivisibilityError: [T201] the chunks do not divide the sequence.
@@ -83,11 +83,11 @@ class Arrangement:
         )
 
     def apply(self, x: Any, dim: int) -> Any:
-        """An array in the order of the sequence, put in the order of the devices."""
+        """Reorder an array from the order of the sequence to that of the devices."""
         return self._permuted(x, dim, self.chunks)
 
     def undo(self, x: Any, dim: int) -> Any:
-        """An array in the order of the devices, put in the order of the sequence."""
+        """Reorder an array from the order of the devices to that of the sequence."""
         return self._permuted(x, dim, np.argsort(self.chunks))
 
     def _permuted(self, x: Any, dim: int, chunks: npt.NDArray[Any]) -> Any:
@@ -95,25 +95,25 @@ class Arrangement:
             return x
         dim %= x.ndim
         rows = self.chunk_length(x.shape[dim])
-        cut = x.reshape(*x.shape[:dim], chunks.size, rows, *x.shape[dim + 1 :])
-        return jnp.take(cut, chunks, axis=dim).reshape(x.shape)
+        parts = x.reshape(*x.shape[:dim], chunks.size, rows, *x.shape[dim + 1 :])
+        return jnp.take(parts, chunks, axis=dim).reshape(x.shape)
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How the sequences of one attention are spread, and what it sees of them.
+class ContextSharding:
+    """How the sequences of an attention are split over a mesh axis.
 
     Attributes:
-      axis: The mesh axis over whose devices they are spread.
-      arrangement: Which tokens each of them holds.
-      causal: Whether a query sees only what comes before it.
-      wire: Dtype that operands of matmuls travel in; None is their own.
-      alone: Whether the devices of the axis may be in a branch of the program that
-        others are not in, as the stages of a pipeline are.
+      axis: The mesh axis.
+      arrangement: Which tokens each device of the axis holds.
+      causal: Whether a query attends only to keys at or before its position.
+      wire: The dtype in which operands of matmuls are sent; None is their own.
+      divergent: Whether the devices of the axis may be in a branch of the program that
+        other devices are not in, as the stages of a pipeline are.
     """
 
     axis: str
     arrangement: Arrangement
     causal: bool = True
     wire: str | None = None
-    alone: bool = False
+    divergent: bool = False

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera import op
-from tessera.ops.attention import blockwise
+from tessera.ops.attention import tiling
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -24,10 +24,10 @@ FLOOR = 2
 @pytest.fixture(scope="module")
 def small_blocks():
     """Several blocks, the last ones padded, for sequences that a test can afford."""
-    before, blockwise.MOST_ROWS = blockwise.MOST_ROWS, 12
+    before, tiling.MAX_ROWS = tiling.MAX_ROWS, 12
     jax.clear_caches()  # programs of other tests have other blocks
     yield
-    blockwise.MOST_ROWS = before
+    tiling.MAX_ROWS = before
     jax.clear_caches()
 
 

@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding
 import tessera as ts
 from tessera import dist, op
 from tessera.mesh import Mesh
-from tessera.ops.attention import blockwise
-from tessera.ops.attention.blockwise import Tiling
+from tessera.ops.attention import tiling as tiling_module
 from tessera.ops.attention.context_variants import Plan, attend_in_region
 from tessera.ops.attention.halo import Halo
-from tessera.ops.attention.zigzag import Arrangement, Spread
+from tessera.ops.attention.tiling import Tiling
+from tessera.ops.attention.zigzag import Arrangement, ContextSharding
 from tests.ops.attention.spreading import (
     LENGTH,
     METHODS,
@@ -114,7 +114,7 @@ def test_it_does_with_any_number_of_key_value_heads(method, kv_heads):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["packed", "packed_halo"])
 def test_blocks_that_do_not_divide_the_rows_are_padded(method, kind, monkeypatch):
-    monkeypatch.setattr(blockwise, "MOST_ROWS", 5)
+    monkeypatch.setattr(tiling_module, "MAX_ROWS", 5)
     assert_as_plain(mesh_of(2), method, operands(batch=4), **of_rows(kind, 4))
 
 
@@ -134,7 +134,7 @@ def test_half_precision_is_accumulated_in_f32():
     ("runs", "length", "most"), [(1, 7, 9), (2, 8, 4), (2, 10, 4), (4, 1, 1), (1, 9, 2)]
 )
 def test_tiling_is_undone(runs, length, most, monkeypatch):
-    monkeypatch.setattr(blockwise, "MOST_ROWS", most)
+    monkeypatch.setattr(tiling_module, "MAX_ROWS", most)
     tiling = Tiling(runs, runs * length)
     x = jnp.asarray(drawn(2, runs * length, 4, 3))
     blocks = tiling.heads(x, 2)
@@ -202,8 +202,10 @@ def test_a_flag_chooses_between_the_whole_sequence_and_the_window(method, local)
     ids = segments()
 
     def read(q: Any, k: Any, v: Any, sees_all: Any, alone: bool) -> Any:
-        plan = Plan.of(method, Spread("cp", arrangement, alone=alone), LENGTH, window)
-        assert isinstance(plan.near, Halo)
+        plan = Plan.of(
+            method, ContextSharding("cp", arrangement, divergent=alone), LENGTH, window
+        )
+        assert isinstance(plan.windowed, Halo)
         rows = arrangement.apply(ids, 1)
         return attend_in_region(plan, mesh.jax, SEQUENCES, (q, k, v), rows, sees_all)
 
@@ -229,7 +231,7 @@ def test_a_flag_chooses_between_the_whole_sequence_and_the_window(method, local)
 
 def test_many_steps_of_layers_that_differ_do_not_stall():
     mesh, given = mesh_of(8), operands(batch=1)
-    plan = Plan.of("ring", Spread("cp", Arrangement("zigzag", 8)), LENGTH, 3)
+    plan = Plan.of("ring", ContextSharding("cp", Arrangement("zigzag", 8)), LENGTH, 3)
     spec = P(None, "cp")
     placed = [spread(x, mesh, "zigzag", spec) for x in given[:3]]
 

@@ -14,8 +14,9 @@ import tessera as ts
 from tessera import op
 from tessera.analysis.ledger import collectives
 from tessera.mesh import Mesh
-from tessera.ops.attention.blockwise import Mask, Rows, Tiling
+from tessera.ops.attention.blockwise import Mask
 from tessera.ops.attention.context_variants import NO_WINDOW
+from tessera.ops.attention.tiling import Rows, Tiling
 from tessera.ops.attention.zigzag import Arrangement
 from tests.ops.attention.spreading import (
     BATCH,
@@ -125,14 +126,14 @@ def pairs_of(order: str, size: int, window: int = NO_WINDOW) -> list[list[int]]:
     """How many pairs of blocks each device computes, hop by hop."""
     arrangement = Arrangement(order, size)
     length = 8 * arrangement.runs
-    places = arrangement.places(size * length).reshape(size, length)
+    places = arrangement.positions(size * length).reshape(size, length)
     tiling, mask = Tiling(arrangement.runs, length), Mask(True, jnp.int32(window))
 
     def rows(rank: int) -> Rows:
         return Rows.of(tiling, jnp.asarray(places[rank]), None)
 
     see = jax.jit(
-        jax.vmap(jax.vmap(mask.may_see, in_axes=(None, 0)), in_axes=(0, None))
+        jax.vmap(jax.vmap(mask.any_visible, in_axes=(None, 0)), in_axes=(0, None))
     )
     return [
         [int(see(rows(rank), rows((rank - hop) % size)).sum()) for hop in range(size)]
@@ -160,6 +161,6 @@ def test_a_block_of_another_document_is_skipped():
     other = at._replace(segment=2 * at.segment)
     mixed = at._replace(segment=at.segment.at[1].set(2))
     mask = Mask(True, jnp.int32(NO_WINDOW))
-    assert mask.may_see(at, at)
-    assert not mask.may_see(at, other)
-    assert mask.may_see(mixed, other)
+    assert mask.any_visible(at, at)
+    assert not mask.any_visible(at, other)
+    assert mask.any_visible(mixed, other)

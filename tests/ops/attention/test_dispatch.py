@@ -11,8 +11,13 @@ import pytest
 import tessera as ts
 from tessera import op
 from tessera.errors import ImplementationError
-from tessera.ops.attention.attention_call import Operands, Setting
-from tessera.ops.attention.dispatch import Device, choose, reason_against
+from tessera.ops.attention.dispatch import (
+    Device,
+    Operands,
+    Options,
+    fastest,
+    unsupported_reason,
+)
 
 CPU, TPU = Device("cpu"), Device("tpu", "TPU v5")
 AMPERE = Device("cuda", "NVIDIA A100", (8, 0))
@@ -31,7 +36,7 @@ def scalar():
     return jax.ShapeDtypeStruct((), jnp.int32)
 
 
-CAUSAL = Setting(causal=True, scale=0.125)
+CAUSAL = Options(causal=True, scale=0.125)
 
 
 def test_a_device_is_known_by_its_platform_and_capability():
@@ -45,15 +50,15 @@ def test_a_device_is_known_by_its_platform_and_capability():
 
 
 def test_a_cpu_gets_blocks():
-    assert choose(operands("float32"), CAUSAL, CPU) == "xla"
+    assert fastest(operands("float32"), CAUSAL, CPU) == "xla"
 
 
 def test_ampere_gets_cudnn():
-    assert choose(operands(), CAUSAL, AMPERE) == "cudnn"
+    assert fastest(operands(), CAUSAL, AMPERE) == "cudnn"
 
 
 def test_a_tpu_gets_blocks():
-    assert choose(operands(), CAUSAL, TPU) == "xla"
+    assert fastest(operands(), CAUSAL, TPU) == "xla"
 
 
 @pytest.mark.parametrize(
@@ -65,8 +70,8 @@ def test_a_tpu_gets_blocks():
         ({"width": 160}, CAUSAL, AMPERE, "up to 128 on this device, and got 160"),
         ({"width": 264}, CAUSAL, HOPPER, "up to 256 on this device, and got 264"),
         ({"width": 60}, CAUSAL, HOPPER, "multiple of 8"),
-        ({}, Setting(True, 1.0, soft_cap=2.0), HOPPER, "soft_cap"),
-        ({}, Setting(True, 1.0, offset=3), HOPPER, "query_offset"),
+        ({}, Options(True, 1.0, soft_cap=2.0), HOPPER, "soft_cap"),
+        ({}, Options(True, 1.0, offset=3), HOPPER, "query_offset"),
         ({"offset": scalar()}, CAUSAL, HOPPER, "query_offset"),
         ({"window": scalar()}, CAUSAL, HOPPER, "before the call runs"),
         ({"keys": 48}, CAUSAL, HOPPER, "as many queries as keys"),
@@ -79,7 +84,7 @@ def test_a_tpu_gets_blocks():
     ],
 )
 def test_cudnn_says_what_it_cannot_do(given, setting, device, reason):
-    said = reason_against("cudnn", operands(**given), setting, device)
+    said = unsupported_reason("cudnn", operands(**given), setting, device)
     assert said is not None
     assert reason in said
 
@@ -89,12 +94,12 @@ def test_cudnn_says_what_it_cannot_do(given, setting, device, reason):
     [
         ({}, CAUSAL, AMPERE),
         ({"dtype": "float16", "width": 128}, CAUSAL, AMPERE),
-        ({"width": 256}, Setting(True, 1.0, window=7), HOPPER),
-        ({"keys": 48}, Setting(False, 1.0), HOPPER),
+        ({"width": 256}, Options(True, 1.0, window=7), HOPPER),
+        ({"keys": 48}, Options(False, 1.0), HOPPER),
     ],
 )
 def test_cudnn_serves_what_it_can(given, setting, device):
-    assert reason_against("cudnn", operands(**given), setting, device) is None
+    assert unsupported_reason("cudnn", operands(**given), setting, device) is None
 
 
 def test_an_implementation_that_cannot_is_an_error_with_its_reason():
@@ -134,7 +139,7 @@ def test_the_kernels_of_cudnn_are_in_the_program_for_cuda(monkeypatch):
     monkeypatch.setattr(place + "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(place + "check_compute_capability", lambda _: True)
     monkeypatch.setattr(place + "is_cuda_compute_capability_equal", lambda _: False)
-    call, setting = operands(), Setting(True, 0.3, window=7)
+    call, setting = operands(), Options(True, 0.3, window=7)
 
     def loss(q, k, v):
         return cudnn.attend(Operands(q, k, v), setting).astype(jnp.float32).sum()

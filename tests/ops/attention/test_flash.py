@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera.errors import OperandError
-from tessera.ops.attention import blockwise
+from tessera.ops.attention import tiling
 from tessera.ops.attention.flash import flash_attention
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 @pytest.fixture(scope="module")
 def small_blocks():
     """Several blocks for short sequences."""
-    before, blockwise.MOST_ROWS = blockwise.MOST_ROWS, 8
+    before, tiling.MAX_ROWS = tiling.MAX_ROWS, 8
     jax.clear_caches()  # programs of other tests have other blocks
     yield
-    blockwise.MOST_ROWS = before
+    tiling.MAX_ROWS = before
     jax.clear_caches()
 
 
@@ -142,7 +142,7 @@ def test_narrow_operands_are_summed_in_f32(dtype):
 def test_the_memory_of_a_step_grows_with_the_sequence_and_not_with_its_square(
     monkeypatch,
 ):
-    monkeypatch.setattr(blockwise, "MOST_ROWS", 64)
+    monkeypatch.setattr(tiling, "MAX_ROWS", 64)
 
     def temporaries(length):
         shape = jax.ShapeDtypeStruct((1, 2, length, 8), jnp.float32)

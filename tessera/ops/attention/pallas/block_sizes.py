@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels cut their work, and which sizes they begin with. No kernel language."""
+"""Block sizes of attention's kernels, and their defaults. Imports no Pallas."""
 
 import math
 from typing import Any, NamedTuple
 
-WARPGROUP_ROWS = 64  # of a product of one warpgroup
+WARPGROUP_ROWS = 64  # in a matmul of one warpgroup
 
 
 class Blocks(NamedTuple):
-    """Rows of queries and of keys that a program of the portable kernel holds.
+    """Block sizes of the portable kernel.
 
     Attributes:
       queries: Rows of queries.
@@ -20,12 +20,12 @@ class Blocks(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How a kernel for Hopper cuts its work.
+    """Tile sizes of a Hopper kernel.
 
     Attributes:
-      rows: What a block of threads computes results for: 64 for each warpgroup.
-      columns: What it goes over, a slot of shared memory at a time.
-      slots: How many of those there are.
+      rows: Rows whose results a thread block computes: 64 for each warpgroup.
+      columns: Rows that it iterates over, in one slot of shared memory.
+      slots: The number of slots.
     """
 
     rows: int
@@ -34,27 +34,27 @@ class Tiles(NamedTuple):
 
     @property
     def warpgroups(self) -> int:
-        """That compute."""
+        """The number of compute warpgroups."""
         return self.rows // WARPGROUP_ROWS
 
 
 class Portable(NamedTuple):
-    """The portable kernel, and how it cuts its work in both directions."""
+    """The portable kernel, and its block sizes in both directions."""
 
     blocks: Blocks = Blocks(128, 128)
 
     def multiples(self, *, backward: bool) -> tuple[int, int]:
-        """Of what the numbers of queries and of keys have to be multiples."""
+        """What the numbers of queries and of keys must be multiples of."""
         del backward
         return tuple(self.blocks)
 
 
 class Hopper(NamedTuple):
-    """The kernel for Hopper, and how it cuts its work in each direction.
+    """The Hopper kernel, and its tile sizes in each direction.
 
     Attributes:
-      forward: Of queries over keys.
-      backward: Of queries over keys, and of keys over queries.
+      forward: Tiles of queries over keys.
+      backward: Tiles of queries over keys, and of keys over queries.
       interpret: ``plgpu.InterpretGPUParams`` to run on a CPU; None on a GPU.
     """
 
@@ -63,7 +63,7 @@ class Hopper(NamedTuple):
     interpret: Any = None
 
     def multiples(self, *, backward: bool) -> tuple[int, int]:
-        """Of what the numbers of queries and of keys have to be multiples."""
+        """What the numbers of queries and of keys must be multiples of."""
         if not backward:
             return self.forward.rows, self.forward.columns
         both = math.lcm(self.backward.rows, self.backward.columns)
@@ -72,8 +72,8 @@ class Hopper(NamedTuple):
 
 Kernel = Portable | Hopper
 
-# Heads of other sizes are padded to the next of these. Registers and shared memory are
-# as in FlashAttention-3: 64 to 192 of 227 KiB.
+# By head size; others are padded to the next of these. Registers and shared memory are
+# used as in FlashAttention-3: 64 to 192 of 227 KiB.
 _DEFAULTS = {
     64: Hopper(forward=Tiles(192, 128, 2), backward=Tiles(128, 64, 2)),
     128: Hopper(forward=Tiles(128, 128, 2), backward=Tiles(128, 64, 2)),
@@ -83,10 +83,10 @@ WIDEST = max(_DEFAULTS)
 
 
 def padded_width(width: int) -> int:
-    """The size of heads that a kernel for Hopper computes with."""
+    """The head size that a Hopper kernel pads to."""
     return min(known for known in _DEFAULTS if known >= width)
 
 
 def default_for_hopper(width: int) -> Hopper:
-    """What is used for heads of a size when nothing was tuned."""
+    """The tile sizes for a head size that was not tuned."""
     return _DEFAULTS[padded_width(width)]

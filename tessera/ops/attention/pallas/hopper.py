@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flash attention for Hopper, as a Mosaic GPU kernel: forward.
+"""Forward flash attention for Hopper, as a Mosaic GPU kernel.
 
-Every compute warpgroup has 64 queries of a tile, and goes with the others over the
-blocks of keys and values that any query of the tile sees. Its sums stay in registers.
-Blocks that all of its queries see whole are computed without a mask. Tiles with the
-most to do begin first.
+Each compute warpgroup has 64 queries of a tile and iterates with the others over the
+blocks of keys and values that any query of the tile attends to. Its accumulators stay
+in registers. Blocks that are not masked at all skip the mask. Tiles with the most work
+are scheduled first.
 
 Source: J. Shah et al., FlashAttention-3, arXiv 2407.08608.
 """
@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tessera.ops.attention.attention_call import Operands
+from tessera.ops.attention.dispatch import Operands
 from tessera.ops.attention.pallas.block_sizes import WARPGROUP_ROWS as ROWS
 from tessera.ops.attention.pallas.block_sizes import Tiles
 from tessera.ops.attention.pallas.mask_rules import Rules
@@ -26,30 +26,30 @@ from tessera.ops.attention.pallas.warpgroups import (
     LOWEST,
     MATRIX,
     ROW,
-    divide_work,
+    broadcast,
     filled,
-    hides,
-    in_parts,
+    is_masked,
+    loop_with_mask,
+    matmul,
+    matmul_add,
     operand,
-    over,
-    places,
-    plus_product,
-    product,
-    ring_of,
+    positions,
+    ring_buffer,
     ring_scratch,
     run,
+    specialize_warpgroups,
 )
 
 
 def forward(
     operands: Operands, rules: Rules, tiles: Tiles, interpret: Any = None
 ) -> tuple[Array, Array]:
-    """Attention, and the logarithm of the sum of each query's weights.
+    """The output of attention, and the log of each query's sum of weights.
 
     Args:
       operands: S a multiple of ``tiles.rows``, T one of ``tiles.columns``, D one of 64.
-      rules: Which keys a query sees.
-      tiles: How the work is cut.
+      rules: Which keys a query attends to.
+      tiles: The tile sizes.
       interpret: ``plgpu.InterpretGPUParams`` to run on a CPU.
 
     Returns:
@@ -96,9 +96,9 @@ def forward(
 def _one_tile(refs: Any, scratch: Any, at: Any, rules: Rules, tiles: Tiles) -> None:
     q_in, k_in, v_in, out, log_out = refs
     row, head, group, first = at
-    place = first + rules.setting.offset
-    start, stop = rules.key_blocks(place, tiles.rows, tiles.columns)
-    keys, values = (ring_of(name, tiles, scratch) for name in "kv")
+    position = first + rules.options.offset
+    start, stop = rules.key_blocks(position, tiles.rows, tiles.columns)
+    keys, values = (ring_buffer(name, tiles, scratch) for name in "kv")
 
     def copy() -> None:
         for w in range(tiles.warpgroups):
@@ -119,52 +119,58 @@ def _one_tile(refs: Any, scratch: Any, at: Any, rules: Rules, tiles: Tiles) -> N
         q = scratch["q"].at[w]
         plgpu.barrier_wait(scratch["q_filled"].at[w])
         spare = scratch["spare"].at[w] if "spare" in scratch else None
-        state = _read(
-            q, keys, values, (start, stop, place, place + w * ROWS), rules, tiles, spare
+        state = _attend_tile(
+            q,
+            keys,
+            values,
+            (start, stop, position, position + w * ROWS),
+            rules,
+            tiles,
+            spare,
         )
-        read, highest, total = state
-        blind = highest == LOWEST
-        share = jnp.where(blind, 0.0, 1.0 / total)
-        log_total = (highest + jnp.log2(total)) * (1 / LOG2_E)
-        scratch["log"][w] = jnp.where(blind, -jnp.inf, log_total)
-        # This warpgroup alone read these queries, and is done with them.
-        q[...] = (read * over(share, read.shape, 0)).astype(q.dtype)
+        acc, highest, total = state
+        is_empty = highest == LOWEST
+        inverse = jnp.where(is_empty, 0.0, 1.0 / total)
+        lse = (highest + jnp.log2(total)) * (1 / LOG2_E)
+        scratch["log"][w] = jnp.where(is_empty, -jnp.inf, lse)
+        # Only this warpgroup read these queries, and it needs them no more.
+        q[...] = (acc * broadcast(inverse, acc.shape, 0)).astype(q.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q, out.at[row, head, own])
         plgpu.copy_smem_to_gmem(scratch["log"].at[w], log_out.at[row, head, own])
         plgpu.wait_smem_to_gmem(0)
 
-    divide_work(tiles, compute, copy)
+    specialize_warpgroups(tiles, compute, copy)
 
 
-def _read(
+def _attend_tile(
     q: Any, keys: Any, values: Any, at: Any, rules: Rules, tiles: Tiles, spare: Any
 ) -> Any:
-    """What a warpgroup's queries read, not divided; highest scores, base 2; totals."""
-    start, stop, tile_place, place = at
+    """The undivided output of a warpgroup, its highest scores in base 2, and totals."""
+    start, stop, tile_position, position = at
     shape = ROWS, tiles.columns
 
     def step(masked: bool) -> Any:
         def one_block(j: Any, state: Any) -> Any:
-            read, highest, total = state
+            acc, highest, total = state
             block = keys.wait(j - start)
-            scores = product(q, block.transpose((1, 0)))
+            scores = matmul(q, block.transpose((1, 0)))
             keys.done(j - start)
             scores, _ = rules.scores(scores)
             scores *= LOG2_E
             if masked:
-                key = places(j * tiles.columns, shape, 1)
-                seen: Any = rules.visible(places(place, shape, 0), key)
-                scores = jnp.where(seen, scores, LOWEST)
+                key = positions(j * tiles.columns, shape, 1)
+                visible: Any = rules.visible(positions(position, shape, 0), key)
+                scores = jnp.where(visible, scores, LOWEST)
             higher = jnp.maximum(highest, scores.max(axis=1))
-            weights = jnp.exp2(scores - over(higher, shape, 0))
-            kept = jnp.exp2(highest - higher)
-            total = total * kept + weights.sum(axis=1)
-            read *= over(kept, read.shape, 0)
+            weights = jnp.exp2(scores - broadcast(higher, shape, 0))
+            correction = jnp.exp2(highest - higher)
+            total = total * correction + weights.sum(axis=1)
+            acc *= broadcast(correction, acc.shape, 0)
             block = values.wait(j - start)
-            read = plus_product(read, weights.astype(q.dtype), block, spare)
+            acc = matmul_add(acc, weights.astype(q.dtype), block, spare)
             values.done(j - start)
-            return read, higher, total
+            return acc, higher, total
 
         return one_block
 
@@ -173,5 +179,7 @@ def _read(
         filled((ROWS,), LOWEST, ROW),
         filled((ROWS,), 0.0, ROW),
     )
-    inside = rules.whole_key_blocks(tile_place, *tiles[:2]) if hides(rules) else None
-    return in_parts(start, stop, inside, step, state)
+    inside = (
+        rules.whole_key_blocks(tile_position, *tiles[:2]) if is_masked(rules) else None
+    )
+    return loop_with_mask(start, stop, inside, step, state)

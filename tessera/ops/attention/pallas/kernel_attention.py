@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by our kernels: which of them a call gets, padding, and the gradient.
+"""Attention by Tessera's Pallas kernels: choice of the kernel, padding, gradient.
 
-On Hopper, and with a JAX that has Mosaic GPU's kernels, that is the kernel for Hopper
-wherever it serves the call; everywhere else the portable one.
+On Hopper, with a JAX that has Mosaic GPU kernels, calls that the Hopper kernel supports
+use it; all others use the portable kernel.
 """
 
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,13 @@ from jax import Array
 
 from tessera import _jax
 from tessera._jax_traces import HAS_MOSAIC_GPU_KERNELS
-from tessera.ops.attention.attention_call import Operands, Setting
-from tessera.ops.attention.blockwise import varying_alike, varying_as
+from tessera.ops.attention.blockwise import (
+    OutputGradients,
+    delta_of,
+    varying_alike,
+    varying_as,
+)
+from tessera.ops.attention.dispatch import Device, Operands, Options
 from tessera.ops.attention.pallas.block_sizes import (
     WIDEST,
     Hopper,
@@ -26,16 +31,15 @@ from tessera.ops.attention.pallas.block_sizes import (
 from tessera.ops.attention.pallas.mask_rules import Rules
 from tessera.ops.attention.pallas.tuning import kernel_for
 
-if TYPE_CHECKING:
-    from tessera.ops.attention.dispatch import Device
-
 _HOPPER = (9, 0)
 _PACKAGE = "tessera.ops.attention.pallas"
 
 
-def why_not(operands: Operands, setting: Setting, device: "Device") -> str | None:
-    """Why neither kernel can serve such a call there; or None."""
-    if why_not_hopper(operands, setting, device) is None:
+def unsupported_reason(
+    operands: Operands, options: Options, device: Device
+) -> str | None:
+    """Why neither kernel supports such a call there; or None."""
+    if hopper_unsupported_reason(operands, options, device) is None:
         return None
     if any(_jax.varying_axes(x) for x in operands if x is not None):
         return (
@@ -45,22 +49,20 @@ def why_not(operands: Operands, setting: Setting, device: "Device") -> str | Non
     return None
 
 
-def why_not_unasked(
-    operands: Operands, setting: Setting, device: "Device"
-) -> str | None:
-    """Why it should serve such a call only when it is asked for by name; or None."""
-    if reason := why_not_hopper(operands, setting, device):
+def slow_reason(operands: Operands, options: Options, device: Device) -> str | None:
+    """Why such a call should use a kernel only if it asks for it by name; or None."""
+    if reason := hopper_unsupported_reason(operands, options, device):
         return f"{reason}, and the portable kernel is exact, and slow"
-    if jax.device_count() > 1 and not _in_manual_region():
+    if jax.device_count() > 1 and not _in_spmd_region():
         return "its operands may be split over devices, and XLA cannot split a kernel"
     return None
 
 
-def why_not_hopper(
-    operands: Operands, setting: Setting, device: "Device"
+def hopper_unsupported_reason(
+    operands: Operands, options: Options, device: Device
 ) -> str | None:
-    """Why the kernel for Hopper cannot serve such a call there; or None."""
-    del setting
+    """Why the Hopper kernel does not support such a call there; or None."""
+    del options
     q = operands.q
     if device.platform != "cuda" or device.capability != _HOPPER:
         return "the kernel for Hopper runs on GPUs of compute capability 9.0"
@@ -77,26 +79,24 @@ def why_not_hopper(
     return None
 
 
-def _in_manual_region() -> bool:
-    """Whether every device runs this code on its own, on all axes of its mesh."""
+def _in_spmd_region() -> bool:
+    """Whether this is an SPMD region over all axes of its mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
 
 
-def attend(operands: Operands, setting: Setting) -> Array:
-    """What the queries read: ``[B, H, S, D]``."""
-    from tessera.ops.attention.dispatch import Device
-
-    kernel = kernel_for(operands, setting, Device.here())
-    return attend_by(kernel, operands, setting)
+def attend(operands: Operands, options: Options) -> Array:
+    """The output of the queries: ``[B, H, S, D]``."""
+    kernel = kernel_for(operands, options, Device.here())
+    return attend_with(kernel, operands, options)
 
 
-def attend_by(kernel: Kernel, operands: Operands, setting: Setting) -> Array:
-    """What the queries read, by a kernel that cuts its work as is said."""
-    return _attend((kernel, setting), Operands(*varying_alike(*operands)))
+def attend_with(kernel: Kernel, operands: Operands, options: Options) -> Array:
+    """The output of the queries, by that kernel and its block sizes."""
+    return _attend((kernel, options), Operands(*varying_alike(*operands)))
 
 
-_Plan = tuple[Kernel, Setting]
+_Plan = tuple[Kernel, Options]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -113,34 +113,33 @@ def _forward(plan: _Plan, operands: Operands) -> Any:
     else:
         run = import_module(f"{_PACKAGE}.portable").forward
         results = run(padded, rules, kernel.blocks)
-    out, log_total = (varying_as(operands.q, x) for x in results)
+    out, lse = (varying_as(operands.q, x) for x in results)
     length, width = operands.q.shape[2:]
-    out, log_total = out[:, :, :length, :width], log_total[:, :, :length]
-    return out, (operands, out, log_total)
+    out, lse = out[:, :, :length, :width], lse[:, :, :length]
+    return out, (operands, out, lse)
 
 
-def _backward(plan: _Plan, kept: Any, gradient: Array) -> tuple[Operands]:
+def _backward(plan: _Plan, residuals: Any, dout: Array) -> tuple[Operands]:
     kernel, _ = plan
-    operands, out, log_total = kept
+    operands, out, lse = residuals
     padded, rules = _padded(operands, plan, backward=True)
-    share = (out.astype(log_total.dtype) * gradient.astype(log_total.dtype)).sum(-1)
+    delta = delta_of(out, dout)
     rows = padded.q.shape[2]
-    saved = (
-        _with(gradient, {2: rows, 3: padded.q.shape[3]}),
-        *(_with(x, {2: rows}) for x in (log_total, share)),
+    outputs = OutputGradients(
+        _pad(dout, {2: rows, 3: padded.q.shape[3]}),
+        *(_pad(x, {2: rows}) for x in (lse, delta)),
     )
-    backwards = import_module(f"{_PACKAGE}.portable_backward")
-    saved = backwards.Saved(*saved)
     if isinstance(kernel, Hopper):
         run = import_module(f"{_PACKAGE}.hopper_backward").backward
-        results = run(padded, saved, rules, kernel.backward, kernel.interpret)
+        results = run(padded, outputs, rules, kernel.backward, kernel.interpret)
     else:
-        results = backwards.backward(padded, saved, rules, kernel.blocks)
-    of_operands = (
-        varying_as(x, of_x[:, :, : x.shape[2], : x.shape[3]])
-        for x, of_x in zip(operands[:3], results, strict=True)
+        run = import_module(f"{_PACKAGE}.portable_backward").backward
+        results = run(padded, outputs, rules, kernel.blocks)
+    gradients = (
+        varying_as(x, dx[:, :, : x.shape[2], : x.shape[3]])
+        for x, dx in zip(operands[:3], results, strict=True)
     )
-    return (Operands(*of_operands),)
+    return (Operands(*gradients),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -149,8 +148,8 @@ _attend.defvjp(_forward, _backward)
 def _padded(
     operands: Operands, plan: _Plan, *, backward: bool
 ) -> tuple[Operands, Rules]:
-    """Whole blocks of rows; for the portable kernel, all of the offset in one array."""
-    kernel, setting = plan
+    """Operands padded to whole blocks; the portable kernel gets the whole offset."""
+    kernel, options = plan
     queries, keys = (
         -(-length // multiple) * multiple
         for length, multiple in zip(
@@ -163,26 +162,26 @@ def _padded(
     if isinstance(kernel, Hopper):
         width = padded_width(width)
     else:
-        offset = jnp.full(1, setting.offset, jnp.int32)
+        offset = jnp.full(1, options.offset, jnp.int32)
         if operands.offset is not None:
             offset += operands.offset.astype(jnp.int32)
 
     def segments(x: Array | None, rows: int) -> Array | None:
-        return None if x is None else _with(x.astype(jnp.int32), {1: rows}, "edge")
+        return None if x is None else _pad(x.astype(jnp.int32), {1: rows}, "edge")
 
     padded = Operands(
-        _with(operands.q, {2: queries, 3: width}),
-        _with(operands.k, {2: keys, 3: width}),
-        _with(operands.v, {2: keys, 3: width}),
+        _pad(operands.q, {2: queries, 3: width}),
+        _pad(operands.k, {2: keys, 3: width}),
+        _pad(operands.v, {2: keys, 3: width}),
         segments(operands.query_segments, queries),
         segments(operands.key_segments, keys),
         offset,
     )
     num_keys = operands.k.shape[2]
-    return padded, Rules(setting, num_keys, keys > num_keys)
+    return padded, Rules(options, num_keys, keys > num_keys)
 
 
-def _with(x: Array, sizes: dict[int, int], mode: str = "constant") -> Array:
-    """Padded to some sizes of some dims."""
+def _pad(x: Array, sizes: dict[int, int], mode: str = "constant") -> Array:
+    """An array with some dims padded to the given sizes."""
     widths = [(0, sizes.get(d, size) - size) for d, size in enumerate(x.shape)]
     return jnp.pad(x, widths, mode) if any(n for _, n in widths) else x

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flash attention as a Pallas kernel that every backend runs: forward.
+"""Forward flash attention as a Pallas kernel that every backend runs.
 
 ``interpret=True`` turns a kernel into plain XLA operations, one program of its grid
-after another. That is what tests run on a CPU, and what stands behind the kernel for
-Hopper where that one cannot run. It is exact and bounded in memory; it is not fast.
+after another. Tests run it on a CPU, and calls that the Hopper kernel does not support
+fall back to it. It is exact and bounded in memory, but not fast.
 
-Here and in ``portable_backward``, S is a multiple of ``blocks.queries``, T is one of
-``blocks.keys``, and ``Operands.offset`` is int32 ``[1]`` and all of the offset.
+Here and in ``portable_backward``, S is a multiple of ``blocks.queries`` and T one of
+``blocks.keys``; ``Operands.offset`` is int32 ``[1]`` and includes ``Options.offset``.
 
 Source: T. Dao, FlashAttention-2, arXiv 2307.08691.
 """
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from tessera.ops.attention.attention_call import Operands
+from tessera.ops.attention.blockwise import sum_dtype
+from tessera.ops.attention.dispatch import Operands
 from tessera.ops.attention.pallas.block_sizes import Blocks
 from tessera.ops.attention.pallas.mask_rules import Rules
 
@@ -27,19 +28,19 @@ Segments = tuple[Array, Array] | None
 
 
 def forward(operands: Operands, rules: Rules, blocks: Blocks) -> Any:
-    """Attention, and the logarithm of the sum of each query's weights.
+    """The output of attention, and the log of each query's sum of weights.
 
     Returns:
       ``[B, H, S, D]`` in the dtype of q, and ``[B, H, S]``, f32 or wider: minus
-      infinity, and a result of zeros, for a query that sees no key.
+      infinity, and an output of zeros, for a query that attends to no key.
     """
     q = operands.q
     specs = specs_over_queries(operands, blocks)
 
-    def body(refs: Operands, out_ref: Any, log_ref: Any) -> None:
-        out, log_total = _one_block_of_queries(refs, rules, blocks)
+    def body(refs: Operands, out_ref: Any, lse_ref: Any) -> None:
+        out, lse = _one_block_of_queries(refs, rules, blocks)
         out_ref[0, 0] = out.astype(out_ref.dtype)
-        log_ref[0, 0] = log_total
+        lse_ref[0, 0] = lse
 
     return call(
         body,
@@ -47,17 +48,17 @@ def forward(operands: Operands, rules: Rules, blocks: Blocks) -> Any:
         grid=(*q.shape[:2], q.shape[2] // blocks.queries),
         in_specs=(specs,),
         out_specs=(specs.q, row_spec_over_queries(blocks)),
-        outs=((q.shape, q.dtype), (q.shape[:-1], wide(q))),
+        outs=((q.shape, q.dtype), (q.shape[:-1], sum_dtype(q))),
     )
 
 
 def block_spec(shape: Any, index: Callable[[Any, Any, Any], Any]) -> Any:
-    """What a program is given of an array, by its three numbers in the grid."""
+    """The block of an array that a program gets, by its three grid indices."""
     return pl.BlockSpec(shape, index)
 
 
 def specs_over_queries(operands: Operands, blocks: Blocks) -> Any:
-    """What a program for one block of queries of one head is given of each operand."""
+    """The block of each operand for one block of queries of one head."""
     q, k = operands.q, operands.k
     per_group, width = q.shape[1] // k.shape[1], q.shape[3]
     all_keys = block_spec(
@@ -79,7 +80,7 @@ def specs_over_queries(operands: Operands, blocks: Blocks) -> Any:
 
 
 def row_spec_over_queries(blocks: Blocks) -> Any:
-    """What it is given of ``[B, H, S]``."""
+    """The block of ``[B, H, S]`` for one block of queries of one head."""
     return block_spec((1, 1, blocks.queries), lambda b, h, i: (b, h, i))
 
 
@@ -95,54 +96,49 @@ def call(
     return pl.pallas_call(body, out_shape=shapes, interpret=True, **specs)(*operands)
 
 
-def wide(x: Array) -> Any:
-    """What sums are kept in."""
-    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-
-
-def product(a: Array, b: Array, dim_of_a: int, dim_of_b: int) -> Array:
-    """Of two matrices, summed over one dim of each, not rounded."""
+def matmul(a: Array, b: Array, dim_of_a: int, dim_of_b: int) -> Array:
+    """The product of two matrices that contracts one dim of each, not rounded."""
     return lax.dot_general(
         a,
         b,
         (((dim_of_a,), (dim_of_b,)), ((), ())),
         precision=lax.Precision.HIGHEST,
-        preferred_element_type=wide(a),
+        preferred_element_type=sum_dtype(a),
     )
 
 
-def seen_by(
-    rules: Rules, place: Any, first_key: Any, blocks: Blocks, segments: Segments
+def mask_of(
+    rules: Rules, position: Any, first_key: Any, blocks: Blocks, segments: Segments
 ) -> Array:
-    """Whether queries from a place on see keys: bool, one block by the other."""
-    query = place + lax.broadcasted_iota(jnp.int32, tuple(blocks), 0)
+    """The mask of a block of queries and a block of keys: bool, one by the other."""
+    query = position + lax.broadcasted_iota(jnp.int32, tuple(blocks), 0)
     key = first_key + lax.broadcasted_iota(jnp.int32, tuple(blocks), 1)
-    seen = rules.visible(query, key)
-    if seen is None:
-        seen = jnp.ones(tuple(blocks), bool)
+    visible = rules.visible(query, key)
+    if visible is None:
+        visible = jnp.ones(tuple(blocks), bool)
     if segments is not None:
-        seen &= segments[0][:, None] == segments[1][None, :]
-    return seen
+        visible &= segments[0][:, None] == segments[1][None, :]
+    return visible
 
 
-def where_met(segments: Segments, fold: Callable[[Any], Any], state: Any) -> Any:
-    """``fold(state)``, or the state where no segment of the one is of the other.
+def unless_disjoint(segments: Segments, fold: Callable[[Any], Any], state: Any) -> Any:
+    """``fold(state)``, or the state where the blocks have no segment in common.
 
-    Ranges are compared, so that segments that follow each other are told apart.
+    The ranges of ids are compared, which is exact for segments of ascending ids.
     """
     if segments is None:
         return fold(state)
     a, b = segments
-    met = (a.min() <= b.max()) & (b.min() <= a.max())
-    return lax.cond(met, lambda: fold(state), lambda: state)
+    overlap = (a.min() <= b.max()) & (b.min() <= a.max())
+    return lax.cond(overlap, lambda: fold(state), lambda: state)
 
 
 def _one_block_of_queries(
     refs: Any, rules: Rules, blocks: Blocks
 ) -> tuple[Array, Array]:
     q = refs.q[0, 0]
-    place = pl.program_id(2) * blocks.queries + refs.offset[0]
-    lowest = float(jnp.finfo(wide(q)).min)
+    position = pl.program_id(2) * blocks.queries + refs.offset[0]
+    lowest = float(jnp.finfo(sum_dtype(q)).min)
 
     def one_block_of_keys(j: Any, state: Any) -> Any:
         at = pl.ds(j * blocks.keys, blocks.keys)
@@ -151,25 +147,25 @@ def _one_block_of_queries(
             segments = refs.query_segments[0], refs.key_segments[0, at]
 
         def fold(state: Any) -> Any:
-            read, highest, total = state
-            scores, _ = rules.scores(product(q, refs.k[0, 0, at], 1, 1))
-            seen = seen_by(rules, place, j * blocks.keys, blocks, segments)
-            scores = jnp.where(seen, scores, lowest)
+            acc, highest, total = state
+            scores, _ = rules.scores(matmul(q, refs.k[0, 0, at], 1, 1))
+            visible = mask_of(rules, position, j * blocks.keys, blocks, segments)
+            scores = jnp.where(visible, scores, lowest)
             higher = jnp.maximum(highest, scores.max(axis=1))
-            weights = jnp.where(seen, jnp.exp(scores - higher[:, None]), 0.0)
-            kept = jnp.exp(highest - higher)
-            more = product(weights.astype(q.dtype), refs.v[0, 0, at], 1, 0)
-            total = total * kept + weights.sum(axis=1)
-            return read * kept[:, None] + more, higher, total
+            weights = jnp.where(visible, jnp.exp(scores - higher[:, None]), 0.0)
+            correction = jnp.exp(highest - higher)
+            more = matmul(weights.astype(q.dtype), refs.v[0, 0, at], 1, 0)
+            total = total * correction + weights.sum(axis=1)
+            return acc * correction[:, None] + more, higher, total
 
-        return where_met(segments, fold, state)
+        return unless_disjoint(segments, fold, state)
 
     state = (
-        jnp.zeros(q.shape, wide(q)),
-        jnp.full(q.shape[:1], lowest, wide(q)),
-        jnp.zeros(q.shape[:1], wide(q)),
+        jnp.zeros(q.shape, sum_dtype(q)),
+        jnp.full(q.shape[:1], lowest, sum_dtype(q)),
+        jnp.zeros(q.shape[:1], sum_dtype(q)),
     )
-    start, stop = rules.key_blocks(place, *blocks)
-    read, highest, total = lax.fori_loop(start, stop, one_block_of_keys, state)
+    start, stop = rules.key_blocks(position, *blocks)
+    acc, highest, total = lax.fori_loop(start, stop, one_block_of_keys, state)
     some = jnp.where(total > 0, total, 1.0)
-    return read / some[:, None], jnp.where(total > 0, highest + jnp.log(some), -jnp.inf)
+    return acc / some[:, None], jnp.where(total > 0, highest + jnp.log(some), -jnp.inf)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels for Hopper are made of: tiles, barriers, products of a warpgroup.
+"""Building blocks of the Hopper kernels: warpgroups, ring buffers and matmuls.
 
-A block of threads has compute warpgroups, each with 64 rows of the tile, and after them
-one that copies: it fills slots of shared memory by TMA, says so on a barrier, and waits
-on another for every compute warpgroup to be done with a slot before it fills it again.
-While one warpgroup computes exponentials, the others' products use the tensor cores.
+A thread block has compute warpgroups, each with 64 rows of the tile, and one that
+copies: it fills slots of shared memory by TMA, signals a barrier, and waits on another
+until every compute warpgroup has read a slot before it fills the slot again. While one
+warpgroup computes exponentials, the matmuls of the others use the tensor cores.
 
-JAX's interpreter of GPU kernels has no product with an operand in registers and no
-accumulator that starts from a value. For it the operand goes through shared memory and
-the sum is taken afterwards; everything else is one and the same program.
+JAX's interpreter of GPU kernels supports no matmul with an operand in registers and no
+accumulator with an initial value. For it the operand goes through shared memory and the
+sum is computed afterwards; the rest of the program is the same.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tessera.ops.attention.pallas.block_sizes import Tiles
 from tessera.ops.attention.pallas.mask_rules import Rules
 
-LOWEST = -1e30  # of scores: finite, so that differences are numbers
+LOWEST = -1e30  # score of a masked key: finite, so that differences are not NaN
 LOG2_E = 1.4426950408889634
 MATRIX, ROW, COLUMN = (
     plgpu.Layout.WGMMA,
@@ -33,58 +33,56 @@ MATRIX, ROW, COLUMN = (
 
 
 @dataclass(frozen=True)
-class Ring:
-    """Slots of shared memory that the copying warpgroup fills and others empty."""
+class RingBuffer:
+    """Slots of shared memory that the copying warpgroup fills and the others read."""
 
     slots: Any
     filled: Any
-    emptied: Any
+    empty: Any
     count: int
 
     def fill(self, step: Any, source: Any) -> None:
-        """Copy from global memory, once nobody reads the slot any longer."""
+        """Copy from global memory, once every reader has released the slot."""
         slot = lax.rem(step, jnp.int32(self.count))
 
         @pl.when(step >= self.count)
         def _wait() -> None:
-            plgpu.barrier_wait(self.emptied.at[slot])
+            plgpu.barrier_wait(self.empty.at[slot])
 
         plgpu.copy_gmem_to_smem(source, self.slots.at[slot], self.filled.at[slot])
 
     def wait(self, step: Any) -> Any:
-        """What was copied in a step."""
+        """Wait for the copy of a step, and return its slot."""
         slot = lax.rem(step, jnp.int32(self.count))
         plgpu.barrier_wait(self.filled.at[slot])
         return self.slots.at[slot]
 
     def done(self, step: Any) -> None:
-        """This warpgroup has read what was copied in a step."""
-        plgpu.barrier_arrive(self.emptied.at[lax.rem(step, jnp.int32(self.count))])
+        """Release the slot of a step: this warpgroup has read it."""
+        plgpu.barrier_arrive(self.empty.at[lax.rem(step, jnp.int32(self.count))])
 
 
 def operand(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for the operand of a product, in the order that wgmma reads."""
+    """Shared memory for the operand of a matmul, in the layout of wgmma."""
     transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def ring_scratch(prefix: str, tiles: Tiles, slot: Any) -> dict[str, Any]:
-    """What a :class:`Ring` is made of."""
+    """The shared memory and barriers of a :class:`RingBuffer`."""
     return {
         prefix: slot,
         f"{prefix}_filled": plgpu.Barrier(num_barriers=tiles.slots),
-        f"{prefix}_emptied": plgpu.Barrier(
+        f"{prefix}_empty": plgpu.Barrier(
             num_arrivals=tiles.warpgroups, num_barriers=tiles.slots
         ),
     }
 
 
-def ring_of(prefix: str, tiles: Tiles, scratch: dict[str, Any]) -> Ring:
-    """The ring whose parts are among the scratch."""
-    slots, filled, emptied = (
-        scratch[prefix + end] for end in ("", "_filled", "_emptied")
-    )
-    return Ring(slots, filled, emptied, tiles.slots)
+def ring_buffer(prefix: str, tiles: Tiles, scratch: dict[str, Any]) -> RingBuffer:
+    """The ring buffer with that prefix in the scratch memory."""
+    slots, filled, empty = (scratch[prefix + end] for end in ("", "_filled", "_empty"))
+    return RingBuffer(slots, filled, empty, tiles.slots)
 
 
 def run(
@@ -111,19 +109,19 @@ def run(
     )(*operands)
 
 
-def divide_work(
+def specialize_warpgroups(
     tiles: Tiles, compute: Callable[[Any], None], copy: Callable[[], None]
 ) -> None:
-    """Give each warpgroup what it does, and the registers for it."""
+    """Run ``compute`` or ``copy`` in each warpgroup, with the registers it needs."""
     index = lax.axis_index("warpgroup")
-    # 512 for each of 128 threads, shared out evenly at launch; then the copier gives.
-    all_of_them = 512 // (tiles.warpgroups + 1) // 8 * 8 * (tiles.warpgroups + 1)
+    # 512 for each of 128 threads, evenly divided at launch; the copier gives some up.
+    registers = 512 // (tiles.warpgroups + 1) // 8 * 8 * (tiles.warpgroups + 1)
     copier = 40 if tiles.warpgroups < 3 else 32
-    each = min((all_of_them - copier) // tiles.warpgroups // 8 * 8, 240)
+    computer = min((registers - copier) // tiles.warpgroups // 8 * 8, 240)
 
     @pl.when(index < tiles.warpgroups)
     def _compute() -> None:
-        plgpu.set_max_registers(each, action="increase")
+        plgpu.set_max_registers(computer, action="increase")
         compute(index)
 
     @pl.when(index == tiles.warpgroups)
@@ -132,8 +130,8 @@ def divide_work(
         copy()
 
 
-def product(a: Any, b: Any) -> Array:
-    """f32 product of two matrices in shared memory."""
+def matmul(a: Any, b: Any) -> Array:
+    """The f32 product of two matrices in shared memory."""
 
     def body(total: Any) -> Array:
         plgpu.wgmma(total, a, b)
@@ -142,56 +140,56 @@ def product(a: Any, b: Any) -> Array:
     return pl.run_scoped(body, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def plus_product(total: Array, a: Array, b: Any, spare: Any) -> Array:
-    """A sum and the product of a matrix in registers and one in shared memory.
+def matmul_add(total: Array, a: Array, b: Any, spare: Any) -> Array:
+    """``total`` plus the product of a matrix in registers and one in shared memory.
 
     ``spare`` is memory for ``a`` where the kernel is interpreted, and None elsewhere.
     """
     if spare is not None:
         spare[...] = a
         plgpu.commit_smem()
-        return total + product(spare, b)
+        return total + matmul(spare, b)
 
     def body(total: Any) -> None:
         plgpu.wgmma(total, a, b)
         plgpu.wgmma_wait(0)
 
-    # By its types a reference; what a state leaves behind is the array.
+    # run_state is typed as returning references, but returns the arrays.
     added: Any = pl.run_state(body)(plgpu.ACC.init(total))
     return added
 
 
 def filled(shape: tuple[int, ...], value: float, layout: Any) -> Array:
-    """A constant that is spread over a warpgroup's registers."""
+    """A constant array in the registers of a warpgroup."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def places(first: Any, shape: tuple[int, int], dim: int) -> Array:
-    """Places of the rows (dim 0) or of the columns (dim 1) of a matrix."""
+def positions(first: Any, shape: tuple[int, int], dim: int) -> Array:
+    """Positions of the rows (dim 0) or of the columns (dim 1) of a matrix."""
     return first + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=MATRIX)
 
 
-def row_numbers(ref: Any, layout: Any) -> Array:
-    """A vector in shared memory, spread as the rows or columns of a matrix are."""
-    load: Any = plgpu.load  # it has had other arguments
+def load_vector(ref: Any, layout: Any) -> Array:
+    """Load a vector from shared memory, in the layout of a matrix's rows or columns."""
+    load: Any = plgpu.load  # its signature differs between versions
     return load(ref, layout=layout)
 
 
-def over(x: Array, shape: tuple[int, int], dim: int) -> Array:
-    """One number of each row (dim 0) or column (dim 1), all over a matrix."""
+def broadcast(x: Array, shape: tuple[int, int], dim: int) -> Array:
+    """Broadcast one number per row (dim 0) or column (dim 1) to a matrix."""
     return lax.broadcast_in_dim(x, shape, (dim,))
 
 
-def in_parts(
+def loop_with_mask(
     start: Any,
     stop: Any,
     inside: tuple[Any, Any] | None,
     step: Callable[[bool], Callable[[Any, Any], Any]],
     state: Any,
 ) -> Any:
-    """A loop whose steps outside of ``inside`` apply the mask, and those inside do not.
+    """A loop that applies the mask only in steps outside of the range ``inside``.
 
-    None is a mask that hides nothing at all.
+    None means that no step needs the mask.
     """
     if inside is None:
         return lax.fori_loop(start, stop, step(False), state)
@@ -202,7 +200,7 @@ def in_parts(
     return lax.fori_loop(last, stop, step(True), state)
 
 
-def hides(rules: Rules) -> bool:
-    """Whether some query may not see some key."""
-    setting = rules.setting
-    return setting.causal or setting.window is not None or rules.padded
+def is_masked(rules: Rules) -> bool:
+    """Whether any pair of a query and a key is masked."""
+    options = rules.options
+    return options.causal or options.window is not None or rules.padded

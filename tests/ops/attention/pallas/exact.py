@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.ops.attention import reference
-from tessera.ops.attention.attention_call import Operands, Setting
+from tessera.ops.attention.dispatch import Operands, Options
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -42,7 +42,7 @@ def drawn(
 
 
 def exact(
-    operands: Operands, setting: Setting, gradient: Any, *, size: bool = False
+    operands: Operands, setting: Options, gradient: Any, *, size: bool = False
 ) -> tuple[Any, ...]:
     """The result and the gradients of q, k and v, f64.
 
@@ -105,7 +105,7 @@ def errors(results: tuple[Any, ...], wanted: tuple[Any, ...]) -> np.ndarray:
 def check_as_exact_as_the_reference(
     attend: Callable[[Operands], jax.Array],
     operands: Operands,
-    setting: Setting,
+    setting: Options,
     gradient: jax.Array,
 ) -> None:
     """Errors against f64 are within twice those of the reference in the same dtype.

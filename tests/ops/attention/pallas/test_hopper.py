@@ -18,10 +18,12 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from tessera._jax_traces import HAS_MOSAIC_GPU_KERNELS
-from tessera.ops.attention.attention_call import Operands, Setting
-from tessera.ops.attention.dispatch import Device
+from tessera.ops.attention.dispatch import Device, Operands, Options
 from tessera.ops.attention.pallas.block_sizes import Hopper, Tiles, default_for_hopper
-from tessera.ops.attention.pallas.kernel_attention import attend_by, why_not_hopper
+from tessera.ops.attention.pallas.kernel_attention import (
+    attend_with,
+    hopper_unsupported_reason,
+)
 from tests.ops.attention.pallas.exact import (
     check_as_exact_as_the_reference,
     drawn,
@@ -37,7 +39,7 @@ H200 = Device("cuda", "NVIDIA H200", (9, 0))
 def interpreted(setting, forward=(128, 64, 2), backward=(64, 64, 2)):
     params = plgpu.InterpretGPUParams(detect_races=True)
     kernel = Hopper(Tiles(*forward), Tiles(*backward), params)
-    return lambda operands: attend_by(kernel, operands, setting)
+    return lambda operands: attend_with(kernel, operands, setting)
 
 
 CASES = {
@@ -57,7 +59,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_as_exact_as_the_reference_and_races_with_nobody(name):
     setting, sizes = CASES[name]
-    setting = Setting(**{"causal": False, "scale": 0.125} | setting)
+    setting = Options(**{"causal": False, "scale": 0.125} | setting)
     sizes = {"heads": 1, "width": 64, "dtype": "bfloat16"} | sizes
     operands, gradient = drawn(**sizes)
     check_as_exact_as_the_reference(interpreted(setting), operands, setting, gradient)
@@ -65,7 +67,7 @@ def test_it_is_as_exact_as_the_reference_and_races_with_nobody(name):
 
 @needs_kernels
 def test_blocks_that_the_mask_empties_are_not_read():
-    setting = Setting(causal=True, scale=0.125)
+    setting = Options(causal=True, scale=0.125)
     operands, gradient = drawn(
         heads=1, width=64, queries=128, keys=128, dtype="bfloat16"
     )
@@ -88,14 +90,14 @@ def lowered_for_h200(function, *arguments):
 @needs_kernels
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_it_is_lowered_for_cuda_forward_and_backward(width):
-    setting = Setting(causal=True, scale=0.125, window=300, soft_cap=30.0)
+    setting = Options(causal=True, scale=0.125, window=300, soft_cap=30.0)
     kernel = default_for_hopper(width)
     queries = jax.ShapeDtypeStruct((1, 4, 768, width), jnp.bfloat16)
     keys = jax.ShapeDtypeStruct((1, 2, 768, width), jnp.bfloat16)
 
     def run(q, k, v, gradient):
         out, back = jax.vjp(
-            lambda *x: attend_by(kernel, Operands(*x), setting), q, k, v
+            lambda *x: attend_with(kernel, Operands(*x), setting), q, k, v
         )
         return out, back(gradient)
 
@@ -106,11 +108,11 @@ def test_it_is_lowered_for_cuda_forward_and_backward(width):
 
 @needs_kernels
 def test_it_goes_with_vmap_recomputation_and_regions_that_check_what_varies():
-    setting, kernel = Setting(causal=True, scale=0.125), default_for_hopper(64)
+    setting, kernel = Options(causal=True, scale=0.125), default_for_hopper(64)
 
     @jax.vmap
     def run(q, k, v, gradient):
-        attend = jax.checkpoint(lambda *x: attend_by(kernel, Operands(*x), setting))
+        attend = jax.checkpoint(lambda *x: attend_with(kernel, Operands(*x), setting))
         out, back = jax.vjp(attend, q, k, v)
         return out, back(gradient)
 
@@ -132,7 +134,7 @@ def test_tiles_that_do_not_go_into_shared_memory_are_refused_when_lowered():
     x = jax.ShapeDtypeStruct((1, 1, 768, 256), jnp.bfloat16)
 
     def run(q, k, v):
-        return attend_by(kernel, Operands(q, k, v), Setting(False, 1.0))
+        return attend_with(kernel, Operands(q, k, v), Options(False, 1.0))
 
     with pytest.raises(ValueError, match="smem_bytes"):
         lowered_for_h200(run, x, x, x)
@@ -141,7 +143,9 @@ def test_tiles_that_do_not_go_into_shared_memory_are_refused_when_lowered():
 def test_it_says_which_calls_it_does_not_serve():
     def reason(device=H200, width=128, dtype=jnp.bfloat16, **arrays):
         x = SimpleNamespace(shape=(1, 1, 256, width), dtype=jnp.dtype(dtype))
-        return why_not_hopper(Operands(x, x, x, **arrays), Setting(True, 1.0), device)
+        return hopper_unsupported_reason(
+            Operands(x, x, x, **arrays), Options(True, 1.0), device
+        )
 
     place = "the kernel for Hopper runs on GPUs of compute capability 9.0"
     assert reason(Device("cpu")) == place

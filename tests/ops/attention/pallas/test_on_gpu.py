@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tessera.ops.attention import reference
-from tessera.ops.attention.attention_call import Operands, Setting
+from tessera.ops.attention.dispatch import Operands, Options
 from tessera.ops.attention.pallas.block_sizes import default_for_hopper
-from tessera.ops.attention.pallas.kernel_attention import attend_by
+from tessera.ops.attention.pallas.kernel_attention import attend_with
 from tessera.ops.attention.pallas.tuning import (
     _backward_variants,
     _forward_variants,
@@ -28,7 +28,7 @@ from tests.ops.attention.pallas.exact import (
 )
 
 
-def why_not_here():
+def unsupported_reason_here():
     """Why the kernel cannot run on JAX's devices; or None."""
     # Asked in this order, collecting the tests starts no backend.
     if "cuda" not in str(jax.config.jax_platforms):
@@ -42,7 +42,7 @@ def why_not_here():
     return None
 
 
-REASON = why_not_here()
+REASON = unsupported_reason_here()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
@@ -60,12 +60,12 @@ SETTINGS = {
 @pytest.mark.parametrize("width", [64, 80, 128, 256])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_is_as_exact_as_the_reference(name, width, dtype):
-    setting = Setting(**{"causal": False, "scale": width**-0.5} | SETTINGS[name])
+    setting = Options(**{"causal": False, "scale": width**-0.5} | SETTINGS[name])
     operands, gradient = drawn(
         batch=2, heads=4, groups=2, queries=500, keys=500, width=width, dtype=dtype
     )
     check_as_exact_as_the_reference(
-        lambda x: attend_by(default_for_hopper(width), x, setting),
+        lambda x: attend_with(default_for_hopper(width), x, setting),
         operands,
         setting,
         gradient,
@@ -74,14 +74,14 @@ def test_it_is_as_exact_as_the_reference(name, width, dtype):
 
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_every_way_to_cut_the_work_gives_the_same_result(width):
-    setting = Setting(causal=True, scale=width**-0.5)
+    setting = Options(causal=True, scale=width**-0.5)
     operands, gradient = drawn(queries=768, keys=768, width=width, dtype="bfloat16")
     default = default_for_hopper(width)
     wanted = with_gradients(lambda x: reference.attend(x, setting), operands, gradient)
     for stage in (_forward_variants, _backward_variants):
         for kernel in stage(default, width):
             results = with_gradients(
-                lambda x, kernel=kernel: attend_by(kernel, x, setting),
+                lambda x, kernel=kernel: attend_with(kernel, x, setting),
                 operands,
                 gradient,
             )
@@ -91,13 +91,13 @@ def test_every_way_to_cut_the_work_gives_the_same_result(width):
 
 
 def test_two_runs_give_the_same_bits():
-    setting = Setting(causal=True, scale=0.1)
+    setting = Options(causal=True, scale=0.1)
     operands, gradient = drawn(
         batch=4, heads=8, groups=2, queries=1024, keys=1024, width=128, dtype="bfloat16"
     )
     kernel = default_for_hopper(128)
     runs = [
-        with_gradients(lambda x: attend_by(kernel, x, setting), operands, gradient)
+        with_gradients(lambda x: attend_with(kernel, x, setting), operands, gradient)
         for _ in range(2)
     ]
     for one, other in zip(*runs, strict=True):
@@ -107,12 +107,12 @@ def test_two_runs_give_the_same_bits():
 def test_long_sequences_need_memory_that_grows_with_their_length():
     def temporary(length):
         x = jax.ShapeDtypeStruct((1, 8, length, 128), jnp.bfloat16)
-        setting = Setting(causal=True, scale=0.1)
+        setting = Options(causal=True, scale=0.1)
 
         def run(q, k, v, gradient):
             kernel = default_for_hopper(128)
             out, back = jax.vjp(
-                lambda *x: attend_by(kernel, Operands(*x), setting), q, k, v
+                lambda *x: attend_with(kernel, Operands(*x), setting), q, k, v
             )
             return out, back(gradient)
 

@@ -11,10 +11,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.mesh import Mesh
-from tessera.ops.attention.attention_call import Operands, Setting
-from tessera.ops.attention.dispatch import Device
+from tessera.ops.attention.dispatch import Device, Operands, Options
 from tessera.ops.attention.pallas.block_sizes import Blocks, Portable
-from tessera.ops.attention.pallas.kernel_attention import attend_by, why_not
+from tessera.ops.attention.pallas.kernel_attention import (
+    attend_with,
+    unsupported_reason,
+)
 from tests.ops.attention.pallas.exact import (
     check_as_exact_as_the_reference,
     drawn,
@@ -26,7 +28,7 @@ BLOCKS = Blocks(16, 32)
 
 
 def attended(setting, blocks=BLOCKS):
-    return lambda operands: attend_by(Portable(blocks), operands, setting)
+    return lambda operands: attend_with(Portable(blocks), operands, setting)
 
 
 CASES = {
@@ -52,7 +54,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_as_exact_as_the_reference(name):
     setting, sizes = CASES[name]
-    setting = Setting(**{"causal": False, "scale": 0.25} | setting)
+    setting = Options(**{"causal": False, "scale": 0.25} | setting)
     operands, gradient = drawn(**sizes)
     check_as_exact_as_the_reference(attended(setting), operands, setting, gradient)
 
@@ -70,7 +72,7 @@ def test_it_is_as_exact_as_the_reference(name):
 def test_any_shape_and_mask_is_as_exact_as_the_reference(
     queries, keys, causal, window, segments, offset, dtype
 ):
-    setting = Setting(causal, 0.3, window if causal else None)
+    setting = Options(causal, 0.3, window if causal else None)
     operands, gradient = drawn(
         queries=queries, keys=keys, segments=segments, dtype=dtype
     )
@@ -80,7 +82,7 @@ def test_any_shape_and_mask_is_as_exact_as_the_reference(
 
 def test_blocks_that_the_mask_empties_are_not_read():
     # What is not a number and read once would be in every sum.
-    setting = Setting(causal=True, scale=0.25, window=8)
+    setting = Options(causal=True, scale=0.25, window=8)
     operands, gradient = drawn(queries=64, keys=64)
     seen = exact(operands, setting, gradient)
     spoilt = (
@@ -96,7 +98,7 @@ def test_blocks_that_the_mask_empties_are_not_read():
 
 
 def test_segments_that_do_not_meet_are_not_read():
-    setting = Setting(causal=True, scale=0.25)
+    setting = Options(causal=True, scale=0.25)
     operands, gradient = drawn(queries=64, keys=64)
     ids = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 32)[None]
     operands = operands._replace(query_segments=ids, key_segments=ids)
@@ -110,7 +112,7 @@ def test_segments_that_do_not_meet_are_not_read():
 
 
 def test_it_goes_with_vmap_and_recomputation():
-    setting = Setting(causal=True, scale=0.25)
+    setting = Options(causal=True, scale=0.25)
     operands, gradient = drawn(batch=3)
 
     def one(q, k, v, gradient):
@@ -125,7 +127,7 @@ def test_it_goes_with_vmap_and_recomputation():
 
 
 def test_operands_may_be_split_over_a_mesh(grid_mesh: Mesh):
-    setting = Setting(causal=True, scale=0.25)
+    setting = Options(causal=True, scale=0.25)
     operands, gradient = drawn(batch=2, heads=8, groups=4)
     split = NamedSharding(grid_mesh.jax, P("dp", "tp"))
     arrays = jax.device_put(operands[:3], split)
@@ -133,14 +135,14 @@ def test_operands_may_be_split_over_a_mesh(grid_mesh: Mesh):
     np.testing.assert_allclose(out, exact(operands, setting, gradient)[0], atol=1e-5)
 
 
-def test_a_region_that_checks_what_varies_is_told_why_not(dp_mesh: Mesh):
-    setting = Setting(causal=True, scale=0.25)
+def test_a_region_that_checks_what_varies_is_told_unsupported_reason(dp_mesh: Mesh):
+    setting = Options(causal=True, scale=0.25)
     operands, gradient = drawn(batch=8)
     reasons = []
 
     def block(check, q, k, v):
-        reasons.append(why_not(Operands(q, k, v), setting, Device("cpu")))
-        return q if check else attend_by(Portable(BLOCKS), Operands(q, k, v), setting)
+        reasons.append(unsupported_reason(Operands(q, k, v), setting, Device("cpu")))
+        return q if check else attend_with(Portable(BLOCKS), Operands(q, k, v), setting)
 
     def run(check):
         def body(q, k, v):

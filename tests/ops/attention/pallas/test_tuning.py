@@ -10,8 +10,7 @@ import pytest
 
 import tessera as ts
 from tessera.errors import ImplementationError
-from tessera.ops.attention.attention_call import Operands, Setting
-from tessera.ops.attention.dispatch import Device
+from tessera.ops.attention.dispatch import Device, Operands, Options
 from tessera.ops.attention.pallas import tuning
 from tessera.ops.attention.pallas.block_sizes import (
     Blocks,
@@ -22,7 +21,7 @@ from tessera.ops.attention.pallas.block_sizes import (
 )
 
 SHAPE = (1, 2, 32, 8)
-SETTING = Setting(causal=True, scale=8**-0.5)
+SETTING = Options(causal=True, scale=8**-0.5)
 CANDIDATES = [Portable(Blocks(16, 16)), Portable(Blocks(32, 32))]
 
 
@@ -59,7 +58,7 @@ def test_what_was_found_best_is_kept_and_taken_by_calls_that_are_alike(folder):
     for other in (
         kernel(call((1, 2, 64, 8))),
         kernel(call(dtype="bfloat16")),
-        kernel(call(), Setting(causal=True, scale=1.0, window=4)),
+        kernel(call(), Options(causal=True, scale=1.0, window=4)),
         kernel(call(), device=Device("cpu", "another")),
     ):
         assert other == Portable()
