@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.accumulate_gradients``: a batch in parts, one after the other.
+"""``ts.accumulate_gradients``: a step over microbatches, one after the other.
 
-The memory of a step is then that of one part, and of one sum of gradients.
+The memory of a step is then that of one microbatch, plus one sum of gradients.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from tessera import _jax, scope
 from tessera.errors import BatchSizeError, OperandError
+from tessera.ops.operand_checks import nearest_divisors
 from tessera.tree import Tree
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -24,29 +25,29 @@ def accumulate_gradients(
     *,
     reduction: Reduction = "mean",
 ) -> Tree:
-    """What ``step`` gives for each microbatch, summed or averaged in one ``lax.scan``.
+    """Sum or average the results of ``step`` over microbatches, in one ``lax.scan``.
 
-    The mean of the gradients of mean losses is the gradient of the whole batch's mean
-    loss. Where microbatches weigh differently, as with targets that do not count, let
-    ``step`` give sums and their number, and divide after ``reduction="sum"``.
+    The mean of the gradients of mean losses is the gradient of the mean loss of the
+    whole batch. Where microbatches have different weights, for example because of
+    ignored targets, return sums and counts, and divide after ``reduction="sum"``.
 
     Args:
-      step: Takes one microbatch, a tree like ``batch``, and gives a tree of numbers,
-        such as ``(loss, gradients)``. It may call ``ts.grad`` or ``jax.grad``.
-      batch: Tree of arrays ``[B, ...]``, of which ``microbatches`` are made, or
-        without that number ``[microbatches, ...]``; or a list of microbatches. Row r
-        of a batch goes to microbatch ``r % microbatches``: of a batch that is split
-        over devices, each then has its rows of every microbatch.
-      microbatches: In how many parts to cut each array's leading dim.
+      step: Maps one microbatch, a tree like ``batch``, to a tree of numbers, such as
+        ``(loss, gradients)``. It may call ``ts.grad`` or ``jax.grad``.
+      batch: Tree of arrays ``[B, ...]``, which are split into ``microbatches``, or
+        without that number ``[microbatches, ...]``; or a list of microbatches. Row r of
+        a batch belongs to microbatch ``r % microbatches``, so that each device of a
+        sharded batch has rows of every microbatch.
+      microbatches: The number of parts of each array's leading dim.
       reduction: ``mean`` or ``sum``.
 
     Returns:
-      A tree like that of ``step``: its shapes and dtypes; floating-point numbers are
-      summed in f32 at least. Of a mean of integers, f32.
+      A tree with the structure, shapes and dtypes of the result of ``step``;
+      floating-point numbers are summed in at least f32. A mean of integers is f32.
 
     Raises:
-      BatchSizeError: [T503] the rows cannot be divided into so many microbatches, or
-        arrays differ in their number.
+      BatchSizeError: [T503] the number of rows is not a multiple of ``microbatches``,
+        or differs between arrays.
       OperandError: [T401] there is no such reduction.
 
     Example:
@@ -65,23 +66,23 @@ def accumulate_gradients(
         raise OperandError(
             f"there is no reduction {reduction!r}", fix="use 'mean' or 'sum'"
         )
-    parts, count = _parts(batch, microbatches)
-    leaves, tree = jax.tree.flatten(parts)
-    results = None
+    stacked, count = _microbatches(batch, microbatches)
+    leaves, tree = jax.tree.flatten(stacked)
+    structure = None
 
     def flat(*arrays: Any) -> list[Any]:
-        nonlocal results
+        nonlocal structure
         microbatch = jax.tree.unflatten(tree, arrays)
-        given, results = jax.tree.flatten(scope.resolve_callee(step)(microbatch))
-        return [jnp.asarray(leaf) for leaf in given]
+        results, structure = jax.tree.flatten(scope.resolve_callee(step)(microbatch))
+        return [jnp.asarray(leaf) for leaf in results]
 
-    # Traced once, for the types of its sums: a second time it would declare the
-    # parameters of operations that own some anew.
+    # Traced only once: a second trace would declare the parameters of operations that
+    # own some again.
     program = jax.make_jaxpr(flat)(
         *(_jax.struct(jax.typeof(leaf[0])) for leaf in leaves)
     )
     types = [variable.aval for variable in _jax.outputs(program)]
-    zeros = [_jax.zeros(kind).astype(_wide(kind.dtype)) for kind in types]
+    zeros = [_jax.zeros(kind).astype(_sum_dtype(kind.dtype)) for kind in types]
 
     def add(sums: list[Any], rows: list[Any]) -> tuple[list[Any], None]:
         values = _jax.evaluate(program, *rows)
@@ -89,7 +90,7 @@ def accumulate_gradients(
 
     sums, _ = jax.lax.scan(add, zeros, leaves, length=count)
     return jax.tree.unflatten(
-        results,
+        structure,
         [
             _reduced(x, t.dtype, count, reduction)
             for x, t in zip(sums, types, strict=True)
@@ -97,12 +98,8 @@ def accumulate_gradients(
     )
 
 
-def _stacked(*parts: Any) -> jax.Array:
-    return jnp.stack(parts)
-
-
-def _wide(dtype: Any) -> Any:
-    """The dtype that numbers of a dtype are summed in."""
+def _sum_dtype(dtype: Any) -> Any:
+    """The dtype of sums of numbers of a dtype."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.float32 if is_narrow else dtype
 
@@ -117,10 +114,10 @@ def _reduced(
     return (total / count).astype(dtype)
 
 
-def _parts(batch: Tree, microbatches: int | None) -> tuple[Tree, int]:
-    """The batch with a leading dim that counts microbatches, and their number."""
+def _microbatches(batch: Tree, microbatches: int | None) -> tuple[Tree, int]:
+    """The batch with a leading dim of microbatches, and their number."""
     if microbatches is None and isinstance(batch, list) and batch:
-        batch = jax.tree.map(_stacked, *batch)
+        batch = jax.tree.map(_stack, *batch)
     batch = jax.tree.map(jnp.asarray, batch)
     rows = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape[:1]
@@ -141,19 +138,20 @@ def _parts(batch: Tree, microbatches: int | None) -> tuple[Tree, int]:
     if microbatches is None:
         return batch, count
     if microbatches < 1 or count % microbatches:
-        legal = [n for n in range(1, count + 1) if count % n == 0]
-        near = [n for n in legal if n < microbatches][-1:]
-        near += [n for n in legal if n > microbatches][:1]
         raise BatchSizeError(
             f"a batch cannot be divided into {microbatches} microbatches",
             got=f"{count} rows"
             + (f", remainder {count % microbatches}" if microbatches > 0 else ""),
-            fix=f"use {' or '.join(map(str, near))} microbatches",
+            fix=f"use {nearest_divisors(count, microbatches)} microbatches",
         )
 
-    def cut(leaf: jax.Array) -> jax.Array:
+    def split(leaf: jax.Array) -> jax.Array:
         # By rows r % microbatches: a device's own rows stay on it.
         parts = leaf.reshape(count // microbatches, microbatches, *leaf.shape[1:])
         return jnp.swapaxes(parts, 0, 1)
 
-    return jax.tree.map(cut, batch), microbatches
+    return jax.tree.map(split, batch), microbatches
+
+
+def _stack(*leaves: Any) -> jax.Array:
+    return jnp.stack(leaves)

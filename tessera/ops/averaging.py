@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Averaging gradients over mesh axes, as Optax transformations.
 
-They act inside a manual region, on gradients that each device computed from its own
-data and that nobody has reduced yet:
+They run inside an SPMD region, on gradients that each device computed from its own data
+and that are not reduced yet:
 
     optimizer = dist.average_gradients(optax.adamw(1e-3), axis="dp")
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ErrorFeedback(NamedTuple):
-    """What ``top_k`` has not sent yet.
+    """The values that ``top_k`` has not sent yet.
 
     Attributes:
       residual: For each parameter f32 ``[n, ...]``, split along the leading dim over
@@ -53,17 +53,17 @@ def average_gradients(
 ) -> "optax.GradientTransformation":
     """An optimizer that first averages the gradients over a mesh axis.
 
-    It is ``optax.chain(compressed_mean(compression, axis), optimizer)``, so every
-    device takes the same step from the same parameters.
+    It is ``optax.chain(compressed_mean(compression, axis), optimizer)``, so the updates
+    are the same on every device.
 
     Args:
       optimizer: Any Optax transformation.
       axis: Mesh axis, or a tuple of axes, outer first.
-      compression: What is sent; see :func:`compressed_mean`.
-      ratio: Of ``top_k``.
+      compression: As in :func:`compressed_mean`.
+      ratio: As in :func:`compressed_mean`.
 
     Raises:
-      CollectiveError: [T206] as :func:`compressed_mean` says.
+      CollectiveError: [T206] as in :func:`compressed_mean`.
     """
     import optax  # not by `import tessera`, which does not need it
 
@@ -73,35 +73,35 @@ def average_gradients(
 def compressed_mean(
     compression: str, axis: Axis = "dp", *, ratio: float = 0.01
 ) -> "optax.GradientTransformation":
-    """Replace gradients by their mean over a mesh axis, sending less than they are.
+    """Replace gradients by their mean over a mesh axis, with compression.
 
-    ``update`` belongs inside a manual region. Per device ``[...]`` to ``[...]``, alike
-    on every device. Bytes that a device sends and receives for each f32 value, on n
-    devices, and what the result misses:
+    ``update`` must be called inside an SPMD region. Per device ``[...]`` to ``[...]``,
+    replicated. Bytes that a device sends and receives for each f32 value, on n devices,
+    and the error of the result:
 
-    - ``none``: 8 (n-1)/n, as an all-reduce does; exact.
+    - ``none``: 8 (n-1)/n, as in an all-reduce; exact.
     - ``bf16``: 4 (n-1)/n; two roundings to 8 significant bits.
     - ``int8``: 2 (n-1)/n and half a percent; two roundings to 1/127 of the largest
-      of up to 1024 neighbors.
-    - ``top_k``: 8 (n-1) ratio, which is less than ``none`` where ratio < 1/n; what is
-      not sent is kept and added to the next gradients.
+      of up to 1024 consecutive values.
+    - ``top_k``: 8 (n-1) ratio, which is less than ``none`` where ratio < 1/n; values
+      that are not sent are added to the next gradients.
 
-    ``compression.means`` states the bounds.
+    ``compressed_means.means`` states the bounds.
 
     Args:
       compression: ``none``, ``bf16``, ``int8`` or ``top_k``.
       axis: Mesh axis, or a tuple of axes, outer first.
-      ratio: The share of each gradient's values that ``top_k`` sends, above 0 and at
-        most 1; at least one value is sent.
+      ratio: The fraction of each gradient's values that ``top_k`` sends, above 0 and
+        at most 1; at least one value is sent.
 
     Returns:
-      A transformation. Only ``top_k`` has a state, of what each device keeps back:
-      ``init`` inside the region makes a device's own; outside of one, on an open mesh,
-      an array that is split over the axis.
+      A transformation. Only ``top_k`` has a state, the residual of each device:
+      ``init`` inside the region returns that of the device; outside of one, on an open
+      mesh, an array that is split over the axis.
 
     Raises:
       CollectiveError: [T206] there is no such compression, or ``ratio`` is out of
-        range; in ``update``, gradients outside a manual region, or that are no floats,
+        range; in ``update``, gradients outside an SPMD region, or that are no floats,
         or reduced over the axis already, or that have another shape than the state.
       NoMeshError: [T106] a ``top_k`` state is made where there is no mesh.
       UnknownAxisError: [T103] the mesh has no such axis.
@@ -142,19 +142,18 @@ def compressed_mean(
 
 
 def per_device(x: Any, axis: Axis) -> Any:
-    """Each device's own copy of values that all devices along an axis have alike.
+    """Mark replicated values as different on each device along an axis.
 
-    Per device ``[...]`` to the same; nothing moves. What is differentiated by the copy
-    is that device's alone. Differentiated by the values themselves, JAX adds up the
-    gradients of all devices, because a change of the one value changes every loss.
+    Per device ``[...]`` to the same; nothing is sent. A gradient by the result is that
+    of one device. For a gradient by the replicated values themselves, JAX sums the
+    gradients of all devices, because a change of the value changes every loss.
 
     Args:
-      x: Array or tree, in a manual region.
+      x: Array or tree, in an SPMD region.
       axis: Mesh axis, or a tuple of axes.
 
     Raises:
-      CollectiveError: [T206] this is no manual region, or it is not manual over the
-        axis.
+      CollectiveError: [T206] this is not an SPMD region, or not one over the axis.
       UnknownAxisError: [T103] the mesh has no such axis.
     """
 
@@ -171,28 +170,28 @@ def _error_feedback(axis: Axis, ratio: float) -> tuple[Any, Any]:
 
     def init(params: Tree) -> ErrorFeedback:
         if manual_axes():
-            return ErrorFeedback(per_device(_nothing_kept(params, 1), axes))
+            return ErrorFeedback(per_device(_zero_residuals(params, 1), axes))
         mesh = opened_or_none()
         if mesh is None:
             raise NoMeshError(
-                "what each device keeps back needs a mesh to be split over",
+                "the residual of top_k needs a mesh to be sharded over",
                 got=f"axis {axis!r}",
                 fix="call init under 'with mesh:', or inside the kernel",
             )
         split = NamedSharding(mesh.compile_mesh, PartitionSpec(axes))
-        zeros = _nothing_kept(params, mesh.axis_size(axes))
+        zeros = _zero_residuals(params, mesh.axis_size(axes))
         return ErrorFeedback(jax.device_put(zeros, split))
 
     def update(
         updates: Tree, state: ErrorFeedback, params: Tree = None
     ) -> tuple[Tree, ErrorFeedback]:
         del params
-        kept = iter(jax.tree.leaves(state.residual))
+        residual_leaves = iter(jax.tree.leaves(state.residual))
         residuals: list[Array] = []
 
         def one(operand: Operand) -> Array:
             _check_unreduced(operand)
-            own = _own(next(kept), operand.value)
+            own = _own(next(residual_leaves), operand.value)
             averaged, rest = compressed.top_k_mean(
                 operand.value, own, operand.axes, ratio
             )
@@ -207,7 +206,7 @@ def _error_feedback(axis: Axis, ratio: float) -> tuple[Any, Any]:
     return init, update
 
 
-def _nothing_kept(params: Tree, lead: int) -> Tree:
+def _zero_residuals(params: Tree, lead: int) -> Tree:
     def zeros(param: Any) -> Array:
         return jnp.zeros((lead, *param.shape), jnp.float32)
 
@@ -218,7 +217,7 @@ def _own(residual: Array, gradient: Array) -> Array:
     """This device's residual, of the gradient's shape."""
     if residual.shape != (1, *gradient.shape):
         raise CollectiveError(
-            "what this device keeps back has not the shape of its gradient",
+            "the residual of this device does not have the shape of its gradient",
             got=f"residual {residual.shape}, gradient {gradient.shape}, where "
             f"{(1, *gradient.shape)} was expected",
             fix="make the state by init inside the kernel, where parameters have the "
@@ -236,7 +235,7 @@ def _check(compression: str, ratio: float) -> None:
         )
     if not 0 < ratio <= 1:
         raise CollectiveError(
-            "top_k sends a share of the values",
+            "the ratio of top_k is not between 0 and 1",
             got=f"ratio {ratio}",
             fix="use a ratio above 0 and at most 1, such as 0.01",
         )
@@ -247,7 +246,7 @@ def _check_region(operand: Operand) -> None:
         raise CollectiveError(
             "a global array is the same array for every device along an axis",
             got=f"{operand.value.dtype.name}{list(operand.value.shape)}, outside a "
-            "manual region",
+            "SPMD region",
             fix="call it inside @op.kernel, where every device has its own",
         )
 
@@ -259,9 +258,9 @@ def _check_unreduced(operand: Operand) -> None:
         raise CollectiveError(
             "only gradients of floating dtypes are averaged",
             got=f"{value.dtype.name}{list(value.shape)}",
-            fix="differentiate by the floating leaves of the parameters alone",
+            fix="differentiate only by the floating-point leaves of the parameters",
         )
-    # With check_vma=False JAX does not keep track, and nothing can be said.
+    # With check_vma=False JAX does not track which values vary.
     tracked = axes <= _jax.varying_axes(lax.axis_index(operand.axes))
     if tracked and not axes <= _jax.varying_axes(value):
         alike = sorted(axes - _jax.varying_axes(value))

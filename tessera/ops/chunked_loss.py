@@ -27,12 +27,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from tessera import _jax, scope
+from tessera import scope
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh, manual_axes
 from tessera.ops.attention.blockwise import varying_alike, varying_as
 from tessera.ops.losses import Reduction, as_labels, reduced
-from tessera.ops.operand_layouts import region_mesh
+from tessera.ops.operand_layouts import is_traced, region_mesh
 from tessera.spec import axes_of_dims
 
 _CHUNK_BYTES: Final = 16 << 20
@@ -122,11 +122,8 @@ def fused_loss(
     hidden, weight, bias, labels = varying_alike(hidden, *head, labels)
     call = _Call(terms, split, chunk_size, hidden.dtype.name, reduction == "none")
     operands = hidden, Head(weight, bias), labels
-    is_traced = any(
-        isinstance(_jax.underlying(x), jax.core.Tracer)
-        for x in jax.tree.leaves(operands)
-    )
-    loss = (_loss if is_traced else _compiled_loss)(call, *operands)
+    traced = is_traced(*jax.tree.leaves(operands))
+    loss = (_loss if traced else _compiled_loss)(call, *operands)
     if reduction == "none":
         return loss
     return reduced(loss, labels != terms.ignore_index, reduction)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm of all gradients together, and limits for it and for single numbers.
-
-One definition for what the trainer logs, for what it clips by and for users' steps.
-"""
+"""``ts.global_norm`` and gradient clipping, for the trainer and for users' steps."""
 
 from typing import Any
 
@@ -16,9 +13,9 @@ from tessera.tree import Tree
 
 
 def global_norm(tree: Tree) -> jax.Array:
-    """The Euclidean norm of all numbers of a tree, f32 inside and out.
+    """The Euclidean norm of all numbers of a tree, computed in f32.
 
-    It is that of global arrays, however they are split; inside a manual region, such as
+    The norm of global arrays, however they are sharded; inside an SPMD region, such as
     ``op.kernel``, of this device's blocks.
 
     Example:
@@ -32,15 +29,15 @@ def global_norm(tree: Tree) -> jax.Array:
 
 
 def clip_by_global_norm(gradients: Tree, max_norm: Any) -> tuple[Tree, jax.Array]:
-    """Gradients whose global norm is above ``max_norm``, scaled down to it.
+    """Scale gradients down to ``max_norm`` where their global norm exceeds it.
 
     Args:
       gradients: Tree of floating-point arrays.
       max_norm: The limit, a positive number.
 
     Returns:
-      A tree of the same shapes and dtypes, and the norm before, f32. With a NaN among
-      them gradients are left as they are, instead of all becoming NaN.
+      A tree of the same shapes and dtypes, and the norm before clipping, f32. Gradients
+      that contain a NaN are returned unchanged, instead of all becoming NaN.
 
     Raises:
       OperandError: [T401] the limit is not positive.
@@ -58,7 +55,7 @@ def clip_by_global_norm(gradients: Tree, max_norm: Any) -> tuple[Tree, jax.Array
 
 
 def scaled_down(gradients: Tree, norm: jax.Array, max_norm: Any) -> Tree:
-    """Gradients of a known global norm, scaled down to ``max_norm`` if it is above."""
+    """Scale gradients down to ``max_norm`` where ``norm``, their norm, exceeds it."""
     scale = jnp.where(norm > max_norm, max_norm / norm, 1.0)
 
     def scaled(leaf: jax.Array) -> jax.Array:
@@ -68,14 +65,14 @@ def scaled_down(gradients: Tree, norm: jax.Array, max_norm: Any) -> Tree:
 
 
 def clip_by_value(gradients: Tree, limit: Any) -> Tree:
-    """Gradients with every number brought into ``[-limit, limit]``.
+    """Clip every number of the gradients to ``[-limit, limit]``.
 
     Args:
       gradients: Tree of floating-point arrays.
       limit: A positive number.
 
     Returns:
-      A tree of the same shapes and dtypes; a NaN stays one.
+      A tree of the same shapes and dtypes; a NaN stays a NaN.
 
     Raises:
       OperandError: [T401] the limit is not positive.

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operand of a collective, and running the collective on it.
 
-In a manual region an operand is a block, and a collective simply runs. A global array
-is taken apart by its own layout first, by ``jax.shard_map``, and put together after.
+In an SPMD region an operand is a block, and a collective simply runs. A global array is
+split by its own layout: ``jax.shard_map`` runs the collective on its blocks.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from tessera import _jax, scope
+from tessera import scope
 from tessera.errors import (
     CollectiveError,
     DimError,
@@ -29,14 +28,13 @@ from tessera.ops.operand_layouts import (
     as_array,
     block_layout_of,
     is_unplaced,
-    placed,
-    region_mesh,
+    map_blocks,
 )
 from tessera.shard import DistTensor
 from tessera.spec import axes_of_dims, spec_of_axes
 
 Axis: TypeAlias = str | Sequence[str]
-Lands: TypeAlias = int | Literal["kept"] | None
+OutDim: TypeAlias = int | Literal["same"] | None
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,10 @@ class Operand:
     """One array and the axes of a collective on it.
 
     Attributes:
-      value: A block in a manual region, otherwise a global array.
+      value: A block in an SPMD region, otherwise a global array.
       axes: The collective's mesh axes, outer first.
       sizes: Their sizes.
-      layout: Mesh and spec of a global array; None in a manual region.
+      layout: Mesh and spec of a global array; None in an SPMD region.
     """
 
     value: Array
@@ -57,12 +55,12 @@ class Operand:
 
     @property
     def is_block(self) -> bool:
-        """Whether this is one device's block, in a manual region."""
+        """Whether this is one device's block, in an SPMD region."""
         return self.layout is None
 
     @property
     def split_dim(self) -> int | None:
-        """The dim of a global array that the axes split; None where there is none."""
+        """The dim of a global array that the axes split, or None."""
         if self.layout is None:
             return None
         for dim, names in enumerate(axes_of_dims(self.layout[1], self.value.ndim)):
@@ -83,7 +81,7 @@ class Operand:
             raise CollectiveError(
                 f"mesh axes {self.axes!r} split no dim of this array",
                 got=f"shape {self.value.shape}, layout {self._spec}",
-                fix="say along which dim, with dim=",
+                fix="name a dim, with dim=",
             )
         if not -rank <= dim < rank:
             raise DimError(
@@ -111,41 +109,35 @@ class Operand:
         return int(rank)
 
     def run(
-        self, on_block: Callable[..., Array], *settings: Any, lands: Lands
+        self, on_block: Callable[..., Array], *settings: Any, out_dim: OutDim
     ) -> Array:
         """The result of ``on_block(block, axes, *settings)`` on every device.
 
         Args:
-          on_block: What one device does.
+          on_block: What each device runs.
           *settings: Its further arguments; hashable.
-          lands: The dim of the result that the axes split; None when every device
-            has the same result; ``kept`` when the layout is that of the operand.
+          out_dim: The dim of the result that the axes split; None when every device
+            has the same result; ``same`` when the layout is that of the operand.
         """
         if self.layout is None:
             return on_block(self.value, self.axes, *settings)
         mesh, spec = self.layout
-        result = self._landed(lands)
-        if isinstance(_jax.underlying(self.value), jax.core.Tracer):
-            region = region_mesh(mesh, explicit=True)
-            mapped = _mapped(on_block, self.axes, settings, region, spec, result)
-            value = mapped(self.value)
-            scope.record_layout(value, mesh, result)
-            return value
-        compiled = _compiled(on_block, self.axes, settings, mesh.jax, spec, result)
-        return compiled(placed(self.value, NamedSharding(mesh.jax, spec)))
+        result = self._result_spec(out_dim)
+        static = (self.axes, *settings)
+        return map_blocks(on_block, static, (self.value,), mesh, (spec,), result)
 
     @property
     def _spec(self) -> PartitionSpec | None:
         return None if self.layout is None else self.layout[1]
 
-    def _landed(self, lands: Lands) -> PartitionSpec:
+    def _result_spec(self, out_dim: OutDim) -> PartitionSpec:
         """Layout of the result."""
         assert self._spec is not None, "a block has no layout of its own"
         before = axes_of_dims(self._spec, self.value.ndim)
-        if lands != "kept":
+        if out_dim != "same":
             after = [tuple(a for a in axes if a not in self.axes) for axes in before]
-            if lands is not None:
-                after[lands] += self.axes
+            if out_dim is not None:
+                after[out_dim] += self.axes
             return spec_of_axes(after)
         missing = tuple(a for a in self.axes if not any(a in axes for axes in before))
         if missing and not before:
@@ -163,7 +155,7 @@ def each(one: Callable[[Operand], Array], x: Any, axis: Axis) -> Any:
     Raises:
       UnknownAxisError: [T103] the mesh has no such axis.
       NoMeshError: [T106] an array without a layout, and no open mesh.
-      CollectiveError: [T206] an axis that is given twice or is not manual here, or a
+      CollectiveError: [T206] an axis that is named twice or is not manual here, or a
         traced array whose layout is not known.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
@@ -221,32 +213,13 @@ def _check_manual(axes: tuple[str, ...], manual: Any) -> None:
             raise CollectiveError(
                 f"mesh axis {axis!r} is not manual here",
                 got=f"this region is manual over {', '.join(map(repr, manual))}",
-                fix="the compiler sees to the other axes by itself: name a manual one",
+                fix="name a manual axis: XLA partitions over the others",
             )
         raise UnknownAxisError(
             f"the mesh has no axis {axis!r}",
             got=f"this region is manual over {', '.join(map(repr, manual))}",
             fix=did_you_mean(axis, manual),
         )
-
-
-def _mapped(
-    on_block: Callable[..., Array],
-    axes: tuple[str, ...],
-    settings: tuple[Any, ...],
-    mesh: Any,
-    spec: PartitionSpec,
-    result: PartitionSpec,
-) -> Callable[[Array], Array]:
-    def collective(block: Array) -> Array:
-        return on_block(block, axes, *settings)
-
-    return jax.shard_map(collective, mesh=mesh, in_specs=spec, out_specs=result)
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(*key: Any) -> Callable[[Array], Array]:
-    return jax.jit(_mapped(*key))
 
 
 def _is_tensor(value: object) -> bool:

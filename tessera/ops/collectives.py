@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives: what devices tell each other along a mesh axis.
 
-Every one of them has one meaning, per device. Inside a manual region (``op.kernel``)
+Every one of them has one meaning, per device. Inside an SPMD region (``op.kernel``)
 the operand is this device's block. On a global array outside, the operand is taken
 apart by its own layout, each device does the same to its block, and the results are
 put together again: what the devices then hold alike is replicated, what differs is
@@ -31,7 +31,7 @@ Ranks: TypeAlias = int | Sequence[int]
 
 
 def all_reduce(x: Any, axis: Axis, op: Reduction = "sum") -> Any:
-    """Combine the blocks of all devices along an axis, element by element.
+    """Reduce the blocks of all devices along an axis, element by element.
 
     Per device ``[...]`` to ``[...]``, the same on every device. A global array loses
     the axis from its layout: a dim that the axis split is n times shorter.
@@ -61,7 +61,7 @@ def all_reduce(x: Any, axis: Axis, op: Reduction = "sum") -> Any:
 
     def one(operand: Operand) -> Array:
         _check_reduction(operand, op)
-        return operand.run(device_collectives.reduce, op, lands=None)
+        return operand.run(device_collectives.reduce, op, out_dim=None)
 
     return each(one, x, axis)
 
@@ -69,7 +69,7 @@ def all_reduce(x: Any, axis: Axis, op: Reduction = "sum") -> Any:
 def reduce_scatter(
     x: Any, axis: Axis, dim: int | None = None, op: Reduction = "sum"
 ) -> Any:
-    """Combine the blocks along an axis and leave each device one part of the result.
+    """Reduce the blocks along an axis and give each device one part of the result.
 
     Per device ``[..., D, ...]`` to ``[..., D/n, ...]``, part r on the device of rank
     r. A global array has the axis moved to ``dim``.
@@ -77,7 +77,7 @@ def reduce_scatter(
     Args:
       x: Array; booleans have no sum, integers no mean.
       axis: Mesh axis, or a tuple of axes, outer first.
-      dim: The dim to divide. By default the last one in a manual region; of a global
+      dim: The dim to divide. By default the last one in an SPMD region; of a global
         array the one that the axis splits already (all of them, if there are several),
         or else the last.
       op: ``sum`` or ``mean``.
@@ -99,22 +99,22 @@ def reduce_scatter(
         _check_reduction(operand, op)
         fallback = operand.split_dim
         along = operand.dim(dim, default=-1 if fallback is None else fallback)
-        return operand.run(device_collectives.reduce_scatter, along, op, lands=along)
+        return operand.run(device_collectives.reduce_scatter, along, op, out_dim=along)
 
     return each(one, x, axis)
 
 
 def all_gather(x: Any, axis: Axis, dim: int | None = None) -> Any:
-    """Give every device the blocks of all devices along an axis, joined.
+    """Give every device the concatenated blocks of all devices along an axis.
 
     Per device ``[..., D, ...]`` to ``[..., D*n, ...]``, the same on every device. A
-    global array loses the axis from its layout; joined along the dim that the axis
-    splits (as its innermost axis) it keeps its values.
+    global array loses the axis from its layout; if ``dim`` is the dim that the axis
+    splits (as its innermost axis), it keeps its values.
 
     Args:
       x: Array of any dtype.
       axis: Mesh axis, or a tuple of axes, outer first.
-      dim: The dim to join along. By default the last one in a manual region; of a
+      dim: The dim to concatenate along. By default the last one in an SPMD region; of a
         global array the one that the axis splits.
 
     Raises:
@@ -126,13 +126,13 @@ def all_gather(x: Any, axis: Axis, dim: int | None = None) -> Any:
 
     def one(operand: Operand) -> Array:
         along = operand.dim(dim, default=-1 if operand.is_block else operand.split_dim)
-        return operand.run(device_collectives.all_gather, along, lands=None)
+        return operand.run(device_collectives.all_gather, along, out_dim=None)
 
     return each(one, x, axis)
 
 
 def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
-    """Send part j of every block to device j, which joins what it gets.
+    """Send part j of every block to device j, which concatenates what it receives.
 
     Per device ``[..., S, ..., C, ...]`` to ``[..., S/n, ..., C*n, ...]``. A global
     array that the axis splits along ``concat_dim`` keeps its values and is split along
@@ -142,7 +142,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
       x: Array of any dtype.
       axis: Mesh axis, or a tuple of axes, outer first.
       split_dim: The dim that every block is divided along.
-      concat_dim: The dim that the parts are joined along, in the order of ranks.
+      concat_dim: The dim that the parts are concatenated along, by rank.
 
     Raises:
       ShardDivisibilityError: [T201] ``split_dim`` of the block is not a multiple of n.
@@ -152,7 +152,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
 
     def one(operand: Operand) -> Array:
         split, concat = operand.dim(split_dim), operand.dim(concat_dim)
-        return operand.run(device_collectives.all_to_all, split, concat, lands=split)
+        return operand.run(device_collectives.all_to_all, split, concat, out_dim=split)
 
     return each(one, x, axis)
 
@@ -176,7 +176,9 @@ def broadcast(x: Any, axis: Axis, root: int = 0) -> Any:
     """
 
     def one(operand: Operand) -> Array:
-        return operand.run(device_collectives.broadcast, operand.rank(root), lands=None)
+        return operand.run(
+            device_collectives.broadcast, operand.rank(root), out_dim=None
+        )
 
     return each(one, x, axis)
 
@@ -203,14 +205,14 @@ def scatter(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Any:
     def one(operand: Operand) -> Array:
         along = operand.dim(dim)
         return operand.run(
-            device_collectives.scatter, operand.rank(root), along, lands=along
+            device_collectives.scatter, operand.rank(root), along, out_dim=along
         )
 
     return each(one, x, axis)
 
 
 def gather(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Any:
-    """Give one device along an axis the blocks of all, joined; the others get zeros.
+    """Give one device the concatenated blocks of all; the others get zeros.
 
     Per device ``[..., D, ...]`` to ``[..., D*n, ...]``. A global array has the axis
     moved to ``dim``: its blocks along that dim are the root's, whole, and zeros.
@@ -219,7 +221,7 @@ def gather(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Any:
       x: Array of any dtype.
       axis: Mesh axis, or a tuple of axes, outer first.
       root: Rank of the device that gets the blocks.
-      dim: The dim to join along.
+      dim: The dim to concatenate along.
 
     Raises:
       UnknownAxisError: [T103] the mesh has no such axis.
@@ -230,14 +232,14 @@ def gather(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Any:
     def one(operand: Operand) -> Array:
         along = operand.dim(dim)
         return operand.run(
-            device_collectives.gather, operand.rank(root), along, lands=along
+            device_collectives.gather, operand.rank(root), along, out_dim=along
         )
 
     return each(one, x, axis)
 
 
 def send(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
-    """Carry blocks from some devices to others: what arrived, zeros elsewhere.
+    """Send blocks from some devices to others; devices that receive none get zeros.
 
     Per device ``[...]`` to ``[...]``. Every device runs the same program, so one call
     is both ends of the transfer. A global array keeps its layout; one that the axis
@@ -256,14 +258,16 @@ def send(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
 
     def one(operand: Operand) -> Array:
         return operand.run(
-            device_collectives.send, _pairs(operand, source, destination), lands="kept"
+            device_collectives.permuted,
+            _pairs(operand, source, destination),
+            out_dim="same",
         )
 
     return each(one, x, axis)
 
 
 def recv(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
-    """Like :func:`send`, but devices that receive nothing keep their own block.
+    """Like :func:`send`, but devices that receive no block keep their own.
 
     Per device ``[...]`` to ``[...]``. A global array keeps its layout; one that the
     axis does not split comes out split by it along the leading dim.
@@ -281,20 +285,22 @@ def recv(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
 
     def one(operand: Operand) -> Array:
         return operand.run(
-            device_collectives.recv, _pairs(operand, source, destination), lands="kept"
+            device_collectives.recv,
+            _pairs(operand, source, destination),
+            out_dim="same",
         )
 
     return each(one, x, axis)
 
 
 def recv_from(source: int, what: Any, axis: Axis | None = None) -> Any:
-    """What another device has: its block of an array, or what it computed as an owner.
+    """The block of another device, or a parameter that another rank owns.
 
-    In a manual region every device calls it with its own block and gets that of
-    ``source``, like :func:`broadcast`. In a function with the strategy
-    ``zero_redundancy_optimizer`` it stands in the branch of those that do not own a
-    parameter, with the parameter's name: a branch that is never taken, because the
-    state is split over all devices and each of them owns a part of every parameter.
+    In an SPMD region every device calls it with its own block and receives that of
+    ``source``, as in :func:`broadcast`. In a function with the strategy
+    ``zero_redundancy_optimizer`` it is called in the branch of ranks that do not own a
+    parameter, with the parameter's name: that branch is never taken, because the state
+    is sharded over all devices and each of them owns a part of every parameter.
 
     Args:
       source: Rank of the device.
@@ -304,19 +310,19 @@ def recv_from(source: int, what: Any, axis: Axis | None = None) -> Any:
 
     Raises:
       UnknownAxisError: [T103] the mesh has no such axis.
-      CollectiveError: [T206] the axis has no such rank, or a name stands for a value
-        that nobody sends.
+      CollectiveError: [T206] the axis has no such rank, or a name for a value that
+        no rank sends.
     """
     manual = manual_axes()
     if isinstance(what, str) or not manual:
         raise CollectiveError(
-            f"nobody sends what recv_from({source!r}, …) waits for",
+            f"no rank sends the value that recv_from({source!r}, …) receives",
             got=f"name {what!r}"
             if isinstance(what, str)
-            else "a call outside of any manual region",
+            else "a call outside of any SPMD region",
             fix="in a function with the strategy zero_redundancy_optimizer, write it "
             "after 'else' of 'if ts.mesh.current().rank == owner:'\n"
-            "in a manual region, give it the array: recv_from(source, x), or use "
+            "in an SPMD region, give it the array: recv_from(source, x), or use "
             "dist.broadcast(x, axis, root=source)",
         )
     return broadcast(what, tuple(manual) if axis is None else axis, root=source)
@@ -325,13 +331,13 @@ def recv_from(source: int, what: Any, axis: Axis | None = None) -> Any:
 def barrier(x: Any = None, axis: Axis | None = None) -> Any:
     """Wait for the other devices.
 
-    In a manual region the result is ``x``, not to be had before every device along
-    the axis has come here. Outside, the calling Python thread waits until ``x`` is
-    computed and, when there are several processes, until all of them have come here.
+    In an SPMD region the result is ``x``, available once every device along the axis
+    has reached the barrier. Outside, the calling Python thread waits until ``x`` is
+    computed and, if there are several processes, until all of them have reached it.
 
     Args:
-      x: The array or tree held back; a manual region needs one.
-      axis: Mesh axes of a manual region; None is all of them. Not taken outside.
+      x: The array or tree to hold back; required in an SPMD region.
+      axis: Mesh axes of an SPMD region; None is all of them. Not allowed outside.
 
     Returns:
       ``x``, unchanged.
@@ -343,14 +349,14 @@ def barrier(x: Any = None, axis: Axis | None = None) -> Any:
     manual = manual_axes()
     if manual and x is None:
         raise CollectiveError(
-            "a barrier inside a manual region needs a value to hold back",
-            fix="write x = barrier(x), and go on with that x",
+            "a barrier inside an SPMD region needs a value to hold back",
+            fix="write x = barrier(x), and use that x",
         )
     if manual:
         return each(_hold_back, x, tuple(manual) if axis is None else axis)
     if axis is not None:
         raise CollectiveError(
-            "a barrier outside a manual region waits for every process",
+            "a barrier outside an SPMD region waits for every process",
             got=f"axis {axis!r}",
             fix="leave axis out",
         )
@@ -361,7 +367,7 @@ def barrier(x: Any = None, axis: Axis | None = None) -> Any:
 
 
 def _hold_back(operand: Operand) -> Array:
-    # XLA drops what no result needs, an optimization barrier included. It cannot know
+    # XLA removes unused computations, optimization barriers included. It cannot know
     # that a sum of ranks is never negative.
     token = lax.psum(lax.axis_index(operand.axes), operand.axes)
     return jnp.where(token >= 0, operand.value, jnp.zeros_like(operand.value))

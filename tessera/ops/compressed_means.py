@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means over mesh axes that send less than the blocks they average, and how exact.
+"""Compressed means over mesh axes, and their error bounds.
 
-All run inside a manual region, on one device's blocks, and give every device the same
-bits. ``averaging.py`` makes Optax transformations of them.
+They run inside an SPMD region, on the blocks of one device, and return the same bits on
+every device. ``averaging.py`` wraps them as Optax transformations.
 
-``bf16`` and ``int8`` do what an all-reduce does, in two exchanges: device j gets the
-j-th part of everyone's blocks (all-to-all), adds the parts up in f32, and sends the
-mean to all (all-gather). What is sent is narrow both times, what is added never is, so
-nothing overflows and the error does not grow with the number of devices. All blocks go
-in one exchange, as rows of up to 1024 neighbors of one block.
+``bf16`` and ``int8`` are all-reduces of two exchanges: device j receives the j-th part
+of all blocks (all-to-all), sums the parts in f32, and sends the mean to all devices
+(all-gather). Both exchanges send narrow dtypes and every sum is wide, so nothing
+overflows and the error does not grow with the number of devices. All blocks share one
+exchange, as rows of up to 1024 consecutive values of one block.
 """
 
 import math
@@ -25,103 +25,103 @@ from tessera import _jax
 from tessera.ops import device_collectives
 
 COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
-# How many neighbors a row may have, which in int8 share a scale of four bytes.
+# Lengths of a row, whose values share a scale of four bytes in int8.
 WIDTHS: Final = (32, 64, 128, 256, 512, 1024)
 LARGEST: Final = 127.0
 
-# What is sent, as arrays of as many rows as the values have.
+# The arrays that are sent, with as many rows as the values.
 Sent: TypeAlias = tuple[Array, ...]
 
 
 def means(
-    blocks_of: Sequence[Array], axes: tuple[str, ...], compression: str
+    blocks: Sequence[Array], axes: tuple[str, ...], compression: str
 ) -> list[Array]:
     """The means of all devices' blocks, sent as ``none``, ``bf16`` or ``int8``.
 
-    Per device ``[...]`` of a float dtype to the same, alike on every device. With x
+    Per device ``[...]`` of a float dtype to the same, replicated. With x
     the values of a block on one device, in exact arithmetic from there on:
 
     - ``none`` is ``dist.all_reduce(op="mean")``, bit for bit.
     - ``bf16`` rounds x, then the mean, to 8 significant bits: it errs by at most
       2⁻⁸ (mean of abs(x) + abs(mean)) for each value.
     - ``int8`` rounds each to the nearest of 255 multiples of a scale, which is the
-      largest magnitude in a row of up to 1024 neighbors, divided by 127: it errs by at
-      most (mean over devices of that magnitude + that of the mean) / 254. What is less
-      than half a scale is sent as zero.
+      largest magnitude in a row of up to 1024 values, divided by 127: it errs by at
+      most (mean over devices of that magnitude + that of the mean) / 254. Values
+      below half a scale are sent as zero.
 
     An infinity or a NaN stays one in ``bf16``; in ``int8`` it leaves no finite value
     in its row.
     """
     if compression == "none":
-        return [device_collectives.reduce(block, axes, "mean") for block in blocks_of]
+        return [device_collectives.reduce(block, axes, "mean") for block in blocks]
     code = {"bf16": (_to_bf16, _from_bf16), "int8": (_to_int8, _from_int8)}[compression]
-    found: dict[int, Array] = {}
-    # Put together, blocks would all vary over the axes that any of them varies over.
-    alike: dict[frozenset[str], list[int]] = defaultdict(list)
-    for place, block in enumerate(blocks_of):
+    averaged_at: dict[int, Array] = {}
+    # Concatenated blocks would all vary over every axis that any of them varies over.
+    by_axes: dict[frozenset[str], list[int]] = defaultdict(list)
+    for index, block in enumerate(blocks):
         if block.size:
-            alike[_jax.varying_axes(block)].append(place)
+            by_axes[_jax.varying_axes(block)].append(index)
         else:
-            found[place] = device_collectives.reduce(block, axes, "mean")
-    for places in alike.values():
-        averaged = _in_two_exchanges([blocks_of[p] for p in places], axes, *code)
-        found.update(zip(places, averaged, strict=True))
-    return [found[place] for place in range(len(blocks_of))]
+            averaged_at[index] = device_collectives.reduce(block, axes, "mean")
+    for indices in by_axes.values():
+        averaged = _in_two_exchanges([blocks[p] for p in indices], axes, *code)
+        averaged_at.update(zip(indices, averaged, strict=True))
+    return [averaged_at[index] for index in range(len(blocks))]
 
 
 def top_k_mean(
     block: Array, residual: Array, axes: tuple[str, ...], ratio: float
 ) -> tuple[Array, Array]:
-    """The mean of what is largest on each device, and what each keeps for next time.
+    """The mean of the largest values of each device, with error feedback.
 
     Every device adds its residual to its block, sends the ``ceil(ratio * size)``
-    values of largest magnitude with their places, and keeps the others: so
-    ``sent + new residual == block + residual`` exactly, and nothing is ever lost.
+    values of largest magnitude with their indices, and keeps the others as the new
+    residual: ``sent + new residual == block + residual`` exactly.
     (arXiv 1809.07599, algorithm 1 of Stich et al.; without the momentum correction of
     arXiv 1712.01887.)
 
     Args:
       block: Per device ``[...]``, of a float dtype.
-      residual: What earlier calls kept, f32, of the block's shape.
+      residual: Values that earlier calls did not send, f32, of the block's shape.
       axes: Mesh axes to average over.
       ratio: Share of the values that each device sends.
 
     Returns:
-      The mean, alike on every device, and the new residual, the device's own.
+      The mean, replicated, and the new residual of this device.
     """
     if not block.size:
         return device_collectives.reduce(block, axes, "mean"), residual
     count = lax.axis_size(axes)
     total = (block.astype(jnp.float32) + residual).reshape(-1)
-    places = lax.top_k(jnp.abs(total), math.ceil(ratio * total.size))[1]
-    values = total[places]
-    kept = total.at[places].set(0.0, unique_indices=True)
+    indices = lax.top_k(jnp.abs(total), math.ceil(ratio * total.size))[1]
+    values = total[indices]
+    rest = total.at[indices].set(0.0, unique_indices=True)
 
     def add(sums: Array, sent: tuple[Array, Array]) -> tuple[Array, None]:
         return sums.at[sent[0]].add(sent[1], unique_indices=True), None
 
-    # One device's values after the other's, each place once: several additions to one
-    # place at a time would have an order of their own on each accelerator.
+    # One device's values after the other's, each index once: concurrent additions to
+    # one index would have another order on each accelerator.
     sent = tuple(
-        _jax.all_gather_invariant(part[None], axes, 0) for part in (places, values)
+        _jax.all_gather_invariant(part[None], axes, 0) for part in (indices, values)
     )
-    # The values may differ along other axes still.
+    # The values may still vary over other axes.
     zeros = jnp.zeros(total.shape, total.dtype)
     zeros = _jax.varying_over(zeros, _jax.varying_axes(sent[1]))
     sums = lax.scan(add, zeros, sent)[0]
     averaged = (sums / count).astype(block.dtype).reshape(block.shape)
-    return averaged, kept.reshape(block.shape)
+    return averaged, rest.reshape(block.shape)
 
 
 def _in_two_exchanges(
-    blocks_of: Sequence[Array],
+    blocks: Sequence[Array],
     axes: tuple[str, ...],
     encode: Callable[[Array], Sent],
     decode: Callable[[Sent], Array],
 ) -> list[Array]:
-    """The means of the blocks, of which each device computes one part."""
+    """The means of the blocks, by an all-to-all and an all-gather."""
     count = lax.axis_size(axes)
-    width = _width([block.size for block in blocks_of], count)
+    width = _width([block.size for block in blocks], count)
 
     def joined(*parts: Array) -> Array:
         rows = jnp.concatenate(parts)
@@ -133,13 +133,13 @@ def _in_two_exchanges(
     def share(rows: Array) -> Array:
         return _jax.all_gather_invariant(rows, axes, 0)
 
-    # Encoded before they are put together: what is copied is narrow.
-    sent = jax.tree.map(joined, *(encode(_rows(block, width)) for block in blocks_of))
+    # Encoded before they are concatenated, so that narrow arrays are copied.
+    sent = jax.tree.map(joined, *(encode(_rows(block, width)) for block in blocks))
     parts = decode(jax.tree.map(exchange, sent))
     own = parts.reshape(count, -1, width).sum(axis=0) / count
     shared = jax.tree.map(share, encode(own))
     averaged, first = list[Array](), 0
-    for block in blocks_of:
+    for block in blocks:
         last = first + -(-block.size // width)
         whole = decode(jax.tree.map(operator.itemgetter(slice(first, last)), shared))
         flat = whole.reshape(-1)[: block.size]
@@ -149,7 +149,7 @@ def _in_two_exchanges(
 
 
 def _width(sizes: Sequence[int], count: int) -> int:
-    """The width of rows that takes the fewest bytes, scales and padding included."""
+    """The width of rows that needs the fewest bytes, including scales and padding."""
 
     def nbytes(width: int) -> int:
         rows = sum(-(-size // width) for size in sizes)
@@ -159,7 +159,7 @@ def _width(sizes: Sequence[int], count: int) -> int:
 
 
 def _rows(block: Array, width: int) -> Array:
-    """The values of a block in f32, in rows; the last one is filled up with zeros."""
+    """The values of a block in f32, as rows; the last one is padded with zeros."""
     flat = block.astype(jnp.float32).reshape(-1)
     return jnp.pad(flat, (0, -flat.size % width)).reshape(-1, width)
 
@@ -175,9 +175,9 @@ def _from_bf16(sent: Sent) -> Array:
 
 def _to_int8(rows: Array) -> Sent:
     scale = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / LARGEST
-    # A row of zeros is zeros by any scale.
+    # A row of zeros has any scale.
     steps = rows / jnp.where(scale == 0.0, 1.0, scale)
-    # A quotient may be a rounding error above the largest.
+    # By rounding, a quotient may exceed the largest.
     steps = jnp.clip(jnp.round(steps), -LARGEST, LARGEST)
     return steps.astype(jnp.int8), scale
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one device does to its block in each collective, inside a manual region.
+"""The collectives on the block of one device, inside an SPMD region.
 
-JAX checks (``check_vma``) which values may differ from device to device: a result that
-every device has alike must come from a primitive that says so.
+JAX checks (``check_vma``) which values may differ between devices: a replicated result
+must come from a primitive whose result is typed as replicated.
 """
 
 import math
@@ -21,7 +21,7 @@ Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 
 
 def reduce(block: Array, axes: tuple[str, ...], op: Reduction) -> Array:
-    """The blocks of all devices combined; a sum over several axes is hierarchical."""
+    """Reduce the blocks of all devices; a sum over several axes is hierarchical."""
     block = _jax.varying_over(block, axes)
     match op:
         case "sum":
@@ -50,7 +50,7 @@ def _hierarchical_sum(block: Array, axes: tuple[str, ...]) -> Array:
 def reduce_scatter(
     block: Array, axes: tuple[str, ...], dim: int, op: Reduction
 ) -> Array:
-    """This device's part, along ``dim``, of the combined blocks."""
+    """This device's part, along ``dim``, of the reduced blocks."""
     part = _part_of_sum(block, axes, dim)
     if op == "sum":
         return part
@@ -61,13 +61,13 @@ def _part_of_sum(block: Array, axes: tuple[str, ...], dim: int) -> Array:
     _check_divides(block, axes, dim)
     if not block.size:
         return _empty(block, dim, block.shape[dim] // lax.axis_size(axes), over=axes)
-    # JAX adds up what differs over all axes or over none, not over some of them.
+    # JAX sums values that vary over all of the axes or over none, not over some.
     block = _jax.varying_over(block, axes)
     return lax.psum_scatter(block, axes, scatter_dimension=dim, tiled=True)
 
 
 def all_gather(block: Array, axes: tuple[str, ...], dim: int) -> Array:
-    """The blocks of all devices joined along ``dim``."""
+    """The blocks of all devices concatenated along ``dim``."""
     if not block.size:
         alike = _jax.varying_axes(block) - set(axes)
         return _empty(block, dim, block.shape[dim] * lax.axis_size(axes), over=alike)
@@ -75,7 +75,7 @@ def all_gather(block: Array, axes: tuple[str, ...], dim: int) -> Array:
 
 
 def all_to_all(block: Array, axes: tuple[str, ...], split: int, concat: int) -> Array:
-    """Part ``rank`` of every block, joined along ``concat``."""
+    """Part ``rank`` of every block, concatenated along ``concat``."""
     _check_divides(block, axes, split)
     return lax.all_to_all(block, axes, split, concat, tiled=True)
 
@@ -92,7 +92,7 @@ def scatter(block: Array, axes: tuple[str, ...], root: int, dim: int) -> Array:
 
 
 def _only_of(block: Array, axes: tuple[str, ...], root: int) -> Array:
-    """The block on its root and zeros elsewhere, so that a sum moves it."""
+    """The block on its root and zeros elsewhere, so that a sum broadcasts it."""
     if block.dtype == jnp.bool_:
         block = block.astype(jnp.int8)
     # The rank along axes of one device is a constant, which varies over none of them.
@@ -109,41 +109,35 @@ def gather(block: Array, axes: tuple[str, ...], root: int, dim: int) -> Array:
     return jnp.where(lax.axis_index(axes) == root, whole, jnp.zeros_like(whole))
 
 
-def send(
-    block: Array, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]
-) -> Array:
-    """What arrived, zeros where nothing did."""
-    return permuted(block, axes, pairs)
-
-
 def recv(
     block: Array, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]
 ) -> Array:
-    """What arrived, and the own block where nothing did."""
-    arrived = permuted(block, axes, pairs)
+    """The received block, or the device's own where it receives none."""
+    received = permuted(block, axes, pairs)
     receivers = jnp.asarray([destination for _, destination in pairs])
-    return jnp.where(jnp.isin(lax.axis_index(axes), receivers), arrived, block)
+    return jnp.where(jnp.isin(lax.axis_index(axes), receivers), received, block)
 
 
 def permuted(
     block: Array, axes: tuple[str, ...], pairs: Iterable[tuple[int, int]]
 ) -> Array:
-    """``lax.ppermute`` by ranks along the axes as they are named, outer first.
+    """``lax.ppermute`` by ranks along the axes in the given order, outer first.
 
-    JAX counts ranks in the order of the mesh, whatever the order of the names.
+    Devices that receive nothing get zeros. JAX itself counts ranks in the order of the
+    mesh, whatever the order of the names.
     """
     ordered = tuple(axis for axis in manual_axes() if axis in axes)
     sizes = [lax.axis_size(axis) for axis in axes]
     ranks = np.arange(math.prod(sizes)).reshape(sizes)
-    # At each place of the mesh the rank there, and the other way round.
-    there = ranks.transpose([axes.index(axis) for axis in ordered]).ravel()
-    place = np.argsort(there)
-    moved = [(int(place[a]), int(place[b])) for a, b in pairs]
-    return lax.ppermute(block, ordered, moved)
+    # The rank at each index of the mesh, and its inverse.
+    rank_at = ranks.transpose([axes.index(axis) for axis in ordered]).ravel()
+    index_of = np.argsort(rank_at)
+    jax_pairs = [(int(index_of[a]), int(index_of[b])) for a, b in pairs]
+    return lax.ppermute(block, ordered, jax_pairs)
 
 
 def _empty(block: Array, dim: int, size: int, over: Iterable[str]) -> Array:
-    """A block without elements, of another size: XLA has no collective for these."""
+    """An empty block of another size: XLA has no collectives of empty arrays."""
     shape = (*block.shape[:dim], size, *block.shape[dim + 1 :])
     return _jax.varying_over(jnp.zeros(shape, block.dtype), over)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a table by their number, wherever the step that looks them up runs.
+"""``ts.nn.embedding``: rows of a table by index, inside SPMD regions too.
 
-Outside of manual regions this is a gather. Inside a region that is manual over some
-axes, such as a pipeline's stages, XLA cannot partition a gather over the others: it
-ends the process. There the look-up is written out per device, over all axes.
+Outside of SPMD regions this is a gather. Inside a region over some axes, such as the
+stages of a pipeline, XLA cannot partition a gather over the other axes: it aborts the
+process. There each device looks up its own rows, in a region over all axes.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from tessera.ops.operand_layouts import as_array
 
 
 def embedding(numbers: Any, table: Any) -> Array:
-    """The rows of a table by their number; NaN where the table has no such row.
+    """The rows of a table by index; NaN where the table has no such row.
 
     Args:
       numbers: Integers of any shape, from 0.
@@ -28,7 +28,7 @@ def embedding(numbers: Any, table: Any) -> Array:
       ``[*dims of numbers, D]`` in the dtype of the table.
 
     Raises:
-      OperandError: [T401] the numbers are no integers, or the table has other dims.
+      OperandError: [T401] the numbers are not integers, or the table has other dims.
 
     Example:
       >>> print(embedding(jnp.array([1, 0]), jnp.array([[1.0, 2.0], [3.0, 4.0]])))
@@ -59,11 +59,11 @@ def look_up(
     Args:
       table: Floating point, global ``[R, D]``, per device ``[R / rows, D]``.
       numbers: Integers of any shape, from 0.
-      rows: Mesh axes that split the table's rows, for regions.
+      rows: Mesh axes that split the rows of the table, in a region.
       split: Layout of the numbers over the axes that a region leaves to the compiler.
 
     Returns:
-      ``[*dims, D]``, laid out as the numbers, whole over ``rows``.
+      ``[*dims, D]``, laid out as the numbers, replicated over ``rows``.
     """
     region = jax.sharding.get_abstract_mesh()
     manual = set(region.manual_axes)
@@ -75,13 +75,13 @@ def look_up(
 
     def own_rows(block: Array, numbers: Array) -> Array:
         first = jax.lax.axis_index(rows) * block.shape[0] if rows else 0
-        place = numbers - first
-        is_here = (place >= 0) & (place < block.shape[0])
-        found = jnp.take(block, jnp.where(is_here, place, 0), axis=0, mode="clip")
-        found = jnp.where(is_here[..., None], found, 0)
-        return jax.lax.psum(found, rows) if rows else found
+        index = numbers - first
+        is_own = (index >= 0) & (index < block.shape[0])
+        out = jnp.take(block, jnp.where(is_own, index, 0), axis=0, mode="clip")
+        out = jnp.where(is_own[..., None], out, 0)
+        return jax.lax.psum(out, rows) if rows else out
 
-    found = jax.shard_map(
+    out = jax.shard_map(
         own_rows,
         mesh=region,
         in_specs=(PartitionSpec(rows or None), split),
@@ -90,4 +90,4 @@ def look_up(
         check_vma=False,
     )(table, numbers)
     exists = (numbers >= 0) & (numbers < table.shape[0])
-    return jnp.where(exists[..., None], found, jnp.nan)
+    return jnp.where(exists[..., None], out, jnp.nan)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sums in an order that no mesh changes: the same bits on 1, 2, 4 or 8 devices.
+r"""Sums in a fixed order: the same bits on 1, 2, 4 or 8 devices.
 
-A batch is cut into microshards, as many on every mesh. What is computed of each is
-compiled apart from its surroundings, and their results are added in one binary tree:
-its lower levels on each device, its upper ones between devices.
+A batch is split into microshards, the same number on every mesh. The computation of
+each is compiled apart from its surroundings, and the results are added in one binary
+tree: its lower levels on each device, its upper levels between devices.
 
   microshard   0   1   2   3   4   5   6   7
                 \ /     \ /     \ /     \ /     on 4 devices: each by itself
@@ -21,25 +21,25 @@ from tessera.ops import device_collectives
 from tessera.tree import Tree
 
 
-def sealed(function: Callable[..., Tree], *arguments: Tree) -> Tree:
-    """``function(*arguments)``, compiled the same whatever is computed around it.
+def optimization_barrier(function: Callable[..., Tree], *arguments: Tree) -> Tree:
+    """``function(*arguments)`` behind an optimization barrier.
 
-    The compiler would fuse it with its neighbors, which differ from mesh to mesh, and
-    round otherwise where a product and a sum become one instruction. A branch whose
-    condition it cannot know is a border; it is always taken. (A loop is none: all that
-    it does the same in each turn is moved out of it.)
+    It is compiled alike whatever surrounds it. XLA would fuse it with its neighbors,
+    which differ from mesh to mesh, and round differently where a product and a sum
+    become one instruction. A branch with a condition that XLA cannot evaluate is a
+    barrier; it is always taken. (A loop is not: XLA hoists what is loop-invariant.)
 
     Args:
-      function: Gives a tree of arrays.
+      function: Returns a tree of arrays.
       arguments: Trees of arrays; the first array is not empty.
 
     Example:
-      >>> sealed(jnp.add, jnp.float32(1.0), jnp.float32(2.0))
+      >>> optimization_barrier(jnp.add, jnp.float32(1.0), jnp.float32(2.0))
       Array(3., dtype=float32)
     """
     first = jnp.ravel(jax.tree.leaves(arguments)[0])[0]
     bits = jax.lax.bitcast_convert_type(first, jnp.dtype(f"i{first.dtype.itemsize}"))
-    # The lowest bit of anything is at most 1.
+    # The lowest bit of any number is at most 1.
     always = (bits.astype(jnp.int32) & 1) < 2
 
     def empty(*arguments: Tree) -> Tree:
@@ -49,13 +49,13 @@ def sealed(function: Callable[..., Tree], *arguments: Tree) -> Tree:
 
 
 def pairwise_sum(function: Callable[[jax.Array], Tree], count: int) -> Tree:
-    """``function(0) + ... + function(count - 1)``, added pair by pair.
+    """``function(0) + ... + function(count - 1)``, added pairwise.
 
-    At most log2(count) sums are kept at a time.
+    At most log2(count) sums are live at a time.
 
     Args:
-      function: Takes an int32 scalar and gives a tree of arrays.
-      count: How many there are, a power of two.
+      function: Maps an int32 scalar to a tree of arrays.
+      count: The number of summands, a power of two.
 
     Example:
       >>> pairwise_sum(lambda row: row + 1, 8)
@@ -72,21 +72,21 @@ def pairwise_sum(function: Callable[[jax.Array], Tree], count: int) -> Tree:
 
 
 def sequential_sum(function: Callable[[jax.Array], Tree], count: int) -> Tree:
-    """The same from left to right, for any count."""
+    """The same sum from left to right, for any count."""
     return function(jnp.int32(0)) if count == 1 else _sum_of_scan(function, count)
 
 
 def sum_over_devices(tree: Tree, axes: tuple[str, ...], size: int) -> Tree:
-    """The upper levels of the tree: inside a manual region, the sum over mesh axes.
+    """The upper levels of the tree: inside an SPMD region, the sum over mesh axes.
 
-    Neighbors exchange their sums, then neighbors of pairs, and so on: log2(size)
-    exchanges of the whole. Each pair adds the same two numbers, so all devices get the
+    A butterfly of log2(size) exchanges: neighbors exchange their sums, then neighbors
+    of pairs, and so on. Each pair adds the same two numbers, so all devices get the
     same bits.
 
     Args:
-      tree: Of arrays, each device's own.
+      tree: Arrays of this device.
       axes: Mesh axes, outer first.
-      size: Devices along them together, a power of two.
+      size: The number of devices along the axes, a power of two.
     """
     distance = 1
     while distance < size:
@@ -104,7 +104,7 @@ def _sum_of_scan(function: Callable[[jax.Array], Tree], count: int) -> Tree:
     empty = _zeros_like(function, jnp.int32(0))
 
     def add(total: Tree, index: jax.Array) -> tuple[Tree, None]:
-        # Not from zero: a sum of negative zeros between devices is a negative zero.
+        # Not from zero, so that a sum of negative zeros is a negative zero.
         def one(before: jax.Array, value: jax.Array) -> jax.Array:
             return jnp.where(index == 0, value, before + value)
 

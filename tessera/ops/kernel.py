@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``op.kernel``: a function that every device runs on its own blocks.
 
-The body is a manual region: it sees one device's block of every argument, and what
-devices tell each other it says with collectives. How arguments are split and results
-are put together follows from the arguments' own layouts and from what the body does.
+The body is an SPMD region: its arguments are the blocks of one device, and devices
+communicate by collectives. The layouts of the arguments say how these are split, and
+the axes that a result varies over say how it is assembled.
 
     @op.kernel
     def gram(x):  # x: this device's rows
@@ -36,6 +36,7 @@ from tessera.objects import holds_objects
 from tessera.ops.operand_layouts import (
     as_array,
     block_layout_of,
+    is_traced,
     is_unplaced,
     layout_of,
     placed,
@@ -59,28 +60,28 @@ def kernel(
 ) -> Any:
     """Run a function on every device of the mesh, each on its own blocks.
 
-    Shapes: the body sees per-device blocks, split as each argument's own layout says;
-    arrays without one come whole. A result that may differ along mesh axes is split
-    over them along its leading dim (a scalar becomes a vector, one entry a device);
-    one that is the same on every device is replicated. What is no array (numbers,
-    strings, functions) is a constant of the program.
+    Shapes: the body gets per-device blocks, split by each argument's own layout; arrays
+    without one are replicated. A result that may vary over mesh axes is split over them
+    along its leading dim (a scalar becomes a vector, one entry per device); a result
+    that is the same on every device is replicated. Arguments that are not arrays
+    (numbers, strings, functions) are constants of the program.
 
     The mesh is that of the arguments, or else of the innermost ``with mesh:``. A kernel
-    called in another kernel simply runs on the blocks there.
+    that is called in another kernel runs on the blocks there.
 
     Args:
       function: The body.
-      layouts: Layouts by argument name, for what has none of its own or none that can
-        be seen: a value traced by ``jax.jit`` or ``jax.vmap`` hides how it is split.
+      layouts: Layouts by argument name, for arguments without a known layout: values
+        that ``jax.jit`` or ``jax.vmap`` traces have none.
 
     Returns:
-      A callable with the signature of the body, that takes and gives global arrays.
+      A callable with the signature of the body, from global arrays to global arrays.
 
     Raises:
       MeshConflictError: [T308] the arguments live on different meshes.
       NoMeshError: [T106] no argument is on a mesh, and none is open.
-      KernelError: [T208] an argument whose layout cannot be seen, or a result that is
-        no array.
+      KernelError: [T208] an argument whose layout is not known, or a result that is
+        not an array.
       ArgumentError: [T301] a constant that is not hashable.
 
     Example:
@@ -135,19 +136,19 @@ class Kernel:
         mesh = _one_mesh(arrays)
         specs = tuple(self._spec_of(leaf, mesh) for leaf in arrays)
         values = [as_array(leaf.value) for leaf in arrays]
-        # The compiled body outlives the call: it must not hold on to its arrays.
+        # The compiled body outlives the call: it must not keep its arrays alive.
         template = [_BLOCK if leaf.is_array else leaf.value for leaf in leaves]
 
         def body(*blocks: jax.Array) -> Any:
-            given = iter(blocks)
-            filled = [next(given) if item is _BLOCK else item for item in template]
-            arguments = jax.tree.unflatten(tree, filled)
+            remaining = iter(blocks)
+            leaves = [next(remaining) if x is _BLOCK else x for x in template]
+            arguments = jax.tree.unflatten(tree, leaves)
             call = inspect.BoundArguments(self._signature, arguments)
             with capturing(_refuse_closure):
                 function = scope.resolve_callee(self._function)
                 return function(*call.args, **call.kwargs)
 
-        if any(isinstance(_jax.underlying(v), jax.core.Tracer) for v in values):
+        if is_traced(*values):
             return _run_traced(body, mesh, specs, values)
         constants = tuple(leaf.constant for leaf in leaves if not leaf.is_array)
         key = (tree, constants, mesh, specs, *map(jax.typeof, values))
@@ -181,9 +182,9 @@ class Kernel:
                 continue
             why, also = _HIDDEN if scope.current() is None else _COMPUTED
             raise KernelError(
-                f"a kernel cannot see how argument {leaf.name!r} is split",
+                f"a kernel does not know the layout of argument {leaf.name!r}",
                 got=f"{jax.typeof(leaf.value)}, {why}",
-                fix=f"say it: @op.kernel(layouts={{{leaf.parameter!r}: "
+                fix=f"declare it: @op.kernel(layouts={{{leaf.parameter!r}: "
                 f"dist.ShardSpec(...)}}), or dist.ShardSpec.replicated()\n{also}",
             )
 
@@ -202,7 +203,7 @@ _COMPUTED = (
 
 @dataclass(frozen=True)
 class _Leaf:
-    """One leaf of a call's arguments, and the way to it."""
+    """One leaf of a call's arguments, and its path."""
 
     path: tuple[Any, ...]
     value: Any
@@ -219,17 +220,17 @@ class _Leaf:
 
     @property
     def is_array(self) -> bool:
-        """Whether devices get blocks of it; everything else is a constant."""
+        """Whether devices get blocks of it; other leaves are constants."""
         return isinstance(self.value, (jax.Array, np.ndarray, np.generic, DistTensor))
 
     @property
     def constant(self) -> tuple[object, ...]:
-        """The value as part of a key: 1, 1.0 and True are three constants."""
+        """The value as part of a cache key; 1, 1.0 and True are different constants."""
         try:
             hash(self.value)
         except TypeError:
             raise ArgumentError(
-                f"argument {self.name!r} can be neither split nor held constant",
+                f"argument {self.name!r} is neither an array nor a hashable constant",
                 got=f"{type(self.value).__name__}, which has no hash",
                 fix="pass an array, or a hashable constant",
             ) from None
@@ -237,19 +238,19 @@ class _Leaf:
 
 
 def _one_mesh(arrays: list[_Leaf]) -> Mesh:
-    """The mesh of the arguments, or else the open one."""
-    homes: dict[Mesh, list[str]] = {}
+    """The mesh of the arguments, or else the current one."""
+    meshes: dict[Mesh, list[str]] = {}
     for leaf in arrays:
         if (layout := layout_of(leaf.value)) is not None:
-            homes.setdefault(layout[0], []).append(leaf.name)
-    if len(homes) > 1:
+            meshes.setdefault(layout[0], []).append(leaf.name)
+    if len(meshes) > 1:
         raise MeshConflictError(
             "the arguments of a kernel live on different meshes",
-            got="\n".join(f"{', '.join(names)}: {m}" for m, names in homes.items()),
+            got="\n".join(f"{', '.join(names)}: {m}" for m, names in meshes.items()),
             fix="put them on one mesh, with jax.device_put or mesh="
-            + (f"\n{AUTO_AXES}" if any(m.explicit_axes for m in homes) else ""),
+            + (f"\n{AUTO_AXES}" if any(m.explicit_axes for m in meshes) else ""),
         )
-    mesh = next(iter(homes), None) or opened_or_none()
+    mesh = next(iter(meshes), None) or opened_or_none()
     if mesh is None:
         names = ", ".join(leaf.name for leaf in arrays)
         raise NoMeshError(
@@ -266,9 +267,9 @@ def _run_traced(
     specs: tuple[PartitionSpec, ...],
     values: Sequence[Any],
 ) -> Any:
-    """The results inside someone's trace, each with its layout recorded."""
+    """The results inside a trace, with their layouts recorded."""
     region = region_mesh(mesh, explicit=True)
-    tree, results = _discovered(body, mesh, region, specs, values)
+    tree, results = _results_of(body, mesh, region, specs, values)
     leaves = _mapped(body, region, specs, results)(*values)
     for leaf, spec in zip(leaves, results, strict=True):
         scope.record_layout(leaf, mesh, spec)
@@ -281,8 +282,8 @@ def _compiled(
     specs: tuple[PartitionSpec, ...],
     values: Sequence[Any],
 ) -> Callable[..., Any]:
-    """A function of global arrays, compiled when it is first called."""
-    tree, results = _discovered(body, mesh, mesh.jax, specs, values)
+    """A function of global arrays, compiled at its first call."""
+    tree, results = _results_of(body, mesh, mesh.jax, specs, values)
     shardings = tuple(NamedSharding(mesh.jax, spec) for spec in specs)
     compiled = jax.jit(_mapped(body, mesh.jax, specs, results))
 
@@ -293,30 +294,30 @@ def _compiled(
     return run
 
 
-def _discovered(
+def _results_of(
     body: Callable[..., Any],
     mesh: Mesh,
     region: JaxMesh | AbstractMesh,
     specs: tuple[PartitionSpec, ...],
     values: Sequence[Any],
 ) -> tuple[Any, tuple[PartitionSpec, ...]]:
-    """The tree of the body's results and their layouts, from one abstract trace.
+    """The tree of the body's results and their layouts, from an abstract trace.
 
-    JAX wants the layouts of results before it traces a region, and which axes they
-    vary over is known only after: so a first trace has no results and notes them.
+    JAX needs the layouts of results before it traces a region, but only the trace shows
+    which axes they vary over: the first trace returns nothing and records them.
     """
-    found: list[Any] = []
+    recorded: list[Any] = []
 
-    def noting(*blocks: jax.Array) -> tuple[()]:
+    def record(*blocks: jax.Array) -> tuple[()]:
         leaves, tree = jax.tree.flatten(body(*blocks))
         varying = [_jax.varying_axes(_as_array(leaf)) for leaf in leaves]
-        found.append((tree, tuple(_over(mesh, axes) for axes in varying)))
+        recorded.append((tree, tuple(_over(mesh, axes) for axes in varying)))
         return ()
 
     jax.eval_shape(
-        jax.shard_map(noting, mesh=region, in_specs=specs, out_specs=()), *values
+        jax.shard_map(record, mesh=region, in_specs=specs, out_specs=()), *values
     )
-    return found[-1]
+    return recorded[-1]
 
 
 def _mapped(
@@ -327,7 +328,7 @@ def _mapped(
 ) -> Callable[..., tuple[Any, ...]]:
     def on_blocks(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         leaves = [_as_array(leaf) for leaf in jax.tree.leaves(body(*blocks))]
-        # A scalar that varies has no dim to be split along: it becomes one entry.
+        # A scalar that varies has no dim to split: it becomes a vector of one entry.
         return tuple(
             leaf.reshape(1) if leaf.ndim == 0 and spec else leaf
             for leaf, spec in zip(leaves, results, strict=True)
@@ -337,7 +338,7 @@ def _mapped(
 
 
 def _over(mesh: Mesh, axes: frozenset[str]) -> PartitionSpec:
-    """Split along the leading dim over some axes, in the order of the mesh."""
+    """The leading dim split over some axes, in the order of the mesh."""
     named = tuple(axis for axis in mesh.axes if axis in axes)
     if not named:
         return PartitionSpec()
@@ -349,7 +350,7 @@ def _as_array(leaf: Any) -> jax.Array:
         return jnp.asarray(leaf)
     except TypeError:
         raise KernelError(
-            "a kernel gives something that is no array",
+            "a kernel returns something that is not an array",
             got=f"{leaf!r}, of type {type(leaf).__name__}",
             fix="return arrays or numbers, or trees of them",
         ) from None
@@ -357,7 +358,7 @@ def _as_array(leaf: Any) -> jax.Array:
 
 def _refuse_closure(tensor: DistTensor) -> NoReturn:
     raise KernelError(
-        f"a kernel closes over {tensor.described}, so it has no block of it",
+        f"a kernel closes over {tensor.described}, so it gets no block of it",
         got=f"{tensor!r}",
         fix="pass it as an argument: every device gets its block",
     )

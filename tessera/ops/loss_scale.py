@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.amp.LossScale``: keeps small fp16 gradients from vanishing.
+"""``ts.amp.LossScale``: dynamic loss scaling for fp16.
 
-The loss is multiplied by a scale before it is differentiated and the gradients are
-divided by it. When a gradient overflows the step is left out and the scale lowered;
-after many steps without overflow it is raised. Where the lowest scale overflows too, a
-run would leave out every step and look busy: ``check`` ends it.
+The loss is multiplied by a scale before differentiation, and the gradients are divided
+by it. When a gradient overflows, the step is skipped and the scale is lowered; after
+many steps without overflow it is raised. Where even the smallest scale overflows, every
+step would be skipped: ``check`` raises.
 
 Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740.
 """
@@ -26,23 +26,23 @@ _SETTINGS = ["growth", "backoff", "growth_interval", "smallest", "largest", "pat
 @partial(jax.tree_util.register_dataclass, data_fields=_STATE, meta_fields=_SETTINGS)
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """A loss scale, how long it has held, and how it changes.
+    """A loss scale, its counters, and its options.
 
     A pytree of four scalars, carried from step to step like the state of an optimizer;
-    ``dynamic`` and ``static`` make the first one. The methods but ``check`` are pure
-    functions, for ``ts.function`` and for JAX by itself.
+    ``dynamic`` and ``static`` create it. All methods except ``check`` are pure, for
+    ``ts.function`` and for plain JAX.
 
     Attributes:
-      value: What the loss is multiplied by, f32.
-      streak: Steps without overflow since it last changed, int32.
-      stalled: Overflows in a row at the smallest scale, int32.
-      overflows: Overflows in all, int32.
-      growth: What it is multiplied by after ``growth_interval`` steps.
-      backoff: What it is multiplied by after an overflow.
-      growth_interval: Steps without overflow before it grows.
-      smallest: It does not fall below.
-      largest: It does not grow beyond.
-      patience: So many overflows in a row at the smallest scale are an error.
+      value: The scale, f32.
+      streak: Steps without overflow since the scale last changed, int32.
+      stalled: Consecutive overflows at the smallest scale, int32.
+      overflows: All overflows, int32.
+      growth: Factor of the scale after ``growth_interval`` steps.
+      backoff: Factor of the scale after an overflow.
+      growth_interval: Steps without overflow before the scale grows.
+      smallest: Lower bound of the scale.
+      largest: Upper bound of the scale.
+      patience: Consecutive overflows at the smallest scale that ``check`` refuses.
 
     Example:
       >>> scale = LossScale.dynamic(initial=1024.0)
@@ -77,7 +77,7 @@ class LossScale:
         largest: float = 2.0**24,
         patience: int = 1,
     ) -> "LossScale":
-        """A scale that grows and falls; powers of two round nothing.
+        """A scale that grows and falls; powers of two cause no rounding.
 
         Raises:
           SettingValueError: [T502] a setting is out of its range.
@@ -85,7 +85,7 @@ class LossScale:
         _check(
             growth >= 1.0 >= backoff > 0.0,
             f"growth={growth}, backoff={backoff}",
-            "let it grow by 1 or more, and fall by a part between 0 and 1",
+            "use a growth of 1 or more, and a backoff between 0 and 1",
         )
         _check(
             0.0 < smallest <= initial <= largest < float("inf"),
@@ -97,7 +97,7 @@ class LossScale:
             f"growth_interval={growth_interval}, patience={patience}",
             "use whole numbers from 1 up",
         )
-        # Arrays of their own: a step that donates its state gives each away once.
+        # Separate arrays: a step that donates its state donates each of them once.
         streak, stalled, overflows = (jnp.zeros((), jnp.int32) for _ in range(3))
         return cls(
             value=jnp.full((), initial, jnp.float32),
@@ -114,7 +114,7 @@ class LossScale:
 
     @classmethod
     def static(cls, value: float, *, patience: int = 50) -> "LossScale":
-        """A scale that stays, and tolerates fewer than ``patience`` overflows in a row.
+        """A constant scale that tolerates ``patience - 1`` consecutive overflows.
 
         Raises:
           SettingValueError: [T502] a setting is out of its range.
@@ -129,11 +129,11 @@ class LossScale:
         )
 
     def scale(self, loss: Any) -> jax.Array:
-        """A loss times the scale, in f32: fp16 could not hold it."""
+        """The loss times the scale, in f32: fp16 would overflow."""
         return jnp.asarray(loss).astype(jnp.float32) * self.value
 
     def unscale(self, gradients: Any) -> Any:
-        """Gradients over the scale, in f32: fp16 would lose the small ones again."""
+        """Gradients divided by the scale, in f32: in fp16 they would underflow."""
 
         def unscaled(leaf: jax.Array) -> jax.Array:
             wide = leaf if jnp.finfo(leaf.dtype).bits >= 32 else leaf.astype("float32")
@@ -145,8 +145,8 @@ class LossScale:
         """The scale of the next step.
 
         Args:
-          finite: Whether this step's gradients were: bool scalar, the same on every
-            device, as ``all_finite`` gives it.
+          finite: Whether the gradients of this step are finite: bool scalar, the same
+            on every device, from ``all_finite``.
         """
         finite = jnp.asarray(finite)
         grows = finite & (self.streak + 1 >= self.growth_interval)
@@ -161,9 +161,9 @@ class LossScale:
         )
 
     def check(self) -> None:
-        """Raise where no scale is small enough. Reads the state: waits for its step.
+        """Raise where no scale is small enough. Waits for the step of this state.
 
-        Call it on the host, every so many steps.
+        Call it on the host, once in a while.
 
         Raises:
           LossScaleError: [T506] the gradients overflow however small the scale is.
@@ -181,8 +181,8 @@ class LossScale:
 def all_finite(tree: Any) -> jax.Array:
     """Whether every number of a tree is finite: bool scalar, the same on every device.
 
-    Of global arrays all parts count. Inside a manual region, such as ``op.kernel``, the
-    devices of its axes ask each other.
+    Of global arrays, all shards count. Inside an SPMD region, such as ``op.kernel``,
+    it is a reduction over the axes of the region.
     """
     leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     is_finite = jnp.stack(leaves).all() if leaves else jnp.array(True)
@@ -193,4 +193,6 @@ def all_finite(tree: Any) -> jax.Array:
 
 def _check(is_legal: bool, got: str, fix: str) -> None:
     if not is_legal:
-        raise SettingValueError("a loss scale cannot be set so", got=got, fix=fix)
+        raise SettingValueError(
+            "the options of a loss scale are out of range", got=got, fix=fix
+        )

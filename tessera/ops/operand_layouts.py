@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an operand lives: the mesh and the spec that it brings along.
+"""The layout of an operand, and running a function on the blocks of operands.
 
-What acts per device - kernels and collectives - takes each operand as its own layout
-splits it. A traced value has the layout that the tracing scope recorded for it.
+Kernels and collectives, which act per device, split each operand by its own layout. A
+traced value has the layout that the tracing scope recorded for it.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -24,9 +25,9 @@ Layout: TypeAlias = tuple[Mesh, PartitionSpec]
 
 
 def layout_of(value: Any) -> Layout | None:
-    """Mesh and spec of a tensor, an array or a traced value; None where it has none.
+    """Mesh and spec of a tensor, an array or a traced value; None if it has none.
 
-    Arrays on one device and NumPy arrays have none: every device gets them whole.
+    Arrays on one device and NumPy arrays have none: they are replicated.
     """
     if isinstance(value, DistTensor):
         return None if value.mesh is None else (value.mesh, value.spec)
@@ -42,43 +43,47 @@ def layout_of(value: Any) -> Layout | None:
 
 
 def block_layout_of(value: Any, what: str) -> Layout | None:
-    """The layout of a value whose blocks are computed with.
+    """The layout of a value that is split into blocks.
 
     Args:
       value: A tensor, an array or a traced value.
-      what: What takes blocks, such as ``a kernel``.
+      what: What takes the blocks, such as ``a kernel``.
 
     Raises:
       ShardDivisibilityError: [T201] the layout pads it, so that blocks differ in size.
     """
     if (layout := layout_of(value)) is not None:
         mesh, spec = layout
-        why = f"{what} takes blocks of one size, and an array is stored padded"
-        check_even(why, value.shape, spec, mesh)
+        reason = f"{what} takes blocks of one size, and an array is stored padded"
+        check_even(reason, value.shape, spec, mesh)
     return layout
 
 
 def is_unplaced(value: Any) -> bool:
-    """Whether a value is traced, so that it may be split in a way nobody can see."""
-    inner = _jax.underlying(value)
-    return isinstance(inner, jax.core.Tracer) and layout_of(value) is None
+    """Whether a value is traced and its layout is unknown."""
+    return is_traced(value) and layout_of(value) is None
+
+
+def is_traced(*values: Any) -> bool:
+    """Whether any of the values is traced."""
+    return any(isinstance(_jax.underlying(x), jax.core.Tracer) for x in values)
 
 
 def region_mesh(mesh: Mesh, *, explicit: bool = False) -> JaxMesh | AbstractMesh:
-    """What to map over while tracing: a mesh of the devices, where they exist.
+    """The mesh for a ``shard_map`` while tracing: abstract where devices do not exist.
 
     Args:
       mesh: The mesh.
-      explicit: Whether what enters the region lies as the region takes it, so that the
-        axes may be Explicit: JAX moves nothing over these by itself.
+      explicit: Whether the operands of the region already have its layouts, so that
+        axes may be Explicit: over these JAX does not reshard by itself.
 
     Raises:
       LayoutMismatchError: [T205] an axis is Explicit.
     """
     if mesh.explicit_axes and not explicit:
         raise LayoutMismatchError(
-            "an operation needs its arrays in a layout of its own, and over Explicit "
-            "axes JAX moves none by itself",
+            "an operation has to reshard its operands, and over Explicit axes JAX does "
+            "not reshard by itself",
             got=f"{mesh!r}",
             fix=AUTO_AXES,
         )
@@ -86,9 +91,10 @@ def region_mesh(mesh: Mesh, *, explicit: bool = False) -> JaxMesh | AbstractMesh
 
 
 def placed(value: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """A value laid out by a sharding; as it is, where it lies so already.
+    """A value with a sharding; unchanged if it has that sharding already.
 
-    What every process has on its own may differ: each gives its own devices theirs.
+    A value that every process has as its own may differ between them: each process
+    provides the shards of its own devices.
     """
     if isinstance(value, jax.core.Tracer):
         return jax.device_put(value, sharding)
@@ -98,6 +104,68 @@ def placed(value: jax.Array, sharding: NamedSharding) -> jax.Array:
         own = np.asarray(value)
         return jax.make_array_from_callback(own.shape, sharding, own.__getitem__)
     return jax.device_put(value, sharding)
+
+
+def map_blocks(
+    function: Callable[..., jax.Array],
+    static: tuple[Any, ...],
+    operands: tuple[Any, ...],
+    mesh: Mesh,
+    in_specs: tuple[PartitionSpec, ...],
+    out_spec: PartitionSpec,
+    *,
+    check_vma: bool = True,
+) -> jax.Array:
+    """``function(*blocks, *static)`` on every device of a mesh.
+
+    In a trace it becomes a part of the traced program, otherwise a program of its own,
+    which calls with equal static arguments share.
+
+    Args:
+      function: What each device runs.
+      static: Its further arguments; hashable.
+      operands: Global arrays, or None.
+      mesh: The mesh.
+      in_specs: The layout of each operand.
+      out_spec: The layout of the result.
+      check_vma: As in ``jax.shard_map``.
+    """
+    options = in_specs, out_spec, check_vma
+    if is_traced(*operands):
+        region = region_mesh(mesh, explicit=True)
+        result = _mapped(function, static, region, *options)(*operands)
+        scope.record_layout(result, mesh, out_spec)
+        return result
+    arrays = (
+        x if x is None else placed(x, NamedSharding(mesh.jax, spec))
+        for x, spec in zip(operands, in_specs, strict=True)
+    )
+    return _compiled(function, static, mesh.jax, *options)(*arrays)
+
+
+def _mapped(
+    function: Callable[..., jax.Array],
+    static: tuple[Any, ...],
+    mesh: JaxMesh | AbstractMesh,
+    in_specs: tuple[PartitionSpec, ...],
+    out_spec: PartitionSpec,
+    check_vma: bool,
+) -> Callable[..., jax.Array]:
+    def on_device(*blocks: Any) -> jax.Array:
+        return function(*blocks, *static)
+
+    return jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_spec,
+        check_vma=check_vma,
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled(*key: Any) -> Callable[..., jax.Array]:
+    return jax.jit(_mapped(*key))
 
 
 def as_array(value: Any) -> jax.Array:
@@ -111,8 +179,9 @@ def as_array(value: Any) -> jax.Array:
     if isinstance(value, Mapping):
         names = ", ".join(map(repr, value))
         raise OperandError(
-            "an operation takes arrays, and is given a dict",
+            "an operation takes arrays, not a dict",
             got=f"{type(value).__name__} of {names or 'nothing'}",
-            fix=f"pass what it holds, such as batch[{next(iter(value), 'input')!r}]",
+            fix="pass one of its arrays, such as "
+            f"batch[{next(iter(value), 'input')!r}]",
         )
     return jnp.asarray(value)

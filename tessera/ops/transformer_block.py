@@ -11,14 +11,15 @@ import jax.numpy as jnp
 from tessera import scope
 from tessera.errors import OperandError
 from tessera.ops.norms import rms_norm
+from tessera.ops.operand_checks import nearest_divisors
 from tessera.ops.operand_layouts import as_array
 from tessera.shard import ShardSpec
 
 _HEAD_SIZE = 64
 
-# What each dim of a parameter means, after the stacked layers, and the mesh axis that
-# holds it: columns of the first matmul and rows of the second over tp, so that each
-# half of a block ends in one all-reduce (Shoeybi et al., arXiv 1909.08053).
+# The mesh axis of each named dim, and the dims of each parameter after the stacked
+# layers: columns of the first matmul and rows of the second are split over tp, so that
+# each half of a block ends in one all-reduce (Shoeybi et al., arXiv 1909.08053).
 _AXIS_OF = {"embed": "fsdp", "heads": "tp", "mlp": "tp"}
 _DIMS = {
     "attention_norm": ("embed",),
@@ -42,18 +43,18 @@ def transformer_block(
 ) -> jax.Array:
     """Apply ``depth`` pre-norm transformer blocks with parameters of their own.
 
-    Each block adds multi-head attention and then a GELU MLP to its input, both behind
-    an RMSNorm. The parameters are declared in the step being traced, stacked over
-    depth; the blocks are scanned, so compile time does not grow with depth. On a mesh
-    with a ``tp`` axis heads and MLP columns are split over it, with an ``fsdp`` axis
-    every parameter's embedding dim is.
+    Each block adds multi-head attention and then a GELU MLP to its input, each after an
+    RMSNorm. The parameters are declared in the step being traced, stacked over depth;
+    the blocks are scanned, so compile time does not grow with depth. On a mesh with a
+    ``tp`` axis, heads and MLP columns are split over it; with an ``fsdp`` axis, the
+    embedding dim of every parameter is.
 
     Args:
       x: ``[B, S, D]`` floating-point activations.
       depth: Number of blocks.
-      num_heads: Heads of ``D / num_heads`` dims; by default heads of 64 dims, or one.
-      mlp_ratio: Hidden size of the MLP in multiples of ``D``.
-      causal: Whether a position sees only itself and the positions before it.
+      num_heads: Heads of ``D / num_heads`` dims; by default of 64 dims, or one head.
+      mlp_ratio: Hidden size of the MLP divided by ``D``.
+      causal: Whether a position attends only to itself and earlier positions.
 
     Returns:
       ``[B, S, D]`` in the dtype of ``x``.
@@ -92,12 +93,10 @@ def _checked_heads(x: jax.Array, num_heads: int | None) -> int:
     heads = max(1, size // _HEAD_SIZE) if num_heads is None else num_heads
     _check_positive("num_heads", heads)
     if size % heads:
-        legal = [n for n in range(1, size + 1) if size % n == 0]
-        near = sorted(sorted(legal, key=lambda n: abs(n - heads))[:2])
         raise OperandError(
             "the heads of transformer_block do not divide its features",
             got=f"{size} features, {heads} heads, remainder {size % heads}",
-            fix=f"use num_heads={' or '.join(map(str, near))}",
+            fix=f"use num_heads={nearest_divisors(size, heads)}",
         )
     return heads
 
@@ -137,23 +136,25 @@ def _declare(depth: int, size: int, heads: int, ratio: int) -> dict[str, Any]:
 
 
 def _layout(dims: tuple[str | None, ...], axes: tuple[str, ...]) -> ShardSpec | None:
-    found = {
-        place + 1: _AXIS_OF[dim]
-        for place, dim in enumerate(dims)
+    axis_of_dim = {
+        index + 1: _AXIS_OF[dim]
+        for index, dim in enumerate(dims)
         if dim is not None and _AXIS_OF[dim] in axes
     }
-    return ShardSpec(tuple(found), tuple(found.values())) if found else None
+    if not axis_of_dim:
+        return None
+    return ShardSpec(tuple(axis_of_dim), tuple(axis_of_dim.values()))
 
 
 @functools.cache
 def _fan_in(name: str) -> jax.nn.initializers.Initializer:
     """Normal of variance 1 / fan-in; dim 0 counts layers, and layers share no input.
 
-    One object for each name: what fills arrays is compiled once for all its uses.
+    Cached: an initializer is compiled once for all its uses.
     """
     inputs = 2 if name == "attention_out" else 1  # heads and their dims
     in_axis = tuple(range(1, 1 + inputs))
-    # All the others, or the initializer counts heads among the inputs.
+    # All other dims, or the initializer would count heads among the inputs.
     out_axis = tuple(range(1 + inputs, 1 + len(_DIMS[name])))
     return jax.nn.initializers.variance_scaling(
         1.0, "fan_in", "normal", in_axis=in_axis, out_axis=out_axis, batch_axis=0
@@ -165,7 +166,7 @@ def _attention(x_BSD: jax.Array, layer: Mapping[str, Any], causal: bool) -> jax.
         jnp.einsum("bsd,dnh->bsnh", x_BSD, layer[name])
         for name in ("query", "key", "value")
     )
-    # Its f32 scores of narrow operands are a promotion, which may be switched off.
+    # The f32 scores of narrow operands are a promotion, which may be disabled.
     with jax.numpy_dtype_promotion("standard"):
         mixed_BSNH = jax.nn.dot_product_attention(
             q_BSNH, k_BSNH, v_BSNH, is_causal=causal

@@ -19,8 +19,8 @@ from tessera.errors import SettingConflictError
 from tessera.mesh import Mesh
 from tessera.ops.clipping import global_norm
 from tessera.ops.fixed_order import (
+    optimization_barrier,
     pairwise_sum,
-    sealed,
     sequential_sum,
     sum_over_devices,
 )
@@ -68,7 +68,9 @@ class FixedOrder:
                     cut = array.reshape(array.shape[0], own, rows, *array.shape[2:])
                     return cut[microbatch, microshard]
 
-                return sealed(function, params, jax.tree.map(rows_of, batch))
+                return optimization_barrier(
+                    function, params, jax.tree.map(rows_of, batch)
+                )
 
             def leaf(microshard: jax.Array) -> Tree:
                 count = jax.tree.leaves(batch)[0].shape[0]
@@ -83,7 +85,9 @@ class FixedOrder:
     def norm(self, tree: Tree) -> jax.Array:
         """``global_norm``, by every device of the whole tree."""
         whole = PartitionSpec()
-        return self._region(partial(sealed, global_norm), (whole,), whole)(tree)
+        return self._region(
+            partial(optimization_barrier, global_norm), (whole,), whole
+        )(tree)
 
     def by_element(
         self, update: Callable[..., Tree], layouts: Tree, state: Tree
@@ -100,7 +104,9 @@ class FixedOrder:
             return update(gradients, state, params, norm=norm)
 
         specs = (layouts, state, layouts, PartitionSpec())
-        region = self._region(partial(sealed, with_norm), specs, (layouts, state))
+        region = self._region(
+            partial(optimization_barrier, with_norm), specs, (layouts, state)
+        )
 
         def updated(gradients: Tree, state: Tree, params: Tree, *, norm: Tree) -> Tree:
             return region(gradients, state, params, norm)

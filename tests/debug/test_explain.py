@@ -224,9 +224,9 @@ def test_a_model_that_can_take_neither_is_refused_for_what_it_was_given(model, b
         graph.trace(model, batch)
     field = next(iter(batch))
     assert str(caught.value) == (
-        "[T401] an operation takes arrays, and is given a dict\n"
+        "[T401] an operation takes arrays, not a dict\n"
         f"  got: dict of {', '.join(map(repr, batch))}\n"
-        f"  fix: pass what it holds, such as batch[{field!r}]\n"
+        f"  fix: pass one of its arrays, such as batch[{field!r}]\n"
         "  docs: docs/errors/T401.md"
     )
 

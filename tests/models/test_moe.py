@@ -18,8 +18,7 @@ from tessera.models import Model, config_of
 from tessera.models.expert_mlp import Experts
 from tessera.models.layers import MLP
 from tessera.models.partition_rules import NO_MESH
-from tessera.ops.moe.experts import Weights
-from tessera.ops.moe.reference_experts import reference
+from tessera.ops.moe.experts import Weights, reference
 from tessera.ops.moe.routing import RoutingOptions
 
 CONFIG = dataclasses.replace(

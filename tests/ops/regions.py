@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays for tests of collectives: on a mesh, and in a manual region of it."""
+"""Arrays for tests of collectives: on a mesh, and in an SPMD region of it."""
 
 import jax
 import numpy as np

@@ -422,7 +422,7 @@ def test_gradients_that_jax_has_summed_already_are_refused():
 
 def test_gradients_outside_a_region_are_refused():
     transform = dist.compressed_mean("int8", "dp")
-    with DP, pytest.raises(CollectiveError, match="outside a manual region"):
+    with DP, pytest.raises(CollectiveError, match="outside an SPMD region"):
         transform.update(jnp.ones(4), transform.init(jnp.ones(4)))
 
 

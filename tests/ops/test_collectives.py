@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives in a manual region, where every device has its own block."""
+"""Collectives in an SPMD region, where every device has its own block."""
 
 import jax
 import jax.numpy as jnp

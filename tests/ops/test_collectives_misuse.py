@@ -53,7 +53,7 @@ def test_an_axis_that_is_not_manual_is_named(grid_mesh):
     assert message_of(CollectiveError, jax.jit(mapped), numbers(8)) == (
         "[T206] mesh axis 'dp' is not manual here\n"
         "  got: this region is manual over 'tp'\n"
-        "  fix: the compiler sees to the other axes by itself: name a manual one\n"
+        "  fix: name a manual axis: XLA partitions over the others\n"
         "  docs: docs/errors/T206.md"
     )
 
@@ -78,7 +78,7 @@ def test_all_gather_of_an_array_that_is_not_split_needs_a_dim(grid_mesh):
     assert message_of(CollectiveError, dist.all_gather, x, "tp") == (
         "[T206] mesh axes ('tp',) split no dim of this array\n"
         f"  got: shape (8, 2), layout {P('dp')}\n"
-        "  fix: say along which dim, with dim=\n"
+        "  fix: name a dim, with dim=\n"
         "  docs: docs/errors/T206.md"
     )
 

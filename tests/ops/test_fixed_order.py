@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.mesh import Mesh
 from tessera.ops.fixed_order import (
+    optimization_barrier,
     pairwise_sum,
-    sealed,
     sequential_sum,
     sum_over_devices,
 )
@@ -75,7 +75,7 @@ def test_negative_zeros_stay_negative():
 
 def test_what_is_sealed_is_a_branch_of_the_compiled_program():
     def step(x):
-        return sealed(lambda x: x * 3.0 + 1.0, x * 2.0) * 5.0
+        return optimization_barrier(lambda x: x * 3.0 + 1.0, x * 2.0) * 5.0
 
     x = jnp.arange(4.0)
     assert "conditional(" in jax.jit(step).lower(x).compile().as_text()

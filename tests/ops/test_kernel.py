@@ -324,9 +324,9 @@ def test_a_kernel_needs_a_mesh():
 def test_a_traced_argument_that_hides_its_layout_is_refused(dp_mesh):
     x = on(dp_mesh, numbers(16, 4), "dp")
     assert message_of(KernelError, jax.jit(dp_step), x) == (
-        "[T208] a kernel cannot see how argument 'x' is split\n"
+        "[T208] a kernel does not know the layout of argument 'x'\n"
         "  got: float32[16,4], traced by a transformation that hides layouts\n"
-        "  fix: say it: @op.kernel(layouts={'x': dist.ShardSpec(...)}), or "
+        "  fix: declare it: @op.kernel(layouts={'x': dist.ShardSpec(...)}), or "
         "dist.ShardSpec.replicated()\n"
         "  fix: or compile with ts.jit, which keeps the layouts of its arguments\n"
         "  docs: docs/errors/T208.md"
@@ -374,7 +374,7 @@ def test_a_tensor_that_is_closed_over_is_refused(dp_mesh):
 def test_a_result_that_is_no_array(dp_mesh):
     body = kernel(lambda x: {"x": x, "name": "x"})
     assert message_of(KernelError, body, on(dp_mesh, numbers(8))) == (
-        "[T208] a kernel gives something that is no array\n"
+        "[T208] a kernel returns something that is not an array\n"
         "  got: 'x', of type str\n"
         "  fix: return arrays or numbers, or trees of them\n"
         "  docs: docs/errors/T208.md"
@@ -384,7 +384,7 @@ def test_a_result_that_is_no_array(dp_mesh):
 def test_a_constant_without_a_hash_is_named(dp_mesh):
     body = kernel(lambda x, names: x)
     message = message_of(ArgumentError, body, on(dp_mesh, numbers(8)), {1: {3}})
-    assert message.startswith("[T301] argument 'names[1]' can be neither split nor")
+    assert message.startswith("[T301] argument 'names[1]' is neither an array nor")
 
 
 def test_an_abstract_mesh_is_traced_and_not_run():

@@ -122,7 +122,7 @@ def test_infinities_and_nans_anywhere_are_not_finite():
 
 
 def test_one_device_that_overflows_counts_for_all(dp_mesh):
-    """In a manual region each device has its own gradients."""
+    """In an SPMD region each device has its own gradients."""
     values = jnp.ones(8).at[5].set(jnp.inf)
 
     @ts.op.kernel
@@ -214,5 +214,7 @@ def test_a_static_scale_stays_and_tolerates_some_overflows_in_a_row():
     ],
 )
 def test_settings_out_of_their_range_are_errors(settings):
-    with pytest.raises(SettingValueError, match="a loss scale cannot be set so"):
+    with pytest.raises(
+        SettingValueError, match="the options of a loss scale are out of range"
+    ):
         LossScale.dynamic(**settings)

@@ -7,25 +7,21 @@ context            checks; on global arrays, an SPMD region
       blockwise        what is computed
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from jax.sharding import Mesh as JaxMesh
+from jax.sharding import PartitionSpec
 
-from tessera import _jax, scope
 from tessera.errors import CollectiveError, HeadCountError, OperandError
 from tessera.mesh import Mesh, manual_axes
 from tessera.ops.attention.blockwise import all_varying
 from tessera.ops.attention.context_variants import Plan, attend_on_device, wire_of
 from tessera.ops.attention.zigzag import Arrangement, ContextSharding
 from tessera.ops.operand_checks import raise_problems
-from tessera.ops.operand_layouts import as_array, block_layout_of, placed, region_mesh
+from tessera.ops.operand_layouts import as_array, block_layout_of, map_blocks
 from tessera.spec import axes_of_dims
 
 Method: TypeAlias = Literal["zigzag", "ring", "all_to_all"]
@@ -93,18 +89,12 @@ def context_attention(
     segments = None if segment_ids is None else as_array(segment_ids)
     _check_operands(queries, keys, values, segments)
     if manual_axes():
-        return options.on_blocks(queries, keys, values, segments)
+        return _on_device(queries, keys, values, segments, options)
     mesh, spec = _layout(queries, axis)
     operands = queries, keys, values, segments
-    if any(isinstance(_jax.underlying(x), jax.core.Tracer) for x in operands):
-        out = _mapped(options, region_mesh(mesh, explicit=True), spec)(*operands)
-        scope.record_layout(out, mesh, spec)
-        return out
-    home = NamedSharding(mesh.jax, spec)
-    rows = NamedSharding(mesh.jax, PartitionSpec(*spec[:2]))
-    return _compiled(options, mesh.jax, spec)(
-        *(placed(x, home) for x in (queries, keys, values)),
-        None if segments is None else placed(segments, rows),
+    specs = spec, spec, spec, PartitionSpec(*spec[:2])
+    return map_blocks(
+        _on_device, (options,), operands, mesh, specs, spec, check_vma=False
     )
 
 
@@ -155,23 +145,27 @@ class _Options:
             problems.append(("a window with causal=False", "leave one of them out"))
         raise_problems("context_attention cannot do this", problems)
 
-    def on_blocks(self, q: Array, k: Array, v: Array, segments: Array | None) -> Array:
-        """The output of this device's queries, in an SPMD region."""
-        size = lax.axis_size(self.axis)
-        if self.method == "all_to_all":
-            check_exchange(q.shape[2], k.shape[2], size, self.axis)
-        arrangement = Arrangement(
-            "zigzag" if self.method == "zigzag" else "contiguous", size
-        )
-        sharding = ContextSharding(
-            self.axis, arrangement, self.causal, wire_of(q.dtype)
-        )
-        method = "all_to_all" if self.method == "all_to_all" else "ring"
-        plan = Plan.of(method, sharding, q.shape[1] * size, self.window)
-        if segments is not None:
-            segments = lax.all_gather(segments, self.axis, axis=1, tiled=True)
-        q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-        return attend_on_device(plan, *all_varying(self.axis, q, k, v, segments))
+
+def _on_device(
+    q: Array, k: Array, v: Array, segments: Array | None, options: _Options
+) -> Array:
+    """The output of this device's queries, in an SPMD region."""
+    axis, method = options.axis, options.method
+    size = lax.axis_size(axis)
+    if method == "all_to_all":
+        check_exchange(q.shape[2], k.shape[2], size, axis)
+    arrangement = Arrangement("zigzag" if method == "zigzag" else "contiguous", size)
+    sharding = ContextSharding(axis, arrangement, options.causal, wire_of(q.dtype))
+    plan = Plan.of(
+        "all_to_all" if method == "all_to_all" else "ring",
+        sharding,
+        q.shape[1] * size,
+        options.window,
+    )
+    if segments is not None:
+        segments = lax.all_gather(segments, axis, axis=1, tiled=True)
+    q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    return attend_on_device(plan, *all_varying(axis, q, k, v, segments))
 
 
 def check_exchange(heads: int, kv_heads: int, size: int, axis: str) -> None:
@@ -200,7 +194,7 @@ def _layout(queries: Any, axis: str) -> tuple[Mesh, PartitionSpec]:
     layout = block_layout_of(queries, "context_attention")
     if layout is None:
         raise CollectiveError(
-            "context_attention cannot see how its queries are split",
+            "context_attention does not know the layout of its queries",
             got=f"{jax.typeof(queries)}",
             fix="call it inside @op.kernel, where every device has its own block, or "
             "give the queries a layout",
@@ -239,22 +233,3 @@ def _check_operands(q: Array, k: Array, v: Array, segments: Array | None) -> Non
             got=f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}",
             fix="cast them to one dtype first",
         )
-
-
-def _mapped(
-    options: _Options, mesh: JaxMesh | AbstractMesh, spec: PartitionSpec
-) -> Callable[..., Array]:
-    return jax.shard_map(
-        options.on_blocks,
-        mesh=mesh,
-        in_specs=(spec, spec, spec, PartitionSpec(*spec[:2])),
-        out_specs=spec,
-        check_vma=False,
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(
-    options: _Options, mesh: JaxMesh, spec: PartitionSpec
-) -> Callable[..., Array]:
-    return jax.jit(_mapped(options, mesh, spec))

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every choice is computed, however many tokens choose the same expert.
+"""Dropless experts: every assignment is computed, however popular an expert is.
 
-An assignment is one choice of one token; token t's are t·K … t·K + K − 1. Assignments
-are sorted by expert, and since each device holds a run of experts, by device as well.
+An assignment is one choice of one token; those of token t are t·K … t·K + K − 1.
+Assignments are sorted by expert, and so by device, since each device holds consecutive
+experts.
 
-Shapes are static and popularity is not, so an exchange between devices goes in rounds
-of a fixed number of rows. The first round takes what a fairly balanced router sends;
-the rounds that would carry the worst case, all tokens to one device, are skipped at
-run time unless some device of the group still has rows. Buffers therefore have the
-size of one round, in the backward pass too, where a later round is computed anew.
+Shapes are static and popularity is not, so devices exchange a fixed number of rows in
+each of several rounds. The first round is enough for a fairly balanced router; the
+rounds for the worst case, all tokens to one device, are skipped at run time unless some
+device of the group has rows left. Buffers therefore have the size of one round, also in
+the backward pass, which recomputes the later rounds.
 """
 
 import math
@@ -18,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera.ops.moe.exchange import all_to_all, num_devices
-from tessera.ops.moe.experts import Weights, grouped
+from tessera.ops.moe.experts import Weights, all_to_all, grouped, num_devices
 from tessera.ops.moe.routing import Routes, RoutingOptions
 
 
@@ -30,17 +30,17 @@ def dropless(
     options: RoutingOptions,
     axes: tuple[str, ...],
 ) -> Array:
-    """What each token's experts say together, weighted: ``[T, D]`` to ``[T, D]``.
+    """The weighted sum of each token's experts: ``[T, D]`` to ``[T, D]``.
 
     Args:
       x_TD: This device's tokens.
-      routes: Theirs, ``[T, K]`` and ``[T, E]``.
+      routes: Of these tokens, ``[T, K]`` and ``[T, E]``.
       weights: Of this device's experts.
       options: For the size of a round.
       axes: The axes that the experts are split over.
     """
     if not axes:
-        return _alone(x_TD, routes, weights)
+        return _without_exchange(x_TD, routes, weights)
     devices, local = num_devices(axes), weights.gate.shape[0]
     rows, rounds = round_sizes(x_TD.shape[0], devices, local, options)
     order_A = jnp.argsort(routes.experts.reshape(-1), stable=True)
@@ -49,25 +49,27 @@ def dropless(
     plan = _Plan(
         expert_A=routes.experts.reshape(-1),
         order_A=order_A,
-        place_A=_inverse(order_A),
+        rank_A=_inverse(order_A),
         device_A=device_A,
         count_P=count_P,
         start_P=jnp.cumsum(count_P) - count_P,
     )
 
-    def one(number: Array) -> Array:
+    def one_round(number: Array) -> Array:
         return _round(x_TD, routes.weights, weights, plan, rows, number, axes)
 
-    out_TD = one(jnp.int32(0))
+    out_TD = one_round(jnp.int32(0))
     if rounds == 1:
         return out_TD.astype(x_TD.dtype)
-    # Devices of a group must agree on whether to go on.
+    # The devices of a group must agree on the number of rounds.
     most = lax.pmax(count_P.max(), axes)
 
     @jax.checkpoint
     def further(out_TD: Array, number: Array) -> tuple[Array, None]:
         needed = most > number * rows
-        return lax.cond(needed, lambda: out_TD + one(number), lambda: out_TD), None
+        return lax.cond(
+            needed, lambda: out_TD + one_round(number), lambda: out_TD
+        ), None
 
     numbers = jnp.arange(1, rounds, dtype=jnp.int32)
     return lax.scan(further, out_TD, numbers)[0].astype(x_TD.dtype)
@@ -76,9 +78,9 @@ def dropless(
 def round_sizes(
     tokens: int, devices: int, local: int, options: RoutingOptions
 ) -> tuple[int, int]:
-    """Rows that a device sends to each other in a round, and the most rounds there are.
+    """Rows that a device sends to each device in a round, and the most rounds.
 
-    A token's choices differ, so at most min(K, local) of them go to one device.
+    The choices of a token differ, so at most min(K, local) of them go to one device.
 
     Args:
       tokens: Of one device.
@@ -97,20 +99,20 @@ def round_sizes(
 
 
 class _Plan(NamedTuple):
-    """Where the assignments of this device go.
+    """The destinations of this device's assignments.
 
     Attributes:
       expert_A: The expert of each.
       order_A: All assignments, sorted by expert.
-      place_A: The place of each in that order.
+      rank_A: The index of each in that order.
       device_A: The device of its expert.
       count_P: How many go to each device.
-      start_P: The place of the first of them.
+      start_P: The index of the first of them in ``order_A``.
     """
 
     expert_A: Array
     order_A: Array
-    place_A: Array
+    rank_A: Array
     device_A: Array
     count_P: Array
     start_P: Array
@@ -126,63 +128,67 @@ def _round(
     axes: tuple[str, ...],
 ) -> Array:
     """What the assignments of one round add to each token, f32 ``[T, D]``."""
-    nothing, choices = plan.expert_A.size, weight_TK.shape[1]
+    empty, choices = plan.expert_A.size, weight_TK.shape[1]
     devices, local = plan.count_P.size, weights.gate.shape[0]
     first = number * rows
     nth_C = first + jnp.arange(rows, dtype=jnp.int32)
-    place_PC = plan.start_P[:, None] + nth_C
+    rank_PC = plan.start_P[:, None] + nth_C
     assignment_PC = jnp.where(
         nth_C < plan.count_P[:, None],
-        plan.order_A.at[place_PC].get(mode="clip"),
-        nothing,
+        plan.order_A.at[rank_PC].get(mode="clip"),
+        empty,
     )
     expert_PC = plan.expert_A.at[assignment_PC].get(
         mode="fill", fill_value=devices * local
     )
-    # Past the last: the index that means nobody, for this device's tokens and experts.
+    # Empty slots have the index after the last local expert.
     own_PC = jnp.minimum(
         expert_PC - local * jnp.arange(devices, dtype=jnp.int32)[:, None], local
     )
     sent_PCD = x_TD.at[assignment_PC // choices].get(mode="fill", fill_value=0)
     with jax.named_scope("dispatch"):
         own_PC = all_to_all(own_PC, axes)
-        got_PCD = all_to_all(sent_PCD, axes)
-    said_RD = _by_expert(
-        got_PCD.reshape(-1, x_TD.shape[1]), own_PC.reshape(-1), weights
+        received_PCD = all_to_all(sent_PCD, axes)
+    out_RD = _by_expert(
+        received_PCD.reshape(-1, x_TD.shape[1]), own_PC.reshape(-1), weights
     )
     with jax.named_scope("combine"):
-        back_PCD = all_to_all(said_RD.reshape(got_PCD.shape), axes, returning=True)
-    nth_A = plan.place_A - plan.start_P[plan.device_A] - first
+        returned_PCD = all_to_all(
+            out_RD.reshape(received_PCD.shape), axes, reverse=True
+        )
+    nth_A = plan.rank_A - plan.start_P[plan.device_A] - first
     slot_A = jnp.where(
         (nth_A >= 0) & (nth_A < rows), plan.device_A * rows + nth_A, devices * rows
     )
-    said_AD = (
-        back_PCD.reshape(-1, x_TD.shape[1]).at[slot_A].get(mode="fill", fill_value=0)
+    out_AD = (
+        returned_PCD.reshape(-1, x_TD.shape[1])
+        .at[slot_A]
+        .get(mode="fill", fill_value=0)
     )
-    return _weighted(said_AD, weight_TK)
+    return _weighted(out_AD, weight_TK)
 
 
-def _alone(x_TD: Array, routes: Routes, weights: Weights) -> Array:
-    """The same with all experts here."""
+def _without_exchange(x_TD: Array, routes: Routes, weights: Weights) -> Array:
+    """The layer on a device that has all experts."""
     choices = routes.experts.shape[1]
     rows_AD = jnp.repeat(x_TD, choices, axis=0)
-    said_AD = _by_expert(rows_AD, routes.experts.reshape(-1), weights)
-    return _weighted(said_AD, routes.weights).astype(x_TD.dtype)
+    out_AD = _by_expert(rows_AD, routes.experts.reshape(-1), weights)
+    return _weighted(out_AD, routes.weights).astype(x_TD.dtype)
 
 
 def _by_expert(rows_RD: Array, expert_R: Array, weights: Weights) -> Array:
-    """Each row through its own expert; rows of expert E, who is nobody, are free."""
+    """Each row through its own expert; rows of expert E are empty slots."""
     local = weights.gate.shape[0]
     order_R = jnp.argsort(expert_R, stable=True)
     sizes_E = jnp.bincount(expert_R, length=local + 1)[:local].astype(jnp.int32)
-    said_RD = grouped(_permuted(rows_RD, order_R), sizes_E, weights)
-    return _permuted(said_RD, _inverse(order_R))
+    out_RD = grouped(_permuted(rows_RD, order_R), sizes_E, weights)
+    return _permuted(out_RD, _inverse(order_R))
 
 
-def _weighted(said_AD: Array, weight_TK: Array) -> Array:
+def _weighted(out_AD: Array, weight_TK: Array) -> Array:
     """The weighted sum over each token's choices, in f32."""
-    said_TKD = said_AD.reshape(*weight_TK.shape, -1).astype(jnp.float32)
-    return (weight_TK[..., None] * said_TKD).sum(axis=1)
+    out_TKD = out_AD.reshape(*weight_TK.shape, -1).astype(jnp.float32)
+    return (weight_TK[..., None] * out_TKD).sum(axis=1)
 
 
 def _permuted(rows_RD: Array, order_R: Array) -> Array:
@@ -190,6 +196,6 @@ def _permuted(rows_RD: Array, order_R: Array) -> Array:
 
 
 def _inverse(order: Array) -> Array:
-    """The place of each element in a permutation."""
-    places = jnp.arange(order.size, dtype=order.dtype)
-    return jnp.zeros_like(order).at[order].set(places, unique_indices=True)
+    """The inverse of a permutation."""
+    indices = jnp.arange(order.size, dtype=order.dtype)
+    return jnp.zeros_like(order).at[order].set(indices, unique_indices=True)

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts: gated MLPs, many in one matmul."""
+"""The experts of a mixture: gated MLPs, all-to-all between devices, a reference layer.
 
+The collectives here run in an SPMD region over the axes that they are given.
+"""
+
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+from tessera.ops.moe.routing import RoutingOptions, route
 
 
 class Weights(NamedTuple):
@@ -24,13 +30,38 @@ class Weights(NamedTuple):
     down: Any
 
 
+def reference(x: Array, weights: Weights, options: RoutingOptions) -> Array:
+    """The dropless layer, ``[..., D]`` to ``[..., D]``, written to be read.
+
+    Every expert runs on every token, at E / K times the necessary cost. The faster
+    implementations are tested against it.
+
+    Example:
+      >>> x = jnp.ones((2, 3, 4))
+      >>> weights = Weights(
+      ...     jnp.eye(4, 8), *jnp.ones((2, 8, 4, 16)), jnp.ones((8, 16, 4))
+      ... )
+      >>> reference(x, weights, RoutingOptions(top_k=2)).shape
+      (2, 3, 4)
+    """
+    routes = route(x, weights.router, options)
+    out = jnp.zeros_like(x)
+    for expert in range(weights.router.shape[-1]):
+        chosen = jnp.where(routes.experts == expert, routes.weights, 0.0)
+        weight = chosen.sum(axis=-1, keepdims=True)
+        gate = jax.nn.gelu(x @ weights.gate[expert], approximate=True)
+        expert_out = (gate * (x @ weights.up[expert])) @ weights.down[expert]
+        out = out + weight.astype(x.dtype) * expert_out
+    return out
+
+
 def grouped(rows_RD: Array, sizes_E: Array, weights: Weights) -> Array:
-    """Each expert on its own run of rows, by matmuls that know where the runs end.
+    """Each expert on its own group of rows, by ragged matmuls.
 
     Args:
       rows_RD: ``[R, D]``, rows of expert 0 first, then those of 1, and so on.
-      sizes_E: int32, how many rows each expert has. What is left over at the end may
-        come out as anything.
+      sizes_E: int32, the number of rows of each expert. The results of rows after the
+        last group are undefined.
       weights: Of these experts.
 
     Returns:
@@ -50,3 +81,55 @@ def batched(rows_ECD: Array, weights: Weights) -> Array:
     up_ECF = jnp.matmul(rows_ECD, weights.up)
     hidden_ECF = jax.nn.gelu(gate_ECF, approximate=True) * up_ECF
     return jnp.matmul(hidden_ECF, weights.down)
+
+
+def num_devices(axes: tuple[str, ...]) -> int:
+    """The number of devices along all of the axes."""
+    return lax.psum(1, axes) if axes else 1
+
+
+def all_to_all(buffer: Array, axes: tuple[str, ...], *, reverse: bool = False) -> Array:
+    """Send block p to device p, and receive one block from each.
+
+    Over several axes, outer first, a block makes one hop per axis: first along the last
+    axis, to the device with the inner coordinate of its destination, and then across.
+    So the outer links carry few large messages instead of many small ones. The reverse
+    makes the same hops in the opposite order.
+
+    Args:
+      buffer: ``[P, ...]``, one block for each device; the rank along the last axis
+        varies fastest.
+      axes: Mesh axes of the region.
+      reverse: Whether to undo an exchange.
+
+    Returns:
+      ``[P, ...]``, block p from device p.
+    """
+    sizes = tuple(lax.psum(1, axis) for axis in axes)
+    grid = buffer.reshape(*sizes, *buffer.shape[1:])
+    hops = list(enumerate(axes))
+    for dim, axis in hops if reverse else reversed(hops):
+        grid = lax.all_to_all(grid, axis, dim, dim, tiled=True)
+    return grid.reshape(buffer.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def sum_of_results(x: Array, axes: tuple[str, ...]) -> Array:
+    """``psum`` of a result of the region that is replicated along the axes.
+
+    A region with ``check_vma=False`` gives each of n devices 1 / n of the gradient of
+    such a result. The gradient of ``psum`` would add these up in an all-reduce as large
+    as the result; n times the device's own part is the same.
+    """
+    return lax.psum(x, axes)
+
+
+def _forward(x: Array, axes: tuple[str, ...]) -> tuple[Array, None]:
+    return lax.psum(x, axes), None
+
+
+def _backward(axes: tuple[str, ...], _: None, gradient: Array) -> tuple[Array]:
+    return (gradient * lax.psum(1, axes),)
+
+
+sum_of_results.defvjp(_forward, _backward)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of experts on explicit weights: the core that ``op.moe`` and models share.
+"""A layer of experts on explicit weights, which ``op.moe`` and the models share.
 
-On a mesh it is one manual region over every axis. Tokens are split over the axes of
-the batch, the experts' own among them: outside this layer those split data, as ``dp``
-does. In it each device routes its own tokens and sends them to the experts' devices.
+On a mesh it is one SPMD region over every axis. Tokens are split over the axes of the
+batch, among them those of the experts, which split data outside of this layer. Each
+device routes its own tokens and sends them to the devices of their experts.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,9 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import PartitionSpec as P
 
 from tessera.mesh import manual_axes
-from tessera.ops.moe.capacity import limited
+from tessera.ops.moe.capacity import with_capacity
 from tessera.ops.moe.dropless import dropless
-from tessera.ops.moe.exchange import sum_of_results
-from tessera.ops.moe.experts import Weights
+from tessera.ops.moe.experts import Weights, sum_of_results
 from tessera.ops.moe.routing import (
     RouterStatistics,
     RoutingOptions,
@@ -33,15 +32,15 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
-    """Which mesh axes split what; each tuple is outer first, and empty splits nothing.
+    """The mesh axes that split each dim; tuples are outer first, empty ones split none.
 
     Attributes:
-      mesh: Where the layer runs; None leaves all of it to XLA.
-      batch: Of the tokens; those of ``experts`` must be among them.
-      sequence: Of the tokens as well.
-      experts: Two axes make every exchange in two hops.
-      hidden: Of the experts' hidden dim.
-      embed: Of the weights' model dim, gathered for the layer.
+      mesh: The mesh of the layer; None leaves all of it to XLA.
+      batch: Axes of the batch, which include ``experts``.
+      sequence: Axes of the sequence.
+      experts: Axes of the experts; over two axes every exchange takes two hops.
+      hidden: Axes of the experts' hidden dim.
+      embed: Axes of the weights' model dim, over which the layer gathers them.
     """
 
     mesh: JaxMesh | AbstractMesh | None = None
@@ -53,7 +52,7 @@ class ExpertLayout:
 
     @property
     def axes(self) -> frozenset[str]:
-        """All of them."""
+        """All axes of the layout."""
         split = (self.batch, self.sequence, self.experts, self.hidden, self.embed)
         return frozenset(axis for axes in split for axis in axes)
 
@@ -80,15 +79,15 @@ def expert_layer(
 ) -> tuple[Array, RouterStatistics]:
     """Send each token through the experts that its router chooses.
 
-    It may stand in a region that is manual over axes that split nothing here, such as
-    a pipeline's, and takes the others.
+    It may be called in an SPMD region over axes that split nothing here, such as those
+    of a pipeline, and uses the other axes.
 
     Args:
       x_BSD: Global ``[B, S, D]``; per device B and S divided by their axes.
       weights: Global ``[D, E]``, ``[E, D, F]`` twice and ``[E, F, D]``, of ``x``'s
         dtype; the router's of any.
-      options: How tokens find experts.
-      layout: How all of these lie on the mesh. The axes must divide the dims.
+      options: For the router.
+      layout: How all of these are sharded. The axes must divide the dims.
 
     Returns:
       ``[B, S, D]`` in the dtype and the layout of ``x``, and the statistics of all
@@ -112,27 +111,27 @@ def expert_layer(
 def _on_device(
     x_BSD: Array, weights: Weights, options: RoutingOptions, layout: ExpertLayout
 ) -> tuple[Array, RouterStatistics]:
-    """One device's part: its tokens, its experts."""
+    """The layer on one device: its tokens, its experts."""
     weights = _gathered(weights, layout.embed)
     routes = route(x_BSD, weights.router, options)
     if options.capacity_factor is None:
-        x_TD, flat = jax.tree.map(_without_sequences, (x_BSD, routes))
+        x_TD, flat = jax.tree.map(_merge_sequences, (x_BSD, routes))
         out = dropless(x_TD, flat, weights, options, layout.experts)
         out, dropped = out.reshape(x_BSD.shape), jnp.float32(0.0)
     else:
-        out, dropped = limited(x_BSD, routes, weights, options, layout.experts)
+        out, dropped = with_capacity(x_BSD, routes, weights, options, layout.experts)
     if layout.hidden:
-        # Last, where it is [B, S, D] and not one row for each choice.
+        # At the end, where it is [B, S, D] and not one row per assignment.
         out = sum_of_results(out, layout.hidden)
     return out, statistics(routes, dropped, (*layout.batch, *layout.sequence))
 
 
-def _without_sequences(array: Array) -> Array:
+def _merge_sequences(array: Array) -> Array:
     return array.reshape(-1, array.shape[-1])
 
 
 def _gathered(weights: Weights, axes: Axes) -> Weights:
-    """Whole weights of this device's experts; their gradients are scattered again."""
+    """All-gather the weights of these experts; reduce-scatter their gradients."""
     if not axes:
         return weights
     return weights._replace(

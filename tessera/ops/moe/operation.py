@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``op.moe``: a layer of experts that owns its parameters."""
+"""``op.moe``: a mixture-of-experts layer that owns its parameters."""
 
 import math
 from typing import Any
@@ -31,29 +31,29 @@ def moe(
 ) -> tuple[jax.Array, RouterStatistics]:
     """Send each token through the ``top_k`` experts that a router chooses for it.
 
-    The experts are GeGLU MLPs; their parameters and the router's are declared in the
-    step being traced. Add the result to the residual, and the losses of the statistics,
-    weighted, to the step's loss: without them a router learns to use few experts.
+    The experts are GeGLU MLPs; their parameters and those of the router are declared in
+    the step being traced. Add the result to the residual, and the weighted losses of
+    the statistics to the loss: without them a router learns to use few experts.
 
         out, router = op.moe(x, experts=8, top_k=2)
         loss = task_loss + 0.01 * router.load_balancing_loss + 0.001 * router.z_loss
 
     On a mesh with the axis, each device along it holds ``experts / n`` of the experts,
-    and tokens travel to them and back by all-to-all. The batch is split over ``dp``,
-    ``fsdp`` and the axis, experts' hidden dims over ``tp``, their other dims over
-    ``fsdp``, as far as the mesh has these.
+    and all-to-alls send tokens to them and back. The batch is split over ``dp``,
+    ``fsdp`` and the axis, the experts' hidden dims over ``tp``, their other dims over
+    ``fsdp``, where the mesh has these axes.
 
     Args:
       x: ``[B, S, D]`` floating-point activations.
       experts: Number of experts, a multiple of the axis' size.
       top_k: Experts of a token.
       hidden: Hidden size of an expert; by default ``4 · D``.
-      capacity_factor: None is dropless: every choice is computed. A number limits what
-        an expert takes of one sequence to ``capacity_factor · top_k · S / experts``
-        tokens; what it does not take passes through the residual alone.
-      axis: Mesh axis of the experts. A tuple, outer first, makes the all-to-all in two
-        hops, inside and then across. A mesh without ``ep`` holds all experts on every
-        device.
+      capacity_factor: None is dropless: every assignment is computed. A number limits
+        the tokens of one sequence per expert to ``capacity_factor · top_k · S /
+        experts``; the others pass only through the residual.
+      axis: Mesh axis of the experts. Over a tuple, outer first, the all-to-all takes
+        two hops, inside and then across. On a mesh without ``ep`` every device holds
+        all experts.
       renormalize: Whether the weights of a token's experts add up to 1.
       buffer_factor: Size of the dropless exchange's buffers; see ``RoutingOptions``.
 
@@ -115,10 +115,10 @@ def _check(x: jax.Array, experts: int, top_k: int) -> None:
 
 
 def _check_region(layout: ExpertLayout) -> None:
-    if taken := sorted(layout.axes & set(manual_axes())):
+    if used := sorted(layout.axes & set(manual_axes())):
         raise OperandError(
-            "moe cannot stand in a kernel: it is one itself, on whole arrays",
-            got=f"a region that is manual over {', '.join(map(repr, taken))}",
+            "moe cannot be called in a kernel: it takes global arrays",
+            got=f"an SPMD region over {', '.join(map(repr, used))}",
             fix="call it outside of the kernel, on the kernel's arguments or results",
         )
 
@@ -133,7 +133,7 @@ def _check_positive(name: str, value: float) -> None:
 
 
 def _layout(mesh: Mesh | None, axes: tuple[str, ...]) -> ExpertLayout:
-    """What the axes of the step's mesh split."""
+    """The layout of the layer on the mesh of the step."""
     if mesh is None:
         return ExpertLayout()
     if axes == ("ep",) and "ep" not in mesh.axes:
@@ -175,8 +175,8 @@ def _declare(size: int, experts: int, hidden: int, layout: ExpertLayout) -> Weig
         )
 
 
-# Normal of variance 1 / fan-in. Objects of the module: what fills arrays is compiled
-# once for all uses.
+# Normal of variance 1 / fan-in. Module constants: an initializer is compiled once for
+# all its uses.
 _router_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 _expert_init = jax.nn.initializers.variance_scaling(
     1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0

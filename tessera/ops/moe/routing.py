@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts each token goes to, and what keeps the choice healthy.
+"""The top-k router, its auxiliary losses and its statistics.
 
-A router scores every expert for every token; a token goes to the ``top_k`` that score
-highest, each weighted by its probability. Nothing in that keeps the router from
-sending all tokens to few experts, or its scores from growing: two losses do, and the
-other statistics show whether they succeed.
+A router scores every expert for every token; a token goes to the ``top_k`` experts with
+the highest scores, each weighted by its probability. Two auxiliary losses keep the
+router from sending all tokens to few experts, and its scores from growing; the other
+statistics show whether they succeed.
 
 Shape suffixes of this package: B batch, S sequence, T tokens (B · S of this device), D
 features, E experts, K choices of a token, A assignments (T · K), P devices along the
@@ -25,18 +25,18 @@ from tessera import scope
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
-    """How tokens find experts.
+    """Options of a router.
 
     Attributes:
       top_k: Experts of a token.
       renormalize: Whether the weights of a token's experts add up to 1, or are their
         probabilities among all experts as in Switch, where top_k is 1.
-      capacity_factor: None computes every choice. A number limits what an expert takes
-        of one sequence of S tokens to ``capacity_factor · top_k · S / experts`` tokens,
-        rounded up: first choices first, earlier tokens first.
-      buffer_factor: Of a dropless exchange over devices: rows that a device sends to
-        another in one round, in multiples of what is sent if all experts are equally
-        popular. What does not fit goes in further rounds; nothing is lost.
+      capacity_factor: None computes every assignment. A number limits the tokens of one
+        sequence of S per expert to ``capacity_factor · top_k · S / experts``, rounded
+        up: first choices first, earlier tokens first.
+      buffer_factor: Of a dropless exchange: rows that a device sends to another in one
+        round, relative to what it sends if all experts are equally popular. The rest is
+        sent in further rounds; nothing is dropped.
     """
 
     top_k: int
@@ -45,7 +45,7 @@ class RoutingOptions:
     buffer_factor: float = 2.0
 
     def capacity(self, length: int, experts: int) -> int:
-        """Tokens that one expert takes of one sequence, at least one.
+        """The most tokens of one sequence that an expert computes, at least one.
 
         Example:
           >>> RoutingOptions(top_k=2, capacity_factor=1.25).capacity(64, 8)
@@ -57,10 +57,10 @@ class RoutingOptions:
 
 
 class Routes(NamedTuple):
-    """What a router decided.
+    """The experts of some tokens.
 
     Attributes:
-      experts: int32 ``[..., K]``, the best expert first; equal scores in their order.
+      experts: int32 ``[..., K]``, by descending score; equal scores by index.
       weights: f32 ``[..., K]``.
       logits: f32 ``[..., E]``.
       probabilities: f32 ``[..., E]``.
@@ -73,12 +73,12 @@ class Routes(NamedTuple):
 
 
 def route(x: Array, router_DE: Array, options: RoutingOptions) -> Routes:
-    """Score the experts for every token and choose; all of it in f32.
+    """Score the experts for every token and choose the best, in f32.
 
     Args:
       x: ``[..., D]``.
       router_DE: ``[D, E]``.
-      options: How many to choose, and how to weight them.
+      options: For ``top_k`` and ``renormalize``.
     """
     with jax.named_scope("router"), scope.autocast("f32"):
         wide = x.astype(jnp.float32)
@@ -103,7 +103,7 @@ def route(x: Array, router_DE: Array, options: RoutingOptions) -> Routes:
 )
 @dataclass(frozen=True)
 class RouterStatistics:
-    """What a router did with all tokens of all devices.
+    """Statistics of a router, over all tokens of all devices.
 
     Attributes:
       load_balancing_loss: f32 scalar: E · Σ f · P over experts, of the share f of
@@ -112,9 +112,9 @@ class RouterStatistics:
       z_loss: f32 scalar, the mean square of ``logsumexp(logits)`` (ST-MoE, arXiv
         2202.08906, equation 5). Differentiable.
       entropy: f32 scalar, mean entropy of a token's probabilities, in nats.
-      dropped_fraction: f32 scalar, the share of choices that found no place; 0 without
-        a capacity.
-      tokens_per_expert: f32 ``[E]``, how often each was chosen, dropped or not.
+      dropped_fraction: f32 scalar, the fraction of dropped assignments; 0 without a
+        capacity.
+      tokens_per_expert: f32 ``[E]``, assignments per expert, dropped or not.
     """
 
     load_balancing_loss: Array
@@ -127,12 +127,12 @@ class RouterStatistics:
 def statistics(
     routes: Routes, dropped: Array, axes: tuple[str, ...]
 ) -> RouterStatistics:
-    """Summarize the routes of all devices along the axes that split the tokens.
+    """The statistics of all devices along the axes that split the tokens.
 
     Args:
       routes: Of this device's tokens.
-      dropped: How many of their choices found no place, f32 scalar.
-      axes: Mesh axes of the manual region that this is in; empty outside of one.
+      dropped: The number of dropped assignments, f32 scalar.
+      axes: Mesh axes of the SPMD region that this is called in; empty outside of one.
     """
     num_experts = routes.logits.shape[-1]
     counts = jnp.bincount(routes.experts.reshape(-1), length=num_experts)
@@ -145,8 +145,8 @@ def statistics(
         -(routes.probabilities * logs).sum()[None],
         dropped[None],
     )
-    # Means of all tokens, not means of the devices' losses: the loss of a batch must
-    # not depend on how many devices it is split over. One small all-reduce for all.
+    # Means over all tokens, not means of the devices' losses: the loss of a batch must
+    # not depend on the number of devices. One small all-reduce for everything.
     total = jnp.concatenate(sums)
     if axes:
         total = jax.lax.psum(total, axes)

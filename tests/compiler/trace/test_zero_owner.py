@@ -165,15 +165,15 @@ def test_nobody_sends_what_is_waited_for_elsewhere():
     with pytest.raises(CollectiveError) as caught:
         dist.recv_from(2, "up")
     assert str(caught.value) == (
-        "[T206] nobody sends what recv_from(2, …) waits for\n"
+        "[T206] no rank sends the value that recv_from(2, …) receives\n"
         "  got: name 'up'\n"
         "  fix: in a function with the strategy zero_redundancy_optimizer, write it "
         "after 'else' of 'if ts.mesh.current().rank == owner:'\n"
-        "  fix: in a manual region, give it the array: recv_from(source, x), or use "
+        "  fix: in an SPMD region, give it the array: recv_from(source, x), or use "
         "dist.broadcast(x, axis, root=source)\n"
         "  docs: docs/errors/T206.md"
     )
-    with pytest.raises(CollectiveError, match="outside of any manual region"):
+    with pytest.raises(CollectiveError, match="outside of any SPMD region"):
         dist.recv_from(2, jnp.ones(3))
 
 

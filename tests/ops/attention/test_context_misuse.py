@@ -65,7 +65,7 @@ def test_operands_that_do_not_fit():
 def test_queries_whose_layout_nobody_sees_or_splits_otherwise():
     mesh, (q, k, v, _) = mesh_of(4), operands()
     assert message_of(CollectiveError, q, k, v) == (
-        "[T206] context_attention cannot see how its queries are split\n"
+        "[T206] context_attention does not know the layout of its queries\n"
         "  got: float32[2,48,8,8]\n"
         "  fix: call it inside @op.kernel, where every device has its own block, or "
         "give the queries a layout\n"

@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.analysis.ledger import collectives
 from tessera.mesh import Mesh
-from tessera.ops.moe.experts import Weights
+from tessera.ops.moe.experts import Weights, reference
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
-from tessera.ops.moe.reference_experts import reference
 from tessera.ops.moe.routing import RoutingOptions
 
 B, S, D, E, F = 8, 6, 8, 8, 12

@@ -15,9 +15,8 @@ from tessera.errors import (
     UnknownAxisError,
 )
 from tessera.mesh import Mesh
-from tessera.ops.moe.experts import Weights
+from tessera.ops.moe.experts import Weights, reference
 from tessera.ops.moe.operation import moe
-from tessera.ops.moe.reference_experts import reference
 from tessera.ops.moe.routing import RoutingOptions
 
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype("f4")
@@ -194,8 +193,8 @@ def test_in_a_kernel_it_says_so():
     with pytest.raises(OperandError) as caught:
         step.trace(X)
     assert str(caught.value) == (
-        "[T401] moe cannot stand in a kernel: it is one itself, on whole arrays\n"
-        "  got: a region that is manual over 'ep'\n"
+        "[T401] moe cannot be called in a kernel: it takes global arrays\n"
+        "  got: an SPMD region over 'ep'\n"
         "  fix: call it outside of the kernel, on the kernel's arguments or results\n"
         "  docs: docs/errors/T401.md"
     )
