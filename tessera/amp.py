@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.amp``: mixed precision: the matmuls' dtype, and the scale of the loss.
+"""``ts.amp``: mixed precision: ``autocast`` and dynamic loss scaling.
 
 A facade: every name is defined elsewhere, and nothing in the package imports it.
 """
 
-from tessera.ops.loss_scale import LossScale as LossScale
-from tessera.ops.loss_scale import all_finite as all_finite
-from tessera.scope import autocast as autocast
+from tessera.ops.loss_scale import LossScale, all_finite
+from tessera.scope import autocast
+
+__all__ = ["LossScale", "all_finite", "autocast"]

@@ -5,17 +5,18 @@ A facade: every name is defined in ``tessera.ops``, and nothing in the package i
 it.
 """
 
-from tessera.ops.activations import dropout as dropout
-from tessera.ops.activations import gelu as gelu
-from tessera.ops.activations import log_softmax as log_softmax
-from tessera.ops.activations import silu as silu
-from tessera.ops.activations import softmax as softmax
-from tessera.ops.attention.flash import flash_attention as flash_attention
-from tessera.ops.embedding import embedding as embedding
-from tessera.ops.fused_losses import (
-    fused_linear_cross_entropy as fused_linear_cross_entropy,
-)
-from tessera.ops.losses import cross_entropy as cross_entropy
-from tessera.ops.matmul import linear as linear
-from tessera.ops.norms import layer_norm as layer_norm
-from tessera.ops.norms import rms_norm as rms_norm
+from tessera.ops.activations import dropout, gelu, log_softmax, silu, softmax
+from tessera.ops.attention.flash import flash_attention
+from tessera.ops.embedding import embedding
+from tessera.ops.fused_losses import fused_linear_cross_entropy
+from tessera.ops.losses import cross_entropy
+from tessera.ops.matmul import linear
+from tessera.ops.norms import layer_norm, rms_norm
+
+# fmt: off
+__all__ = [
+    "cross_entropy", "dropout", "embedding", "flash_attention",
+    "fused_linear_cross_entropy", "gelu", "layer_norm", "linear", "log_softmax",
+    "rms_norm", "silu", "softmax",
+]
+# fmt: on

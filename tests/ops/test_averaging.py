@@ -258,7 +258,10 @@ def test_what_is_sent_for_each_value():
     }
 
 
-@pytest.mark.parametrize("size", [257, 1000, 8 * 1024 + 1, 8 * 2048 - 1])
+@pytest.mark.parametrize(
+    "size",
+    [257, *(pytest.param(n, marks=pytest.mark.full) for n in (1000, 8193, 16383))],
+)
 def test_little_is_padding_and_scales(size):
     bytes_of = sent(mapped("int8"), np.ones((8, size), np.float32))
     assert set(bytes_of) == {

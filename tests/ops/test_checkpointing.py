@@ -53,7 +53,13 @@ def test_the_compiled_program_computes_again_and_keeps_less():
         assert compiled.memory.temporaries < share * plain.memory.temporaries
 
 
-@pytest.mark.parametrize("policy", ["none", *POLICIES])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        name if name in ("full", "dots") else pytest.param(name, marks=pytest.mark.full)
+        for name in ("none", *POLICIES)
+    ],
+)
 def test_gradients_are_the_same_under_every_policy(policy):
     def loss(weights):
         out, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), X, weights)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""op.fused_linear_cross_entropy against op.cross_entropy of whole logits, and f64."""
+"""op.fused_linear_cross_entropy against op.cross_entropy of all logits, and f64."""
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=6, phases=[Phase.generate])
 @given(
     st.integers(0, 2**31),
@@ -223,11 +224,15 @@ EACH = ("dp", "fsdp", "tp")
     ("hidden", "labels", "weight", "tokens", "words"),
     [
         (P(("dp", "fsdp")), P(("dp", "fsdp")), P("tp", "fsdp"), 4, 2),
-        (P("dp", "fsdp"), P("dp", "fsdp"), P("tp"), 4, 2),
-        (P("fsdp"), P("fsdp"), P(None, "fsdp"), 2, 1),
-        # Computed, as in a model: where they lie can be read from the labels alone.
+        pytest.param(
+            P("dp", "fsdp"), P("dp", "fsdp"), P("tp"), 4, 2, marks=pytest.mark.full
+        ),
+        pytest.param(
+            P("fsdp"), P("fsdp"), P(None, "fsdp"), 2, 1, marks=pytest.mark.full
+        ),
+        # Computed, as in a model: only the layout of the labels is known.
         (None, P(("dp", "fsdp")), P("tp"), 4, 2),
-        (None, None, P(EACH), 1, 8),
+        pytest.param(None, None, P(EACH), 1, 8, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -274,7 +279,7 @@ def test_devices_chunk_their_own_tokens_and_words(
     assert sent["all-reduce"] == 4 * (softmax + head + scalars)
 
 
-def test_in_a_manual_region_each_device_takes_what_it_has(dp_mesh):
+def test_in_an_spmd_region_each_device_has_its_own_tokens(dp_mesh):
     (hidden, weight, bias), labels = drawn(9, 16)
 
     def own(hidden, weight, bias, labels):

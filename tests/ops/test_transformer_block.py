@@ -76,9 +76,10 @@ def block_step(mesh=None, **sizes):
 @pytest.mark.parametrize(
     "sizes",
     [
-        {},
-        {"num_heads": 2},
-        {"depth": 3, "num_heads": 4, "mlp_ratio": 2},
+        pytest.param({}, marks=pytest.mark.full),
+        pytest.param(
+            {"depth": 3, "num_heads": 4, "mlp_ratio": 2}, marks=pytest.mark.full
+        ),
         {"depth": 2, "num_heads": 2, "causal": True},
     ],
     ids=str,
@@ -133,10 +134,14 @@ def test_norms_begin_as_ones():
 
 
 MESHES = [
-    ((8,), ("dp",), P("dp")),
-    ((2, 4), ("dp", "tp"), P("dp")),
     ((4, 2), ("fsdp", "tp"), P("fsdp")),
-    ((2, 2, 2), ("tp", "fsdp", "dp"), P(("dp", "fsdp"))),
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in (
+            ((8,), ("dp",), P("dp")),
+            ((2, 2, 2), ("tp", "fsdp", "dp"), P(("dp", "fsdp"))),
+        )
+    ),
 ]
 BATCH = jnp.concatenate([X, X + 0.5])
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences split over ``cp``, by ring and by all-to-all: the training of one device.
+"""Training with sequences split over ``cp`` equals training on one device.
 
 What a mesh is compared with knows nothing of Tessera: ``jax.grad`` of the plain model
-and Optax on one device. Parameters are compared after five steps of AdamW, whose
+and Optax on one device. Parameters are compared after three steps of AdamW, whose
 epsilon is large enough for a step to be a smooth function of the gradient. Of the three
 layers two read a window, which is shorter than a chunk and takes the halo; rows hold
 two documents and padding.
@@ -32,7 +32,7 @@ from tessera.training.step import (
 )
 from tessera.training.train_state import init_state
 
-STEPS, MICROBATCHES, ROWS, LENGTH = 5, 2, 4, 32
+STEPS, MICROBATCHES, ROWS, LENGTH = 3, 2, 4, 32
 CONFIG = Gemma3Config(
     vocab_size=64,
     d_model=32,
@@ -82,7 +82,7 @@ class Run:
 
 @cache
 def expected(window: int) -> Run:
-    """Five steps of the plain model on one device, without Tessera."""
+    """The steps of the plain model on one device, without Tessera."""
     model = Model(dataclasses.replace(CONFIG, window=window))
 
     def summed_loss(params: Any, batch: Any) -> jax.Array:
@@ -145,19 +145,18 @@ def train(model: Model, mesh: Mesh, sync_every: int) -> Run:
 
 RING, EXCHANGE = "ring", "all_to_all"
 CASES = {
-    "ring": ({"cp": 4}, RING, {}),
     "all_to_all": ({"cp": 4}, EXCHANGE, {}),
     "ring_tp": ({"cp": 2, "tp": 4}, RING, {"sequence_parallel": True}),
     "ring_fsdp": ({"fsdp": 2, "cp": 4}, RING, {"remat": "full"}),
     "ring_seldom": ({"dp": 2, "cp": 2}, RING, {"sync_every": 2}),
     "ring_pp": ({"pp": 2, "cp": 2}, RING, {}),
-    "all_to_all_dp_tp": ({"dp": 2, "cp": 2, "tp": 2}, EXCHANGE, {}),
     "all_to_all_pp_tp": ({"pp": 2, "cp": 2, "tp": 2}, EXCHANGE, {}),
-    # The window is longer than a chunk: local layers go round the ring, too.
+    # The window is longer than a chunk: local layers use the ring, too.
     "ring_long_window": ({"cp": 4}, RING, {"window": 7}),
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_parameters_are_those_of_one_device(case):
     shape, method, options = CASES[case]

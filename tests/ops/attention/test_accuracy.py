@@ -147,6 +147,7 @@ def found(case: Case, name: str) -> list[Any]:
     return [np.asarray(x, np.float64) for x in (out, *pull_back(cotangent))]
 
 
+@pytest.mark.full
 @given(cases())
 @settings(max_examples=4, deadline=None, derandomize=True)
 def test_blocks_are_at_most_twice_as_far_from_the_truth_as_the_reference(case):

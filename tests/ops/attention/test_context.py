@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over spread sequences against plain attention on one device."""
+"""Context-parallel attention against plain attention on one device."""
 
 from typing import Any
 
@@ -91,28 +91,56 @@ def of_rows(kind: str, batch: int) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_spread_attention_reads_and_differentiates_as_on_one_device(method, kind):
+FAST = [
+    ("causal", "ring"),
+    ("packed", "zigzag"),
+    ("full", "all_to_all"),
+    ("packed_halo", "zigzag"),
+    ("halo", "ring"),
+]
+# A window no longer than a chunk takes the halo, whatever the method.
+THOROUGH = [
+    *((kind, method) for kind in ("causal", "full", "packed") for method in METHODS),
+    ("packed_halo", "all_to_all"),
+    ("own_token", "zigzag"),
+    *(("long_window", method) for method in METHODS),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    FAST
+    + [
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in THOROUGH
+        if case not in FAST
+    ],
+)
+def test_outputs_and_gradients_are_those_of_one_device(method, kind):
     assert_as_plain(mesh_of(4), method, operands(), **KINDS[kind])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["zigzag", "all_to_all"])
 @pytest.mark.parametrize(
     ("size", "kind"), [(1, "packed"), (2, "packed_halo"), (8, "packed")]
 )
-def test_it_does_over_any_number_of_devices(method, size, kind):
+def test_so_they_are_over_any_number_of_devices(method, size, kind):
     assert_as_plain(mesh_of(size), method, operands(batch=8), **of_rows(kind, 8))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
 @pytest.mark.parametrize("kv_heads", [1, 8])
-def test_it_does_with_any_number_of_key_value_heads(method, kv_heads):
+def test_so_they_are_with_any_number_of_key_value_heads(method, kv_heads):
     assert_as_plain(mesh_of(4), method, operands(kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", ["packed", "packed_halo"])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("packed", "zigzag"), ("packed", "all_to_all"), ("packed_halo", "zigzag")],
+)
 def test_blocks_that_do_not_divide_the_rows_are_padded(method, kind, monkeypatch):
     monkeypatch.setattr(tiling_module, "MAX_ROWS", 5)
     assert_as_plain(mesh_of(2), method, operands(batch=4), **of_rows(kind, 4))
@@ -184,7 +212,7 @@ def test_sequences_may_be_split_along_with_heads():
     mesh = Mesh(["cp", "tp"], devices=range(8), shape=(4, 2))
     given = operands(heads=8, kv_heads=4)
     layout = P(None, "cp", "tp")
-    for method in METHODS:
+    for method in ("zigzag", "all_to_all"):
         placed = [spread(x, mesh, method, layout) for x in given[:3]]
         got = op.context_attention(*placed, method=method)
         assert got.sharding.spec == layout
@@ -194,19 +222,32 @@ def test_sequences_may_be_split_along_with_heads():
 
 
 @pytest.mark.parametrize(
-    ("method", "local"), [("ring", True), ("ring", False), ("all_to_all", False)]
+    ("method", "local", "divergent"),
+    [
+        ("ring", True, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("ring", True, True),
+                ("ring", False, False),
+                ("ring", False, True),
+                ("all_to_all", False, False),
+            )
+        ),
+    ],
 )
-def test_a_flag_chooses_between_the_whole_sequence_and_the_window(method, local):
+def test_a_flag_chooses_between_the_whole_sequence_and_the_window(
+    method, local, divergent
+):
     mesh, given, window = mesh_of(4), operands(), 4
     arrangement = Arrangement("zigzag", 4)
     ids = segments()
 
-    def read(q: Any, k: Any, v: Any, sees_all: Any, alone: bool) -> Any:
-        plan = Plan.of(
-            method, ContextSharding("cp", arrangement, divergent=alone), LENGTH, window
-        )
+    def read(q: Any, k: Any, v: Any) -> Any:
+        sharding = ContextSharding("cp", arrangement, divergent=divergent)
+        plan = Plan.of(method, sharding, LENGTH, window)
         assert isinstance(plan.windowed, Halo)
-        rows = arrangement.apply(ids, 1)
+        rows, sees_all = arrangement.apply(ids, 1), jnp.array(not local)
         return attend_in_region(plan, mesh.jax, SEQUENCES, (q, k, v), rows, sees_all)
 
     def plainly(q: Any, k: Any, v: Any) -> Any:
@@ -216,19 +257,14 @@ def test_a_flag_chooses_between_the_whole_sequence_and_the_window(method, local)
     want, pull_back = jax.vjp(plainly, *given[:3])
     wanted = [want, *pull_back(given[3])]
     placed = [spread(x, mesh, "zigzag") for x in given]
-    for alone in (False, True):
-        out, pull_back = jax.vjp(
-            jax.jit(
-                lambda q, k, v, alone=alone: read(q, k, v, jnp.array(not local), alone)
-            ),
-            *placed[:3],
+    out, pull_back = jax.vjp(jax.jit(read), *placed[:3])
+    for there, here in zip([out, *pull_back(placed[3])], wanted, strict=True):
+        np.testing.assert_allclose(
+            gathered(there, mesh, "zigzag"), here, rtol=1e-5, atol=1e-5
         )
-        for there, here in zip([out, *pull_back(placed[3])], wanted, strict=True):
-            np.testing.assert_allclose(
-                gathered(there, mesh, "zigzag"), here, rtol=1e-5, atol=1e-5
-            )
 
 
+@pytest.mark.full
 def test_many_steps_of_layers_that_differ_do_not_stall():
     mesh, given = mesh_of(8), operands(batch=1)
     plan = Plan.of("ring", ContextSharding("cp", Arrangement("zigzag", 8)), LENGTH, 3)

@@ -71,19 +71,31 @@ SETTINGS = {
 }
 
 
+FAST = ("plain", "segments", "everything")
+
+
 def expected_of(arrays, settings):
     names = {"soft_cap": "cap", "segment_ids": "ids"}
     return reference(*arrays, **{names.get(k, k): v for k, v in settings.items()})
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=name, marks=() if name in FAST else pytest.mark.full)
+        for name, settings in SETTINGS.items()
+    ],
+)
 def test_it_reads_what_attention_reads(settings):
     arrays = drawn()
     found = flash_attention(*arrays, **settings)
     np.testing.assert_allclose(found, expected_of(arrays, settings), atol=3e-6)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 3)])
+@pytest.mark.parametrize(
+    "heads",
+    [(6, 3), *(pytest.param(h, marks=pytest.mark.full) for h in ((4, 4), (4, 1)))],
+)
 def test_query_heads_share_key_heads_in_groups(heads):
     arrays = drawn(heads=heads[0], kv_heads=heads[1])
     found = flash_attention(*arrays, causal=True)
@@ -113,7 +125,16 @@ def dense(q, k, v, settings):
     return jnp.einsum("bhst,bhtd->bhsd", weights, v)
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "capped", "everything"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "everything",
+        *(
+            pytest.param(n, marks=pytest.mark.full)
+            for n in ("plain", "causal", "capped")
+        ),
+    ],
+)
 def test_its_gradients_are_those_of_attention(name):
     settings, arrays = SETTINGS[name], drawn()
     cotangent = np.random.default_rng(1).normal(size=arrays[0].shape).astype("f4")
@@ -127,7 +148,9 @@ def test_its_gradients_are_those_of_attention(name):
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.full)]
+)
 def test_narrow_operands_are_summed_in_f32(dtype):
     arrays = [jnp.asarray(x, dtype) for x in drawn(queries=64, keys=64)]
     found = flash_attention(*arrays, causal=True)
@@ -180,7 +203,8 @@ def test_heads_and_batch_may_be_split_over_devices(grid_mesh):
     assert gradients[0].sharding.is_equivalent_to(split, 4)
 
 
-def test_it_runs_on_the_blocks_of_a_manual_region(grid_mesh):
+@pytest.mark.full
+def test_it_runs_on_the_blocks_of_an_spmd_region(grid_mesh):
     arrays = drawn(heads=8, kv_heads=4)
 
     def step(q, k, v):

@@ -4,6 +4,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,6 +73,7 @@ def test_what_is_dropped_adds_nothing_and_is_counted():
     assert (np.asarray(out)[lost] == 0).all()
 
 
+@pytest.mark.full
 def test_with_room_for_all_nothing_is_dropped():
     x, weights = jax.tree.map(jnp.asarray, sized())
     options = RoutingOptions(top_k=2, capacity_factor=8.0)

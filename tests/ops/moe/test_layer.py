@@ -116,17 +116,26 @@ def loss_without_router(x, weights):
     return jnp.vdot(out, jnp.cos(jnp.arange(out.size, dtype="f4")))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            layout, id=name, marks=() if name == "everything" else pytest.mark.full
+        )
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_on_a_mesh_it_computes_the_same_and_the_same_gradients(layout, alone):
     close(results(TOP2, layout), alone)
 
 
-@pytest.mark.parametrize("factor", [0.3, 100.0])
+@pytest.mark.parametrize("factor", [0.3, pytest.param(100.0, marks=pytest.mark.full)])
 def test_rounds_of_any_size_lose_nothing(factor, alone):
     options = replace(TOP2, buffer_factor=factor)
     close(results(options, LAYOUTS["all ep"]), alone)
 
 
+@pytest.mark.full
 def test_when_all_tokens_choose_the_same_experts_none_is_lost():
     router = np.zeros((D, E), "f4")
     router[:, 5], router[:, 2] = 1.0, 0.5
@@ -140,7 +149,9 @@ def test_when_all_tokens_choose_the_same_experts_none_is_lost():
     close(got[0][0], reference(x, weights, TOP2))
 
 
-@pytest.mark.parametrize("name", ["two levels", "everything"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("two levels", marks=pytest.mark.full), "everything"]
+)
 def test_a_capacity_drops_the_same_tokens_on_every_mesh(name):
     options = replace(TOP2, capacity_factor=0.75)
     want = results(options, ExpertLayout())
@@ -148,6 +159,7 @@ def test_a_capacity_drops_the_same_tokens_on_every_mesh(name):
     close(results(options, LAYOUTS[name]), want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("capacity", [None, 0.75])
 def test_it_runs_inside_a_region_that_is_manual_over_another_axis(capacity):
     options = replace(TOP2, capacity_factor=capacity)
@@ -220,6 +232,7 @@ def test_on_two_levels_each_exchange_is_one_hop_inside_and_one_across():
     assert always == {("inner",): 2, ("outer",): 2}
 
 
+@pytest.mark.full
 def test_the_backward_pass_sends_cotangents_the_same_ways():
     always, _ = exchanges("ep", backward)
     assert always == {("ep",): 4}

@@ -71,8 +71,16 @@ def test_it_computes_what_the_reference_computes():
 @pytest.mark.parametrize(
     ("axes", "sizes", "axis", "capacity"),
     [
-        (["fsdp", "ep", "tp"], [2, 2, 2], "ep", None),
-        (["across", "inside"], [2, 2], ("across", "inside"), 1.0),
+        pytest.param(
+            ["fsdp", "ep", "tp"], [2, 2, 2], "ep", None, marks=pytest.mark.full
+        ),
+        pytest.param(
+            ["across", "inside"],
+            [2, 2],
+            ("across", "inside"),
+            1.0,
+            marks=pytest.mark.full,
+        ),
         (["dp", "tp"], [2, 2], "ep", None),
     ],
     ids=str,
@@ -99,6 +107,7 @@ def test_experts_are_split_over_ep_hidden_dims_over_tp_the_others_over_fsdp():
     }
 
 
+@pytest.mark.full
 def test_narrow_activations_stay_narrow():
     @graph.training_step()
     def step(x):

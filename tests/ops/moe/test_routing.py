@@ -77,6 +77,7 @@ def test_a_perfect_balance_costs_one_whatever_the_number_of_choices():
         assert set(np.asarray(found.tokens_per_expert)) == {3.0 * options.top_k}
 
 
+@pytest.mark.full
 def test_the_balancing_loss_pushes_down_the_expert_that_all_choose():
     def loss(router):
         routes = route(np.abs(X), router, TOP2)

@@ -51,7 +51,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "packed" else pytest.param(name, marks=pytest.mark.full)
+        for name in CASES
+    ],
+)
 def test_it_is_as_exact_as_the_reference(name):
     setting, sizes = CASES[name]
     setting = Options(**{"causal": False, "scale": 0.25} | setting)
@@ -59,6 +65,7 @@ def test_it_is_as_exact_as_the_reference(name):
     check_as_exact_as_the_reference(attended(setting), operands, setting, gradient)
 
 
+@pytest.mark.full
 @settings(max_examples=3, phases=[Phase.generate])  # to shrink one takes minutes
 @given(
     queries=st.integers(1, 48),
@@ -97,6 +104,7 @@ def test_blocks_that_the_mask_empties_are_not_read():
     np.testing.assert_allclose(of_q[:, :, :48], seen[1][:, :, :48], atol=1e-5)
 
 
+@pytest.mark.full
 def test_segments_that_do_not_meet_are_not_read():
     setting = Options(causal=True, scale=0.25)
     operands, gradient = drawn(queries=64, keys=64)
@@ -126,6 +134,7 @@ def test_it_goes_with_vmap_and_recomputation():
         np.testing.assert_allclose(ours, wanted, atol=2e-5)
 
 
+@pytest.mark.full
 def test_operands_may_be_split_over_a_mesh(grid_mesh: Mesh):
     setting = Options(causal=True, scale=0.25)
     operands, gradient = drawn(batch=2, heads=8, groups=4)
@@ -135,7 +144,7 @@ def test_operands_may_be_split_over_a_mesh(grid_mesh: Mesh):
     np.testing.assert_allclose(out, exact(operands, setting, gradient)[0], atol=1e-5)
 
 
-def test_a_region_that_checks_what_varies_is_told_unsupported_reason(dp_mesh: Mesh):
+def test_a_region_that_checks_what_varies_is_refused(dp_mesh: Mesh):
     setting = Options(causal=True, scale=0.25)
     operands, gradient = drawn(batch=8)
     reasons = []
