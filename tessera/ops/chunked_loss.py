@@ -121,9 +121,9 @@ def fused_loss(
         split = None
     hidden, weight, bias, labels = varying_alike(hidden, *head, labels)
     call = _Call(terms, split, chunk_size, hidden.dtype.name, reduction == "none")
-    operands = hidden, Head(weight, bias), labels
+    operands = _Operands(hidden, Head(weight, bias), labels)
     traced = is_traced(*jax.tree.leaves(operands))
-    loss = (_loss if traced else _compiled_loss)(call, *operands)
+    loss = (_loss if traced else _compiled_loss)(call, operands)
     if reduction == "none":
         return loss
     return reduced(loss, labels != terms.ignore_index, reduction)
@@ -147,34 +147,53 @@ class _Call:
     dtype: str
     per_token: bool
 
+    @property
+    def vocabulary_axes(self) -> tuple[str, ...]:
+        """Axes that split the vocabulary."""
+        return self.split.vocabulary if self.split else ()
+
+
+class _Operands(NamedTuple):
+    """The arrays of a call, or their gradients.
+
+    Attributes:
+      hidden: ``[..., D]``.
+      head: Weight and bias.
+      labels: ``[...]``.
+      cotangents: ``[...]``, those of the losses, where each has its own.
+    """
+
+    hidden: Any
+    head: Head
+    labels: Any = None
+    cotangents: Any = None
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(call: _Call, hidden: Array, head: Head, labels: Array) -> Array:
+def _loss(call: _Call, operands: _Operands) -> Array:
     """The loss of each token, or their sum."""
-    losses, _ = _sharded(call, hidden, head, labels, differentiate=False)
+    losses, _ = _sharded(call, operands, differentiate=False)
     return losses if call.per_token else losses.sum()
 
 
-def _forward(call: _Call, *operands: Any) -> tuple[Array, Any]:
+def _forward(call: _Call, operands: _Operands) -> tuple[Array, _Operands]:
     if call.per_token:  # each with a cotangent that only the backward pass knows
-        return _sharded(call, *operands, differentiate=False)[0], operands
-    losses, gradients = _sharded(call, *operands, differentiate=True)
+        return _sharded(call, operands, differentiate=False)[0], operands
+    losses, gradients = _sharded(call, operands, differentiate=True)
     return losses.sum(), gradients
 
 
-def _backward(call: _Call, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
+def _backward(call: _Call, residuals: _Operands, cotangent: Array) -> Any:
     if call.per_token:
-        hidden, head, labels = residuals
-        _, gradients = _sharded(
-            call, hidden, head, labels, cotangent, differentiate=True
-        )
+        operands = residuals._replace(cotangents=cotangent)
+        _, gradients = _sharded(call, operands, differentiate=True)
     else:
         gradients = jax.tree.map(cotangent.__mul__, residuals)
 
     def narrow(gradient: Array) -> Array:
         return gradient.astype(call.dtype)
 
-    return *jax.tree.map(narrow, gradients), None
+    return (jax.tree.map(narrow, gradients),)
 
 
 _loss.defvjp(_forward, _backward)
@@ -182,74 +201,47 @@ _loss.defvjp(_forward, _backward)
 _compiled_loss = jax.jit(_loss, static_argnums=0)
 
 
-def _sharded(
-    call: _Call,
-    hidden: Array,
-    head: Head,
-    labels: Array,
-    cotangents: Array | None = None,
-    *,
-    differentiate: bool,
-) -> tuple[Array, tuple[Array, Head] | None]:
+def _sharded(call: _Call, operands: _Operands, *, differentiate: bool) -> Any:
     """Losses laid out as the labels, and f32 gradients laid out as their operands."""
-    on_device = partial(_on_device, call, differentiate=differentiate)
+    on_device = partial(_on_device, call, differentiate)
     if (split := call.split) is None:
-        return on_device(hidden, head, labels, cotangents)
+        return on_device(operands)
     vocabulary: Any = split.vocabulary or None
     dims = (None, vocabulary) if call.terms.vocab_dim else (vocabulary, None)
-    head_spec = Head(PartitionSpec(*dims), PartitionSpec(vocabulary))
+    head = Head(PartitionSpec(*dims), PartitionSpec(vocabulary))
     manual, mesh = manual_axes(), region_mesh(split.mesh)
     if manual:
         mesh = jax.sharding.get_abstract_mesh()
+    gradients = _Operands(split.tokens, head) if differentiate else None
     return jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(split.tokens, head_spec, split.tokens, split.tokens),
-        out_specs=(split.tokens, (split.tokens, head_spec) if differentiate else None),
+        in_specs=_Operands(split.tokens, head, split.tokens, split.tokens),
+        out_specs=(split.tokens, gradients),
         axis_names=set(mesh.axis_names) - set(manual),
         check_vma=False,
-    )(hidden, head, labels, cotangents)
+    )(operands)
 
 
-def _on_device(
-    call: _Call,
-    hidden: Array,
-    head: Head,
-    labels: Array,
-    cotangents: Array | None,
-    *,
-    differentiate: bool,
-) -> tuple[Array, tuple[Array, Head] | None]:
+def _on_device(call: _Call, differentiate: bool, operands: _Operands) -> Any:
     """Losses and gradients of the tokens of one device."""
-    tokens = _Tokens(
+    hidden, head, labels, cotangents = operands
+    tokens = _Operands(
         hidden.reshape(-1, hidden.shape[-1]),
+        head,
         labels.reshape(-1),
         None if cotangents is None else cotangents.reshape(-1),
     )
-    vocabulary = call.split.vocabulary if call.split else ()
-    count, words = len(tokens.hidden), head.weight.shape[call.terms.vocab_dim]
-    size = call.chunk_size or chunk_rows(count, words, jax.default_backend())
-    losses, gradients = _chunked(
-        call.terms, vocabulary, size, head, tokens, differentiate=differentiate
-    )
-    losses = losses.reshape(labels.shape)
-    if gradients is None:
-        return losses, None
-    of_hidden, of_head = gradients
-    if call.split and (axes := call.split.token_axes):
-        of_head = lax.psum(of_head, axes)
-    return losses, (of_hidden.reshape(hidden.shape), of_head)
+    losses, gradients = _chunked(call, differentiate, tokens)
+    if gradients is not None:
+        of_head = gradients.head
+        if call.split and (axes := call.split.token_axes):
+            of_head = lax.psum(of_head, axes)
+        gradients = _Operands(gradients.hidden.reshape(hidden.shape), of_head)
+    return losses.reshape(labels.shape), gradients
 
 
 # --- one device
-
-
-class _Tokens(NamedTuple):
-    """Some tokens: ``[C, D]``, ``[C]``, and the cotangents of their losses or None."""
-
-    hidden: Array
-    labels: Array
-    cotangents: Array | None
 
 
 def chunk_rows(tokens: int, vocabulary: int, platform: str) -> int:
@@ -275,29 +267,21 @@ def chunk_rows(tokens: int, vocabulary: int, platform: str) -> int:
     return max(min(rows, tokens), 1)
 
 
-def _chunked(
-    terms: Terms,
-    axes: tuple[str, ...],
-    size: int,
-    head: Head,
-    tokens: _Tokens,
-    *,
-    differentiate: bool,
-) -> tuple[Array, tuple[Array, Head] | None]:
+def _chunked(call: _Call, differentiate: bool, tokens: _Operands) -> Any:
     """Losses f32 ``[N]``, and the gradients of their sum, weighted by any cotangents.
 
     Each matmul contracts one dim of two-dim operands. That of the weight's gradient has
     the tokens as the leading dim of both operands and the vocabulary last, the form
     that XLA runs fastest on CPU (JAX 0.10.2).
 
-    Gradients by tokens are summed over ``axes``, which split the vocabulary; those by
-    the head are of the device's own part of it.
+    Gradients by tokens are summed over the axes that split the vocabulary; those by the
+    head are of the device's own part of it.
     """
+    terms, head, axes = call.terms, tokens.head, call.vocabulary_axes
+    words, width = head.weight.shape[:: -1 if terms.vocab_dim else 1]
 
-    def one(sums: Any, chunk: _Tokens) -> tuple[Any, Any]:
-        losses, by_logits = _losses_of_chunk(
-            terms, axes, head, chunk, differentiate=differentiate
-        )
+    def one(sums: Any, chunk: _Operands) -> tuple[Any, Any]:
+        losses, by_logits = _losses_of_chunk(call, differentiate, chunk)
         if by_logits is None:
             return sums, (losses, None)
         narrow = by_logits.astype(chunk.hidden.dtype)
@@ -311,22 +295,18 @@ def _chunked(
         return varying_as(like, jnp.zeros(shape, jnp.float32))
 
     if not differentiate:
-        return _over_chunks(terms, one, None, tokens, size)[1][0], None
-    words = head.weight.shape[terms.vocab_dim]
-    width = head.weight.shape[1 - terms.vocab_dim]
+        return _over_chunks(call, one, None, tokens)[1][0], None
     start = Head(
         zeros(head.weight, width, words),
         None if head.bias is None else zeros(head.bias, words),
     )
-    sums, (losses, by_hidden) = _over_chunks(terms, one, start, tokens, size)
+    sums, (losses, by_hidden) = _over_chunks(call, one, start, tokens)
     by_hidden = lax.psum(by_hidden, axes) if axes else by_hidden
-    sums = Head(sums.weight if terms.vocab_dim else sums.weight.T, sums.bias)
-    sums = jax.tree.map(partial(_divided, divisor=terms.gradient_scale), sums)
-    return losses, (by_hidden, sums)
-
-
-def _divided(total: Array, divisor: float) -> Array:
-    return total / divisor
+    by_weight = (
+        sums.weight if terms.vocab_dim else sums.weight.T
+    ) / terms.gradient_scale
+    by_bias = None if sums.bias is None else sums.bias / terms.gradient_scale
+    return losses, _Operands(by_hidden, Head(by_weight, by_bias))
 
 
 def _dot(left: Array, right: Array, contracted: int, other: int) -> Array:
@@ -335,12 +315,7 @@ def _dot(left: Array, right: Array, contracted: int, other: int) -> Array:
 
 
 def _losses_of_chunk(
-    terms: Terms,
-    axes: tuple[str, ...],
-    head: Head,
-    tokens: _Tokens,
-    *,
-    differentiate: bool,
+    call: _Call, differentiate: bool, tokens: _Operands
 ) -> tuple[Array, Array | None]:
     """f32 losses ``[C]``, and gradients by the logits, f32 ``[C, V]``.
 
@@ -348,6 +323,7 @@ def _losses_of_chunk(
     token is ignored and NaN where its label is not in the vocabulary. Gradients are
     multiplied by the cotangents and by ``gradient_scale``.
     """
+    terms, head, axes = call.terms, tokens.head, call.vocabulary_axes
     logits, capped = _dot(tokens.hidden, head.weight, 1, 1 - terms.vocab_dim), None
     if head.bias is not None:
         logits = logits + head.bias.astype(jnp.float32)
@@ -399,14 +375,13 @@ def _losses_of_chunk(
     return losses, gradient
 
 
-def _over_chunks(
-    terms: Terms, function: Any, carry: Any, tokens: _Tokens, size: int
-) -> Any:
-    """``lax.scan`` over chunks of at most ``size`` tokens, as even as possible.
+def _over_chunks(call: _Call, function: Any, carry: Any, tokens: _Operands) -> Any:
+    """``lax.scan`` over chunks of tokens, as even as possible.
 
     The last chunk is padded with ignored tokens.
     """
-    count = tokens.hidden.shape[0]
+    count, words = len(tokens.hidden), tokens.head.weight.shape[call.terms.vocab_dim]
+    size = call.chunk_size or chunk_rows(count, words, jax.default_backend())
     chunks = max(-(-count // size), 1)
     if chunks == 1:
         return function(carry, tokens)
@@ -422,10 +397,14 @@ def _over_chunks(
     def join(array: Array) -> Array:
         return array.reshape(chunks * rows, *array.shape[2:])[:count]
 
-    chunked = _Tokens(
+    def one(carry: Any, chunk: Any) -> Any:
+        hidden, labels, cotangents = chunk
+        return function(carry, _Operands(hidden, tokens.head, labels, cotangents))
+
+    chunked = (
         split(tokens.hidden),
-        split(tokens.labels, terms.ignore_index),
+        split(tokens.labels, call.terms.ignore_index),
         None if tokens.cotangents is None else split(tokens.cotangents),
     )
-    carry, results = lax.scan(function, carry, chunked)
+    carry, results = lax.scan(one, carry, chunked)
     return carry, jax.tree.map(join, results)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of operands that several operations share."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -91,4 +92,34 @@ def raise_problems(message: str, problems: Sequence[tuple[str, str]]) -> None:
             message,
             got="\n".join(got for got, _ in problems),
             fix="\n".join(fix for _, fix in problems),
+        )
+
+
+def check_positive(function: str, name: str, value: float) -> None:
+    """Raise [T401] for an option that is not a positive, finite number."""
+    if not 0 < value < math.inf:
+        raise OperandError(
+            f"{name} of {function} is not positive",
+            got=f"{name}={value}",
+            fix=f"use {name}=1 or more",
+        )
+
+
+def check_activations(function: str, x: jax.Array) -> None:
+    """Raise [T401] for an operand that is not ``[B, S, D]`` and floating-point."""
+    if x.ndim != 3 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise OperandError(
+            f"{function} takes activations of shape [batch, sequence, features]",
+            got=f"shape {x.shape}, dtype {x.dtype.name}",
+            fix="embed token ids first, and add a batch dim to single sequences",
+        )
+
+
+def check_one_dtype(function: str, q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Raise [T401] for queries, keys and values without one floating-point dtype."""
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise OperandError(
+            f"{function} takes operands of one floating-point dtype",
+            got=f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}",
+            fix="cast them to one dtype first",
         )

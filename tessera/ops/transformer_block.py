@@ -11,7 +11,11 @@ import jax.numpy as jnp
 from tessera import scope
 from tessera.errors import OperandError
 from tessera.ops.norms import rms_norm
-from tessera.ops.operand_checks import nearest_divisors
+from tessera.ops.operand_checks import (
+    check_activations,
+    check_positive,
+    nearest_divisors,
+)
 from tessera.ops.operand_layouts import as_array
 from tessera.shard import ShardSpec
 
@@ -70,7 +74,7 @@ def transformer_block(
     x = as_array(x)
     heads = _checked_heads(x, num_heads)
     for name, size in (("depth", depth), ("mlp_ratio", mlp_ratio)):
-        _check_positive(name, size)
+        check_positive("transformer_block", name, size)
     params = _declare(depth, x.shape[-1], heads, mlp_ratio)
     layer = {name: p.astype(x.dtype) for name, p in params.items()}
 
@@ -83,15 +87,10 @@ def transformer_block(
 
 
 def _checked_heads(x: jax.Array, num_heads: int | None) -> int:
-    if x.ndim != 3 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise OperandError(
-            "transformer_block takes activations of shape [batch, sequence, features]",
-            got=f"shape {x.shape}, dtype {x.dtype.name}",
-            fix="embed token ids first, and add a batch dim to single sequences",
-        )
+    check_activations("transformer_block", x)
     size = x.shape[-1]
     heads = max(1, size // _HEAD_SIZE) if num_heads is None else num_heads
-    _check_positive("num_heads", heads)
+    check_positive("transformer_block", "num_heads", heads)
     if size % heads:
         raise OperandError(
             "the heads of transformer_block do not divide its features",
@@ -99,15 +98,6 @@ def _checked_heads(x: jax.Array, num_heads: int | None) -> int:
             fix=f"use num_heads={nearest_divisors(size, heads)}",
         )
     return heads
-
-
-def _check_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise OperandError(
-            f"{name} of transformer_block is not positive",
-            got=f"{name}={value}",
-            fix=f"use {name}=1 or more",
-        )
 
 
 def _declare(depth: int, size: int, heads: int, ratio: int) -> dict[str, Any]:

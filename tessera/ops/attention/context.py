@@ -20,7 +20,7 @@ from tessera.mesh import Mesh, manual_axes
 from tessera.ops.attention.blockwise import all_varying
 from tessera.ops.attention.context_variants import Plan, attend_on_device, wire_of
 from tessera.ops.attention.zigzag import Arrangement, ContextSharding
-from tessera.ops.operand_checks import raise_problems
+from tessera.ops.operand_checks import check_one_dtype, raise_problems
 from tessera.ops.operand_layouts import as_array, block_layout_of, map_blocks
 from tessera.spec import axes_of_dims
 
@@ -227,9 +227,4 @@ def _check_operands(q: Array, k: Array, v: Array, segments: Array | None) -> Non
             got=f"segment_ids {segments.shape}, queries {q.shape}",
             fix=f"pass segment_ids of shape {q.shape[:2]}",
         )
-    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
-        raise OperandError(
-            "context_attention takes operands of one floating-point dtype",
-            got=f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}",
-            fix="cast them to one dtype first",
-        )
+    check_one_dtype("context_attention", q, k, v)

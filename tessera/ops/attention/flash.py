@@ -28,7 +28,7 @@ from tessera.ops.attention.dispatch import (
     check_supported,
     fastest,
 )
-from tessera.ops.operand_checks import raise_problems
+from tessera.ops.operand_checks import check_one_dtype, raise_problems
 from tessera.ops.operand_layouts import as_array
 
 
@@ -168,12 +168,7 @@ def _check_operands(q: Array, k: Array, v: Array) -> None:
             fix="give all three the same B and D; heads come before the sequence: "
             "x.reshape(B, S, H, D).transpose(1, 2)",
         )
-    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
-        raise OperandError(
-            "flash_attention takes operands of one floating-point dtype",
-            got=f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}",
-            fix="cast them to one dtype first",
-        )
+    check_one_dtype("flash_attention", q, k, v)
 
 
 def _check_options(

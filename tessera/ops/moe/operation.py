@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``op.moe``: a mixture-of-experts layer that owns its parameters."""
 
-import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tessera import scope
 from tessera.errors import OperandError, UnknownAxisError, did_you_mean
@@ -14,6 +12,7 @@ from tessera.mesh import Mesh, manual_axes
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.routing import RouterStatistics, RoutingOptions
+from tessera.ops.operand_checks import check_activations, check_positive
 from tessera.ops.operand_layouts import as_array, region_mesh
 from tessera.shard import ShardSpec
 
@@ -79,7 +78,7 @@ def moe(
         ("buffer_factor", buffer_factor),
         ("capacity_factor", 1.0 if capacity_factor is None else capacity_factor),
     ):
-        _check_positive(name, number)
+        check_positive("moe", name, number)
     here = scope.current()
     mesh = here.mesh if here is not None else None
     layout = _layout(mesh, (axis,) if isinstance(axis, str) else axis)
@@ -99,13 +98,8 @@ def moe(
 
 
 def _check(x: jax.Array, experts: int, top_k: int) -> None:
-    if x.ndim != 3 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise OperandError(
-            "moe takes activations of shape [batch, sequence, features]",
-            got=f"shape {x.shape}, dtype {x.dtype.name}",
-            fix="embed token ids first, and add a batch dim to single sequences",
-        )
-    _check_positive("experts", experts)
+    check_activations("moe", x)
+    check_positive("moe", "experts", experts)
     if not 1 <= top_k <= experts:
         raise OperandError(
             "a token of moe cannot have that many experts",
@@ -120,15 +114,6 @@ def _check_region(layout: ExpertLayout) -> None:
             "moe cannot be called in a kernel: it takes global arrays",
             got=f"an SPMD region over {', '.join(map(repr, used))}",
             fix="call it outside of the kernel, on the kernel's arguments or results",
-        )
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise OperandError(
-            f"{name} of moe is not positive",
-            got=f"{name}={value}",
-            fix=f"use {name}=1 or more",
         )
 
 
