@@ -216,7 +216,7 @@ def _sharded(call: _Call, operands: _Operands, *, differentiate: bool) -> Any:
     return jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=_Operands(split.tokens, head, split.tokens, split.tokens),
+        in_specs=(_Operands(split.tokens, head, split.tokens, split.tokens),),
         out_specs=(split.tokens, gradients),
         axis_names=set(mesh.axis_names) - set(manual),
         check_vma=False,
