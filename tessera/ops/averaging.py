@@ -245,7 +245,7 @@ def _check_region(operand: Operand) -> None:
     if not operand.is_block:
         raise CollectiveError(
             "a global array is the same array for every device along an axis",
-            got=f"{operand.value.dtype.name}{list(operand.value.shape)}, outside a "
+            got=f"{operand.value.dtype.name}{list(operand.value.shape)}, outside an "
             "SPMD region",
             fix="call it inside @op.kernel, where every device has its own",
         )
