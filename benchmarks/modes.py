@@ -90,7 +90,6 @@ MODES = {
     "1f1b": Mode({"pp": 4}),
     "interleaved": Mode({"pp": 4}, "interleaved", chunks=2),
     "zero_bubble": Mode({"pp": 4}, "zero_bubble"),
-    "zero_bubble_fused": Mode({"pp": 4}, "zero_bubble_fused"),
     "ep": Mode({"ep": 4}, experts=True),
     "pp_fsdp_tp": Mode({"pp": 2, "fsdp": 2, "tp": 2}),
     "dp_tp_pp": Mode({"dp": 2, "tp": 2, "pp": 2}),

@@ -69,8 +69,8 @@ def pipeline(
         devices, or, for ``interleaved``, a multiple.
       mesh: The mesh; by default that of the step.
       axis: The mesh axis whose devices are the pipeline.
-      schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``zero_bubble``,
-        ``zero_bubble_fused``, or a table of your own.
+      schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``zero_bubble``, or a table of
+        your own.
       microbatches: Equal parts of a batch. By default what
         ``schedule.pipeline_microbatches`` said, or else as many as there are stages.
       batch: The function's arguments that have a row for each example along their

@@ -27,13 +27,7 @@ MESH_AXES: Final = tuple(
     dict.fromkeys(axis for axes in RULES.values() for axis in axes)
 )
 # As the modules that implement them call them, which import JAX; a test compares them.
-SCHEDULE_NAMES: Final = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zero_bubble",
-    "zero_bubble_fused",
-)
+SCHEDULE_NAMES: Final = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 CONTEXT_METHODS: Final = ("ring", "all_to_all")
 COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
 RESUME_DATA: Final = ("exact", "restart")

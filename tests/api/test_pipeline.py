@@ -77,7 +77,7 @@ def name_of(schedule: Any) -> str:
     return getattr(schedule, "name", schedule)
 
 
-SCHEDULES = ["gpipe", "1f1b", "zero_bubble", "zero_bubble_fused"]
+SCHEDULES = ["gpipe", "1f1b", "zero_bubble"]
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, own_table()], ids=name_of)

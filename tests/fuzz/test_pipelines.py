@@ -23,7 +23,7 @@ from tessera.errors import UndecidedRoleError
 from tessera.mesh import Mesh
 
 Tree = Any
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_fused")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 STEPS = ("function", "training_step", "value_and_grad", "strategy", "declared")
 PASSED = ("arguments", "closure", "one_dict")
 

@@ -199,7 +199,6 @@ ALL, CUBE = {"pp": 4}, {"pp": 2, "fsdp": 2, "tp": 2}
         ("1f1b", 1),
         ("interleaved", 2),
         ("zero_bubble", 1),
-        ("zero_bubble_fused", 1),
     ],
 )
 def test_every_schedule_learns_what_one_device_learns(schedule, chunks):
@@ -221,7 +220,7 @@ CASES = {
     ),
     "four_stages_split_backward": (ALL, "zero_bubble", {"sizes": {"num_layers": 5}}),
     "fewer_microbatches_than_stages": (ALL, "1f1b", {"microbatches": 2}),
-    "one_microbatch": ({"pp": 2}, "zero_bubble_fused", {"microbatches": 1}),
+    "one_microbatch": ({"pp": 2}, "zero_bubble", {"microbatches": 1}),
     "one_stage": ({"pp": 1}, "zero_bubble", {}),
     "dp_tp_pp": (
         {"dp": 2, "tp": 2, "pp": 2},

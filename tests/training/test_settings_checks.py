@@ -357,7 +357,6 @@ STAGES = ((2, 1), ("pp", "tp"))
         ("1f1b", 1),
         ("interleaved", 3),
         ("zero_bubble", 1),
-        ("zero_bubble_fused", 1),
     ],
 )
 def test_every_schedule_is_legal(name, chunks):

@@ -16,7 +16,6 @@ from tessera.compiler.pipelining.schedules import (
     one_f_one_b,
     schedule,
     zero_bubble,
-    zero_bubble_fused,
 )
 
 __all__ = [
@@ -34,5 +33,4 @@ __all__ = [
     "one_f_one_b",
     "schedule",
     "zero_bubble",
-    "zero_bubble_fused",
 ]

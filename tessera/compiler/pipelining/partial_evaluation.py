@@ -1,399 +1,241 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program as two halves: some outputs first, the others later from what crosses.
+"""Splits a program in two by its outputs, with few and small residuals between them.
 
-Walking back from the first outputs finds the equations of the first half. The others
-are the second half, as far as its outputs want them. A ``scan`` is in both: each half
-has a scan of its own, over the part of the body and the carries that it wants. Other
-equations with programs inside them (``cond``, ``while``, ``shard_map``, Pallas kernels)
-are in one half as a whole.
+The *known* program computes some outputs at once and returns residuals; the *unknown*
+program computes the others later, from the residuals. JAX splits the equations, those
+of loops included (``partial_eval_jaxpr_custom``, ``dce_jaxpr``). What JAX lacks is the
+choice of residuals: a policy of JAX sees one primitive and its parameters, not where
+its operands come from. So the choice is made here, for each value, and passed to JAX by
+``checkpoint_name``: exactly the named values are saved, all others are recomputed.
 
-What crosses is kept for a long time, so it is kept small:
+Every value that the known program computes may be a residual, and is one if the unknown
+program reads it, except that:
 
-- What depends on free inputs alone, which both halves have, is computed again.
-- So is what an elementwise operation makes of smaller operands, or of such as cross.
-- What the second half makes less of is made by the first: a sum for the gradient of a
-  bias or a scale, the one product of two operands.
+- What depends on the shared inputs alone, which both programs have, is recomputed.
+- So is what an elementwise operation computes from operands of no more bytes.
 
-No product of matrices is computed twice, or earlier than it has to be.
+In return the known program computes what only the unknown one needs if that makes a
+residual smaller: a sum, for the gradient of a bias or a scale; a product of two values.
+
+No matmul is computed twice, or earlier than it has to be. Equations with programs
+inside them other than ``scan`` (``cond``, ``while``, ``shard_map``, kernels) are in one
+of the programs as a whole.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from tessera import _jax
-from tessera.compiler.rewriting import Environment, contains
+from tessera.compiler.rewriting import Environment, bind_with_nested, contains
 from tessera.primitive_properties import ARITHMETIC, BROADCASTS, EXPENSIVE, RESHAPES
 
-Key: TypeAlias = Any  # a variable of a jaxpr, or a _Stack
-Half: TypeAlias = Literal["first", "second"]
+Variables: TypeAlias = set[Any]
 
+RESIDUAL = "tessera_residual"
 _BARRIER = "optimization_barrier"
-_SHAPE_ONLY = RESHAPES | BROADCASTS | {"convert_element_type"}
-_ELEMENTWISE = _SHAPE_ONLY | ARITHMETIC | {"dynamic_slice", "slice"}
-_EARLY = _ELEMENTWISE | {"reduce_sum"}
+_ELEMENTWISE = (
+    RESHAPES
+    | BROADCASTS
+    | ARITHMETIC
+    | {"convert_element_type", "dynamic_slice", "slice"}
+)
+
+
+def _is_saved(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """The policy for JAX: an effect happens in the known program alone."""
+    del avals
+    return primitive.name == "debug_callback" or params.get("name") == RESIDUAL
+
+
+@dataclass(frozen=True)
+class SplitProgram:
+    """A program in two parts.
+
+    Attributes:
+      known: Takes the program's inputs; returns the known outputs, then residuals.
+      unknown: Takes the residuals, then the shared inputs; returns the other outputs.
+      num_residuals: How many residuals there are.
+    """
+
+    known: _jax.Program
+    unknown: _jax.Program
+    num_residuals: int
+
+
+def split_outputs(
+    program: _jax.Program, is_known: Sequence[bool], is_shared: Sequence[bool]
+) -> SplitProgram:
+    """Split a program by its outputs.
+
+    Args:
+      program: A program without calls, each scan of which has a body of its own.
+      is_known: For each output, whether the known program computes it.
+      is_shared: For each input, whether the unknown program takes it, too.
+    """
+    known = _jax.without_dead_code(program, outputs=is_known, keep_inputs=True)
+    inputs = zip(_jax.inputs(program), is_shared, strict=True)
+    shared = {variable for variable, is_shared in inputs if is_shared}
+    naming = _Naming(_computed(known), shared, set(_jax.inputs(program)), set())
+    named = _jax.retrace(lambda *values: naming.interpret(program, values), program)
+    is_unknown = [not known for known in is_known]
+    return SplitProgram(
+        *_jax.partial_evaluation(named, is_unknown, is_shared, _is_saved)
+    )
 
 
 @dataclass
-class _Part:
-    """One half's part of a program.
+class _Naming:
+    """Interprets a program, and names the values that may be residuals.
+
+    Its sets have variables of the program and of the bodies of its loops.
 
     Attributes:
-      results: The results it has of each equation, by the equation's place.
-      reads: Every variable that it reads or puts out.
+      known: What the known program computes.
+      shared: What depends on shared inputs alone, and is quick to compute.
+      available: What the known program has, or could have by elementwise operations.
+      residuals: What is named.
     """
 
-    results: dict[int, set[Key]] = field(default_factory=dict)
-    reads: set[Key] = field(default_factory=set)
+    known: Variables
+    shared: Variables
+    available: Variables
+    residuals: Variables
 
-
-class Halves:
-    """Which half, or both, each equation of a program is in.
-
-    Attributes:
-      program: A program without calls.
-      parts: What each half computes and reads.
-      crossing: What the first half computes and the second reads.
-    """
-
-    def __init__(self, program: _jax.Program, free: Iterable[_jax.Atom]) -> None:
-        """Find the loops, and what depends on ``free`` inputs alone."""
-        self.program = program
-        self.parts: dict[Half, _Part] = {"first": _Part(), "second": _Part()}
-        self.crossing: list[Key] = []
-        self._equations = _jax.equations(program)
-        self._loops: dict[int, _Loop] = {}
-        self._early: set[int] = set()
-        self._free: set[Key] = {*free, *_jax.constant_inputs(program)}
-        for place, equation in enumerate(self._equations):
+    def interpret(self, program: _jax.Program, values: Sequence[Any]) -> list[Any]:
+        """The results of a program, or of the body of a loop, with values named."""
+        self.shared |= set(_jax.constant_inputs(program))
+        env = Environment(program, list(map(self._named, _jax.inputs(program), values)))
+        for equation in _jax.equations(program):
+            operands = [env.read(atom) for atom in equation.invars]
             if equation.primitive.name == "scan":
-                self._loops[place] = _Loop(equation, self.is_free)
-            self._free |= self._known(place, self._free)
-
-    def is_free(self, atom: _jax.Atom) -> bool:
-        """Whether both halves can compute a value from the free inputs."""
-        return _is_among(atom, self._free)
-
-    def plan(self, is_first: Sequence[bool]) -> None:
-        """Let the first half compute those outputs, and the second one the others."""
-        is_second = [not first for first in is_first]
-        self.plan_first(is_first)
-        self.plan_second(is_second)
-        self.plan_early(set(_jax.inputs(self.program)))
-        self.plan_first(is_first)
-        self.plan_second(is_second)
-
-    def plan_first(self, outputs: Sequence[bool]) -> None:
-        """Let the first half compute those outputs, and what it does early."""
-        part = self.parts["first"] = _Part(reads=_chosen(self.program, outputs))
-        for place, equation in reversed(list(enumerate(self._equations))):
-            used = part.reads.intersection(equation.outvars)
-            if not used and not equation.effects and not self.has_early(place):
-                continue
-            if place in self._loops:
-                part.results[place] = used
-                part.reads |= self._loops[place].plan_first(used)
+                results = self._interpret_loop(_Loop(equation), operands)
+            elif equation.primitive.name == _BARRIER:
+                results = self._interpret_barrier(equation, operands)
             else:
-                is_barrier = equation.primitive.name == _BARRIER
-                part.results[place] = used if is_barrier else set(equation.outvars)
-                part.reads |= _variables(_reads(equation, used))
+                self._classify(equation)
+                if equation.effects:  # JAX repeats those of values that are not saved
+                    operands = [checkpoint_name(x, RESIDUAL) for x in operands]
+                results = _jax.bind(equation, operands)
+            env.write(equation.outvars, map(self._named, equation.outvars, results))
+        return [env.read(atom) for atom in _jax.outputs(program)]
 
-    def plan_early(self, inputs: set[Key]) -> set[Key]:
-        """Choose what the first half had better do of the second's equations.
+    def _named(self, variable: Any, value: Any) -> Any:
+        is_residual = variable in self.residuals
+        return checkpoint_name(value, RESIDUAL) if is_residual else value
 
-        Returns:
-          The variables that the first half has, or could have early.
-        """
-        known = {*inputs, *self._free}
-        smaller = self._made_smaller()
-        for place, equation in enumerate(self._equations):
-            if place in self._loops:
-                known |= self._loops[place].plan_early(known)
-            elif place in self.parts["first"].results:
-                known |= self.parts["first"].results[place]
-            elif equation.primitive.name in _EARLY:
-                results = self._known(place, known)
-                known |= results
-                if results and place in smaller:
-                    self._early.add(place)
-        return known
+    def _classify(self, equation: _jax.Equation) -> None:
+        operands, results = _variables(equation.invars), set(equation.outvars)
+        is_elementwise = equation.primitive.name in _ELEMENTWISE
+        is_free = not equation.effects and not _is_expensive(equation)
+        if is_free and operands <= self.shared:
+            self.shared |= results
+            return
+        extra, saved = _nbytes(operands - self.shared), _nbytes(results)
+        if not self.known.isdisjoint(results):
+            self.available |= results
+            is_cheap = is_elementwise and extra <= saved
+            self.residuals |= set() if is_cheap else results
+        elif is_elementwise or equation.primitive.name == "reduce_sum":
+            is_available = operands <= self.available | self.shared
+            self.available |= results if is_available else set()
+            self.residuals |= results if is_available and saved < extra else set()
 
-    def _made_smaller(self) -> set[int]:
-        """The second half's sums, and what makes less of what crosses for it alone."""
-        part = self.parts["second"]
-        made = set[Key]().union(*part.results.values())
-        atoms = [atom for i in part.results for atom in self._equations[i].invars]
-        readers = Counter(filter(_is_variable, atoms + _jax.outputs(self.program)))
-        smaller = set[int]()
-        for place, results in part.results.items():
-            equation = self._equations[place]
-            operands = _variables(equation.invars) - made - self._free
-            if equation.primitive.name == "reduce_sum":
-                operands = _variables(equation.invars) - self._free
-            elif equation.primitive.name in _ELEMENTWISE:
-                operands = {v for v in operands if readers[v] == 1}
-            else:
-                continue
-            if sum(map(_nbytes, results)) < sum(map(_nbytes, operands)):
-                smaller.add(place)
-        return smaller
+    def _interpret_loop(self, loop: "_Loop", operands: Sequence[Any]) -> list[Any]:
+        for same in (self.shared, self.available):
+            same |= {v for v, x in loop.operands.items() if _is_among(x, same)}
+        carries = [c for c in loop.carries if c.final in self.known]
+        carried = {v for c in carries for v in (c.before, c.final)}
+        self.available |= carried
+        self.residuals |= carried
+        results = bind_with_nested(loop.equation, operands, self.interpret)
+        for number, (atom, y) in enumerate(loop.ys, len(loop.carries)):
+            if _is_variable(atom) and atom in loop.slices:
+                # A stack of slices that exists needs no loop.
+                results[number] = operands[loop.slices[atom]]
+            if _is_among(atom, self.shared):
+                self.shared.add(y)
+            elif y in self.known or atom in self.available:
+                # Computed again, it would be in a loop of its own.
+                self.available.add(y)
+                self.residuals.add(y)
+        return results
 
-    def has_early(self, place: int | None = None) -> bool:
-        """Whether an equation, or any, is done early, or one in its body."""
-        if place is None:
-            return any(map(self.has_early, range(len(self._equations))))
-        inside = place in self._loops and self._loops[place].halves.has_early()
-        return inside or place in self._early
-
-    def plan_second(self, outputs: Sequence[bool]) -> None:
-        """Let the second half compute those outputs, of what the first has computed."""
-        self._plan_second(outputs, frozenset())
-        if again := self._cheaper_again():
-            self._plan_second(outputs, again)
-
-    def _plan_second(self, outputs: Sequence[bool], again: frozenset[int]) -> None:
-        part = self.parts["second"] = _Part(reads=_chosen(self.program, outputs))
-        self.crossing = []
-        for place, equation in reversed(list(enumerate(self._equations))):
-            wanted = part.reads.intersection(equation.outvars)
-            if place in self._loops:  # unwanted ones too: an earlier plan wanted some
-                crossing, reads = self._loops[place].plan_second(wanted)
-            elif not wanted:
-                continue
-            else:
-                done = self.parts["first"].results.get(place, set()) & wanted
-                crossing = [v for v in equation.outvars if v in done - self._free]
-                crossing = [] if place in again else crossing
-                reads = _variables(_reads(equation, wanted.difference(crossing)))
-            own = wanted.difference(crossing)
-            if own:
-                part.results[place] = own
-                part.reads |= reads
-            self.crossing += crossing
-
-    def _cheaper_again(self) -> frozenset[int]:
-        """The equations that are cheaper computed again than their results kept."""
-        there, again = self._free | self.parts["second"].reads, set[int]()
-        crossing = set(self.crossing)
-        for place, equation in enumerate(self._equations):
-            name = equation.primitive.name
-            if name not in _ELEMENTWISE or equation.outvars[0] not in crossing:
-                continue
-            more = _variables(equation.invars) - there
-            extra, saved = sum(map(_nbytes, more)), _nbytes(equation.outvars[0])
-            if extra < saved or (extra == saved and name in _SHAPE_ONLY):
-                again.add(place)
-                there |= more
-        return frozenset(again)
-
-    def _known(self, place: int, known: set[Key]) -> set[Key]:
-        """The results of an equation that are quick to compute from known values."""
-        equation = self._equations[place]
-        if place in self._loops:
-            return self._loops[place].free_results()
-        if equation.effects or _is_dear(equation):
-            return set()
-        return {
-            v
-            for v in equation.outvars
-            if all(_is_among(atom, known) for atom in _reads(equation, [v]))
-        }
-
-    def environment(self, values: dict[Key, Any]) -> Environment:
-        """An environment with those inputs that a half reads."""
-        inputs = _jax.inputs(self.program)
-        env = Environment(self.program, [values.get(v) for v in inputs])
-        env.write(values.keys(), values.values())
-        return env
-
-    def run(self, env: Environment, half: Half) -> None:
-        """Compute what a half computes."""
-        results = self.parts[half].results
-        for place in sorted(results):
-            if place in self._loops:
-                self._loops[place].run(env, half)
-            else:
-                _run(self._equations[place], results[place], env)
-
-
-@dataclass(frozen=True, eq=False)
-class _Stack:
-    """One variable of a loop's body in every iteration, as one array."""
-
-    of: Key
-    aval: jax.ShapeDtypeStruct
+    def _interpret_barrier(
+        self, equation: _jax.Equation, operands: Sequence[Any]
+    ) -> list[Any]:
+        """A barrier for shared values and one for others, each as a whole."""
+        results: dict[int, Any] = {}
+        for side in (False, True):
+            own = [
+                number
+                for number, atom in enumerate(equation.invars)
+                if _is_among(atom, self.shared) == side
+            ]
+            variables = {equation.outvars[number] for number in own}
+            if side:
+                self.shared |= variables
+            self.available |= variables & self.known
+            self.residuals |= variables & self.known - self.shared
+            with _jax.source_context(equation):
+                passed = lax.optimization_barrier([operands[number] for number in own])
+            results.update(zip(own, passed, strict=True))
+        return [results[number] for number in range(len(operands))]
 
 
 @dataclass(frozen=True)
 class _Carry:
-    """One carry of a loop, outside of it and in its body."""
+    """One carry of a loop: its variables in the loop's body and outside."""
 
-    initial: _jax.Atom
     before: _jax.Atom
-    after: _jax.Atom
     final: _jax.Atom
 
 
 class _Loop:
-    """A ``scan`` as two: each half has the part of the body and the carries it wants.
+    """The inputs and outputs of a ``scan`` and of its body, side by side."""
 
-    What crosses in the body becomes a further stacked result of the first scan.
-    """
-
-    def __init__(
-        self, equation: _jax.Equation, is_free: Callable[[_jax.Atom], bool]
-    ) -> None:
+    def __init__(self, equation: _jax.Equation) -> None:
         self.equation = equation
-        body = equation.params["jaxpr"]
+        body, results = equation.params["jaxpr"], equation.outvars
         inputs, outputs = _jax.inputs(body), _jax.outputs(body)
-        outer, results = equation.invars, equation.outvars
         consts, carries = _jax.scan_sizes(equation)
         xs = consts + carries
-        columns = outer[consts:xs], inputs[consts:xs], outputs[:carries]
-        self.carries = list(map(_Carry, *columns, results[:carries]))
-        self.consts = dict(zip(inputs[:consts], outer[:consts], strict=True))
-        self.xs = dict(zip(inputs[xs:], outer[xs:], strict=True))
+        self.carries = list(map(_Carry, inputs[consts:xs], results[:carries]))
         self.ys = list(zip(outputs[carries:], results[carries:], strict=True))
-        self.given = {**self.consts, **self.xs}
-        self.halves = Halves(body, [v for v, x in self.given.items() if is_free(x)])
-        # Of each half: the places of its carries, and the results that it computes.
-        self.carried: dict[Half, set[int]] = {"first": set(), "second": set()}
-        self.results: dict[Half, set[Key]] = {"first": set(), "second": set()}
-        self.stacks: list[_Stack] = []
-
-    def free_results(self) -> set[Key]:
-        """The results that depend, in each iteration, on free inputs alone."""
-        return {y for atom, y in self.ys if self.halves.is_free(atom)}
-
-    def plan_early(self, known: set[Key]) -> set[Key]:
-        """Choose what is done early in the body; return the results known then."""
-        carries = [self.carries[i] for i in self.carried["first"]]
-        inputs = {v for v, x in self.given.items() if _is_among(x, known)}
-        inside = self.halves.plan_early(inputs | {c.before for c in carries})
-        results = {y for atom, y in self.ys if _is_among(atom, inside)}
-        return results | {c.final for c in carries}
-
-    def plan_first(self, used: set[Key]) -> set[Key]:
-        """Let the first half compute those results, of the variables returned."""
-        return self._plan("first", used, self.halves.plan_first)
-
-    def plan_second(self, wanted: set[Key]) -> tuple[list[Key], set[Key]]:
-        """Let the second half compute those results.
-
-        Returns:
-          What crosses: carries of the first half, and stacks. And what the rest reads.
-        """
-        done = [self.carries[i] for i in sorted(self.carried["first"])]
-        crossing = [c.final for c in done if c.final in wanted]
-        own = wanted.difference(crossing)
-        reads = self._plan("second", own, self.halves.plan_second)
-        inside = self.halves.parts["second"].reads
-        keys = [*self.halves.crossing, *(c.before for c in done if c.before in inside)]
-        self.stacks = [_Stack(key, self._stacked(key.aval)) for key in keys]
-        return crossing + self.stacks, reads
-
-    def _plan(
-        self, half: Half, results: set[Key], plan: Callable[[Sequence[bool]], None]
-    ) -> set[Key]:
-        """Plan the body until it reads no carry that is not among its half's."""
-        done = set() if half == "first" else self.carried["first"]
-        carried = {i for i, c in enumerate(self.carries) if c.final in results}
-        while True:
-            chosen = [i in carried for i in range(len(self.carries))]
-            plan(chosen + [y in results for _, y in self.ys])
-            reads = self.halves.parts[half].reads
-            more = {i for i, c in enumerate(self.carries) if c.before in reads} - done
-            if more <= carried:
-                break
-            carried |= more
-        self.carried[half], self.results[half] = carried, results
-        initial = [self.carries[i].initial for i in carried]
-        return _variables([*initial, *(x for v, x in self.given.items() if v in reads)])
-
-    def run(self, env: Environment, half: Half) -> None:
-        """Scan over a half's part of the body."""
-        reads = self.halves.parts[half].reads
-        slices = {v: env.read(x) for v, x in self.xs.items() if v in reads}
-        same = {v: env.read(x) for v, x in self.consts.items() if v in reads}
-        ys = [pair for pair in self.ys if pair[1] in self.results[half]]
-        if half == "first":
-            ys += [(stack.of, stack) for stack in self.stacks]
-        else:
-            slices |= {stack.of: env.read(stack) for stack in self.stacks}
-        # What is a stack of slices already needs no loop.
-        there = [(atom, y) for atom, y in ys if atom in slices]
-        env.write([y for _, y in there], [slices[atom] for atom, _ in there])
-        ys = [pair for pair in ys if pair not in there]
-        carries = [self.carries[i] for i in sorted(self.carried[half])]
-        if not ys and not carries and not self.equation.effects:
-            return
-
-        def body(carry: list[Any], now: list[Any]) -> tuple[list[Any], list[Any]]:
-            before = {c.before: value for c, value in zip(carries, carry, strict=True)}
-            values = same | before | dict(zip(slices, now, strict=True))
-            inner = self.halves.environment(values)
-            self.halves.run(inner, half)
-            after = [inner.read(c.after) for c in carries]
-            return after, [inner.read(atom) for atom, _ in ys]
-
-        final, stacked = self._scan(
-            body, [env.read(c.initial) for c in carries], slices
-        )
-        env.write([c.final for c in carries], final)
-        env.write([y for _, y in ys], stacked)
-
-    def _scan(self, body: Any, initial: list[Any], slices: dict[Key, Any]) -> Any:
-        params, xs = self.equation.params, list(slices.values())
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        with _jax.source_context(self.equation):
-            return lax.scan(body, initial, xs, **options)
-
-    def _stacked(self, aval: Any) -> jax.ShapeDtypeStruct:
-        shape = (self.equation.params["length"], *aval.shape)
-        return jax.ShapeDtypeStruct(shape, aval.dtype)
+        self.slices = {v: number for number, v in enumerate(inputs) if number >= xs}
+        self.operands = {
+            v: equation.invars[number]
+            for number, v in enumerate(inputs)
+            if not consts <= number < xs
+        }
 
 
 # --- equations and variables
 
 
-def _run(equation: _jax.Equation, results: set[Key], env: Environment) -> None:
-    if equation.primitive.name != _BARRIER:
-        env.run([equation])
-        return
-    values = [env.read(atom) for atom in _reads(equation, results)]
-    with _jax.source_context(equation):
-        passed = lax.optimization_barrier(values)
-    env.write([v for v in equation.outvars if v in results], passed)
+def _computed(program: _jax.Program) -> Variables:
+    """Everything that a program computes, in the bodies of its loops too."""
+    computed: Variables = set()
+    for equation in _jax.equations(program):
+        computed.update(equation.outvars)
+        if equation.primitive.name == "scan":
+            computed |= _computed(equation.params["jaxpr"])
+    return computed
 
 
-def _reads(equation: _jax.Equation, results: Iterable[Key]) -> list[_jax.Atom]:
-    """The operands that results of an equation come from, literals included."""
-    if equation.primitive.name != _BARRIER:
-        return list(equation.invars)
-    results = set(results)
-    pairs = zip(equation.invars, equation.outvars, strict=True)
-    return [operand for operand, result in pairs if result in results]
-
-
-def _is_dear(equation: _jax.Equation, scopes: str = "") -> bool:
-    """Whether an equation is a product or a kernel, or has one inside."""
+def _is_expensive(equation: _jax.Equation, scopes: str = "") -> bool:
+    """Whether an equation is a matmul or a kernel, or has one inside."""
+    del scopes
     inner = _jax.inner_programs(equation)
-    return equation.primitive.name in EXPENSIVE or any(
-        contains(p, _is_dear) for p in inner
-    )
+    is_one = equation.primitive.name in EXPENSIVE
+    return is_one or any(contains(p, _is_expensive) for p in inner)
 
 
-def _chosen(program: _jax.Program, outputs: Sequence[bool]) -> set[Key]:
-    pairs = zip(_jax.outputs(program), outputs, strict=True)
-    return _variables(atom for atom, is_chosen in pairs if is_chosen)
-
-
-def _variables(atoms: Iterable[_jax.Atom]) -> set[Key]:
+def _variables(atoms: Iterable[_jax.Atom]) -> Variables:
     return set(filter(_is_variable, atoms))
 
 
@@ -401,11 +243,11 @@ def _is_variable(atom: _jax.Atom) -> bool:
     return not isinstance(atom, _jax.Literal)
 
 
-def _is_among(atom: _jax.Atom, known: Iterable[Key]) -> bool:
-    """Whether a value is a literal or one of those known."""
-    return isinstance(atom, _jax.Literal) or atom in known
+def _is_among(atom: _jax.Atom, variables: Variables) -> bool:
+    """Whether a value is a literal or one of some variables."""
+    return isinstance(atom, _jax.Literal) or atom in variables
 
 
-def _nbytes(variable: _jax.Atom) -> int:
-    aval = variable.aval
-    return math.prod(aval.shape) * aval.dtype.itemsize
+def _nbytes(variables: Iterable[Any]) -> int:
+    avals = [variable.aval for variable in variables]
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)

@@ -183,9 +183,7 @@ class Schedule:
         - gpipe (Huang et al. 2019, arXiv 1811.06965) and 1f1b (Narayanan et al. 2021,
           arXiv 2104.04473): (S-1) / (M+S-1);
         - interleaved (Narayanan et al. 2021): (S-1) / (v M+S-1);
-        - zero_bubble, which is ZB-H1 of Qi et al. 2023 (arXiv 2401.10241): a bubble of
-          (S-1)(F+B-W), which for F = B = W is (S-1) / (3 M+S-1), from M = S on;
-        - zero_bubble_fused, of no paper: a bubble of (S-1)(F+B), which for F = B = W is
+        - zero_bubble: a bubble of (S-1)(F+B), which for F = B = W is
           2 (S-1) / (3 M+2 (S-1)).
 
         Returns:
@@ -198,8 +196,6 @@ class Schedule:
             case "interleaved":
                 return bubble / (self.chunks * self.microbatches + bubble)
             case "zero_bubble":
-                return bubble / (3 * self.microbatches + bubble)
-            case "zero_bubble_fused":
                 return 2 * bubble / (3 * self.microbatches + 2 * bubble)
             case _:
                 return None

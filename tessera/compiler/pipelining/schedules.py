@@ -8,7 +8,7 @@ forward, B = 2 backward, or B = 1 and W = 1 where it is split.
 from collections.abc import Iterable, Sequence
 
 from tessera.compiler.pipelining.legality import check
-from tessera.compiler.pipelining.schedule_table import KINDS, Kind, Op, Schedule
+from tessera.compiler.pipelining.schedule_table import KINDS, Op, Schedule
 from tessera.errors import (
     PipelineSizeError,
     ScheduleError,
@@ -23,7 +23,7 @@ def schedule(
     """The schedule of a name.
 
     Args:
-      name: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zero_bubble_fused".
+      name: "gpipe", "1f1b", "interleaved" or "zero_bubble".
       stages: Devices along the pipeline.
       microbatches: Equal parts of the batch.
       chunks: Pieces of the model on each device, for "interleaved", which has 2 when
@@ -50,16 +50,11 @@ def schedule(
             got=f"chunks={chunks!r}",
             fix="leave chunks out, or use the schedule 'interleaved'",
         )
-    make = {
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "zero_bubble": zero_bubble,
-        "zero_bubble_fused": zero_bubble_fused,
-    }[name]
+    make = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}[name]
     return make(stages, microbatches)
 
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_fused")
+NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -142,43 +137,21 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
-    """ZB-H1: gradients of weights fill the holes (Qi et al. 2023, arXiv 2401.10241).
+    """1f1b whose weight gradients wait until every device has one to compute.
 
-    One op per device and tick, so it waits little where F, B and W last equally long;
-    where they do not, :func:`zero_bubble_fused` is the faster. A device does a B if one
-    is there, else an F, else a W; it begins no F while it keeps S + (S+1)//3
-    microbatches whose W is not done. With that many, every table with M >= S ends after
-    3 M+S-1 ticks: idle (S-1) / (3 M+S-1).
+    The backward is split as by Qi et al. 2023 (arXiv 2401.10241): B is the gradient of
+    a stage's input, W those of its weights. All devices do the W of microbatch m in the
+    tick in which device 0 does its B, the last of them. So no tick is longer for a W
+    that only some devices do: whatever F, B and W cost, the bubble is (S-1)(F+B), that
+    of 1f1b without the W. The paper's ZB-H1 is for devices that run on as soon as they
+    can; here devices go in lock-step, and it would wait longer than 1f1b.
 
     Raises:
       PipelineSizeError: [T311] a size is not a positive whole number.
 
     Example:
       >>> print(zero_bubble(stages=2, microbatches=2).as_text())
-      zero_bubble: 2 stages, 2 microbatches, 7 ticks, idle 14.3 %
-      tick     | 0  | 1  | 2  | 3  | 4  | 5  | 6
-      device 0 | F0 | F1 |    | B0 | W0 | B1 | W1
-      device 1 |    | F0 | B0 | F1 | B1 | W0 | W1
-    """
-    _checked_sizes(stages=stages, microbatches=microbatches)
-    ops = _as_soon_as_possible(stages, microbatches, stages + (stages + 1) // 3)
-    return _filled("zero_bubble", stages, microbatches, 1, ops, splits_backward=True)
-
-
-def zero_bubble_fused(stages: int, microbatches: int) -> Schedule:
-    """1f1b whose gradients of weights wait until every device has one to do.
-
-    All devices do the W of microbatch m in the tick in which device 0 does its B, the
-    last of them. So no tick is longer for a W that only some devices do: whatever F, B
-    and W cost, the bubble is (S-1)(F+B), that of 1f1b without the W. This is for
-    devices that go in lock-step; zero_bubble has a smaller one if F = B = W.
-
-    Raises:
-      PipelineSizeError: [T311] a size is not a positive whole number.
-
-    Example:
-      >>> print(zero_bubble_fused(stages=2, microbatches=2).as_text())
-      zero_bubble_fused: 2 stages, 2 microbatches, 4 ticks, idle 25.0 %
+      zero_bubble: 2 stages, 2 microbatches, 4 ticks, idle 25.0 %
       tick     | 0  | 1     | 2        | 3
       device 0 | F0 | F1    | B0 W0    | B1 W1
       device 1 |    | F0 B0 | F1 B1 W0 | W1
@@ -188,9 +161,7 @@ def zero_bubble_fused(stages: int, microbatches: int) -> Schedule:
     for m in range(microbatches):
         weight = Op("W", m)
         ops += [(m + 2 * (stages - 1), device, weight) for device in range(stages)]
-    return _filled(
-        "zero_bubble_fused", stages, microbatches, 1, ops, splits_backward=True
-    )
+    return _filled("zero_bubble", stages, microbatches, 1, ops, splits_backward=True)
 
 
 def custom(
@@ -279,41 +250,4 @@ def _alternating(stages: int, microbatches: int, chunks: int) -> list[Placed]:
             placed.append((step + device, device, forward))
             wait = first_backward + stages - 1 - device
             placed.append((step + wait, device, backward))
-    return placed
-
-
-def _as_soon_as_possible(stages: int, microbatches: int, kept: int) -> list[Placed]:
-    """List scheduling, one op per device and tick: B before F before W.
-
-    Args:
-      stages: Devices.
-      microbatches: How many go through.
-      kept: A device begins no F while it keeps this many inputs for a later W.
-    """
-    ops = {kind: [Op(kind, m) for m in range(microbatches)] for kind in KINDS}
-    num_done = {kind: [0] * stages for kind in KINDS}
-    num_inputs = [microbatches, *[0] * (stages - 1)]
-    num_cotangents = [0] * stages
-    forward, backward, weight = num_done["F"], num_done["B"], num_done["W"]
-    placed: list[Placed] = []
-    tick = 0
-    while min(weight) < microbatches:
-        chosen: list[tuple[int, Kind]] = []
-        for s in range(stages):
-            ready = forward[s] if s == stages - 1 else num_cotangents[s]
-            if backward[s] < ready:
-                chosen.append((s, "B"))
-            elif forward[s] < num_inputs[s] and forward[s] - weight[s] < kept:
-                chosen.append((s, "F"))
-            elif weight[s] < backward[s]:
-                chosen.append((s, "W"))
-        # Only now, for what is sent in a tick is there in the next one.
-        for s, kind in chosen:
-            placed.append((tick, s, ops[kind][num_done[kind][s]]))
-            num_done[kind][s] += 1
-            if kind == "F" and s + 1 < stages:
-                num_inputs[s + 1] += 1
-            if kind == "B" and s > 0:
-                num_cotangents[s - 1] += 1
-        tick += 1
     return placed

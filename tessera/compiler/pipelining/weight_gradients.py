@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes a stage's backward apart: the gradient of its input, then of its weights.
+"""Splits a stage's backward: the gradient of its input, then those of its weights.
 
-The stage before waits for the gradient of this stage's input; nobody waits for those of
-its weights. Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) compute the first
-at once and the second when a device would stand idle. To JAX both are one program:
+The stage before waits for the gradient of this stage's input; no stage waits for those
+of its weights. Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) compute the
+first at once and the second when a device would stand idle. To JAX both are one
+program:
 
     backward      for each layer:           h, a = layer(w, h)        the forward, again
                   for each layer, back:     g = g · wᵀ,   dw = aᵀ · g
 
-which becomes two, and what the second needs of the first crosses as residuals:
+It is split by its outputs (``partial_evaluation.py``):
 
-    first half    for each layer:           h, a = layer(w, h)
+    known         for each layer:           h, a = layer(w, h)
                   for each layer, back:     g = g · wᵀ
                                                         residuals: every a, every g
-    second half   for each layer, back:     dw = aᵀ · g
+    unknown       for each layer, back:     dw = aᵀ · g
 
-The split is one of the jaxpr (``partial_evaluation.py``), so it needs no help from the
-stage: what the stage is made of, and what it rematerializes, is its own affair. Calls
-(``jit``, custom derivatives, remat) are inlined first, in the bodies of loops too.
+The split needs no help from the stage: what it consists of, and what it rematerializes,
+does not matter. Calls (``jit``, custom derivatives, remat) are inlined first, in the
+bodies of loops too.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,7 +32,11 @@ import numpy as np
 from jax import lax
 
 from tessera import _jax
-from tessera.compiler.pipelining.partial_evaluation import Halves, Key
+from tessera.compiler.pipelining.partial_evaluation import (
+    RESIDUAL,
+    SplitProgram,
+    split_outputs,
+)
 from tessera.compiler.rewriting import Environment, bind_with_nested
 from tessera.primitive_properties import CALLS
 from tessera.tree import Tree
@@ -38,15 +44,15 @@ from tessera.tree import Tree
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """The two halves of a stage's backward.
+    """A stage's backward in two parts.
 
     Attributes:
-      residuals: Shape and dtype of each array that the second half takes of the first.
+      residuals: Shape and dtype of each array that ``weight_gradients`` takes from
+        ``input_gradients``.
     """
 
     residuals: tuple[jax.ShapeDtypeStruct, ...]
-    _halves: Halves
-    _crossing: tuple[Key, ...]
+    _programs: SplitProgram
     _constants: tuple[Any, ...]
     _weights: Tree
     _h: Tree
@@ -55,22 +61,18 @@ class SplitBackward:
     def input_gradients(
         self, weights: Tree, h: Tree, cotangent: Tree, *more: Tree
     ) -> tuple[Tree, list[jax.Array], Tree]:
-        """The gradient of the stage's input, and what the second half needs.
+        """The gradient of the stage's input, and the residuals.
 
         Returns:
           The gradient, a tree like ``h``; arrays like ``residuals``; and what the
-          function gives beside ``out``.
+          function returns beside ``out``.
         """
-        given = jax.tree.leaves((weights, more, h, _traceable(cotangent)))
-        inputs = _jax.inputs(self._halves.program)
-        values = dict(zip(inputs, (*given, *self._constants), strict=True))
-        env = self._halves.environment(values)
-        self._halves.run(env, "first")
-        first = self._num_weight_gradients
-        rest = iter(_read(env, _jax.outputs(self._halves.program)[first:]))
+        arguments = (weights, more, h, _traceable(cotangent), self._constants)
+        outputs = _evaluate(self._programs.known, jax.tree.leaves(arguments))
+        count = len(outputs) - len(self.residuals)
+        rest = iter(outputs[:count])
         gradients = _fill(self._h, rest)
-        residuals = [env.read(key) for key in self._crossing]
-        return gradients, residuals, jax.tree.unflatten(self._aux, rest)
+        return gradients, outputs[count:], jax.tree.unflatten(self._aux, rest)
 
     def weight_gradients(
         self, residuals: Sequence[jax.Array], weights: Tree, *more: Tree
@@ -85,21 +87,11 @@ class SplitBackward:
         Returns:
           A tree like ``weights``.
         """
-        given = jax.tree.leaves((weights, more))
-        inputs = _jax.inputs(self._halves.program)
-        values = dict(zip(inputs, given, strict=False))
-        held = len(self._constants)
-        values.update(zip(inputs[len(inputs) - held :], self._constants, strict=True))
-        values.update(zip(self._crossing, residuals, strict=True))
-        env = self._halves.environment(values)
-        self._halves.run(env, "second")
-        first = self._num_weight_gradients
-        gradients = _read(env, _jax.outputs(self._halves.program)[:first])
-        return _fill(self._weights, gradients)
-
-    @property
-    def _num_weight_gradients(self) -> int:
-        return sum(map(_is_differentiable, jax.tree.leaves(self._weights)))
+        shared = jax.tree.leaves((weights, more, self._constants))
+        gradients = _evaluate(
+            self._programs.unknown, [*residuals, *shared], repeats_effects=True
+        )
+        return _fill(self._weights, iter(gradients))
 
 
 def split_backward(
@@ -109,15 +101,15 @@ def split_backward(
     cotangent: Tree,
     *more: Tree,
 ) -> SplitBackward:
-    """Take the backward of a stage apart.
+    """Split the backward of a stage.
 
     Nothing is computed: the arguments are arrays, tracers or ``jax.ShapeDtypeStruct``.
-    In a manual region, call it while the region's body is being traced, since a program
+    In an SPMD region, call it while the region's body is being traced, since a program
     that was traced elsewhere is one for another mesh.
 
     Args:
       function: ``(weights, h, *more) -> (out, aux)``; ``aux`` has no gradient. Both
-        halves take the tracers that it closes over from the trace that they are called
+        parts take the tracers that it closes over from the trace that they are called
         in, as any closure does.
       weights: A tree of arrays, the gradients of which may wait.
       h: The stage's input, a tree of arrays. Leaves that are no floats get gradients of
@@ -156,20 +148,17 @@ def split_backward(
     program, constants = _jax.lift_constants(traced)
     program = _jax.without_dead_code(_inlined(program), keep_inputs=True)
 
-    inputs = _jax.inputs(program)
-    first = len(jax.tree.leaves((weights, more)))
-    own = inputs[first : first + len(jax.tree.leaves((h, cotangent)))]
-    late = sum(map(_is_differentiable, jax.tree.leaves(weights)))
-    outputs = _jax.outputs(program)
-    halves = Halves(program, set(inputs) - set(own))
-    halves.plan([place >= late for place in range(len(outputs))])
-    wanted = halves.parts["second"].reads
-    crossing = (*halves.crossing, *(v for v in own if v in wanted))
+    num_unknown = sum(map(_is_differentiable, jax.tree.leaves(weights)))
+    is_known = [i >= num_unknown for i in range(len(_jax.outputs(program)))]
+    is_shared = [True] * len(jax.tree.leaves((weights, more)))
+    is_shared += [False] * len(jax.tree.leaves((h, cotangent)))
+    is_shared += [True] * len(constants)
+    split = split_outputs(program, is_known, is_shared)
     residuals = tuple(
-        jax.ShapeDtypeStruct(k.aval.shape, k.aval.dtype) for k in crossing
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+        for v in _jax.inputs(split.unknown)[: split.num_residuals]
     )
-    held = tuple(constants)
-    return SplitBackward(residuals, halves, crossing, held, weights, h, aux_tree[-1])
+    return SplitBackward(residuals, split, tuple(constants), weights, h, aux_tree[-1])
 
 
 # --- trees of arrays
@@ -189,9 +178,9 @@ def _traceable(cotangent: Tree) -> Tree:
     return jax.tree.map(one, cotangent)
 
 
-def _cotangent_of(result: Any, given: Any) -> Any:
+def _cotangent_of(result: Any, cotangent: Any) -> Any:
     if _is_differentiable(result):
-        return given
+        return cotangent
     return np.zeros(result.shape, jax.dtypes.float0)
 
 
@@ -199,10 +188,6 @@ def _struct(value: Any) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         return value
     return _jax.struct(jax.typeof(value))
-
-
-def _read(env: Environment, atoms: Iterable[_jax.Atom]) -> list[jax.Array]:
-    return [jnp.asarray(env.read(atom), atom.aval.dtype) for atom in atoms]
 
 
 def _fill(like: Tree, gradients: Iterable[jax.Array]) -> Tree:
@@ -221,30 +206,61 @@ def _fill(like: Tree, gradients: Iterable[jax.Array]) -> Tree:
 
 
 def _inlined(program: _jax.Program) -> _jax.Program:
-    """A program with what its calls call in their place, in bodies of scans too."""
+    """A program with its calls replaced by what they call, in bodies of scans too."""
+    return _jax.retrace(lambda *values: _interpret(program, values), program)
 
-    def interpret(program: _jax.Program, values: Sequence[Any]) -> list[Any]:
-        env = Environment(program, values)
-        for equation in _jax.equations(program):
-            operands = [env.read(atom) for atom in equation.invars]
-            if _is_call(equation):
-                (inner,) = _jax.inner_programs(equation)
-                with _jax.source_context(equation):
-                    if _is_recomputation(equation):
-                        # Or XLA would find that the forward has these values.
-                        operands = lax.optimization_barrier(operands)
-                    results = interpret(inner, operands)
-            elif equation.primitive.name == "scan":
-                results = bind_with_nested(equation, operands, interpret)
-            else:
-                results = _jax.bind(equation, operands)
-            env.write(equation.outvars, results)
-        return [env.read(atom) for atom in _jax.outputs(program)]
 
-    def run(*values: Any) -> list[Any]:
-        return interpret(program, values)
+def _evaluate(
+    program: _jax.Program, values: Sequence[Any], *, repeats_effects: bool = False
+) -> list[jax.Array]:
+    """A program's outputs; what it does for its effects alone may be a repetition."""
+    outputs = _interpret(program, values, repeats_effects=repeats_effects)
+    pairs = zip(outputs, _jax.outputs(program), strict=True)
+    return [jnp.asarray(value, atom.aval.dtype) for value, atom in pairs]
 
-    return _jax.retrace(run, program)
+
+def _interpret(
+    program: _jax.Program,
+    values: Sequence[Any],
+    call: _jax.Equation = None,
+    *,
+    repeats_effects: bool = False,
+) -> list[Any]:
+    env = Environment(program, values)
+    interpret = partial(_interpret, repeats_effects=repeats_effects)
+    read = _read_by_some(program) if repeats_effects else frozenset[Any]()
+    for equation in _jax.equations(program):
+        is_for_effects = equation.effects and read.isdisjoint(equation.outvars)
+        if repeats_effects and is_for_effects:
+            continue
+        if call is not None and not _jax.source_line(equation):
+            # JAX has put the equation into the call; the user's line is the call's.
+            traceback = call.source_info.traceback
+            lines = equation.source_info.replace(traceback=traceback)
+            equation = equation.replace(source_info=lines)
+        operands = [env.read(atom) for atom in equation.invars]
+        if _is_call(equation):
+            (inner,) = _jax.inner_programs(equation)
+            with _jax.source_context(equation):
+                if _is_recomputation(equation):
+                    # Or XLA would find that the forward has these values.
+                    operands = lax.optimization_barrier(operands)
+                results = interpret(inner, operands, equation)
+        elif equation.primitive.name == "scan":
+            results = bind_with_nested(equation, operands, interpret)
+        elif equation.params.get("name") == RESIDUAL:
+            results = operands
+        else:
+            results = _jax.bind(equation, operands)
+        env.write(equation.outvars, results)
+    return [env.read(atom) for atom in _jax.outputs(program)]
+
+
+def _read_by_some(program: _jax.Program) -> frozenset[Any]:
+    """The variables that a program's equations read, and its outputs."""
+    atoms = [atom for e in _jax.equations(program) for atom in e.invars]
+    atoms += _jax.outputs(program)
+    return frozenset(a for a in atoms if not isinstance(a, _jax.Literal))
 
 
 def _is_recomputation(equation: _jax.Equation) -> bool:

@@ -170,7 +170,6 @@ def check(table: Schedule, mesh: Mesh) -> None:
         ("1f1b", 4, 6, 1),
         ("interleaved", 2, 4, 3),
         ("zero_bubble", 4, 6, 1),
-        ("zero_bubble_fused", 4, 6, 1),
         ("zero_bubble", 2, 1, 1),
         ("interleaved", 1, 3, 2),
         ("zero_bubble", 1, 3, 1),

@@ -15,7 +15,6 @@ from tessera.compiler.pipelining import (
     one_f_one_b,
     schedule,
     zero_bubble,
-    zero_bubble_fused,
 )
 from tessera.compiler.pipelining.schedules import NAMES
 from tessera.errors import PipelineSizeError, ScheduleError, UnknownScheduleError
@@ -24,7 +23,7 @@ STAGES = range(1, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 7, 8, 13, 16, 24)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble", "zero_bubble_fused"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("stages", STAGES)
 def test_every_schedule_is_legal_for_any_sizes(name, stages):
     for microbatches in MICROBATCHES:
@@ -59,26 +58,10 @@ def test_interleaved_is_legal_and_waits_a_chunk_instead_of_a_device(stages, chun
         assert table.idle_fraction() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("stages", [*range(1, 13), 31])
-def test_zero_bubble_waits_for_one_forward_per_stage_from_as_many_microbatches(stages):
-    for m in sorted({stages, stages + 1, 2 * stages - 1, 2 * stages, 3 * stages + 1}):
-        table = zero_bubble(stages, m)
-        assert table.ticks == 3 * m + stages - 1
-        assert table.expected_idle_fraction() == (stages - 1) / (3 * m + stages - 1)
-        assert table.idle_fraction() == pytest.approx(table.expected_idle_fraction())
-
-
-def test_zero_bubble_waits_for_a_third_of_what_1f1b_does():
-    whole, split = one_f_one_b(4, 64), zero_bubble(4, 64)
-    # In units of a forward: 1f1b ends after 3 (M+S-1), zero_bubble after 3 M+S-1.
-    assert whole.costs().max(axis=1).sum() - 3 * 64 == 9
-    assert split.costs().max(axis=1).sum() - 3 * 64 == 3
-
-
 @pytest.mark.parametrize("stages", STAGES)
-def test_zero_bubble_fused_waits_as_1f1b_does_but_for_no_weight_gradient(stages):
+def test_zero_bubble_waits_as_1f1b_does_but_for_no_weight_gradient(stages):
     for m in MICROBATCHES:
-        table = zero_bubble_fused(stages, m)
+        table = zero_bubble(stages, m)
         assert table.ticks == one_f_one_b(stages, m).ticks
         assert table.idle_fraction() == pytest.approx(table.expected_idle_fraction())
         for f, b, w in ((1, 1, 1), (1, 2, 1), (1, 2, 2), (3, 1, 5)):
@@ -87,11 +70,9 @@ def test_zero_bubble_fused_waits_as_1f1b_does_but_for_no_weight_gradient(stages)
             assert table.idle_fraction(f, b, w) == pytest.approx(expected)
 
 
-def test_where_the_backward_runs_the_forward_anew_the_fused_one_is_the_fastest():
-    """In lock-step a tick with one B of 2 keeps devices waiting that have an F of 1."""
-    waits = {name: schedule(name, 8, 64).idle_fraction(1, 2, 1) for name in NAMES[3:]}
-    waits["1f1b"] = one_f_one_b(8, 64).idle_fraction(1, 3)
-    assert waits["zero_bubble_fused"] < waits["1f1b"] < waits["zero_bubble"]
+def test_zero_bubble_waits_less_than_1f1b_where_the_backward_runs_the_forward_again():
+    split = schedule("zero_bubble", 8, 64).idle_fraction(1, 2, 1)
+    assert split < one_f_one_b(8, 64).idle_fraction(1, 3)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +80,7 @@ def test_where_the_backward_runs_the_forward_anew_the_fused_one_is_the_fastest()
     [
         ("1f1b", 4, (5, 1, 0)),
         ("interleaved", 4, (9, 1, 0)),  # two chunks
-        ("zero_bubble", 4, (5, 1, 5)),
-        ("zero_bubble_fused", 4, (5, 1, 4)),
+        ("zero_bubble", 4, (5, 1, 4)),
         ("1f1b", 8, (13, 1, 0)),
     ],
 )
@@ -163,7 +143,6 @@ def test_a_schedule_is_found_by_its_name():
     assert schedule("gpipe", 2, 4) == gpipe(2, 4)
     assert schedule("1f1b", 2, 4) == one_f_one_b(2, 4)
     assert schedule("zero_bubble", 2, 4) == zero_bubble(2, 4)
-    assert schedule("zero_bubble_fused", 2, 4) == zero_bubble_fused(2, 4)
     assert schedule("interleaved", 2, 4) == interleaved(2, 4, chunks=2)
     assert schedule("interleaved", 2, 4, chunks=3) == interleaved(2, 4, chunks=3)
 
@@ -174,7 +153,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
     assert str(caught.value) == (
         "[T310] there is no pipeline schedule 'zerobubble'\n"
         "  fix: did you mean 'zero_bubble'? Known: 'gpipe', '1f1b', 'interleaved', "
-        "'zero_bubble', 'zero_bubble_fused'\n"
+        "'zero_bubble'\n"
         "  docs: docs/errors/T310.md"
     )
 

@@ -32,6 +32,8 @@ from tests.compiler.pipelining.stages import (
 )
 
 every_stage = pytest.mark.parametrize("name", STAGES)
+# Gradients are compared bit by bit.
+pytestmark = pytest.mark.usefixtures("optimized")
 
 
 def split_of(stage, *args):
@@ -138,7 +140,7 @@ def test_what_the_second_half_can_make_again_does_not_cross():
     split = split_of(stage, weights, ACTIVATIONS, ACTIVATIONS, jax.random.key(0))
     # The gradient of the scale; the input and the cotangent. No mask, nothing dropped.
     wide = (BATCH, SEQ, DIM)
-    assert [r.shape for r in split.residuals] == [(DIM,), wide, wide]
+    assert sorted(r.shape for r in split.residuals) == [wide, wide, (DIM,)]
 
 
 def test_a_loop_has_no_part_in_a_half_that_wants_nothing_of_it():
@@ -285,7 +287,8 @@ def test_what_is_rematerialized_is_not_what_the_forward_had():
     forward, backward = (e for e in equations_of(first) if e.primitive.name == "scan")
     assert len(forward.outvars) == 2  # the last layer's output; each layer's input
     names = [e.primitive.name for e in equations_of(backward.params["jaxpr"])]
-    assert names.count("optimization_barrier") == 1
+    # One for the layer's weights, which the unknown program has, too; one for others.
+    assert names.count("optimization_barrier") == 2
 
 
 def test_an_effect_happens_once():
