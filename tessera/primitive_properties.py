@@ -78,8 +78,8 @@ KERNELS: Final = _names("ffi_call pallas_call")
 """Opaque to XLA, and assumed to be expensive."""
 
 CALLS: Final = _names("""
-    checkpoint closed_call core_call custom_jvp_call custom_vjp_call eval_jaxpr
-    custom_vjp_call_jaxpr jit pjit remat remat2
+    checkpoint closed_call core_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr eval_jaxpr jit pjit remat remat2
 """)
 """Calls of one inner program with the equation's own operands and results."""
 

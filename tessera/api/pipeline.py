@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``graph.pipeline``: a function whose stages run on different devices.
+"""Implements ``graph.pipeline``: a function whose stages run on different devices.
 
 The function is written for one batch, as a chain of stages. In a step it runs in
 microbatches, in the order of a schedule, together with the backward of the loss that
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from tessera import scope
 from tessera.api.training_step import Stage, Step
-from tessera.compiler.pipelining.pipeline_call import Split, marked_as_given
+from tessera.compiler.pipelining.pipeline_call import SplitCall, bind_unsplit
 from tessera.compiler.pipelining.pipeline_primitive import (
     Decision,
     PipelineCall,
@@ -54,15 +54,15 @@ def pipeline(
 ) -> Callable[[Callable[..., Any]], Step]:
     """Run a chain of stages as a pipeline over a mesh axis.
 
-    Each device holds the parameters of its own stages: stored in parts over the axis,
-    they are sent to their stage once in a step. The mesh's other axes work inside the
-    stages as they do outside. Arguments that have a row for each example are split into
-    microbatches, and along ``dp`` into a part of each for each device; others, and what
-    the function closes over, are whole in every stage that reads them.
+    Parameters are sharded over the axis, and sent to the device of their stage once in
+    a step. The mesh's other axes work inside the stages as they do outside. Arguments
+    that have a row for each example are split into microbatches, and each microbatch
+    over ``dp``; others, and what the function closes over, are replicated to every
+    stage that reads them.
 
-    Which arguments have rows is what ``batch`` says. Without it, it is what comes from
-    the step's arguments and not from its weights alone: one argument, or several as
-    long as each other, if the stages can be seen to treat each row by itself.
+    ``batch`` declares which arguments have rows. Without it, it is those computed from
+    the step's arguments and not from its weights alone: one argument, or several of the
+    same length, if the stages can be proven row-wise independent.
 
     Args:
       stages: The stages in order, made by ``graph.stage``: as many as the axis has
@@ -71,8 +71,8 @@ def pipeline(
       axis: The mesh axis whose devices are the pipeline.
       schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``zero_bubble``, or a table of
         your own.
-      microbatches: Equal parts of a batch. By default what
-        ``schedule.pipeline_microbatches`` said, or else as many as there are stages.
+      microbatches: Equal parts of a batch. By default those of
+        ``schedule.pipeline_microbatches``, or else as many as there are stages.
       batch: The function's arguments that have a row for each example along their
         leading dim, by name, or paths of arrays inside of them: ``inputs/tokens``.
 
@@ -96,14 +96,14 @@ def pipeline(
     """
     names = tuple(map(_name, stages))
     rows = None if batch is None else frozenset(as_names(batch))
-    wanted = _Pipeline(names, axis, schedule, microbatches, batch=rows)
+    config = _PipelineConfig(names, axis, schedule, microbatches, batch=rows)
     if mesh is not None:
-        wanted.check(mesh, names)
+        config.check(mesh, names)
 
     def decorate(body: Callable[..., Any]) -> Step:
         @functools.wraps(body)
         def piped(*args: Any, **kwargs: Any) -> Any:
-            return wanted.call(body, mesh, args, kwargs)
+            return config.call(body, mesh, args, kwargs)
 
         name = getattr(body, "__name__", "pipeline")
         options = Options(
@@ -147,14 +147,19 @@ class PipelineOfArguments:
           PipelineSizeError: [T311] it has not as many stages as the axis has devices.
           UndecidedRoleError: [T324] nothing decides which arguments have rows.
         """
-        say = "ts.distribute('pipeline_parallel', batch=[...])"
-        wanted = _Pipeline(
-            None, self._axis, "1f1b", None, self._batch, self._weights, say
+        config = _PipelineConfig(
+            None,
+            self._axis,
+            "1f1b",
+            None,
+            self._batch,
+            self._weights,
+            how_to_declare="ts.distribute('pipeline_parallel', batch=[...])",
         )
-        return wanted.call(scope.resolve_callee(self._body), None, args, kwargs)
+        return config.call(scope.resolve_callee(self._body), None, args, kwargs)
 
 
-def _stages_called(function: "_OfArrays", here: scope.Scope) -> tuple[str, ...]:
+def _stages_called(function: "_ArrayFunction", here: scope.Scope) -> tuple[str, ...]:
     """The names of the stages that a function calls, in order; inner ones left out."""
     found: list[str] = []
     before, depth, end = here.snapshot(), len(here.path), here.stage_end
@@ -174,14 +179,14 @@ def _stages_called(function: "_OfArrays", here: scope.Scope) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Pipeline:
-    """What ``pipeline`` was told.
+class _PipelineConfig:
+    """The arguments of ``pipeline``.
 
     Attributes:
       stages: Its stages by name; None for those that the function calls.
-      batch: Arguments that have rows, all others being whole; None where nobody says.
-      weights: Arguments that are whole.
-      say: How a user says which arguments have rows.
+      batch: Arguments that have rows, all others being replicated; None if undeclared.
+      weights: Arguments that are replicated.
+      how_to_declare: How a user declares which arguments have rows.
     """
 
     stages: tuple[str, ...] | None
@@ -190,7 +195,7 @@ class _Pipeline:
     microbatches: int | None
     batch: frozenset[str] | None = None
     weights: frozenset[str] = frozenset()
-    say: str = "graph.pipeline(..., batch=[...])"
+    how_to_declare: str = "graph.pipeline(..., batch=[...])"
 
     def check(self, mesh: Mesh, stages: Sequence[str]) -> int:
         """Virtual stages for each device; raises [T103] and [T311]."""
@@ -210,7 +215,7 @@ class _Pipeline:
     def call(
         self, body: Callable[..., Any], mesh: Mesh | None, args: Any, kwargs: Any
     ) -> Any:
-        """Trace the function for one microbatch, and mark where it was called."""
+        """Trace the function for one microbatch, and bind the pipeline primitive."""
         here = scope.current()
         assert here is not None, "a step is being traced"
         mesh = mesh or here.mesh
@@ -219,14 +224,14 @@ class _Pipeline:
                 "a pipeline needs a mesh",
                 fix="pass mesh= to graph.pipeline, or call the step in 'with mesh:'",
             )
-        function = _OfArrays(body, args, kwargs)
+        function = _ArrayFunction(body, args, kwargs)
         number = len(here.pipelined)
         here.pipelined.append(tuple(map(jax.typeof, function.arrays)))
         stages = self.stages
         if stages is None:
             stages = _stages_called(function, here)
         decision = here.batch_arguments.get(number)
-        by_row = self._said(function) if decision is None else decision.by_row
+        by_row = self._declared(function) if decision is None else decision.by_row
         call = PipelineCall(
             number=number,
             name=getattr(body, "__name__", "pipeline"),
@@ -235,18 +240,18 @@ class _Pipeline:
             axis=self.axis,
             paths=function.paths,
             by_row=by_row,
-            say=self.say,
+            how_to_declare=self.how_to_declare,
         )
-        with self._telling_stages_apart(here, mesh, stages):
+        with self._tracing_stages(here, mesh, stages):
             if here.is_whole_batch and None not in by_row:
                 known = decision or Decision(tuple(map(bool, by_row)))
-                marked = Split(function, call, known, stages, here).marked()
+                results = SplitCall(function, call, known, stages, here).bind()
             else:
-                marked = marked_as_given(function, call)
-        return jax.tree.unflatten(function.results, marked)
+                results = bind_unsplit(function, call)
+        return jax.tree.unflatten(function.results, results)
 
-    def _said(self, function: "_OfArrays") -> tuple[bool | None, ...]:
-        """Which arguments have rows, as far as the user says."""
+    def _declared(self, function: "_ArrayFunction") -> tuple[bool | None, ...]:
+        """Which arguments have rows, as far as the user declares it."""
 
         def known(path: str, array: Any) -> bool | None:
             if array.ndim and self.batch is not None:
@@ -261,7 +266,7 @@ class _Pipeline:
                 raise _no_argument(name, function.paths)
         if not any(row is not False for row in by_row):
             raise PipelineFormError(
-                "a pipeline has no batch to cut into microbatches",
+                "a pipeline has no batch to split into microbatches",
                 got="arguments "
                 + ", ".join(str(jax.typeof(a)) for a in function.arrays),
                 fix="pass an array whose leading dim counts the rows of the batch",
@@ -277,17 +282,17 @@ class _Pipeline:
         return schedule_of(self.schedule, size, count, given)
 
     @contextmanager
-    def _telling_stages_apart(
+    def _tracing_stages(
         self, here: scope.Scope, mesh: Mesh, names: Sequence[str]
     ) -> Iterator[None]:
-        """Let stages mark their results, and parameters be stored over the axis."""
+        """Let stages mark their ends, and parameters be sharded over the axis."""
 
         def end(name: str, results: Any) -> Any:
             if name not in names:
                 return results
             leaves, tree = jax.tree.flatten(results)
-            marked = stage_end_p.bind(*leaves, stage=names.index(name))
-            return jax.tree.unflatten(tree, marked)
+            ended = stage_end_p.bind(*leaves, stage=names.index(name))
+            return jax.tree.unflatten(tree, ended)
 
         def stored(shape: tuple[int, ...], layout: ShardSpec | None) -> ShardSpec:
             spec = (layout or ShardSpec.replicated()).resolve(shape, mesh)
@@ -302,13 +307,13 @@ class _Pipeline:
             here.stage_end, here.stored, here.mesh = before
 
 
-class _OfArrays:
-    """A function with its arguments, as one of the arrays among them.
+class _ArrayFunction:
+    """A function with its arguments, as a function of the arrays among them.
 
     Attributes:
       arrays: These arrays.
-      paths: What each of them is called.
-      results: The tree of what it returned when it was called last.
+      paths: Their paths in the arguments.
+      results: The tree of the results of its last call.
     """
 
     def __init__(
@@ -323,25 +328,27 @@ class _OfArrays:
         given = (tuple(args), dict(kwargs))
         found, self._tree = jax.tree_util.tree_flatten_with_path(given)
         self._leaves = [leaf for _, leaf in found]
-        self._places = [i for i, leaf in enumerate(self._leaves) if is_number(leaf)]
-        self.arrays = [jnp.asarray(self._leaves[i]) for i in self._places]
-        self.paths = tuple(_path(names, found[i][0]) for i in self._places)
+        self._array_indices = [
+            i for i, leaf in enumerate(self._leaves) if is_number(leaf)
+        ]
+        self.arrays = [jnp.asarray(self._leaves[i]) for i in self._array_indices]
+        self.paths = tuple(_path(names, found[i][0]) for i in self._array_indices)
         self.results: Any = None
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        given = list(self._leaves)
-        for place, array in zip(self._places, arrays, strict=True):
-            given[place] = array
-        args, kwargs = jax.tree.unflatten(self._tree, given)
+        leaves = list(self._leaves)
+        for index, array in zip(self._array_indices, arrays, strict=True):
+            leaves[index] = array
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
         found, self.results = jax.tree.flatten(self._body(*args, **kwargs))
         now, tree = jax.tree.flatten((args, kwargs))
-        if tree != self._tree or not all(map(operator.is_, now, given)):
-            raise self._changed(now, given)
+        if tree != self._tree or not all(map(operator.is_, now, leaves)):
+            raise self._changed(now, leaves)
         return [jnp.asarray(leaf) for leaf in found]
 
-    def _changed(self, now: Sequence[Any], given: Sequence[Any]) -> WriteBackError:
-        pairs = zip(self.paths, self._places, strict=True)
-        names = [path for path, i in pairs if i >= len(now) or now[i] is not given[i]]
+    def _changed(self, now: Sequence[Any], before: Sequence[Any]) -> WriteBackError:
+        pairs = zip(self.paths, self._array_indices, strict=True)
+        names = [path for path, i in pairs if i >= len(now) or now[i] is not before[i]]
         name = getattr(self._body, "__name__", "pipeline")
         return WriteBackError(
             f"the pipelined function {name!r} changes its arguments, which cannot be "

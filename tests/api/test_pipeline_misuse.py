@@ -138,7 +138,7 @@ def chain_of(body: Callable[..., Any]) -> Any:
 def test_what_stages_hand_on_is_floating_point():
     model = chain_of(lambda first, last, x: last(first(x)).astype(jnp.float32))
     text = refused(errors.PipelineFormError, lambda: model.trace(BATCH["x"]))
-    assert "stage 'first' hands on an array that is not floating point" in text
+    assert "stage 'first' sends an array that is not floating point" in text
     assert "int32[8, 3]" in text
 
 

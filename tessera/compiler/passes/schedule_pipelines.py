@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put the loop over microbatches where a pipelined function was called."""
+"""Replaces each pipelined call by a loop over microbatches."""
 
 from tessera import _jax
 from tessera.compiler import rewriting
@@ -23,10 +23,10 @@ def schedule_pipelines(graph: Graph) -> Graph:
     """
     if not rewriting.contains(graph.program, _is_call):
         return graph
-    # Here, because most programs have no pipeline, and it is a large part of Tessera.
-    from tessera.compiler.pipelining.insert_pipeline_loop import with_loops
+    # Imported here: most programs have no pipeline, and it is a large part of Tessera.
+    from tessera.compiler.pipelining.insert_pipeline_loop import insert_pipeline_loops
 
-    return with_loops(graph)
+    return insert_pipeline_loops(graph)
 
 
 def _is_call(equation: _jax.Equation, _: str = "") -> bool:

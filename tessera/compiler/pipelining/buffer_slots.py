@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a device of a pipeline keeps what was sent to it until it is read.
+"""Allocates the slots of a pipeline's ring buffers, from the table of a schedule.
 
-Computed from the table of a ``Schedule``. Each device has up to three rings of equal
-slots. A slot is taken for the ticks from the first write to the last read and is then
-given to the next comer, by the linear scan that compilers use for registers (Poletto
-and Sarkar 1999), so no table needs a slot less than it gets.
+Each device has up to three ring buffers of equal slots. A slot is occupied from the
+tick of its write to that of its last read and is then free for the next value: the
+linear scan of register allocation (Poletto and Sarkar 1999), which is optimal here.
 """
 
 from dataclasses import dataclass
@@ -19,21 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slots:
-    """The three rings of a schedule, and which slot is written and read in which tick.
+    """The sizes of three ring buffers, and the slot read or written in each tick.
 
-    The input ring holds inputs of virtual stages, from the tick in which they arrive to
-    their B. The cotangent ring holds gradients of outputs from their arrival to the B.
-    The weight ring holds what a B keeps for its W, which reads nothing else.
+    The input buffer stores inputs of virtual stages, from the tick in which they arrive
+    to their B. The cotangent buffer stores gradients of outputs from their arrival to
+    the B. The weight buffer stores the residuals of a B for its W.
 
     Every table is int32 [ticks, stages] and read-only; -1 where nothing is written or
     read. The first virtual stage reads the microbatch itself and has no input slot, the
     last one begins the gradient itself and has no cotangent slot. Within a tick what
-    arrives is written first, then come F, B and W.
+    arrived is written first, then F, B and W follow.
 
     Args:
-      stash_slots: Slots of the input ring.
-      cotangent_slots: Slots of the cotangent ring.
-      weight_slots: Slots of the weight ring; 0 where the backward is not split.
+      stash_slots: Slots of the input buffer.
+      cotangent_slots: Slots of the cotangent buffer.
+      weight_slots: Slots of the weight buffer; 0 where the backward is not split.
       receive_forward: Input slot for what the device before sent in the last tick.
       receive_backward: Cotangent slot for what the device after sent in the last tick.
       forward_slot: Input slot that this tick's F reads.
@@ -62,20 +61,26 @@ class Slots:
     keep_slot: np.ndarray
     weight_slot: np.ndarray
 
+    def tables(self) -> dict[str, np.ndarray]:
+        """The tables by name."""
+        return {n: value for n, value in vars(self).items() if np.ndim(value)}
+
 
 def allocate(schedule: "Schedule") -> Slots:
-    """The rings of a legal schedule, as small as they can be."""
+    """The ring buffers of a legal schedule, as small as possible."""
     stages, last = schedule.stages, schedule.virtual_stages - 1
     kinds: tuple[Kind, ...] = ("F", "B", "W")
     when = {kind: _ticks_of(schedule, kind) for kind in kinds}
     stage = np.broadcast_to(np.arange(last + 1), when["B"].shape)
 
     arrives = np.roll(when["F"], 1, axis=1) + 1
-    inputs, stash_slots = _colored(arrives, when["B"], stage > 0, stages)
+    inputs, stash_slots = _assign_slots(arrives, when["B"], stage > 0, stages)
     returns = np.roll(when["B"], -1, axis=1) + 1
-    cotangents, cotangent_slots = _colored(returns, when["B"], stage < last, stages)
+    cotangents, cotangent_slots = _assign_slots(
+        returns, when["B"], stage < last, stages
+    )
     split = np.full(stage.shape, schedule.splits_backward)
-    kept, weight_slots = _colored(when["B"], when["W"], split, stages)
+    residuals, weight_slots = _assign_slots(when["B"], when["W"], split, stages)
 
     def table(ticks: np.ndarray, slots: np.ndarray) -> np.ndarray:
         result = np.full((schedule.ticks, stages), -1, np.int32)
@@ -93,8 +98,8 @@ def allocate(schedule: "Schedule") -> Slots:
         forward_slot=table(when["F"], inputs),
         backward_slot=table(when["B"], inputs),
         cotangent_slot=table(when["B"], cotangents),
-        keep_slot=table(when["B"], kept),
-        weight_slot=table(when["W"], kept),
+        keep_slot=table(when["B"], residuals),
+        weight_slot=table(when["W"], residuals),
     )
 
 
@@ -108,33 +113,33 @@ def _ticks_of(schedule: "Schedule", kind: "Kind") -> np.ndarray:
     return ticks
 
 
-def _colored(
-    start: np.ndarray, end: np.ndarray, wanted: np.ndarray, stages: int
+def _assign_slots(
+    start: np.ndarray, end: np.ndarray, is_stored: np.ndarray, stages: int
 ) -> tuple[np.ndarray, int]:
-    """A slot for each lifetime that is wanted, and how many slots one device needs.
+    """A slot for each lifetime, and how many slots one device needs.
 
     Args:
       start: int [microbatches, virtual stages], tick of the write.
       end: The same, tick of the last read; the slot is free from the next tick on.
-      wanted: bool of that shape.
+      is_stored: bool of that shape.
       stages: Devices, each with slots of its own.
     """
     slots = np.full(start.shape, -1)
     num_slots = 0
     for device in range(stages):
-        microbatch, chunk = np.nonzero(wanted[:, device::stages])
+        microbatch, chunk = np.nonzero(is_stored[:, device::stages])
         stage = chunk * stages + device
         order = np.argsort(start[microbatch, stage], kind="stable")
         free: list[int] = []
-        held: list[tuple[int, int]] = []
-        made = 0
+        occupied: list[tuple[int, int]] = []
+        count = 0
         for m, k in zip(microbatch[order], stage[order], strict=True):
-            while held and held[0][0] < start[m, k]:
-                heappush(free, heappop(held)[1])
+            while occupied and occupied[0][0] < start[m, k]:
+                heappush(free, heappop(occupied)[1])
             if not free:
-                heappush(free, made)
-                made += 1
+                heappush(free, count)
+                count += 1
             slots[m, k] = heappop(free)
-            heappush(held, (int(end[m, k]), int(slots[m, k])))
-        num_slots = max(num_slots, made)
+            heappush(occupied, (int(end[m, k]), int(slots[m, k])))
+        num_slots = max(num_slots, count)
     return slots, num_slots

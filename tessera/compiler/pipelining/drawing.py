@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline schedules for eyes: a table of text, and an SVG picture.
-
-Of :mod:`tessera.compiler.pipelining`; reads a
-:class:`~tessera.compiler.pipelining.schedule_table.Schedule` and nothing else.
-"""
+"""Draws pipeline schedules as a table of text or an SVG picture."""
 
 from html import escape
 from string import ascii_lowercase
@@ -39,7 +35,7 @@ def as_svg(schedule: "Schedule") -> str:
     """A self-contained picture: time to the right, a row per device, a box per op.
 
     A tick is as wide as its longest device, at the default costs of
-    ``Schedule.costs``, so white is idle time.
+    ``Schedule.costs``, so white space is idle time.
     """
     lettered = schedule.chunks > 1
     lasts = schedule.costs().max(axis=1) * schedule.chunks * UNIT
@@ -79,7 +75,7 @@ def _label(op: "Op", lettered: bool) -> str:
 
 
 def _box(op: "Op", left: float, top: float, wide: float, label: str) -> str:
-    # Later chunks are paler, so that the turns of an interleaved schedule show.
+    # Later chunks are paler, to tell the chunks of an interleaved schedule apart.
     opacity = 1.0 - 0.45 * min(op.chunk, 3) / 3
     return (
         f'<rect x="{left:g}" y="{top:g}" width="{wide:g}" height="{ROW - 2:g}" '
@@ -89,5 +85,5 @@ def _box(op: "Op", left: float, top: float, wide: float, label: str) -> str:
 
 
 def _text(x: float, y: float, text: str, style: str = "") -> str:
-    # Attributes, as a style sheet would hold for the whole page that shows the picture.
+    # Attributes, as a style sheet would apply to the whole page with the picture.
     return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which loop a pipelined call becomes, and how it takes its place in a program.
+"""Replaces each pipelined call of a program by the loop that runs it.
 
 The work of the pass ``schedule_pipelines``.
 """
@@ -17,22 +17,26 @@ from tessera import _jax
 from tessera.compiler import rewriting
 from tessera.compiler.gradient_primitive import gradient_p
 from tessera.compiler.ir import Graph
+from tessera.compiler.pipelining.batch_dims import variables
 from tessera.compiler.pipelining.loop_stages import Execution, Operands
-from tessera.compiler.pipelining.loss_decomposition import Separated, separate
+from tessera.compiler.pipelining.loss_decomposition import (
+    LossDecomposition,
+    decompose_loss,
+)
 from tessera.compiler.pipelining.pipeline_primitive import PipelineCall, pipeline_p
 from tessera.errors import PipelineFormError
 
 
-def with_loops(graph: Graph) -> Graph:
-    """A graph whose pipelined calls are loops; what the pass gives."""
+def insert_pipeline_loops(graph: Graph) -> Graph:
+    """The graph with loops in place of its pipelined calls."""
     whole = rewriting.inline_jits(graph.program)
-    _refuse_nested(whole)
+    _check_not_nested(whole)
     assert graph.microbatch is not None, "traced for one microbatch as well"
     micro = rewriting.inline_jits(graph.microbatch)
-    calls = _planned(whole, micro)
+    plans = _loop_plans(whole, micro)
 
     def run(*values: Any) -> list[Any]:
-        return _Interpreter(whole, calls, values).run()
+        return _Interpreter(whole, plans, values).run()
 
     return graph.with_program(_jax.retrace(run, whole)).scheduled()
 
@@ -41,11 +45,7 @@ def _is_call(equation: _jax.Equation, _: str = "") -> bool:
     return equation.primitive is pipeline_p
 
 
-def _is_mark(equation: _jax.Equation) -> bool:
-    return equation.primitive is gradient_p
-
-
-def _refuse_nested(program: _jax.Program) -> None:
+def _check_not_nested(program: _jax.Program) -> None:
     for equation in _jax.equations(program):
         if any(rewriting.contains(p, _is_call) for p in _jax.inner_programs(equation)):
             line = _jax.source_line(equation)
@@ -57,207 +57,214 @@ def _refuse_nested(program: _jax.Program) -> None:
 
 
 @dataclass(frozen=True)
-class _Planned:
-    """A pipelined call and, where a loss depends on it, the way there.
+class _LoopPlan:
+    """The loop for a pipelined call: forward only, or with the gradients of a loss.
 
     Attributes:
       equation: The call.
-      mark: The place of the gradient; None for a forward loop.
-      tail: From the output to the loss.
+      gradient: The index of the gradient equation; None for a forward loop.
+      decomposition: Of the loss.
       keep_outputs: Whether something else needs the outputs as well.
       differentiated: For inputs and rows, whether gradients are wanted.
     """
 
     equation: _jax.Equation
-    mark: int | None = None
-    tail: Separated | None = None
+    gradient: int | None = None
+    decomposition: LossDecomposition | None = None
     keep_outputs: bool = False
     differentiated: tuple[bool, ...] = ()
 
+    @property
+    def call(self) -> PipelineCall:
+        """The equation's parameters."""
+        return self.equation.params["call"]
 
-def _planned(whole: _jax.Program, micro: _jax.Program) -> dict[int, _Planned]:
-    """What becomes of each pipelined call, by its place."""
+    @property
+    def execution(self) -> Execution:
+        """What runs the call."""
+        # Only the stages are in the call's name scopes, such as an autocast around it.
+        scopes = partial(_jax.source_context, self.equation)
+        return Execution(self.call, self.decomposition, scopes)
+
+
+def _loop_plans(whole: _jax.Program, micro: _jax.Program) -> dict[int, _LoopPlan]:
+    """The loop for each pipelined call, by the index of its equation."""
     equations = _jax.equations(whole)
-    places = [i for i, equation in enumerate(equations) if _is_call(equation)]
-    plans: dict[int, _Planned] = {}
-    taken: dict[int, int] = {}
-    for place in places:
-        marks = _marks_of(equations, place)
-        if len(marks) > 1 or (marks and marks[0] in taken):
+    plans: dict[int, _LoopPlan] = {}
+    planned: set[int] = set()
+    for index, equation in enumerate(equations):
+        if not _is_call(equation):
+            continue
+        gradients = _gradients_of(equations, index)
+        if len(gradients) > 1 or not planned.isdisjoint(gradients):
             raise PipelineFormError(
                 "a pipelined call and a gradient do not go together one to one",
-                got=f"{len(marks)} gradients of losses that depend on one call"
-                if len(marks) > 1
+                got=f"{len(gradients)} gradients of losses that depend on one call"
+                if len(gradients) > 1
                 else "a loss that depends on two pipelined calls",
                 fix="take one gradient, by all weights, of a loss that depends on one "
                 "pipelined call",
             )
-        plans[place] = _Planned(equations[place])
-        if marks:
-            taken[marks[0]] = place
-            plans[place] = _with_loss(whole, micro, place, marks[0])
+        planned.update(gradients)
+        plans[index] = _LoopPlan(equation)
+        if gradients:
+            plans[index] = _plan_with_loss(whole, micro, index, gradients[0])
     return plans
 
 
-def _marks_of(equations: Sequence[_jax.Equation], place: int) -> list[int]:
-    """The gradients of losses that a call's output leads to."""
-    tainted, marks = set(equations[place].outvars), list[int]()
-    for number, equation in enumerate(equations[place + 1 :], place + 1):
-        if _is_mark(equation):
-            marks += [number] if equation.invars[0] in tainted else []
-        elif not tainted.isdisjoint(_variables(equation.invars)):
-            tainted.update(equation.outvars)
-    return marks
+def _gradients_of(equations: Sequence[_jax.Equation], index: int) -> list[int]:
+    """The gradients of losses that depend on a call's output."""
+    dependents, gradients = set(equations[index].outvars), list[int]()
+    for number, equation in enumerate(equations[index + 1 :], index + 1):
+        if equation.primitive is gradient_p:
+            gradients += [number] if equation.invars[0] in dependents else []
+        elif not dependents.isdisjoint(variables(equation.invars)):
+            dependents.update(equation.outvars)
+    return gradients
 
 
-def _with_loss(
-    whole: _jax.Program, micro: _jax.Program, place: int, mark: int
-) -> _Planned:
+def _plan_with_loss(
+    whole: _jax.Program, micro: _jax.Program, index: int, gradient: int
+) -> _LoopPlan:
     equations = _jax.equations(whole)
-    equation, call = equations[place], equations[place].params["call"]
+    equation, call = equations[index], equations[index].params["call"]
+    if call.parts == 1:
+        return _LoopPlan(equation)  # forward and backward, one after the other
     try:
-        if call.parts == 1:
-            return _Planned(equation)  # forward and backward, one after the other
-        rows = _jax.equations(micro)[place].outvars[0].aval.shape[0]
-        copies, rest = divmod(rows * call.parts, call.rows)
-        if rest:
-            raise PipelineFormError(
-                "the pipelines of a step have microbatches of unlike sizes",
-                got=f"{call.rows // call.parts} rows, and in another one {rows}",
-                fix="use numbers of microbatches that are multiples of each other",
-            )
-        tail = separate(whole, micro, place, mark, Fraction(call.rows, rows), copies)
+        decomposition = _decompose(whole, micro, index, gradient)
     except PipelineFormError:
-        # The forward of all microbatches, then the backward of all, is its order.
+        # Its order is the forward of all microbatches, then the backward of all.
         if call.schedule.name == "gpipe":
-            return _Planned(equation)
+            return _LoopPlan(equation)
         raise
-    weights = _variables(equations[mark].invars[1:])
-    if not tail.tainted.isdisjoint(weights):
+    weights = variables(equations[gradient].invars[1:])
+    if not decomposition.dependents.isdisjoint(weights):
         raise PipelineFormError(
             "a loss is differentiated by something that a pipeline's output leads to",
-            got=f"at {_jax.source_line(equations[mark])}",
+            got=f"at {_jax.source_line(equations[gradient])}",
             fix="differentiate by weights, or by what is computed before the pipeline",
         )
-    known = _dependent(equations[:mark], weights)
+    differentiated = _dependents(equations[:gradient], weights)
     inputs = equation.invars[: call.stages.num_inputs]
-    read = [*inputs, *(variable for variable, _, _ in tail.rows)]
-    return _Planned(
+    read = [*inputs, *(variable for variable, _, _ in decomposition.rows)]
+    _, needed = _equations_after_loop(whole, index, gradient, decomposition)
+    return _LoopPlan(
         equation,
-        mark,
-        tail,
-        _needs_outputs(whole, place, mark, tail),
-        tuple(not isinstance(v, _jax.Literal) and v in known for v in read),
+        gradient,
+        decomposition,
+        keep_outputs=not needed.isdisjoint(equation.outvars),
+        differentiated=tuple(
+            not isinstance(v, _jax.Literal) and v in differentiated for v in read
+        ),
     )
 
 
-def _dependent(equations: Sequence[_jax.Equation], weights: Sequence[Any]) -> set[Any]:
+def _decompose(
+    whole: _jax.Program, micro: _jax.Program, index: int, gradient: int
+) -> LossDecomposition:
+    call = _jax.equations(whole)[index].params["call"]
+    rows = _jax.equations(micro)[index].outvars[0].aval.shape[0]
+    copies, rest = divmod(rows * call.parts, call.rows)
+    if rest:
+        raise PipelineFormError(
+            "the pipelines of a step have microbatches of unlike sizes",
+            got=f"{call.rows // call.parts} rows, and in another one {rows}",
+            fix="use numbers of microbatches that are multiples of each other",
+        )
+    ratio = Fraction(call.rows, rows)
+    return decompose_loss(whole, micro, index, gradient, ratio, copies)
+
+
+def _dependents(equations: Sequence[_jax.Equation], weights: Sequence[Any]) -> set[Any]:
     """Everything that depends on some weights, these included."""
-    found = set(weights)
+    dependents = set(weights)
     for equation in equations:
-        if not found.isdisjoint(_variables(equation.invars)):
-            found.update(equation.outvars)
-    return found
+        if not dependents.isdisjoint(variables(equation.invars)):
+            dependents.update(equation.outvars)
+    return dependents
 
 
-def _needs_outputs(
-    program: _jax.Program, place: int, mark: int, tail: Separated
-) -> bool:
-    """Whether anything but the loss reads what the call's output leads to."""
-    return not _wanted(program, place, mark, tail)[1].isdisjoint(
-        _jax.equations(program)[place].outvars
-    )
-
-
-def _wanted(
-    program: _jax.Program, place: int, mark: int, tail: Separated
+def _equations_after_loop(
+    program: _jax.Program, index: int, gradient: int, decomposition: LossDecomposition
 ) -> tuple[list[_jax.Equation], set[Any]]:
     """Equations from a call to its gradient that others need, and what they read."""
     equations = _jax.equations(program)
-    loss = equations[mark].invars[0]
-    later = [v for e in equations[mark + 1 :] for v in _variables(e.invars)]
-    later += _variables(equations[mark].invars[1:]) + _variables(_jax.outputs(program))
-    wanted, found = set(later) - {loss}, list[_jax.Equation]()
-    for equation in reversed(equations[place + 1 : mark]):
-        made = wanted.intersection(equation.outvars)
-        if made and made <= tail.tainted:
-            found.append(equation)
-            wanted.update(set(_variables(equation.invars)) - {loss})
-    return found[::-1], wanted
+    loss = equations[gradient].invars[0]
+    later = [v for e in equations[gradient + 1 :] for v in variables(e.invars)]
+    later += variables(equations[gradient].invars[1:])
+    later += variables(_jax.outputs(program))
+    read, needed = set(later) - {loss}, list[_jax.Equation]()
+    for equation in reversed(equations[index + 1 : gradient]):
+        results = read.intersection(equation.outvars)
+        if results and results <= decomposition.dependents:
+            needed.append(equation)
+            read.update(set(variables(equation.invars)) - {loss})
+    return needed[::-1], read
 
 
 class _Interpreter:
-    """Runs a program with loops where its pipelined calls were."""
+    """Runs a program with loops in place of its pipelined calls."""
 
     def __init__(
-        self, program: _jax.Program, calls: dict[int, _Planned], values: Sequence[Any]
+        self, program: _jax.Program, plans: dict[int, _LoopPlan], values: Sequence[Any]
     ) -> None:
-        self.program, self.calls = program, calls
+        self.program, self.plans = program, plans
         self.env = rewriting.Environment(program, values)
 
     def run(self) -> list[Any]:
-        waiting: dict[int, tuple[int, _Planned]] = {}
-        for place, equation in enumerate(_jax.equations(self.program)):
-            if place in waiting:
-                self._run_with_loss(*waiting.pop(place), mark=place)
-            held = [plan.tail.tainted for _, plan in waiting.values() if plan.tail]
-            if any(not tainted.isdisjoint(equation.outvars) for tainted in held):
-                continue  # it comes out of the loop, or after it
-            plan = self.calls.get(place)
+        waiting: dict[int, tuple[int, _LoopPlan]] = {}  # by the index of the gradient
+        for index, equation in enumerate(_jax.equations(self.program)):
+            if index in waiting:
+                self._run_with_loss(*waiting.pop(index))
+            decompositions = [plan.decomposition for _, plan in waiting.values()]
+            if any(
+                d is not None and not d.dependents.isdisjoint(equation.outvars)
+                for d in decompositions
+            ):
+                continue  # a result of the loop, or computed after it
+            plan = self.plans.get(index)
             if plan is None:
                 self.env.run([equation])
-            elif plan.mark is None:
+            elif plan.gradient is None:
                 with _jax.line_context(equation):
-                    outputs = _execution(plan).outputs(self._operands(plan))
+                    outputs = plan.execution.outputs(self._operands(plan))
                 self.env.write(equation.outvars, outputs)
             else:
-                waiting[plan.mark] = place, plan
+                waiting[plan.gradient] = index, plan
         return [self.env.read(atom) for atom in _jax.outputs(self.program)]
 
-    def _operands(self, plan: _Planned) -> Operands:
+    def _operands(self, plan: _LoopPlan) -> Operands:
         values = [self.env.read(atom) for atom in plan.equation.invars]
-        count = _call_of(plan).stages.num_inputs
+        count = plan.call.stages.num_inputs
         return Operands(values[:count], values[count:])
 
-    def _run_with_loss(self, place: int, plan: _Planned, *, mark: int) -> None:
-        tail, env = plan.tail, self.env
-        assert tail is not None
-        loss = _jax.equations(self.program)[mark].invars[0]
+    def _run_with_loss(self, index: int, plan: _LoopPlan) -> None:
+        decomposition, gradient, env = plan.decomposition, plan.gradient, self.env
+        assert decomposition is not None
+        assert gradient is not None
+        loss = _jax.equations(self.program)[gradient].invars[0]
 
-        def after(sums: list[Any]) -> Any:
+        def loss_of(sums: list[Any]) -> Any:
             local = env.copy()
-            local.write([whole for whole, _ in tail.sums], sums)
-            local.run(tail.after)
+            local.write([whole for whole, _ in decomposition.sums], sums)
+            local.run(decomposition.after)
             return local.read(loss)
 
-        nothing = [_jax.zeros(whole.aval) for whole, _ in tail.sums]
-        offset, pull_back = jax.vjp(after, nothing)
+        no_sums = [_jax.zeros(whole.aval) for whole, _ in decomposition.sums]
+        offset, pull_back = jax.vjp(loss_of, no_sums)
         operands = replace(
             self._operands(plan),
-            rows=[(env.read(whole), dim) for whole, _, dim in tail.rows],
-            wholes=[env.read(whole) for whole, _ in tail.wholes],
+            rows=[(env.read(whole), dim) for whole, _, dim in decomposition.rows],
+            replicated=[env.read(whole) for whole, _ in decomposition.replicated],
             coefficients=pull_back(jnp.ones_like(offset))[0],
             differentiated=plan.differentiated,
         )
         with _jax.line_context(plan.equation):
-            total, outputs = _execution(plan).loss(
+            total, outputs = plan.execution.loss(
                 operands, keep_outputs=plan.keep_outputs
             )
         env.write([loss], [offset + total.astype(offset.dtype)])
         if outputs is not None:
             env.write(plan.equation.outvars, outputs)
-        env.run(_wanted(self.program, place, mark, tail)[0])
-
-
-def _call_of(plan: _Planned) -> PipelineCall:
-    return plan.equation.params["call"]
-
-
-def _execution(plan: _Planned) -> Execution:
-    # Only the stages are in the call's name scopes, such as an autocast around it.
-    scopes = partial(_jax.source_context, plan.equation)
-    return Execution(_call_of(plan), plan.tail, scopes)
-
-
-def _variables(atoms: Sequence[_jax.Atom]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, _jax.Literal)]
+        after = _equations_after_loop(self.program, index, gradient, decomposition)
+        env.run(after[0])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a pipeline schedule can be executed, and if not every reason why.
+"""Checks that a pipeline schedule can be executed, and lists every reason if not.
 
-Of :mod:`tessera.compiler.pipelining`: stands between tables that anyone may write and
-the loop, which believes what it reads.
+Users may write tables; the loop that executes them checks nothing.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ Ticks = dict[tuple[Kind, int, int], list[int]]  # kind, microbatch, virtual stag
 
 
 def check(schedule: Schedule) -> None:
-    """Refuse a table that the loop could not execute.
+    """Check a table that the loop is to execute.
 
     A legal table does every F, every B and, where the backward is split, every W of
     each microbatch and virtual stage exactly once, at most one of a kind per device and
@@ -34,10 +33,10 @@ def check(schedule: Schedule) -> None:
       >>> from tessera.compiler.pipelining import schedule
       >>> check(schedule("zero_bubble", stages=4, microbatches=8))
     """
-    problems = list(_misplaced(schedule))
+    problems = list(_invalid_cells(schedule))
     if not problems:
         ticks = _ticks(schedule)
-        problems = [*_miscounted(schedule, ticks), *_misordered(schedule, ticks)]
+        problems = [*_wrong_counts(schedule, ticks), *_wrong_order(schedule, ticks)]
     if problems:
         shown = problems[:MOST_PROBLEMS]
         if len(problems) > len(shown):
@@ -50,8 +49,8 @@ def check(schedule: Schedule) -> None:
         )
 
 
-def _misplaced(schedule: Schedule) -> Iterator[str]:
-    """Cells that do not fit the sizes of the schedule."""
+def _invalid_cells(schedule: Schedule) -> Iterator[str]:
+    """Cells that do not match the sizes of the schedule."""
     kinds = KINDS if schedule.splits_backward else KINDS[:2]
     for tick, row in enumerate(schedule.cells):
         if len(row) != schedule.stages:
@@ -82,35 +81,35 @@ def _ticks(schedule: Schedule) -> Ticks:
     return ticks
 
 
-def _miscounted(schedule: Schedule, ticks: Ticks) -> Iterator[str]:
-    for key, found in ticks.items():
-        if not found:
-            yield f"{_named(schedule, *key)} is missing"
-        elif len(found) > 1:
-            yield f"{_named(schedule, *key)} is done {len(found)} times: ticks {found}"
+def _wrong_counts(schedule: Schedule, ticks: Ticks) -> Iterator[str]:
+    for key, done in ticks.items():
+        if not done:
+            yield f"{_label(schedule, *key)} is missing"
+        elif len(done) > 1:
+            yield f"{_label(schedule, *key)} is done {len(done)} times: ticks {done}"
 
 
-def _misordered(schedule: Schedule, ticks: Ticks) -> Iterator[str]:
-    # What each kind needs: the kind, how many stages on, how many ticks before.
+def _wrong_order(schedule: Schedule, ticks: Ticks) -> Iterator[str]:
+    # Each kind's dependencies: (kind, offset of the stage, ticks in between).
     needs: dict[Kind, list[tuple[Kind, int, int]]] = {
         "F": [("F", -1, 1)],
         "B": [("B", 1, 1), ("F", 0, 0)],
         "W": [("B", 0, 0)],
     }
-    for (kind, m, stage), found in ticks.items():
+    for (kind, m, stage), done in ticks.items():
         for needed, step, wait in needs[kind]:
             before = ticks.get((needed, m, stage + step))
-            if not found or not before:
-                continue  # an end of the pipeline, or missing and said to be
-            if min(found) < max(before) + wait:
+            if not done or not before:
+                continue  # an end of the pipeline, or missing, which is reported
+            if min(done) < max(before) + wait:
                 yield (
-                    f"{_named(schedule, kind, m, stage)} at tick {min(found)} is "
+                    f"{_label(schedule, kind, m, stage)} at tick {min(done)} is "
                     f"{'not after' if wait else 'before'} "
-                    f"{_named(schedule, needed, m, stage + step)} at tick {max(before)}"
+                    f"{_label(schedule, needed, m, stage + step)} at tick {max(before)}"
                 )
 
 
-def _named(schedule: Schedule, kind: Kind, microbatch: int, stage: int) -> str:
+def _label(schedule: Schedule, kind: Kind, microbatch: int, stage: int) -> str:
     chunk, device = divmod(stage, schedule.stages)
     where = f"device {device}" + (f", chunk {chunk}" if schedule.chunks > 1 else "")
     return f"{kind}{microbatch} of {where}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipelined call, and the way from its output to a loss, as stages of the loop.
+"""Builds the loop's stages from a pipelined call and the computation of its loss.
 
-Stages of users differ from each other, and one program runs on all devices: a switch on
-the virtual stage picks the branch, and weights and activations lie in slots that the
-stages share by form.
+A user's stages differ from each other, and one program runs on all devices: a switch on
+the virtual stage selects the branch, and stages share slots for weights and activations
+of one shape, dtype and layout.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from tessera import _jax, scope
 from tessera.compiler.pipelining import manual_axis
 from tessera.compiler.pipelining.device_tick import Stages
-from tessera.compiler.pipelining.loss_decomposition import Separated
+from tessera.compiler.pipelining.loss_decomposition import LossDecomposition
 from tessera.compiler.pipelining.pipeline_primitive import PipelineCall
 from tessera.compiler.pipelining.ring_buffers import zeros
 from tessera.compiler.pipelining.schedule_loop import Pipeline
@@ -35,13 +35,13 @@ from tessera.tree import Tree
 
 @dataclass(frozen=True)
 class Operands:
-    """What a pipelined call runs on.
+    """The operands of a pipelined call.
 
     Attributes:
-      inputs: Whole batches.
-      weights: What the stages read that has no rows.
-      rows: Whole arrays that the way to the loss reads row by row, with their dims.
-      wholes: What it reads as it is.
+      inputs: Arrays of the whole batch.
+      weights: What the stages read that has no batch dim.
+      rows: Arrays that the loss reads row by row, with their batch dims.
+      replicated: What the loss reads as it is.
       coefficients: Of the sums over rows in the loss.
       differentiated: For each of the inputs and then of the rows, whether the loss is
         differentiated by something that it depends on.
@@ -50,7 +50,7 @@ class Operands:
     inputs: Sequence[Any]
     weights: Sequence[Any]
     rows: Sequence[tuple[Any, int]] = ()
-    wholes: Sequence[Any] = ()
+    replicated: Sequence[Any] = ()
     coefficients: Sequence[Any] = ()
     differentiated: Sequence[bool] = ()
 
@@ -60,38 +60,39 @@ class Execution:
     """One pipelined call.
 
     Attributes:
-      call: What is to be run.
-      tail: The way from its output to the loss; None where there is no loss.
-      scopes: The name scopes that the call stood in.
+      call: The call.
+      decomposition: Of its loss; None where there is no loss.
+      scopes: The name scopes around the call.
     """
 
     call: PipelineCall
-    tail: Separated | None = None
+    decomposition: LossDecomposition | None = None
     scopes: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def outputs(self, operands: Operands) -> list[Array]:
         """The whole batch's outputs, forward only; JAX can differentiate it."""
-        slots, shared, micros, constants = self._taken_apart(operands)
+        slots, shared, micros, constants = self._loop_operands(operands)
         outputs, _, _ = self._pipeline(constants).outputs(slots, shared, micros)
-        return [self.joined(array) for array in outputs]
+        return [self.merge(array) for array in outputs]
 
     def loss(self, operands: Operands, *, keep_outputs: bool) -> tuple[Array, Any]:
         """The sums in the loss, times their coefficients; and the outputs, if wanted.
 
-        JAX can differentiate the first by everything of floating point; its gradients
-        come out of the loop that computes it.
+        JAX can differentiate the first by every floating-point operand; the loop that
+        computes it computes its gradients, too.
         """
-        taken, asked = self._taken_apart(operands), operands.differentiated
-        leaves = enumerate(jax.tree.leaves(taken[2]))
-        wanted = frozenset(i for i, x in leaves if asked[i] and _is_float(x))
+        loop_operands = self._loop_operands(operands)
+        leaves = enumerate(jax.tree.leaves(loop_operands[2]))
+        is_wanted = operands.differentiated
+        wanted = frozenset(i for i, x in leaves if is_wanted[i] and _is_float(x))
         run = _with_gradients(self._pipeline, wanted, keep_outputs)
-        total, outputs = run(*taken)
+        total, outputs = run(*loop_operands)
         if not keep_outputs:
             return total, None
-        return total, [self.joined(array) for array in outputs]
+        return total, [self.merge(array) for array in outputs]
 
-    def _taken_apart(self, operands: Operands) -> tuple[Any, Any, Any, Any]:
-        """Slots of weights, what all stages read, microbatches, and constants."""
+    def _loop_operands(self, operands: Operands) -> tuple[Any, Any, Any, Any]:
+        """Slots of weights, weights that stages share, microbatches, and constants."""
         own = [
             [operands.weights[number] for number in numbers]
             for numbers in self._own_weights
@@ -102,7 +103,7 @@ class Execution:
         }
         same = {
             "weights": {n: operands.weights[n] for n in self._shared_weights},
-            "wholes": dict(enumerate(operands.wholes)),
+            "replicated": dict(enumerate(operands.replicated)),
             "coefficients": dict(enumerate(operands.coefficients)),
         }
         shared, constants = (
@@ -112,29 +113,29 @@ class Execution:
         return self._stage_weights.gather(own), shared, micros, constants
 
     def split(self, array: Array, dim: int) -> Array:
-        """``[M, rows, ...]`` of an array whose dim counts rows.
+        """``[M, rows, ...]`` of an array with a batch dim.
 
-        Each device's rows are cut by themselves, so none changes its device.
+        Each device splits its own rows, so no row moves to another device.
         """
         array = jnp.moveaxis(array, dim, 0)
         parts, shape = self._data_parts(len(array)), array.shape[1:]
         array = array.reshape(parts, self._count, -1, *shape).swapaxes(0, 1)
-        return self._held(array.reshape(self._count, -1, *shape), 1)
+        return self._constrain(array.reshape(self._count, -1, *shape), 1)
 
-    def joined(self, array: Array) -> Array:
-        """The other way round, of an array whose first dim counts rows."""
+    def merge(self, array: Array) -> Array:
+        """The inverse of ``split``; the batch dim comes first."""
         rows, shape = self._count * array.shape[1], array.shape[2:]
         parts = self._data_parts(rows)
         array = array.reshape(self._count, parts, -1, *shape).swapaxes(0, 1)
-        return self._held(array.reshape(rows, *shape), 0)
+        return self._constrain(array.reshape(rows, *shape), 0)
 
     def _data_parts(self, rows: int) -> int:
         axes = [axis for axis in DATA_AXES if axis in self.call.mesh.axes]
         parts = self.call.mesh.axis_size(axes)
         return parts if rows % (parts * self._count) == 0 else 1
 
-    def _held(self, array: Array, dim: int, *, inside: bool = False) -> Array:
-        """Rows over the mesh's data axes, where these divide them."""
+    def _constrain(self, array: Array, dim: int, *, inside: bool = False) -> Array:
+        """An array with a dim sharded over the mesh's data axes, if they divide it."""
         mesh, manual = self.call.mesh, self.call.data_axes if inside else ()
         axes = tuple(a for a in DATA_AXES if a in mesh.axes and a not in manual)
         if not axes or array.ndim <= dim or array.shape[dim] % mesh.axis_size(axes):
@@ -145,12 +146,12 @@ class Execution:
     def _count(self) -> int:
         return self.call.schedule.microbatches
 
-    # --- which weights and values are whose
+    # --- weights and wires of each stage
 
     @cached_property
     def _readers(self) -> Counter[int]:
-        cuts = self.call.stages.cuts
-        return Counter(number for cut in cuts for number in cut.weights)
+        jaxprs = self.call.stages.jaxprs
+        return Counter(number for jaxpr in jaxprs for number in jaxpr.weights)
 
     def _is_own(self, number: int) -> bool:
         atom = _jax.inputs(self.call.stages.program)[self._first_weight + number]
@@ -163,8 +164,8 @@ class Execution:
     @cached_property
     def _own_weights(self) -> list[list[int]]:
         """For each stage, the weights that it alone reads."""
-        cuts = self.call.stages.cuts
-        return [[n for n in cut.weights if self._is_own(n)] for cut in cuts]
+        jaxprs = self.call.stages.jaxprs
+        return [[n for n in jaxpr.weights if self._is_own(n)] for jaxpr in jaxprs]
 
     @cached_property
     def _shared_weights(self) -> list[int]:
@@ -186,11 +187,10 @@ class Execution:
 
     @cached_property
     def _wires(self) -> Packing[Any]:
-        """What passes between stages; nothing comes from the last."""
-        cuts = self.call.stages.cuts
-        return Packing.of(
-            [[_jax.struct(v.aval) for v in cut.leaves] for cut in cuts[:-1]] + [[]]
-        )
+        """What stages send; the last sends nothing."""
+        jaxprs = self.call.stages.jaxprs[:-1]
+        sent = [[_jax.struct(v.aval) for v in jaxpr.sent] for jaxpr in jaxprs]
+        return Packing.of([*sent, []])
 
     # --- one stage on one microbatch
 
@@ -206,10 +206,10 @@ class Execution:
             run=run,
             wire=list(self._wires.slots),
             constrain_wire=lambda wires: [
-                self._held(wire, 0, inside=True) for wire in wires
+                self._constrain(wire, 0, inside=True) for wire in wires
             ],
             constrain_weights=self._stage_weights.constrain,
-            kinds=len(call.stages.cuts),
+            kinds=len(call.stages.jaxprs),
         )
         return Pipeline(call.schedule, stages, call.mesh, call.axis, call.data_axes)
 
@@ -217,48 +217,52 @@ class Execution:
         self, stage: int, slots: Any, shared: Any, wire: Any, micro: Any, constants: Any
     ) -> tuple[Any, Array, Any]:
         staged = self.call.stages
-        is_last = stage == len(staged.cuts) - 1
+        is_last = stage == len(staged.jaxprs) - 1
         same = {name: {**shared[name], **constants[name]} for name in shared}
-        arrived = self._wires.unpack(stage - 1, wire) if stage else []
+        received = self._wires.unpack(stage - 1, wire) if stage else []
         own = self._stage_weights.packing.unpack(stage, slots)
         weights = dict(zip(self._own_weights[stage], own, strict=True))
         weights |= same["weights"]
         with self.scopes():
-            found = staged.run(
+            sent = staged.run(
                 stage,
                 micro["inputs"],
-                [weights[number] for number in staged.cuts[stage].weights],
-                arrived,
+                [weights[number] for number in staged.jaxprs[stage].weights],
+                received,
             )
         loss, empty = jnp.float32(0.0), zeros(list(self._wires.slots))
         if not is_last:
             outputs = [_jax.struct(v.aval) for v in _jax.outputs(staged.program)]
-            return self._wires.pack(stage, found, empty), loss, (zeros(outputs), {})
-        if self.tail is not None:
-            loss = _loss(self.tail, found, micro["rows"], same)
-        return empty, loss, (found, {})
+            return self._wires.pack(stage, sent, empty), loss, (zeros(outputs), {})
+        if self.decomposition is not None:
+            loss = _loss(self.decomposition, sent, micro["rows"], same)
+        return empty, loss, (sent, {})
 
 
-def _loss(tail: Separated, outputs: Any, rows: Sequence[Array], same: Any) -> Array:
+def _loss(
+    decomposition: LossDecomposition, outputs: Any, rows: Sequence[Array], same: Any
+) -> Array:
     """One microbatch's part of the loss."""
-    outputs = [_copied(array, tail.copies) for array in outputs]
-    values: dict[Any, Any] = dict(zip(tail.outputs, outputs, strict=True))
-    for (_, variable, dim), array in zip(tail.rows, rows, strict=True):
-        values[variable] = jnp.moveaxis(_copied(array, tail.copies), 0, dim)
-    values.update((v, same["wholes"][i]) for i, (_, v) in enumerate(tail.wholes))
+    outputs = [_repeat(array, decomposition.copies) for array in outputs]
+    values: dict[Any, Any] = dict(zip(decomposition.outputs, outputs, strict=True))
+    for (_, variable, dim), array in zip(decomposition.rows, rows, strict=True):
+        values[variable] = jnp.moveaxis(_repeat(array, decomposition.copies), 0, dim)
+    values.update(
+        (v, same["replicated"][i]) for i, (_, v) in enumerate(decomposition.replicated)
+    )
     env = Environment.of(values)
-    for equation, atoms in tail.equations:
+    for equation, atoms in decomposition.equations:
         operands = [env.read(atom) for atom in atoms]
         env.write(equation.outvars, manual_axis.apply(equation, operands))
     loss = jnp.float32(0.0)
-    for number, (_, variable) in enumerate(tail.sums):
+    for number, (_, variable) in enumerate(decomposition.sums):
         part = jnp.sum(same["coefficients"][number] * env.read(variable))
         loss += part.astype(jnp.float32)
-    return loss / tail.copies if tail.copies > 1 else loss
+    return loss / decomposition.copies if decomposition.copies > 1 else loss
 
 
-def _copied(rows: Array, copies: int) -> Array:
-    """Rows, several times one after the other."""
+def _repeat(rows: Array, copies: int) -> Array:
+    """Rows repeated as a whole."""
     return jnp.concatenate([rows] * copies) if copies > 1 else rows
 
 
@@ -267,7 +271,7 @@ def _with_gradients(
 ) -> Callable[..., Any]:
     """The pipeline's loss as a function whose gradients the same loop computes.
 
-    JAX takes its gradient in a later trace, so nothing of this one is closed over.
+    JAX takes its gradient in a later trace, so it closes over no tracer of this one.
     """
 
     def gradients(slots: Any, shared: Any, micros: Any, constants: Any) -> Any:
@@ -281,21 +285,21 @@ def _with_gradients(
         )
 
     @jax.custom_vjp
-    def run(*taken: Any) -> tuple[Array, Any]:
-        found = gradients(*taken)
-        return found.loss, found.outputs
+    def run(*operands: Any) -> tuple[Array, Any]:
+        result = gradients(*operands)
+        return result.loss, result.outputs
 
-    def forward(*taken: Any) -> tuple[Any, Any]:
-        found = gradients(*taken)
-        kept = (found.weights, found.shared, found.micros)
-        return (found.loss, found.outputs), (kept, *taken[2:])
+    def forward(*operands: Any) -> tuple[Any, Any]:
+        result = gradients(*operands)
+        residuals = (result.weights, result.shared, result.micros)
+        return (result.loss, result.outputs), (residuals, *operands[2:])
 
-    def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
-        (weights, shared, found), micros, constants = kept
+    def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+        (weights, shared, of_micros), micros, constants = residuals
         seed = cotangents[0]
         leaves, tree = jax.tree.flatten(micros)
         back = [
-            _times(found[i], seed) if i in found else _no_gradient(leaf)
+            _times(of_micros[i], seed) if i in of_micros else _no_gradient(leaf)
             for i, leaf in enumerate(leaves)
         ]
         scaled = jax.tree.map(partial(_times, factor=seed), (weights, shared))
@@ -320,5 +324,5 @@ def _is_float(aval: Any) -> bool:
 
 
 def _of_floats(arrays: dict[int, Any], wanted: bool) -> dict[int, Any]:
-    """Those that have gradients, or those that have none."""
+    """The arrays that have gradients, or those that have none."""
     return {i: array for i, array in arrays.items() if _is_float(array) == wanted}

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss over a batch as a sum of losses over microbatches.
+"""Decomposes the loss of a batch into a sum of losses of microbatches.
 
 A pipeline begins the backward of one microbatch before it has seen the next, so the
 computation from its output to the loss has to be done for each microbatch by itself.
 The step is traced twice: for the whole batch, and for one microbatch. Both programs
-have the same equations; a dim that is smaller in the second counts rows. Equations that
-treat each row by itself are run for each microbatch, up to the sums over rows; what
-follows the sums has to be linear in them, so the loss is ``c + Σ_m Σ_j a_j · s_j(m)``,
-with coefficients that are known before the first microbatch. A mean over the tokens
-that count, which are as many as the whole batch has, is one of these.
+have the same equations; a dim that is smaller in the second is a batch dim. Row-wise
+equations are run for each microbatch, up to the sums over rows; what follows the sums
+has to be linear in them, so the loss is ``c + Σ_m Σ_j a_j · s_j(m)``, with coefficients
+that are known before the first microbatch. A mean over the unmasked tokens of the whole
+batch is one such loss.
 
-What is computed from the batch alone and mixes its rows (that number of tokens) is
+What is computed from the inputs alone and mixes rows (the number of these tokens) is
 taken from the program of the whole batch.
 """
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from tessera import _jax
 from tessera.compiler.pipelining.batch_dims import (
-    Rows,
+    BatchDims,
     have_same_equations,
     have_same_parameters,
     variables,
@@ -30,26 +30,27 @@ from tessera.compiler.pipelining.batch_dims import (
 from tessera.errors import PipelineFormError
 from tessera.primitive_properties import LINEAR
 
-Kind = Literal["rows", "whole", "sum"]
+# A value with a batch dim, one without, and one that is linear in sums over rows.
+Kind = Literal["rows", "replicated", "sum"]
 
 _SUMS: Final = frozenset(("reduce_sum", "dot_general"))
 
 
 @dataclass
-class Separated:
-    """The way from a pipeline's output to a loss.
+class LossDecomposition:
+    """The computation from a pipeline's output to a loss.
 
     Attributes:
-      copies: How many of a microbatch of one row the equations are for: JAX does other
-        things where there is one row.
+      copies: How many copies of a microbatch of one row the equations are for: JAX
+        traces other equations for one row.
       outputs: The microbatch's variables of the pipeline's output.
       equations: Of the microbatch's program, from its output to the sums over rows,
-        each with its operands; the numbers among these are the whole batch's.
+        each with its operands; literals among these are the whole batch's.
       sums: The sums: (whole batch's variable, microbatch's variable).
-      rows: What the equations read row by row: (whole, microbatch's, dim of rows).
-      wholes: What they read as it is: (whole, microbatch's).
+      rows: What the equations read row by row: (whole, microbatch's, batch dim).
+      replicated: What they read as it is: (whole, microbatch's).
       after: Of the whole batch's program: from the sums to the loss.
-      tainted: Everything in the whole batch's program that the output leads to.
+      dependents: What in the whole batch's program depends on the output.
     """
 
     copies: int
@@ -57,38 +58,38 @@ class Separated:
     equations: list[tuple[_jax.Equation, list[_jax.Atom]]] = field(default_factory=list)
     sums: list[tuple[Any, Any]] = field(default_factory=list)
     rows: list[tuple[Any, Any, int]] = field(default_factory=list)
-    wholes: list[tuple[Any, Any]] = field(default_factory=list)
+    replicated: list[tuple[Any, Any]] = field(default_factory=list)
     after: list[_jax.Equation] = field(default_factory=list)
-    tainted: set[Any] = field(default_factory=set)
+    dependents: set[Any] = field(default_factory=set)
 
 
-def separate(
+def decompose_loss(
     whole: _jax.Program,
     micro: _jax.Program,
     output: int,
     loss: int,
     microbatches: int | Fraction,
     copies: int = 1,
-) -> Separated:
+) -> LossDecomposition:
     """Find the sums over rows between two equations.
 
     Args:
       whole: The program of the whole batch, without calls of jitted functions.
       micro: The same of one microbatch.
-      output: The place of the equation whose results are the pipeline's output.
-      loss: The place of the equation whose first input is the loss.
-      microbatches: How many times the rows of ``micro`` the batch has; not 1.
-      copies: How many times the rows of a microbatch ``micro`` has.
+      output: The index of the equation whose results are the pipeline's output.
+      loss: The index of the equation whose first input is the loss.
+      microbatches: Rows of the batch over rows of ``micro``; not 1.
+      copies: Rows of ``micro`` over rows of a microbatch.
 
     Raises:
       PipelineFormError: [T312] the loss is not such a sum.
     """
-    found = _Separation(whole, micro, output, loss, microbatches).run()
-    return replace(found, copies=copies)
+    decomposed = _Decomposer(whole, micro, output, loss, microbatches).run()
+    return replace(decomposed, copies=copies)
 
 
-class _Separation:
-    """What is known of each variable of the whole batch's program."""
+class _Decomposer:
+    """Classifies each variable of the whole batch's program."""
 
     def __init__(
         self,
@@ -108,54 +109,60 @@ class _Separation:
                 fix="do not branch on the batch size, and take no rows by their number",
             )
         self.output = output
-        self.rows = Rows(microbatches)
+        self.rows = BatchDims(microbatches)
         self.kind: dict[Any, Kind] = {}
-        self.maker: dict[Any, int] = {}
-        self.tainted: set[Any] = set()
+        self.definition: dict[Any, int] = {}
+        self.dependents: set[Any] = set()
         self.frontier: set[Any] = set()
-        self.leading = _jax.sources(whole, self.whole[-1].invars[0], before=loss)
+        self.sources = _jax.sources(whole, self.whole[-1].invars[0], before=loss)
         self.rows.pair(_jax.inputs(whole), _jax.inputs(micro))
         for variable in _jax.inputs(whole):
             has_rows = self.rows.dim(variable) is not None
-            self.kind[variable] = "rows" if has_rows else "whole"
+            self.kind[variable] = "rows" if has_rows else "replicated"
 
-    def run(self) -> Separated:
+    def run(self) -> LossDecomposition:
         pairs = zip(self.whole[:-1], self.micro[:-1], strict=True)
-        for place, (equation, twin) in enumerate(pairs):
+        for index, (equation, twin) in enumerate(pairs):
             self.rows.pair(equation.outvars, twin.outvars)
-            self.maker.update(dict.fromkeys(equation.outvars, place))
+            self.definition.update(dict.fromkeys(equation.outvars, index))
             inputs = variables(equation.invars)
-            is_tainted = not self.tainted.isdisjoint(inputs) or place == self.output
-            if is_tainted:
-                self.tainted.update(equation.outvars)
-            if not self.leading.isdisjoint(equation.outvars):
-                kind = self._classified(place, equation, twin, is_tainted)
+            is_dependent = (
+                not self.dependents.isdisjoint(inputs) or index == self.output
+            )
+            if is_dependent:
+                self.dependents.update(equation.outvars)
+            if not self.sources.isdisjoint(equation.outvars):
+                kind = self._classify(index, equation, twin, is_dependent)
                 self.kind.update(dict.fromkeys(equation.outvars, kind))
         loss = self.whole[-1].invars[0]
         if self.kind.get(loss) != "sum":
             self._refuse(
                 self.whole[-1], "the loss is no sum over the rows of the batch"
             )
-        return self._collected(loss)
+        return self._collect(loss)
 
-    def _classified(
-        self, place: int, equation: _jax.Equation, twin: _jax.Equation, is_tainted: bool
+    def _classify(
+        self,
+        index: int,
+        equation: _jax.Equation,
+        twin: _jax.Equation,
+        is_dependent: bool,
     ) -> Kind:
-        if place == self.output:
+        if index == self.output:
             return "rows"
         kinds = {self.kind[v] for v in variables(equation.invars)}
         if "sum" in kinds:
             self._check_linear(equation)
             return "sum"
-        is_apart = self.rows.are_kept_apart(equation, twin)
+        is_row_wise = self.rows.is_row_wise(equation, twin)
         is_same = have_same_parameters(equation, twin)
-        if is_apart and is_same:
-            reads_rows = "rows" in kinds or is_tainted
+        if is_row_wise and is_same:
+            reads_rows = "rows" in kinds or is_dependent
             if reads_rows or not self.rows.of(equation.invars):
                 return "rows"
-        if not is_tainted:
-            return "whole"
-        if is_apart and not is_same:
+        if not is_dependent:
+            return "replicated"
+        if is_row_wise and not is_same:
             name = equation.primitive.name
             self._refuse(equation, f"{name} depends on the size of the batch")
         if not self._sums_rows(equation):
@@ -175,7 +182,7 @@ class _Separation:
         name, operands = equation.primitive.name, equation.invars
         sums = [i for i, v in enumerate(operands) if self._is_sum(v)]
         others = set(variables(operands)).difference(operands[i] for i in sums)
-        legal = name in LINEAR and self.tainted.isdisjoint(others)
+        legal = name in LINEAR and self.dependents.isdisjoint(others)
         match name:
             case "mul" | "dot_general":
                 legal &= len(sums) == 1
@@ -204,49 +211,49 @@ class _Separation:
             "schedule='gpipe', which has all of the output before the first backward",
         )
 
-    def _collected(self, loss: Any) -> Separated:
+    def _collect(self, loss: Any) -> LossDecomposition:
         outputs = list(self.micro[self.output].outvars)
-        found = Separated(1, outputs, tainted=self.tainted)
-        wanted, after = {loss}, list[_jax.Equation]()
+        found = LossDecomposition(1, outputs, dependents=self.dependents)
+        read, after = {loss}, list[_jax.Equation]()
         for equation in reversed(self.whole[:-1]):
-            made = wanted.intersection(equation.outvars)
-            if not made or self.kind[equation.outvars[0]] != "sum":
+            sums = read.intersection(equation.outvars)
+            if not sums or self.kind[equation.outvars[0]] != "sum":
                 continue
-            if made <= self.frontier:
-                found.sums += [(v, self.rows.twin[v]) for v in made]
+            if sums <= self.frontier:
+                found.sums += [(v, self.rows.twin[v]) for v in sums]
                 continue
             after.append(equation)
-            wanted.update(variables(equation.invars))
+            read.update(variables(equation.invars))
         found.after = after[::-1]
         self._collect_rows(found)
         return found
 
-    def _collect_rows(self, found: Separated) -> None:
+    def _collect_rows(self, found: LossDecomposition) -> None:
         """The microbatch's equations up to the sums, and what they read."""
         todo = [v for v, _ in found.sums]
-        seen, places = set(todo), set[int]()
+        seen, indices = set(todo), set[int]()
         while todo:
             variable = todo.pop()
-            place, twin = self.maker.get(variable), self.rows.twin[variable]
-            if place == self.output:
+            index, twin = self.definition.get(variable), self.rows.twin[variable]
+            if index == self.output:
                 continue
-            if place is not None and self.kind[variable] != "whole":
-                places.add(place)
-                read = dict.fromkeys(variables(self.whole[place].invars))
+            if index is not None and self.kind[variable] != "replicated":
+                indices.add(index)
+                read = dict.fromkeys(variables(self.whole[index].invars))
                 todo += [v for v in read if v not in seen]
                 seen.update(read)
             elif (dim := self.rows.dim(variable)) is None:
-                found.wholes.append((variable, twin))
+                found.replicated.append((variable, twin))
             else:
-                assert dim >= 0, "rows are counted by one dim"
+                assert dim >= 0, "one batch dim"
                 found.rows.append((variable, twin, dim))
         found.equations = [
-            (self.micro[place], self._operands(place)) for place in sorted(places)
+            (self.micro[index], self._operands(index)) for index in sorted(indices)
         ]
 
-    def _operands(self, place: int) -> list[_jax.Atom]:
-        """A microbatch's variables, and the numbers of the whole batch."""
-        whole, micro = self.whole[place].invars, self.micro[place].invars
+    def _operands(self, index: int) -> list[_jax.Atom]:
+        """A microbatch's variables, and the literals of the whole batch."""
+        whole, micro = self.whole[index].invars, self.micro[index].invars
         pairs = zip(whole, micro, strict=True)
         return [a if isinstance(a, _jax.Literal) else b for a, b in pairs]
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equations of a step, run where one mesh axis is manual and the others are not.
+"""Applies equations of a step inside an SPMD region that is manual over one axis.
 
-A pipelined function is traced as what it is to its author, a function of whole arrays.
-Its stages run in a region that is manual over the pipeline's axis, where some of it has
-to be said otherwise:
+A pipelined function is traced as a function of global arrays. Its stages run in a
+region that is manual over the pipeline's axis, where some equations have to change:
 
-- Layouts are those over the region's other axes.
-- XLA ends the process when it splits a gather or a scatter, in such a region, along the
-  dims that are looked up; so these dims are whole.
-- Regions inside are manual over the other axes.
+- Layouts name the other axes only.
+- XLA ends the process when it partitions a gather or a scatter, in such a region, along
+  the indexed dims; so these dims are replicated.
+- Nested regions are manual over the other axes.
 """
 
 from collections.abc import Sequence
@@ -32,8 +31,8 @@ def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
       PipelineFormError: [T312] it has a region over the axis that is manual already.
     """
     name = equation.primitive.name
-    if not _is_said_otherwise(equation):
-        if any(contains(p, _is_said_otherwise) for p in _jax.inner_programs(equation)):
+    if not _needs_rewrite(equation):
+        if any(contains(p, _needs_rewrite) for p in _jax.inner_programs(equation)):
             return bind_with_nested(equation, operands, _evaluate)
         return _jax.bind(equation, operands)
     if _jax.is_shard_map(equation):
@@ -42,14 +41,14 @@ def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
         if name == "sharding_constraint":
             return [_constrained(operands[0], equation.params["sharding"])]
         if "sharding" in equation.params:
-            # What JAX takes over from a value that it is made like.
+            # As of ``zeros_like``, which copies the layout of its argument.
             return _jax.bind(equation, operands, {**equation.params, "sharding": None})
-        looked_up = _whole(operands[0], _dims_looked_up(equation))
-        (result,) = _jax.bind(equation, [looked_up, *operands[1:]])
+        operand = _replicated(operands[0], _indexed_dims(equation))
+        (result,) = _jax.bind(equation, [operand, *operands[1:]])
         if name == "gather":
             return [result]
-        # The way back of a scatter is a gather from the gradient of its result.
-        return [_whole(result, _dims_looked_up(equation))]
+        # The transpose of a scatter is a gather from the cotangent of its result.
+        return [_replicated(result, _indexed_dims(equation))]
 
 
 def _evaluate(program: _jax.Program, values: Sequence[Any]) -> list[Any]:
@@ -60,22 +59,22 @@ def _evaluate(program: _jax.Program, values: Sequence[Any]) -> list[Any]:
     return [env.read(atom) for atom in _jax.outputs(program)]
 
 
-def _is_said_otherwise(equation: _jax.Equation, _: str = "") -> bool:
+def _needs_rewrite(equation: _jax.Equation, _: str = "") -> bool:
     name = equation.primitive.name
-    is_look_up = name == "gather" or name.startswith("scatter")
+    is_indexed = name == "gather" or name.startswith("scatter")
     is_laid_out = isinstance(equation.params.get("sharding"), NamedSharding)
-    return is_look_up or is_laid_out or _jax.is_shard_map(equation)
+    return is_indexed or is_laid_out or _jax.is_shard_map(equation)
 
 
-def _dims_looked_up(equation: _jax.Equation) -> tuple[int, ...]:
+def _indexed_dims(equation: _jax.Equation) -> tuple[int, ...]:
     numbers = equation.params["dimension_numbers"]
     if equation.primitive.name == "gather":
         return numbers.start_index_map
     return numbers.scatter_dims_to_operand_dims
 
 
-def _whole(value: Any, dims: Sequence[int]) -> Any:
-    """A value whose given dims nothing splits."""
+def _replicated(value: Any, dims: Sequence[int]) -> Any:
+    """A value with some dims replicated."""
     mesh = jax.sharding.get_abstract_mesh()
     if set(mesh.axis_names) == set(mesh.manual_axes):
         return value
@@ -85,16 +84,16 @@ def _whole(value: Any, dims: Sequence[int]) -> Any:
 
 
 def _constrained(value: Any, layout: NamedSharding) -> Any:
-    """A value laid out over the axes that are not manual."""
+    """A value with a layout, manual axes left out."""
     mesh = jax.sharding.get_abstract_mesh()
 
-    def kept(entry: Any) -> Any:
+    def without_manual(entry: Any) -> Any:
         names = (entry,) if isinstance(entry, str) else entry
         if not isinstance(names, tuple):
             return entry
         return tuple(name for name in names if name not in mesh.manual_axes) or None
 
-    here = NamedSharding(mesh, PartitionSpec(*map(kept, layout.spec)))
+    here = NamedSharding(mesh, PartitionSpec(*map(without_manual, layout.spec)))
     return jax.lax.with_sharding_constraint(value, here)
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many microbatches a pipeline gets: what divides, and what wastes time.
-
-Of :mod:`tessera.compiler.pipelining`; asked before anything is traced.
-"""
+"""Checks the number of a pipeline's microbatches, before anything is traced."""
 
 import warnings
 
@@ -11,11 +8,11 @@ from tessera.errors import BatchSizeError, TesseraWarning
 
 
 def check_batch(rows: int, microbatches: int) -> None:
-    """Refuse a batch that does not fall into equal microbatches.
+    """Check that a batch splits into equal microbatches.
 
     Args:
       rows: Rows of the batch: its first dim.
-      microbatches: Parts to cut it into.
+      microbatches: Parts to split it into.
 
     Raises:
       BatchSizeError: [T503] the number of rows is not a multiple of the microbatches.
@@ -41,10 +38,10 @@ def check_batch(rows: int, microbatches: int) -> None:
 
 
 def fewer_microbatches_warning(schedule: Schedule) -> None:
-    """Warn where there are fewer microbatches than stages, and say what that costs.
+    """Warn where there are fewer microbatches than stages, with the idle time.
 
     Warns:
-      TesseraWarning: There are; with the share of time for which devices wait.
+      TesseraWarning: There are.
 
     Example:
       >>> from tessera.compiler.pipelining import schedule

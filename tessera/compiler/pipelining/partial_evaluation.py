@@ -81,7 +81,11 @@ def split_outputs(
     inputs = zip(_jax.inputs(program), is_shared, strict=True)
     shared = {variable for variable, is_shared in inputs if is_shared}
     naming = _Naming(_computed(known), shared, set(_jax.inputs(program)), set())
-    named = _jax.retrace(lambda *values: naming.interpret(program, values), program)
+
+    def run(*values: Any) -> list[Any]:
+        return naming.interpret(program, values)
+
+    named = _jax.retrace(run, program)
     is_unknown = [not known for known in is_known]
     return SplitProgram(
         *_jax.partial_evaluation(named, is_unknown, is_shared, _is_saved)

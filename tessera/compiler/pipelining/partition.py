@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cutting a row of layers into pipeline stages that take about equally long.
-
-Of :mod:`tessera.compiler.pipelining`; arithmetic on costs that the caller gives.
-"""
+"""Assigns contiguous layers to pipeline stages of about equal cost."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,16 +11,16 @@ from tessera.errors import PipelineSizeError
 def balanced(
     costs: Sequence[float], parts: int, *, first: float = 0.0, last: float = 0.0
 ) -> tuple[range, ...]:
-    """The contiguous split whose dearest part is as cheap as can be.
+    """The contiguous split whose slowest part is as fast as possible.
 
-    Among the splits that are so, the one with the least sum of squares: the others are
-    as equal as they can be. Every layer is in exactly one part, and no part is empty.
+    Ties go to the least sum of squares, so the other parts are as equal as possible.
+    Every layer is in exactly one part, and no part is empty.
 
     Args:
-      costs: What each layer costs, in any unit; not negative.
+      costs: The cost of each layer, in any unit; not negative.
       parts: How many parts to make: the virtual stages of a pipeline.
-      first: What the first part costs beside its layers, such as the embedding.
-      last: What the last part costs beside its layers, such as the head and the loss.
+      first: Cost of the first part beside its layers, such as the embedding.
+      last: Cost of the last part beside its layers, such as the head and the loss.
 
     Returns:
       The layers of each part, in order.
@@ -62,11 +59,11 @@ def describe(
     first: float = 0.0,
     last: float = 0.0,
 ) -> str:
-    """One line that says which layers each stage has, and its share of the cost.
+    """One line with the layers of each stage and its share of the cost.
 
     Args:
       split: What :func:`balanced` returned.
-      costs: What it was given, and so are the others.
+      costs: As for :func:`balanced`, and so are the others.
       first: See above.
       last: See above.
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a pipelined function and its arguments to one equation of the step.
+"""Traces a pipelined call into one equation of the step.
 
-Once it is known which arguments have the batch's rows, the function is traced twice:
-for the whole batch, as it is written, and for the rows that one device has of a
-microbatch. Its stages are cut from the second program. Beside the first it shows
-whether they treat each row by itself; only then is it sure that a pipeline computes
-what one device does, whatever the arguments are.
+Once it is decided which arguments have the batch's rows, the function is traced twice:
+for the whole batch, as it is written, and for one device's rows of a microbatch. The
+second program is split into stages. Comparing the two shows whether the stages are
+row-wise independent; only then does a pipeline compute what one device does, whatever
+the arguments are.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from tessera import _jax, scope
 from tessera.compiler.differentiation import differentiated
-from tessera.compiler.pipelining.batch_dims import Rows
+from tessera.compiler.pipelining.batch_dims import BatchDims
 from tessera.compiler.pipelining.microbatches import check_batch
 from tessera.compiler.pipelining.pipeline_primitive import (
     Decision,
@@ -28,70 +28,70 @@ from tessera.compiler.pipelining.pipeline_primitive import (
     check_results,
     struct_of,
 )
-from tessera.compiler.pipelining.split_stages import cut
+from tessera.compiler.pipelining.split_stages import split_stages
 from tessera.compiler.rewriting import contains, inline_jits
 from tessera.errors import BatchSizeError, TesseraError
 from tessera.ops.operand_layouts import layout_of
 from tessera.spec import axes_of_dims
 
-# A program, and what its function closes over: inputs after its own.
+# A program, and the arrays that its function closes over: inputs after its own.
 Traced: TypeAlias = tuple[_jax.Program, list[Any]]
 
-# Weights are split over fsdp, too.
-_ROWS_ALONE = ("dp",)
+# Not fsdp, which weights are sharded over.
+_DATA_AXES = ("dp",)
 
 
-class OfArrays(Protocol):
-    """A function of arrays, and those that it is called with."""
+class ArrayFunction(Protocol):
+    """A function of arrays, and its arguments."""
 
     arrays: list[Any]
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """Its results for other arrays."""
+        """The results for other arrays."""
         ...
 
 
-def marked_as_given(function: OfArrays, call: PipelineCall) -> list[Any]:
-    """The results of a call whose arguments are not cut: they are just its types."""
+def bind_unsplit(function: ArrayFunction, call: PipelineCall) -> list[Any]:
+    """The results of a call before its arguments are split: only their types count."""
     program, captured = _traced(function, function.arrays)
     results = tuple(atom.aval for atom in _jax.outputs(program))
     return bind(replace(call, results=results), function.arrays, captured)
 
 
 @dataclass(frozen=True)
-class Split:
-    """A call, some of whose arguments are cut into microbatches.
+class SplitCall:
+    """A call, some of whose arguments are split into microbatches.
 
     Attributes:
       function: The function, with its arguments.
-      call: What is known of the call.
+      call: The call.
       decision: Which arguments have rows.
       names: The stages.
       here: The scope of the step.
     """
 
-    function: OfArrays
+    function: ArrayFunction
     call: PipelineCall
     decision: Decision
     names: Sequence[str]
     here: scope.Scope
 
-    def marked(self) -> list[Any]:
-        """The call's results.
+    def bind(self) -> list[Any]:
+        """Bind the pipeline primitive; returns the call's results.
 
         Raises:
           PipelineFormError: [T312] the function is no chain of the stages.
           UndecidedRoleError: [T324] it cannot be proven which arguments have rows.
-          BatchSizeError: [T503] the batch cannot be cut into microbatches.
+          BatchSizeError: [T503] the batch cannot be split into microbatches.
         """
         check_batch(self._rows, self.call.schedule.microbatches)
         before = self.here.snapshot()
         whole = self._of_batch(self._rows, before)
         call, captured = self._staged(self._data_axes)
-        if call.data_axes and _is_for_all_rows(call):
+        if call.data_axes and _uses_data_axes(call):
             self.here.restore(before)
             call, captured = self._staged(())
-        if call.rows == call.parts > 1:  # JAX does other things where there is one row
+        if call.rows == call.parts > 1:  # JAX traces other equations for one row
             problem = self._problem_of_larger(whole, before)
         else:
             part = call.stages.program, captured
@@ -134,29 +134,29 @@ class Split:
 
     @property
     def _data_axes(self) -> tuple[str, ...]:
-        """Axes that divide each microbatch's rows, and split nothing else."""
+        """Axes that divide each microbatch's rows, and shard nothing else."""
         mesh, count = self.call.mesh, self.call.schedule.microbatches
-        axes = tuple(a for a in _ROWS_ALONE if a in mesh.axes and a != self.call.axis)
+        axes = tuple(a for a in _DATA_AXES if a in mesh.axes and a != self.call.axis)
         parts = mesh.axis_size(axes)
         return axes if parts > 1 and self._rows % (count * parts) == 0 else ()
 
     # --- its programs
 
     def _program(self, rows: int) -> Traced:
-        """The function of so many rows; its weights are inputs after those."""
+        """The function's program for some rows; its weights are inputs after those."""
         order = [i for i, row in enumerate(self.decision.by_row) if row]
         order += [i for i, row in enumerate(self.decision.by_row) if not row]
 
         def ordered(*arrays: Any) -> list[Any]:
-            given = dict(zip(order, arrays, strict=True))
-            return self.function(*(given[i] for i in range(len(order))))
+            by_number = dict(zip(order, arrays, strict=True))
+            return self.function(*(by_number[i] for i in range(len(order))))
 
         structs = [struct_of(array, rows) for array in self._data]
         structs += [struct_of(array, None) for array in self._others]
         return _traced(ordered, structs)
 
     def _of_batch(self, rows: int, before: tuple[Any, ...]) -> Traced:
-        """The function as one device would run it, to compare with."""
+        """The function's program as one device would run it, to compare with."""
         after, self.here.is_whole_batch = self.here.snapshot(), rows == self._rows
         self.here.restore(before)
         try:
@@ -167,7 +167,7 @@ class Split:
         return differentiated(program), captured
 
     def _staged(self, axes: tuple[str, ...]) -> tuple[PipelineCall, list[Any]]:
-        """The call with its stages, and what the function closes over."""
+        """The call with its stages, and the arrays that the function closes over."""
         call = replace(self.call, rows=self._rows, data_axes=axes)
         part, self.here.is_whole_batch = call.rows // call.parts, False
         try:
@@ -179,7 +179,7 @@ class Split:
             raise self._undecided(problem) from error
         finally:
             self.here.is_whole_batch = True
-        staged = cut(differentiated(program), len(self._data), self.names)
+        staged = split_stages(differentiated(program), len(self._data), self.names)
         avals = [atom.aval for atom in _jax.outputs(staged.program)]
         check_results(avals, part)
         results = tuple(a.update(shape=(call.rows, *a.shape[1:])) for a in avals)
@@ -187,7 +187,7 @@ class Split:
         return replace(call, staged=staged, results=results, layouts=layouts), captured
 
     def _problem(self, whole: Traced, part: Traced, parts: int) -> str | None:
-        """Why it is not sure that the stages treat each row by itself, or None."""
+        """Why the stages may not be row-wise independent, or None."""
         if parts == 1:
             return None
         if len(whole[1]) != len(part[1]) or not all(map(_is_same, whole[1], part[1])):
@@ -196,12 +196,12 @@ class Split:
             _jax.without_dead_code(inline_jits(program), keep_inputs=True)
             for program, _ in (whole, part)
         ]
-        rows = Rows(parts)
-        find = rows.unproven if self.decision.is_guess else rows.mixed
+        dims = BatchDims(parts)
+        find = dims.find_unproven if self.decision.is_guess else dims.find_mixing
         return find(*programs)
 
     def _problem_of_larger(self, whole: Traced, before: tuple[Any, ...]) -> str | None:
-        """The same, where the batch is the part of a larger one."""
+        """The same, by comparing the batch with a larger one."""
         rows = 2 * self._rows
         try:
             larger = self._of_batch(rows, before)
@@ -210,8 +210,8 @@ class Split:
         return self._problem(larger, whole, 2)
 
     def _undecided(self, problem: str) -> TesseraError:
-        found = zip(self.call.by_row, self.decision.by_row, strict=True)
-        by_row = tuple(None if row else known for known, row in found)
+        pairs = zip(self.call.by_row, self.decision.by_row, strict=True)
+        by_row = tuple(None if row else declared for declared, row in pairs)
         return replace(self.call, by_row=by_row).undecided(problem)
 
 
@@ -233,8 +233,8 @@ def _is_same(first: Any, second: Any) -> bool:
     return first.shape == second.shape and np.array_equal(first, second)
 
 
-def _is_for_all_rows(call: PipelineCall) -> bool:
-    """Whether stages have to do with a data axis: in weights' layouts, in kernels."""
+def _uses_data_axes(call: PipelineCall) -> bool:
+    """Whether stages use a data axis: in weights' layouts, in kernels."""
     program = call.stages.program
     if contains(program, lambda equation, _: _jax.is_shard_map(equation)):
         return True

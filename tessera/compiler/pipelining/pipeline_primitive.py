@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipelined call as one equation of the traced step.
+"""Defines the primitive that stands for a pipelined call in the traced step.
 
 ``pipeline`` takes the call's arguments, whole batches, and the weights that its stages
-read, and gives whole batches. The pass ``schedule_pipelines`` puts the loop in its
-place, together with the loss, where there is one.
+read, and returns whole batches. The pass ``schedule_pipelines`` replaces it by the
+loop, together with the loss, if there is one.
 """
 
 import warnings
@@ -26,10 +26,10 @@ from tessera.errors import (
 )
 from tessera.mesh import Mesh
 
-# The name scope of everything that a pipeline's devices do.
+# The name scope of the pipeline's SPMD region.
 SCOPE: Final = "pipeline"
 
-# As many paths are in an error.
+# The most paths that an error lists.
 _LISTED: Final = 8
 
 pipeline_p = _jax.Primitive("pipeline")
@@ -41,9 +41,9 @@ class Decision:
     """Which arguments of a pipelined call have the batch's rows.
 
     Attributes:
-      by_row: For each, whether its leading dim counts rows.
-      is_guess: Whether that is a guess by their numbers of rows, which takes a proof:
-        nobody says it, and several might.
+      by_row: For each, whether its leading dim is the batch dim.
+      is_guess: Whether that is a guess from their numbers of rows, which needs a proof:
+        it is not declared, and several arguments might have rows.
     """
 
     by_row: tuple[bool, ...]
@@ -52,28 +52,29 @@ class Decision:
 
 @dataclass(frozen=True, eq=False)
 class PipelineCall:
-    """What is to be run where the mark stands.
+    """The parameters of a pipelined call's equation.
 
     The equation's inputs are the arguments that have the batch's rows, then everything
-    else that the stages read. As long as it is not known which of the arguments have
-    rows, and in a program of another number of rows, there are no stages yet, and its
-    inputs are all arguments, then what the function closes over.
+    else that the stages read. Until it is decided which arguments have rows, and in a
+    program of another number of rows, there are no stages, and the inputs are all
+    arguments, then what the function closes over.
 
     Attributes:
-      number: Which of the step's pipelined calls it is.
-      name: The function's.
-      schedule: The order of the stages.
-      mesh: Where they run.
+      number: The call's number among the step's pipelined calls.
+      name: The function's name.
+      schedule: The schedule of the stages.
+      mesh: The mesh.
       axis: The pipeline's axis.
-      paths: What each of the arguments' arrays is called.
-      by_row: For each of them, whether its leading dim counts rows; None if not known.
+      paths: The path of each array of the arguments.
+      by_row: For each of them, whether its leading dim is the batch dim; None if that
+        is not decided.
       results: The types of its results.
-      staged: The stages' programs, for what one device has of a microbatch.
+      staged: The stages' programs, for one device's part of a microbatch.
       rows: Rows of the whole batch.
-      layouts: For each input that has no rows, how it is stored.
-      data_axes: Axes along which there is a pipeline for each part of the rows.
-      mixes: What in the stages makes rows of each other; "" if nothing is known to.
-      say: How a user says which arguments have rows.
+      layouts: For each input that has no rows, its stored layout.
+      data_axes: Axes along which each device has a pipeline for its part of the rows.
+      mixes: What in the stages mixes rows; "" if nothing is known to.
+      how_to_declare: How a user declares which arguments have rows.
     """
 
     number: int
@@ -89,33 +90,33 @@ class PipelineCall:
     layouts: tuple[PartitionSpec, ...] = ()
     data_axes: tuple[str, ...] = ()
     mixes: str = ""
-    say: str = "graph.pipeline(..., batch=[...])"
+    how_to_declare: str = "graph.pipeline(..., batch=[...])"
 
     @property
     def stages(self) -> StagedProgram:
-        """The stages' programs, which a program has once its rows are known."""
-        assert self.staged is not None, "it is known which arguments have rows"
+        """The stages' programs, once it is decided which arguments have rows."""
+        assert self.staged is not None, "it is decided which arguments have rows"
         return self.staged
 
     @property
     def parts(self) -> int:
-        """Into how many the rows are cut: what one device's stage sees is one."""
+        """How many parts the rows are split into: a device's stage sees one."""
         return self.schedule.microbatches * self.mesh.axis_size(self.data_axes)
 
     def undecided(self, why: str) -> UndecidedRoleError:
-        """The error where nothing decides which arguments have rows."""
+        """The error for a call whose arguments with rows are not decided."""
         by_path = zip(self.paths, self.by_row, strict=True)
         names = [path for path, row in by_path if row is not False]
         return UndecidedRoleError(
             f"it is not decided which arguments of pipeline {self.name!r} have a row "
             "for each example",
             got=f"{first_of(names)}: {why}",
-            fix=f"name those that have: {self.say}\n"
+            fix=f"name those that have: {self.how_to_declare}\n"
             "all others are whole in every stage that reads them",
         )
 
     def warn(self) -> None:
-        """Warn where a stage makes rows of each other.
+        """Warn if a stage mixes the rows of its microbatch.
 
         Warns:
           TesseraWarning: It does; with the line.
@@ -150,12 +151,12 @@ _jax.refuse_transforms(pipeline_p, _refuse)
 
 
 def bind(call: PipelineCall, arguments: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """The call's results, as traced values."""
+    """Bind the primitive to a call's operands; returns its results."""
     return pipeline_p.bind(*arguments, *weights, call=call)
 
 
 def argument_rows(program: _jax.Program) -> dict[str, bool]:
-    """Which arguments of a program's pipelined calls have rows, where it is known."""
+    """Which arguments of a program's pipelined calls have rows, where decided."""
     found: dict[str, bool] = {}
     for equation in _jax.equations(program):
         if equation.primitive is pipeline_p:
@@ -168,7 +169,7 @@ def argument_rows(program: _jax.Program) -> dict[str, bool]:
 
 
 def first_of(paths: Sequence[str]) -> str:
-    """Some paths in an error, however many there are."""
+    """The first few of some paths, for an error."""
     return ", ".join(paths[:_LISTED]) + ", …" * (len(paths) > _LISTED)
 
 
@@ -189,7 +190,7 @@ def check_results(avals: Sequence[Any], rows: int | None) -> None:
 
 
 def struct_of(leaf: Any, rows: int | None) -> jax.ShapeDtypeStruct:
-    """The form of an argument, with another number of rows where one is given."""
+    """The shape and dtype of an argument, with another number of rows if given."""
     aval = _jax.struct(jax.typeof(leaf))
     shape = aval.shape if rows is None else (rows, *aval.shape[1:])
     return jax.ShapeDtypeStruct(shape, aval.dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays by number: rings of slots that a pipeline's device writes and reads.
+"""Ring buffers that a pipeline's device writes and reads by slot, and sums of trees.
 
-A ring is a tree of arrays with a leading dim of slots. Which one is meant is known when
-the program runs: every device of a pipeline executes the same program.
+A ring buffer is a tree of arrays with a leading dim of slots. The slot is known when
+the program runs, not when it is traced: all devices of a pipeline execute one program.
 """
 
 from functools import partial
@@ -24,8 +24,8 @@ def zeros(like: Tree) -> Tree:
     return jax.tree.map(zeros, like)
 
 
-def ring(like: Tree, slots: int) -> Tree:
-    """Empty slots, at least one: also a stage that receives nothing reads its ring."""
+def ring_buffer(like: Tree, slots: int) -> Tree:
+    """Empty slots, at least one: a stage that receives nothing reads one, too."""
 
     def zeros(leaf: Any) -> Array:
         return jnp.zeros((max(slots, 1), *leaf.shape), leaf.dtype)
@@ -33,40 +33,40 @@ def ring(like: Tree, slots: int) -> Tree:
     return jax.tree.map(zeros, like)
 
 
-def added(left: Tree, right: Tree) -> Tree:
+def add(left: Tree, right: Tree) -> Tree:
     """The sum of two trees."""
     return jax.tree.map(jnp.add, left, right)
 
 
-def row_of(held: Array, index: Array | int) -> Array:
+def row_of(array: Array, index: Array | int) -> Array:
     """One row of an array; of the only one without a slice."""
-    if held.shape[0] == 1:
-        return held[0]
-    # Not held[index]: XLA cannot partition a gather inside a region that is manual
+    if array.shape[0] == 1:
+        return array[0]
+    # Not array[index]: XLA cannot partition a gather inside a region that is manual
     # over some axes only.
-    return jax.lax.dynamic_index_in_dim(held, index, 0, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(array, index, 0, keepdims=False)
 
 
-def plus_row(held: Array, more: Array, *, index: Array) -> Array:
+def add_to_row(array: Array, more: Array, *, index: Array) -> Array:
     """An array with something added to one of its rows."""
-    if held.shape[0] == 1:
-        return held + more[None]
+    if array.shape[0] == 1:
+        return array + more[None]
     return jax.lax.dynamic_update_index_in_dim(
-        held, row_of(held, index) + more, index, 0
+        array, row_of(array, index) + more, index, 0
     )
 
 
-def read(ring: Tree, slot: Array) -> Tree:
-    """What is in a slot; where there is none, something that nobody looks at."""
-    return jax.tree.map(partial(row_of, index=jnp.maximum(slot, 0)), ring)
+def read(buffer: Tree, slot: Array) -> Tree:
+    """The value in a slot; for slot -1 a value that no caller uses."""
+    return jax.tree.map(partial(row_of, index=jnp.maximum(slot, 0)), buffer)
 
 
-def kept_in(ring: Tree, value: Tree, slot: Array) -> Tree:
-    """The ring with a value in a slot; as it was, where there is none."""
+def store(buffer: Tree, value: Tree, slot: Array) -> Tree:
+    """The buffer with a value in a slot; unchanged for slot -1."""
 
-    def write(held: Array, new: Array) -> Array:
-        place = jnp.maximum(slot, 0)
-        row = jnp.where(slot >= 0, new, row_of(held, place))
-        return jax.lax.dynamic_update_index_in_dim(held, row, place, 0)
+    def write(old: Array, new: Array) -> Array:
+        index = jnp.maximum(slot, 0)
+        row = jnp.where(slot >= 0, new, row_of(old, index))
+        return jax.lax.dynamic_update_index_in_dim(old, row, index, 0)
 
-    return jax.tree.map(write, ring, value)
+    return jax.tree.map(write, buffer, value)

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One loop that runs any legal schedule, forward and backward, as one SPMD program.
+"""Executes any legal schedule, forward and backward, as one loop in one SPMD program.
 
 A ``jax.shard_map`` that is manual over the pipeline's mesh axis and leaves the others
 to the compiler; in it one ``lax.scan`` over the ticks of the table. In a tick a device
-does what its cell says, each behind a ``lax.cond``, then passes an activation on and a
-cotangent back: two ``ppermute`` s, outside of the conditionals, where every device
-takes part. Where the table has all forwards before all backwards, as in ``gpipe``,
-there is a scan for each, and one ``ppermute`` in its ticks. The program is as long for
-64 microbatches as for 8.
+does the work in its cell, each kind behind a ``lax.cond``, then sends an activation to
+the next stage and a cotangent to the one before: two ``ppermute`` s, outside of the
+conditionals, where every device takes part. Where the table has all forwards before all
+backwards, as in ``gpipe``, there is a scan for each, and one ``ppermute`` in its ticks.
+The program is as long for 64 microbatches as for 8.
 
-A stage's input is kept from its arrival to its backward, in a ring of as many slots as
-the table needs; the backward runs the stage anew. So memory follows from the schedule:
-``1f1b`` holds as many inputs as there are stages, ``gpipe`` one for each microbatch.
+A stage's input is stored from its arrival to its backward, in a ring buffer of as many
+slots as the table needs; the backward runs the stage again. So memory follows from the
+schedule: ``1f1b`` stores as many inputs as there are stages, ``gpipe`` one for each
+microbatch.
 
 Sources: GPipe, arXiv 1811.06965; 1F1B, arXiv 1806.03377; interleaved stages, arXiv
 2104.04473; zero bubble, arXiv 2401.10241.
@@ -24,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
@@ -35,6 +37,7 @@ from tessera.compiler.pipelining.device_tick import (
     Stages,
 )
 from tessera.compiler.pipelining.pipeline_primitive import SCOPE
+from tessera.compiler.pipelining.ring_buffers import add, ring_buffer, store, zeros
 from tessera.compiler.pipelining.schedule_table import Kind, Schedule
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import region_mesh
@@ -47,11 +50,11 @@ class Pipeline:
 
     Attributes:
       schedule: For as many stages as the axis has devices.
-      stages: What runs.
+      stages: The stages.
       mesh: The mesh; axes other than the pipeline's are left to the compiler.
       axis: The pipeline's axis.
-      data_axes: Axes along which there is a pipeline for each part of the rows, which
-        are dim 1 of every microbatch array. Weights are whole along them, and their
+      data_axes: Axes along which each device has a pipeline for its part of the rows,
+        dim 1 of every microbatch array. Weights are replicated over them, and their
         gradients are summed once, after the last tick; left to the compiler, such an
         axis would sum them in every tick.
     """
@@ -77,11 +80,11 @@ class Pipeline:
         Args:
           weights: Each array global ``[chunks, S, ...]``, per device ``[chunks, 1,
             ...]``: virtual stage ``k`` is at ``[k // S, k % S]``.
-          shared: Weights that every device of the axis has whole.
-          micros: Each array ``[M, ...]``, whole over the axis.
+          shared: Weights that are replicated over the axis.
+          micros: Each array ``[M, ...]``, replicated over the axis.
           seed: f32 scalar, the cotangent of every microbatch's loss.
           micro_gradients: Leaves of ``micros``, by number, whose gradients are wanted.
-          keep_outputs: Whether the last stage's outputs are.
+          keep_outputs: Whether the last stage's outputs are wanted.
         """
 
         def run(weights: Tree, shared: Tree, micros: Tree, seed: Array) -> Gradients:
@@ -96,7 +99,7 @@ class Pipeline:
                 micro_gradients=micro_gradients,
                 keep_outputs=keep_outputs,
             )
-            return _summed(_ticked(device), self.axis, self.data_axes)
+            return _all_sums(_run_ticks(device), self.axis, self.data_axes)
 
         layouts: Any = Gradients(*[PartitionSpec()] * 6)
         own = PartitionSpec(None, self.axis)
@@ -106,10 +109,10 @@ class Pipeline:
     def outputs(
         self, weights: Tree, shared: Tree, micros: Tree
     ) -> tuple[Tree, Array, Tree]:
-        """What the stages give, forward only, by ticks as in ``gpipe``.
+        """The stages' results, forward only, by ticks as in ``gpipe``.
 
-        Arguments are those of ``gradients``. JAX can differentiate it, and then keeps
-        every stage's input and runs the stages anew.
+        Arguments are those of ``gradients``. JAX can differentiate it, and then saves
+        every stage's input and runs the stages again.
 
         Returns:
           The last stage's outputs, ``[M, ...]``, and the loss and statistics, summed
@@ -121,7 +124,7 @@ class Pipeline:
             device = Device(
                 self.schedule, self.stages, self.axis, weights, shared, micros, seed
             )
-            outputs, *sums = device.forward_only()
+            outputs, *sums = _forward_only(device)
             sums = jax.lax.psum(sums, self.data_axes) if self.data_axes else sums
             return outputs, *sums
 
@@ -131,13 +134,13 @@ class Pipeline:
 
     @property
     def _rows(self) -> PartitionSpec:
-        """Where microbatches lie, over the axes that are manual."""
+        """The layout of microbatches over the manual axes."""
         return (
             PartitionSpec(None, self.data_axes) if self.data_axes else PartitionSpec()
         )
 
     def _in_region(self, run: Callable[..., Any], results: Any) -> Callable[..., Any]:
-        assert self.schedule.stages == self.mesh.shape[self.axis], "a device for each"
+        assert self.schedule.stages == self.mesh.shape[self.axis], "one device each"
         whole, rows = PartitionSpec(), self._rows
         return jax.shard_map(
             jax.named_scope(SCOPE)(run),
@@ -145,7 +148,7 @@ class Pipeline:
             in_specs=(PartitionSpec(None, self.axis), whole, rows, whole),
             out_specs=results,
             axis_names={self.axis, *self.data_axes},
-            # What a device holds follows from its branches, and JAX follows none.
+            # Which devices hold what depends on branches, which JAX does not follow.
             check_vma=False,
         )
 
@@ -154,20 +157,20 @@ def _own_stage(array: Array) -> Array:
     return array[:, 0]
 
 
-def _ticked(device: Device) -> Gradients:
+def _run_ticks(device: Device) -> Gradients:
     """The sums of one device after all ticks."""
 
     def tick(kinds: Sequence[Kind], carry: Carry, row: Row) -> tuple[Carry, None]:
-        carry, activation, cotangent = device.file_arrivals(carry, row), None, None
+        carry, activation, cotangent = device.store_received(carry, row), None, None
         if "F" in kinds:
             activation = device.forward(carry, row)
         if "B" in kinds:
             carry, cotangent = device.backward(carry, row)
         if "W" in kinds:
-            carry = device.weigh(carry, row)
-        return device.passed_on(carry, activation, cotangent), None
+            carry = device.weight_backward(carry, row)
+        return device.send_recv(carry, activation, cotangent), None
 
-    carry, rows = device.begin(), _rows(device)
+    carry, rows = device.initial_carry(), _rows(device)
     for kinds, ticks in device.schedule.phases:
         part = {name: column[ticks] for name, column in rows.items()}
         carry, _ = jax.lax.scan(partial(tick, kinds), carry, part)
@@ -176,32 +179,19 @@ def _ticked(device: Device) -> Gradients:
 
 def _rows(device: Device) -> Row:
     """The table's columns of one device, int32 ``[ticks]`` each."""
-    schedule, slots = device.schedule, device.schedule.slots
-    columns = {
-        "receive_forward": slots.receive_forward,
-        "receive_backward": slots.receive_backward,
-        "forward_slot": slots.forward_slot,
-        "backward_slot": slots.backward_slot,
-        "cotangent_slot": slots.cotangent_slot,
-        "keep_slot": slots.keep_slot,
-        "weight_slot": slots.weight_slot,
-    }
+    schedule, columns = device.schedule, device.schedule.slots.tables()
     for name, kind in (("forward", "F"), ("backward", "B"), ("weight", "W")):
-        table = schedule.table(kind)
-        columns[f"{name}_micro"], columns[f"{name}_chunk"] = (
-            table[..., 0],
-            table[..., 1],
-        )
+        micro, chunk = np.moveaxis(schedule.table(kind), -1, 0)
+        columns |= {f"{name}_micro": micro, f"{name}_chunk": chunk}
+    own = partial(jax.lax.dynamic_index_in_dim, index=device.index, axis=1)
     return {
-        name: jax.lax.dynamic_index_in_dim(
-            jnp.asarray(column), device.place, 1, keepdims=False
-        )
+        name: own(jnp.asarray(column), keepdims=False)
         for name, column in columns.items()
     }
 
 
-def _summed(sums: Gradients, axis: str, data_axes: tuple[str, ...]) -> Gradients:
-    """Over stages, what every stage adds to, and over data all but rows of it."""
+def _all_sums(sums: Gradients, axis: str, data_axes: tuple[str, ...]) -> Gradients:
+    """The sums over devices: over the data axes of everything but rows."""
     weights = jax.tree.map(partial(jnp.expand_dims, axis=1), sums.weights)
     of_rows = jax.lax.psum((sums.micros, sums.outputs), axis)
     others = (sums.loss, sums.statistics, sums.shared)
@@ -209,3 +199,53 @@ def _summed(sums: Gradients, axis: str, data_axes: tuple[str, ...]) -> Gradients
     if data_axes:
         weights = jax.lax.psum(weights, data_axes)
     return Gradients(loss, statistics, weights, shared, *of_rows)
+
+
+def _forward_only(device: Device) -> tuple[Tree, Array, Tree]:
+    """Outputs of the last stage, loss and statistics, over all microbatches.
+
+    What a device receives it uses in the next tick, so it stores nothing: step ``i`` of
+    device ``s`` is in tick ``i + s``, through groups of as many microbatches as there
+    are stages.
+    """
+    size, chunks = device.schedule.stages, device.schedule.chunks
+    count = jax.tree.leaves(device.micros)[0].shape[0]
+    # With one chunk all microbatches are one group.
+    group_size = size if chunks > 1 else count
+    steps = -(-count // group_size) * group_size * chunks
+    loss, (outputs, statistics) = device.result_shapes[1:]
+
+    def tick(carry: Tree, number: Array) -> tuple[Tree, None]:
+        received, outputs, sums = carry
+        step = number - device.index
+        group, chunk = step // (group_size * chunks), (step // group_size) % chunks
+        micro, stage = group * group_size + step % group_size, device.stage_of(chunk)
+
+        @jax.checkpoint
+        def work(received: Tree) -> tuple[Tree, Array, tuple[Tree, Tree]]:
+            weights, micros = device.chunk(chunk), device.micro(micro)
+
+            def run(kind: Any, weights: Tree, received: Tree) -> Tree:
+                stages, shared = device.stages, device.shared
+                return stages.run(weights, shared, received, micros, kind)
+
+            return device.stages.each(stage, run, weights, received)
+
+        def idle(received: Tree) -> Any:
+            del received
+            return device.empty_wire(), *zeros(device.result_shapes[1:])
+
+        is_active = (step >= 0) & (step < steps) & (micro < count)
+        wire, loss, (out, more) = jax.lax.cond(is_active, work, idle, received)
+        is_last = is_active & (stage == device.last_stage)
+        outputs = store(outputs, out, jnp.where(is_last, micro, -1))
+        return (device.send_forward(wire), outputs, add(sums, (loss, more))), None
+
+    initial = (
+        device.empty_wire(),
+        ring_buffer(outputs, count),
+        zeros((loss, statistics)),
+    )
+    ticks = jnp.arange(steps + size - 1)
+    _, outputs, sums = jax.lax.scan(tick, initial, ticks)[0]
+    return jax.lax.psum((outputs, *sums), device.axis)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline schedule as data: which device does what for which microbatch, and when.
+"""Defines a pipeline schedule: a table of each device's work in each tick.
 
-The table of :mod:`tessera.compiler.pipelining`. :mod:`.schedules` makes tables,
-:mod:`.legality` checks them, :mod:`.slots` says where what arrives is kept, and one
-loop executes whatever table it is given.
+:mod:`.schedules` builds tables, :mod:`.legality` checks them, :mod:`.buffer_slots`
+allocates the ring buffers that they need, and :mod:`.schedule_loop` executes them.
 """
 
 from collections.abc import Iterator
@@ -22,12 +21,12 @@ KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
 @dataclass(frozen=True)
 class Op:
-    """One piece of work of one device, for one microbatch.
+    """One operation of one device, on one microbatch.
 
     Args:
-      kind: "F" runs a chunk forward. "B" carries the gradient back through it: to its
-        input and, in a schedule that does not split the backward, to its weights. "W"
-        is the gradient of its weights by itself.
+      kind: "F" is the forward of a chunk. "B" is its backward: the gradient of its
+        input and, in a schedule that does not split the backward, of its weights. "W"
+        is the gradient of its weights alone.
       microbatch: Which microbatch, from 0.
       chunk: Which of the chunks of layers that the device holds, from 0.
     """
@@ -42,22 +41,23 @@ Cells = tuple[tuple[tuple[Op, ...], ...], ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """When each device of a pipeline does which work, tick by tick.
+    """The work of each device of a pipeline, tick by tick.
 
-    The layers are cut into ``virtual_stages`` = ``stages`` x ``chunks`` pieces; piece k
-    is chunk k // ``stages`` of device k % ``stages``. Devices go in lock-step. In one
-    tick a device does at most one F, one B and one W, in this order. What it then sends
-    - an activation to the next piece, a gradient to the one before - is there at the
-    next tick. A tick lasts as long as the device that has most to do in it.
+    The layers are split into ``virtual_stages`` = ``stages`` x ``chunks``; virtual
+    stage k is chunk k // ``stages`` of device k % ``stages``. Devices go in lock-step. In
+    one
+    tick a device does at most one F, one B and one W, in this order. It then sends an
+    activation to the next virtual stage and a gradient to the previous one, which
+    arrive for the next tick. A tick lasts as long as the slowest device's work in it.
 
     Nothing is checked here: :func:`tessera.compiler.pipelining.legality.check` says
     whether a table can be executed.
 
     Args:
-      name: What the schedule is called.
+      name: The name of the schedule.
       stages: Devices along the pipeline, S.
       microbatches: Parts of the batch, M.
-      chunks: Pieces of the model on each device, v.
+      chunks: Virtual stages on each device, v.
       splits_backward: Whether B leaves the gradients of weights to W.
       cells: ``cells[tick][device]``, the work of that device in that tick.
 
@@ -84,18 +84,18 @@ class Schedule:
 
     @property
     def virtual_stages(self) -> int:
-        """Pieces that the layers are cut into: stages x chunks."""
+        """How many parts the layers are split into: stages x chunks."""
         return self.stages * self.chunks
 
     def placed(self) -> Iterator[tuple[int, int, Op]]:
-        """Every op with the tick and the device that it is done in and by."""
+        """Every op with its tick and its device."""
         for tick, row in enumerate(self.cells):
             for device, cell in enumerate(row):
                 for op in cell:
                     yield tick, device, op
 
     def table(self, kind: Kind) -> np.ndarray:
-        """What the loop reads: which microbatch and chunk each device works on.
+        """The microbatch and chunk that each device works on, as the loop reads them.
 
         Returns:
           int32 [ticks, stages, 2] of (microbatch, chunk), -1 and -1 where a device does
@@ -115,7 +115,7 @@ class Schedule:
 
     @property
     def phases(self) -> tuple[tuple[tuple[Kind, ...], slice], ...]:
-        """Kinds of work and the ticks that they are in: forwards apart, or all at once.
+        """Kinds of work and their ticks: forwards by themselves, or all together.
 
         Example:
           >>> from tessera.compiler.pipelining import schedule
@@ -135,18 +135,18 @@ class Schedule:
 
     @cached_property
     def slots(self) -> Slots:
-        """Where a device keeps what arrives until it is read; see :class:`Slots`."""
+        """The ring buffers that the schedule needs; see :class:`Slots`."""
         return allocate(self)
 
     def costs(
         self, forward: float = 1.0, backward: float | None = None, weight: float = 1.0
     ) -> np.ndarray:
-        """How long each device works in each tick.
+        """The working time of each device in each tick.
 
         Args:
           forward: Time that a whole device's layers take for an F, in any unit.
           backward: The same for a B; when not given, 2, or 1 where W is split from it.
-            A backward that runs the forward anew costs 1 more.
+            A backward that runs the forward again costs 1 more.
           weight: The same for a W.
 
         Returns:
@@ -161,7 +161,7 @@ class Schedule:
     def idle_fraction(
         self, forward: float = 1.0, backward: float | None = None, weight: float = 1.0
     ) -> float:
-        """The share of the devices' time in which they wait, counted from the table.
+        """The share of the devices' time in which they wait, from the table.
 
         Args:
           forward: As in :meth:`costs`, and so are the others.
@@ -176,7 +176,7 @@ class Schedule:
         return float(1.0 - costs.sum() / (self.stages * costs.max(axis=1).sum()))
 
     def expected_idle_fraction(self) -> float | None:
-        """The idle share of the formula for the schedule of this name.
+        """The idle share by the formula for this schedule.
 
         With S stages, M microbatches and v chunks:
 
@@ -187,29 +187,23 @@ class Schedule:
           2 (S-1) / (3 M+2 (S-1)).
 
         Returns:
-          The fraction at the default costs, or None where no formula is known.
+          The fraction at the default costs; None for a custom schedule.
         """
         bubble = self.stages - 1
         match self.name:
-            case "gpipe" | "1f1b":
-                return bubble / (self.microbatches + bubble)
-            case "interleaved":
+            case "gpipe" | "1f1b" | "interleaved":
                 return bubble / (self.chunks * self.microbatches + bubble)
             case "zero_bubble":
                 return 2 * bubble / (3 * self.microbatches + 2 * bubble)
-            case _:
-                return None
+        return None
 
     def summary(self) -> str:
         """One line: sizes, ticks and the idle share at the default costs."""
         sizes = [f"{self.stages} stages"]
         sizes += [f"{self.chunks} chunks"] if self.chunks > 1 else []
         sizes += [f"{self.microbatches} microbatches", f"{self.ticks} ticks"]
-        return (
-            f"{self.name}: {', '.join(sizes)}, idle {self.idle_fraction():.1%}".replace(
-                "%", " %"
-            )
-        )
+        idle = 100 * self.idle_fraction()
+        return f"{self.name}: {', '.join(sizes)}, idle {idle:.1f} %"
 
     def as_text(self) -> str:
         """A row per device, a column per tick; chunks as letters, as in ``F0a``."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline schedules that have names, each a function that fills in a table.
+"""Builds the named pipeline schedules, and checks custom ones.
 
-Each returns the ``Schedule`` that the loop executes. Costs of a device's layers: F = 1
-forward, B = 2 backward, or B = 1 and W = 1 where it is split.
+Idle times are for devices whose forward costs F = 1 and whose backward costs B = 2, or
+B = 1 and W = 1 where it is split.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,14 +20,14 @@ from tessera.errors import (
 def schedule(
     name: str, stages: int, microbatches: int, chunks: int | None = None
 ) -> Schedule:
-    """The schedule of a name.
+    """The schedule with a name.
 
     Args:
       name: "gpipe", "1f1b", "interleaved" or "zero_bubble".
       stages: Devices along the pipeline.
       microbatches: Equal parts of the batch.
-      chunks: Pieces of the model on each device, for "interleaved", which has 2 when
-        nothing is said. The others have 1.
+      chunks: Virtual stages on each device, for "interleaved"; by default 2. The
+        others have 1.
 
     Raises:
       UnknownScheduleError: [T310] there is no such schedule.
@@ -60,8 +60,8 @@ NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
 
-    The backward is the forward in a mirror. Idle (S-1) / (M+S-1); every device keeps
-    the inputs of all microbatches at once.
+    The backward mirrors the forward. Idle (S-1) / (M+S-1); every device stores the
+    inputs of all microbatches at once.
 
     Raises:
       PipelineSizeError: [T311] a size is not a positive whole number.
@@ -80,13 +80,13 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
         forward, backward = Op("F", m), Op("B", m)
         placed += [(m + s, s, forward) for s in range(stages)]
         placed += [(end - m - s, s, backward) for s in range(stages)]
-    return _filled("gpipe", stages, microbatches, 1, placed)
+    return _schedule_of("gpipe", stages, microbatches, 1, placed)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """One forward and one backward per tick (Narayanan et al. 2021, arXiv 2104.04473).
 
-    Idle (S-1) / (M+S-1), as gpipe, but device s never keeps more than 2(S-1-s)+1
+    Idle (S-1) / (M+S-1), as gpipe, but device s never stores more than 2(S-1-s)+1
     microbatches, however many there are.
 
     Raises:
@@ -101,7 +101,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """
     _checked_sizes(stages=stages, microbatches=microbatches)
     ops = _alternating(stages, microbatches, 1)
-    return _filled("1f1b", stages, microbatches, 1, ops)
+    return _schedule_of("1f1b", stages, microbatches, 1, ops)
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
@@ -109,7 +109,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
     Microbatches go through in groups of as many as there are stages: a group through
     all first chunks, then through all second ones. Idle (S-1) / (v M+S-1), for v times
-    the messages; what a device keeps does not depend on the number of microbatches.
+    the messages; a device's memory does not depend on the number of microbatches.
 
     Raises:
       PipelineSizeError: [T311] a size is not a positive whole number, or the
@@ -133,7 +133,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
             fix=f"use {' or '.join(nearest)} microbatches, or the schedule '1f1b'",
         )
     ops = _alternating(stages, microbatches, chunks)
-    return _filled("interleaved", stages, microbatches, chunks, ops)
+    return _schedule_of("interleaved", stages, microbatches, chunks, ops)
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
@@ -161,7 +161,9 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     for m in range(microbatches):
         weight = Op("W", m)
         ops += [(m + 2 * (stages - 1), device, weight) for device in range(stages)]
-    return _filled("zero_bubble", stages, microbatches, 1, ops, splits_backward=True)
+    return _schedule_of(
+        "zero_bubble", stages, microbatches, 1, ops, splits_backward=True
+    )
 
 
 def custom(
@@ -172,14 +174,14 @@ def custom(
     splits_backward: bool = False,
     name: str = "custom",
 ) -> Schedule:
-    """A schedule of your own, if it is legal.
+    """A custom schedule, if it is legal.
 
     Args:
       cells: ``cells[tick][device]``, the ops of that device in that tick.
       microbatches: Equal parts of the batch.
-      chunks: Pieces of the model on each device.
+      chunks: Virtual stages on each device.
       splits_backward: Whether B leaves the gradients of weights to W.
-      name: What to call it; not the name of another schedule.
+      name: Its name; not that of a named schedule.
 
     Raises:
       ScheduleError: [T309] the table cannot be executed; with every reason.
@@ -213,10 +215,10 @@ def _checked_sizes(**sizes: int) -> None:
             )
 
 
-Placed = tuple[int, int, Op]  # tick, device, what is done
+Placed = tuple[int, int, Op]  # tick, device, op
 
 
-def _filled(
+def _schedule_of(
     name: str,
     stages: int,
     microbatches: int,
@@ -228,7 +230,7 @@ def _filled(
     ticks = 1 + max(tick for tick, _, _ in placed)
     cells: list[list[list[Op]]] = [[[] for _ in range(stages)] for _ in range(ticks)]
     for tick, device, op in sorted(
-        placed, key=lambda place: KINDS.index(place[2].kind)
+        placed, key=lambda entry: KINDS.index(entry[2].kind)
     ):
         cells[tick][device].append(op)
     table = tuple(tuple(map(tuple, row)) for row in cells)
@@ -236,13 +238,13 @@ def _filled(
 
 
 def _alternating(stages: int, microbatches: int, chunks: int) -> list[Placed]:
-    """1f1b, interleaved where there are chunks: an F and a B in every steady tick."""
+    """1f1b, interleaved if there are several chunks: an F and a B in a steady tick."""
     placed: list[Placed] = []
     for step in range(microbatches * chunks):
-        group, place = divmod(step, stages * chunks)
-        # Only with one chunk may the last group be short, and there it does no harm.
-        chunk = place // stages
-        microbatch = group * stages + place % stages
+        group, index = divmod(step, stages * chunks)
+        # The last group is short only where there is one chunk, and is correct there.
+        chunk = index // stages
+        microbatch = group * stages + index % stages
         forward = Op("F", microbatch, chunk)
         backward = Op("B", microbatch, chunks - 1 - chunk)
         first_backward = stages * chunks - 1

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipelined function's jaxpr, cut where its stages end.
+"""Splits a pipelined function's jaxpr into its stages.
 
-While the function is traced, each stage marks its results: ``stage_end``. What is
-computed between two marks belongs to the second. What depends on no stage's results is
-not sent: every stage has the function's inputs, and computes it where it needs it.
+While the function is traced, each stage binds the primitive ``stage_end`` to its
+results. What is computed between two of these equations belongs to the second. Values
+that depend on no stage's results are not sent: every stage has the function's inputs,
+and computes such values where it reads them.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from tessera import _jax
 from tessera.compiler.pipelining import manual_axis
+from tessera.compiler.pipelining.batch_dims import variables
 from tessera.compiler.rewriting import Environment, inline_jits
 from tessera.errors import OutsideTraceError, PipelineFormError
 
@@ -40,71 +42,71 @@ _jax.refuse_transforms(stage_end_p, _refuse)
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageJaxpr:
     """One virtual stage of a program.
 
     Attributes:
-      equations: What it computes.
-      weights: The program's constants that it reads, by number.
-      arrives: Variables that it has from the stage before.
-      leaves: Variables that it hands to the next; of the last, the program's outputs.
+      equations: Its equations.
+      weights: The program's weights that it reads, by number.
+      received: Variables that it receives from the stage before.
+      sent: Variables that it sends to the next; of the last, the program's outputs.
     """
 
     equations: tuple[_jax.Equation, ...]
     weights: tuple[int, ...]
-    arrives: tuple[_jax.Atom, ...]
-    leaves: tuple[_jax.Atom, ...]
+    received: tuple[_jax.Atom, ...]
+    sent: tuple[_jax.Atom, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class StagedProgram:
-    """A program in as many pieces as it has stages.
+    """A program and its stages.
 
     Attributes:
-      program: The whole, with its weights as inputs after its own.
-      num_inputs: How many inputs are its own.
+      program: The whole program; its weights are inputs after the others.
+      num_inputs: How many inputs are no weights.
       names: The stages' names.
-      cuts: The pieces, in order.
+      jaxprs: The stages, in order.
     """
 
     program: _jax.Program
     num_inputs: int
     names: tuple[str, ...]
-    cuts: tuple[Cut, ...]
+    jaxprs: tuple[StageJaxpr, ...]
 
     def run(
         self,
         stage: int,
         inputs: Sequence[Any],
         weights: Sequence[Any],
-        arrived: Sequence[Any],
+        received: Sequence[Any],
     ) -> list[Any]:
-        """What a stage hands on, in the region that is being traced.
+        """What a stage sends, in the SPMD region that is being traced.
 
         Args:
           stage: Which one.
           inputs: All inputs of the program.
-          weights: Those of ``cuts[stage].weights``.
-          arrived: Values for ``cuts[stage].arrives``.
+          weights: Those of ``jaxprs[stage].weights``.
+          received: Values for ``jaxprs[stage].received``.
         """
-        cut, variables = self.cuts[stage], _jax.inputs(self.program)
+        jaxpr, variables = self.jaxprs[stage], _jax.inputs(self.program)
         values: dict[Any, Any] = dict(zip(variables, inputs, strict=False))
-        own = [variables[self.num_inputs + number] for number in cut.weights]
+        own = [variables[self.num_inputs + number] for number in jaxpr.weights]
         values.update(zip(own, weights, strict=True))
         env = Environment(self.program, [values.get(v) for v in variables])
-        env.write(cut.arrives, arrived)
-        for equation in cut.equations:
-            if equation.primitive is stage_end_p:
-                given = [env.read(atom) for atom in equation.invars]
-                env.write(equation.outvars, given)
-            else:
-                operands = [env.read(atom) for atom in equation.invars]
-                env.write(equation.outvars, manual_axis.apply(equation, operands))
-        return [jnp.asarray(env.read(atom)) for atom in cut.leaves]
+        env.write(jaxpr.received, received)
+        for equation in jaxpr.equations:
+            results = [env.read(atom) for atom in equation.invars]
+            if equation.primitive is not stage_end_p:
+                results = manual_axis.apply(equation, results)
+            env.write(equation.outvars, results)
+        return [jnp.asarray(env.read(atom)) for atom in jaxpr.sent]
 
 
-def cut(program: _jax.Program, num_inputs: int, names: Sequence[str]) -> StagedProgram:
-    """Cut a program into the stages that its marks end.
+def split_stages(
+    program: _jax.Program, num_inputs: int, names: Sequence[str]
+) -> StagedProgram:
+    """Split a program into stages, after each ``stage_end``.
 
     Args:
       program: Without constants: weights are inputs after the others.
@@ -112,60 +114,60 @@ def cut(program: _jax.Program, num_inputs: int, names: Sequence[str]) -> StagedP
       names: The stages in order; each must have run once, in this order.
 
     Raises:
-      PipelineFormError: [T312] it does not run each stage once and in order, or hands
-        on something that is not floating point.
+      PipelineFormError: [T312] it does not run each stage once and in order, or sends
+        something that is not floating point.
     """
     program = inline_jits(program)
     _check_order(program, names)
     equations, last = _jax.equations(program), len(names) - 1
-    order: list[int] = []  # the stage that each equation is of
-    sent: set[Any] = set()  # what depends on a stage's results
+    order: list[int] = []  # the stage of each equation
+    dependents: set[Any] = set()  # what depends on a stage's results
     stage = 0
     for equation in equations:
         is_end = equation.primitive is stage_end_p
         order.append(min(stage, last))
-        if is_end or not sent.isdisjoint(_variables(equation.invars)):
-            sent.update(equation.outvars)
+        if is_end or not dependents.isdisjoint(variables(equation.invars)):
+            dependents.update(equation.outvars)
         stage += is_end
-    cuts: list[Cut] = []
-    wanted_later = list(_jax.outputs(program))
+    jaxprs: list[StageJaxpr] = []
+    read_later = list(_jax.outputs(program))
     for stage in reversed(range(len(names))):
-        piece = _piece(program, num_inputs, stage, wanted_later, (order, sent))
+        jaxpr = _stage(program, num_inputs, stage, read_later, (order, dependents))
         if stage:
-            _check_wire(piece.arrives, names[stage - 1])
-        cuts.append(piece)
-        wanted_later = list(piece.arrives)
-    return StagedProgram(program, num_inputs, tuple(names), tuple(cuts[::-1]))
+            _check_wire(jaxpr.received, names[stage - 1])
+        jaxprs.append(jaxpr)
+        read_later = list(jaxpr.received)
+    return StagedProgram(program, num_inputs, tuple(names), tuple(jaxprs[::-1]))
 
 
-def _piece(
+def _stage(
     program: _jax.Program,
     num_inputs: int,
     stage: int,
-    leaves: Sequence[_jax.Atom],
-    known: tuple[list[int], set[Any]],
-) -> Cut:
-    """The stage that hands on certain values, found by walking back from them."""
-    order, sent = known
-    wanted, found = set(_variables(leaves)), list[_jax.Equation]()
-    places = list(enumerate(_jax.equations(program)))
-    for place, equation in reversed(places):
-        is_own = order[place] == stage
-        acts = is_own and equation.effects  # such as one that prints
-        if wanted.isdisjoint(equation.outvars) and not acts:
+    sent: Sequence[_jax.Atom],
+    analysis: tuple[list[int], set[Any]],
+) -> StageJaxpr:
+    """The stage that sends certain values, found by walking back from them."""
+    order, dependents = analysis
+    read, equations = set(variables(sent)), list[_jax.Equation]()
+    numbered = list(enumerate(_jax.equations(program)))
+    for index, equation in reversed(numbered):
+        is_own = order[index] == stage
+        has_effects = is_own and equation.effects  # such as one that prints
+        if read.isdisjoint(equation.outvars) and not has_effects:
             continue
-        if is_own or sent.isdisjoint(equation.outvars):
-            found.append(equation)
-            wanted.update(_variables(equation.invars))
-    made_before = [
-        v for i, e in places if order[i] < stage for v in e.outvars if v in sent
+        if is_own or dependents.isdisjoint(equation.outvars):
+            equations.append(equation)
+            read.update(variables(equation.invars))
+    computed_before = [
+        v for i, e in numbered if order[i] < stage for v in e.outvars if v in dependents
     ]
     inputs = _jax.inputs(program)
-    return Cut(
-        equations=tuple(found[::-1]),
-        weights=tuple(i for i, v in enumerate(inputs[num_inputs:]) if v in wanted),
-        arrives=tuple(v for v in made_before if v in wanted),
-        leaves=tuple(leaves),
+    return StageJaxpr(
+        equations=tuple(equations[::-1]),
+        weights=tuple(i for i, v in enumerate(inputs[num_inputs:]) if v in read),
+        received=tuple(v for v in computed_before if v in read),
+        sent=tuple(sent),
     )
 
 
@@ -190,12 +192,8 @@ def _check_wire(sent: Sequence[_jax.Atom], name: str) -> None:
     for value in sent:
         if not jnp.issubdtype(value.aval.dtype, jnp.floating):
             raise PipelineFormError(
-                f"stage {name!r} hands on an array that is not floating point",
+                f"stage {name!r} sends an array that is not floating point",
                 got=f"{value.aval.dtype.name}{list(value.aval.shape)}",
-                fix="give it to the pipelined function as an argument: every stage can "
+                fix="pass it to the pipelined function as an argument: every stage can "
                 "read those",
             )
-
-
-def _variables(atoms: Sequence[_jax.Atom]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, _jax.Literal)]

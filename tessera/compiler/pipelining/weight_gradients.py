@@ -207,7 +207,11 @@ def _fill(like: Tree, gradients: Iterable[jax.Array]) -> Tree:
 
 def _inlined(program: _jax.Program) -> _jax.Program:
     """A program with its calls replaced by what they call, in bodies of scans too."""
-    return _jax.retrace(lambda *values: _interpret(program, values), program)
+
+    def run(*values: Any) -> list[Any]:
+        return _interpret(program, values)
+
+    return _jax.retrace(run, program)
 
 
 def _evaluate(

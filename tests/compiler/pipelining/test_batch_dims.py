@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from tessera import _jax
-from tessera.compiler.pipelining.batch_dims import Rows, have_same_numbers
+from tessera.compiler.pipelining.batch_dims import BatchDims, have_same_numbers
 from tessera.compiler.rewriting import inline_jits
 
 ROWS, MICRO, OTHER = 8, 2, 3
@@ -26,7 +26,7 @@ def keeps_apart(function: Function, *arrays: jax.Array) -> bool:
         return inline_jits(jax.make_jaxpr(function)(*structs))
 
     whole, micro = traced(ROWS), traced(MICRO)
-    rows = Rows(ROWS // MICRO)
+    rows = BatchDims(ROWS // MICRO)
     rows.pair(_jax.inputs(whole), _jax.inputs(micro))
     rows.pair(_jax.constant_inputs(whole), _jax.constant_inputs(micro))
     pairs = zip(_jax.equations(whole), _jax.equations(micro), strict=True)
@@ -35,7 +35,7 @@ def keeps_apart(function: Function, *arrays: jax.Array) -> bool:
         if not rows.of((*equation.invars, *equation.outvars)):
             continue
         same = have_same_numbers(equation, twin)
-        if not same or not rows.are_kept_apart(equation, twin):
+        if not same or not rows.is_row_wise(equation, twin):
             return False
     return True
 
@@ -46,8 +46,8 @@ def judged(function: Function, *, mixed: bool) -> str | None:
         inline_jits(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, jnp.float32)))
         for shape in ((ROWS, OTHER, 4), (MICRO, OTHER, 4))
     ]
-    rows = Rows(ROWS // MICRO)
-    return rows.mixed(*programs) if mixed else rows.unproven(*programs)
+    rows = BatchDims(ROWS // MICRO)
+    return rows.find_mixing(*programs) if mixed else rows.find_unproven(*programs)
 
 
 def loop(x: jax.Array) -> jax.Array:
@@ -200,6 +200,6 @@ def test_a_dim_counts_rows_where_it_shrinks_with_the_microbatch():
         )
         for rows in (ROWS, MICRO)
     )
-    rows = Rows(ROWS // MICRO)
+    rows = BatchDims(ROWS // MICRO)
     rows.pair(_jax.outputs(whole), _jax.outputs(micro))
     assert [rows.dim(v) for v in _jax.outputs(whole)] == [0, 1, -1, None]

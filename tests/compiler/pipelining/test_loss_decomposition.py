@@ -12,7 +12,10 @@ import pytest
 
 from tessera import _jax
 from tessera.compiler.gradient_primitive import gradient_p
-from tessera.compiler.pipelining.loss_decomposition import Separated, separate
+from tessera.compiler.pipelining.loss_decomposition import (
+    LossDecomposition,
+    decompose_loss,
+)
 from tessera.compiler.rewriting import Environment, inline_jits
 from tessera.errors import PipelineFormError
 
@@ -29,7 +32,7 @@ WEIGHT = np.float32([0.5, 2.0, -1.0])
 class Case:
     """A loss, taken apart."""
 
-    found: Separated
+    found: LossDecomposition
     whole: Any
     loss: Any
 
@@ -60,7 +63,7 @@ class Case:
     def sums_of(self, before: Environment, number: int) -> list[Any]:
         """The sums of one microbatch, by its own equations."""
         part = slice(number * MICRO, (number + 1) * MICRO)
-        env = Environment.of({v: before.read(w) for w, v in self.found.wholes})
+        env = Environment.of({v: before.read(w) for w, v in self.found.replicated})
         for whole, variable, dim in self.found.rows:
             rows = jnp.moveaxis(before.read(whole), dim, 0)[part]
             env.write([variable], [jnp.moveaxis(rows, 0, dim)])
@@ -88,7 +91,7 @@ def case_of(loss: Loss) -> Case:
     whole, micro = traced(ROWS), traced(MICRO)
     names = [e.primitive.name for e in _jax.equations(whole)]
     place, mark = names.index("sin"), names.index("gradient")
-    found = separate(whole, micro, place, mark, COUNT)
+    found = decompose_loss(whole, micro, place, mark, COUNT)
     return Case(found, whole, _jax.equations(whole)[mark].invars[0])
 
 
@@ -125,7 +128,7 @@ def test_the_sums_of_microbatches_make_the_loss(name):
 
 def test_what_mixes_rows_of_the_batch_alone_is_taken_from_the_whole_batch():
     found = case_of(SUMS["weighed_by_the_batch"]).found
-    assert [v.aval.shape for v, _ in found.wholes] == [(1, WIDTH)]
+    assert [v.aval.shape for v, _ in found.replicated] == [(1, WIDTH)]
     assert [(v.aval.shape, dim) for v, _, dim in found.rows] == [((ROWS, WIDTH), 0)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A jaxpr cut where its stages end: what each piece computes, reads and hands on."""
+"""A jaxpr split into stages: what each computes, reads and sends."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from tessera import _jax
-from tessera.compiler.pipelining.split_stages import StagedProgram, cut, stage_end_p
+from tessera.compiler.pipelining.split_stages import (
+    StagedProgram,
+    split_stages,
+    stage_end_p,
+)
 from tessera.errors import PipelineFormError
 
 
@@ -27,13 +31,13 @@ def cut_of(
     names: Sequence[str] = "ab",
 ) -> StagedProgram:
     program = jax.make_jaxpr(function)(*inputs, *weights)
-    return cut(_jax.lift_constants(program)[0], len(inputs), names)
+    return split_stages(_jax.lift_constants(program)[0], len(inputs), names)
 
 
 def run(staged: StagedProgram, inputs: Sequence[Any], weights: Sequence[Any]) -> Any:
     """All pieces, one after the other, each given what the one before handed on."""
     arrived: list[Any] = []
-    for stage, piece in enumerate(staged.cuts):
+    for stage, piece in enumerate(staged.jaxprs):
         own = [weights[number] for number in piece.weights]
         arrived = staged.run(stage, inputs, own, arrived)
     return arrived
@@ -43,7 +47,7 @@ X, V, W = np.float32([[1, 2], [3, 4]]), np.float32([5, 6]), np.float32([7, 8])
 
 
 def names_of(staged: StagedProgram) -> list[list[str]]:
-    return [[e.primitive.name for e in piece.equations] for piece in staged.cuts]
+    return [[e.primitive.name for e in piece.equations] for piece in staged.jaxprs]
 
 
 def test_a_piece_computes_what_is_between_two_marks():
@@ -56,8 +60,8 @@ def test_a_piece_computes_what_is_between_two_marks():
         [n for n in part if n in ("sin", "cos", "exp")] for part in names_of(staged)
     ]
     assert names == [["sin"], ["cos", "exp"]]
-    assert [piece.weights for piece in staged.cuts] == [(0,), (1,)]
-    assert [len(piece.arrives) for piece in staged.cuts] == [0, 1]
+    assert [piece.weights for piece in staged.jaxprs] == [(0,), (1,)]
+    assert [len(piece.received) for piece in staged.jaxprs] == [0, 1]
     (found,) = run(staged, [X], [V, W])
     np.testing.assert_allclose(found, np.exp(np.cos(np.sin(X * V) + W)), rtol=1e-6)
 
@@ -70,7 +74,7 @@ def test_what_depends_on_inputs_alone_is_computed_where_it_is_read_and_not_sent(
 
     staged = cut_of(model, [X], [V])
     assert [part.count("tanh") for part in names_of(staged)] == [1, 1]
-    assert [len(piece.arrives) for piece in staged.cuts] == [0, 1]
+    assert [len(piece.received) for piece in staged.jaxprs] == [0, 1]
     (found,) = run(staged, [X], [V])
     np.testing.assert_allclose(found, V * np.tanh(X) ** 2 + np.tanh(X), rtol=1e-6)
 
@@ -82,7 +86,7 @@ def test_what_a_later_stage_reads_goes_through_the_ones_between():
         return end(2, h * early)
 
     staged = cut_of(model, [X], names="abc")
-    assert [len(piece.arrives) for piece in staged.cuts] == [0, 2, 2]
+    assert [len(piece.received) for piece in staged.jaxprs] == [0, 2, 2]
     np.testing.assert_allclose(
         run(staged, [X], [])[0], np.exp(np.cos(X)) * np.sin(X), rtol=1e-6
     )
@@ -93,7 +97,7 @@ def test_a_weight_is_of_every_stage_that_reads_it():
         return end(1, end(0, x @ jnp.diag(v)) + v - w)
 
     staged = cut_of(model, [X], [V, W])
-    assert [piece.weights for piece in staged.cuts] == [(0,), (0, 1)]
+    assert [piece.weights for piece in staged.jaxprs] == [(0,), (0, 1)]
 
 
 def test_marks_are_found_in_jitted_functions():
@@ -134,9 +138,9 @@ def test_integers_are_not_handed_on():
     with pytest.raises(PipelineFormError) as caught:
         cut_of(lambda x: end(1, 2.0 * end(0, jnp.argmax(x, -1)).astype("f4")), [X])
     assert str(caught.value) == (
-        "[T312] stage 'a' hands on an array that is not floating point\n"
+        "[T312] stage 'a' sends an array that is not floating point\n"
         "  got: int32[2]\n"
-        "  fix: give it to the pipelined function as an argument: every stage can read "
+        "  fix: pass it to the pipelined function as an argument: every stage can read "
         "those\n"
         "  docs: docs/errors/T312.md"
     )

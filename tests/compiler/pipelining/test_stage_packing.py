@@ -14,7 +14,7 @@ FORMS = st.lists(st.lists(st.sampled_from("abc"), max_size=4), min_size=1, max_s
 @given(FORMS)
 def test_each_array_of_a_stage_has_a_slot_of_its_form_and_its_own(stages):
     packing = Packing.of(stages)
-    for forms, places in zip(stages, packing.places, strict=True):
+    for forms, places in zip(stages, packing.indices, strict=True):
         assert [packing.slots[place] for place in places] == forms
         assert len(set(places)) == len(places)
 
@@ -33,10 +33,10 @@ def test_members_are_the_other_way_round(stages):
     for slot in range(len(packing.slots)):
         for stage, member in enumerate(packing.members(slot)):
             if member is None:
-                assert slot not in packing.places[stage]
+                assert slot not in packing.indices[stage]
             else:
                 assert member[0] == stage
-                assert packing.places[stage][member[1]] == slot
+                assert packing.indices[stage][member[1]] == slot
 
 
 @given(FORMS)
