@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model's layers are cut into the stages of a pipeline, and stored by them.
+"""Assigns a model's layers to pipeline stages, and stores them by stage.
 
 A model keeps each kind of layer parameter in one array with a leading ``layers`` dim.
 For a pipeline this dim becomes three: ``[chunks, stages, layers, ...]``. The second is
-split over the mesh axis ``pp``, so a device stores its own stages and no others, their
-gradients and their optimizer state. Virtual stage ``k``, which holds the ``k``-th run
-of layers, is at ``[k // stages, k % stages]``.
+sharded over the mesh axis ``pp``, so a device stores its own stages and no others,
+their gradients and their optimizer state. Virtual stage ``k``, which has the ``k``-th
+range of layers, is at ``[k // stages, k % stages]``.
 
-Where the layers do not divide, some stages hold one more than others, and the others a
-filler: zeros that no layer reads, which keep a gradient of zero and stay zeros.
+Where the layers do not divide, some stages have fewer than others, and padding: zeros
+that no layer reads, whose gradient is zero, so that they stay zeros.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from tessera.tree import Tree
 
 @dataclass(frozen=True)
 class StageSplit:
-    """Which layers each virtual stage holds.
+    """The layers of each virtual stage.
 
     Attributes:
       stages: Devices along the pipeline.
-      layers: The run of layers of each virtual stage, in order; as many as ``stages``,
-        or a multiple.
+      layers: The range of layers of each virtual stage, in order; as many as
+        ``stages``, or a multiple.
 
     Example:
       >>> split = StageSplit(2, (range(0, 3), range(3, 5)))
@@ -44,10 +44,10 @@ class StageSplit:
 
     @classmethod
     def of(cls, config: Gemma3Config, stages: int, chunks: int = 1) -> "StageSplit":
-        """The split in which the slowest virtual stage is as fast as can be.
+        """The split whose slowest virtual stage is as fast as possible.
 
-        Costs are matmul sizes; the first stage has the embedding, which costs nothing
-        beside them, and the last the logits.
+        Costs are matmul sizes; the first stage has the embedding, whose cost is
+        negligible, and the last the logits.
 
         Raises:
           PipelineSizeError: [T311] there are more virtual stages than layers.
@@ -62,7 +62,7 @@ class StageSplit:
 
     @property
     def depth(self) -> int:
-        """Layers that each virtual stage has room for."""
+        """The number of layers that each virtual stage stores, padding included."""
         return max(map(len, self.layers))
 
     @property
@@ -72,18 +72,18 @@ class StageSplit:
 
     @property
     def numbers(self) -> np.ndarray:
-        """int32 ``[chunks, stages, depth]``: the layer in each place.
+        """int32 ``[chunks, stages, depth]``: the number of each stored layer.
 
-        A filler's number is that of the layers, or above.
+        The numbers of padding are those from the number of layers on.
         """
-        filler = self.num_layers
-        rows = [[*run, *range(filler, filler + self.depth)] for run in self.layers]
+        padding = range(self.num_layers, self.num_layers + self.depth)
+        rows = [[*layers, *padding] for layers in self.layers]
         table = np.array([row[: self.depth] for row in rows], np.int32)
         return table.reshape(self.chunks, self.stages, self.depth)
 
     @property
     def is_even(self) -> bool:
-        """Whether no stage has a filler."""
+        """Whether no stage has padding."""
         return len(set(map(len, self.layers))) == 1
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -91,11 +91,11 @@ class StageSplit:
         return (self.chunks, self.stages, self.depth, *shape[1:])
 
     def stack(self, layers: Tree) -> Tree:
-        """Arrays ``[layers, ...]`` as they are stored."""
+        """Arrays ``[layers, ...]`` in their stored shape."""
         return jax.tree.map(self._stacked, layers)
 
     def unstack(self, stored: Tree) -> Tree:
-        """Stored arrays as ``[layers, ...]``, without fillers."""
+        """Stored arrays as ``[layers, ...]``, without padding."""
         return jax.tree.map(self._unstacked, stored)
 
     def _stacked(self, layers: Array) -> Array:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of a step whose model is cut into pipeline stages.
+"""Computes the gradients of a trainer's model that is split into pipeline stages.
 
 The microbatches of the step are those of the pipeline. The first stage looks up the
-embeddings, the last has the logits and the loss; both read the embedding table, which
-is stored in parts over ``pp`` and put together once in a step.
+embeddings, the last computes the logits and the loss; both read the embedding table,
+which is sharded over ``pp`` and gathered once in a step.
+
+The loop is that of ``graph.pipeline`` (``schedule_loop.py``). Unlike a user's stages,
+these are one program for all: their layers are stored stacked, by stage, so no weight
+is moved at the beginning of a step, and no branch is compiled for each stage.
 """
 
 from contextlib import nullcontext
@@ -34,15 +38,15 @@ from tessera.tree import Tree
 
 @dataclass(frozen=True)
 class PipelinedModel:
-    """A model that is cut into stages, and the order in which they run.
+    """A model that is split into stages, and their schedule.
 
     Attributes:
       model: The model; it has a ``split``.
       mesh: A mesh with an axis ``pp``.
-      schedule: The table, for as many microbatches as a step has.
+      schedule: The schedule, for as many microbatches as a step has.
       dtype: Dtype of matmuls.
-      gradient_layouts: Where gradients lie; None is like their parameters.
-      loss_chunk: Of how many tokens the last stage makes logits at a time.
+      gradient_layouts: Layouts of gradients; None for those of their parameters.
+      loss_chunk: The number of tokens whose logits the last stage computes at a time.
     """
 
     model: Model
@@ -59,20 +63,20 @@ class PipelinedModel:
 
         Args:
           params: As from ``model.init``.
-          batch: Arrays ``[M, B, S]``, whole over ``pp``.
+          batch: Arrays ``[M, B, S]``, replicated over ``pp``.
           seed: Scale of the gradients.
         """
-        weights, shared = _apart(params)
-        found = self._pipeline(batch).gradients(weights, shared, batch, seed)
-        sums = {"loss": _apart_from_routers(found.loss, found.statistics)}
-        gradients = {**found.shared, "decoder": found.weights}
-        return {**sums, **found.statistics}, gradients
+        weights, shared = _split_params(params)
+        result = self._pipeline(batch).gradients(weights, shared, batch, seed)
+        sums = {"loss": _without_router_loss(result.loss, result.statistics)}
+        gradients = {**result.shared, "decoder": result.weights}
+        return {**sums, **result.statistics}, gradients
 
     def loss(self, params: Tree, batch: Tree) -> Float[Array, ""]:
         """Summed loss in nats of one microbatch ``[B, S]``, without gradients."""
         batch = jax.tree.map(partial(jnp.expand_dims, axis=0), batch)
-        _, loss, routers = self._pipeline(batch).outputs(*_apart(params), batch)
-        return _apart_from_routers(loss, routers)
+        _, loss, routers = self._pipeline(batch).outputs(*_split_params(params), batch)
+        return _without_router_loss(loss, routers)
 
     def _pipeline(self, batch: Tree) -> Pipeline:
         stages = self._stages(batch)
@@ -82,13 +86,15 @@ class PipelinedModel:
     def _data_axes(self) -> tuple[str, ...]:
         """Axes over which gradients are summed once in a step, not in every tick.
 
-        Not where they are stored in parts of each device's own (ZeRO), nor with
-        experts, whose balance is that of the tokens of all devices.
+        None where gradients are sharded over ``dp`` (ZeRO), or with experts, whose
+        balance loss is over the tokens of all devices.
         """
         specs = jax.tree.leaves(self._layouts)
-        is_split = any("dp" in axes for spec in specs for axes in axes_of_dims(spec, 0))
-        is_alone = self.mesh.shape.get("dp", 1) == 1
-        if is_alone or is_split or self.model.config.num_experts:
+        is_sharded = any(
+            "dp" in axes for spec in specs for axes in axes_of_dims(spec, 0)
+        )
+        has_no_dp = self.mesh.shape.get("dp", 1) == 1
+        if has_no_dp or is_sharded or self.model.config.num_experts:
             return ()
         return ("dp",)
 
@@ -100,7 +106,7 @@ class PipelinedModel:
 
     @property
     def _place(self) -> Placement:
-        """Where a stage's activations lie, in its region."""
+        """The layout of a stage's activations in the SPMD region."""
         place = self.model.place(self.mesh)
         return replace(place, taken=place.taken | set(self._data_axes))
 
@@ -121,7 +127,7 @@ class PipelinedModel:
         )
 
     def _as_stored(self, gradient: Array, layout: PartitionSpec) -> Array:
-        """A virtual stage's gradient, laid out as all stages' are."""
+        """A virtual stage's gradient in the layout of the stacked gradients."""
         return constrain(gradient, self.mesh, PartitionSpec(*layout[2:]))
 
     def _run(
@@ -177,15 +183,17 @@ class PipelinedModel:
 def schedule_of(
     mesh: Mesh, name: str, chunks: int, accumulation: int
 ) -> Schedule | None:
-    """The table of a step with that many microbatches; None where there is no ``pp``.
+    """The schedule for a number of microbatches; None where the mesh has no ``pp``.
 
     Raises:
       PipelineSizeError: [T311] the sizes do not make such a schedule.
     """
     if "pp" not in mesh.axes:
         return None
-    given = chunks if name == "interleaved" or chunks > 1 else None
-    return schedule(name, mesh.shape["pp"], accumulation, given)
+    is_chunked = name == "interleaved" or chunks > 1
+    return schedule(
+        name, mesh.shape["pp"], accumulation, chunks if is_chunked else None
+    )
 
 
 def split_of(mesh: Mesh, config: Gemma3Config, chunks: int) -> StageSplit | None:
@@ -199,12 +207,12 @@ def split_of(mesh: Mesh, config: Gemma3Config, chunks: int) -> StageSplit | None
     return StageSplit.of(config, mesh.shape["pp"], chunks)
 
 
-def _apart_from_routers(loss: Array, routers: dict[str, Array]) -> Array:
-    """The cross-entropy alone of a pipeline's loss, which the routers' is part of."""
+def _without_router_loss(loss: Array, routers: dict[str, Array]) -> Array:
+    """The cross-entropy of a pipeline's loss, which includes the routers' loss."""
     return loss - routers.get("router_loss", 0.0)
 
 
-def _apart(params: Tree) -> tuple[Tree, Tree]:
+def _split_params(params: Tree) -> tuple[Tree, Tree]:
     """The stages' own parameters, and those that several read."""
     shared = {name: part for name, part in params.items() if name != "decoder"}
     return params["decoder"], shared

@@ -5,13 +5,14 @@ A step is written once, over a function ``pipe`` that makes a pipeline of stages
 leaves them alone: what runs on one device knows nothing of microbatches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tessera import graph, scope
 from tessera.mesh import Mesh
@@ -22,6 +23,12 @@ KEY = jax.random.key(1)
 ROWS, LENGTH, WIDTH, WORDS = 16, 3, 8, 12
 
 Pipe = Callable[..., Any]
+
+
+def cases(names: Iterable[Any], *fast: Any) -> list[Any]:
+    """Parameters of a test, of which all but a few are for ``make test-all``."""
+    full = pytest.mark.full
+    return [name if name in fast else pytest.param(name, marks=full) for name in names]
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

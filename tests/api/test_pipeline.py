@@ -23,6 +23,7 @@ from tests.api.pipelines import (
     WORDS,
     Pipe,
     built,
+    cases,
     close,
     dense,
     normal,
@@ -32,6 +33,22 @@ from tests.api.pipelines import (
 )
 
 # --- schedules and meshes
+
+
+def two_layers(pipe: Pipe) -> Any:
+    """A mean square of two dense stages."""
+    first, last = dense("first"), dense("last")
+
+    @pipe(stages=[first, last])
+    def model(x: Any) -> Any:
+        return last(first(x))
+
+    def step(batch: Any) -> Any:
+        out = model(batch["x"])
+        loss = jnp.square(out).mean()
+        return graph.backward(loss), loss
+
+    return step
 
 
 def transformer(pipe: Pipe, *, stages: int = 2) -> Any:
@@ -80,18 +97,27 @@ def name_of(schedule: Any) -> str:
 SCHEDULES = ["gpipe", "1f1b", "zero_bubble"]
 
 
+@pytest.mark.parametrize("schedule", cases(SCHEDULES, "1f1b", "zero_bubble"))
+def test_a_pipeline_of_two_layers_computes_what_one_device_does(schedule):
+    step = same_as_one_device(two_layers, BATCH, schedule=schedule)
+    assert step.num_programs() == 1
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", [*SCHEDULES, own_table()], ids=name_of)
 def test_a_pipeline_computes_what_one_device_does(schedule):
     step = same_as_one_device(transformer, sentences(), schedule=schedule)
     assert step.num_programs() == 1
 
 
+@pytest.mark.full
 def test_a_device_may_have_several_stages():
     same_as_one_device(
         partial(transformer, stages=4), sentences(), schedule="interleaved"
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "schedule"),
     [(("pp", "dp", "tp"), "1f1b"), (("fsdp", "pp", "tp"), "zero_bubble")],
@@ -106,8 +132,8 @@ def test_the_other_axes_of_the_mesh_work_inside_the_stages(axes, schedule):
 
 def test_gradients_are_summed_over_dp_once_in_a_step():
     mesh = Mesh(["pp", "dp"], devices=range(4), shape=(2, 2))
-    step = built(transformer, mesh, microbatches=4)
-    rows = step.compile(sentences()).collectives.rows
+    step = built(two_layers, mesh, microbatches=4)
+    rows = step.compile(BATCH).collectives.rows
     over_dp = [row for row in rows if "dp" in row.axes]
     assert over_dp
     assert all(row.calls == 1 and not row.conditional for row in over_dp)
@@ -204,6 +230,7 @@ def test_ts_grad_differentiates_by_weights_that_are_arguments():
     close(ts.function(partial(step, pipe), mesh=TWO)(weights, x), plain)
 
 
+@pytest.mark.full
 def test_autocast_holds_for_what_it_is_written_around():
     def make(pipe: Pipe, *, stages: bool, loss: bool) -> Any:
         first, last = dense("first"), dense("last")
@@ -278,9 +305,9 @@ def test_prints_of_a_stage_come_from_its_device(capfd):
 
 
 def test_no_device_holds_more_than_its_share_of_the_parameters():
-    step = built(transformer, TWO, microbatches=4)
-    step.init(KEY, sentences())
-    grads, _ = step(sentences())
+    step = built(two_layers, TWO, microbatches=4)
+    step.init(KEY, BATCH)
+    grads, _ = step(BATCH)
     for tree in (step.params, grads):
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         for device in range(2):
@@ -296,10 +323,8 @@ def test_no_device_holds_more_than_its_share_of_the_parameters():
 
 def test_a_program_does_not_grow_with_the_microbatches():
     def lines(count: int) -> int:
-        step = built(transformer, TWO, microbatches=count)
-        batch = {
-            name: np.repeat(array, 8, axis=0) for name, array in sentences().items()
-        }
+        step = built(two_layers, TWO, microbatches=count)
+        batch = {name: np.repeat(array, 8, axis=0) for name, array in BATCH.items()}
         return len(step.lower(batch).as_text().splitlines())
 
     assert lines(8) == lines(64)
@@ -309,8 +334,8 @@ def test_a_program_does_not_grow_with_the_microbatches():
 
 
 def test_trace_shows_the_pass_and_the_schedule():
-    step = built(transformer, TWO, microbatches=4)
-    text = graph.trace(step, sentences()).as_text(full=True)
+    step = built(two_layers, TWO, microbatches=4)
+    text = graph.trace(step, BATCH).as_text(full=True)
     assert "1f1b: 2 stages, 4 microbatches" in text
     assert "--- schedule_pipelines" in text
     assert "collective-permute" in text

@@ -22,7 +22,7 @@ from tessera.errors import (
     SpecFormError,
     UndecidedRoleError,
 )
-from tests.api.pipelines import TWO, Pipe, close, normal, unpiped
+from tests.api.pipelines import TWO, Pipe, cases, close, normal, unpiped
 
 ROWS, WIDTH = 8, 8  # as many as each other, and as many layers, entries, positions
 X, Y = normal(ROWS, WIDTH), normal(ROWS, WIDTH, seed=1)
@@ -88,7 +88,7 @@ WEIGHTS: dict[str, tuple[Callable[..., Any], Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("microbatches", [4, ROWS])
+@pytest.mark.parametrize("microbatches", cases([4, ROWS], 4))
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_what_a_gradient_is_taken_by_is_never_cut(name, microbatches):
     first, data, weights = WEIGHTS[name]
@@ -186,7 +186,7 @@ def test_value_and_grad_shows_the_weights_of_a_pipeline():
 MASK = (np.arange(ROWS) % 3 > 0).astype(np.float32)
 
 
-@pytest.mark.parametrize("microbatches", [4, ROWS])
+@pytest.mark.parametrize("microbatches", cases([4, ROWS], ROWS))
 def test_several_arguments_are_data_where_each_row_meets_its_own(microbatches):
     def make(pipe: Pipe) -> Any:
         model = chain(pipe, lambda x, mask, w: (x * mask[:, None]) @ w)
@@ -293,9 +293,11 @@ UNDECIDED: dict[str, tuple[Callable[..., Any], Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("microbatches", [4, ROWS])
-@pytest.mark.parametrize("kind", ["function", "training_step"])
-@pytest.mark.parametrize("name", UNDECIDED)
+@pytest.mark.parametrize("microbatches", cases([4, ROWS], 4))
+@pytest.mark.parametrize("kind", cases(["function", "training_step"], "function"))
+@pytest.mark.parametrize(
+    "name", cases(UNDECIDED, "layers", "table", "mask_of_positions", "twice")
+)
 def test_frozen_arrays_as_long_as_the_batch_are_never_cut_in_silence(
     name, kind, microbatches
 ):

@@ -161,7 +161,7 @@ def test_results_have_a_row_for_each_row_of_the_batch(result, got):
 def test_something_has_rows():
     model = model_of("a", "b", called="ab")
     text = refused(errors.PipelineFormError, lambda: model.trace(jnp.float32(1.0)))
-    assert "a pipeline has no batch to cut into microbatches" in text
+    assert "a pipeline has no batch to split into microbatches" in text
 
 
 @pytest.mark.parametrize("where", ["scan", "cond"])

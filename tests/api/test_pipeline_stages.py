@@ -19,6 +19,7 @@ from tests.api.pipelines import (
     WIDTH,
     WORDS,
     Pipe,
+    cases,
     dense,
     normal,
     same_as_one_device,
@@ -28,6 +29,7 @@ from tests.api.pipelines import (
 )
 
 
+@pytest.mark.full
 def test_an_embedding_may_be_the_first_stage_and_a_head_the_last():
     def make(pipe: Pipe) -> Any:
         @graph.stage("embedding")
@@ -88,7 +90,7 @@ def encoder_and_decoder(pipe: Pipe) -> Any:
     return step
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", cases(["1f1b", "zero_bubble"], "zero_bubble"))
 def test_stages_may_have_other_shapes_and_hand_on_several_arrays(schedule):
     batch = {
         "x": normal(ROWS, LENGTH, 5),
@@ -193,6 +195,7 @@ def test_a_stage_may_call_jitted_functions_and_constrain_layouts():
     same_as_one_device(make, normal(ROWS, WIDTH), mesh)
 
 
+@pytest.mark.full
 def test_a_stage_may_look_up_scatter_and_run_kernels():
     """Over dims that are split: XLA ends the process where it partitions those."""
     mesh = Mesh(["pp", "dp", "tp"], devices=range(8), shape=(2, 2, 2))

@@ -21,6 +21,7 @@ from tessera.models import Gemma3Config, Model
 from tessera.models.pipeline_stages import StageSplit, layer_costs
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.train_state import init_state
+from tests.api.pipelines import cases
 
 CONFIG = Gemma3Config(
     vocab_size=64,
@@ -118,6 +119,7 @@ def test_more_stages_than_layers_are_refused():
 
 @settings(max_examples=12)  # each compiles
 @given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(1, 3), min_size=12))
+@pytest.mark.full
 def test_what_is_stacked_comes_back(stages, chunks, lengths):
     ends = np.cumsum([0, *lengths[: stages * chunks]]).tolist()
     runs = tuple(range(a, b) for a, b in pairwise(ends))
@@ -145,7 +147,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("case", SPLITS)
+@pytest.mark.parametrize("case", cases(SPLITS, "uneven"))
 def test_parameters_are_those_of_the_plain_model_whatever_the_stages(case):
     config, shape, chunks = SPLITS[case]
     mesh = mesh_of(**shape)
@@ -190,10 +192,10 @@ def test_a_table_that_pp_does_not_divide_is_whole_and_the_notes_say_so():
 @pytest.mark.parametrize(
     ("config", "shape", "share"),
     [
-        (CONFIG, {"pp": 4}, 1 / 4),
+        pytest.param(CONFIG, {"pp": 4}, 1 / 4, marks=pytest.mark.full),
         (CONFIG, {"dp": 2, "pp": 2}, 1 / 2),
         # Five layers in three and two: room for six.
-        (FIVE, {"pp": 2}, 1 / 2 * 6 / 5),
+        pytest.param(FIVE, {"pp": 2}, 1 / 2 * 6 / 5, marks=pytest.mark.full),
     ],
 )
 def test_each_device_stores_its_own_stages_and_their_optimizer_state(

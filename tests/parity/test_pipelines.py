@@ -195,10 +195,10 @@ ALL, CUBE = {"pp": 4}, {"pp": 2, "fsdp": 2, "tp": 2}
 @pytest.mark.parametrize(
     ("schedule", "chunks"),
     [
-        ("gpipe", 1),
+        pytest.param("gpipe", 1, marks=pytest.mark.full),
         ("1f1b", 1),
-        ("interleaved", 2),
-        ("zero_bubble", 1),
+        pytest.param("interleaved", 2, marks=pytest.mark.full),
+        pytest.param("zero_bubble", 1, marks=pytest.mark.full),
     ],
 )
 def test_every_schedule_learns_what_one_device_learns(schedule, chunks):
@@ -262,12 +262,14 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_parameters_are_those_of_one_device(case):
     shape, schedule, options = CASES[case]
     check(train(shape, schedule, **options), expected(**options.get("sizes", {})))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "schedule"), [("bf16", "1f1b"), ("f16", "zero_bubble")]
 )

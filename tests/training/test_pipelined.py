@@ -21,6 +21,7 @@ from tessera.models.pipeline_stages import StageSplit
 from tessera.training.config import Config, ModelConfig, TrainingConfig
 from tessera.training.pipelined import PipelinedModel, schedule_of, split_of
 from tessera.training.run import Run
+from tests.api.pipelines import cases
 
 MICROBATCHES, ROWS, LENGTH = 4, 2, 8
 CONFIG = Gemma3Config(
@@ -62,7 +63,7 @@ def pipelined(config: Gemma3Config, mesh: Mesh, name: str) -> PipelinedModel:
     return PipelinedModel(Model(config, split=split_of(mesh, config, 1)), mesh, table)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("name", cases(["1f1b", "zero_bubble"], "1f1b"))
 def test_gradients_are_those_of_the_plain_model(name):
     config, mesh = dataclasses.replace(CONFIG, num_layers=5), mesh_of(pp=2)
     whole = pipelined(config, mesh, name)
@@ -107,7 +108,7 @@ def test_gradients_are_those_of_the_plain_model(name):
     np.testing.assert_allclose(found, jax.jit(loss)(params, first), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "zero_bubble"])
+@pytest.mark.parametrize("name", cases(["gpipe", "zero_bubble"], "gpipe"))
 def test_the_program_is_no_longer_for_more_layers_in_a_stage(name):
     def length(num_layers: int) -> int:
         config = dataclasses.replace(CONFIG, num_layers=num_layers)

@@ -44,11 +44,10 @@ class Schedule:
     """The work of each device of a pipeline, tick by tick.
 
     The layers are split into ``virtual_stages`` = ``stages`` x ``chunks``; virtual
-    stage k is chunk k // ``stages`` of device k % ``stages``. Devices go in lock-step. In
-    one
-    tick a device does at most one F, one B and one W, in this order. It then sends an
-    activation to the next virtual stage and a gradient to the previous one, which
-    arrive for the next tick. A tick lasts as long as the slowest device's work in it.
+    stage k is chunk k // ``stages`` of device k % ``stages``. Devices go in lock-step.
+    In one tick a device does at most one F, one B and one W, in this order. It then
+    sends an activation to the next virtual stage and a gradient to the previous one,
+    which arrive for the next tick. A tick lasts as long as the slowest device's work.
 
     Nothing is checked here: :func:`tessera.compiler.pipelining.legality.check` says
     whether a table can be executed.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a step with pipelines: who has them, and the program of one microbatch.
+"""Traces a step with pipelines for one microbatch, and finds arguments with rows.
 
-A pipeline cuts arguments that have a row for each example, and gives weights whole to
-the stages that read them. Which is which follows from where an argument comes from: it
-is a weight where it is made of parameters, captured arrays and what a gradient is taken
-by alone, and has rows where it grows with the batch. Where several arguments come from
-others, their numbers of rows are a guess, which the pipelined function has to prove
-when its stages are cut.
+A pipeline splits arguments that have a row for each example, and replicates weights to
+the stages that read them. Which is which follows from an argument's sources: it is a
+weight if it is computed from parameters, captured arrays and what a gradient is taken
+by alone, and has rows if it grows with the batch. Where several arguments have other
+sources, their numbers of rows are a guess, which has to be proven when the pipelined
+function is split into stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,14 +53,14 @@ def require_even_rows(graph: Graph) -> None:
 
 @dataclass(frozen=True)
 class BatchRows:
-    """What is known of the rows of a step's batch.
+    """The rows of a step's batch.
 
     Attributes:
       graph: The step, as it was traced.
-      may_be_batch: Whether an argument's array, by path, is not said to be another
-        thing.
+      may_be_batch: Whether an argument's array, by path, is not declared to be
+        something else.
       retrace: Traces the step for other inputs.
-      scope: Gives a scope to do so in.
+      scope: Opens a scope to do so in.
     """
 
     graph: Graph
@@ -69,24 +69,24 @@ class BatchRows:
     scope: Callable[[], Scope]
 
     def decisions(self) -> dict[int, Decision]:
-        """Which arguments have rows, for the pipelined calls that do not know yet.
+        """Which arguments have rows, for the pipelined calls that do not declare it.
 
         Raises:
           UndecidedRoleError: [T324] nothing decides it.
           PipelineFormError: [T312] they are not the rows of the step's arguments.
         """
-        found = {
-            call.number: _Arguments(self, equation, place)
-            for place, equation, call in self._calls()
+        undecided = {
+            call.number: _Arguments(self, equation, index)
+            for index, equation, call in self._calls()
             if None in call.by_row
         }
-        if not found:
+        if not undecided:
             return {}
-        rows = {arguments.rows for arguments in found.values()}
+        rows = {arguments.rows for arguments in undecided.values()}
         factor = _factor(rows, self.graph.inputs)
-        read = set[Any]().union(*(each.read for each in found.values()))
-        whole = set[Any]().union(*(each.closed_over for each in found.values()))
-        atoms = [atom for each in found.values() for atom in each.candidate_atoms]
+        read = set[Any]().union(*(each.read for each in undecided.values()))
+        whole = set[Any]().union(*(each.closed_over for each in undecided.values()))
+        atoms = [atom for each in undecided.values() for atom in each.candidate_atoms]
         grown = {
             variable: factor * value.aval.shape[0]
             for variable, value in self._with_rows(rows, read, atoms)
@@ -96,13 +96,13 @@ class BatchRows:
         try:
             self.retrace(self._resized(grown), here)
         except Exception as error:
-            # What comes after the last call does not matter.
-            if len(here.pipelined) <= max(found):
+            # An error after the last of these calls does not matter.
+            if len(here.pipelined) <= max(undecided):
                 problem = f"{factor} times as many rows: {_first_line(error)}"
-                raise found[max(found)].call.undecided(problem) from error
+                raise undecided[max(undecided)].call.undecided(problem) from error
         return {
             number: arguments.decision(here.pipelined[number], factor)
-            for number, arguments in found.items()
+            for number, arguments in undecided.items()
         }
 
     def microbatch(self) -> _jax.Program | None:
@@ -123,11 +123,11 @@ class BatchRows:
             call.warn()
         first = min((call for *_, call in calls), key=lambda call: call.parts)
         atoms, rows, whole = list[_jax.Atom](), set[Any](), set[Any]()
-        for place, equation, call in calls:
+        for index, equation, call in calls:
             count = call.stages.num_inputs
             atoms += equation.invars[:count]
-            rows |= self.sources(equation.invars[:count], place)
-            whole |= self.sources(equation.invars[count:], place)
+            rows |= self.sources(equation.invars[:count], index)
+            whole |= self.sources(equation.invars[count:], index)
         known = [
             variable
             for variable, _ in self._with_rows({c.rows for *_, c in calls}, rows, atoms)
@@ -135,13 +135,13 @@ class BatchRows:
         ]
         program = self._of_rows(known, first, Fraction(1, first.parts))
         if first.rows == first.parts > 1 and not self._has_equations_of(program):
-            # JAX does some things otherwise where there is one row: two are copies.
+            # JAX traces other equations for one row: two are used, which are copies.
             size = Fraction(2 if first.rows != 2 else 3, first.rows)
             program = self._of_rows(known, first, size)
         return program
 
     def _has_equations_of(self, program: _jax.Program) -> bool:
-        """Whether another program does the same up to the last loss."""
+        """Whether another program has the same equations up to the last loss."""
         first, second = map(_jax.equations, (self.program, inline_jits(program)))
         ends = [i for i, e in enumerate(first) if e.primitive is gradient_p]
         last = ends[-1] + 1 if ends else 0
@@ -154,8 +154,8 @@ class BatchRows:
 
         Args:
           known: The inputs that have rows.
-          first: What errors speak of.
-          size: How many times the rows of the batch.
+          first: The call that errors name.
+          size: The number of rows over that of the batch.
         """
         rows = {v: int(self.values[v].aval.shape[0] * size) for v in known}
         here = self.scope()
@@ -167,9 +167,9 @@ class BatchRows:
             raise _no_rows_of_a_batch(first, size, _first_line(error)) from error
         for _, _, call in self._calls():
             types = zip(call.by_row, here.pipelined[call.number], strict=True)
-            for found in {aval.shape[0] for has_rows, aval in types if has_rows}:
-                if found != call.rows * size:
-                    problem = f"{found} rows in {call.rows}"
+            for count in {aval.shape[0] for has_rows, aval in types if has_rows}:
+                if count != call.rows * size:
+                    problem = f"{count} rows in {call.rows}"
                     raise _no_rows_of_a_batch(first, size, problem)
         return lift_captures(program)[0]
 
@@ -182,14 +182,14 @@ class BatchRows:
 
     @cached_property
     def values(self) -> dict[Any, Value]:
-        """What the graph says of each input."""
+        """The graph's value of each input."""
         inputs = _jax.inputs(self.program)
         return dict(zip(inputs, self.graph.inputs, strict=True))
 
     @cached_property
-    def uses(self) -> GradientUses:
-        """What gradients are taken by, and of."""
-        return gradient_uses(self.program)
+    def uses(self) -> Uses:
+        """What gradients are taken by, and what losses read."""
+        return uses_of(self.program)
 
     @cached_property
     def free(self) -> frozenset[Any]:
@@ -203,29 +203,29 @@ class BatchRows:
             and self.may_be_batch(value.name)
         )
 
-    def sources(self, atoms: Sequence[_jax.Atom], place: int) -> set[Any]:
-        """The inputs that some values come from."""
-        found = set[Any]()
+    def sources(self, atoms: Sequence[_jax.Atom], before: int) -> set[Any]:
+        """The inputs that some values depend on."""
+        sources = set[Any]()
         for atom in atoms:
-            found |= _jax.sources(self.program, atom, before=place)
-        return found & self.values.keys()
+            sources |= _jax.sources(self.program, atom, before=before)
+        return sources & self.values.keys()
 
     def _calls(self) -> Iterator[tuple[int, _jax.Equation, PipelineCall]]:
-        """The pipelined calls of the step's own level."""
-        for place, equation in enumerate(_jax.equations(self.program)):
+        """The pipelined calls of the step's own level, with their indices."""
+        for index, equation in enumerate(_jax.equations(self.program)):
             if equation.primitive is pipeline_p:
-                yield place, equation, equation.params["call"]
+                yield index, equation, equation.params["call"]
 
     def _with_rows(
         self, rows: set[int], read: set[Any], atoms: Sequence[_jax.Atom]
     ) -> Iterator[tuple[Any, Value]]:
         """Inputs that may have some number of rows, and their values.
 
-        That is a guess: what follows from it is proven where it is used.
+        This is a guess: what follows from it is proven where it is used.
 
         Args:
           rows: The numbers.
-          read: Inputs that arguments with rows come from.
+          read: Inputs that arguments with rows depend on.
           atoms: These arguments.
         """
         free = self.free | views_of(self.program, atoms)
@@ -248,7 +248,7 @@ class BatchRows:
         for variable, value in self.values.items():
             if value.role is Role.CAPTURED:
                 continue
-            # Layouts are left out: other numbers of rows need not divide.
+            # Without layouts: they need not divide another number of rows.
             if variable in rows:
                 shape = (rows[variable], *value.aval.shape[1:])
                 aval = jax.ShapeDtypeStruct(shape, value.aval.dtype)
@@ -259,32 +259,32 @@ class BatchRows:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """The arguments of one pipelined call that does not know which of them have rows.
+    """The arguments of a pipelined call that does not declare which have rows.
 
     Attributes:
       batch: The step.
       equation: The call.
-      place: Its place in the step's program.
+      index: Its index in the step's program.
     """
 
     batch: BatchRows
     equation: _jax.Equation
-    place: int
+    index: int
 
     @property
     def call(self) -> PipelineCall:
-        """What is known of it."""
+        """The call's parameters."""
         return self.equation.params["call"]
 
     @cached_property
     def origins(self) -> list[set[Any]]:
-        """The inputs of the step that each argument comes from."""
+        """The inputs of the step that each argument depends on."""
         atoms = self.equation.invars[: len(self.call.paths)]
-        return [self.batch.sources([atom], self.place) for atom in atoms]
+        return [self.batch.sources([atom], self.index) for atom in atoms]
 
     @cached_property
     def candidates(self) -> list[int]:
-        """Arguments that may have rows, by what they come from."""
+        """Arguments that may have rows, by their sources."""
         known = self.call.by_row
         unknown = [number for number, row in enumerate(known) if row is None]
         found = [n for n in unknown if not self.batch.free.isdisjoint(self.origins[n])]
@@ -297,18 +297,18 @@ class _Arguments:
 
     @property
     def read(self) -> set[Any]:
-        """Inputs of the step that these come from."""
+        """Inputs of the step that these depend on."""
         return set[Any]().union(*(self.origins[number] for number in self.candidates))
 
     @property
     def closed_over(self) -> set[Any]:
-        """Inputs of the step that the function reads, other than by its arguments."""
+        """Inputs of the step that the function closes over."""
         atoms = self.equation.invars[len(self.call.paths) :]
-        return self.batch.sources(atoms, self.place)
+        return self.batch.sources(atoms, self.index)
 
     @property
     def rows(self) -> int:
-        """How many rows the batch has: those of the call's results."""
+        """The number of rows of the batch: that of the call's results."""
         if not self.candidates:
             raise self.call.undecided(
                 "all of them are made of parameters, captured arrays and what a "
@@ -318,7 +318,7 @@ class _Arguments:
         return self.call.results[0].shape[0]
 
     def decision(self, grown: Sequence[Any], factor: int) -> Decision:
-        """Which have rows, from their types in a step of more rows."""
+        """Which arguments have rows, from their types in a step of more rows."""
         by_row = [bool(known) for known in self.call.by_row]
         for number, known in enumerate(self.call.by_row):
             if known is not None:
@@ -353,7 +353,7 @@ _ROWS_OF_THE_STEP = (
 
 
 def _factor(rows: set[int], inputs: Sequence[Value]) -> int:
-    """By what to multiply numbers of rows, so that no other dim is as large."""
+    """A factor for numbers of rows, so that no other dim is as large."""
     sizes = {size for value in inputs for size in value.aval.shape}
     factor = 2
     while sizes.intersection(factor * number for number in rows):
@@ -362,7 +362,7 @@ def _factor(rows: set[int], inputs: Sequence[Value]) -> int:
 
 
 def _is_like(value: Value, weights: Sequence[Value]) -> bool:
-    """Whether an array that no loss reads is one that an update keeps for a weight."""
+    """Whether an array that no loss reads is optimizer state of a weight."""
     return any(
         value.aval.shape == weight.aval.shape or f"/{weight.name}/" in f"/{value.name}/"
         for weight in weights

@@ -180,7 +180,7 @@ def test_what_mixes_rows_is_said_with_its_line():
     found = judged(MIXED["sum"], mixed=True)
     assert found is not None
     assert found.startswith("reduce_sum mixes the rows\nat ")
-    assert "test_rows.py:" in found
+    assert "test_batch_dims.py:" in found
 
 
 def test_rows_that_look_themselves_up_are_not_numbered():

@@ -195,7 +195,7 @@ def test_a_loss_that_is_no_such_sum_is_refused(name):
         "[T312] the loss of a pipeline cannot be computed microbatch by microbatch\n"
         f"  got: {why}\n"
     )
-    assert "test_separating.py:" in text
+    assert "test_loss_decomposition.py:" in text
 
 
 def test_a_step_that_branches_on_the_batch_size_is_refused():

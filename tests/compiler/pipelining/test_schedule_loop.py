@@ -23,6 +23,7 @@ from tessera.compiler.pipelining import Op, Schedule, custom, schedule
 from tessera.compiler.pipelining.device_tick import Gradients, Stages
 from tessera.compiler.pipelining.schedule_loop import Pipeline
 from tessera.mesh import Mesh
+from tests.api.pipelines import cases
 
 DEPTH, ROWS, WIDTH, HIDDEN, CLASSES = 2, 4, 8, 16, 6
 SEED = jnp.float32(0.5)
@@ -166,13 +167,13 @@ def check(table: Schedule, mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "microbatches", "chunks"),
     [
-        ("gpipe", 4, 6, 1),
+        pytest.param("gpipe", 4, 6, 1, marks=pytest.mark.full),
         ("1f1b", 4, 6, 1),
-        ("interleaved", 2, 4, 3),
+        pytest.param("interleaved", 2, 4, 3, marks=pytest.mark.full),
         ("zero_bubble", 4, 6, 1),
-        ("zero_bubble", 2, 1, 1),
-        ("interleaved", 1, 3, 2),
-        ("zero_bubble", 1, 3, 1),
+        pytest.param("zero_bubble", 2, 1, 1, marks=pytest.mark.full),
+        pytest.param("interleaved", 1, 3, 2, marks=pytest.mark.full),
+        pytest.param("zero_bubble", 1, 3, 1, marks=pytest.mark.full),
     ],
 )
 def test_a_schedule_gives_what_autodiff_gives(name, size, microbatches, chunks):
@@ -180,7 +181,7 @@ def test_a_schedule_gives_what_autodiff_gives(name, size, microbatches, chunks):
     check(table, mesh_of(pp=size))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("name", cases(["1f1b", "zero_bubble"], "zero_bubble"))
 def test_the_other_axes_of_the_mesh_split_what_stages_compute(name):
     check(schedule(name, 2, 4), mesh_of(pp=2, fsdp=2, tp=2))
 
@@ -226,7 +227,12 @@ def any_table(seed: int, *, chunks: int, splits_backward: bool) -> Schedule:
 
 @pytest.mark.parametrize(
     ("seed", "chunks", "splits_backward"),
-    [(0, 1, False), (1, 2, False), (4, 1, True), (3, 2, True)],
+    [
+        pytest.param(0, 1, False, marks=pytest.mark.full),
+        pytest.param(1, 2, False, marks=pytest.mark.full),
+        pytest.param(4, 1, True, marks=pytest.mark.full),
+        (3, 2, True),
+    ],
 )
 def test_any_legal_table_gives_what_autodiff_gives(seed, chunks, splits_backward):
     table = any_table(seed, chunks=chunks, splits_backward=splits_backward)
@@ -242,7 +248,12 @@ def test_any_legal_table_gives_what_autodiff_gives(seed, chunks, splits_backward
 @pytest.mark.parametrize(
     ("size", "microbatches", "chunks"),
     # Five and three are no multiples of the stages, with chunks and without.
-    [(4, 5, 1), (2, 5, 3), (4, 3, 2), (1, 2, 2)],
+    [
+        pytest.param(4, 5, 1, marks=pytest.mark.full),
+        (2, 5, 3),
+        pytest.param(4, 3, 2, marks=pytest.mark.full),
+        pytest.param(1, 2, 2, marks=pytest.mark.full),
+    ],
 )
 def test_forward_only_gives_outputs_and_their_gradients(size, microbatches, chunks):
     count = size * chunks
@@ -304,7 +315,9 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches_and_is_below_gpipe():
     assert temporaries("gpipe", 64) - many >= 61 * wire
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    "name", cases(["gpipe", "1f1b", "zero_bubble"], "gpipe", "1f1b")
+)
 def test_the_program_is_no_longer_for_more_microbatches(name):
     sizes = []
     for microbatches in (8, 64):
@@ -315,7 +328,9 @@ def test_the_program_is_no_longer_for_more_microbatches(name):
     assert sizes[0] == sizes[1] > 100
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    "name", cases(["gpipe", "1f1b", "zero_bubble"], "gpipe", "1f1b")
+)
 @pytest.mark.parametrize("microbatches", [8, 64])
 def test_each_tick_sends_one_wire_in_each_direction_that_it_works_in(
     name, microbatches

@@ -18,6 +18,7 @@ from tessera.compiler.pipelining import (
 )
 from tessera.compiler.pipelining.schedules import NAMES
 from tessera.errors import PipelineSizeError, ScheduleError, UnknownScheduleError
+from tests.api.pipelines import cases
 
 STAGES = range(1, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 7, 8, 13, 16, 24)
@@ -107,7 +108,7 @@ def test_zero_bubble_keeps_at_most_a_third_more_microbatches_than_there_are_stag
         assert slots.stash_slots <= 2 * (stages - 1) + 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases(NAMES, "1f1b"))
 def test_a_schedule_may_be_of_seventy_two_devices(name):
     table = schedule(name, 72, 504)
     assert table.slots.stash_slots <= 504

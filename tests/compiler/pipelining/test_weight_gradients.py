@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage's backward in two: the same numbers, the same matmuls, few residuals."""
+"""A split backward: the same gradients, the same matmuls, few and small residuals."""
 
 from functools import cache, partial
 
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tessera import _jax
 from tessera.analysis import flops
 from tessera.compiler.pipelining.weight_gradients import split_backward
+from tests.api.pipelines import cases
 from tests.compiler.pipelining.stages import (
     ACTIVATIONS,
     BATCH,
@@ -31,13 +32,16 @@ from tests.compiler.pipelining.stages import (
     scanned,
 )
 
-every_stage = pytest.mark.parametrize("name", STAGES)
+every_stage = pytest.mark.parametrize(
+    "name",
+    cases(STAGES, "mlp", "weights that all layers share", "a branch", "an embedding"),
+)
 # Gradients are compared bit by bit.
 pytestmark = pytest.mark.usefixtures("optimized")
 
 
 def split_of(stage, *args):
-    """The halves of a stage that gives nothing beside its output."""
+    """The split backward of a stage that returns nothing beside its output."""
 
     def with_nothing(*args):
         return stage(*args), None
@@ -59,8 +63,8 @@ def pieces(name):
     return whole, split, weights, h, cotangent, more
 
 
-def halves_of(split, weights, h, cotangent, more):
-    """The programs of both halves."""
+def programs_of(split, weights, h, cotangent, more):
+    """The known and the unknown program."""
     args = (weights, h, cotangent, *more)
     first = jax.make_jaxpr(split.input_gradients)(*args)
     second = jax.make_jaxpr(split.weight_gradients)(
@@ -78,7 +82,7 @@ def equations_of(program):
 
 
 @every_stage
-def test_both_halves_give_the_gradients_of_the_whole(name):
+def test_both_programs_compute_the_gradients_of_the_whole(name):
     whole, split, weights, h, cotangent, more = pieces(name)
     dw, dh = jax.jit(whole)(weights, h, cotangent, *more)
     first, residuals, _ = jax.jit(split.input_gradients)(weights, h, cotangent, *more)
@@ -98,17 +102,17 @@ def test_the_residuals_are_as_announced(name):
 
 
 @every_stage
-def test_every_matmul_is_in_one_half(name):
+def test_every_matmul_is_in_one_of_the_programs(name):
     whole, split, weights, h, cotangent, more = pieces(name)
-    both = halves_of(split, weights, h, cotangent, more)
+    both = programs_of(split, weights, h, cotangent, more)
     all_at_once = jax.make_jaxpr(whole)(weights, h, cotangent, *more)
-    counted = sum(flops.count(half).matmul for half in both)
+    counted = sum(flops.count(program).matmul for program in both)
     assert counted == flops.count(all_at_once).matmul
 
 
-def test_the_second_half_has_the_matmuls_of_the_weights_and_no_other():
+def test_the_unknown_program_has_the_matmuls_of_the_weights_and_no_other():
     _, split, weights, h, cotangent, more = pieces("transformer")
-    first, second = halves_of(split, weights, h, cotangent, more)
+    first, second = programs_of(split, weights, h, cotangent, more)
     tokens = BATCH * SEQ
     of_weights = sum(2 * tokens * w.size for n, w in weights.items() if "norm" not in n)
     of_scores = 2 * LAYERS * 2 * tokens * SEQ * DIM
@@ -118,7 +122,7 @@ def test_the_second_half_has_the_matmuls_of_the_weights_and_no_other():
 
 
 @pytest.mark.parametrize("name", ["transformer", "transformer, rematerialized"])
-def test_of_a_layer_cross_the_operands_of_its_weights_gradients_and_no_more(name):
+def test_the_residuals_of_a_layer_are_the_operands_of_its_weight_gradients(name):
     _, split, *_ = pieces(name)
     tokens = LAYERS * BATCH * SEQ
     found = sorted(r.size for r in split.residuals)
@@ -129,7 +133,7 @@ def test_of_a_layer_cross_the_operands_of_its_weights_gradients_and_no_more(name
     assert found == scales + narrow + hidden
 
 
-def test_what_the_second_half_can_make_again_does_not_cross():
+def test_what_the_unknown_program_can_recompute_is_no_residual():
     def stage(weights, h, key):
         kept = jax.random.bernoulli(key, 0.7, h.shape)
         scale = jnp.exp(weights["scale"])
@@ -143,9 +147,9 @@ def test_what_the_second_half_can_make_again_does_not_cross():
     assert sorted(r.shape for r in split.residuals) == [wide, wide, (DIM,)]
 
 
-def test_a_loop_has_no_part_in_a_half_that_wants_nothing_of_it():
+def test_a_loop_is_left_out_of_a_program_that_reads_none_of_its_results():
     _, split, weights, h, cotangent, more = pieces("transformer")
-    _, second = halves_of(split, weights, h, cotangent, more)
+    _, second = programs_of(split, weights, h, cotangent, more)
     loops = [e for e in equations_of(second) if e.primitive.name == "scan"]
     assert [loop.params["reverse"] for loop in loops] == [True]
     assert _jax.scan_sizes(loops[0]) == (0, 0)
@@ -156,13 +160,13 @@ def test_the_gradients_of_scales_alone_are_computed_early():
     scales = normal(LAYERS, DIM)
     split = split_of(stage, scales, ACTIVATIONS, ACTIVATIONS)
     assert [r.shape for r in split.residuals] == [(LAYERS, DIM)]
-    first, _ = halves_of(split, scales, ACTIVATIONS, ACTIVATIONS, ())
+    first, _ = programs_of(split, scales, ACTIVATIONS, ACTIVATIONS, ())
     forward = next(e for e in equations_of(first) if e.primitive.name == "scan")
     # The last layer's output; of each layer the sine, its derivative and the scale.
     assert len(forward.outvars) == 4
 
 
-def test_what_a_nested_region_makes_of_the_weights_alone_does_not_cross(cube_mesh):
+def test_what_a_nested_region_computes_from_weights_alone_is_no_residual(cube_mesh):
     def gathered(w):
         return jax.shard_map(
             lambda block: lax.all_gather(block, "tp", tiled=True),
@@ -244,7 +248,7 @@ def test_leaves_that_are_no_floats_have_void_gradients():
     jax.tree.map(np.testing.assert_array_equal, (second, first), (dw, dh))
 
 
-def test_what_a_stage_gives_beside_its_output_comes_with_the_first_half():
+def test_other_results_of_a_stage_come_with_the_gradient_of_its_input():
     def stage(weights, h, tokens):
         out = mlp(weights, h)
         return out, {"loss": jnp.sum(out * out), "of": tokens}
@@ -283,7 +287,7 @@ def test_a_stage_may_close_over_arrays_and_tracers():
 
 def test_what_is_rematerialized_is_not_what_the_forward_had():
     _, split, weights, h, cotangent, more = pieces("transformer, rematerialized")
-    first, _ = halves_of(split, weights, h, cotangent, more)
+    first, _ = programs_of(split, weights, h, cotangent, more)
     forward, backward = (e for e in equations_of(first) if e.primitive.name == "scan")
     assert len(forward.outvars) == 2  # the last layer's output; each layer's input
     names = [e.primitive.name for e in equations_of(backward.params["jaxpr"])]
@@ -307,6 +311,7 @@ def test_an_effect_happens_once():
     assert len(seen) == LAYERS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", [False, True], ids=["plain", "rematerialized"])
 def test_a_region_that_is_manual_over_the_pipeline_alone(cube_mesh, remat):
     def constrain(x, *axes):
