@@ -161,12 +161,12 @@ class PipelineOfArguments:
 
 def _stages_called(function: "_ArrayFunction", here: scope.Scope) -> tuple[str, ...]:
     """The names of the stages that a function calls, in order; inner ones left out."""
-    found: list[str] = []
+    called: list[str] = []
     before, depth, end = here.snapshot(), len(here.path), here.stage_end
 
     def note(name: str, results: Any) -> Any:
         if len(here.path) == depth + 1:
-            found.append(name)
+            called.append(name)
         return results
 
     here.stage_end = note
@@ -175,7 +175,7 @@ def _stages_called(function: "_ArrayFunction", here: scope.Scope) -> tuple[str, 
     finally:
         here.stage_end = end
         here.restore(before)
-    return tuple(found)
+    return tuple(called)
 
 
 @dataclass(frozen=True)
@@ -261,8 +261,8 @@ class _PipelineConfig:
         pairs = zip(function.paths, function.arrays, strict=True)
         by_row = tuple(known(path, array) for path, array in pairs)
         for name in self.batch or ():
-            found = zip(function.paths, by_row, strict=True)
-            if not any(row and is_in(path, (name,)) for path, row in found):
+            pairs = zip(function.paths, by_row, strict=True)
+            if not any(row and is_in(path, (name,)) for path, row in pairs):
                 raise _no_argument(name, function.paths)
         if not any(row is not False for row in by_row):
             raise PipelineFormError(
@@ -278,8 +278,8 @@ class _PipelineConfig:
             return self.schedule
         size = mesh.axis_size(self.axis)
         count = self.microbatches or here.plan.microbatches or size
-        given = chunks if self.schedule == "interleaved" else None
-        return schedule_of(self.schedule, size, count, given)
+        is_chunked = self.schedule == "interleaved"
+        return schedule_of(self.schedule, size, count, chunks if is_chunked else None)
 
     @contextmanager
     def _tracing_stages(
@@ -325,14 +325,14 @@ class _ArrayFunction:
             for parameter in inspect.signature(body).parameters.values()
             if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
         ]
-        given = (tuple(args), dict(kwargs))
-        found, self._tree = jax.tree_util.tree_flatten_with_path(given)
-        self._leaves = [leaf for _, leaf in found]
+        arguments = (tuple(args), dict(kwargs))
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path(arguments)
+        self._leaves = [leaf for _, leaf in leaves]
         self._array_indices = [
             i for i, leaf in enumerate(self._leaves) if is_number(leaf)
         ]
         self.arrays = [jnp.asarray(self._leaves[i]) for i in self._array_indices]
-        self.paths = tuple(_path(names, found[i][0]) for i in self._array_indices)
+        self.paths = tuple(_path(names, leaves[i][0]) for i in self._array_indices)
         self.results: Any = None
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -340,11 +340,11 @@ class _ArrayFunction:
         for index, array in zip(self._array_indices, arrays, strict=True):
             leaves[index] = array
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
-        found, self.results = jax.tree.flatten(self._body(*args, **kwargs))
+        results, self.results = jax.tree.flatten(self._body(*args, **kwargs))
         now, tree = jax.tree.flatten((args, kwargs))
         if tree != self._tree or not all(map(operator.is_, now, leaves)):
             raise self._changed(now, leaves)
-        return [jnp.asarray(leaf) for leaf in found]
+        return [jnp.asarray(leaf) for leaf in results]
 
     def _changed(self, now: Sequence[Any], before: Sequence[Any]) -> WriteBackError:
         pairs = zip(self.paths, self._array_indices, strict=True)

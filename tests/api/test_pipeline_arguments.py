@@ -337,7 +337,7 @@ def test_the_error_names_the_arguments_the_line_and_the_cure():
     )
     assert after.partition("\n")[2] == (
         "  fix: name those that have: graph.pipeline(..., batch=[...])\n"
-        "  fix: all others are whole in every stage that reads them\n"
+        "  fix: all others are replicated to every stage that reads them\n"
         "  docs: docs/errors/T324.md"
     )
 
@@ -441,7 +441,7 @@ def test_a_stage_that_does_not_keep_rows_apart_says_so(name):
     start = "a stage of pipeline '<lambda>' sees one microbatch at a time, and its rows"
     with pytest.warns(ts.TesseraWarning) as caught:
         chain(pipes(), first).trace(X)
-    assert str(caught[0].message).startswith(f"{start} are not kept apart: {why}")
+    assert str(caught[0].message).startswith(f"{start} are not independent: {why}")
 
 
 ALONE: dict[str, Callable[..., Any]] = {

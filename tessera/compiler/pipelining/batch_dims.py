@@ -80,22 +80,20 @@ class BatchDims:
 
     def is_row_wise(self, equation: _jax.Equation, twin: _jax.Equation) -> bool:
         """Whether the microbatch's results are rows of the batch's."""
-        read, made = self.of(equation.invars), self.of(equation.outvars)
-        if -1 in (*read.values(), *made.values()):
+        operand_dims, result_dims = self.of(equation.invars), self.of(equation.outvars)
+        if -1 in (*operand_dims.values(), *result_dims.values()):
             return False
         if equation.primitive.name == "stage_end":
             return True  # the identity
         if _jax.inner_programs(equation):
             return self._is_row_wise_inside(equation, twin)
-        dims = {made.get(v) for v in equation.outvars}
+        dims = {result_dims.get(v) for v in equation.outvars}
         if len(dims) != 1 or None in dims:
             return False
-        dim = next(iter(made.values()))
-        return (
-            _depends_on_own_row(equation, read, dim)
-            if read
-            else _is_alike(equation, dim)
-        )
+        dim = next(iter(result_dims.values()))
+        if not operand_dims:
+            return _is_alike(equation, dim)
+        return _depends_on_own_row(equation, operand_dims, dim)
 
     def _is_row_wise_inside(self, equation: _jax.Equation, twin: _jax.Equation) -> bool:
         lengths = [e.params.get("length") for e in (equation, twin)]
@@ -132,11 +130,10 @@ class BatchDims:
                 return _message("depends on the number of rows", equation)
             reads_own_row = not numbered.keys().isdisjoint(indices)
             if has_rows and not (origin is equation or reads_own_row):
-                found = self._find_mixing_in(
-                    equation, other, is_numbered=origin is not None
-                )
-                if found is not None:
-                    return found
+                is_numbered = origin is not None
+                mixing = self._find_mixing_in(equation, other, is_numbered=is_numbered)
+                if mixing is not None:
+                    return mixing
         for atom in variables(_jax.outputs(program)):
             if atom in numbered:
                 return _message("numbers the rows", numbered[atom])
@@ -149,8 +146,9 @@ class BatchDims:
             return None
         if inner := _jax.inner_programs(equation):
             pairs = zip(inner, _jax.inner_programs(twin), strict=True)
-            found = (None if is_numbered else self.find_mixing(*pair) for pair in pairs)
-            return next(filter(None, found), None)
+            if is_numbered:
+                return None
+            return next(filter(None, (self.find_mixing(*pair) for pair in pairs)), None)
         is_understood = equation.primitive.name in _UNDERSTOOD
         if is_understood and -1 not in self.of(equation.invars).values():
             return _message("mixes the rows", equation)

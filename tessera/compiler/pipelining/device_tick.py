@@ -285,8 +285,8 @@ class Device:
                 return split.weight_gradients(residuals, weights, micro, stage)
 
             weights = (self.chunk(chunk), self.shared)
-            found = self.stages.each(stage, gradients, packed, weights)
-            return self._with_weights(sums, chunk, *found)
+            of_weights = self.stages.each(stage, gradients, packed, weights)
+            return self._with_weights(sums, chunk, *of_weights)
 
         sums = jax.lax.cond(number >= 0, work, _unchanged, carry.sums)
         return replace(carry, sums=sums)
@@ -361,7 +361,7 @@ class Device:
 
     @cached_property
     def _residual_slots(self) -> Packing[jax.ShapeDtypeStruct]:
-        """Where the residuals of each kind of stage lie; several kinds share a slot."""
+        """Where the residuals of each kind of stage are; several kinds share a slot."""
         return Packing.of([split.residuals for split in self._split_backwards])
 
     def _number(self, kind: Any) -> int:

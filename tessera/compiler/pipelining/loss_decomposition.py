@@ -213,24 +213,24 @@ class _Decomposer:
 
     def _collect(self, loss: Any) -> LossDecomposition:
         outputs = list(self.micro[self.output].outvars)
-        found = LossDecomposition(1, outputs, dependents=self.dependents)
+        decomposition = LossDecomposition(1, outputs, dependents=self.dependents)
         read, after = {loss}, list[_jax.Equation]()
         for equation in reversed(self.whole[:-1]):
             sums = read.intersection(equation.outvars)
             if not sums or self.kind[equation.outvars[0]] != "sum":
                 continue
             if sums <= self.frontier:
-                found.sums += [(v, self.rows.twin[v]) for v in sums]
+                decomposition.sums += [(v, self.rows.twin[v]) for v in sums]
                 continue
             after.append(equation)
             read.update(variables(equation.invars))
-        found.after = after[::-1]
-        self._collect_rows(found)
-        return found
+        decomposition.after = after[::-1]
+        self._collect_rows(decomposition)
+        return decomposition
 
-    def _collect_rows(self, found: LossDecomposition) -> None:
+    def _collect_rows(self, decomposition: LossDecomposition) -> None:
         """The microbatch's equations up to the sums, and what they read."""
-        todo = [v for v, _ in found.sums]
+        todo = [v for v, _ in decomposition.sums]
         seen, indices = set(todo), set[int]()
         while todo:
             variable = todo.pop()
@@ -243,11 +243,11 @@ class _Decomposer:
                 todo += [v for v in read if v not in seen]
                 seen.update(read)
             elif (dim := self.rows.dim(variable)) is None:
-                found.replicated.append((variable, twin))
+                decomposition.replicated.append((variable, twin))
             else:
                 assert dim >= 0, "one batch dim"
-                found.rows.append((variable, twin, dim))
-        found.equations = [
+                decomposition.rows.append((variable, twin, dim))
+        decomposition.equations = [
             (self.micro[index], self._operands(index)) for index in sorted(indices)
         ]
 

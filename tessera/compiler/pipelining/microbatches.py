@@ -29,7 +29,7 @@ def check_batch(rows: int, microbatches: int) -> None:
     above = [str(count) for count in counts if count > microbatches][:1]
     numbers = " or ".join(below + above)
     raise BatchSizeError(
-        f"a batch cannot be cut into {microbatches} equal microbatches",
+        f"a batch cannot be split into {microbatches} equal microbatches",
         got=f"{rows} rows, {microbatches} microbatches: "
         f"{rows} % {microbatches} = {rows % microbatches}",
         fix=f"use a batch of {' or '.join(sizes)} rows"

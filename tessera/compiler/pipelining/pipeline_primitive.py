@@ -112,7 +112,7 @@ class PipelineCall:
             "for each example",
             got=f"{first_of(names)}: {why}",
             fix=f"name those that have: {self.how_to_declare}\n"
-            "all others are whole in every stage that reads them",
+            "all others are replicated to every stage that reads them",
         )
 
     def warn(self) -> None:
@@ -124,7 +124,7 @@ class PipelineCall:
         if self.mixes:
             warnings.warn(
                 f"a stage of pipeline {self.name!r} sees one microbatch at a time, and "
-                f"its rows are not kept apart: {self.mixes}",
+                f"its rows are not independent: {self.mixes}",
                 TesseraWarning,
                 stacklevel=2,
             )
@@ -157,15 +157,15 @@ def bind(call: PipelineCall, arguments: Sequence[Any], weights: Sequence[Any]) -
 
 def argument_rows(program: _jax.Program) -> dict[str, bool]:
     """Which arguments of a program's pipelined calls have rows, where decided."""
-    found: dict[str, bool] = {}
+    by_path: dict[str, bool] = {}
     for equation in _jax.equations(program):
         if equation.primitive is pipeline_p:
             call: PipelineCall = equation.params["call"]
             if None not in call.by_row:
-                found.update(zip(call.paths, map(bool, call.by_row), strict=True))
+                by_path.update(zip(call.paths, map(bool, call.by_row), strict=True))
         for inner in _jax.inner_programs(equation):
-            found |= argument_rows(inner)
-    return found
+            by_path |= argument_rows(inner)
+    return by_path
 
 
 def first_of(paths: Sequence[str]) -> str:

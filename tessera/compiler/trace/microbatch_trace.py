@@ -244,7 +244,7 @@ class BatchRows:
 
     def _resized(self, rows: Mapping[Any, int]) -> list[Value]:
         """The step's inputs with other numbers of rows."""
-        found: list[Value] = []
+        values: list[Value] = []
         for variable, value in self.values.items():
             if value.role is Role.CAPTURED:
                 continue
@@ -253,8 +253,8 @@ class BatchRows:
                 shape = (rows[variable], *value.aval.shape[1:])
                 aval = jax.ShapeDtypeStruct(shape, value.aval.dtype)
                 value = replace(value, aval=aval, spec=None)
-            found.append(value)
-        return found
+            values.append(value)
+        return values
 
 
 @dataclass(frozen=True)
@@ -287,8 +287,10 @@ class _Arguments:
         """Arguments that may have rows, by their sources."""
         known = self.call.by_row
         unknown = [number for number, row in enumerate(known) if row is None]
-        found = [n for n in unknown if not self.batch.free.isdisjoint(self.origins[n])]
-        return found or (unknown if len(unknown) == 1 else [])
+        may_have = [
+            n for n in unknown if not self.batch.free.isdisjoint(self.origins[n])
+        ]
+        return may_have or (unknown if len(unknown) == 1 else [])
 
     @property
     def candidate_atoms(self) -> list[_jax.Atom]:

@@ -31,7 +31,7 @@ def test_one_that_does_not_is_answered_with_the_nearest_sizes(rows, microbatches
     with pytest.raises(BatchSizeError) as caught:
         check_batch(rows, microbatches)
     assert str(caught.value) == (
-        f"[T503] a batch cannot be cut into {microbatches} equal microbatches\n"
+        f"[T503] a batch cannot be split into {microbatches} equal microbatches\n"
         f"  got: {rows} rows, {microbatches} microbatches: "
         f"{rows} % {microbatches} = {rows % microbatches}\n"
         f"  fix: {fix}\n"
