@@ -27,6 +27,7 @@ from tessera._jax_lines import hide_library_frames as hide_library_frames
 from tessera._jax_lines import is_library_code as is_library_code
 from tessera._jax_lines import source_line as source_line
 from tessera._jax_traces import inputs_read
+from tessera._jax_traces import partial_evaluation as partial_evaluation
 from tessera._jax_traces import varying_axes as varying_axes
 from tessera._jax_traces import varying_over as varying_over
 
@@ -327,40 +328,6 @@ def without_dead_code(
     Unused inputs are removed too, unless they are kept. Outputs may be selected.
     """
     return partial_eval.dce_jaxpr(_body(program), outputs, instantiate=keep_inputs)[0]
-
-
-def partial_evaluation(
-    program: Program,
-    is_unknown: Sequence[bool],
-    is_shared: Sequence[bool],
-    policy: Callable[..., Any],
-) -> tuple[Program, Program, int]:
-    """Split a program without constants by its outputs.
-
-    Args:
-      program: The program.
-      is_unknown: For each output, whether it is left to the unknown program.
-      is_shared: For each input, whether that program takes it.
-      policy: As of ``jax.checkpoint``: what is saved, and not computed again.
-
-    Returns:
-      The known program, which takes all inputs and returns the other outputs and then
-      residuals; the unknown one, which takes residuals and then the shared inputs; and
-      the number of residuals.
-    """
-    nothing, is_unknown = [False] * len(inputs(program)), list(is_unknown)
-    known, unknown, _, in_unknown, count = partial_eval.partial_eval_jaxpr_custom(
-        _body(program), nothing, list(is_shared), is_unknown, is_unknown, policy
-    )
-    wanted = [late for late, there in zip(is_unknown, in_unknown, strict=True) if there]
-    takes = [False] * count + [True] * sum(is_shared)
-    unknown, used = partial_eval.dce_jaxpr(unknown, wanted, instantiate=takes)
-    outs = [True] * is_unknown.count(False) + used[:count]
-    return (
-        without_dead_code(known, outputs=outs, keep_inputs=True),
-        unknown,
-        sum(used[:count]),
-    )
 
 
 def check(program: Program) -> None:

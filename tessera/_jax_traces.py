@@ -164,3 +164,35 @@ def _watched(kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     ask._tells_watcher = True  # type: ignore[attr-defined]
     return ask
+
+
+def partial_evaluation(
+    program: Any,
+    is_unknown: Sequence[bool],
+    is_shared: Sequence[bool],
+    policy: Callable[..., Any],
+) -> tuple[Any, Any, int]:
+    """Split a program without constants by its outputs.
+
+    Args:
+      program: The program.
+      is_unknown: For each output, whether it is left to the unknown program.
+      is_shared: For each input, whether that program takes it.
+      policy: As of ``jax.checkpoint``: what is saved, and not computed again.
+
+    Returns:
+      The known program, which takes all inputs and returns the other outputs and then
+      residuals; the unknown one, which takes residuals and then the shared inputs; and
+      the number of residuals.
+    """
+    jaxpr, is_unknown = getattr(program, "jaxpr", program), list(is_unknown)
+    none = [False] * len(jaxpr.invars)
+    known, unknown, _, in_unknown, count = partial_eval.partial_eval_jaxpr_custom(
+        jaxpr, none, list(is_shared), is_unknown, is_unknown, policy
+    )
+    wanted = [late for late, there in zip(is_unknown, in_unknown, strict=True) if there]
+    takes = [False] * count + [True] * sum(is_shared)
+    unknown, used = partial_eval.dce_jaxpr(unknown, wanted, instantiate=takes)
+    outputs = [True] * is_unknown.count(False) + used[:count]
+    known, _ = partial_eval.dce_jaxpr(known, outputs, instantiate=True)
+    return known, unknown, sum(used[:count])
