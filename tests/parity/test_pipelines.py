@@ -192,14 +192,10 @@ def differences(run: Run, want: Run) -> dict[str, float]:
 ALL, CUBE = {"pp": 4}, {"pp": 2, "fsdp": 2, "tp": 2}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "chunks"),
-    [
-        pytest.param("gpipe", 1, marks=pytest.mark.full),
-        ("1f1b", 1),
-        pytest.param("interleaved", 2, marks=pytest.mark.full),
-        pytest.param("zero_bubble", 1, marks=pytest.mark.full),
-    ],
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)],
 )
 def test_every_schedule_learns_what_one_device_learns(schedule, chunks):
     check(train(CUBE, schedule, chunks=chunks), expected())
