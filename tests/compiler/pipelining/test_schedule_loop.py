@@ -231,7 +231,7 @@ def any_table(seed: int, *, chunks: int, splits_backward: bool) -> Schedule:
         pytest.param(0, 1, False, marks=pytest.mark.full),
         pytest.param(1, 2, False, marks=pytest.mark.full),
         pytest.param(4, 1, True, marks=pytest.mark.full),
-        (3, 2, True),
+        pytest.param(3, 2, True, marks=pytest.mark.full),
     ],
 )
 def test_any_legal_table_gives_what_autodiff_gives(seed, chunks, splits_backward):
@@ -250,7 +250,7 @@ def test_any_legal_table_gives_what_autodiff_gives(seed, chunks, splits_backward
     # Five and three are no multiples of the stages, with chunks and without.
     [
         pytest.param(4, 5, 1, marks=pytest.mark.full),
-        (2, 5, 3),
+        pytest.param(2, 5, 3, marks=pytest.mark.full),
         pytest.param(4, 3, 2, marks=pytest.mark.full),
         pytest.param(1, 2, 2, marks=pytest.mark.full),
     ],
