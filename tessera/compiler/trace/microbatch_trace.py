@@ -187,9 +187,9 @@ class BatchRows:
         return dict(zip(inputs, self.graph.inputs, strict=True))
 
     @cached_property
-    def uses(self) -> Uses:
+    def uses(self) -> GradientUses:
         """What gradients are taken by, and what losses read."""
-        return uses_of(self.program)
+        return gradient_uses(self.program)
 
     @cached_property
     def free(self) -> frozenset[Any]:
