@@ -171,7 +171,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "phases.svg": phases,
     **{
         f"schedule-{name}.svg": timetable(name)
-        for name in ("gpipe", "1f1b", "interleaved", "zero_bubble_fused")
+        for name in ("gpipe", "1f1b", "interleaved", "zero_bubble")
     },
 }
 
