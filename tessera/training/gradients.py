@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from tessera.compiler.gradient_primitive import grad
+from tessera.labels import IGNORE_INDEX
 from tessera.models.partition_rules import NO_MESH, Placement
 from tessera.scope import autocast, constrain
-from tessera.training.data.packing import NO_TARGET
 from tessera.training.gradient_compression import AXIS
 from tessera.training.numerics import FixedOrder
 from tessera.training.router import ROUTER_METRICS, router_sums
@@ -39,8 +39,6 @@ Sums: TypeAlias = dict[str, Float[Array, ""]]
 Scale: TypeAlias = Float[Array, ""] | None
 # From a batch to the sums and the gradients of its microbatches.
 Differentiated: TypeAlias = Callable[[Batch], tuple[Sums, Tree]]
-
-IGNORED: Final = NO_TARGET
 
 
 def losses(
@@ -67,7 +65,7 @@ def losses(
         loss = module.loss(
             hidden,
             batch["targets"],
-            ignore_index=IGNORED,
+            ignore_index=IGNORE_INDEX,
             chunk=config.loss_chunk,
             place=place,
         )
@@ -77,7 +75,7 @@ def losses(
 
 def num_targets(batch: Batch) -> Float[Array, ""]:
     """Tokens that count for the loss."""
-    return (batch["targets"] != IGNORED).sum(dtype=jnp.float32)
+    return (batch["targets"] != IGNORE_INDEX).sum(dtype=jnp.float32)
 
 
 def mean_gradients(

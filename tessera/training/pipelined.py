@@ -23,6 +23,7 @@ from tessera.compiler.pipelining.device_tick import Stages
 from tessera.compiler.pipelining.schedule_loop import Pipeline
 from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.compiler.pipelining.schedules import schedule
+from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
 from tessera.models.gemma3 import RESIDUAL, Gemma3
 from tessera.models.gemma3_config import Gemma3Config
@@ -31,7 +32,6 @@ from tessera.models.partition_rules import Placement
 from tessera.models.pipeline_stages import StageSplit
 from tessera.scope import autocast, constrain
 from tessera.spec import axes_of_dims
-from tessera.training.data.packing import NO_TARGET
 from tessera.training.router import router_sums
 from tessera.tree import Tree
 
@@ -159,7 +159,7 @@ class PipelinedModel:
                 lambda: self._loss(module, x_BSD, micro["targets"]),
                 lambda: jnp.float32(0.0),
             )
-        tokens = (micro["targets"] != NO_TARGET).sum(dtype=jnp.float32)
+        tokens = (micro["targets"] != IGNORE_INDEX).sum(dtype=jnp.float32)
         routers = router_sums(self.model.config, statistics, tokens)
         loss = loss + routers.get("router_loss", 0.0)
         return x_BSD, loss, ((), routers)
@@ -169,7 +169,7 @@ class PipelinedModel:
         return module.loss(
             module.normalized(x_BSD, place=place),
             targets,
-            ignore_index=NO_TARGET,
+            ignore_index=IGNORE_INDEX,
             chunk=self.loss_chunk,
             place=place,
         )

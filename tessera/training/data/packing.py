@@ -21,8 +21,6 @@ from tessera.errors import TokenRangeError
 from tessera.labels import IGNORE_INDEX
 from tessera.training.data.tokenization import Ids, out_of_vocabulary
 
-NO_TARGET = IGNORE_INDEX
-
 Batch = dict[str, npt.NDArray[np.int32]]
 
 
@@ -124,7 +122,7 @@ class PackedRows:
         targets = window[1:].copy()
         if not self.stream.is_separated:
             # The next token belongs to another text and cannot be predicted.
-            targets[cuts - 1] = NO_TARGET
+            targets[cuts - 1] = IGNORE_INDEX
         offsets = np.arange(targets.size, dtype=np.int32)
         is_start = np.zeros_like(offsets)
         is_start[cuts[cuts < targets.size]] = 1
@@ -143,5 +141,5 @@ class PackedRows:
         """A row of padding: all targets -100, the rest 0."""
         names = ("tokens", "segment_ids", "positions")
         row = {name: np.zeros(self.sequence_length, np.int32) for name in names}
-        row["targets"] = np.full(self.sequence_length, NO_TARGET, np.int32)
+        row["targets"] = np.full(self.sequence_length, IGNORE_INDEX, np.int32)
         return row

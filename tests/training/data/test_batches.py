@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.errors import BatchSizeError
+from tessera.labels import IGNORE_INDEX
 from tessera.training.data.batches import (
     Share,
     closing,
@@ -21,7 +22,7 @@ from tessera.training.data.batches import (
     train_batches,
     validation_batches,
 )
-from tessera.training.data.packing import NO_TARGET, PackedRows, join
+from tessera.training.data.packing import PackedRows, join
 
 
 def rows_of(count: int) -> PackedRows:
@@ -130,7 +131,7 @@ def test_validation_gives_every_row_once_in_whole_batches(count, num_batches):
     seen = [int(token) // 2 for tokens in real for token in tokens]
     assert sorted(seen) == list(range(count))
     padding = [b["targets"][b["segment_ids"] == 0] for b in batches]
-    assert all((targets == NO_TARGET).all() for targets in padding)
+    assert all((targets == IGNORE_INDEX).all() for targets in padding)
 
 
 def test_validation_processes_together_read_what_one_reads():

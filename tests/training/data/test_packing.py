@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.errors import TokenRangeError
-from tessera.training.data.packing import NO_TARGET, PackedRows, TokenStream, join
+from tessera.labels import IGNORE_INDEX
+from tessera.training.data.packing import PackedRows, TokenStream, join
 
 documents = st.lists(st.lists(st.integers(1, 9), max_size=7), max_size=8)
 separators = st.sampled_from([None, 0])
@@ -36,9 +37,9 @@ def pack_by_hand(texts: list[list[int]], separator: int | None, length: int):
             if at == begin or document != flat[at - 1][1]:
                 segment, position = segment + 1, 0
             same = separator is not None or document == next_document
-            row.append((token, following if same else NO_TARGET, segment, position))
+            row.append((token, following if same else IGNORE_INDEX, segment, position))
             position += 1
-        rows.append(row + [(0, NO_TARGET, 0, 0)] * (length - len(row)))
+        rows.append(row + [(0, IGNORE_INDEX, 0, 0)] * (length - len(row)))
     return rows
 
 
@@ -58,7 +59,7 @@ def test_every_token_but_the_first_is_a_target_once(texts, length):
     rows = PackedRows(stream_of(texts, 0), length, keep_tail=True)
     targets = [t for i in range(len(rows)) for t in rows[i]["targets"].tolist()]
     joined = [token for text in texts if text for token in [0, *text]]
-    assert [t for t in targets if t != NO_TARGET] == joined[1:]
+    assert [t for t in targets if t != IGNORE_INDEX] == joined[1:]
 
 
 @given(documents, separators, lengths)
