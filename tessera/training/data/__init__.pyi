@@ -5,7 +5,6 @@ from tessera.training.data.corpus import Corpus as Corpus
 from tessera.training.data.corpus import load as load
 from tessera.training.data.data_config import DataConfig as DataConfig
 from tessera.training.data.data_config import SyntheticConfig as SyntheticConfig
-from tessera.training.data.packing import NO_TARGET as NO_TARGET
 from tessera.training.data.packing import Batch as Batch
 from tessera.training.data.sampler import EpochSampler as EpochSampler
 from tessera.training.data.tokenization import Tokenizer as Tokenizer
