@@ -174,8 +174,8 @@ def test_an_operation_with_a_layout_of_its_own_needs_auto_axes():
     with pytest.raises(LayoutMismatchError) as caught:
         graph.training_step(lambda x: op.moe(x, experts=4)[0])(x)
     assert str(caught.value) == (
-        "[T205] an operation needs its arrays in a layout of its own, and over "
-        "Explicit axes JAX moves none by itself\n"
+        "[T205] an operation has to reshard its operands, and over Explicit axes "
+        "JAX does not reshard by itself\n"
         "  got: Mesh(dp=4, tp=2; Explicit axes dp, tp; devices 0..7)\n"
         f"{FIX}"
         "  docs: docs/errors/T205.md"

@@ -146,7 +146,7 @@ def test_every_setting_is_looked_at():
     assert known == set(OTHERS) | OF_THE_LOOP
 
 
-def settings_of(*overrides: str) -> Config:
+def config_of(*overrides: str) -> Config:
     return compose([*BASE, *overrides], ROOT / "configs").config
 
 
@@ -154,31 +154,31 @@ class Run:
     """What a run computes: parts that differ where a setting has an effect."""
 
     def __init__(self, *overrides: str) -> None:
-        self.settings = settings_of(*overrides)
-        self.job = TrainingRun(
-            self.settings, Mesh.from_shape(self.settings.model.mesh_shape)
+        self.config = config_of(*overrides)
+        self.run = TrainingRun(
+            self.config, Mesh.from_shape(self.config.model.mesh_shape)
         )
-        self.job.check()
+        self.run.check()
 
     @cached_property
     def arrays(self) -> Any:
         """Shapes, dtypes and layouts of the state and of a batch, and the rates."""
-        job, rate = self.job, self.job.step_config.learning_rate
-        leaves, tree = jax.tree.flatten((job.abstract_state, job.abstract_batch))
+        run, rate = self.run, self.run.step_config.learning_rate
+        leaves, tree = jax.tree.flatten((run.abstract_state, run.abstract_batch))
         rates = [float(rate(step)) for step in (0, 3, 6, 20, 150, 299)]
         return tree, [(leaf, leaf.sharding) for leaf in leaves], rates
 
     @cached_property
     def batches(self) -> Any:
-        corpus = self.job.load_data()
+        corpus = self.run.load_data()
         first = next(corpus.train(4))["tokens"]
         return first.tobytes(), corpus.validation_split.fingerprint, corpus.order
 
     @cached_property
     def step(self) -> Any:
         """The traced step, with the values that it has inside."""
-        job = self.job
-        program = job.step.trace(job.abstract_state, job.abstract_batch).graph.program
+        run = self.run
+        program = run.step.trace(run.abstract_state, run.abstract_batch).graph.program
         inside = [np.asarray(value).tobytes() for value in program.consts]
         return re.sub(r"0x[0-9a-f]+", "", str(program)), inside
 
@@ -201,7 +201,7 @@ def test_another_value_changes_the_run_or_is_refused(seed):
             break
     else:
         pytest.fail(f"{setting} has no other value in {name}")
-    if any(setting.rpartition(".")[2] in note for note in other.job.layout_notes()):
+    if any(setting.rpartition(".")[2] in note for note in other.run.layout_notes()):
         return
     try:
         differs = (
