@@ -155,7 +155,13 @@ def _constraint(row: Collective) -> str:
 
 
 def _split_spec(row: Collective) -> str:
-    """The layout that an all-gather undoes: ``P(None, 'tp')``."""
+    """The layout that an all-gather undoes: ``P(P.UNCONSTRAINED, 'tp')``.
+
+    The other dims are left to XLA: None would make them whole on every device.
+    """
     axes = row.axes[0] if len(row.axes) == 1 else row.axes
-    entries = ["None"] * (row.dims[0] if row.dims else 0)
-    return f"P({', '.join([*entries, repr(axes)])})"
+    dim = row.dims[0] if row.dims else 0
+    rank = max(len(array.dims) for array in row.arrays)
+    entries = ["P.UNCONSTRAINED"] * max(rank, dim + 1)
+    entries[dim] = repr(axes)
+    return f"P({', '.join(entries)})"

@@ -105,7 +105,8 @@ def test_everything_that_is_exceeded_is_listed_with_its_lines():
         "  got:   1.17 KiB all-gather over tp at b/m.py:4, unplanned\n"
         "  got:   500 B all-reduce over dp×tp at b/m.py:5\n"
         "  fix: at b/m.py:4 keep u8[100] split: "
-        "jax.lax.with_sharding_constraint(x, NamedSharding(mesh.jax, P(None, 'tp')))\n"
+        "jax.lax.with_sharding_constraint(x, "
+        "NamedSharding(mesh.jax, P(P.UNCONSTRAINED, 'tp')))\n"
         "  fix: raise the budget, or declare other layouts at the lines above; "
         "print(ledger.as_text()) shows every collective\n"
         "  docs: docs/errors/T209.md"
@@ -122,7 +123,7 @@ def test_the_fix_names_the_line_and_the_constraint():
     x = jax.ShapeDtypeStruct((8, 64), "float32")
     with pytest.raises(BudgetError) as caught:
         ranked.compile(x).collectives.assert_budget(unplanned=0)
-    keep = "NamedSharding(mesh.jax, P(None, 'tp'))"
+    keep = "NamedSharding(mesh.jax, P(P.UNCONSTRAINED, 'tp'))"
     line = ranked.body.__code__.co_firstlineno + 2
     assert re.search(
         rf"at \S*test_budget.py:{line} keep f32\[8,64\] split: .*{re.escape(keep)}",
