@@ -12,7 +12,9 @@ Every value that the known program computes may be a residual, and is one if the
 program reads it, except that:
 
 - What depends on the shared inputs alone, which both programs have, is recomputed.
-- So is what an elementwise operation computes from operands of no more bytes.
+- So is what an elementwise operation computes from operands of fewer bytes, or of as
+  many unless it is transcendental: ``tanh`` and the like are slow, and their bits
+  depend on what XLA fuses them with.
 
 In return the known program computes what only the unknown one needs if that makes a
 residual smaller: a sum, for the gradient of a bias or a scale; a product of two values.
@@ -44,6 +46,13 @@ _ELEMENTWISE = (
     | ARITHMETIC
     | {"convert_element_type", "dynamic_slice", "slice"}
 )
+
+
+_TRANSCENDENTAL_NAMES = """
+    acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erfc exp exp2 expm1 log
+    log1p log2 logistic pow rsqrt sin sinh sqrt tan tanh
+"""
+_TRANSCENDENTAL = frozenset(_TRANSCENDENTAL_NAMES.split())
 
 
 def _is_saved(primitive: Any, *avals: Any, **params: Any) -> bool:
@@ -142,7 +151,8 @@ class _Naming:
         extra, saved = _nbytes(operands - self.shared), _nbytes(results)
         if not self.known.isdisjoint(results):
             self.available |= results
-            is_cheap = is_elementwise and extra <= saved
+            is_slow = equation.primitive.name in _TRANSCENDENTAL
+            is_cheap = is_elementwise and extra + is_slow <= saved
             self.residuals |= set() if is_cheap else results
         elif is_elementwise or equation.primitive.name == "reduce_sum":
             is_available = operands <= self.available | self.shared

@@ -36,8 +36,6 @@ every_stage = pytest.mark.parametrize(
     "name",
     cases(STAGES, "mlp", "weights that all layers share", "a branch", "an embedding"),
 )
-# Gradients are compared bit by bit.
-pytestmark = pytest.mark.usefixtures("optimized")
 
 
 def split_of(stage, *args):
