@@ -135,6 +135,7 @@ def test_weights_that_are_captured_get_their_gradients():
     np.testing.assert_allclose(step(X, WEIGHTS[0]), expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_each_call_declares_parameters_of_its_own():
     """JAX alone would remember the first trace, and share its parameters."""
 

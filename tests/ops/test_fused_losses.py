@@ -279,6 +279,7 @@ def test_devices_chunk_their_own_tokens_and_words(
     assert sent["all-reduce"] == 4 * (softmax + head + scalars)
 
 
+@pytest.mark.full
 def test_in_an_spmd_region_each_device_has_its_own_tokens(dp_mesh):
     (hidden, weight, bias), labels = drawn(9, 16)
 
@@ -297,6 +298,7 @@ def test_in_an_spmd_region_each_device_has_its_own_tokens(dp_mesh):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_rows_may_be_mapped_over():
     (hidden, weight, bias), labels = drawn(10, 3, 4)
     found = jax.vmap(lambda h, y: fused(h, weight, bias, y, chunk_size=3))

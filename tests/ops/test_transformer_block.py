@@ -177,6 +177,7 @@ def test_over_tp_each_half_of_a_block_ends_in_one_all_reduce():
     assert [(row.kind, row.axes) for row in rows] == [("all-reduce", ("tp",))] * 2
 
 
+@pytest.mark.full
 def test_the_program_does_not_grow_with_depth():
     def size(depth):
         shape = jax.ShapeDtypeStruct((4, 4, 8), jnp.float32)

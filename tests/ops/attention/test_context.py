@@ -93,15 +93,14 @@ def of_rows(kind: str, batch: int) -> dict[str, Any]:
 
 FAST = [
     ("causal", "ring"),
-    ("packed", "zigzag"),
     ("full", "all_to_all"),
     ("packed_halo", "zigzag"),
-    ("halo", "ring"),
 ]
 # A window no longer than a chunk takes the halo, whatever the method.
 THOROUGH = [
     *((kind, method) for kind in ("causal", "full", "packed") for method in METHODS),
     ("packed_halo", "all_to_all"),
+    ("halo", "ring"),
     ("own_token", "zigzag"),
     *(("long_window", method) for method in METHODS),
 ]
@@ -146,6 +145,7 @@ def test_blocks_that_do_not_divide_the_rows_are_padded(method, kind, monkeypatch
     assert_as_plain(mesh_of(2), method, operands(batch=4), **of_rows(kind, 4))
 
 
+@pytest.mark.full
 def test_half_precision_is_accumulated_in_f32():
     mesh, given = mesh_of(4), operands()
     q, k, v = (x.astype(jnp.bfloat16) for x in given[:3])
@@ -208,6 +208,7 @@ def test_it_works_in_a_kernel_and_in_a_step():
     np.testing.assert_allclose(gradient, by_jax, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_sequences_may_be_split_along_with_heads():
     mesh = Mesh(["cp", "tp"], devices=range(8), shape=(4, 2))
     given = operands(heads=8, kv_heads=4)

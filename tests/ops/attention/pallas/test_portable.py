@@ -121,6 +121,7 @@ def test_segments_that_do_not_meet_are_not_read():
         np.testing.assert_allclose(ours[:, :, 32:], wanted[:, :, 32:], atol=1e-5)
 
 
+@pytest.mark.full
 def test_it_goes_with_vmap_and_recomputation():
     setting = Options(causal=True, scale=0.25)
     operands, gradient = drawn(batch=3)
