@@ -27,11 +27,12 @@ import report  # noqa: E402
 
 from tessera.mesh import Mesh  # noqa: E402
 from tessera.models.registry import config_of  # noqa: E402
+from tessera.training.build_run import Run  # noqa: E402
 from tessera.training.checkpoints.checkpoint_folder import (  # noqa: E402
     Checkpoint,
     read_checkpoint,
 )
-from tessera.training.checkpoints.restoring import Restoration  # noqa: E402
+from tessera.training.checkpoints.restore_arrays import Restoration  # noqa: E402
 from tessera.training.checkpoints.saving import Checkpoints, SaveStats  # noqa: E402
 from tessera.training.config import (  # noqa: E402
     Config,
@@ -39,7 +40,6 @@ from tessera.training.config import (  # noqa: E402
     TrainingConfig,
 )
 from tessera.training.data.cursor import Cursor  # noqa: E402
-from tessera.training.run import Run  # noqa: E402
 from tessera.training.train_state import init_state  # noqa: E402
 
 # Widths of a model of 12 layers: about 30 MB, 200 MB, 1.3 GB of state.

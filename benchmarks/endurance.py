@@ -25,6 +25,7 @@ import report  # noqa: E402
 
 from tessera.mesh import Mesh  # noqa: E402
 from tessera.models.registry import config_of  # noqa: E402
+from tessera.training.build_run import Run  # noqa: E402
 from tessera.training.config import (  # noqa: E402
     Config,
     ModelConfig,
@@ -33,9 +34,8 @@ from tessera.training.config import (  # noqa: E402
 )
 from tessera.training.console import Console  # noqa: E402
 from tessera.training.data.data_config import DataConfig  # noqa: E402
-from tessera.training.loop import Trainer  # noqa: E402
 from tessera.training.metrics import MetricWriter  # noqa: E402
-from tessera.training.run import Run  # noqa: E402
+from tessera.training.training_loop import Trainer  # noqa: E402
 
 MESHES = {
     "fsdp": ((8,), ("fsdp",)),

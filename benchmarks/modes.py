@@ -17,7 +17,7 @@ from tessera.models.gemma3_config import Gemma3Config
 from tessera.models.model import Model
 from tessera.models.registry import config_of
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.pipelined import schedule_of, split_of
+from tessera.training.pipelined_model import schedule_of, split_of
 from tessera.training.step import StepConfig
 
 

@@ -9,8 +9,8 @@ from modes import MODES
 from report import Row, progress
 from runs import random_batch
 
-from tessera.compiler.pipelining.schedules import NAMES
-from tessera.compiler.stages import Compiled
+from tessera.compiler.compile_stages import Compiled
+from tessera.compiler.pipelining.named_schedules import NAMES
 from tessera.training.step import make_train_step
 from tessera.training.train_state import init_state
 

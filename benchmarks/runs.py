@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tessera.api.function import Function
+from tessera.compiler.compile_stages import Compiled
 from tessera.compiler.pass_runner import BACKEND_PASSES
-from tessera.compiler.stages import Compiled
 from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import TrainState, init_state
 

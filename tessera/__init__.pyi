@@ -21,13 +21,15 @@ from tessera.dtypes import *
 from tessera.errors import TesseraError as TesseraError
 from tessera.errors import TesseraWarning as TesseraWarning
 from tessera.mesh import Mesh as Mesh
-from tessera.ops.accumulation import accumulate_gradients as accumulate_gradients
 from tessera.ops.attention.pallas.tuning import tune_attention as tune_attention
-from tessera.ops.checkpointing import checkpoint as checkpoint
-from tessera.ops.checkpointing import remat as remat
 from tessera.ops.clipping import clip_by_global_norm as clip_by_global_norm
 from tessera.ops.clipping import clip_by_value as clip_by_value
 from tessera.ops.clipping import global_norm as global_norm
+from tessera.ops.gradient_accumulation import (
+    accumulate_gradients as accumulate_gradients,
+)
+from tessera.ops.rematerialization import checkpoint as checkpoint
+from tessera.ops.rematerialization import remat as remat
 from tessera.scope import autocast as autocast
 from tessera.shard import DistTensor as DistTensor
 from tessera.shard import ShardSpec as ShardSpec

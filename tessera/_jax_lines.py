@@ -18,7 +18,14 @@ PACKAGE = Path(__file__).parent
 
 _FOLDERS = ("api", "compiler", "debug", "ops", "analysis", "annotations")
 _FACADES = ("arrays.py", "dist.py")
-_FILES = ("objects.py", "scope.py", "shard.py", "spec.py", "grid.py", "mesh.py")
+_FILES = (
+    "object_arguments.py",
+    "scope.py",
+    "shard.py",
+    "shard_spec.py",
+    "device_grid.py",
+    "mesh.py",
+)
 _DOORS = tuple(path.name for path in PACKAGE.glob("_jax*.py"))
 _NAMES = (*_FOLDERS, *_FACADES, *_FILES, *_DOORS)
 _OWN_FILES = tuple(str(PACKAGE / name) for name in _NAMES)

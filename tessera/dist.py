@@ -7,7 +7,6 @@ A facade: every name is defined elsewhere, and nothing in the package imports it
 from tessera.analysis.inspection import Inspection, inspect
 from tessera.debug.profile import profile
 from tessera.mesh import Mesh
-from tessera.ops.averaging import average_gradients, compressed_mean, per_device
 from tessera.ops.collectives import (
     all_gather,
     all_reduce,
@@ -20,6 +19,11 @@ from tessera.ops.collectives import (
     reduce_scatter,
     scatter,
     send,
+)
+from tessera.ops.gradient_averaging import (
+    average_gradients,
+    compressed_mean,
+    per_device,
 )
 from tessera.shard import DistTensor, ShardSpec, tensor
 

@@ -26,14 +26,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax
-from tessera.errors import (
-    AbstractMeshError,
-    MeshShapeError,
-    NoMeshError,
-    UnknownAxisError,
-    did_you_mean,
-)
-from tessera.grid import (
+from tessera.device_grid import (
     checked_axes,
     checked_shape,
     fold,
@@ -41,6 +34,13 @@ from tessera.grid import (
     is_sequence,
     listed,
     read_devices,
+)
+from tessera.errors import (
+    AbstractMeshError,
+    MeshShapeError,
+    NoMeshError,
+    UnknownAxisError,
+    did_you_mean,
 )
 
 __all__ = ("Mesh", "auto", "current")

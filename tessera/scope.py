@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera.errors import OutsideTraceError, ParameterNameError, TensorFormError
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, ShardSpec, as_dtype, capturing, tensor
-from tessera.spec import is_padded, spec_over
+from tessera.shard_spec import is_padded, spec_over
 
 _T = TypeVar("_T")
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]

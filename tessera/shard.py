@@ -27,9 +27,9 @@ from tessera.errors import (
     did_you_mean,
 )
 from tessera.mesh import Mesh, opened_or_none
-from tessera.spec import ShardSpec as ShardSpec
-from tessera.spec import axes_of_dims, check_even, stored_shape
-from tessera.spec import local_shape as local_shape
+from tessera.shard_spec import ShardSpec as ShardSpec
+from tessera.shard_spec import axes_of_dims, check_even, stored_shape
+from tessera.shard_spec import local_shape as local_shape
 
 __all__ = ("DistTensor", "ShardSpec", "tensor")
 

@@ -291,7 +291,7 @@ HEAVY = (
     "tessera.ops.attention.pallas.hopper",
     "tessera.ops.attention.pallas.portable",
     "tessera.runtime",
-    "tessera.training.loop",
+    "tessera.training.training_loop",
 )
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tessera import mesh as meshes
+from tessera.device_grid import MAX_DEVICES, even_sizes
 from tessera.errors import (
     AbstractMeshError,
     DeviceIdError,
@@ -22,7 +23,6 @@ from tessera.errors import (
     TesseraError,
     UnknownAxisError,
 )
-from tessera.grid import MAX_DEVICES, even_sizes
 from tessera.mesh import Mesh
 
 

@@ -22,7 +22,7 @@ from tessera.errors import (
 )
 from tessera.mesh import Mesh
 from tessera.shard import ShardSpec, as_dtype, local_shape
-from tessera.spec import axes_of_dims, spec_of_axes, stored_shape
+from tessera.shard_spec import axes_of_dims, spec_of_axes, stored_shape
 
 P = PartitionSpec
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from jax.typing import DTypeLike
 
 from tessera.analysis.collective import Collective
+from tessera.analysis.device_peaks import Peak, peak, peak_flops
 from tessera.analysis.flops import Flops, format_flops
 from tessera.analysis.ledger import Ledger
 from tessera.analysis.memory import Memory, format_bytes
-from tessera.analysis.peaks import Peak, peak, peak_flops
 from tessera.analysis.tables import aligned
 
 

@@ -23,7 +23,7 @@ from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned, html_lines, html_section, html_table
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, local_shape
-from tessera.spec import axes_of_dims, stored_shape
+from tessera.shard_spec import axes_of_dims, stored_shape
 
 __all__ = ["Inspection", "LeafLayout", "inspect"]
 

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax
 from tessera.primitive_properties import BROADCASTS, CASTS, COPIES, RESHAPES
-from tessera.spec import axes_of_dims
+from tessera.shard_spec import axes_of_dims
 
 # Operations that change the shape or dtype of an array and not its device: a layout on
 # one side of one may be satisfied on the other.

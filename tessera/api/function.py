@@ -21,10 +21,10 @@ import jax
 
 from tessera import _jax, _jax_traces, scope
 from tessera.annotations import checked
+from tessera.compiler.compile_stages import Compiled, Lowered, Traced
 from tessera.compiler.eager import EagerResult, run_eagerly
 from tessera.compiler.lower.jit import jitted, returns_list, without_padding
 from tessera.compiler.pass_runner import check_names
-from tessera.compiler.stages import Compiled, Lowered, Traced
 from tessera.compiler.trace.arguments import (
     Call,
     ProgramMismatch,
@@ -42,7 +42,7 @@ from tessera.errors import (
     did_you_mean,
 )
 from tessera.mesh import Mesh, opened_or_none
-from tessera.objects import (
+from tessera.object_arguments import (
     WithObjects,
     changes_explained,
     changes_in_place,

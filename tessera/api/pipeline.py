@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from tessera import scope
 from tessera.api.training_step import Stage, Step
+from tessera.compiler.pipelining.named_schedules import schedule as schedule_of
 from tessera.compiler.pipelining.pipeline_call import SplitCall, bind_unsplit
 from tessera.compiler.pipelining.pipeline_primitive import (
     Decision,
@@ -26,7 +27,6 @@ from tessera.compiler.pipelining.pipeline_primitive import (
     struct_of,
 )
 from tessera.compiler.pipelining.schedule_table import Schedule
-from tessera.compiler.pipelining.schedules import schedule as schedule_of
 from tessera.compiler.pipelining.split_stages import stage_end_p
 from tessera.compiler.trace.arguments import as_names, is_in
 from tessera.compiler.trace.declared_layouts import Options, is_number

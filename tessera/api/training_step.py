@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 
 from tessera import scope
 from tessera.api.function import Function
+from tessera.compiler.compile_stages import Traced
 from tessera.compiler.ir import Role
-from tessera.compiler.stages import Traced
 from tessera.compiler.trace.arguments import as_names
 from tessera.compiler.trace.declared_layouts import Options
 from tessera.errors import ParameterTreeError

@@ -25,7 +25,7 @@ from tessera.compiler.pipelining.pipeline_primitive import pipeline_p
 from tessera.compiler.rewriting import contains
 from tessera.compiler.trace.declared_layouts import Options, is_number
 from tessera.errors import ArgumentError, did_you_mean
-from tessera.objects import changes_in_place, is_object, parameters_of
+from tessera.object_arguments import changes_in_place, is_object, parameters_of
 from tessera.ops.operand_layouts import layout_of
 from tessera.shard import DistTensor
 from tessera.tree import partition

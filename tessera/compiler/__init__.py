@@ -5,6 +5,6 @@
 2. ``passes``: ``Graph`` -> ``Graph``, in the order of ``pass_runner.PASSES``.
 3. ``lower``: ``Graph`` -> ``jax.jit`` with ``NamedSharding``.
 
-``stages.py`` has an object for the result of each phase, as ``jax.stages`` does.
+``compile_stages.py`` has an object for the result of each phase, like ``jax.stages``.
 ``pipelining`` is what the pass that schedules pipelines is made of.
 """

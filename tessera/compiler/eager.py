@@ -38,7 +38,7 @@ from tessera.compiler.trace.tracer import trace
 from tessera.compiler.trace.write_back import MutationTracker, Write, write_values
 from tessera.errors import OutsideTraceError
 from tessera.mesh import Mesh, manual_axes, opened_or_none
-from tessera.objects import check_references
+from tessera.object_arguments import check_references
 from tessera.shard import DistTensor
 from tessera.tree import partition
 

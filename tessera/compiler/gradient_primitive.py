@@ -22,7 +22,7 @@ from tessera.errors import (
     UnconnectedGradientError,
 )
 from tessera.mesh import manual_axes
-from tessera.objects import hint_of_parameters, parameters_of
+from tessera.object_arguments import hint_of_parameters, parameters_of
 from tessera.ops.operand_layouts import layout_of
 from tessera.tree import nest, path_name
 

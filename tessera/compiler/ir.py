@@ -19,7 +19,7 @@ from tessera.compiler.captures import lift_captures
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import layout_of
 from tessera.scope import Plan
-from tessera.spec import stored_shape
+from tessera.shard_spec import stored_shape
 
 
 class Role(Enum):

@@ -16,7 +16,7 @@ from typing import Final
 from jax.sharding import PartitionSpec
 
 from tessera.mesh import Mesh
-from tessera.spec import axes_of_dims, local_shape, spec_of_axes
+from tessera.shard_spec import axes_of_dims, local_shape, spec_of_axes
 
 STAGES: Final = (0, 1, 2, 3)
 

@@ -19,7 +19,7 @@ from tessera.analysis.propagation import as_text as layouts_as_text
 from tessera.analysis.tables import aligned, html_diff, html_lines, html_section
 from tessera.api.function import Function
 from tessera.api.training_step import Step
-from tessera.compiler.stages import Compiled, Lowered, Traced
+from tessera.compiler.compile_stages import Compiled, Lowered, Traced
 from tessera.compiler.trace.declared_layouts import Options
 from tessera.errors import UnknownPassError, did_you_mean
 from tessera.mesh import Mesh

@@ -19,15 +19,15 @@ from jax.sharding import NamedSharding
 from tessera import _jax
 from tessera.api.function import Function
 from tessera.api.training_step import Step
+from tessera.compiler.compile_stages import Compiled, Traced
 from tessera.compiler.ir import Graph, Value
 from tessera.compiler.lower.jit import compiler_options, lower
-from tessera.compiler.stages import Compiled, Traced
 from tessera.debug.intermediates import Site, collecting, sites
 from tessera.errors import ParameterTreeError
 from tessera.mesh import Mesh
-from tessera.objects import objects_split
+from tessera.object_arguments import objects_split
 from tessera.shard import DistTensor, ShardSpec
-from tessera.spec import axes_of_dims
+from tessera.shard_spec import axes_of_dims
 from tessera.tree import Skeleton
 
 MAX_BYTES: Final = 2**28

@@ -15,11 +15,11 @@ from tessera.analysis import hlo
 from tessera.analysis.cost import Balance, balance
 from tessera.analysis.flops import Flops, count, matmul_dtype
 from tessera.analysis.ledger import Ledger
+from tessera.analysis.measured_rates import as_json, as_text
 from tessera.analysis.measured_times import Measured, measure
-from tessera.analysis.rates import as_json, as_text
 from tessera.analysis.trace_events import op_events
 from tessera.api.function import Function
-from tessera.compiler.stages import Compiled
+from tessera.compiler.compile_stages import Compiled
 
 _EXECUTIONS = 3
 

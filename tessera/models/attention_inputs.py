@@ -19,7 +19,7 @@ from tessera.mesh import manual_axes
 from tessera.models.gemma3_config import Gemma3Config
 from tessera.models.layers import HEADS, Attend
 from tessera.models.partition_rules import Placement
-from tessera.ops.attention.context_variants import (
+from tessera.ops.attention.context_parallel_variants import (
     NO_WINDOW,
     Plan,
     attend_in_region,

@@ -24,7 +24,7 @@ from tessera.models.gemma3_config import Gemma3Config
 from tessera.models.partition_rules import Placement
 from tessera.models.pipeline_stages import StageSplit
 from tessera.models.remat import NONE, policies_of
-from tessera.ops.attention.context_variants import Method
+from tessera.ops.attention.context_parallel_variants import Method
 from tessera.shard import ShardSpec
 from tessera.tree import Tree, named_leaves
 

@@ -18,8 +18,8 @@ from tessera.errors import HeadCountError, LogicalAxisError, did_you_mean
 from tessera.mesh import Mesh
 from tessera.models.axis_rules import RULES as RULES
 from tessera.models.gemma3_config import Gemma3Config, nearest
-from tessera.ops.attention.context import check_exchange
-from tessera.ops.attention.context_variants import Method
+from tessera.ops.attention.context_parallel import check_exchange
+from tessera.ops.attention.context_parallel_variants import Method
 from tessera.ops.attention.zigzag import Arrangement
 from tessera.shard import ShardSpec
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tessera.compiler.pipelining.partition import balanced
+from tessera.compiler.pipelining.balance_stages import balanced
 from tessera.models.gemma3_config import Gemma3Config
 from tessera.tree import Tree
 

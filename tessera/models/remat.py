@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from tessera.errors import SettingConflictError, SettingValueError, did_you_mean
 from tessera.models.gemma3_config import Gemma3Config
-from tessera.ops.checkpointing import NONE as NONE
-from tessera.ops.checkpointing import POLICIES as POLICIES
+from tessera.ops.rematerialization import NONE as NONE
+from tessera.ops.rematerialization import POLICIES as POLICIES
 
 Policies: TypeAlias = tuple[str, ...]
 Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from tessera.dtypes import DTYPES
 from tessera.errors import WeightFileError
 from tessera.regular_files import check_regular
-from tessera.untrusted import parse_json
+from tessera.untrusted_text import parse_json
 
 Index: TypeAlias = tuple[slice, ...]
 

@@ -11,7 +11,7 @@ from tessera.ops.fused_losses import fused_linear_cross_entropy
 from tessera.ops.kernel import kernel
 from tessera.ops.losses import cross_entropy
 from tessera.ops.matmul import matmul
-from tessera.ops.moe.operation import moe
+from tessera.ops.moe.moe_operation import moe
 from tessera.ops.transformer_block import transformer_block
 
 # fmt: off

@@ -33,7 +33,7 @@ from tessera.mesh import Mesh, manual_axes
 from tessera.ops.attention.blockwise import varying_alike, varying_as
 from tessera.ops.losses import Reduction, as_labels, reduced
 from tessera.ops.operand_layouts import is_traced, region_mesh
-from tessera.spec import axes_of_dims
+from tessera.shard_spec import axes_of_dims
 
 _CHUNK_BYTES: Final = 16 << 20
 _LARGEST_CHUNK_BYTES: Final = 1 << 30

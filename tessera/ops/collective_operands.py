@@ -31,7 +31,7 @@ from tessera.ops.operand_layouts import (
     map_blocks,
 )
 from tessera.shard import DistTensor
-from tessera.spec import axes_of_dims, spec_of_axes
+from tessera.shard_spec import axes_of_dims, spec_of_axes
 
 Axis: TypeAlias = str | Sequence[str]
 OutDim: TypeAlias = int | Literal["same"] | None

@@ -2,7 +2,7 @@
 """Compressed means over mesh axes, and their error bounds.
 
 They run inside an SPMD region, on the blocks of one device, and return the same bits on
-every device. ``averaging.py`` wraps them as Optax transformations.
+every device. ``gradient_averaging.py`` wraps them as Optax transformations.
 
 ``bf16`` and ``int8`` are all-reduces of two exchanges: device j receives the j-th part
 of all blocks (all-to-all), sums the parts in f32, and sends the mean to all devices

@@ -15,7 +15,7 @@ from tessera.ops.chunked_loss import Head, Split, Terms, fused_loss
 from tessera.ops.losses import Reduction, check_settings
 from tessera.ops.operand_checks import raise_problems
 from tessera.ops.operand_layouts import as_array, layout_of
-from tessera.spec import axes_of_dims, is_padded
+from tessera.shard_spec import axes_of_dims, is_padded
 
 
 def fused_linear_cross_entropy(  # noqa: PLR0913

@@ -32,7 +32,7 @@ from tessera.errors import (
     did_you_mean,
 )
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
-from tessera.objects import holds_objects
+from tessera.object_arguments import holds_objects
 from tessera.ops.operand_layouts import (
     as_array,
     block_layout_of,
@@ -43,7 +43,7 @@ from tessera.ops.operand_layouts import (
     region_mesh,
 )
 from tessera.shard import DistTensor, ShardSpec, capturing
-from tessera.spec import check_even
+from tessera.shard_spec import check_even
 
 
 @overload

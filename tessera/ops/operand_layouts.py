@@ -19,7 +19,7 @@ from tessera import _jax, scope
 from tessera.errors import LayoutMismatchError, OperandError
 from tessera.mesh import AUTO_AXES, Mesh
 from tessera.shard import DistTensor
-from tessera.spec import check_even
+from tessera.shard_spec import check_even
 
 Layout: TypeAlias = tuple[Mesh, PartitionSpec]
 

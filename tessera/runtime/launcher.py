@@ -26,17 +26,17 @@ from tessera.file_locks import lock
 from tessera.runtime import exit_codes
 from tessera.runtime.cluster import LOOPBACK
 from tessera.runtime.exit_codes import STOP_SIGNALS
-from tessera.runtime.failures import (
-    Failure,
-    describe_exit,
-    first_failure,
-    relevant_lines,
-)
 from tessera.runtime.launcher_protocol import (
     LOCK_FILE,
     STATUS_FILE,
     Command,
     StatusPage,
+)
+from tessera.runtime.rank_failures import (
+    Failure,
+    describe_exit,
+    first_failure,
+    relevant_lines,
 )
 from tessera.runtime.rank_process import RankProcess
 

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 from tessera.errors import RanksDifferError, TesseraError
 from tessera.runtime.accelerators import assign_devices, find_accelerators
 from tessera.runtime.cluster import Cluster
-from tessera.untrusted import printable
+from tessera.untrusted_text import printable
 
 # Section -> name -> value: {"versions": {"jax": "0.10.2"}}.
 Fingerprint: TypeAlias = Mapping[str, Mapping[str, str]]

@@ -37,7 +37,7 @@ from tessera.runtime.rank_consistency import (
     format_differences,
     format_ranks,
 )
-from tessera.untrusted import count_of, parse_json, printable, text_of
+from tessera.untrusted_text import count_of, parse_json, printable, text_of
 
 _PROTOCOL: Final = 2
 # A handshake has about 30 KiB: the configuration, and a hash of each file.

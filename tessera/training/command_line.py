@@ -31,6 +31,8 @@ from tessera.errors import (
     did_you_mean,
 )
 from tessera.training.config import Config
+from tessera.training.config_schema import Schema, as_text, settings_of, typed
+from tessera.training.help_text import usage
 from tessera.training.optimizer_config import OPTIMIZERS
 from tessera.training.overrides import (
     GROUPS,
@@ -42,10 +44,8 @@ from tessera.training.overrides import (
     unknown_key,
     walk,
 )
-from tessera.training.schema import Schema, as_text, settings_of, typed
-from tessera.training.setting import as_yaml, joined
+from tessera.training.setting_fields import as_yaml, joined
 from tessera.training.settings_checks import check
-from tessera.training.usage import usage
 
 # The error for a file that a group does not have; T502 for the others.
 _UNKNOWN: Final = {"model": UnknownModelError, "optimizer": UnknownOptimizerError}

@@ -15,7 +15,7 @@ from tessera.models.axis_rules import RULES
 from tessera.models.gemma3_config import Gemma3Config
 from tessera.training.data.data_config import DataConfig
 from tessera.training.optimizer_config import AdamWConfig, OptimizerConfig
-from tessera.training.setting import MOST_COUNT, setting
+from tessera.training.setting_fields import MOST_COUNT, setting
 
 if TYPE_CHECKING:
     from tessera.mesh import Mesh

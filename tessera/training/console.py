@@ -26,8 +26,8 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from tessera.training.setting import as_yaml
-from tessera.untrusted import printable
+from tessera.training.setting_fields import as_yaml
+from tessera.untrusted_text import printable
 
 log = logging.getLogger("tessera")
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.models.generation import generate
+from tessera.training.build_run import Run
 from tessera.training.data import Corpus
-from tessera.training.run import Run
 from tessera.training.train_state import TrainState
 
 

@@ -32,8 +32,8 @@ from typing import Final, Self
 
 from tessera.errors import FolderInUseError, OutputPathError, TesseraError
 from tessera.file_locks import is_locked, lock
-from tessera.training.outputs import cannot_write
-from tessera.untrusted import count_of, parse_json, printable, text_of
+from tessera.training.run_folder import cannot_write
+from tessera.untrusted_text import count_of, parse_json, printable, text_of
 
 _NAME: Final = re.compile(r"lock\.[1-9][0-9]*")
 _LONGEST_RECORD: Final = 4096

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.mesh import Mesh
 from tessera.models.model import Model
-from tessera.ops.averaging import ErrorFeedback, compressed_mean
+from tessera.ops.gradient_averaging import ErrorFeedback, compressed_mean
 from tessera.ops.operand_layouts import region_mesh
 from tessera.tree import Tree
 

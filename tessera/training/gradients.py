@@ -26,9 +26,9 @@ from tessera.compiler.gradient_primitive import grad
 from tessera.labels import IGNORE_INDEX
 from tessera.models.partition_rules import NO_MESH, Placement
 from tessera.scope import autocast, constrain
+from tessera.training.deterministic_numerics import FixedOrder
 from tessera.training.gradient_compression import AXIS
-from tessera.training.numerics import FixedOrder
-from tessera.training.router import ROUTER_METRICS, router_sums
+from tessera.training.router_metrics import ROUTER_METRICS, router_sums
 from tessera.training.step_config import StepConfig
 from tessera.tree import Tree
 

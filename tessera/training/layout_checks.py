@@ -8,14 +8,14 @@ It is asked of the modules that lay out arrays, which import JAX. So it comes af
 from math import lcm
 from typing import Final, cast
 
-from tessera.compiler.pipelining.schedules import schedule
+from tessera.compiler.pipelining.named_schedules import schedule
 from tessera.errors import BatchSizeError, PipelineSizeError, TesseraError
 from tessera.mesh import Mesh
 from tessera.models.gemma3_config import nearest
 from tessera.models.partition_rules import Placement
 from tessera.models.pipeline_stages import StageSplit
 from tessera.models.remat import policies_of, policies_of_stage
-from tessera.ops.attention.context_variants import Method
+from tessera.ops.attention.context_parallel_variants import Method
 from tessera.training.config import Config, ModelConfig
 
 # Entries of a schedule's table, stages times microbatches: some seconds to make.

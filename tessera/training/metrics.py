@@ -23,7 +23,7 @@ import numpy as np
 from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.record_writer import masked_crc32c
 
-from tessera.training.outputs import RunFolder, cannot_write
+from tessera.training.run_folder import RunFolder, cannot_write
 
 _log: Final = logging.getLogger("tessera")
 _TENSORBOARD_FLUSH_SECONDS: Final = 30.0

@@ -15,7 +15,7 @@ from tessera.errors import (
     UnknownOptimizerError,
     did_you_mean,
 )
-from tessera.training.setting import MOST_COUNT, as_f32, problems_of, setting
+from tessera.training.setting_fields import MOST_COUNT, as_f32, problems_of, setting
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
 SCALINGS: Final = ("none", "linear", "sqrt")

@@ -29,7 +29,7 @@ from tessera.training.optimizer_config import check as check
 from tessera.training.optimizer_config import (
     scaled_learning_rate as scaled_learning_rate,
 )
-from tessera.training.setting import joined
+from tessera.training.setting_fields import joined
 from tessera.tree import Tree
 
 # Nested containers of arrays, as parameters and gradients are.

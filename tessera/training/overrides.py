@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from tessera.errors import SettingValueError, TesseraError, UnknownSettingError
-from tessera.training.setting import describe
+from tessera.training.setting_fields import describe
 
 GROUPS: Final = ("model", "training", "data", "optimizer", "runtime")
 RUN_DIR: Final = "hydra.run.dir"

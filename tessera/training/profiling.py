@@ -16,9 +16,9 @@ import jax
 
 from tessera.debug.profile_report import Profile, of_program
 from tessera.errors import OutputPathError
+from tessera.training.build_run import Run
 from tessera.training.console import log
-from tessera.training.outputs import RunFolder
-from tessera.training.run import Run
+from tessera.training.run_folder import RunFolder
 
 
 def write_profile(folder: Path, profile: Profile) -> None:

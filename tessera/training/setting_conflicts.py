@@ -26,7 +26,7 @@ from tessera.training.config import (
     data_parallel_groups,
 )
 from tessera.training.optimizer_config import SgdConfig
-from tessera.training.setting import as_yaml
+from tessera.training.setting_fields import as_yaml
 
 Sizes: TypeAlias = Mapping[str, int]
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, Final
 
+from tessera.device_grid import checked_axes, checked_shape
 from tessera.errors import (
     BatchSizeError,
     MeshShapeError,
@@ -18,7 +19,6 @@ from tessera.errors import (
     UnknownAxisError,
     did_you_mean,
 )
-from tessera.grid import checked_axes, checked_shape
 from tessera.models.gemma3_config import nearest
 from tessera.training import optimizer_config
 from tessera.training.config import (
@@ -30,8 +30,8 @@ from tessera.training.config import (
 )
 from tessera.training.data import data_config as data_config
 from tessera.training.data.data_config import DataConfig
-from tessera.training.setting import MOST_COUNT, as_yaml, problems_of
 from tessera.training.setting_conflicts import conflicts, unused_problems
+from tessera.training.setting_fields import MOST_COUNT, as_yaml, problems_of
 
 # More than any machine has.
 _MOST_DEVICES: Final = 2**20

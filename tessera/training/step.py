@@ -20,7 +20,7 @@ from tessera.models.partition_rules import NO_MESH
 from tessera.ops.clipping import global_norm
 from tessera.ops.loss_scale import LossScale
 from tessera.training.gradients import Batch, losses, mean_gradients, num_targets
-from tessera.training.offload import to_device, to_host
+from tessera.training.optimizer_offload import to_device, to_host
 from tessera.training.step_config import StepConfig as StepConfig
 from tessera.training.step_config import batch_spec as batch_spec
 from tessera.training.train_state import TrainState, state_specs

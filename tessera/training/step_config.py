@@ -11,10 +11,10 @@ from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.models.partition_rules import Placement
+from tessera.training.deterministic_numerics import FixedOrder
 from tessera.training.gradient_compression import CompressedExchange
-from tessera.training.numerics import FixedOrder
 from tessera.training.optimizers import Schedule as LearningRate
-from tessera.training.pipelined import PipelinedModel
+from tessera.training.pipelined_model import PipelinedModel
 from tessera.training.zero_stages import Zero
 
 

@@ -7,12 +7,12 @@ import time
 from contextlib import suppress
 from typing import Final, TypeAlias
 
-from tessera.analysis.peaks import mfu, peak_flops
+from tessera.analysis.device_peaks import mfu, peak_flops
 from tessera.errors import CheckpointWriteError, LossScaleError, NonFiniteError
+from tessera.training.build_run import Run
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.console import Progress
 from tessera.training.metrics import MetricWriter
-from tessera.training.run import Run
 
 Numbers: TypeAlias = dict[str, float]
 

@@ -15,18 +15,18 @@ from tessera.runtime.devices import prepare_devices
 from tessera.runtime.process_group import Processes, Timeouts, joined
 from tessera.runtime.xla_options import compiler_options
 from tessera.scope import current_plan, set_plan
-from tessera.training.checkpoints.resuming import choose_start
+from tessera.training.build_run import Run
+from tessera.training.checkpoints.choose_checkpoint import choose_start
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.command_line import Composed
 from tessera.training.config import Config
 from tessera.training.console import Console, log
 from tessera.training.folder_lock import FolderLock
-from tessera.training.loop import Callbacks, Trainer
 from tessera.training.metrics import MetricWriter
-from tessera.training.outputs import open_run_folder
 from tessera.training.profiling import Window
-from tessera.training.run import Run
-from tessera.training.summary import dry_run_text, run_rows
+from tessera.training.run_folder import open_run_folder
+from tessera.training.run_summary import dry_run_text, run_rows
+from tessera.training.training_loop import Callbacks, Trainer
 
 
 def run(composed: Composed) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.ops.loss_scale import LossScale
-from tessera.training import offload
+from tessera.training import optimizer_offload
 from tessera.training.zero_stages import Zero
 from tessera.tree import Tree
 
@@ -73,7 +73,7 @@ def init_state(
     params = model.init(key, mesh, layouts=specs.params)
     placed = jax.tree.map(partial(NamedSharding, mesh.jax), specs)
     shapes = jax.eval_shape(optimizer.init, params)
-    moments_at = offload.shardings(
+    moments_at = optimizer_offload.shardings(
         mesh.jax, specs.optimizer, shapes, on_host=offload_optimizer
     )
 

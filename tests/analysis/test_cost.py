@@ -2,10 +2,10 @@
 import pytest
 
 from tessera.analysis.cost import balance, collective_seconds
+from tessera.analysis.device_peaks import Peak
 from tessera.analysis.flops import Flops
 from tessera.analysis.ledger import collectives
 from tessera.analysis.memory import Memory
-from tessera.analysis.peaks import Peak
 from tessera.mesh import Mesh
 
 MEMORY = Memory(arguments=3 << 30, outputs=1 << 30, temporaries=0, aliased=0, code=0)

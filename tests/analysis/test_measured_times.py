@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tessera.analysis import hlo, measured_times
 from tessera.analysis.cost import Balance
 from tessera.analysis.ledger import collectives
+from tessera.analysis.measured_rates import as_json, as_text
 from tessera.analysis.measured_times import AxesTime, measure
-from tessera.analysis.rates import as_json, as_text
 from tessera.analysis.trace_events import OpEvent
 from tessera.mesh import Mesh
 

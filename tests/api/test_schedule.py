@@ -12,8 +12,8 @@ import pytest
 
 import tessera as ts
 from tessera import errors, graph, schedule, scope
+from tessera.compiler.compile_stages import Lowered
 from tessera.compiler.lower.jit import compiler_options
-from tessera.compiler.stages import Lowered
 from tessera.mesh import Mesh
 from tessera.scope import Plan
 

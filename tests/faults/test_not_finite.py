@@ -13,14 +13,14 @@ import numpy as np
 
 from tessera.errors import NonFiniteError
 from tessera.mesh import Mesh
+from tessera.training.build_run import Run as TrainingRun
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.command_line import compose
 from tessera.training.console import Console
 from tessera.training.data import Corpus
-from tessera.training.loop import Trainer
 from tessera.training.metrics import MetricWriter
-from tessera.training.outputs import open_run_folder
-from tessera.training.run import Run as TrainingRun
+from tessera.training.run_folder import open_run_folder
+from tessera.training.training_loop import Trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (

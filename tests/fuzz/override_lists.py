@@ -14,8 +14,8 @@ from random import Random
 
 from tessera.training.config import ModelConfig, RuntimeConfig, TrainingConfig
 from tessera.training.data.data_config import DataConfig, SyntheticConfig
+from tessera.training.help_text import group_settings
 from tessera.training.optimizer_config import OPTIMIZERS
-from tessera.training.usage import group_settings
 
 CLASSES = {
     "model": [ModelConfig],

@@ -20,7 +20,7 @@ import tessera as ts
 from tessera import dist, op
 from tessera.errors import TesseraError
 from tessera.mesh import Mesh
-from tessera.spec import spec_of_axes
+from tessera.shard_spec import spec_of_axes
 
 SIZES = [
     sizes

@@ -24,7 +24,7 @@ from tessera.runtime.rank_consistency import difference_error, differences
 from tessera.runtime.rendezvous import Handshake
 from tessera.training.checkpoints.metadata import read_metadata
 from tessera.training.folder_lock import Holder
-from tessera.untrusted import parse_json
+from tessera.untrusted_text import parse_json
 
 HOST = "127.0.0.1"
 FINGERPRINT = {"versions": {"jax": "0.10.2"}, "configuration": {"training.seed": "0"}}

@@ -48,7 +48,10 @@ def flags_of(random: Random) -> list[str]:
 @pytest.mark.fuzz(sample=40, whole=1000)
 def test_the_launcher_starts_what_a_machine_can_run_or_says_why_not(seed, capsys):
     random = Random(f"launch/{seed}")
-    arguments = [*flags_of(random), *random.choice(([], ["run.py"], ["run.py", "a=1"]))]
+    arguments = [
+        *flags_of(random),
+        *random.choice(([], ["run.py"], ["run.py", "a=1"])),
+    ]
     environ = {
         name: random.choice(VALUES).strip("'\"")
         for name in random.sample(VARIABLES, random.choice((0, 0, 2, 4)))

@@ -18,9 +18,9 @@ import pytest
 
 from tessera.errors import TesseraError
 from tessera.mesh import Mesh
+from tessera.training.build_run import Run as TrainingRun
 from tessera.training.command_line import compose
 from tessera.training.config import Config
-from tessera.training.run import Run as TrainingRun
 from tests.fuzz.override_lists import SETTINGS, SMALL
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.pipelined import schedule_of, split_of
+from tessera.training.pipelined_model import schedule_of, split_of
 from tessera.training.step import (
     StepConfig,
     batch_spec,

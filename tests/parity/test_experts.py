@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding
 from tessera.mesh import Mesh
 from tessera.models import Model, config_of
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.pipelined import schedule_of, split_of
-from tessera.training.router import ROUTER_METRICS
+from tessera.training.pipelined_model import schedule_of, split_of
+from tessera.training.router_metrics import ROUTER_METRICS
 from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import init_state
 

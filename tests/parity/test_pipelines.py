@@ -24,7 +24,7 @@ from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.pipelined import schedule_of, split_of
+from tessera.training.pipelined_model import schedule_of, split_of
 from tessera.training.step import (
     StepConfig,
     batch_spec,

@@ -23,7 +23,7 @@ from tessera.analysis.inspection import inspect
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.pipelined import schedule_of, split_of
+from tessera.training.pipelined_model import schedule_of, split_of
 from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import init_state, state_specs
 

@@ -12,12 +12,12 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from tessera.compiler.pipelining import schedules
+from tessera.compiler.pipelining import named_schedules
 from tessera.errors import ModelShapeError, TesseraError
 from tessera.models.axis_rules import RULES
 from tessera.models.gemma3_config import Gemma3Config
 from tessera.models.registry import CONFIGS, config_of
-from tessera.ops.attention.context_variants import METHODS
+from tessera.ops.attention.context_parallel_variants import METHODS
 from tessera.ops.compressed_means import COMPRESSIONS
 from tessera.training import config
 from tessera.training.command_line import run_from_command_line
@@ -27,11 +27,11 @@ from tessera.training.config import (
     RuntimeConfig,
     TrainingConfig,
 )
+from tessera.training.config_schema import Schema, settings_of, typed
 from tessera.training.data.data_config import DataConfig, SyntheticConfig
+from tessera.training.help_text import group_settings
 from tessera.training.optimizers import OPTIMIZERS, AdamWConfig
-from tessera.training.schema import Schema, settings_of, typed
-from tessera.training.setting import as_yaml, problems_of
-from tessera.training.usage import group_settings
+from tessera.training.setting_fields import as_yaml, problems_of
 from tests.training.command_lines import CONFIGS_DIR, ROOT, composed
 
 # --- what command lines mean
@@ -263,7 +263,7 @@ def test_yaml_values_are_written_as_on_a_command_line():
 
 def test_choices_are_those_of_the_modules_that_implement_them():
     """They are written once more where no import of JAX is needed."""
-    assert config.SCHEDULE_NAMES == schedules.NAMES
+    assert config.SCHEDULE_NAMES == named_schedules.NAMES
     assert config.CONTEXT_METHODS == METHODS
     assert config.COMPRESSIONS == COMPRESSIONS
     assert set(config.MESH_AXES) == {axis for axes in RULES.values() for axis in axes}

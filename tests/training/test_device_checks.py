@@ -10,8 +10,8 @@ import pytest
 from tessera.errors import DeviceCountError, DeviceMemoryError
 from tessera.mesh import Mesh
 from tessera.training import device_checks
+from tessera.training.build_run import Run
 from tessera.training.device_checks import check_compilable, check_state_fits
-from tessera.training.run import Run
 from tests.training.command_lines import composed
 
 

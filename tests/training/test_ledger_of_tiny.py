@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tessera.mesh import Mesh
+from tessera.training.build_run import Run
 from tessera.training.command_line import compose
-from tessera.training.run import Run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 F32 = 4

@@ -17,7 +17,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tessera.errors import OutputPathError
 from tessera.training import metrics
 from tessera.training.metrics import MetricWriter
-from tessera.training.outputs import open_run_folder
+from tessera.training.run_folder import open_run_folder
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from tessera import _jax, scope
 from tessera.compiler.ir import Graph
 from tessera.mesh import Mesh
-from tessera.spec import check_even
+from tessera.shard_spec import check_even
 
 
 def assign_output_layouts(graph: Graph) -> Graph:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines: schedules as tables, checked, drawn, and executed by one loop."""
 
+from tessera.compiler.pipelining.balance_stages import balanced, describe
 from tessera.compiler.pipelining.buffer_slots import Slots
 from tessera.compiler.pipelining.legality import check
 from tessera.compiler.pipelining.microbatches import (
     check_batch,
     fewer_microbatches_warning,
 )
-from tessera.compiler.pipelining.partition import balanced, describe
-from tessera.compiler.pipelining.schedule_table import Op, Schedule
-from tessera.compiler.pipelining.schedules import (
+from tessera.compiler.pipelining.named_schedules import (
     custom,
     gpipe,
     interleaved,
@@ -17,6 +16,7 @@ from tessera.compiler.pipelining.schedules import (
     schedule,
     zero_bubble,
 )
+from tessera.compiler.pipelining.schedule_table import Op, Schedule
 
 __all__ = [
     "Op",

@@ -29,7 +29,7 @@ from tessera.compiler.pipelining.schedule_loop import Pipeline
 from tessera.compiler.pipelining.stage_packing import Packing
 from tessera.compiler.pipelining.stage_weights import StageWeights, WeightForm
 from tessera.compiler.rewriting import Environment
-from tessera.grid import DATA_AXES
+from tessera.device_grid import DATA_AXES
 from tessera.tree import Tree
 
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera import _jax
 from tessera.compiler.rewriting import Environment, bind_with_nested, contains
 from tessera.errors import PipelineFormError
-from tessera.spec import axes_of_dims
+from tessera.shard_spec import axes_of_dims
 
 FREE = PartitionSpec.UNCONSTRAINED
 

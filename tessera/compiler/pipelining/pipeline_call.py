@@ -32,7 +32,7 @@ from tessera.compiler.pipelining.split_stages import split_stages
 from tessera.compiler.rewriting import contains, inline_jits
 from tessera.errors import BatchSizeError, TesseraError
 from tessera.ops.operand_layouts import layout_of
-from tessera.spec import axes_of_dims
+from tessera.shard_spec import axes_of_dims
 
 # A program, and the arrays that its function closes over: inputs after its own.
 Traced: TypeAlias = tuple[_jax.Program, list[Any]]

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from tessera.compiler.pipelining import drawing
+from tessera.compiler.pipelining import draw_schedule
 from tessera.compiler.pipelining.buffer_slots import Slots, allocate
 
 Kind = Literal["F", "B", "W"]
@@ -206,11 +206,11 @@ class Schedule:
 
     def as_text(self) -> str:
         """A row per device, a column per tick; chunks as letters, as in ``F0a``."""
-        return drawing.as_text(self)
+        return draw_schedule.as_text(self)
 
     def as_svg(self) -> str:
         """A picture: time to the right, a row per device, a box per op."""
-        return drawing.as_svg(self)
+        return draw_schedule.as_svg(self)
 
     def _repr_svg_(self) -> str:
         return self.as_svg()

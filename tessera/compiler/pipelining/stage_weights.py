@@ -20,7 +20,7 @@ from tessera import scope
 from tessera.compiler.pipelining.stage_packing import Packing
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import region_mesh
-from tessera.spec import axes_of_dims, spec_of_axes
+from tessera.shard_spec import axes_of_dims, spec_of_axes
 
 
 @dataclass(frozen=True)

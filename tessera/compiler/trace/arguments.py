@@ -22,9 +22,9 @@ from tessera import _jax
 from tessera.compiler.trace.static_values import StaticValue
 from tessera.errors import ArgumentError
 from tessera.mesh import Mesh
-from tessera.objects import STRUCTURE, Structure
+from tessera.object_arguments import STRUCTURE, Structure
 from tessera.shard import DistTensor
-from tessera.spec import axes_of_dims, spec_of_axes
+from tessera.shard_spec import axes_of_dims, spec_of_axes
 from tessera.tree import named_leaves, path_name
 
 # The mesh axis of an array that is committed to one device.

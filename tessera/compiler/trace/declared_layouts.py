@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 from tessera.compiler.ir import Role, Value
 from tessera.compiler.trace.arguments import Argument, Call, Leaf, is_in
 from tessera.compiler.trace.strategies import Strategy
+from tessera.device_grid import DATA_AXES
 from tessera.errors import LayoutMismatchError, SpecFormError, did_you_mean
-from tessera.grid import DATA_AXES
 from tessera.mesh import Mesh
-from tessera.objects import STRUCTURE, is_object
+from tessera.object_arguments import STRUCTURE, is_object
 from tessera.shard import DistTensor, ShardSpec
-from tessera.spec import axes_of_dims, check_even
+from tessera.shard_spec import axes_of_dims, check_even
 from tessera.tree import Skeleton, named_leaves, path_name
 
 # What annotations call the dims of each array, by its path.

@@ -33,7 +33,7 @@ from tessera.compiler.rewriting import contains, inline_jits
 from tessera.compiler.trace.argument_roles import GradientUses, gradient_uses, views_of
 from tessera.errors import PipelineFormError, TesseraError
 from tessera.scope import Scope
-from tessera.spec import check_even
+from tessera.shard_spec import check_even
 
 Retrace: TypeAlias = Callable[[Sequence[Value], Scope], _jax.Program]
 

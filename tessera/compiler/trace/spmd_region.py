@@ -27,7 +27,7 @@ from tessera.compiler.trace.declared_layouts import is_number
 from tessera.compiler.trace.strategies import Strategy
 from tessera.errors import ShardDivisibilityError, StrategyError
 from tessera.mesh import Mesh, manual_axes, opened_or_none
-from tessera.objects import holds_objects
+from tessera.object_arguments import holds_objects
 from tessera.ops.operand_layouts import region_mesh
 from tessera.shard import DistTensor, ShardSpec
 from tessera.tree import Skeleton, named_leaves, partition

@@ -42,7 +42,7 @@ from tessera.errors import (
 )
 from tessera.mesh import Mesh
 from tessera.shard import ShardSpec
-from tessera.spec import axes_of_dims, spec_of_axes
+from tessera.shard_spec import axes_of_dims, spec_of_axes
 
 # Replicating arrays of fewer bytes is no reason for a warning.
 _LARGE: Final = 1 << 20

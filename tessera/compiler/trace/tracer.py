@@ -51,7 +51,7 @@ from tessera.errors import (
     ParameterNameError,
 )
 from tessera.mesh import Mesh, manual_axes, opened_or_none
-from tessera.objects import check_references
+from tessera.object_arguments import check_references
 from tessera.shard import DistTensor
 from tessera.tree import Skeleton, partition
 

@@ -22,7 +22,7 @@ from tessera.ops.attention.blockwise import (
     block_gradients,
     delta_of,
 )
-from tessera.ops.attention.context_residuals import Residuals
+from tessera.ops.attention.context_parallel_residuals import Residuals
 from tessera.ops.attention.tiling import Rows, Tiling
 from tessera.ops.attention.zigzag import ContextSharding
 

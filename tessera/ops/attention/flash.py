@@ -17,7 +17,7 @@ from jax import Array
 
 from tessera.errors import OperandError
 from tessera.ops.attention.blockwise import varying_alike
-from tessera.ops.attention.context_variants import wire_of
+from tessera.ops.attention.context_parallel_variants import wire_of
 from tessera.ops.attention.dispatch import (
     KERNELS,
     Device,

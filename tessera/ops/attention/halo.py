@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera.ops.attention.context_residuals import CollectedKeys
+from tessera.ops.attention.context_parallel_residuals import CollectedKeys
 from tessera.ops.attention.tiling import Rows, Tiling
 
 

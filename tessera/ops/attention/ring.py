@@ -27,7 +27,7 @@ from tessera.ops.attention.blockwise import (
     varying_as,
     zeros_like,
 )
-from tessera.ops.attention.context_residuals import Residuals
+from tessera.ops.attention.context_parallel_residuals import Residuals
 from tessera.ops.attention.tiling import Rows, Tiling
 from tessera.ops.attention.zigzag import ContextSharding
 

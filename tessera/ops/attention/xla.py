@@ -25,10 +25,10 @@ from tessera.ops.attention.blockwise import (
     block_gradients,
     delta_of,
 )
-from tessera.ops.attention.context_variants import NO_WINDOW
+from tessera.ops.attention.context_parallel_variants import NO_WINDOW
 from tessera.ops.attention.dispatch import Device, Operands, Options
 from tessera.ops.attention.tiling import Rows, Tiling
-from tessera.ops.checkpointing import ATTENTION_RESIDUALS
+from tessera.ops.rematerialization import ATTENTION_RESIDUALS
 
 
 def unsupported_reason(

@@ -29,7 +29,7 @@ from tessera.errors import (
 )
 from tessera.training.checkpoints import manifest
 from tessera.training.checkpoints.metadata import Metadata, read_metadata
-from tessera.training.outputs import CHECKPOINTS
+from tessera.training.run_folder import CHECKPOINTS
 
 STATE: Final = "state"
 

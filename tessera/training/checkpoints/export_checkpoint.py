@@ -16,7 +16,7 @@ from tessera.training.checkpoints.checkpoint_folder import (
     find_newest,
     read_checkpoint,
 )
-from tessera.training.checkpoints.restoring import plain_shape, split_of
+from tessera.training.checkpoints.restore_arrays import plain_shape, split_of
 
 _PARAMS = "params/"
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from tessera.training.outputs import sync_folder, write_durably
+from tessera.training.run_folder import sync_folder, write_durably
 
 NAME: Final = "manifest.sha256"
 # Its line comes last, so that a manifest without its end is recognized.

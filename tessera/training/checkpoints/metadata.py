@@ -15,10 +15,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from tessera.errors import CheckpointMismatchError
-from tessera.spec import axes_of_dims
+from tessera.shard_spec import axes_of_dims
 from tessera.training.data.cursor import Cursor
-from tessera.training.outputs import write_durably
-from tessera.untrusted import Count, decode_json, parse_json, printable
+from tessera.training.run_folder import write_durably
+from tessera.untrusted_text import Count, decode_json, parse_json, printable
 
 # Incremented when the format changes; older versions stay readable.
 SCHEMA: Final = 1

@@ -21,14 +21,14 @@ from tessera.errors import (
     TesseraError,
 )
 from tessera.mesh import Mesh
+from tessera.training.build_run import Run
 from tessera.training.checkpoints import manifest
 from tessera.training.checkpoints.checkpoint_folder import find_newest
 from tessera.training.checkpoints.metadata import Metadata, Stored, read_metadata
-from tessera.training.checkpoints.restoring import ArrayRestore, Restoration
+from tessera.training.checkpoints.restore_arrays import ArrayRestore, Restoration
 from tessera.training.config import Config
+from tessera.training.config_schema import settings_of_text
 from tessera.training.layout_checks import layout_problems
-from tessera.training.run import Run
-from tessera.training.schema import settings_of_text
 from tessera.training.settings_checks import check
 
 __all__ = ("Move", "ResumePlan", "resume_plan")

@@ -26,11 +26,11 @@ import jax
 
 from tessera.analysis.memory import format_bytes
 from tessera.errors import CheckpointWriteError, TesseraError
+from tessera.training.build_run import Run
 from tessera.training.checkpoints import checkpoint_folder, manifest, storage
 from tessera.training.checkpoints.metadata import Metadata, Stored, write_metadata
 from tessera.training.console import log
 from tessera.training.data.cursor import Cursor
-from tessera.training.run import Run
 from tessera.training.train_state import TrainState
 from tessera.tree import named_leaves
 

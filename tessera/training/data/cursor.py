@@ -11,7 +11,7 @@ from typing import Final
 
 from tessera.errors import DataChangedError
 from tessera.training.data.corpus import Corpus
-from tessera.untrusted import Count
+from tessera.untrusted_text import Count
 
 # Names of the parts of an order in messages about changes.
 _NAMES: Final = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tessera.errors import SettingValueError
-from tessera.training.setting import MOST_COUNT, joined, problems_of, setting
+from tessera.training.setting_fields import MOST_COUNT, joined, problems_of, setting
 
 SOURCES = ("stdlib", "text", "synthetic")
 

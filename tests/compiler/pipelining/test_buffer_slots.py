@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.compiler.pipelining import Op, Schedule, custom, schedule
+from tessera.compiler.pipelining.named_schedules import NAMES
 from tessera.compiler.pipelining.schedule_table import KINDS
-from tessera.compiler.pipelining.schedules import NAMES
 
 
 def execute(table: Schedule) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.compiler.pipelining import Op, Schedule, check, one_f_one_b, schedule
+from tessera.compiler.pipelining.named_schedules import NAMES
 from tessera.compiler.pipelining.schedule_table import KINDS
-from tessera.compiler.pipelining.schedules import NAMES
 from tessera.errors import ScheduleError
 
 Grid = list[list[list[Op]]]

@@ -15,7 +15,7 @@ from tessera import op
 from tessera.analysis.ledger import collectives
 from tessera.mesh import Mesh
 from tessera.ops.attention.blockwise import Mask
-from tessera.ops.attention.context_variants import NO_WINDOW
+from tessera.ops.attention.context_parallel_variants import NO_WINDOW
 from tessera.ops.attention.tiling import Rows, Tiling
 from tessera.ops.attention.zigzag import Arrangement
 from tests.ops.attention.spreading import (

@@ -12,10 +12,10 @@ import pytest
 
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config
+from tessera.training.build_run import Run
 from tessera.training.config import Config, ModelConfig, TrainingConfig
 from tessera.training.data.data_config import DataConfig, SyntheticConfig
 from tessera.training.optimizers import AdamWConfig
-from tessera.training.run import Run
 from tessera.training.train_state import TrainState
 
 CONFIG = Gemma3Config(

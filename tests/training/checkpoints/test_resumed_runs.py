@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from tessera.models.weights import export_weights
+from tessera.training.build_run import Run
 from tessera.training.checkpoints.checkpoint_folder import complete_steps
-from tessera.training.checkpoints.resuming import Choice, choose
+from tessera.training.checkpoints.choose_checkpoint import Choice, choose
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.console import Console
-from tessera.training.loop import Trainer
 from tessera.training.metrics import MetricWriter
-from tessera.training.outputs import open_run_folder
-from tessera.training.run import Run
+from tessera.training.run_folder import open_run_folder
 from tessera.training.train_state import TrainState
+from tessera.training.training_loop import Trainer
 
 
 def run(job: Run, path: Path, resume: str = "none") -> tuple[TrainState, Choice]:

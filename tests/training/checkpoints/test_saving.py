@@ -17,7 +17,7 @@ from tessera.training.checkpoints.checkpoint_folder import (
     complete_steps,
     read_checkpoint,
 )
-from tessera.training.checkpoints.restoring import Restoration
+from tessera.training.checkpoints.restore_arrays import Restoration
 from tessera.training.checkpoints.saving import Checkpoints, metadata_of
 from tessera.training.data.cursor import Cursor
 from tessera.tree import named_leaves

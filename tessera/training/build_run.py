@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Run``: the model, mesh, data and compiled step that a ``Config`` describes."""
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tessera.analysis.flops import count
+from tessera.api.function import Function
+from tessera.compiler.compile_stages import Compiled
+from tessera.compiler.pipelining.balance_stages import describe
+from tessera.compiler.pipelining.microbatches import fewer_microbatches_warning
+from tessera.compiler.pipelining.schedule_table import Schedule
+from tessera.mesh import Mesh
+from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.model import Model
+from tessera.models.partition_rules import Placement
+from tessera.models.pipeline_stages import layer_costs
+from tessera.models.weights import check_weights
+from tessera.ops.attention.context_parallel_variants import Method
+from tessera.ops.loss_scale import LossScale
+from tessera.training import optimizer_offload
+from tessera.training.config import Config, data_parallel_groups
+from tessera.training.data import Corpus, load
+from tessera.training.data.tokenization import check_tokens
+from tessera.training.deterministic_numerics import check_accelerator
+from tessera.training.device_checks import check_compilable, check_state_fits
+from tessera.training.host_data_sharding import HostShard
+from tessera.training.optimizers import make_optimizer
+from tessera.training.pipelined_model import schedule_of, split_of
+from tessera.training.setting_conflicts import numerics_problems
+from tessera.training.setting_fields import joined
+from tessera.training.step import (
+    StepConfig,
+    batch_spec,
+    make_eval_step,
+    make_train_step,
+)
+from tessera.training.train_state import TrainState, abstract_state, state_specs
+
+_DTYPES: Final = {"f32": "f32", "bf16": "bf16", "fp16": "f16"}
+_BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its configuration describes it, before its first array.
+
+    Attributes:
+      config: What was asked for.
+      mesh: Where it runs; it may be abstract, which is enough for a dry run.
+    """
+
+    config: Config
+    mesh: Mesh
+
+    @cached_property
+    def model(self) -> Model:
+        """The model, without arrays."""
+        model, chunks = self.config.model, self.config.training.pipeline_chunks
+        return Model(
+            model.config,
+            sequence_parallel=model.sequence_parallel,
+            context_parallel=cast(Method, model.context_parallel),
+            remat=self.config.training.remat,
+            split=split_of(self.mesh, model.config, chunks),
+        )
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """The order of the pipeline, where the mesh has an axis ``pp``."""
+        training = self.config.training
+        return schedule_of(
+            self.mesh,
+            training.pipeline_schedule,
+            training.pipeline_chunks,
+            training.gradient_accumulation_steps,
+        )
+
+    @cached_property
+    def step_config(self) -> StepConfig:
+        """What the step is made of."""
+        training = self.config.training
+        optimizer, learning_rate = make_optimizer(
+            self.config.optimizer,
+            steps=training.steps,
+            clip_norm=training.clip_norm,
+            world_size=Placement(self.mesh).size("batch"),
+        )
+        return StepConfig(
+            model=self.model,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            mesh=self.mesh,
+            accumulation=training.gradient_accumulation_steps,
+            sync_every=training.sync_gradients_every,
+            dtype=_DTYPES[training.mixed_precision],
+            zero_stage=training.zero_stage,
+            offload_optimizer=training.offload_optimizer,
+            schedule=self.schedule,
+            compression=training.gradient_compression,
+            microshards=(
+                training.microshards if training.numerics == "deterministic" else None
+            ),
+            compression_ratio=training.compression_ratio,
+            # By chunks, XLA sums in other orders on other meshes (JAX 0.12).
+            loss_chunk=training.loss_chunk if training.numerics == "fast" else "none",
+        )
+
+    @cached_property
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale to begin with; fp16 alone has one."""
+        fp16 = self.config.training.mixed_precision == "fp16"
+        return LossScale.dynamic() if fp16 else None
+
+    @cached_property
+    def step(self) -> Function:
+        """The training step: ``(state, batch) -> (state, metrics)``."""
+        return make_train_step(self.step_config, self.abstract_state)
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        """The compiled step, which the first call of ``step`` finds."""
+        return self.step.compile(self.abstract_state, self.abstract_batch)
+
+    @cached_property
+    def flops(self) -> int:
+        """Floating-point operations of one step, on all devices together."""
+        return count(self.compiled.traced.graph.program).total
+
+    @cached_property
+    def evaluate(self) -> Function:
+        """The loss of one batch: ``(params, batch) -> (summed loss, tokens)``."""
+        return make_eval_step(self.step_config)
+
+    def compile_evaluation(self, corpus: Corpus) -> None:
+        """Compile it before the first step, where there is anything to evaluate.
+
+        A run that is asked to end cannot do so in the middle of a compilation.
+        """
+        if not len(corpus.validation_split.rows):
+            return
+        rows = self.config.rows_per_microbatch(self.mesh)
+        shape = rows, self.config.training.sequence_length
+        struct = self._struct(
+            jax.ShapeDtypeStruct(shape, jnp.int32), self.validation_spec
+        )
+        batch = dict.fromkeys(_BATCH, struct)
+        self.evaluate.compile(self.abstract_state.params, batch)
+
+    @property
+    def validation_spec(self) -> PartitionSpec:
+        """The layout of the arrays of a batch that is evaluated."""
+        return PartitionSpec(self.step_config.data_axes or None)
+
+    def step_fingerprint(self) -> tuple[str, dict[str, str]]:
+        """A fingerprint of the lowered step, and how often it has each operation.
+
+        Processes whose fingerprints differ would exchange numbers of other programs.
+        """
+        text = self.compiled.traced.lower().as_text()
+        kinds = Counter(re.findall(r"\b(?:stablehlo|sdy)\.\w+", text))
+        counts = {kind: str(number) for kind, number in sorted(kinds.items())}
+        return hashlib.sha256(text.encode()).hexdigest()[:16], counts
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and layouts of the state; nothing is allocated."""
+        shapes = abstract_state(
+            self.model, self.step_config.optimizer, loss_scale=self.loss_scale
+        )
+        specs = state_specs(
+            self.model,
+            self.step_config.optimizer,
+            self.mesh,
+            loss_scale=self.loss_scale,
+            zero_stage=self.step_config.zero_stage,
+        )
+        exchange = self.step_config.exchange
+        shapes = replace(shapes, residual=exchange.abstract_residual)
+        specs = replace(specs, residual=exchange.residual_specs)
+        state = jax.tree.map(self._struct, shapes, specs)
+        if not self.step_config.offload_optimizer:
+            return state
+        places = optimizer_offload.shardings(
+            self.mesh.compile_mesh, specs.optimizer, shapes.optimizer, on_host=True
+        )
+        moved = jax.tree.map(optimizer_offload.placed_struct, shapes.optimizer, places)
+        return replace(state, optimizer=moved)
+
+    @property
+    def abstract_batch(self) -> dict[str, Any]:
+        """Shapes, dtypes and layouts of one step's batch."""
+        training = self.config.training
+        rows = self.config.rows_per_microbatch(self.mesh)
+        steps = training.gradient_accumulation_steps
+        shape = jax.ShapeDtypeStruct((steps, rows, training.sequence_length), jnp.int32)
+        return {
+            name: self._struct(shape, batch_spec(self.step_config)) for name in _BATCH
+        }
+
+    def layout_notes(self) -> list[str]:
+        """What a reader of the settings would not expect, one sentence each."""
+        return [
+            *self.model.layout_notes(self.mesh),
+            *self.step_config.zero.notes(),
+            *self._optimizer_notes(),
+            *self._pipeline_notes(),
+            *self._unused_notes(),
+        ]
+
+    def _optimizer_notes(self) -> list[str]:
+        """Where the optimizer's state makes a setting change nothing."""
+        config = self.step_config
+        leaves = jax.tree.leaves(self.abstract_state.optimizer)
+        if not any(leaf.shape for leaf in leaves):
+            unused = {
+                "zero_stage 1": config.zero_stage == 1,
+                "offload_optimizer": config.offload_optimizer,
+            }
+            return [
+                f"{name} changes nothing: this optimizer keeps no arrays"
+                for name, is_given in unused.items()
+                if is_given
+            ]
+        return optimizer_offload.notes(self.mesh) if config.offload_optimizer else []
+
+    def _pipeline_notes(self) -> list[str]:
+        """The split of the layers and the schedule; what they waste, as a warning."""
+        schedule, split = self.schedule, self.model.split
+        if schedule is None or split is None:
+            return []
+        fewer_microbatches_warning(schedule)
+        costs, head = layer_costs(self.model.config)
+        return [describe(split.layers, costs, last=head), schedule.summary()]
+
+    def _unused_notes(self) -> list[str]:
+        """Settings that have nothing to do in a model or on a mesh of these sizes."""
+        model, config = self.model.config, self.step_config
+        rule = self.config.optimizer.scale_learning_rate
+        is_alone = data_parallel_groups(self.mesh.shape) == 1
+        kinds = {model.is_global(layer) for layer in range(model.num_layers)}
+        scaled = model.rope_base_global, model.rope_scale_global
+        usual = Gemma3Config.rope_base_global, Gemma3Config.rope_scale_global
+        unused = {
+            f"sync_gradients_every {config.sync_every}": is_alone
+            and config.sync_every > 1,
+            f"scale_learning_rate {rule}": is_alone and rule != "none",
+        }
+        notes = [
+            f"{name} changes nothing: there is one data-parallel group"
+            for name, is_given in unused.items()
+            if is_given
+        ]
+        if kinds == {True}:
+            names = "window and rope_base_local"
+            notes.append(f"{names} change nothing: every layer is global")
+        if kinds == {False} and scaled != usual:
+            names = "rope_base_global and rope_scale_global"
+            notes.append(f"{names} change nothing: no layer is global")
+        return notes
+
+    def check(self) -> None:
+        """Raise what does not fit before anything is compiled or written.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          ShardDivisibilityError: [T201] a parameter cannot be split over its axes.
+          HostMemoryError: [T703] there is no host memory to offload to.
+          SettingConflictError: [T507] numerics cannot be deterministic here.
+          BatchSizeError: [T503] a microbatch cannot be cut into its microshards.
+          WeightFileError: [T805] the file to begin with has other parameters.
+          DeviceCountError: [T702] the mesh has too many devices to compile for here.
+          DeviceMemoryError: [T509] the devices do not hold the state.
+        """
+        # A size of -1 is known only now.
+        if problems := numerics_problems(self.config, self.mesh.shape):
+            raise joined(problems)
+        if self.config.training.numerics == "deterministic":
+            check_accelerator()
+        check_compilable(self.mesh)
+        self.model.layouts(self.mesh)
+        if self.config.training.init_from is not None:
+            check_weights(self.config.training.init_from, self.model)
+        if self.step_config.offload_optimizer:
+            optimizer_offload.check_host_memory(self.mesh)
+        if not (self.config.training.dry_run or self.mesh.is_abstract):
+            check_state_fits(self.abstract_state, self.mesh)
+
+    def load_data(self) -> Corpus:
+        """Read and pack the data, and see that it makes batches.
+
+        Raises:
+          TesseraError: T601 to T607, as ``data.load`` says; T604 and T605 also for the
+            text that the sample at the end continues.
+          EmptyDataError: [T602] there are fewer rows than one step takes.
+          BatchSizeError: [T503] a batch cannot be divided over the processes.
+        """
+        training = self.config.training
+        corpus = load(
+            self.config.data,
+            sequence_length=training.sequence_length,
+            seed=training.seed,
+            vocab_size=self.config.model.config.vocab_size,
+        )
+        self._check_prompt(corpus)
+        part = self.host_shard.index, self.host_shard.count
+        # The loop would raise the same errors, but after the step was compiled.
+        corpus.train(
+            self.config.rows_per_step(self.mesh),
+            *part,
+            microbatches=training.gradient_accumulation_steps,
+        ).close()
+        corpus.validation(self.config.rows_per_microbatch(self.mesh), *part)
+        return corpus
+
+    def _check_prompt(self, corpus: Corpus) -> None:
+        """See that the model has the tokens that the sample at the end continues."""
+        training, tokenizer = self.config.training, corpus.tokenizer
+        if training.sample_length and tokenizer.kind != "synthetic":
+            text = training.sample_prompt
+            vocab_size = self.config.model.config.vocab_size
+            ids = tokenizer.encode(text)
+            check_tokens("training.sample_prompt", text, ids, tokenizer, vocab_size)
+
+    @cached_property
+    def host_shard(self) -> HostShard:
+        """Which rows of each batch this process reads."""
+        return HostShard.of(self.mesh, self.step_config.data_axes)
+
+    def _struct(self, shape: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self.mesh.compile_mesh, spec)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

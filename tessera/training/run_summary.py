@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes a run in a table before its first step, and prints a dry run."""
+
+from collections import Counter
+
+import jax
+
+from tessera.analysis.inspection import inspect
+from tessera.analysis.memory import format_bytes
+from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.remat import NONE, policies_of
+from tessera.training.build_run import Run
+
+
+def run_rows(run: Run) -> list[tuple[str, str]]:
+    """Mesh, parameters, batch and memory per device; compiles, allocates nothing."""
+    settings, mesh = run.config, run.mesh
+    memory, ledger = run.compiled.memory, run.compiled.collectives
+    rows = settings.rows_per_step(mesh)
+    state = sum(_nbytes(leaf) for leaf in jax.tree.leaves(run.abstract_state))
+    local = sum(_local_nbytes(leaf) for leaf in jax.tree.leaves(run.abstract_state))
+    sent = [
+        f"{'×'.join(axes)}: {total.calls} calls, {format_bytes(total.nbytes)}"
+        for axes, total in ledger.by_axis().items()
+    ]
+    if ledger.unplanned:
+        size = sum(row.total_bytes for row in ledger.unplanned)
+        found = f"{len(ledger.unplanned)} collectives, {format_bytes(size)}"
+        sent.append(f"of these unplanned: {found}")
+    return [
+        ("mesh", f"{mesh.topology}{', abstract' if mesh.is_abstract else ''}"),
+        ("model", settings.model.name),
+        ("parameters", _parameters(settings.model.config)),
+        *(("layout", note) for note in run.layout_notes()),
+        ("state", f"{format_bytes(state)}, {format_bytes(local)} per device"),
+        ("held per device", _held(run)),
+        *(("recomputed", text) for text in _recomputed(run)),
+        (
+            "batch",
+            f"{rows:,} sequences of {settings.training.sequence_length:,} tokens "
+            f"in {settings.training.gradient_accumulation_steps} microbatches",
+        ),
+        (
+            "memory per device",
+            f"{format_bytes(memory.peak)}: state and batch "
+            f"{format_bytes(memory.arguments)}, temporaries "
+            f"{format_bytes(memory.temporaries)}",
+        ),
+        ("sent per step", "; ".join(sent) or "nothing: one device"),
+    ]
+
+
+def _parameters(config: Gemma3Config) -> str:
+    total, active = config.num_params, config.num_active_params
+    return f"{total:,}" + (f", {active:,} for each token" if active < total else "")
+
+
+def _held(run: Run) -> str:
+    """What of the state and of the gradients one device holds."""
+    state, zero = run.abstract_state, run.step_config.zero
+    sizes = {
+        "parameters": sum(map(_local_nbytes, jax.tree.leaves(state.params))),
+        "gradients": inspect(zero.abstract_gradients).local_nbytes,
+        "optimizer": sum(map(_local_nbytes, jax.tree.leaves(state.optimizer))),
+    }
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    return held + " on the host" * run.step_config.offload_optimizer
+
+
+def _recomputed(run: Run) -> list[str]:
+    """Which layers are computed twice."""
+    config = run.model.config
+    policies = Counter(policies_of(run.model.remat, config))
+    return [
+        f"{name} in {count} of {config.num_layers} layers"
+        for name, count in policies.items()
+        if name != NONE
+    ]
+
+
+def dry_run_text(run: Run) -> str:
+    """Memory per device and every collective of the compiled step."""
+    compiled = run.compiled
+    return f"{compiled.memory.as_text()}\n\n{compiled.collectives.as_text()}"
+
+
+def _nbytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return leaf.size * leaf.dtype.itemsize
+
+
+def _local_nbytes(leaf: jax.ShapeDtypeStruct) -> int:
+    assert leaf.sharding is not None
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype).size * leaf.dtype.itemsize

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: feeds batches to the step, reads metrics a few steps behind.
+
+The loop never waits for the step that it has just started. It reads the metrics of the
+oldest step in flight, which bounds how far it runs ahead and paces the log.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, TypeAlias
+
+import jax
+
+from tessera.models.weights import import_weights
+from tessera.training.build_run import Run
+from tessera.training.checkpoints.checkpoint_folder import Checkpoint
+from tessera.training.checkpoints.restore_arrays import Restoration
+from tessera.training.checkpoints.saving import Checkpoints
+from tessera.training.console import Console, Progress, log
+from tessera.training.data import Corpus
+from tessera.training.data.cursor import Cursor
+from tessera.training.deferred_interrupts import Interrupts
+from tessera.training.evaluation import sample, validation_sums
+from tessera.training.metrics import MetricWriter
+from tessera.training.profiling import Window
+from tessera.training.step_config import batch_spec
+from tessera.training.step_metrics import StepMetrics
+from tessera.training.train_state import TrainState, init_state
+
+Numbers: TypeAlias = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What the loop calls of the process that it runs in.
+
+    Attributes:
+      on_phase: Called with the phase that begins, ``"step"``, ``"evaluation"``,
+        ``"save"`` or ``"compile"``, and the step's number.
+      should_continue: Asked before each step and each batch of an evaluation; on False
+        the run saves, and ``Trainer.train`` returns.
+    """
+
+    on_phase: Callable[[str, int], None] = lambda phase, step: None
+    should_continue: Callable[[], bool] = lambda: True
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is.
+
+    Attributes:
+      step: Optimizer steps begun.
+      state: The state after them, which no other step has taken.
+      cursor: How far the data was read for them.
+    """
+
+    step: int
+    state: TrainState
+    cursor: Cursor
+
+
+class Trainer:
+    """One run from its first array to its last line.
+
+    Ctrl-C in a notebook leaves it where it is: ``position`` has the state after the
+    last step that was begun, and another ``train()`` resumes from there.
+
+    Args:
+      run: What to run.
+      corpus: Its data.
+      console: Where a person watches.
+      writer: Where the numbers go.
+      window: Steps to profile, or None.
+      checkpoints: Where the state is kept, or None.
+      resumed: The checkpoint to resume from; None starts a new run.
+      callbacks: What the loop calls of its process.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        corpus: Corpus,
+        console: Console,
+        writer: MetricWriter,
+        window: Window | None = None,
+        checkpoints: Checkpoints | None = None,
+        resumed: Checkpoint | None = None,
+        *,
+        callbacks: Callbacks | None = None,
+    ) -> None:
+        self.run, self.corpus = run, corpus
+        self._console, self._writer, self._window = console, writer, window
+        self._checkpoints, self._resumed = checkpoints, resumed
+        callbacks = callbacks or Callbacks()
+        self._on_phase = callbacks.on_phase
+        self._should_continue = callbacks.should_continue
+        self._interrupts = Interrupts()
+        self.position: Position | None = None
+        """Where the run is; None before ``train`` has made or read a state."""
+        # The last steps that were evaluated and saved, here or before a resume.
+        self._validated = self._saved = 0
+        # Steps that were started and whose metrics were not read yet.
+        self._in_flight: deque[tuple[int, dict[str, jax.Array]]] = deque()
+        self._metrics = StepMetrics(run, writer, checkpoints)
+
+    def train(self) -> TrainState:
+        """Train for all steps that are left, validate, and show a sample.
+
+        Raises:
+          CheckpointMismatchError: [T802] the checkpoint holds other arrays.
+          DataChangedError: [T803] the checkpoint is of other data.
+          LossScaleError: [T506] fp16 overflows at the smallest loss scale.
+          NonFiniteError: [T508] too many steps in a row were skipped.
+          CheckpointWriteError: [T804] a run that is stopped cannot save.
+        """
+        with self._interrupts.handled():
+            self.position = self.position or self._beginning()
+            self._on_phase("compile", self._at.step)
+            self.run.compile_evaluation(self.corpus)
+            if self._take_steps() and self._should_continue():
+                self._sample(self._at.state)
+            else:
+                self._stop()
+        return self._at.state
+
+    def _take_steps(self) -> bool:
+        """Take the steps that are left; False where the run stops before."""
+        steps, done = self.run.config.training.steps, self._at.step
+        most = self.run.config.runtime.max_steps_in_flight
+        self._metrics.restart_clock()
+        with (
+            closing(self._batches(self._at.cursor.rows)) as batches,
+            self._console.progress(steps, done=done) as progress,
+            nullcontext() if self._window is None else closing(self._window),
+        ):
+            drain = partial(self._drain, progress)
+            # First what the last step left to do, where it was interrupted.
+            going = self._settle(drain)
+            for batch in islice(batches, max(steps - done, 0)):
+                going = going and self._should_continue()
+                if not going:
+                    break
+                self._step(batch, drain)
+                if len(self._in_flight) >= most:
+                    self._read_oldest(progress)
+                going = self._settle(drain)
+            drain()
+        return going
+
+    def _step(self, batch: Any, drain: Callable[[], None]) -> None:
+        at = self._at
+        step = at.step + 1
+        self._on_phase("step", step)
+        if self._window is not None:
+            self._window.before(step, drain)
+        rows = self.run.config.rows_per_step(self.run.mesh)
+        with self._interrupts.deferred():
+            state, metrics = self.run.step(at.state, batch)
+            self.position = Position(step, state, at.cursor.advance(rows))
+            self._in_flight.append((step, metrics))
+
+    def _settle(self, drain: Callable[[], None]) -> bool:
+        """Do what is due after a step and was not done; False where the run stops."""
+        at = self._at
+        if self._is_validation_due:
+            drain()
+            if not self._validate(at.step, at.state):
+                return False
+        checkpoints = self._checkpoints
+        if checkpoints and checkpoints.is_due(at.step) and self._saved < at.step:
+            # First the numbers of its steps: none is missing after a resume.
+            drain()
+            self._save(checkpoints)
+        return True
+
+    def _stop(self) -> None:
+        """Save what no checkpoint has, at the step where all ranks are."""
+        at, checkpoints = self._at, self._checkpoints
+        left = ": it keeps no checkpoints to go on from"
+        if checkpoints is not None and checkpoints.is_enabled:
+            if self._saved < at.step:
+                self._save(checkpoints)
+            checkpoints.wait()
+            left = f": {checkpoints.describe_last()}; training.resume goes on from it"
+        # The first process alone knows what is complete.
+        left *= jax.process_index() == 0
+        steps = self.run.config.training.steps
+        log.warning("the run is stopped after step %d of %d%s", at.step, steps, left)
+
+    def _save(self, checkpoints: Checkpoints) -> None:
+        at, is_validated = self._at, not self._is_validation_due
+        self._on_phase("save", at.step)
+        with self._interrupts.deferred():
+            checkpoints.save(at.step, at.state, at.cursor, is_validated=is_validated)
+            self._saved = at.step
+
+    @property
+    def _at(self) -> Position:
+        assert self.position is not None, "a run has a position once it is begun"
+        return self.position
+
+    @property
+    def _is_validation_due(self) -> bool:
+        step = self._at.step
+        return self._validates_after(step) and self._validated < step
+
+    def _beginning(self) -> Position:
+        """The initial position: a fresh state or that of a checkpoint."""
+        run = self.run
+        if self._resumed is not None:
+            metadata = self._resumed.metadata
+            resume_data = run.config.training.resume_data
+            cursor = metadata.cursor.resumed(self.corpus, resume_data)
+            state = Restoration(metadata, run).restore(self._resumed)
+            self._saved = metadata.step
+            self._validated = metadata.step - (not metadata.is_validated)
+            return Position(metadata.step, state, cursor)
+        state = init_state(
+            run.model,
+            run.step_config.optimizer,
+            jax.random.key(run.config.training.seed),
+            run.mesh,
+            loss_scale=run.loss_scale,
+            zero_stage=run.step_config.zero_stage,
+            offload_optimizer=run.step_config.offload_optimizer,
+        )
+        state = replace(state, residual=run.step_config.exchange.first_residual())
+        if (path := run.config.training.init_from) is not None:
+            layouts = run.step_config.zero.params
+            params = import_weights(path, run.model, run.mesh, layouts=layouts)
+            state = replace(state, params=params)
+        return Position(0, state, Cursor.start(self.corpus))
+
+    def _batches(self, start_row: int) -> Generator[Any, None, None]:
+        """One step's batch after the other, on its devices."""
+        training = self.run.config.training
+        spec = batch_spec(self.run.step_config)
+        rows = self.run.config.rows_per_step(self.run.mesh)
+        steps = training.gradient_accumulation_steps
+        shard = self.run.host_shard
+        with closing(
+            self.corpus.train(
+                rows, shard.index, shard.count, start_row, microbatches=steps
+            )
+        ) as batches:
+            for batch in batches:
+                folded = {
+                    name: array.reshape(steps, -1, array.shape[-1])
+                    for name, array in batch.items()
+                }
+                yield shard.to_global(folded, spec, dim=1)
+
+    def _drain(self, progress: Progress) -> None:
+        while self._in_flight:
+            self._read_oldest(progress)
+
+    def _read_oldest(self, progress: Progress) -> None:
+        step, metrics = self._in_flight[0]
+        numbers = {name: float(value) for name, value in metrics.items()}
+        with self._interrupts.deferred():
+            self._in_flight.popleft()
+            self._metrics.take(step, numbers, progress)
+
+    def _validates_after(self, step: int) -> bool:
+        training = self.run.config.training
+        if step == training.steps:
+            return True
+        return bool(training.validate_every) and step % training.validate_every == 0
+
+    def _validate(self, step: int, state: TrainState) -> bool:
+        """Evaluate and show the loss; False where the run stops meanwhile."""
+        self._on_phase("evaluation", step)
+        sums = validation_sums(self.run, self.corpus, state, self._should_continue)
+        if sums is None:
+            return False
+        total, tokens = sums
+        with self._interrupts.deferred():
+            if tokens:
+                self._writer.write(step, {"val_loss": total / tokens})
+                self._console.show_validation(step, total / tokens)
+            self._validated = step
+        self._metrics.restart_clock()  # validation is not part of any step's time
+        return True
+
+    def _sample(self, state: TrainState) -> None:
+        training = self.run.config.training
+        if training.sample_length:
+            self._on_phase("evaluation", training.steps)
+            self._console.show_sample(*sample(self.run, self.corpus, state))

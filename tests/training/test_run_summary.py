@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a run, and the whole answer of a dry run."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from tessera.analysis.memory import format_bytes
+from tessera.mesh import Mesh
+from tessera.models import Gemma3Config
+from tessera.training.build_run import Run
+from tessera.training.config import Config, ModelConfig, TrainingConfig
+from tessera.training.run_summary import dry_run_text, run_rows
+
+CONFIG = Gemma3Config(
+    vocab_size=64,
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=64,
+    window=8,
+    query_pre_attn_scalar=8,
+    global_every=2,
+)
+
+
+def run_of(sizes: tuple[int, ...], axes: tuple[str, ...], **training: Any) -> Run:
+    settings = Config(
+        name="small",
+        model=ModelConfig(name="small", mesh_shape=(sizes, axes), config=CONFIG),
+        training=TrainingConfig(
+            sequence_length=16,
+            micro_batch_size=2,
+            gradient_accumulation_steps=3,
+            **training,
+        ),
+    )
+    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """On more devices than there are."""
+    return run_of((4, 4), ("fsdp", "tp"))
+
+
+def test_the_table_says_mesh_model_state_batch_memory_and_what_is_sent(run):
+    before = jax.live_arrays()  # held, so that none of them goes meanwhile
+    rows = run_rows(run)
+    memory, ledger = run.compiled.memory, run.compiled.collectives
+    sent = ledger.by_axis()
+    # Four devices along tp share two heads of keys and values, which XLA moves about.
+    unplanned = sum(row.total_bytes for row in ledger.unplanned)
+    assert unplanned > 0
+    assert rows == [
+        ("mesh", "fsdp × tp mesh, 4 × 4, abstract"),
+        ("model", "small"),
+        ("parameters", "20,800"),
+        *(("layout", note) for note in run.model.layout_notes(run.mesh)),
+        ("state", rows[5][1]),
+        (
+            "held per device",
+            "parameters 7.75 KiB, gradients 7.75 KiB, optimizer 15.5 KiB",
+        ),
+        ("batch", "24 sequences of 16 tokens in 3 microbatches"),
+        (
+            "memory per device",
+            f"{format_bytes(memory.peak)}: state and batch "
+            f"{format_bytes(memory.arguments)}, temporaries "
+            f"{format_bytes(memory.temporaries)}",
+        ),
+        (
+            "sent per step",
+            "; ".join(
+                f"{'×'.join(axes)}: {total.calls} calls, {format_bytes(total.nbytes)}"
+                for axes, total in sent.items()
+            )
+            + f"; of these unplanned: {len(ledger.unplanned)} collectives, "
+            f"{format_bytes(unplanned)}",
+        ),
+    ]
+    assert ("tp",) in sent
+    assert ("fsdp",) in sent
+    assert len(jax.live_arrays()) == len(before)
+
+
+def test_the_state_is_counted_whole_and_per_device(run):
+    # Parameters and AdamW's two moments in f32, and three counters.
+    whole = 3 * 4 * run.config.model.config.num_params + 3 * 4
+    state = dict(run_rows(run))["state"]
+    total, local = state.removesuffix(" per device").split(", ")
+    assert total == format_bytes(whole)
+    # What the compiled program takes on each device: its state and its batch.
+    batch = 4 * (3 * 2 * 16) * 4
+    assert local == format_bytes(run.compiled.memory.arguments - batch)
+
+
+def test_a_dry_run_shows_memory_and_every_collective(run):
+    text = dry_run_text(run)
+    compiled = run.compiled
+    assert text == f"{compiled.memory.as_text()}\n\n{compiled.collectives.as_text()}"
+    assert text.startswith("memory per device\n  arguments ")
+    assert "all-reduce" in text
+
+
+def test_one_device_sends_nothing():
+    rows = dict(run_rows(run_of((1, 1), ("fsdp", "tp"))))
+    assert rows["mesh"] == "fsdp × tp mesh, 1 × 1"
+    assert rows["sent per step"] == "nothing: one device"
+
+
+def test_memory_settings_are_shown_with_what_they_do():
+    remat = {"global": "full"}
+    run = run_of((2,), ("dp",), zero_stage=2, offload_optimizer=True, remat=remat)
+    rows = dict(run_rows(run))
+    whole = 4 * CONFIG.num_params
+    assert rows["held per device"] == (
+        f"parameters {format_bytes(whole)}, gradients {format_bytes(whole / 2)}, "
+        f"optimizer {format_bytes(whole + 8)} on the host"
+    )
+    assert rows["recomputed"] == "full in 1 of 2 layers"
+    assert run.compiled.memory.arguments == whole + whole + 12 + 4 * 3 * 2 * 16 * 4
