@@ -30,7 +30,7 @@ def overrides():
 
 @pytest.mark.parametrize("words", list(overrides()), ids=" ".join)
 def test_settings_on_a_command_line_are_taken(words):
-    settings = compose(words, ROOT / "configs").settings
+    settings = compose(words, ROOT / "configs").config
     for word in words:
         name, value = word.split("=", 1)
         group, _, field = name.partition(".")
@@ -59,7 +59,7 @@ def test_settings_in_yaml_are_those_of_training(name, value):
     given = [f"{name}={value}"]
     if name.endswith("sync_gradients_every"):  # divides the microbatches above it
         given.append("training.gradient_accumulation_steps=4")
-    training = compose(given, ROOT / "configs").settings.training
+    training = compose(given, ROOT / "configs").config.training
     assert getattr(training, name.partition(".")[2]) == value
 
 

@@ -215,7 +215,7 @@ def test_a_killed_run_resumes_bit_for_bit(killed, start):
     before = curve(killed)
     assert len(before) >= newest > older
     said = start(killed, "training.checkpoint_every=0", settings=SHORT).finish()
-    assert f"going on from {checkpoints / str(older)}, at row {4 * older}" in said
+    assert f"resuming from {checkpoints / str(older)}, at row {4 * older}" in said
     resumed = curve(killed)
     assert [line["step"] for line in resumed if "loss" in line] == [*range(1, 9)]
     assert resumed[: len(before)] == before
