@@ -33,7 +33,7 @@ GUIDES = [page for page in PAGES if page.stem not in WITH_HELPERS]
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 FIRST_READ = {
-    *("README", "quickstart-jax", "quickstart-pytorch", "own-script", "install"),
+    *("quickstart-pytorch", "own-script", "install"),
     *("sharded-parameters", "collectives", "index"),
 }
 

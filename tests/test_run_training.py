@@ -81,6 +81,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 # --- a run
 
 
+@pytest.mark.full
 def test_a_run_shows_and_keeps_everything(tmp_path):
     folder = tmp_path / "run"
     seen = run(tmp_path, *SHORT, f"hydra.run.dir={folder}")

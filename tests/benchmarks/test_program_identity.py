@@ -29,6 +29,7 @@ def identity():
                 del sys.modules[name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["one device", pytest.param("fsdp×tp", marks=pytest.mark.full)]
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from tessera.errors import NonFiniteError
 from tessera.mesh import Mesh
@@ -104,6 +105,7 @@ def is_equal(left: Any, right: Any) -> bool:
     return all(one.tobytes() == other.tobytes() for one, other in pairs)
 
 
+@pytest.mark.full
 def test_a_step_whose_loss_is_not_finite_changes_nothing_and_is_counted(tmp_path):
     run = Run(tmp_path, {3, 5})
     assert run.error is None

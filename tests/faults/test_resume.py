@@ -200,6 +200,7 @@ def killed(start, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_kill_leaves_the_newest_checkpoint_complete(killed):
     newest = complete_steps(killed / "checkpoints")[0]
     assert 2 <= newest < 8

@@ -309,13 +309,8 @@ MESHES = [
 @pytest.mark.parametrize(
     ("sizes", "sequence_parallel"),
     [
-        ({"fsdp": 2, "tp": 2}, False),
         ({"fsdp": 2, "tp": 4}, True),
-        *(
-            pytest.param(sizes, False, marks=pytest.mark.full)
-            for sizes in MESHES
-            if sizes != {"fsdp": 2, "tp": 2}
-        ),
+        *(pytest.param(sizes, False, marks=pytest.mark.full) for sizes in MESHES),
     ],
     ids=str,
 )

@@ -166,6 +166,7 @@ def count(jaxpr: Any) -> int:
     return total
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "remat",
     [

@@ -119,6 +119,7 @@ def check(
         assert difference <= 2e-5, (name, difference)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "sizes"),
     [

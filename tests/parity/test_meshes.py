@@ -127,6 +127,7 @@ def train(axes: tuple[str, ...], sizes: tuple[int, ...]) -> Run:
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "sizes"),
     [

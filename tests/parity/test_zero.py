@@ -148,6 +148,7 @@ def named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "stage"), CASES)
 def test_losses_and_parameters_are_those_of_one_device(name, stage):
     run, (losses, params) = train(name, stage), expected()

@@ -106,6 +106,7 @@ def run(name: str, microshards: int | None = 8, **options: Any) -> dict[str, str
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.training.command_lines import CONFIGS_DIR, ROOT
 
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorboardX", "rich")
@@ -74,6 +76,7 @@ print(json.dumps([told, [name for name in {HEAVY!r} if name in sys.modules]]))
 """
 
 
+@pytest.mark.full
 def test_mistakes_are_told_without_jax_flax_optax_orbax_and_grain(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -115,6 +115,7 @@ EVERYTHING = {"compression": "top_k", "compression_ratio": 1.0}
 FULL = pytest.mark.full
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "options", "error"),
     [
@@ -190,6 +191,7 @@ def test_what_top_k_keeps_lies_on_the_device_that_keeps_it():
         )
 
 
+@pytest.mark.full
 def test_top_k_loses_nothing_over_several_steps():
     """The plain gradients of the same weights are what was sent and what is kept."""
     ran, plain = run(DP, **TOP), run(DP)

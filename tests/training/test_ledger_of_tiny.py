@@ -61,6 +61,7 @@ def test_data_parallelism_sends_each_gradient_and_the_sums_of_the_batch():
     found.assert_budget(dp=F32 * (gradients + sums), unplanned=0)
 
 
+@pytest.mark.full
 def test_fsdp_also_gathers_each_layers_kernels_twice_and_the_embedding_once():
     gradients = PARAMETERS + EMBEDDING
     sums = 2 + NORMS * (KERNEL_ARRAYS + 1)
@@ -71,6 +72,7 @@ def test_fsdp_also_gathers_each_layers_kernels_twice_and_the_embedding_once():
     )
 
 
+@pytest.mark.full
 def test_tensor_parallelism_sends_activations_and_no_kernel():
     forward = 1 + 2 * LAYERS  # the lookup; attention and MLP of each layer
     # By gate and up, by queries, keys and values, and by the logits.

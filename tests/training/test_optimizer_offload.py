@@ -99,6 +99,7 @@ def kinds(tree: Any) -> set[str]:
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.shape}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["f32", F16])
 def test_moments_stay_on_the_host_and_everything_else_on_the_devices(dtype):
     state = run(True, dtype).state
@@ -109,6 +110,7 @@ def test_moments_stay_on_the_host_and_everything_else_on_the_devices(dtype):
     assert run(True, dtype).step.num_programs() == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["f32", F16])
 def test_the_numbers_are_those_of_moments_on_the_devices(dtype):
     here, there = run(True, dtype), run(False, dtype)
@@ -122,6 +124,7 @@ def test_the_numbers_are_those_of_moments_on_the_devices(dtype):
     assert float(here.metrics["loss"]) == float(there.metrics["loss"])
 
 
+@pytest.mark.full
 def test_inspection_says_what_lies_on_the_host():
     found = inspect(run(True).state)
     moments = 2 * inspect(run(True).state.params).local_nbytes / 4

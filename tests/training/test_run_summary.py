@@ -47,6 +47,7 @@ def run() -> Run:
     return run_of((4, 4), ("fsdp", "tp"))
 
 
+@pytest.mark.full
 def test_the_table_says_mesh_model_state_batch_memory_and_what_is_sent(run):
     before = jax.live_arrays()  # held, so that none of them goes meanwhile
     rows = run_rows(run)
@@ -112,6 +113,7 @@ def test_one_device_sends_nothing():
     assert rows["sent per step"] == "nothing: one device"
 
 
+@pytest.mark.full
 def test_memory_settings_are_shown_with_what_they_do():
     remat = {"global": "full"}
     run = run_of((2,), ("dp",), zero_stage=2, offload_optimizer=True, remat=remat)

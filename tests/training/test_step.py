@@ -181,6 +181,7 @@ SELDOM = [{"sync_every": 2}, {"sync_every": 4, "sequence_parallel": True}]
 SELDOM_ONE_FAST = [SELDOM[0], pytest.param(SELDOM[1], marks=pytest.mark.full)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -407,6 +408,7 @@ def test_in_f32_nothing_is_rounded():
     assert jax.lax.reduce_precision_p not in primitives
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "bits"), [pytest.param("bf16", 7, marks=pytest.mark.full), ("f16", 10)]
 )

@@ -129,6 +129,7 @@ def unvalidated(ran, tmp_path_factory) -> Ran:
 # --- numbers
 
 
+@pytest.mark.full
 def test_every_step_has_a_line_in_order(ran):
     assert [line["step"] for line in ran.steps] == list(range(1, STEPS + 1))
     assert all(

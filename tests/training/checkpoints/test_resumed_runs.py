@@ -54,6 +54,7 @@ def whole(run_of, tmp_path_factory):
     return job, state, path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [6, pytest.param(4, marks=pytest.mark.full)])
 def test_every_step_s_checkpoint_leads_to_the_same_bits(whole, tmp_path, step):
     job, state, path = whole
