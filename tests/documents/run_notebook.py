@@ -3,7 +3,7 @@
 
     python run_notebook.py notebook.ipynb
 
-What a cell ends in is displayed: as text, after the HTML that a notebook would show.
+What a cell ends in is displayed: as text, after the HTML or SVG that a notebook would show.
 """
 
 import ast
@@ -23,8 +23,9 @@ def run_cell(code: str, name: str, namespace: dict[str, Any]) -> None:
     exec(compile(tree, name, "exec"), namespace)
     if isinstance(last, ast.Expr):
         value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
-        if hasattr(value, "_repr_html_"):
-            print(value._repr_html_())  # noqa: T201
+        for form in ("_repr_html_", "_repr_svg_"):
+            if hasattr(value, form):
+                print(getattr(value, form)())  # noqa: T201
         if value is not None:
             print(repr(value))  # noqa: T201
 
