@@ -3,7 +3,7 @@
 
     python run_notebook.py notebook.ipynb
 
-What a cell ends in is displayed: as text, after the HTML or SVG that a notebook would show.
+What a cell ends in is displayed: as text, after the HTML or SVG of a notebook.
 """
 
 import ast
