@@ -14,9 +14,7 @@ from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding
 
@@ -31,6 +29,7 @@ from tessera.training.step import (
     make_train_step,
 )
 from tessera.training.train_state import init_state
+from tests.parity.plain_training import summed_loss, train_on_one_device
 
 STEPS, MICROBATCHES, ROWS, LENGTH = 3, 2, 4, 32
 CONFIG = Gemma3Config(
@@ -85,38 +84,9 @@ def expected(window: int) -> Run:
     """The steps of the plain model on one device, without Tessera."""
     model = Model(dataclasses.replace(CONFIG, window=window))
 
-    def summed_loss(params: Any, batch: Any) -> jax.Array:
-        rows = {name: array.reshape(-1, LENGTH) for name, array in batch.items()}
-        logits = model.apply(
-            params,
-            rows["tokens"],
-            positions=rows["positions"],
-            segment_ids=rows["segment_ids"],
-        )
-        counts = rows["targets"] != -100
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits, jnp.where(counts, rows["targets"], 0)
-        )
-        return jnp.where(counts, losses, 0.0).sum()
-
-    def mean_loss(params: Any, batch: Any) -> jax.Array:
-        return summed_loss(params, batch) / (batch["targets"] != -100).sum(
-            dtype=jnp.float32
-        )
-
-    @jax.jit
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        loss, gradients = jax.value_and_grad(mean_loss)(params, batch)
-        updates, state = ADAMW.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    params = model.init(KEY)
-    state, losses = ADAMW.init(params), []
-    for batch in batches():
-        params, state, loss = step(params, state, batch)
-        losses.append(float(loss))
+    losses, params = train_on_one_device(model, ADAMW, KEY, batches())
     first = {name: array[0] for name, array in batches()[0].items()}
-    return Run(losses, float(summed_loss(params, first)), params)
+    return Run(losses, float(summed_loss(model, params, first)), params)
 
 
 def train(model: Model, mesh: Mesh, sync_every: int) -> Run:
