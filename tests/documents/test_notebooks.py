@@ -86,4 +86,5 @@ def test_a_cell_that_fails_is_named(tmp_path):
     path.write_text(json.dumps({"cells": [text, code]}))
     result = run(path)
     assert result.returncode == 1
-    assert 'File "wrong-1", line 2, in <module>\nAssertionError' in result.stderr
+    assert 'File "wrong-1", line 2, in <module>\n' in result.stderr
+    assert result.stderr.endswith("AssertionError\n")
