@@ -80,13 +80,15 @@ def test_any_shape_and_mask_is_as_exact_as_the_reference(
     queries, keys, causal, window, segments, offset, dtype
 ):
     setting = Options(causal, 0.3, window if causal else None)
-    # The rounding of the gradients of scores is all of the error of few queries.
-    queries = queries if dtype == "float32" else max(queries, 8)
+    # Of few queries in 16 bits, rounding the gradients of scores is all of the error.
+    factor = 3 if queries < 8 and dtype != "float32" else 2
     operands, gradient = drawn(
         queries=queries, keys=keys, segments=segments, dtype=dtype
     )
     operands = operands._replace(offset=jnp.int32(offset))
-    check_as_exact_as_the_reference(attended(setting), operands, setting, gradient)
+    check_as_exact_as_the_reference(
+        attended(setting), operands, setting, gradient, factor=factor
+    )
 
 
 def test_blocks_that_the_mask_empties_are_not_read():
