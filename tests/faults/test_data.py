@@ -246,7 +246,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_told_before_anything_is_compiled_or_written(refuse, here, case):
+def test_bad_data_is_refused_before_compilation(refuse, here, case):
     arguments, begins = CASES[case]
     for suffix, library in ((".json", "tokenizers"), (".model", "sentencepiece")):
         if suffix in arguments[-1] and importlib.util.find_spec(library) is None:
@@ -255,7 +255,7 @@ def test_it_is_told_before_anything_is_compiled_or_written(refuse, here, case):
     assert said.startswith(begins.replace("{here}", str(here))), said
 
 
-def test_ranks_say_it_and_are_not_started_again(here):
+def test_bad_data_on_two_ranks_is_not_restarted(here):
     """In processes of their own, as a person starts them."""
     command = ["-m", "tessera.launch", "--nprocs=2", "--max-restarts=2", "--grace=5"]
     settings = ["model.mesh_shape=[[2],[dp]]", "runtime.platform=cpu", "data=text"]
