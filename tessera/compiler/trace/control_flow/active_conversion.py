@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from tessera import scope
+from tessera.compiler.trace.control_flow.lower_jumps import RETURN_VALUE_NAME
 from tessera.compiler.trace.control_flow.mutable_objects import (
     MutableObject,
     differences,
@@ -29,10 +30,6 @@ NEEDS_VALUE = (
     jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-
-
-# What messages call the value that a function returns.
-RETURN_VALUE_NAME = "the value returned"
 
 
 @dataclass(frozen=True, eq=False)

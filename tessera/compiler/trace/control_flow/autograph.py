@@ -20,8 +20,8 @@ from tessera.compiler.trace.control_flow.active_conversion import (
     conversion_context,
 )
 from tessera.compiler.trace.control_flow.mutable_objects import (
-    IteratorPosition,
     differences,
+    is_iterator,
 )
 from tessera.compiler.trace.control_flow.reachability import Reach
 from tessera.compiler.trace.control_flow.user_code import is_user_code, prints
@@ -65,9 +65,7 @@ class ExternalState:
         """
         for owner, before in self._before:
             owner.fill(before)
-            if isinstance(owner, IteratorPosition) and differences(
-                before, owner.content()
-            ):
+            if is_iterator(owner.target) and differences(before, owner.content()):
                 raise ControlFlowError(
                     f"{owner.path!r} is moved on by a function that is traced more "
                     "than once",

@@ -6,42 +6,33 @@ comparing this state before and after, and is then undone: the outputs of the
 traced program take its place.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tessera.compiler.trace.control_flow.active_conversion import (
-    RETURN_VALUE_NAME,
-    current,
-)
+from tessera.compiler.trace.control_flow.active_conversion import current
 from tessera.compiler.trace.control_flow.containers import BranchContents
-from tessera.compiler.trace.control_flow.lower_jumps import PREFIX, RESULT
 from tessera.compiler.trace.control_flow.mutable_objects import (
+    ClosureCell,
     DictEntries,
     ListItems,
     MutableObject,
     is_iterator,
 )
 from tessera.compiler.trace.control_flow.reachability import Reach
+from tessera.compiler.trace.control_flow.user_code import free_variables
 
 ABSENT: Final = object()  # what an entry has that is not there
 
 
-class Undefined:
-    """A variable without a value; reading it is Python's own error."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+class Unusable:
+    """The value of a variable that no program can compute; its use is an error."""
 
     def read(self) -> Any:
-        """Raise, as Python would."""
-        raise UnboundLocalError(
-            f"cannot access local variable {self.name!r} where it is not associated "
-            "with a value"
-        )
+        """Raise the error."""
+        raise NotImplementedError
 
     def _used(self, *_: Any) -> Any:
         return self.read()
@@ -57,56 +48,49 @@ class NotReturned:
     """The result of a function that has not returned yet."""
 
 
-@dataclass(frozen=True)
-class Key:
-    """One variable, or one entry of a mutable object."""
+class Key(NamedTuple):
+    """One variable, or one entry of a mutable object.
 
-    owner: int  # 0 for variables, else the number of the mutable object
+    Attributes:
+      owner: The number of the mutable object; a variable is one itself.
+      entry: The entry.
+      name: What messages call it.
+    """
+
+    owner: int
     entry: Any
     name: str
-
-    def __hash__(self) -> int:
-        return hash((self.owner, self.entry))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Key) and (self.owner, self.entry) == (
-            other.owner,
-            other.entry,
-        )
 
 
 class State:
     """The variables of a block, and everything else that its code can change.
 
     Args:
-      names: Its variables.
-      get: Reads them all.
-      put: Writes them all.
       functions: The functions that are its code.
+      values: Other objects that they use, with their names in messages.
+      dead: Variables that no code reads after the block.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
-        get: Callable[[], tuple[Any, ...]],
-        put: Callable[[tuple[Any, ...]], None],
         functions: Sequence[Callable[..., Any] | None],
+        *,
+        values: Iterable[tuple[str, Any]] = (),
+        dead: Collection[str] = (),
     ) -> None:
-        self.names, self._get, self._put = tuple(names), get, put
         conversion = current()
         outside = conversion.outside if conversion else {}
-        values = [
-            (display_name(name), value)
-            for name, value in zip(names, get(), strict=True)
-        ]
-        reach = Reach([each for each in functions if each], values, outside)
-        own = set(map(id, getattr(get, "__closure__", None) or ()))
-        self._mutable_objects = [
-            h for h in reach.mutable_objects if id(h.target) not in own
-        ]
-        self._arrays = reach.arrays
-        self._ids = {id(owner.target) for owner in self._mutable_objects}
-        self._ids |= {id(array) for array in self._arrays}
+        code: list[Any] = [each for each in functions if each]
+        reach = Reach(code, values, outside)
+        self._mutable_objects, self._arrays = reach.mutable_objects, reach.arrays
+        self._dead = {
+            id(cell)
+            for function in code
+            for name, cell in free_variables(function)
+            if name in dead
+        }
+        targets = [owner.target for owner in self._mutable_objects]
+        self._ids = {id(target) for target in (*targets, *self._arrays)}
 
     @property
     def has_iterators(self) -> bool:
@@ -121,22 +105,17 @@ class State:
 
     def read(self) -> dict[Key, Any]:
         """The value of every variable and entry."""
-        values = {
-            Key(0, name, display_name(name)): value
-            for name, value in zip(self.names, self._get(), strict=True)
+        return {
+            Key(number, entry, owner.entry_name(entry)): value
+            for number, owner in enumerate(self._mutable_objects)
+            for entry, value in owner.content().items()
         }
-        for number, owner in enumerate(self._mutable_objects, start=1):
-            for entry, value in owner.content().items():
-                values[Key(number, entry, owner.entry_name(entry))] = value
-        return values
 
     def write(self, values: dict[Key, Any]) -> None:
-        """Set every variable and entry; entries without a value are removed."""
-        self._put(tuple(values[Key(0, name, name)] for name in self.names))
+        """Set every variable and entry; those without a value are removed."""
         contents: list[dict[Any, Any]] = [{} for _ in self._mutable_objects]
         for key, value in values.items():
-            if key.owner:
-                contents[key.owner - 1][key.entry] = value
+            contents[key.owner][key.entry] = value
         for owner, content in zip(self._mutable_objects, contents, strict=True):
             owner.fill(content)
 
@@ -148,17 +127,24 @@ class State:
             id(owner.target): {} for owner in self._mutable_objects if _has_parts(owner)
         }
         for key, value in values.items():
-            owner = self.owner(key)
-            if owner is not None and _has_parts(owner):
+            if _has_parts(owner := self.owner(key)):
                 found[id(owner.target)][key.entry] = value
-        others = filter(None, map(self.owner, changed))
+        others = map(self.owner, changed)
         return BranchContents(
             found, frozenset(id(h.target) for h in others if not _has_parts(h))
         )
 
-    def owner(self, key: Key) -> MutableObject | None:
-        """The object that a key is an entry of; None for a variable."""
-        return self._mutable_objects[key.owner - 1] if key.owner else None
+    def owner(self, key: Key) -> MutableObject:
+        """The object that a key is an entry of."""
+        return self._mutable_objects[key.owner]
+
+    def is_variable(self, key: Key) -> bool:
+        """Whether a key is a variable, and not an entry or an attribute."""
+        return isinstance(self.owner(key), ClosureCell)
+
+    def is_dead(self, key: Key) -> bool:
+        """Whether a key is a variable that no code reads after the block."""
+        return id(self.owner(key).target) in self._dead
 
     @contextmanager
     def arrays_locked(self) -> Iterator[None]:
@@ -176,17 +162,8 @@ class State:
 
 
 def _has_parts(owner: MutableObject) -> bool:
-    return isinstance(owner, (DictEntries, ListItems))
+    return type(owner) in (DictEntries, ListItems)
 
 
 def _depth(array: Any) -> int:
     return 1 + _depth(array.base) if isinstance(array, np.ndarray) else 0
-
-
-def display_name(name: str) -> str:
-    """The name of a variable in messages."""
-    if name == RESULT:
-        return RETURN_VALUE_NAME
-    if name.startswith(PREFIX):
-        return "whether to go on"
-    return name

@@ -7,6 +7,7 @@ branches are traced, and ``jax.lax.cond`` runs one of them.
 
 import weakref
 from collections.abc import Callable, Sequence
+from types import CellType
 from typing import Any
 
 import jax
@@ -17,80 +18,45 @@ from tessera.compiler.trace.control_flow.block_state import (
     ABSENT,
     Key,
     State,
-    Undefined,
+    Unusable,
 )
-from tessera.compiler.trace.control_flow.merge_points import (
-    AssignedOnOneBranch,
-    Merge,
-    MergeResult,
-)
+from tessera.compiler.trace.control_flow.merge_points import Merge, MergeResult
 from tessera.compiler.trace.control_flow.traced_blocks import Block, traced_block, truth
 from tessera.compiler.trace.control_flow.user_code import user_line
 
 Run = Callable[[], Any]
 
 
-def if_stmt(
-    test: Any,
-    body: Run,
-    orelse: Run,
-    get: Callable[[], tuple[Any, ...]],
-    put: Callable[[tuple[Any, ...]], None],
-    names: Sequence[str],
-    num_outputs: int,
-) -> None:
-    """An ``if``; variables after the first ``num_outputs`` are not used after it."""
+def if_stmt(test: Any, body: Run, orelse: Run, dead: Sequence[str]) -> None:
+    """An ``if``; no code reads the variables ``dead`` after it."""
     if not isinstance(test, _jax.Tracer):
         body() if test else orelse()
         return
-    state = State(names, get, put, (body, orelse))
-    dead = frozenset(names[num_outputs:])
-    choose(test, body, orelse, state, dead=dead, what="the `if`")
+    choose(test, body, orelse, State((body, orelse), dead=dead), "the `if`")
 
 
 def if_exp(test: Any, body: Run, orelse: Run) -> Any:
     """``body if test else orelse``."""
     if not isinstance(test, _jax.Tracer):
         return body() if test else orelse()
-    value = _Value()
-    state = value.state(body, orelse)
-    ways = value.of(body), value.of(orelse)
-    choose(test, *ways, state, what="the conditional expression")
-    return value.now.read() if isinstance(value.now, Undefined) else value.now
+    value = CellType(None)
+    ways = _assigning(value, body), _assigning(value, orelse)
+    state = State((body, orelse), values=[("its value", value)])
+    choose(test, *ways, state, "the conditional expression")
+    result = value.cell_contents
+    return result.read() if isinstance(result, Unusable) else result
 
 
-class _Value:
-    """The value of an expression, as a variable that its operands assign."""
+def _assigning(value: CellType, operand: Run) -> Run:
+    """An operand of an expression as a block that assigns the expression's value."""
 
-    def __init__(self) -> None:
-        self.now: Any = None
+    def run() -> None:
+        value.cell_contents = operand()
 
-    def state(self, *functions: Run) -> State:
-        """The state that the operands can change, with their value as a variable."""
-
-        def put(values: tuple[Any, ...]) -> None:
-            self.now = values[0]
-
-        return State(("its value",), lambda: (self.now,), put, functions)
-
-    def of(self, operand: Run) -> Run:
-        """The operand as a block."""
-
-        def run() -> None:
-            self.now = operand()
-
-        return run
+    return run
 
 
-def choose(
-    test: Any,
-    body: Run,
-    orelse: Run,
-    state: State,
-    *,
-    what: str,
-    dead: frozenset[str] = frozenset(),
-) -> None:
+def choose(test: Any, body: Run, orelse: Run, state: State, what: str) -> None:
     """Trace both blocks; ``jax.lax.cond`` runs one of them.
 
     Raises:
@@ -100,7 +66,7 @@ def choose(
     """
     predicate = truth(test, what)
     before, where = state.read(), f"{what} at {user_line()}"
-    known = _known(test, before)
+    known = _known(test, state, before)
     starts = [
         before | {key: sense is way for key, sense in known.items()}
         for way in (True, False)
@@ -118,10 +84,7 @@ def choose(
             block.after.get(key, start.get(key, ABSENT))
             for block, start in zip(blocks, starts, strict=True)
         ]
-        if key.owner == 0 and key.entry in dead:
-            merged[key] = AssignedOnOneBranch(key.name, where)
-        else:
-            merged[key] = merge.merged(key, *values)
+        merged[key] = merge.merged(key, *values)
     merge.require_agreement()
     filled = MergeResult(before, merged, _cond(predicate, blocks, merge))
     state.write(filled.values)
@@ -165,7 +128,7 @@ def not_(value: Any) -> Any:
     return negated
 
 
-def _known(test: Any, before: dict[Key, Any]) -> dict[Key, bool]:
+def _known(test: Any, state: State, before: dict[Key, Any]) -> dict[Key, bool]:
     """Variables that are the condition (True) or its negation (False).
 
     What they are in each branch is known there: so it is known that a function has
@@ -175,9 +138,8 @@ def _known(test: Any, before: dict[Key, Any]) -> dict[Key, bool]:
     return {
         key: value is test
         for key, value in before.items()
-        if key.owner == 0
-        and (value is test or value is opposite)
-        and isinstance(value, _jax.Tracer)
+        if (value is test or (value is opposite and value is not None))
+        and state.is_variable(key)
     }
 
 
@@ -210,18 +172,19 @@ def _operand(second: Run) -> tuple[Any, bool]:
 
     With side effects it must be a branch instead.
     """
-    result, here = _Value(), scope.current()
-    state = result.state(second)
+    value, here = CellType(None), scope.current()
+    state = State((second,), values=[("its value", value)])
     before, where = state.read(), f"`and` or `or` at {user_line()}"
     mark = None if here is None else here.snapshot()
-    block = traced_block(result.of(second), state, before, where)
-    if block.program.effects or any(key.owner for key in block.after):
+    block = traced_block(_assigning(value, second), state, before, where)
+    changed = [state.owner(key).target for key in block.after]
+    if block.program.effects or any(target is not value for target in changed):
         if here is not None and mark is not None:
             here.restore(mark)
         return None, False
     outputs = _jax.evaluate(block.program)
-    (value,) = block.after.values() or (None,)
-    leaves, tree = jax.tree.flatten(value)
+    (result,) = block.after.values() or (None,)
+    leaves, tree = jax.tree.flatten(result)
     computed = [block.value(leaf, outputs) for leaf in leaves]
     return jax.tree.unflatten(tree, computed), True
 

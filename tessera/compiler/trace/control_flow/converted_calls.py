@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from tessera import _jax, _jax_traces
 from tessera.compiler.trace.control_flow import branches, iterables, loops, printing
 from tessera.compiler.trace.control_flow.active_conversion import current
-from tessera.compiler.trace.control_flow.block_state import NotReturned, Undefined
+from tessera.compiler.trace.control_flow.block_state import NotReturned, Unusable
 from tessera.compiler.trace.control_flow.function_source import Unconvertible
 from tessera.compiler.trace.control_flow.reachability import Reach, is_tracked
 from tessera.compiler.trace.control_flow.source_conversion import convert
@@ -53,15 +53,7 @@ def _returned(value: Any, returned: Any) -> Any:
 
 def _load(value: Any) -> Any:
     """The value of a variable; an error where it has none."""
-    return value.read() if isinstance(value, Undefined) else value
-
-
-def _peek(load: Callable[[], Any], name: str) -> Any:
-    """The value of a variable, or ``Undefined``."""
-    try:
-        return load()
-    except NameError:
-        return Undefined(name)
+    return value.read() if isinstance(value, Unusable) else value
 
 
 def _is(first: Any, second: Any) -> bool:
@@ -306,7 +298,6 @@ for _name, _operator in {
     "keywords": _keywords,
     "returned": _returned,
     "load": _load,
-    "peek": _peek,
     "written": check_assignment,
     "is_": _is,
     "is_not": _is_not,

@@ -3,17 +3,16 @@
 
     if x > 0:          def tessera__if(): nonlocal y; y = tessera__.call(f, (x,), {})
         y = f(x)       def tessera__else(): pass
-                       def tessera__get(): return (y,)
-                       def tessera__put(values): nonlocal y; (y,) = values
-                       tessera__.if_stmt(x > 0, …)
+                       tessera__.if_stmt(x > 0, tessera__if, tessera__else, ())
 
-Every variable that a block assigns is one of the block's, whether or not it is read
-afterwards. Functions and classes inside a function are left as they are: they are
-converted when they are called.
+The variables of a block are closure cells of its functions: that is where an operator
+reads and writes them. Functions and classes inside a function are left as they are:
+they are converted when they are called.
 """
 
 import ast
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tessera.compiler.trace.control_flow.function_source import Unconvertible
 from tessera.compiler.trace.control_flow.liveness import Liveness, assigned_names
@@ -40,15 +39,18 @@ class InsertOperators(ast.NodeTransformer):
     """
 
     def __init__(self, definition: ast.FunctionDef, free: Sequence[str]) -> None:
-        self._definition, self._free = definition, frozenset(free)
+        self._definition = definition
         self._count = 0
         body = list(walk_scope(definition.body))
         self._globals = _declared(body, ast.Global)
-        self._beyond = self._globals | _declared(body, ast.Nonlocal)
         blocks = [each for each in body if isinstance(each, (ast.If, *_LOOPS))]
-        self._variables = assigned_names(blocks) - self._beyond
-        self._live = Liveness(definition)
+        beyond = self._globals | _declared(body, ast.Nonlocal)
+        self._variables = assigned_names(blocks) - beyond
+        self._live = Liveness(definition, beyond)
         arguments = definition.args
+        every = [each for each in ast.walk(arguments) if isinstance(each, ast.arg)]
+        locals_ = assigned_names(definition.body) | {each.arg for each in every}
+        self._loaded = (locals_ | {*free}) - self._globals
         first = [*arguments.posonlyargs, *arguments.args][:1]
         self._first = first[0].arg if first else ""
 
@@ -59,12 +61,6 @@ class InsertOperators(ast.NodeTransformer):
             names = " = ".join(sorted(self._variables))
             body = [*parse_at(f"if False: {names} = None", body[0]), *body]
         self._definition.body = body
-
-    def _names(self, nodes: Sequence[ast.AST], live: set[str]) -> "_Names":
-        self._count += 1
-        names = assigned_names(nodes)
-        there = names & self._globals
-        return _Names(self._count, names - there, there, names - self._beyond, live)
 
     # --- statements
 
@@ -77,89 +73,74 @@ class InsertOperators(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> list[ast.stmt]:
         """An ``if``: both branches become functions."""
-        block = self._names([*node.body, *node.orelse], self._live.after(node))
-        text = f"""
-def {block.name("if")}(): pass
-def {block.name("else")}(): pass
-{block.accessors}
-{PREFIX}.if_stmt(None, {block.name("if")}, {block.name("else")}, {block.arguments})
-"""
-        body, orelse, *rest = parse_at(text, _head(node, node.test))
-        _fill(body, [*block.declarations(node), *self._block(node.body)])
-        _fill(orelse, [*block.declarations(node), *self._block(node.orelse)])
-        _call(rest[-1]).args[0] = self.visit(node.test)
-        return [body, orelse, *rest]
+        dead = self._live.dead(node.body, node.orelse)
+        body = self._function("if", node, node.body)
+        orelse = self._function("else", node, node.orelse)
+        call = f"{PREFIX}.if_stmt(None, {body.name}, {orelse.name}, {dead})"
+        return [body, orelse, self._call(call, node, node.test, node.test)]
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
         """A ``while``: its condition and its body become functions."""
-        live = self._live.carried(node)
-        block = self._names([node.test, *node.body], live)
-        has_effects = any(
-            isinstance(n, ast.Call | ast.NamedExpr) for n in ast.walk(node.test)
-        )
-        functions = f"{block.name('test')}, {block.name('body')}"
-        text = f"""
-def {block.name("test")}(): pass
-def {block.name("body")}(): pass
-{block.accessors}
-{PREFIX}.while_stmt({functions}, {block.arguments}, {has_effects})
-"""
-        test, body, *rest = parse_at(text, _head(node, node.test))
-        holds = self.visit(_without(_flags(node), node.test))
-        _fill(
-            test,
-            [
-                *block.declarations(node),
-                ast.copy_location(ast.Return(holds), node.test),
-            ],
-        )
-        _fill(body, [*block.declarations(node), *self._block(node.body)])
-        return [test, body, *rest]
+        dead = self._live.dead([node.test, *node.body])
+        kinds = ast.Call | ast.NamedExpr
+        has_effects = any(isinstance(each, kinds) for each in ast.walk(node.test))
+        holds = ast.Return(_without(_flags(node), node.test))
+        test = self._function("test", node, [ast.copy_location(holds, node.test)])
+        body = self._function("body", node, node.body)
+        call = f"{PREFIX}.while_stmt({test.name}, {body.name}, {dead}, {has_effects})"
+        return [test, body, self._call(call, node, node.test)]
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
         """A ``for``: its body becomes a function of the item."""
-        live = self._live.carried(node)
-        block = self._names([node.target, *node.body], live)
-        flags = _flags(node)
-        should_continue = block.name("test") if flags else "None"
-        text = f"""
-def {block.name("test")}(): pass
-def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
-{block.accessors}
-{PREFIX}.for_stmt(None, {should_continue}, {block.name("body")}, {block.arguments})
-"""
-        test, body, *rest = parse_at(text, _head(node, node.iter))
-        assert isinstance(body, ast.FunctionDef)
-        (assign,) = body.body
-        assert isinstance(assign, ast.Assign)
-        ast.copy_location(assign, _head(node, node.target))
-        assign.targets = [self.visit(node.target)]
-        _fill(body, [*block.declarations(node), assign, *self._block(node.body)])
-        _call(rest[-1]).args[0] = self.visit(node.iter)
-        if not flags:
-            return [body, *rest]
-        holds = self.visit(_without(flags))
-        _fill(test, [ast.copy_location(ast.Return(holds), node)])
-        return [test, body, *rest]
+        dead = self._live.dead([node.target, *node.body])
+        item = ast.Name(f"{PREFIX}item", ast.Load())
+        target = ast.Assign([node.target], item)
+        ast.copy_location(target, _head(node, node.target))
+        body = self._function("body", node, [target, *node.body], item.id)
+        if not (flags := _flags(node)):
+            call = f"{PREFIX}.for_stmt(None, None, {body.name}, {dead})"
+            return [body, self._call(call, node, node.iter, node.iter)]
+        holds = ast.copy_location(ast.Return(_without(flags)), node)
+        test = self._function("test", node, [holds])
+        call = f"{PREFIX}.for_stmt(None, {test.name}, {body.name}, {dead})"
+        return [test, body, self._call(call, node, node.iter, node.iter)]
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> list[ast.stmt]:
-        """An augmented assignment reads its variable, too."""
-        before: list[ast.stmt] = []
-        if isinstance(node.target, ast.Name) and node.target.id in self._variables:
-            name = node.target.id
-            before = parse_at(f"{PREFIX}.load({name})", node)
-        return [*before, self.generic_visit(node)]  # type: ignore[list-item]
+    def _function(
+        self, part: str, node: ast.stmt, body: list[ast.stmt], parameter: str = ""
+    ) -> ast.FunctionDef:
+        """A function for one part of a statement; what it assigns is not its own."""
+        self._count += 1
+        names = assigned_names(body)
+        pairs = ("nonlocal", names - self._globals), ("global", names & self._globals)
+        lines = [f"{word} {', '.join(sorted(each))}" for word, each in pairs if each]
+        text = f"def {PREFIX}{part}_{self._count}({parameter}): pass"
+        (made,) = parse_at(text, _head(node, node))
+        assert isinstance(made, ast.FunctionDef)
+        if body:
+            declarations = parse_at("\n".join(lines), node)
+            made.body = [*declarations, *self._block(body)]
+        return made
 
-    def visit_Delete(self, node: ast.Delete) -> list[ast.stmt]:
-        """``del`` of a variable that has no value is Python's error."""
-        names = [each.id for each in node.targets if isinstance(each, ast.Name)]
-        before = [
-            each
-            for name in names
-            if name in self._variables
-            for each in parse_at(f"{PREFIX}.load({name})", node)
-        ]
-        return [*before, self.generic_visit(node)]  # type: ignore[list-item]
+    def _call(
+        self, text: str, node: ast.stmt, part: ast.expr, value: ast.expr | None = None
+    ) -> ast.stmt:
+        """The call of an operator; a value, converted, is its first argument."""
+        (made,) = parse_at(text, _head(node, part))
+        assert isinstance(made, ast.Expr)
+        assert isinstance(made.value, ast.Call)
+        if value is not None:
+            made.value.args[0] = self.visit(value)
+        return made
+
+    def _load_first(self, node: ast.AugAssign | ast.Delete) -> list[ast.stmt]:
+        """What reads a variable without naming it in an expression reads its value."""
+        targets = node.targets if isinstance(node, ast.Delete) else [node.target]
+        names = {each.id for each in targets if isinstance(each, ast.Name)}
+        loads = [f"{PREFIX}.load({name})" for name in sorted(names & self._loaded)]
+        statement: Any = self.generic_visit(node)
+        return [*parse_at("\n".join(loads), node), statement]
+
+    visit_AugAssign = visit_Delete = _load_first
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         """Annotations of variables are never evaluated in a function."""
@@ -185,7 +166,7 @@ def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         """A variable of a block may have no value, or none that can be used."""
-        if isinstance(node.ctx, ast.Load) and node.id in self._variables | self._free:
+        if isinstance(node.ctx, ast.Load) and node.id in self._loaded:
             return _operator("load", node, node)
         return node
 
@@ -293,65 +274,6 @@ def {block.name("body")}({PREFIX}item): {PREFIX}target = {PREFIX}item
         return node
 
 
-class _Names:
-    """The names of the functions made for one block, and the variables they share.
-
-    Args:
-      number: Tells the block from others.
-      shared: Variables that it assigns and that functions around it have.
-      there: Global variables that it assigns.
-      own: The variables of its own function among the shared ones.
-      live: Variables that may be read afterwards.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        shared: set[str],
-        there: set[str],
-        own: set[str],
-        live: set[str],
-    ) -> None:
-        self._number = number
-        self._variables = sorted(own, key=lambda name: (name not in live, name))
-        self._num_live = len(own & live)
-        pairs = ("nonlocal", shared), ("global", there)
-        self._lines = [f"{word} {', '.join(sorted(v))}" for word, v in pairs if v]
-
-    def name(self, part: str) -> str:
-        """The name of the function for one part of the block."""
-        return f"{PREFIX}{part}_{self._number}"
-
-    def declarations(self, node: ast.AST) -> list[ast.stmt]:
-        """The ``nonlocal`` and ``global`` statements of the block's functions."""
-        return parse_at("\n".join(self._lines), node)
-
-    @property
-    def accessors(self) -> str:
-        """The functions that read and write the block's variables."""
-        if not self._variables:
-            return (
-                f"def {self.name('get')}(): return ()\n"
-                f"def {self.name('put')}({PREFIX}values): pass\n"
-            )
-        names = ", ".join(self._variables)
-        values = "".join(
-            f"{PREFIX}.peek(lambda: {v}, {v!r}), " for v in self._variables
-        )
-        return (
-            f"def {self.name('get')}(): return ({values})\n"
-            f"def {self.name('put')}({PREFIX}values):\n"
-            f"    nonlocal {names}\n"
-            f"    {names}, = {PREFIX}values\n"
-        )
-
-    @property
-    def arguments(self) -> str:
-        """The arguments about the block that every operator takes."""
-        functions = f"{self.name('get')}, {self.name('put')}"
-        return f"{functions}, {tuple(self._variables)!r}, {self._num_live}"
-
-
 # --- pieces of syntax trees
 
 
@@ -374,7 +296,7 @@ def _without(flags: Sequence[str], test: ast.expr | None = None) -> ast.expr:
     return values[0] if len(values) == 1 else ast.BoolOp(ast.And(), values)
 
 
-def _head(node: ast.stmt, part: ast.expr) -> ast.stmt:
+def _head(node: ast.stmt, part: ast.stmt | ast.expr) -> ast.stmt:
     """The first line of a statement, as the source location of its operator."""
     same_line = part.end_lineno == node.lineno
     end = part.end_col_offset if same_line else node.col_offset
@@ -384,17 +306,6 @@ def _head(node: ast.stmt, part: ast.expr) -> ast.stmt:
         end_lineno=node.lineno,
         end_col_offset=end,
     )
-
-
-def _fill(function: ast.stmt, body: list[ast.stmt]) -> None:
-    assert isinstance(function, ast.FunctionDef)
-    function.body = body or function.body
-
-
-def _call(statement: ast.stmt) -> ast.Call:
-    assert isinstance(statement, ast.Expr)
-    assert isinstance(statement.value, ast.Call)
-    return statement.value
 
 
 def _assigns(nodes: Iterable[ast.AST]) -> bool:

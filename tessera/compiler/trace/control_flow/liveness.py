@@ -6,32 +6,35 @@ use is an error. Variables that nested functions read count as live everywhere.
 """
 
 import ast
+import collections
 from collections.abc import Iterable, Sequence
 
 from tessera.compiler.trace.control_flow.lower_jumps import OWN_SCOPE, walk_scope
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.TryStar, ast.Match)
 
 
 def assigned_names(nodes: Iterable[ast.AST]) -> set[str]:
     """The variables that some statements assign, in any of Python's ways."""
+    nodes = [*walk_scope(nodes)]
     found: set[str] = set()
     targets = {
         id(name)
-        for node in walk_scope(nodes)
+        for node in nodes
         if isinstance(node, _COMPREHENSIONS)
         for generator in node.generators
         for name in ast.walk(generator.target)
     }
-    for node in walk_scope(nodes):
+    for node in nodes:
         match node:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
                 if id(node) not in targets:
                     found.add(name)
-            case ast.FunctionDef(name=str(name)) | ast.ClassDef(name=str(name)):
-                found.add(name)
             case (
-                ast.ExceptHandler(name=str(name))
+                ast.FunctionDef(name=str(name))
+                | ast.ClassDef(name=str(name))
+                | ast.ExceptHandler(name=str(name))
                 | ast.MatchAs(name=str(name))
                 | ast.MatchStar(name=str(name))
                 | ast.MatchMapping(rest=str(name))
@@ -42,90 +45,45 @@ def assigned_names(nodes: Iterable[ast.AST]) -> set[str]:
     return found
 
 
-def read(nodes: Iterable[ast.AST]) -> set[str]:
-    """The variables that some code reads, functions inside of it included."""
-    return {
-        node.id
-        for each in nodes
-        for node in ast.walk(each)
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)
-    }
-
-
-def upward_exposed(statements: Sequence[ast.AST]) -> tuple[set[str], set[str]]:
-    """Variables that are read before they are assigned; those that always are."""
-    reads, assigned = set[str](), set[str]()
-    for node in statements:
-        own, made = _upward_exposed(node)
-        reads |= own - assigned
-        assigned |= made
-    return reads, assigned
-
-
-def _upward_exposed(node: ast.AST) -> tuple[set[str], set[str]]:
-    match node:
-        case ast.If():
-            ways = upward_exposed(node.body), upward_exposed(node.orelse)
-            return (
-                read([node.test]) | ways[0][0] | ways[1][0],
-                ways[0][1] & ways[1][1],
-            )
-        case ast.For() | ast.While():
-            head = [node.iter] if isinstance(node, ast.For) else [node.test]
-            target = (
-                assigned_names([node.target]) if isinstance(node, ast.For) else set()
-            )
-            return read(head) | (upward_exposed(node.body)[0] - target), set()
-        case ast.With():
-            inner, made = upward_exposed(node.body)
-            items = assigned_names(node.items)
-            return read(node.items) | (inner - items), made | items
-        case ast.Try() | ast.Match():
-            return read([node]), set()
-        case ast.AugAssign(target=ast.Name(id=name)):
-            return read([node.value]) | {name}, {name}
-    return read([node]), assigned_names([node])
-
-
 class Liveness:
-    """The liveness of variables in one function."""
+    """The liveness of variables in one function.
 
-    def __init__(self, definition: ast.FunctionDef) -> None:
-        self._order: dict[int, int] = {}
-        self._reads: dict[str, int] = {}
-        self._count = 0
-        self._ends: dict[int, int] = {}
-        self._captured = set[str]()
-        self._needed: dict[int, set[str]] = {}
-        self._turns: dict[int, set[str]] = {}
-        for statement in definition.body:
-            self._visit(statement, set())
+    Args:
+      definition: The function.
+      shared: Variables that it assigns and that are not its own.
+    """
 
-    def _visit(self, node: ast.AST, needed: set[str]) -> None:
-        """Number the nodes below; later iterations of outer loops read ``needed``."""
-        self._count += 1
-        turn = set[str]()
-        if isinstance(node, OWN_SCOPE):
-            self._captured |= read([node])
-        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
-            self._reads[node.id] = self._count
+    def __init__(self, definition: ast.FunctionDef, shared: set[str]) -> None:
+        self._reads = _reads(definition.body)
+        inner = [n for n in walk_scope(definition.body) if isinstance(n, OWN_SCOPE)]
+        self._captured = _reads(inner).keys() | shared
+
+    def dead(self, *blocks: Sequence[ast.AST]) -> tuple[str, ...]:
+        """The variables that some blocks assign, and that no code reads after them.
+
+        Other code does not read them, and neither does their own block, in the next
+        iteration of a loop, before it assigns them.
+        """
+        inside = _reads(node for block in blocks for node in block)
+        names, exposed = set[str](), set[str]()
+        for block in blocks:
+            assigned = set[str]()
+            for node in block:
+                exposed |= _reads([node]).keys() - assigned
+                names |= assigned_names([node])
+                if not isinstance(node, _COMPOUND):
+                    assigned |= assigned_names([node])
+        live = {name for name, count in self._reads.items() if count > inside[name]}
+        return tuple(sorted(names - live - self._captured - exposed))
+
+
+def _reads(nodes: Iterable[ast.AST]) -> collections.Counter[str]:
+    """How often some code reads each variable, functions inside of it included."""
+    found: collections.Counter[str] = collections.Counter()
+    for node in (inner for each in nodes for inner in ast.walk(each)):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
+            found[node.id] += 1
         elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            self._reads[node.target.id] = self._count
-        if isinstance(node, (ast.For, ast.While)):
-            head = [node.test] if isinstance(node, ast.While) else []
-            flags = set(getattr(node, "flags", ()))
-            turn = flags | upward_exposed([*head, *node.body])[0]
-        self._needed[id(node)], self._turns[id(node)] = needed, turn
-        for child in ast.iter_child_nodes(node):
-            self._visit(child, needed | turn)
-        self._ends[id(node)] = self._count
-
-    def after(self, node: ast.AST) -> set[str]:
-        """Variables that may be read after a statement, or in its next iteration."""
-        end = self._ends[id(node)]
-        later = {name for name, place in self._reads.items() if place > end}
-        return later | self._captured | self._needed[id(node)]
-
-    def carried(self, node: ast.AST) -> set[str]:
-        """Variables that the next iteration of a loop, or what follows it, may read."""
-        return self.after(node) | self._turns[id(node)]
+            found[node.target.id] += 1
+        found.update(getattr(node, "flags", ()))  # of a loop: what ends it
+    return found

@@ -28,12 +28,11 @@ from tessera.compiler.trace.control_flow.block_state import (
     Key,
     NotReturned,
     State,
-    Undefined,
+    Unusable,
 )
-from tessera.compiler.trace.control_flow.branches import if_stmt
+from tessera.compiler.trace.control_flow.branches import choose
 from tessera.compiler.trace.control_flow.iterables import Items, items_of
 from tessera.compiler.trace.control_flow.merge_points import (
-    AssignedOnOneBranch,
     Merge,
     MergedContainer,
     MergeResult,
@@ -42,9 +41,6 @@ from tessera.compiler.trace.control_flow.mutable_objects import differences, is_
 from tessera.compiler.trace.control_flow.traced_blocks import Block, traced_block, truth
 from tessera.compiler.trace.control_flow.user_code import user_line
 from tessera.errors import BranchError, ControlFlowError
-
-Get = Callable[[], tuple[Any, ...]]
-Put = Callable[[tuple[Any, ...]], None]
 
 # Exceptions of an iteration that is not the same program for every row.
 _NO_LOOP = (BranchError, ControlFlowError, LookupError, *NEEDS_VALUE)
@@ -56,10 +52,7 @@ _MAX_TRIALS = 8
 def while_stmt(
     test: Callable[[], Any],
     body: Callable[[], None],
-    get: Get,
-    put: Put,
-    names: Sequence[str],
-    num_live: int,
+    dead: Sequence[str],
     test_has_effects: bool,
 ) -> None:
     """A ``while``: Python's own until its condition is traced.
@@ -67,49 +60,45 @@ def while_stmt(
     ``test_has_effects``: whether the condition may change something.
     """
     while True:
-        before = (
-            State(names, get, put, (test, body)).read() if test_has_effects else None
-        )
+        before = State((test, body)).read() if test_has_effects else None
         holds = test()
         if _is_traced(holds):
             break
         if not holds:
             return
         body()
-    state = State(names, get, put, (test, body))
+    state = State((test, body), dead=dead)
     if before is not None:
         state.write(before)  # the program evaluates the condition once more
-    dead = frozenset(names[num_live:])
-    _Loop(state, "the `while`", lambda _: body(), dead, test).run_while()
+    _Loop(state, "the `while`", lambda _: body(), test).run_while()
 
 
 def for_stmt(
     iterated: Any,
     extra_test: Callable[[], Any] | None,
     body: Callable[[Any], None],
-    get: Get,
-    put: Put,
-    names: Sequence[str],
-    num_live: int,
+    dead: Sequence[str],
 ) -> None:
     """A ``for``; ``extra_test`` is whether no ``break`` or ``return`` was met."""
     references = sys.getrefcount(iterated)
 
     def guarded(item: Any) -> None:
         should_continue = True if extra_test is None else extra_test()
-        if_stmt(
-            should_continue, lambda: body(item), lambda: None, get, put, names, num_live
-        )
+        if _is_traced(should_continue):
+            state = State((body,), values=[("the item", item)], dead=dead)
+            where = "the `for`"
+            choose(should_continue, lambda: body(item), lambda: None, state, where)
+        elif should_continue:
+            body(item)
 
     items = items_of(iterated)
     if items is None:
         is_shared = is_iterator(iterated) and _is_shared(iterated, references)
         _unrolled(iterated, extra_test, guarded, is_shared=is_shared)
         return
-    state = State(names, get, put, (extra_test, body))
-    dead = frozenset(names[num_live:])
+    state = State((extra_test, body), dead=dead)
     if _is_traced(items.length):
-        _Loop(state, "the `for`", body, dead, extra_test, items).run_while()
+        _Loop(state, "the `for`", body, extra_test, items).run_while()
         return
     if state.has_iterators:  # a run would use them up
         _unrolled(items, extra_test, guarded)
@@ -117,7 +106,7 @@ def for_stmt(
     # An iteration that appends to a list, say, is no program of its own. Then the loop
     # is unrolled, and Python raises its own errors.
     with contextlib.suppress(*_NO_LOOP), _attempt(state):
-        _Loop(state, "the `for`", guarded, dead, None, items).run_scan()
+        _Loop(state, "the `for`", guarded, None, items).run_scan()
         return
     _unrolled(items, extra_test, guarded)
 
@@ -145,9 +134,9 @@ def measure_references(for_stmt: Callable[..., None]) -> None:
     counts[:] = 0, 0
 
     def nothing(_: Any) -> None:
-        """Stand for a body, and for what writes its variables."""
+        """Stand for a body."""
 
-    for_stmt(enumerate([None]), None, nothing, tuple, nothing, (), 0)
+    for_stmt(enumerate([None]), None, nothing, ())
 
 
 def _is_shared(iterated: Any, references: int) -> bool:
@@ -242,13 +231,11 @@ class _Loop:
         state: State,
         what: str,
         body: Callable[[Any], None],
-        dead: frozenset[str],
         test: Callable[[], Any] | None,
         items: Items | None = None,
     ) -> None:
         self._state, self._what = state, f"{what} at {user_line()}"
         self._body, self._test, self._items = body, test, items
-        self._dead = dead
         self._rows = () if items is None else items.rows
         self._before = state.read()
 
@@ -339,12 +326,9 @@ class _Loop:
         merged: dict[Key, Any] = {}
         for key, after in block.after.items():
             before = self._before.get(key, ABSENT)
-            if isinstance(before, Undefined) and runs_at_least_once:
-                before = NotReturned()  # every turn begins without it
-            if key.owner == 0 and key.entry in self._dead:
-                merged[key] = AssignedOnOneBranch(key.name, self._what)
-            else:
-                merged[key] = merge.merged(key, before, after)
+            if runs_at_least_once and self._is_unset(key):
+                before = NotReturned()  # every iteration begins without it
+            merged[key] = merge.merged(key, before, after)
         merge.require_agreement()
         return _Iteration(block, merged, merge)
 
@@ -357,14 +341,17 @@ class _Loop:
           What the iteration must not mutate: see ``Ambiguous``.
         """
         filled = MergeResult(self._before, {} if last is None else last.merged, carried)
-        undefined = {
-            key: value
-            for key, value in self._before.items()
-            if isinstance(value, Undefined)
-        }
-        self._state.write(filled.values | undefined)
+        values = {k: v for k, v in filled.values.items() if not self._is_unset(k)}
+        unset = {k: v for k, v in self._before.items() if self._is_unset(k)}
+        self._state.write(values | unset)
         made = filled.ambiguous
         return [Ambiguous.now(value, name, self._what) for value, name in made]
+
+    def _is_unset(self, key: Key) -> bool:
+        """Whether a key is a variable without a value before the loop."""
+        before = self._before.get(key, ABSENT)
+        is_missing = before is ABSENT or isinstance(before, Unusable)
+        return is_missing and self._state.is_variable(key)
 
     def _traced_test(
         self, test: Callable[[], Any], iteration: _Iteration

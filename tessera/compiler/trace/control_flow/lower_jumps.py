@@ -18,6 +18,7 @@ from tessera.compiler.trace.control_flow.function_source import Unconvertible
 
 PREFIX = "tessera__"
 RETURNED, RESULT = f"{PREFIX}returned", f"{PREFIX}result"
+RETURN_VALUE_NAME = "the value returned"  # what messages call it
 OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 _Loop = ast.For | ast.While
@@ -40,6 +41,13 @@ def lower_jumps(definition: ast.FunctionDef) -> None:
     start = parse_at(f"{RETURNED} = False\n{RESULT} = {PREFIX}.NotReturned()", body[0])
     end = parse_at(f"return {PREFIX}.returned({RESULT}, {RETURNED})", body[-1])
     definition.body = [*start, *_Lowering().block(body), *end]
+
+
+def display_name(variable: str) -> str:
+    """What messages call a variable."""
+    if variable == RESULT:
+        return RETURN_VALUE_NAME
+    return "whether to go on" if variable.startswith(PREFIX) else variable
 
 
 def parse_at(text: str, node: ast.AST) -> list[ast.stmt]:

@@ -23,7 +23,7 @@ from tessera.compiler.trace.control_flow.block_state import (
     Key,
     NotReturned,
     State,
-    Undefined,
+    Unusable,
 )
 from tessera.compiler.trace.control_flow.containers import BranchContents, parts_of
 from tessera.compiler.trace.control_flow.mutable_objects import Snapshot
@@ -162,26 +162,27 @@ class Merge:
 
     def merged(self, key: Key, first: Any, second: Any) -> Any:
         """The value after the merge; a variable with two types becomes unusable."""
+        if self.state.is_dead(key):
+            return AssignedOnOneBranch(key.name, self.where)
+        if not self.state.is_variable(key):
+            return self.value(key.name, first, second)
+        for value in (first, second):
+            if isinstance(value, Unusable):
+                return value
+        if first is ABSENT or second is ABSENT:
+            return AssignedOnOneBranch(key.name, self.where)
         count = len(self._problems)
         merged = self.value(key.name, first, second)
-        if key.owner or len(self._problems) == count:
+        if len(self._problems) == count:
             return merged
         self._deferred += self._problems[count:]
         del self._problems[count:]
-        return TypeMismatch(key.name, self)
+        return TypeMismatch(self)
 
     def value(self, name: str, first: Any, second: Any) -> Any:
         """The merged value; what is new is a ``Slot`` or a ``MergedContainer``."""
         if first is second:
             return first
-        if isinstance(first, Undefined) or isinstance(second, Undefined):
-            ways = (first, second)
-            known = [
-                way
-                for way in ways
-                if isinstance(way, AssignedOnOneBranch | TypeMismatch)
-            ]
-            return known[0] if known else AssignedOnOneBranch(name, self.where)
         if isinstance(first, NotReturned) or isinstance(second, NotReturned):
             return self._returned(name, first, second)
         if is_number(first) and is_number(second):
@@ -310,27 +311,25 @@ class Merge:
         return first
 
 
-class AssignedOnOneBranch(Undefined):
+class AssignedOnOneBranch(Unusable):
     """A variable that has a value after one branch only."""
 
     def __init__(self, name: str, where: str) -> None:
-        super().__init__(name)
-        self._where = where
+        self._name, self._where = name, where
 
     def read(self) -> Any:
         """Raise [T318]: whether there is a value is only known when it runs."""
         raise BranchError(
-            f"{self.name!r} has a value on one way only through {self._where}, "
+            f"{self._name!r} has a value on one way only through {self._where}, "
             f"and is used at {user_line()}",
             fix="give it a value before, or on both ways",
         )
 
 
-class TypeMismatch(Undefined):
+class TypeMismatch(Unusable):
     """A variable whose values have different types on the two branches."""
 
-    def __init__(self, name: str, merge: Merge) -> None:
-        super().__init__(name)
+    def __init__(self, merge: Merge) -> None:
         self._merge = merge
 
     def read(self) -> Any:
@@ -340,7 +339,7 @@ class TypeMismatch(Undefined):
 
 def describe(value: Any) -> str:
     """The type of a value in words: ``float32[4, 8]`` of an array."""
-    if isinstance(value, (Undefined, NotReturned)) or value is ABSENT:
+    if isinstance(value, NotReturned) or value is ABSENT:
         return "nothing"
     if isinstance(value, SCALARS):
         return f"the Python number {value!r}"

@@ -3,8 +3,8 @@
 
 A branch or a loop's body is traced by running it, so whatever its code changes has to
 be found and undone. A ``MutableObject`` has content that can be read, compared and
-restored, entry by entry. The elements of a set and the position of an iterator or of a
-random generator are one entry each, which can be compared but cannot be traced.
+restored, entry by entry. A set, a NumPy array, an iterator and a random generator have
+one entry, their whole content, which can be compared but cannot be traced.
 """
 
 import collections
@@ -12,8 +12,8 @@ import gc
 import itertools
 import pickle
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import CellType, GeneratorType, ModuleType
 from typing import Any, Final
 
@@ -45,69 +45,82 @@ class MutableObject:
       path: Its name in messages, as ``state['inner']``.
       outside: Whether it outlives the trace, as global variables do. What a program
         computes must not be left in it.
+      names: The entries that the code in question can name; None for all.
     """
 
     target: Any
     path: str
     outside: bool
+    names: frozenset[str] | None = None
 
     def content(self) -> dict[Any, Any]:
         """The present content, by entry."""
-        return self._content()
+        raise NotImplementedError
 
     def fill(self, content: Mapping[Any, Any]) -> None:
-        """Restore this content; entries that are equal already are left alone."""
-        if differences(self._content(), content):
+        """Restore this content; what is equal already is left alone."""
+        if differences(self.content(), content):
             self._fill(content)
 
     def entry_name(self, entry: Any) -> str:
         """The name of an entry in messages."""
-        return self._entry_name(entry)
-
-    def _content(self) -> dict[Any, Any]:
-        raise NotImplementedError
+        del entry
+        return self.path
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
         raise NotImplementedError
 
-    def _entry_name(self, entry: Any) -> str:
-        del entry
-        return self.path
+    def _is_named(self, entry: Any) -> bool:
+        return self.names is None or entry in self.names
 
 
 class DictEntries(MutableObject):
     """A dict."""
 
-    def _content(self) -> dict[Any, Any]:
-        return dict(dict.items(self.target))
+    def content(self) -> dict[Any, Any]:
+        """The entries."""
+        entries = dict.items(self.target)
+        return {entry: value for entry, value in entries if self._is_named(entry)}
+
+    def entry_name(self, entry: Any) -> str:
+        """The name of an entry, as ``state['loss']``."""
+        return f"{self.path}[{entry!r}]"
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
-        for entry in dict.keys(self.target) - content.keys():
+        for entry in self.content().keys() - content.keys():
             dict.__delitem__(self.target, entry)
         dict.update(self.target, content)
 
-    def _entry_name(self, entry: Any) -> str:
-        return f"{self.path}[{entry!r}]"
+
+class GlobalVariables(DictEntries):
+    """The global variables of a module, those that code can name."""
+
+    def entry_name(self, entry: Any) -> str:
+        """The variable."""
+        return str(entry)
 
 
 class ListItems(MutableObject):
     """A list, or a deque."""
 
-    def _content(self) -> dict[Any, Any]:
+    def content(self) -> dict[Any, Any]:
+        """The items, by index."""
         return dict(enumerate(self.target))
+
+    def entry_name(self, entry: Any) -> str:
+        """The name of an item, as ``rows[0]``."""
+        return f"{self.path}[{entry!r}]"
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
         self.target.clear()
         self.target.extend(content[i] for i in sorted(content))
 
-    def _entry_name(self, entry: Any) -> str:
-        return f"{self.path}[{entry!r}]"
-
 
 class ClosureCell(MutableObject):
-    """A variable that functions close over."""
+    """A variable of a function that functions inside of it use, too."""
 
-    def _content(self) -> dict[Any, Any]:
+    def content(self) -> dict[Any, Any]:
+        """The value, if one was assigned."""
         try:
             return {WHOLE: self.target.cell_contents}
         except ValueError:  # not assigned yet
@@ -120,135 +133,81 @@ class ClosureCell(MutableObject):
             del self.target.cell_contents
 
 
-@dataclass(frozen=True, eq=False)
 class Attributes(MutableObject):
-    """An object, a class or a module.
+    """An object, a class or a module."""
 
-    Attributes:
-      names: The attributes that the code in question can name; None for all.
-    """
+    def content(self) -> dict[Any, Any]:
+        """The attributes, in slots too."""
+        found = _attributes_of(self.target).items()
+        return {name: value for name, value in found if self._is_named(name)}
 
-    names: frozenset[str] | None = None
-
-    def _content(self) -> dict[Any, Any]:
-        attributes = vars(self.target) if hasattr(self.target, "__dict__") else {}
-        found = {
-            name: value for name, value in attributes.items() if self._is_named(name)
-        }
-        if not isinstance(self.target, (type, ModuleType)):
-            for name in filter(self._is_named, slots(type(self.target))):
-                try:
-                    found[name] = object.__getattribute__(self.target, name)
-                except AttributeError:  # not assigned yet
-                    continue
-        return found
+    def entry_name(self, entry: Any) -> str:
+        """The name of an attribute, as ``model.scale``."""
+        return f"{self.path}.{entry}"
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
         owner = type if isinstance(self.target, type) else object
-        now = self._content()
+        now = self.content()
         for name in now.keys() - content.keys():
             owner.__delattr__(self.target, name)
         for name, value in content.items():
             if name not in now or now[name] is not value:
                 owner.__setattr__(self.target, name, value)
 
-    def _entry_name(self, entry: Any) -> str:
-        return f"{self.path}.{entry}"
-
-    def _is_named(self, name: str) -> bool:
-        return self.names is None or name in self.names
-
-
-@dataclass(frozen=True, eq=False)
-class GlobalVariables(MutableObject):
-    """The global variables of a module's functions, those that code can name."""
-
-    names: frozenset[str]
-
-    def _content(self) -> dict[Any, Any]:
-        return {name: self.target[name] for name in self.names & self.target.keys()}
-
-    def _fill(self, content: Mapping[Any, Any]) -> None:
-        for name in (self.names & self.target.keys()) - content.keys():
-            del self.target[name]
-        self.target.update(content)
-
-    def _entry_name(self, entry: Any) -> str:
-        return str(entry)
-
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All content of an object as one value, which is compared by ``==``."""
+    """All content of an object as one value, which is compared by ``==``.
+
+    Attributes:
+      value: What is compared.
+      copy: What the content is restored from, where that is not the value itself.
+    """
 
     value: Any
+    copy: Any = field(default=None, compare=False)
 
 
-class SetElements(MutableObject):
-    """A set, or an array of bytes."""
+class WholeContent(MutableObject):
+    """A set, an array of bytes or numbers, an iterator or a random generator."""
 
-    def _content(self) -> dict[Any, Any]:
-        kind = frozenset if isinstance(self.target, set) else bytes
-        return {WHOLE: Snapshot(kind(self.target))}
-
-    def _fill(self, content: Mapping[Any, Any]) -> None:
-        self.target.clear()
-        add = self.target.update if isinstance(self.target, set) else self.target.extend
-        add(content[WHOLE].value)
-
-
-class NumpyArray(MutableObject):
-    """A NumPy array that is small enough to be compared each time."""
-
-    def _content(self) -> dict[Any, Any]:
-        return {WHOLE: Snapshot(_Copy(self.target))}
+    def content(self) -> dict[Any, Any]:
+        """One snapshot; of an iterator or a random generator, its position."""
+        target = self.target
+        if isinstance(target, np.ndarray):
+            return {WHOLE: Snapshot(target.tobytes(), target.copy())}
+        if isinstance(target, (set, bytearray)):
+            kind = frozenset if isinstance(target, set) else bytes
+            return {WHOLE: Snapshot(kind(target))}
+        return {WHOLE: Snapshot(_position_of(target))}
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
-        self.target[...] = content[WHOLE].value.array
+        target, snapshot = self.target, content[WHOLE]
+        if isinstance(target, np.ndarray):
+            target[...] = snapshot.copy
+        elif isinstance(target, (set, bytearray)):
+            target.clear()
+            add = target.update if isinstance(target, set) else target.extend
+            add(snapshot.value)
+        elif isinstance(target, _RANDOM):  # nothing can rewind an iterator
+            _state_of(target)[1](pickle.loads(snapshot.value))
 
 
-class _Copy:
-    """A copy of an array, which equals one of the same bytes."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array.copy()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Copy) and self._bytes() == other._bytes()
-
-    def _bytes(self) -> bytes:
-        return self.array.tobytes()
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class IteratorPosition(MutableObject):
-    """An iterator or a random generator: code that uses it advances it."""
-
-    def _content(self) -> dict[Any, Any]:
-        return {WHOLE: Snapshot(_position_of(self.target))}
-
-    def _fill(self, content: Mapping[Any, Any]) -> None:
-        # Nothing can rewind an iterator.
-        if isinstance(self.target, _RANDOM):
-            _set_state(self.target, pickle.loads(content[WHOLE].value))
+_CLASSES: dict[Any, type[MutableObject]] = {
+    dict: DictEntries,
+    (list, collections.deque): ListItems,
+    CellType: ClosureCell,
+    (set, bytearray, np.ndarray, *_RANDOM): WholeContent,
+}
 
 
 def mutable_object(target: Any, path: str, outside: bool) -> MutableObject:
     """The ``MutableObject`` of the right class for any object."""
-    if isinstance(target, dict):
-        return DictEntries(target, path, outside)
-    if isinstance(target, (list, collections.deque)):
-        return ListItems(target, path, outside)
-    if isinstance(target, (set, bytearray)):
-        return SetElements(target, path, outside)
-    if isinstance(target, CellType):
-        return ClosureCell(target, path, outside)
-    if isinstance(target, np.ndarray):
-        return NumpyArray(target, path, outside)
-    if is_random_generator(target) or is_iterator(target):
-        return IteratorPosition(target, path, outside)
-    return Attributes(target, path, outside)
+    for kinds, made in _CLASSES.items():
+        if isinstance(target, kinds):
+            return made(target, path, outside)
+    made = WholeContent if is_iterator(target) else Attributes
+    return made(target, path, outside)
 
 
 def differences(
@@ -272,15 +231,13 @@ def differences(
     return found | {key: absent for key in before if key not in after}
 
 
-def slots(kind: type) -> list[str]:
-    """The attributes that objects of a class have besides those in ``__dict__``."""
-    found: list[str] = []
-    for base in kind.__mro__:
-        names = vars(base).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            hidden = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
+def _attributes_of(target: Any) -> Mapping[str, Any]:
+    """The attributes of an object, in ``__dict__`` and in slots."""
+    if isinstance(target, (type, ModuleType)):
+        return vars(target)
+    state: Any = object.__getstate__(target)
+    parts = state if isinstance(state, tuple) else (state,)
+    return {name: part[name] for part in parts if part for name in part}
 
 
 # --- iterators and random generators
@@ -303,7 +260,7 @@ def is_iterator(value: Any) -> bool:
 def _position_of(target: Any) -> Any:
     """A value that differs once an iterator or a random generator has advanced."""
     if isinstance(target, _RANDOM):
-        return pickle.dumps(_state(target))
+        return pickle.dumps(_state_of(target)[0]())
     if isinstance(target, _OPAQUE_ITERATORS):
         return object()  # it differs from itself, so code that can reach it is refused
     if isinstance(target, itertools.count):
@@ -332,18 +289,11 @@ class _Identity:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _state(generator: Any) -> Any:
+def _state_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """The functions that read and write the state of a random generator."""
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return generator.getstate, generator.setstate
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
+        bits: Any = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return generator.get_state, generator.set_state

@@ -15,7 +15,7 @@ import numpy as np
 
 from tessera import _jax, scope
 from tessera.compiler.trace.control_flow.active_conversion import current
-from tessera.compiler.trace.control_flow.block_state import Undefined
+from tessera.compiler.trace.control_flow.block_state import Unusable
 from tessera.compiler.trace.control_flow.user_code import user_line
 from tessera.errors import ControlFlowError
 
@@ -215,5 +215,5 @@ def require_known(leaves: Iterable[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, RuntimeText):
             raise text_error("a result")
-        if isinstance(leaf, Undefined):
+        if isinstance(leaf, Unusable):
             leaf.read()

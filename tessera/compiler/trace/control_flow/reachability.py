@@ -26,13 +26,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from tessera.compiler.trace.control_flow.lower_jumps import PREFIX, display_name
 from tessera.compiler.trace.control_flow.mutable_objects import (
     Attributes,
     GlobalVariables,
-    IteratorPosition,
     MutableObject,
-    NumpyArray,
-    SetElements,
+    WholeContent,
     is_iterator,
     is_random_generator,
     mutable_object,
@@ -46,23 +45,13 @@ from tessera.compiler.trace.control_flow.user_code import (
 from tessera.shard import DistTensor
 
 _ATOMS = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    np.generic,
-    jax.Array,
-    DistTensor,
+    *(str, bytes, int, float, complex, type(None)),
+    *(np.generic, jax.Array, DistTensor),
 )
 _CONTAINERS = (dict, list, collections.deque, set, bytearray, CellType)
 _NAMESPACES = (
-    SimpleNamespace,
-    argparse.Namespace,
-    collections.ChainMap,
-    collections.UserDict,
-    collections.UserList,
+    *(SimpleNamespace, argparse.Namespace),
+    *(collections.ChainMap, collections.UserDict, collections.UserList),
 )
 
 # Larger arrays are locked instead of copied; a handler may hide that they were.
@@ -100,15 +89,14 @@ class Reach:
                 self._visit(path, value, outside is None)
             if names == self._names:
                 break
-        known = [GlobalVariables(*each) for each in self._global_variables()]
+        known = [
+            GlobalVariables(variables, "", True, frozenset(names))
+            for variables, names in self._globals.values()
+        ]
         self.mutable_objects: list[MutableObject] = [*self._by_id.values(), *known]
         seen = (value for value, _ in self._seen.values())
         arrays = [value for value in seen if isinstance(value, np.ndarray)]
         self.arrays = [array for array in arrays if array.nbytes > _MAX_COPIED_BYTES]
-
-    def _global_variables(self) -> Iterable[tuple[Any, str, bool, frozenset[str]]]:
-        for variables, names in self._globals.values():
-            yield variables, "", True, frozenset(names)
 
     def _visit(self, path: str, value: Any, outside: bool) -> None:
         if isinstance(value, _ATOMS):
@@ -144,9 +132,9 @@ class Reach:
     def _add(self, owner: MutableObject) -> None:
         """Add a mutable object, and visit its content."""
         self._by_id[id(owner.target), type(owner)] = owner
-        if isinstance(owner, SetElements):
+        if isinstance(owner.target, set):
             self._visit_all(owner.path, owner.target, owner.outside)
-        elif not isinstance(owner, IteratorPosition | NumpyArray):
+        elif not isinstance(owner, WholeContent):
             for entry, item in owner.content().items():
                 self._visit(owner.entry_name(entry), item, owner.outside)
 
@@ -176,35 +164,36 @@ class Reach:
         self._visit(path, getattr(function, "__wrapped__", None), outside)
         if not is_user_function(function):  # such as what a decorator of a library made
             for _, cell in free_variables(function):
-                for inner in mutable_object(cell, "", outside).content().values():
-                    if callable(inner):
-                        self._visit(path, inner, outside)
+                values = mutable_object(cell, "", outside).content().values()
+                self._visit_all(path, filter(callable, values), outside)
             return
         names = names_in(function.__code__)
         self._names |= names
         for name, cell in free_variables(function):
-            self._visit(name, cell, outside)
+            if name != PREFIX:
+                self._visit(display_name(name), cell, outside)
         defaults = function.__defaults__ or (), function.__kwdefaults__ or {}
         self._visit_all(path, (*defaults[0], *defaults[1].values()), outside)
         self._attributes(function.__name__, function, True)
-        variables = function.__globals__
+        self._global_variables(function.__globals__, names)
+
+    def _global_variables(
+        self, variables: dict[str, Any], names: frozenset[str]
+    ) -> None:
         self._globals.setdefault(id(variables), (variables, set()))[1].update(names)
         for name in names & variables.keys():
             self._visit(name, variables[name], True)
 
     def _module(self, module: ModuleType) -> None:
         """Follow variables of a user's module; of a library's, random generators."""
-        own = is_user_module(module.__name__)
         variables = vars(module)
-        named = {name for name in self._names if name in variables}
-        if own:
-            self._globals.setdefault(id(variables), (variables, set()))[1].update(named)
-        for name in named:
+        if is_user_module(module.__name__):
+            self._global_variables(variables, self._names)
+            return
+        for name in self._names & variables.keys():
             value = variables[name]
             generator = getattr(value, "__self__", None)
-            if own:
-                self._visit(name, value, True)
-            elif is_random_generator(generator):
+            if is_random_generator(generator):
                 self._visit(f"{module.__name__}.{name}", generator, True)
             elif isinstance(value, ModuleType) and name == "random":
                 self._visit(name, value, True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tessera import _jax
 from tessera.compiler.trace.control_flow.active_conversion import (
@@ -20,9 +21,9 @@ from tessera.compiler.trace.control_flow.block_state import ABSENT, Key, State
 from tessera.compiler.trace.control_flow.containers import BranchContents, leaves_in
 from tessera.compiler.trace.control_flow.merge_points import SCALARS, describe
 from tessera.compiler.trace.control_flow.mutable_objects import (
-    IteratorPosition,
-    NumpyArray,
     differences,
+    is_iterator,
+    is_random_generator,
 )
 from tessera.compiler.trace.control_flow.user_code import user_line
 from tessera.compiler.trace.declared_layouts import is_number
@@ -101,21 +102,22 @@ def _require_traceable(state: State, after: Mapping[Key, Any], what: str) -> Non
     """Refuse a change of an object that outlives the trace, or cannot be restored."""
     for key in after:
         owner = state.owner(key)
-        if isinstance(owner, NumpyArray) and not owner.outside:
+        target = owner.target
+        if isinstance(target, np.ndarray) and not owner.outside:
             raise ControlFlowError(
                 f"the NumPy array {key.name!r} is written into in {what}",
                 got="a program computes new arrays, and writes into none",
                 fix="use a jax.numpy array and x = x.at[i].set(v), or write before",
             )
-        if isinstance(owner, IteratorPosition):
+        if is_iterator(target) or is_random_generator(target):
             raise ControlFlowError(
                 f"{key.name!r} is moved on in {what}, which is traced whether it runs "
                 "or not",
-                got=f"a {type(owner.target).__name__} from before it",
+                got=f"a {type(target).__name__} from before it",
                 fix="take what it needs before, or make it there; for random numbers "
                 "use jax.random with a key",
             )
-        if owner is not None and owner.outside:
+        if owner.outside:
             raise external_change_error(key.name, what)
 
 

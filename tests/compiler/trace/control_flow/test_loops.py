@@ -122,6 +122,20 @@ def test_a_for_over_a_static_range_is_unrolled_and_may_break():
     np.testing.assert_array_equal(x, X + 4)
 
 
+def test_a_loop_over_dicts_that_may_break_changes_them():
+    @ts.function
+    def function(x):
+        layers = [{"n": 1}, {"n": 1}, {"n": 1}]
+        for layer in layers:
+            if x > 1:
+                break
+            layer["n"] = 5
+        return [layer["n"] for layer in layers]
+
+    for x, expected in ((0.0, [5, 5, 5]), (2.0, [1, 1, 1])):
+        assert [int(n) for n in function(jnp.float32(x))] == expected
+
+
 def test_a_for_over_the_rows_of_an_array_is_a_scan():
     @ts.function
     def function(x, flag):
