@@ -147,7 +147,7 @@ def test_it_traces_the_pipeline_with_the_batch_of_the_step(names):
     run("Build a pipeline", names)
     run("Write the training step", names)
     (call,) = re.findall(
-        r"`(graph\.trace\([^`]*\))`", guide_pages.section(PAGE, "Look at it")
+        r"`(graph\.trace\([^`]*\))`", guide_pages.section(PAGE, "Inspect it")
     )
     text = eval(call, names | {"batch": SHAPES}).stage("trace").as_text()
     assert "encoder/block" in text
@@ -161,7 +161,7 @@ def test_it_shows_what_runs(names):
     run("Write the training step", names)
     names["step"](BATCH)
     names |= {"batch": BATCH, "tensor": names["E"]}
-    calls = re.findall(r"`([a-z.]+\([^`]*\))`", guide_pages.section(PAGE, "Look at it"))
+    calls = re.findall(r"`([a-z.]+\([^`]*\))`", guide_pages.section(PAGE, "Inspect it"))
     assert len(calls) == 3
     shown = [eval(call, names) for call in calls]
 

@@ -14,7 +14,7 @@ from tessera.mesh import Mesh
 from tests.documents import guide_pages
 
 PAGE = "hybrid-parallelism.md"
-SMALL, PRODUCTS = "Declare a mesh of 16 devices", "Combine the devices' products"
+SMALL, PRODUCTS = "Declare a mesh of 16 devices", "Sum over an axis"
 LARGE = "Train on 72 devices"
 
 
