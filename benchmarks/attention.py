@@ -84,9 +84,8 @@ def contestants(case: Case, arrays: list[Any]) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for name in IMPLEMENTATIONS:
         whole = name == "reference" and case.heads * case.length**2 > _MOST_SCORES
-        is_slow = name == "pallas" and Device.here().platform == "cpu"
         reason = unsupported_reason(name, Operands(*arrays), options, Device.here())
-        if reason is None and not whole and not is_slow:
+        if reason is None and not whole:
             found[name] = partial(
                 op.flash_attention,
                 causal=case.causal,

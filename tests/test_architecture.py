@@ -289,7 +289,6 @@ HEAVY = (
     "tessera.analysis.ledger",
     "tessera.models",
     "tessera.ops.attention.pallas.hopper",
-    "tessera.ops.attention.pallas.portable",
     "tessera.runtime",
     "tessera.training.training_loop",
 )

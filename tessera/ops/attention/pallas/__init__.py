@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by Tessera's Pallas kernels; ``kernel_attention`` chooses between them."""
+"""Attention on Hopper by Tessera's Pallas kernels."""
 
 from tessera.ops.attention.pallas.kernel_attention import (
     attend,

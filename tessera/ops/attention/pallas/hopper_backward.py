@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward flash attention for Hopper, as Mosaic GPU kernels.
 
-As in the portable kernel, one program has a tile of queries and iterates over keys,
-another has a tile of keys and iterates over the queries of all heads of its group: no
-accumulator is shared, so there are no atomic adds and every run gives the same bits.
-The second works on transposed scores, whose 64 rows are the keys of a warpgroup; heads
-wider than 128 leave no registers for two accumulators, and it then runs once for each.
+One program has a tile of queries and iterates over keys, another has a tile of keys and
+iterates over the queries of all heads of its group: no accumulator is shared, so there
+are no atomic adds and every run gives the same bits. The second works on transposed
+scores, whose 64 rows are the keys of a warpgroup; heads wider than 128 leave no
+registers for two accumulators, and it then runs once for each.
 """
 
 from typing import Any

@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by Tessera's Pallas kernels: choice of the kernel, padding, gradient.
-
-On Hopper, with a JAX that has Mosaic GPU kernels, calls that the Hopper kernel supports
-use it; all others use the portable kernel.
-"""
+"""Attention by the Pallas kernels for Hopper: supported calls, padding, gradient."""
 
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera import _jax
 from tessera._jax_traces import HAS_MOSAIC_GPU_KERNELS
 from tessera.ops.attention.blockwise import (
     OutputGradients,
@@ -25,43 +19,18 @@ from tessera.ops.attention.dispatch import Device, Operands, Options
 from tessera.ops.attention.pallas.block_sizes import (
     WIDEST,
     Hopper,
-    Kernel,
+    kernel_for,
     padded_width,
 )
 from tessera.ops.attention.pallas.mask_rules import Rules
-from tessera.ops.attention.pallas.tuning import kernel_for
 
 _HOPPER = (9, 0)
-_PACKAGE = "tessera.ops.attention.pallas"
 
 
 def unsupported_reason(
     operands: Operands, options: Options, device: Device
 ) -> str | None:
-    """Why neither kernel supports such a call there; or None."""
-    if hopper_unsupported_reason(operands, options, device) is None:
-        return None
-    if any(_jax.varying_axes(x) for x in operands if x is not None):
-        return (
-            "Pallas' interpreter, which runs the portable kernel, does not say what "
-            "varies between devices, and this region checks it (check_vma=True)"
-        )
-    return None
-
-
-def slow_reason(operands: Operands, options: Options, device: Device) -> str | None:
-    """Why such a call should use a kernel only if it asks for it by name; or None."""
-    if reason := hopper_unsupported_reason(operands, options, device):
-        return f"{reason}, and the portable kernel is exact, and slow"
-    if jax.device_count() > 1 and not _in_spmd_region():
-        return "its operands may be split over devices, and XLA cannot split a kernel"
-    return None
-
-
-def hopper_unsupported_reason(
-    operands: Operands, options: Options, device: Device
-) -> str | None:
-    """Why the Hopper kernel does not support such a call there; or None."""
+    """Why the kernels do not support such a call there; or None."""
     del options
     q = operands.q
     if device.platform != "cuda" or device.capability != _HOPPER:
@@ -79,6 +48,14 @@ def hopper_unsupported_reason(
     return None
 
 
+def slow_reason(operands: Operands, options: Options, device: Device) -> str | None:
+    """Why such a call should use a kernel only if it asks for it by name; or None."""
+    del operands, options, device
+    if jax.device_count() > 1 and not _in_spmd_region():
+        return "its operands may be split over devices, and XLA cannot split a kernel"
+    return None
+
+
 def _in_spmd_region() -> bool:
     """Whether this is an SPMD region over all axes of its mesh."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -91,97 +68,73 @@ def attend(operands: Operands, options: Options) -> Array:
     return attend_with(kernel, operands, options)
 
 
-def attend_with(kernel: Kernel, operands: Operands, options: Options) -> Array:
-    """The output of the queries, by that kernel and its block sizes."""
-    return _attend((kernel, options), Operands(*varying_alike(*operands)))
+def attend_with(kernel: Hopper, operands: Operands, options: Options) -> Array:
+    """The output of the queries, by a kernel with its tile sizes."""
+    return _attend((kernel, options), *varying_alike(*operands[:3]))
 
 
-_Plan = tuple[Kernel, Options]
+_Plan = tuple[Hopper, Options]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: _Plan, operands: Operands) -> Array:
-    return _forward(plan, operands)[0]
+def _attend(plan: _Plan, q: Array, k: Array, v: Array) -> Array:
+    return _forward(plan, q, k, v)[0]
 
 
-def _forward(plan: _Plan, operands: Operands) -> Any:
+def _forward(plan: _Plan, q: Array, k: Array, v: Array) -> Any:
+    # Imported here: other devices load no kernel language.
+    from tessera.ops.attention.pallas.hopper import forward
+
     kernel, _ = plan
-    padded, rules = _padded(operands, plan, backward=False)
-    if isinstance(kernel, Hopper):
-        run = import_module(f"{_PACKAGE}.hopper").forward
-        results = run(padded, rules, kernel.forward, kernel.interpret)
-    else:
-        run = import_module(f"{_PACKAGE}.portable").forward
-        results = run(padded, rules, kernel.blocks)
-    out, lse = (varying_as(operands.q, x) for x in results)
-    length, width = operands.q.shape[2:]
+    operands, rules = _padded(plan, q, k, v, backward=False)
+    results = forward(operands, rules, kernel.forward, kernel.interpret)
+    out, lse = (varying_as(q, x) for x in results)
+    length, width = q.shape[2:]
     out, lse = out[:, :, :length, :width], lse[:, :, :length]
-    return out, (operands, out, lse)
+    return out, (q, k, v, out, lse)
 
 
-def _backward(plan: _Plan, residuals: Any, dout: Array) -> tuple[Operands]:
+def _backward(plan: _Plan, residuals: Any, dout: Array) -> tuple[Array, ...]:
+    from tessera.ops.attention.pallas.hopper_backward import backward
+
     kernel, _ = plan
-    operands, out, lse = residuals
-    padded, rules = _padded(operands, plan, backward=True)
-    delta = delta_of(out, dout)
-    rows = padded.q.shape[2]
+    q, k, v, out, lse = residuals
+    operands, rules = _padded(plan, q, k, v, backward=True)
+    rows, width = operands.q.shape[2:]
     outputs = OutputGradients(
-        _pad(dout, {2: rows, 3: padded.q.shape[3]}),
-        *(_pad(x, {2: rows}) for x in (lse, delta)),
+        _pad(dout, {2: rows, 3: width}),
+        *(_pad(x, {2: rows}) for x in (lse, delta_of(out, dout))),
     )
-    if isinstance(kernel, Hopper):
-        run = import_module(f"{_PACKAGE}.hopper_backward").backward
-        results = run(padded, outputs, rules, kernel.backward, kernel.interpret)
-    else:
-        run = import_module(f"{_PACKAGE}.portable_backward").backward
-        results = run(padded, outputs, rules, kernel.blocks)
-    gradients = (
+    results = backward(operands, outputs, rules, kernel.backward, kernel.interpret)
+    return tuple(
         varying_as(x, dx[:, :, : x.shape[2], : x.shape[3]])
-        for x, dx in zip(operands[:3], results, strict=True)
+        for x, dx in zip((q, k, v), results, strict=True)
     )
-    return (Operands(*gradients),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
 def _padded(
-    operands: Operands, plan: _Plan, *, backward: bool
+    plan: _Plan, q: Array, k: Array, v: Array, *, backward: bool
 ) -> tuple[Operands, Rules]:
-    """Operands padded to whole blocks; the portable kernel gets the whole offset."""
+    """Operands padded to whole tiles."""
     kernel, options = plan
+    num_keys, width = k.shape[2], padded_width(q.shape[3])
+    multiples = kernel.multiples(backward=backward)
     queries, keys = (
-        -(-length // multiple) * multiple
-        for length, multiple in zip(
-            (operands.q.shape[2], operands.k.shape[2]),
-            kernel.multiples(backward=backward),
-            strict=True,
-        )
+        -(-x.shape[2] // multiple) * multiple
+        for x, multiple in zip((q, k), multiples, strict=True)
     )
-    width, offset = operands.q.shape[3], None
-    if isinstance(kernel, Hopper):
-        width = padded_width(width)
-    else:
-        offset = jnp.full(1, options.offset, jnp.int32)
-        if operands.offset is not None:
-            offset += operands.offset.astype(jnp.int32)
-
-    def segments(x: Array | None, rows: int) -> Array | None:
-        return None if x is None else _pad(x.astype(jnp.int32), {1: rows}, "edge")
-
     padded = Operands(
-        _pad(operands.q, {2: queries, 3: width}),
-        _pad(operands.k, {2: keys, 3: width}),
-        _pad(operands.v, {2: keys, 3: width}),
-        segments(operands.query_segments, queries),
-        segments(operands.key_segments, keys),
-        offset,
+        _pad(q, {2: queries, 3: width}),
+        _pad(k, {2: keys, 3: width}),
+        _pad(v, {2: keys, 3: width}),
     )
-    num_keys = operands.k.shape[2]
     return padded, Rules(options, num_keys, keys > num_keys)
 
 
-def _pad(x: Array, sizes: dict[int, int], mode: str = "constant") -> Array:
+def _pad(x: Array, sizes: dict[int, int]) -> Array:
     """An array with some dims padded to the given sizes."""
     widths = [(0, sizes.get(d, size) - size) for d, size in enumerate(x.shape)]
-    return jnp.pad(x, widths, mode) if any(n for _, n in widths) else x
+    return jnp.pad(x, widths) if any(n for _, n in widths) else x

@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.tune_attention``: block sizes of attention's kernels, measured and cached.
+"""``ts.tune_attention``: tile sizes of attention's kernels, measured and cached.
 
-Nothing is measured while a program is traced: a call uses the block sizes that
+Nothing is measured while a program is traced: a call uses the tile sizes that
 ``tune_attention`` measured for its shapes on this kind of device with this JAX, or else
-the defaults, so that the same code gives the same program until somebody tunes. Each
-case is a file in the cache folder of the user.
+the defaults, so that the same code gives the same program until somebody tunes.
 """
 
-import hashlib
 import itertools
-import json
-import os
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,30 +19,16 @@ from tessera.dtypes import as_dtype
 from tessera.errors import ImplementationError
 from tessera.ops.attention.dispatch import Device, Operands, Options
 from tessera.ops.attention.pallas.block_sizes import (
-    Blocks,
     Hopper,
-    Kernel,
-    Portable,
     Tiles,
-    default_for_hopper,
+    kernel_for,
     padded_width,
+    store,
 )
-
-FORMAT = 1  # of the files; raised when a change of the kernels outdates them
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
-
-def kernel_for(operands: Operands, options: Options, device: Device) -> Kernel:
-    """The kernel of a call with its tuned or default block sizes; measures nothing."""
-    from tessera.ops.attention.pallas.kernel_attention import hopper_unsupported_reason
-
-    on_hopper = hopper_unsupported_reason(operands, options, device) is None
-    tuned = _read(str(_file(_case(operands, options, device))))
-    if on_hopper:
-        if isinstance(tuned, Hopper):
-            return tuned
-        return default_for_hopper(operands.q.shape[3])
-    return tuned if isinstance(tuned, Portable) else Portable()
+from tessera.ops.attention.pallas.kernel_attention import (
+    attend_with,
+    unsupported_reason,
+)
 
 
 def tune_attention(  # noqa: PLR0913 - the arguments of a call, and how to measure it
@@ -62,15 +40,14 @@ def tune_attention(  # noqa: PLR0913 - the arguments of a call, and how to measu
     causal: bool = True,
     window: int | None = None,
     soft_cap: float | None = None,
-    candidates: Sequence[Kernel] | None = None,
+    candidates: Sequence[Hopper] | None = None,
     rounds: int = 5,
-) -> Kernel:
-    """Measure the best block sizes of attention's kernel, and cache them on disk.
+) -> Hopper:
+    """Measure the best tile sizes of attention's kernel, and cache them on disk.
 
     Programs that this user compiles later, in this process or another, use them: in
     calls of ``flash_attention`` with exactly these shapes, dtype and kind of mask, on
     the same kind of device and JAX. Programs that are compiled already do not change.
-    The kernel is the one that a call would use here: for Hopper, or the portable one.
 
     Args:
       shape: Of the queries: ``(B, H, S, D)``.
@@ -88,8 +65,8 @@ def tune_attention(  # noqa: PLR0913 - the arguments of a call, and how to measu
       The fastest kernel.
 
     Raises:
-      ImplementationError: [T406] it is called while a function is traced, or no
-        candidate runs.
+      ImplementationError: [T406] it is called while a function is traced, the kernel
+        does not support such calls here, or no candidate runs.
     """
     if isinstance(jnp.zeros(()), _jax.Tracer):
         raise ImplementationError(
@@ -103,8 +80,15 @@ def tune_attention(  # noqa: PLR0913 - the arguments of a call, and how to measu
     operands = Operands(q, _normal(2, kv, dtype), _normal(3, kv, dtype))
     options = Options(causal, width**-0.5, window, soft_cap)
     device = Device.here()
+    if reason := unsupported_reason(operands, options, device):
+        raise ImplementationError(
+            "tune_attention has no kernel to tune for such calls here",
+            got=reason,
+            fix="call it where implementation='pallas' runs; other implementations "
+            "have nothing to tune",
+        )
     best, seconds = kernel_for(operands, options, device), 0.0
-    stages: list[Callable[[Kernel, int], Sequence[Kernel]]] = [
+    stages: list[Callable[[Hopper, int], Sequence[Hopper]]] = [
         _forward_variants,
         _backward_variants,
     ]
@@ -113,7 +97,7 @@ def tune_attention(  # noqa: PLR0913 - the arguments of a call, and how to measu
     for stage in stages:
         kernels = stage(best, width)
         best, seconds = _fastest(kernels, operands, options, gradient, rounds)
-    _write(_case(operands, options, device), best, seconds)
+    store(best, seconds, operands, options, device)
     return best
 
 
@@ -121,10 +105,8 @@ def _normal(key: int, shape: Sequence[int], dtype: Any) -> Any:
     return jax.random.normal(jax.random.key(key), tuple(shape)).astype(as_dtype(dtype))
 
 
-def _forward_variants(best: Kernel, width: int) -> Sequence[Kernel]:
+def _forward_variants(best: Hopper, width: int) -> Sequence[Hopper]:
     """Candidates for the forward pass: the best so far, and others."""
-    if isinstance(best, Portable):
-        return [best, *(Portable(Blocks(rows, rows)) for rows in (32, 64, 128, 256))]
     tiles = itertools.product((64, 128, 192), (64, 128), (1, 2, 3))
     return [
         best,
@@ -132,9 +114,7 @@ def _forward_variants(best: Kernel, width: int) -> Sequence[Kernel]:
     ]
 
 
-def _backward_variants(best: Kernel, width: int) -> Sequence[Kernel]:
-    if isinstance(best, Portable):
-        return [best]
+def _backward_variants(best: Hopper, width: int) -> Sequence[Hopper]:
     tiles = itertools.product((64, 128), (64, 128), (1, 2, 3))
     # Queries and gradients, or keys and values, need memory beside the slots.
     fit = [t for t in tiles if _fits(2 * t[0], *t[1:], width)]
@@ -147,16 +127,15 @@ def _fits(rows: int, columns: int, slots: int, width: int) -> bool:
 
 
 def _fastest(
-    kernels: Sequence[Kernel],
+    kernels: Sequence[Hopper],
     operands: Operands,
     options: Options,
     gradient: Any,
     rounds: int,
-) -> tuple[Kernel, float]:
+) -> tuple[Hopper, float]:
     """The kernel with the fastest forward and backward pass, and its seconds."""
-    from tessera.ops.attention.pallas.kernel_attention import attend_with
 
-    def program(kernel: Kernel) -> Any:
+    def program(kernel: Hopper) -> Any:
         def run(arrays: Any, gradient: Any) -> Any:
             def attend(*arrays: Any) -> Any:
                 return attend_with(kernel, Operands(*arrays), options)
@@ -166,7 +145,7 @@ def _fastest(
 
         return jax.jit(run)
 
-    programs, refused = dict[Kernel, Any](), list[str]()
+    programs, refused = dict[Hopper, Any](), list[str]()
     for kernel in dict.fromkeys(kernels):
         try:
             ready = program(kernel).lower(operands[:3], gradient).compile()
@@ -189,67 +168,3 @@ def _fastest(
             least[kernel] = min(least[kernel], time.perf_counter() - start)
     best = min(least, key=lambda kernel: least[kernel])
     return best, least[best]
-
-
-# --- the cache
-
-
-def _case(operands: Operands, options: Options, device: Device) -> str:
-    """What a measurement is valid for, as text."""
-    case = {
-        "format": FORMAT,
-        "device": device.kind or device.platform,
-        "jax": jax.__version__,
-        "queries": list(operands.q.shape),
-        "keys": list(operands.k.shape),
-        "dtype": operands.q.dtype.name,
-        "causal": options.causal,
-        "window": options.window,
-        "soft_cap": options.soft_cap is not None,
-        "segments": operands.query_segments is not None,
-        "offset": options.offset if operands.offset is None else "varies",
-    }
-    return json.dumps(case, sort_keys=True)
-
-
-def cache_folder() -> Path:
-    """The folder of the cache: below ``XDG_CACHE_HOME``, or ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "tessera" / "attention"
-
-
-def _file(case: str) -> Path:
-    return cache_folder() / f"{hashlib.sha256(case.encode()).hexdigest()[:32]}.json"
-
-
-@cache
-def _read(path: str) -> Kernel | None:
-    """The kernel in a file that only the user may write; None for anything else."""
-    try:
-        with open(path) as file:
-            status = os.fstat(file.fileno())
-            if status.st_uid != os.getuid() or status.st_mode & _OTHERS_WRITE:
-                return None
-            stored = json.load(file)["kernel"]
-        if "blocks" in stored:
-            blocks = Blocks(*map(int, stored["blocks"]))
-            return Portable(blocks) if min(blocks) > 0 else None
-        ways = [Tiles(*map(int, stored[way])) for way in ("forward", "backward")]
-        if any(t.rows % 64 or t.columns % 64 or min(t) < 1 for t in ways):
-            return None
-        return Hopper(*ways)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _write(case: str, kernel: Kernel, seconds: float) -> None:
-    """Write a measurement atomically."""
-    _read.cache_clear()
-    sizes = {k: v for k, v in kernel._asdict().items() if k != "interpret"}
-    text = json.dumps({"case": case, "kernel": sizes, "seconds": seconds}, indent=1)
-    folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder)  # mode 600
-    with os.fdopen(handle, "w") as file:
-        file.write(text + "\n")
-    os.replace(temporary, _file(case))

@@ -22,7 +22,6 @@ def drawn(
     queries: int = 48,
     keys: int = 48,
     width: int = 16,
-    segments: int = 0,
     dtype: Any = "float32",
 ) -> tuple[Operands, jax.Array]:
     """Operands, and a gradient of the result."""
@@ -31,14 +30,7 @@ def drawn(
     q, k, v, gradient = (
         jnp.asarray(rng.normal(size=(batch, *size, width)), dtype) for size in sizes
     )
-    ids = [None, None]
-    if segments:
-        ids = [
-            jnp.asarray(np.sort(rng.integers(0, segments, (batch, n))), jnp.int32)
-            for n in (queries, keys)
-        ]
-        ids[1] = ids[0] if queries == keys else ids[1]
-    return Operands(q, k, v, *ids), gradient
+    return Operands(q, k, v), gradient
 
 
 def exact(

@@ -22,7 +22,7 @@ from tessera.ops.attention.dispatch import Device, Operands, Options
 from tessera.ops.attention.pallas.block_sizes import Hopper, Tiles, default_for_hopper
 from tessera.ops.attention.pallas.kernel_attention import (
     attend_with,
-    hopper_unsupported_reason,
+    unsupported_reason,
 )
 from tests.ops.attention.pallas.exact import (
     check_as_exact_as_the_reference,
@@ -47,6 +47,10 @@ CASES = {
     "causal, in groups, padded heads and rows": (
         {"causal": True},
         {"queries": 120, "keys": 120, "heads": 2, "width": 80},
+    ),
+    "queries before the keys, which attend to nothing": (
+        {"causal": True, "offset": -40},
+        {"queries": 64, "keys": 64},
     ),
     "window and cap, after the keys": (
         {"causal": True, "window": 70, "soft_cap": 4.0, "offset": 100},
@@ -143,7 +147,7 @@ def test_tiles_that_do_not_go_into_shared_memory_are_refused_when_lowered():
 def test_it_says_which_calls_it_does_not_serve():
     def reason(device=H200, width=128, dtype=jnp.bfloat16, **arrays):
         x = SimpleNamespace(shape=(1, 1, 256, width), dtype=jnp.dtype(dtype))
-        return hopper_unsupported_reason(
+        return unsupported_reason(
             Operands(x, x, x, **arrays), Options(True, 1.0), device
         )
 
