@@ -35,13 +35,15 @@ from tests.api.pipelines import (
 # --- schedules and meshes
 
 
-def two_layers(pipe: Pipe) -> Any:
-    """A mean square of two dense stages."""
-    first, last = dense("first"), dense("last")
+def layers(pipe: Pipe, *, stages: int = 2) -> Any:
+    """A mean square of dense stages."""
+    chain = [dense(f"layer_{i}") for i in range(stages)]
 
-    @pipe(stages=[first, last])
+    @pipe(stages=chain)
     def model(x: Any) -> Any:
-        return last(first(x))
+        for stage in chain:
+            x = stage(x)
+        return x
 
     def step(batch: Any) -> Any:
         out = model(batch["x"])
@@ -51,19 +53,14 @@ def two_layers(pipe: Pipe) -> Any:
     return step
 
 
-def transformer(pipe: Pipe, *, stages: int = 2) -> Any:
+def transformer(pipe: Pipe) -> Any:
     """Masked cross-entropy of transformer stages, and a metric of their output."""
 
     def block(name: str) -> Any:
         return graph.stage(name)(lambda x: op.transformer_block(x, num_heads=2))
 
-    chain = [block(f"block_{i}") for i in range(stages)]
-
-    @pipe(stages=chain)
-    def model(x: Any) -> Any:
-        for stage in chain:
-            x = stage(x)
-        return x
+    first, last = block("first"), block("last")
+    model = pipe(stages=[first, last])(lambda x: last(first(x)))
 
     def step(batch: Any) -> Any:
         out = model(batch["x"])
@@ -97,24 +94,22 @@ def name_of(schedule: Any) -> str:
 SCHEDULES = ["gpipe", "1f1b", "zero_bubble"]
 
 
-@pytest.mark.parametrize("schedule", cases(SCHEDULES, "1f1b", "zero_bubble"))
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *cases(SCHEDULES, "1f1b", "zero_bubble"),
+        pytest.param(own_table(), marks=pytest.mark.full),
+    ],
+    ids=name_of,
+)
 def test_a_pipeline_of_two_layers_computes_what_one_device_does(schedule):
-    step = same_as_one_device(two_layers, BATCH, schedule=schedule)
-    assert step.num_programs() == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", [*SCHEDULES, own_table()], ids=name_of)
-def test_a_pipeline_computes_what_one_device_does(schedule):
-    step = same_as_one_device(transformer, sentences(), schedule=schedule)
+    step = same_as_one_device(layers, BATCH, schedule=schedule)
     assert step.num_programs() == 1
 
 
 @pytest.mark.full
 def test_a_device_may_have_several_stages():
-    same_as_one_device(
-        partial(transformer, stages=4), sentences(), schedule="interleaved"
-    )
+    same_as_one_device(partial(layers, stages=4), BATCH, schedule="interleaved")
 
 
 @pytest.mark.full
@@ -132,7 +127,7 @@ def test_the_other_axes_of_the_mesh_work_inside_the_stages(axes, schedule):
 
 def test_gradients_are_summed_over_dp_once_in_a_step():
     mesh = Mesh(["pp", "dp"], devices=range(4), shape=(2, 2))
-    step = built(two_layers, mesh, microbatches=4)
+    step = built(layers, mesh, microbatches=4)
     rows = step.compile(BATCH).collectives.rows
     over_dp = [row for row in rows if "dp" in row.axes]
     assert over_dp
@@ -305,7 +300,7 @@ def test_prints_of_a_stage_come_from_its_device(capfd):
 
 
 def test_no_device_holds_more_than_its_share_of_the_parameters():
-    step = built(two_layers, TWO, microbatches=4)
+    step = built(layers, TWO, microbatches=4)
     step.init(KEY, BATCH)
     grads, _ = step(BATCH)
     for tree in (step.params, grads):
@@ -323,7 +318,7 @@ def test_no_device_holds_more_than_its_share_of_the_parameters():
 
 def test_a_program_does_not_grow_with_the_microbatches():
     def lines(count: int) -> int:
-        step = built(two_layers, TWO, microbatches=count)
+        step = built(layers, TWO, microbatches=count)
         batch = {name: np.repeat(array, 8, axis=0) for name, array in BATCH.items()}
         return len(step.lower(batch).as_text().splitlines())
 
@@ -334,7 +329,7 @@ def test_a_program_does_not_grow_with_the_microbatches():
 
 
 def test_trace_shows_the_pass_and_the_schedule():
-    step = built(two_layers, TWO, microbatches=4)
+    step = built(layers, TWO, microbatches=4)
     text = graph.trace(step, BATCH).as_text(full=True)
     assert "1f1b: 2 stages, 4 microbatches" in text
     assert "--- schedule_pipelines" in text

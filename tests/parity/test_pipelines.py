@@ -2,22 +2,29 @@
 """Pipelines, by every schedule and with every other axis: the training of one device.
 
 What a mesh is compared with knows nothing of Tessera: ``jax.grad`` of the plain model
-and Optax on one device, for the same rows as one batch. Parameters are compared after
-three steps of AdamW, whose epsilon is large enough for a step to be a smooth function
-of the gradient. How many targets count differs from row to row, so microbatches weigh
-differently; the last rows are padding alone.
+and Optax on one device, for the same rows as one batch. How many targets count differs
+from row to row, so microbatches weigh differently; the last rows are padding alone.
+
+Most cases compare the gradients of one step. Those in which the optimizer's state is
+sharded compare parameters after three steps of AdamW, whose epsilon is large enough for
+a step to be a smooth function of the gradient.
+
+Five layers on two stages are three and two, on four they are two, one, one and one.
 """
 
 import dataclasses
 import math
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from tessera.api.function import function
 from tessera.mesh import Mesh
 from tessera.models import Gemma3Config, Model
 from tessera.ops.loss_scale import LossScale
@@ -32,11 +39,13 @@ from tessera.training.step import (
 from tessera.training.train_state import init_state
 from tests.parity.plain_training import summed_loss, train_on_one_device
 
+pytestmark = pytest.mark.full
+
 STEPS, ROWS, LENGTH = 3, 24, 16
 CONFIG = Gemma3Config(
     vocab_size=64,
     d_model=16,
-    num_layers=4,
+    num_layers=5,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
@@ -45,12 +54,21 @@ CONFIG = Gemma3Config(
     query_pre_attn_scalar=8,
     global_every=3,
 )
-KEY = jax.random.key(0)
+EXPERTS = dataclasses.replace(
+    CONFIG,
+    num_experts=4,
+    experts_per_token=2,
+    # What they train differs with the size of microbatches.
+    router_balance_weight=0.0,
+    router_z_weight=0.0,
+)
+KEY, SEED = jax.random.key(0), jnp.float32(0.5)
 ADAMW, RATE = make_optimizer(
     AdamWConfig(epsilon=1e-3, warmup_steps=1), steps=20, clip_norm=1.0
 )
 
 
+@cache
 def batches() -> list[dict[str, np.ndarray]]:
     """Random tokens, ``[ROWS, LENGTH]``; ever fewer targets count, at last none."""
     draw = np.random.default_rng(0)
@@ -72,43 +90,30 @@ def batches() -> list[dict[str, np.ndarray]]:
     return found
 
 
-@dataclasses.dataclass
-class Run:
-    """Losses of all steps, the loss of a validation, and the parameters at the end."""
-
-    losses: list[float]
-    validation: float
-    params: Any
-    compiled: Any = None
+def microbatched(batch: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
+    return {name: array.reshape(count, -1, LENGTH) for name, array in batch.items()}
 
 
-@cache
-def expected(**sizes: Any) -> Run:
-    """The steps of the plain model on one device, without Tessera."""
-    model = Model(dataclasses.replace(CONFIG, **sizes))
-
-    losses, params = train_on_one_device(model, ADAMW, KEY, batches())
-    return Run(losses, float(summed_loss(model, params, batches()[0])), params)
+def numpy_tree(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
 
 
-def train(
-    shape: dict[str, int],
+def step_config(
+    shape: Mapping[str, int],
     schedule: str,
     *,
     chunks: int = 1,
     microbatches: int = 4,
     zero_stage: int = 0,
     dtype: str = "f32",
-    sizes: dict[str, int] | None = None,
+    config: Gemma3Config = CONFIG,
     **options: Any,
-) -> Run:
-    """The same steps by Tessera on a mesh."""
+) -> StepConfig:
+    """The trainer's step of a model in stages, on as many devices as the mesh has."""
     devices = range(math.prod(shape.values()))
     mesh = Mesh(list(shape), devices=devices, shape=[*shape.values()])
-    config = dataclasses.replace(CONFIG, **(sizes or {}))
-    model = Model(config, split=split_of(mesh, config, chunks), **options)
-    config = StepConfig(
-        model=model,
+    return StepConfig(
+        model=Model(config, split=split_of(mesh, config, chunks), **options),
         optimizer=ADAMW,
         learning_rate=RATE,
         mesh=mesh,
@@ -118,134 +123,175 @@ def train(
         loss_chunk=6,
         schedule=schedule_of(mesh, schedule, chunks, microbatches),
     )
-    scale = LossScale.dynamic() if dtype == "f16" else None
-    state = init_state(model, ADAMW, KEY, mesh, zero_stage=zero_stage, loss_scale=scale)
-    step, losses = make_train_step(config, state), []
-    place = NamedSharding(mesh.jax, batch_spec(config))
-    for batch in batches():
-        micros = {
-            name: array.reshape(microbatches, -1, LENGTH)
-            for name, array in batch.items()
-        }
-        state, metrics = step(state, jax.device_put(micros, place))
-        losses.append(float(metrics["loss"]))
-    assert step.num_programs() == 1
-    validation, _ = make_eval_step(config)(state.params, batches()[0])
-    params = model.plain(jax.tree.map(np.asarray, state.params))
-    return Run(losses, float(validation), params, step.last)
 
 
-def check(run: Run, want: Run) -> None:
-    """Hold every number to 2e-5, and the program to permutes that all devices do."""
-    np.testing.assert_allclose(run.losses, want.losses, rtol=2e-5, atol=0)
-    np.testing.assert_allclose(run.validation, want.validation, rtol=2e-5)
-    assert np.ptp(want.losses) > 0.01, "the losses have to move to be worth comparing"
-    apart = differences(run, want)
-    assert max(apart.values()) <= 2e-5, apart
-    # A permute in a branch that only some stages take would wait for ever.
-    permutes = [
-        row for row in run.compiled.collectives.rows if row.kind == "collective-permute"
-    ]
-    assert not [row for row in permutes if row.conditional]
-
-
-def differences(run: Run, want: Run) -> dict[str, float]:
-    """How far apart parameters are, relative to their norms."""
-    there = jax.tree_util.tree_leaves_with_path(want.params)
-    return {
+def assert_close(tree: Any, want: Any, tolerance: float) -> None:
+    """Compare trees of NumPy arrays, relative to the norm of each."""
+    there = jax.tree_util.tree_leaves_with_path(want)
+    apart = {
         jax.tree_util.keystr(path, simple=True, separator="/"): float(
             np.linalg.norm(got - x) / np.linalg.norm(x)
         )
-        for (path, x), got in zip(there, jax.tree.leaves(run.params), strict=True)
+        for (path, x), got in zip(there, jax.tree.leaves(tree), strict=True)
     }
+    assert max(apart.values()) <= tolerance, apart
 
 
-ALL, CUBE = {"pp": 4}, {"pp": 2, "fsdp": 2, "tp": 2}
+# --- the gradients of one step
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("schedule", "chunks"),
-    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)],
-)
-def test_every_schedule_learns_what_one_device_learns(schedule, chunks):
-    check(train(CUBE, schedule, chunks=chunks), expected())
+@dataclasses.dataclass
+class Reference:
+    """A plain model's parameters, and its summed loss and gradients for one batch."""
+
+    params: Any
+    loss: float
+    gradients: Any
+
+
+@cache
+def reference(config: Gemma3Config) -> Reference:
+    model = Model(config)
+    params = model.init(KEY)
+
+    def loss(params: Any) -> jax.Array:
+        return summed_loss(model, params, batches()[0])
+
+    total, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    return Reference(numpy_tree(params), float(total), numpy_tree(gradients))
+
+
+def gradients_of(config: StepConfig) -> tuple[Any, Any, Any]:
+    """Stored parameters, sums and gradients of SEED times the loss, on the mesh."""
+    layouts = jax.tree.map(
+        lambda spec: NamedSharding(config.mesh.jax, spec), config.zero.params
+    )
+    plain = reference(config.model.config).params
+    params = jax.device_put(numpy_tree(config.model.stored(plain)), layouts)
+    micros = microbatched(batches()[0], config.accumulation)
+
+    @function(mesh=config.mesh, in_specs={"micros": batch_spec(config)})
+    def step(params: Any, micros: Any, seed: Any) -> Any:
+        place = config.model.place(config.mesh)
+        arranged = {name: place.arranged(array) for name, array in micros.items()}
+        return config.pipeline.gradients(params, arranged, seed)
+
+    return params, *step(params, micros, SEED)
 
 
 CASES = {
-    # Two stages of five layers are three and two, four are two, one, one and one.
     # Six microbatches are not a multiple of four stages.
-    "four_stages_uneven": (
-        ALL,
-        "1f1b",
-        {"sizes": {"num_layers": 5}, "microbatches": 6},
-    ),
-    "four_stages_of_uneven_chunks": (
-        ALL,
+    "four_stages": ({"pp": 4}, "zero_bubble", {"microbatches": 6}),
+    "one_stage": ({"pp": 1}, "1f1b", {"microbatches": 2}),
+    "chunks_of_parallel_sequences": (
+        {"pp": 2, "fsdp": 2, "tp": 2},
         "interleaved",
-        {"sizes": {"num_layers": 9}, "chunks": 2, "microbatches": 8},
+        {"chunks": 2, "sequence_parallel": True},
     ),
-    "four_stages_split_backward": (ALL, "zero_bubble", {"sizes": {"num_layers": 5}}),
-    "fewer_microbatches_than_stages": (ALL, "1f1b", {"microbatches": 2}),
-    "one_microbatch": ({"pp": 2}, "zero_bubble", {"microbatches": 1}),
-    "one_stage": ({"pp": 1}, "zero_bubble", {}),
-    "dp_tp_pp": (
-        {"dp": 2, "tp": 2, "pp": 2},
-        "1f1b",
-        {"remat": "dots", "zero_stage": 2},
-    ),
-    "dp_pp_fsdp": (
+    "dp_fsdp": (
         {"dp": 2, "pp": 2, "fsdp": 2},
         "zero_bubble",
         {"microbatches": 6, "remat": "full"},
-    ),
-    "sequence_parallel": (
-        CUBE,
-        "zero_bubble",
-        {"sizes": {"num_layers": 5}, "sequence_parallel": True},
     ),
     "ring": ({"pp": 2, "cp": 2}, "1f1b", {}),
     "all_to_all": (
         {"pp": 2, "cp": 2, "tp": 2},
         "zero_bubble",
-        {"sizes": {"num_layers": 5}, "context_parallel": "all_to_all"},
+        {"context_parallel": "all_to_all"},
     ),
+    "experts": ({"pp": 2, "ep": 2}, "zero_bubble", {"config": EXPERTS}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_one_device(case):
+    shape, schedule, options = CASES[case]
+    config = step_config(shape, schedule, **options)
+    want = reference(config.model.config)
+    params, sums, gradients = gradients_of(config)
+
+    np.testing.assert_allclose(sums["loss"], want.loss, rtol=1e-6)
+    stored, own = params["decoder"], gradients["decoder"]
+    for leaf, weight in zip(jax.tree.leaves(own), jax.tree.leaves(stored), strict=True):
+        shards = leaf.sharding.shard_shape(leaf.shape)
+        assert shards == weight.sharding.shard_shape(weight.shape)
+    # What no layer reads has no gradient, and stays as it is.
+    numbers = config.model.split.numbers
+    padding = numbers >= config.model.config.num_layers
+    assert padding.any() == (case != "one_stage")
+    for leaf in jax.tree.leaves(own):
+        assert not np.asarray(leaf)[padding].any()
+    assert_close(
+        config.model.plain(numpy_tree(gradients)),
+        jax.tree.map(lambda gradient: 0.5 * gradient, want.gradients),
+        5e-6,
+    )
+    if case == "chunks_of_parallel_sequences":
+        loss, _ = make_eval_step(config)(params, batches()[0])
+        np.testing.assert_allclose(loss, want.loss, rtol=1e-6)
+
+
+# --- three steps of the trainer
+
+
+@cache
+def expected() -> tuple[list[float], Any]:
+    """Losses and parameters of the plain model on one device, without Tessera."""
+    losses, params = train_on_one_device(Model(CONFIG), ADAMW, KEY, batches())
+    assert np.ptp(losses) > 0.01, "the losses have to move to be worth comparing"
+    return losses, numpy_tree(params)
+
+
+def train(config: StepConfig) -> tuple[list[float], Any, Any]:
+    """Losses, plain parameters and stored parameters after the same steps."""
+    scale = LossScale.dynamic() if config.dtype == "f16" else None
+    state = init_state(
+        config.model,
+        ADAMW,
+        KEY,
+        config.mesh,
+        zero_stage=config.zero_stage,
+        loss_scale=scale,
+    )
+    step, losses = make_train_step(config, state), []
+    layout = NamedSharding(config.mesh.jax, batch_spec(config))
+    for batch in batches():
+        micros = microbatched(batch, config.accumulation)
+        state, metrics = step(state, jax.device_put(micros, layout))
+        losses.append(float(metrics["loss"]))
+    assert step.num_programs() == 1
+    return losses, config.model.plain(numpy_tree(state.params)), state.params
+
+
+TRAINED = {
     "zero_stage_1": ({"dp": 2, "pp": 2}, "gpipe", {"zero_stage": 1}),
-    "zero_stage_3": ({"pp": 2, "dp": 2}, "zero_bubble", {"zero_stage": 3}),
-    "experts": (
-        {"pp": 2, "ep": 2},
+    "zero_stage_3": (
+        {"dp": 2, "tp": 2, "pp": 2},
         "zero_bubble",
-        {
-            "sizes": {
-                "num_layers": 5,
-                "num_experts": 4,
-                "experts_per_token": 2,
-                # What they train differs with the size of microbatches.
-                "router_balance_weight": 0.0,
-                "router_z_weight": 0.0,
-            }
-        },
+        {"remat": "dots", "zero_stage": 3},
     ),
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TRAINED)
 def test_losses_and_parameters_are_those_of_one_device(case):
-    shape, schedule, options = CASES[case]
-    check(train(shape, schedule, **options), expected(**options.get("sizes", {})))
+    shape, schedule, options = TRAINED[case]
+    config = step_config(shape, schedule, **options)
+    losses, params, stored = train(config)
+    np.testing.assert_allclose(losses, expected()[0], rtol=2e-5, atol=0)
+    assert_close(params, expected()[1], 2e-5)
+    if case == "zero_stage_3":
+        loss, _ = make_eval_step(config)(stored, batches()[0])
+        want = jax.jit(partial(summed_loss, Model(CONFIG)))(expected()[1], batches()[0])
+        np.testing.assert_allclose(loss, want, rtol=2e-5)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("dtype", "schedule"), [("bf16", "1f1b"), ("f16", "zero_bubble")]
-)
-def test_matmuls_in_half_precision_stay_near(dtype, schedule):
-    run, want = train(CUBE, schedule, dtype=dtype), expected()
-    np.testing.assert_allclose(run.losses, want.losses, rtol=2e-3)
-    assert run.losses != want.losses
-    got, there = (
-        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
-        for params in (run.params, want.params)
+def test_matmuls_in_half_precision_stay_near():
+    losses, params, _ = train(step_config({"pp": 2}, "zero_bubble", dtype="f16"))
+    np.testing.assert_allclose(losses, expected()[0], rtol=2e-3)
+    assert losses != expected()[0]
+    got, want = (
+        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+        for tree in (params, expected()[1])
     )
-    assert 0 < np.linalg.norm(got - there) < 1e-2 * np.linalg.norm(there)
+    assert 0 < np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)

@@ -29,8 +29,17 @@ def check_stages(graph: Graph, compiled: jax.stages.Compiled) -> None:
     if f"/{SCOPE}/" not in text or _KIND not in text:
         return
     # Imported here, because few programs have a pipeline.
+    from tessera.analysis import hlo
+    from tessera.analysis.hlo_walk import executions
     from tessera.analysis.ledger import collectives
 
+    # The ledger takes longer than this, and hardly any program needs it.
+    if not any(
+        execution.conditional
+        and execution.instruction.opcode.startswith((_KIND, "send"))
+        for execution in executions(hlo.parse(text))
+    ):
+        return
     found = [
         f"over {'×'.join(row.axes)}, caused at {row.source or row.op_name}"
         for row in collectives(compiled, graph.mesh).rows

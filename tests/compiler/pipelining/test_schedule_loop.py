@@ -6,6 +6,7 @@ weights are read by the first and the last, every layer and both ends read somet
 the microbatch, and each stage has a statistic.
 """
 
+import dataclasses
 import random
 from functools import cache
 from typing import Any
@@ -140,10 +141,27 @@ def by_autodiff(weights: Any, shared: Any, micros: Any) -> Gradients:
 
 def close(got: Any, want: Any) -> None:
     there = jax.tree_util.tree_leaves_with_path(want)
-    for (path, x), y in zip(there, jax.tree.leaves(got), strict=True):
+    for (path, leaf), other in zip(there, jax.tree.leaves(got), strict=True):
+        x, y = np.asarray(leaf), np.asarray(other)
         assert np.linalg.norm(x) > 0, path
-        apart = np.linalg.norm(np.asarray(y) - x) / np.linalg.norm(x)
+        apart = np.linalg.norm(y - x) / np.linalg.norm(x)
         assert apart <= 2e-6, (jax.tree_util.keystr(path), apart)
+
+
+@cache
+def reference(count: int, size: int, microbatches: int) -> Gradients:
+    """By autodiff; stages on fewer devices are the same stages in chunks."""
+    flat = _reference(count, microbatches)
+
+    def stacked(array: Any) -> Any:
+        return array.reshape(count // size, size, *array.shape[2:])
+
+    return dataclasses.replace(flat, weights=jax.tree.map(stacked, flat.weights))
+
+
+@cache
+def _reference(count: int, microbatches: int) -> Gradients:
+    return jax.jit(by_autodiff)(*arguments(count, count, microbatches))
 
 
 def check(table: Schedule, mesh: Mesh) -> None:
@@ -156,7 +174,8 @@ def check(table: Schedule, mesh: Mesh) -> None:
             weights, shared, micros, SEED, micro_gradients=FLOATS, keep_outputs=True
         )
 
-    got, want = jax.jit(run)(*given), jax.jit(by_autodiff)(*given)
+    got = jax.jit(run)(*given)
+    want = reference(table.virtual_stages, table.stages, table.microbatches)
     for name in ("loss", "statistics", "weights", "shared", "micros", "outputs"):
         close(getattr(got, name), getattr(want, name))
     own = got.weights[0]
@@ -168,12 +187,11 @@ def check(table: Schedule, mesh: Mesh) -> None:
     ("name", "size", "microbatches", "chunks"),
     [
         pytest.param("gpipe", 4, 6, 1, marks=pytest.mark.full),
-        ("1f1b", 4, 6, 1),
-        pytest.param("interleaved", 2, 4, 3, marks=pytest.mark.full),
+        ("1f1b", 4, 2, 1),  # fewer microbatches than stages
+        pytest.param("interleaved", 2, 6, 2, marks=pytest.mark.full),
         ("zero_bubble", 4, 6, 1),
         pytest.param("zero_bubble", 2, 1, 1, marks=pytest.mark.full),
-        pytest.param("interleaved", 1, 3, 2, marks=pytest.mark.full),
-        pytest.param("zero_bubble", 1, 3, 1, marks=pytest.mark.full),
+        pytest.param("interleaved", 1, 3, 4, marks=pytest.mark.full),
     ],
 )
 def test_a_schedule_gives_what_autodiff_gives(name, size, microbatches, chunks):
@@ -181,9 +199,8 @@ def test_a_schedule_gives_what_autodiff_gives(name, size, microbatches, chunks):
     check(table, mesh_of(pp=size))
 
 
-@pytest.mark.parametrize("name", cases(["1f1b", "zero_bubble"], "zero_bubble"))
-def test_the_other_axes_of_the_mesh_split_what_stages_compute(name):
-    check(schedule(name, 2, 4), mesh_of(pp=2, fsdp=2, tp=2))
+def test_the_other_axes_of_the_mesh_split_what_stages_compute():
+    check(schedule("zero_bubble", 2, 4), mesh_of(pp=2, fsdp=2, tp=2))
 
 
 def any_table(seed: int, *, chunks: int, splits_backward: bool) -> Schedule:
@@ -225,17 +242,10 @@ def any_table(seed: int, *, chunks: int, splits_backward: bool) -> Schedule:
     )
 
 
-@pytest.mark.parametrize(
-    ("seed", "chunks", "splits_backward"),
-    [
-        pytest.param(0, 1, False, marks=pytest.mark.full),
-        pytest.param(1, 2, False, marks=pytest.mark.full),
-        pytest.param(4, 1, True, marks=pytest.mark.full),
-        pytest.param(3, 2, True, marks=pytest.mark.full),
-    ],
-)
-def test_any_legal_table_gives_what_autodiff_gives(seed, chunks, splits_backward):
-    table = any_table(seed, chunks=chunks, splits_backward=splits_backward)
+@pytest.mark.full
+@pytest.mark.parametrize(("seed", "splits_backward"), [(1, False), (3, True)])
+def test_any_legal_table_gives_what_autodiff_gives(seed, splits_backward):
+    table = any_table(seed, chunks=2, splits_backward=splits_backward)
     # Microbatches overtake each other, which they do in no table that has a name.
     firsts = [op.microbatch for _, d, op in table.placed() if (d, op.kind) == (0, "F")]
     assert firsts != sorted(firsts)
@@ -245,15 +255,11 @@ def test_any_legal_table_gives_what_autodiff_gives(seed, chunks, splits_backward
 # --- forward only
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "microbatches", "chunks"),
-    # Five and three are no multiples of the stages, with chunks and without.
-    [
-        pytest.param(4, 5, 1, marks=pytest.mark.full),
-        pytest.param(2, 5, 3, marks=pytest.mark.full),
-        pytest.param(4, 3, 2, marks=pytest.mark.full),
-        pytest.param(1, 2, 2, marks=pytest.mark.full),
-    ],
+    # They are no multiples of the stages, with chunks and without.
+    [(4, 6, 1), (2, 3, 2)],
 )
 def test_forward_only_gives_outputs_and_their_gradients(size, microbatches, chunks):
     count = size * chunks
@@ -271,7 +277,7 @@ def test_forward_only_gives_outputs_and_their_gradients(size, microbatches, chun
     label = micros.pop("label")
     run = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
     (own, of_shared, of_micros), more = run(weights, shared, micros, label)
-    want = jax.jit(by_autodiff)(weights, shared, {**micros, "label": label})
+    want = reference(count, size, microbatches)
     close(more, (want.outputs, want.loss, want.statistics))
     close((own, of_shared), (want.weights, want.shared))
     close([of_micros[k] for k in sorted(of_micros)], list(want.micros.values()))
