@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from tessera.analysis import replica_groups
-from tessera.analysis.dataflow import CALLS, Dataflow, Node
-from tessera.analysis.hlo import Instruction, Module
-from tessera.analysis.hlo_walk import executions
+from tessera.analysis.dataflow import Dataflow
+from tessera.analysis.hlo import Instruction
+from tessera.analysis.hlo_walk import Node
 
 Axes: TypeAlias = frozenset[str]
 
@@ -32,7 +32,7 @@ class DeviceVariance:
       has_input_layouts: Whether there is an entry for each input of the program.
 
     Args:
-      module: The compiled program.
+      flow: How values pass through the compiled program.
       mesh_shape: Size of each axis of the mesh that it was compiled for.
       inputs: The axes that each input of the program is split over; without any, they
         are taken to be replicated.
@@ -42,28 +42,28 @@ class DeviceVariance:
 
     def __init__(
         self,
-        module: Module,
+        flow: Dataflow,
         mesh_shape: Mapping[str, int],
         inputs: Sequence[Axes] = (),
         *,
         by_rank: bool = True,
     ) -> None:
-        self._module, self._shape = module, mesh_shape
+        self._flow, self._shape = flow, mesh_shape
         self._rank_axes = frozenset(mesh_shape) if by_rank else NONE
-        count = len(module.computations[module.entry].parameters)
+        entry = flow.module.computations[flow.module.entry]
+        count = len(entry.parameters)
         self.has_input_layouts = len(inputs) == count
         self._inputs = inputs if self.has_input_layouts else [NONE] * count
-        self._flow = Dataflow(module)
         # By computation and instruction; then by element, or None for an array.
         self._axes: dict[tuple[str, str], dict[int | None, Axes]] = defaultdict(dict)
-        self._solve([Node(execution.path) for execution in executions(module)])
+        self._solve()
 
     def over(self, node: Node) -> Axes:
         """The axes over which a value, or any array of a tuple, differs."""
         axes = self._axes[node.computation.name, node.instruction.name]
         return axes[node.element] if node.element in axes else _union(axes.values())
 
-    def _solve(self, nodes: Sequence[Node]) -> None:
+    def _solve(self) -> None:
         """Propagate axes until nothing changes: a loop's state may take several turns.
 
         A computation that is called from several places has the union over all.
@@ -71,18 +71,11 @@ class DeviceVariance:
         changed = True
         while changed:
             changed = False
-            for node in nodes:
-                axes = self._axes[node.computation.name, node.instruction.name]
-                for element in self._elements(node.instruction):
-                    before = axes.get(element)
-                    after = self._transfer(Node(node.path, element))
-                    axes[element] = after | (before or NONE)
-                    changed |= axes[element] != before
-
-    def _elements(self, instruction: Instruction) -> Iterable[int | None]:
-        if instruction.opcode in CALLS:
-            instruction = self._module.callees(instruction)[0].root
-        return range(len(instruction.elements)) if instruction.is_tuple else [None]
+            for value in self._flow.values:
+                axes = self._axes[value.computation.name, value.instruction.name]
+                before = axes.get(value.element)
+                axes[value.element] = self._transfer(value) | (before or NONE)
+                changed |= axes[value.element] != before
 
     def _transfer(self, node: Node) -> Axes:
         """The axes of a value, from those of the values that it is computed from."""

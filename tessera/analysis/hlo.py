@@ -145,7 +145,7 @@ class Computation:
         readers: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for operand in instruction.operands:
-                readers.setdefault(operand.partition("#")[0], []).append(instruction)
+                readers.setdefault(operand, []).append(instruction)
         return {name: tuple(each) for name, each in readers.items()}
 
     def readers(self, instruction: Instruction) -> tuple[Instruction, ...]:
@@ -154,21 +154,13 @@ class Computation:
 
     def sources(self, instruction: Instruction) -> tuple[Instruction, ...]:
         """The instructions whose results this one reads."""
-        names = (operand.partition("#")[0] for operand in instruction.operands)
-        return tuple(self.instructions[n] for n in names if n in self.instructions)
+        known = self.instructions
+        return tuple(known[name] for name in instruction.operands if name in known)
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
         """The arrays that an instruction reads, tuples flattened."""
-        return tuple(
-            shape for operand in instruction.operands for shape in self._read(operand)
-        )
-
-    def _read(self, operand: str) -> tuple[Shape, ...]:
-        name, _, index = operand.partition("#")  # newer XLA: '%pair#1'
-        source = self.instructions.get(name)
-        if source is None:
-            return ()
-        return source.elements[int(index)] if index else source.shapes
+        sources = self.sources(instruction)
+        return tuple(shape for source in sources for shape in source.shapes)
 
 
 @dataclass(frozen=True)
@@ -249,6 +241,8 @@ def parse(text: str) -> Module:
             if line.startswith("}"):
                 current = None
             elif instruction := _instruction(line):
+                for operand in instruction.operands:
+                    _add_element(current, operand)
                 current[instruction.name] = instruction
         elif line.startswith("HloModule"):
             header = header or line
@@ -285,6 +279,16 @@ def _instruction(line: str) -> Instruction | None:
     if opcode == "constant":
         operands = (rest[:end],)
     return Instruction(name, opcode, result, operands, rest[end + 3 :], bool(root))
+
+
+def _add_element(instructions: dict[str, Instruction], operand: str) -> None:
+    """Add the instruction that an operand such as ``x#1`` of newer XLA stands for."""
+    source, _, index = operand.partition("#")
+    if index and source in instructions and operand not in instructions:
+        part = _split(instructions[source].result[1:-1])[int(index)]
+        instructions[operand] = Instruction(
+            operand, "get-tuple-element", part, (source,), f"index={index}"
+        )
 
 
 def _closing(text: str) -> int:

@@ -1,82 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists what a compiled program executes, and how often.
+"""Lists what a compiled program executes.
 
 XLA nests computations in loops, branches, fusions and asynchronous wrappers. Here they
 are unrolled into one sequence, each instruction with the calls that lead to it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeAlias
 
-from tessera.analysis.dataflow import CALLS, Node
 from tessera.analysis.hlo import Computation, Instruction, Module
-from tessera.analysis.trip_counts import trip_count
 
-_CALLS = (*CALLS, "call-start", "custom-call", "conditional")
+# The calls from the entry down to an instruction: each call with the computation that
+# contains it, then the instruction itself.
+Path: TypeAlias = tuple[tuple[Computation, Instruction], ...]
+Names: TypeAlias = tuple[tuple[str, str], ...]
+
+# Instructions whose result is that of the computation they run.
+CALLS = ("fusion", "call", "async-start")
+_RUNS = (*CALLS, "call-start", "custom-call", "conditional")
 
 
 @dataclass(frozen=True)
-class Execution(Node):
-    """An instruction, as reached from the program's entry.
+class Node:
+    """One value of a program, as reached by one sequence of calls.
 
     Attributes:
-      calls: How often one execution of the program runs it; None inside a loop whose
-        length is known only at run time.
-      conditional: Whether a branch may skip it, so that ``calls`` is an upper bound.
+      path: The (computation, instruction) pairs from the entry down to this one.
+      element: Index of the element of a tuple; None is the whole value.
     """
 
-    calls: int | None = 1
-    conditional: bool = False
+    path: Path
+    element: int | None = None
+
+    @property
+    def computation(self) -> Computation:
+        """The computation that contains the instruction."""
+        return self.path[-1][0]
+
+    @property
+    def instruction(self) -> Instruction:
+        """The instruction whose result, or an element of it, this is."""
+        return self.path[-1][1]
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether a branch may skip it."""
+        return any(outer.opcode == "conditional" for _, outer in self.path[:-1])
+
+    @property
+    def names(self) -> Names:
+        """The names along the path, which identify the instruction."""
+        return tuple((outer.name, each.name) for outer, each in self.path)
+
+    @property
+    def key(self) -> tuple[Names, int | None]:
+        """A short value that identifies the node."""
+        return self.names, self.element
+
+    def sibling(self, name: str, element: int | None = None) -> "Node":
+        """Another value of the same computation."""
+        last = (self.computation, self.computation.instructions[name])
+        return Node((*self.path[:-1], last), element)
+
+    def operands(self) -> list["Node"]:
+        """The values that the instruction reads."""
+        sources = self.computation.sources(self.instruction)
+        return [self.sibling(source.name) for source in sources]
+
+    def caller(self) -> "Node":
+        """The instruction that runs this one's computation."""
+        return Node(self.path[:-1])
+
+    def inner(self, computation: Computation, instruction: Instruction) -> "Node":
+        """The same element of a value in a computation that this instruction runs."""
+        return Node((*self.path, (computation, instruction)), self.element)
 
 
-def executions(module: Module) -> Iterator[Execution]:
+def executions(module: Module) -> Iterator[Node]:
     """Every instruction that a program executes, in program order, loop bodies once.
 
     What an instruction runs comes before it. The functions that reductions and
     collectives apply to pairs of numbers, and loop conditions, are left out.
     """
-    yield from _inside(module, module.computations[module.entry], Execution(()))
+    yield from _inside(module, module.computations[module.entry], ())
 
 
-def cause(module: Module, execution: Execution) -> Instruction:
+def cause(module: Module, node: Node) -> Instruction:
     """The instruction that says which source line this one comes from.
 
     XLA makes collectives that have no source of their own. They exist for what reads
     their result; failing that, they belong to what made their operands, and at last to
     the loop that contains them.
     """
-    for computation, instruction in reversed(execution.path):
+    for computation, instruction in reversed(node.path):
         for neighbors in (computation.readers, computation.sources):
             nearest = _nearest_with_source(module, instruction, neighbors)
             if nearest is not None:
                 return nearest
-    return execution.instruction
+    return node.instruction
 
 
-def _inside(
-    module: Module, computation: Computation, outer: Execution
-) -> Iterator[Execution]:
+def _inside(module: Module, computation: Computation, outer: Path) -> Iterator[Node]:
     for instruction in computation.instructions.values():
-        path = (*outer.path, (computation, instruction))
-        execution = replace(outer, path=path)
+        path = (*outer, (computation, instruction))
+        callees: list[Computation] = []
         # The later parts of asynchronous operations run nothing a second time.
         if instruction.opcode == "while":
-            loop = _in_loop(module, execution)
-            yield from _inside(module, module.body(instruction), loop)
-        elif instruction.opcode in _CALLS:
-            branch = outer.conditional or instruction.opcode == "conditional"
-            for callee in module.callees(instruction):
-                yield from _inside(
-                    module, callee, replace(execution, conditional=branch)
-                )
-        yield execution
-
-
-def _in_loop(module: Module, loop: Execution) -> Execution:
-    """How often a loop's body is reached."""
-    trips, calls = trip_count(module, loop), loop.calls
-    total = None if trips is None or calls is None else trips * calls
-    return replace(loop, calls=total)
+            callees = [module.body(instruction)]
+        elif instruction.opcode in _RUNS:
+            callees = module.callees(instruction)
+        for callee in callees:
+            yield from _inside(module, callee, path)
+        yield Node(path)
 
 
 def _nearest_with_source(

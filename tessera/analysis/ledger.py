@@ -22,13 +22,15 @@ from jax.sharding import PartitionSpec
 
 from tessera.analysis import budget, hlo, replica_groups
 from tessera.analysis.collective import KINDS, Collective, Total
-from tessera.analysis.hlo import Instruction, Module, Shape
-from tessera.analysis.hlo_walk import Execution, cause, executions
+from tessera.analysis.dataflow import Dataflow
+from tessera.analysis.hlo import Instruction, Shape
+from tessera.analysis.hlo_walk import Node, cause
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.planned_collectives import LAYOUT, BoundaryAxes, Reasons
 from tessera.analysis.sharding_constraints import DeclaredLayout, spec_axes
 from tessera.analysis.source_lines import short, user_line
 from tessera.analysis.tables import aligned, html_lines, html_section, html_table
+from tessera.analysis.trip_counts import calls
 from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
 
@@ -232,7 +234,8 @@ def collectives(
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = hlo.parse(text or "")
-    rows = [(e, row) for e in executions(module) if (row := _row(module, e, mesh))]
+    flow = Dataflow(module)
+    rows = [(node, row) for node in flow.nodes if (row := _row(flow, node, mesh))]
     if rows and module.num_devices not in (1, mesh.size):
         raise MeshShapeError(
             "the ledger's mesh is not the one that the program was compiled for",
@@ -243,7 +246,7 @@ def collectives(
     if not rows:
         return Ledger((), mesh.shape)
     boundary = _boundary(compiled, results)
-    reasons = Reasons(module, mesh.shape, boundary, declared)
+    reasons = Reasons(flow, mesh.shape, boundary, declared)
     return Ledger(tuple(_with_reason(reasons, *pair) for pair in rows), mesh.shape)
 
 
@@ -264,7 +267,7 @@ def _boundary(
     return BoundaryAxes(list(map(spec_axes, inputs)), list(map(spec_axes, outputs)))
 
 
-def _with_reason(reasons: Reasons, node: Execution, row: Collective) -> Collective:
+def _with_reason(reasons: Reasons, node: Node, row: Collective) -> Collective:
     if reasons.copies_whole(node, row):
         return dataclasses.replace(row, copies_whole=True)
     reason = reasons.reason(node, row)
@@ -272,8 +275,8 @@ def _with_reason(reasons: Reasons, node: Execution, row: Collective) -> Collecti
     return dataclasses.replace(row, reason=reason, source=declared or row.source)
 
 
-def _row(module: Module, execution: Execution, mesh: Mesh) -> Collective | None:
-    instruction = execution.instruction
+def _row(flow: Dataflow, node: Node, mesh: Mesh) -> Collective | None:
+    instruction = node.instruction
     pairs = _pairs(instruction)
     kind = "collective-permute" if pairs else instruction.opcode.removesuffix("-start")
     if kind not in KINDS or (kind == "collective-permute" and not pairs):
@@ -283,17 +286,17 @@ def _row(module: Module, execution: Execution, mesh: Mesh) -> Collective | None:
     axes = replica_groups.axes_of(groups, mesh.shape)
     if not axes:
         return None
-    origin = cause(module, execution)
+    origin = cause(flow.module, node)
     dims = re.findall(r"\d+", instruction.attributes.get("dimensions", ""))
     return Collective(
         kind=kind,
         axes=axes,
         group_size=_num_devices(axes, mesh.shape) if pairs else len(groups[0]),
-        arrays=_moved(execution, kind),
-        calls=execution.calls,
-        conditional=execution.conditional,
+        arrays=_moved(node, kind),
+        calls=calls(flow, node),
+        conditional=node.is_conditional,
         op_name=origin.op_name,
-        source=user_line(module.frames(origin)),
+        source=user_line(flow.module.frames(origin)),
         instruction=instruction.name,
         dims=tuple(map(int, dims)),
     )
@@ -314,14 +317,14 @@ def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
     return ()
 
 
-def _moved(execution: Execution, kind: str) -> tuple[Shape, ...]:
+def _moved(node: Node, kind: str) -> tuple[Shape, ...]:
     """The arrays that a collective moves, as shapes on one device."""
-    instruction = execution.instruction
+    instruction = node.instruction
     if kind == "all-gather":
         # The result of its asynchronous form is the operands, then the results.
         is_async = instruction.opcode != kind
         return instruction.elements[1] if is_async else instruction.shapes
-    moved = execution.computation.operand_shapes(instruction)
+    moved = node.computation.operand_shapes(instruction)
     arrays = tuple(shape for shape in moved if shape.dtype != "token")
     if kind == "all-to-all" and len(arrays) > 1:
         # One array in as many pieces as there are receivers.

@@ -40,9 +40,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tessera.analysis.collective import Collective
-from tessera.analysis.dataflow import RESULT, Dataflow, Node, follow
+from tessera.analysis.dataflow import RESULT, Dataflow, follow
 from tessera.analysis.device_variance import Axes, DeviceVariance
-from tessera.analysis.hlo import Module, Shape
+from tessera.analysis.hlo import Shape
+from tessera.analysis.hlo_walk import Node
 from tessera.analysis.sharding_constraints import DeclaredLayout
 from tessera.primitive_properties import SLICES
 
@@ -79,7 +80,7 @@ class Reasons:
     """Finds the reason of each collective of one program.
 
     Args:
-      module: The compiled program.
+      flow: How values pass through the compiled program.
       mesh_shape: Size of each axis of the mesh that it was compiled for.
       boundary: The layouts of its inputs and results. Without them, as where there is
         only the text of a program, every sum is planned.
@@ -88,7 +89,7 @@ class Reasons:
 
     def __init__(
         self,
-        module: Module,
+        flow: Dataflow,
         mesh_shape: Mapping[str, int],
         boundary: BoundaryAxes | None,
         declared: Collection[DeclaredLayout],
@@ -96,10 +97,10 @@ class Reasons:
         inputs = boundary.inputs if boundary else ()
         self._declared = declared
         self._shape = mesh_shape
-        self._flow = Dataflow(module)
-        self._variance = DeviceVariance(module, mesh_shape, inputs)
+        self._flow = flow
+        self._variance = DeviceVariance(flow, mesh_shape, inputs)
         # Differences that come from split inputs, not from slices in the program.
-        self._stored = DeviceVariance(module, mesh_shape, inputs, by_rank=False)
+        self._stored = DeviceVariance(flow, mesh_shape, inputs, by_rank=False)
         self._summed: Axes | None = None
         if boundary is not None and self._variance.has_input_layouts:
             axes = [*(each.axes for each in declared), *boundary.outputs]

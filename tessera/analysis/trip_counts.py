@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts how often the body of a compiled loop runs.
+"""Counts how often the body of a compiled loop runs, and what is inside it.
 
 A ``lax.scan`` becomes a ``while`` that counts. XLA usually records the count. Where it
 does not, it follows from the loop itself: where the counter starts, what the body adds
 to it, and what the condition compares it with.
 """
 
+import math
 import re
 from typing import NamedTuple
 
-from tessera.analysis.dataflow import Dataflow, Node
-from tessera.analysis.hlo import Module
+from tessera.analysis.dataflow import Dataflow
+from tessera.analysis.hlo_walk import Node
 
 _RECORDED = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _LITERAL = re.compile(r"-?\d+$")
@@ -30,11 +31,23 @@ class _Scalar(NamedTuple):
         return _Scalar(element, self.offset + sign * other.offset)
 
 
-def trip_count(module: Module, loop: Node) -> int | None:
+def calls(flow: Dataflow, node: Node) -> int | None:
+    """How often one execution of the program runs an instruction.
+
+    None inside a loop whose length is known only at run time.
+    """
+    paths = [node.path[: depth + 1] for depth in range(len(node.path) - 1)]
+    loops = [Node(path) for path in paths if path[-1][1].opcode == "while"]
+    counts = [trip_count(flow, loop) for loop in loops]
+    known = [count for count in counts if count is not None]
+    return math.prod(known) if len(known) == len(counts) else None
+
+
+def trip_count(flow: Dataflow, loop: Node) -> int | None:
     """How often a loop's body runs each time the loop is reached.
 
     Args:
-      module: The compiled program.
+      flow: How values pass through the compiled program.
       loop: Its ``while`` instruction.
 
     Returns:
@@ -43,12 +56,11 @@ def trip_count(module: Module, loop: Node) -> int | None:
     instruction = loop.instruction
     if recorded := _RECORDED.search(instruction.attributes.get("backend_config", "")):
         return int(recorded[1])
-    flow = Dataflow(module)
-    compared = _comparison(module, flow, loop)
+    compared = _comparison(flow, loop)
     if compared is None:
         return None
     element, limit, direction = compared
-    body = module.body(instruction)
+    body = flow.module.body(instruction)
     state = Node(loop.path, element)
     after = _scalar(flow, state.inner(body, body.root), loop)
     start = _scalar(flow, loop.sibling(instruction.operands[0], element), loop)
@@ -73,11 +85,9 @@ def _iterations(start: int, step: int, limit: int, direction: str) -> int | None
     return max(0, -(-(beyond - start) // step))
 
 
-def _comparison(
-    module: Module, flow: Dataflow, loop: Node
-) -> tuple[int, int, str] | None:
+def _comparison(flow: Dataflow, loop: Node) -> tuple[int, int, str] | None:
     """The state element, the constant and the direction that a condition compares."""
-    condition = module.computations[loop.instruction.called["condition"][0]]
+    condition = flow.module.computations[loop.instruction.called["condition"][0]]
     (root, *others) = flow.definitions(loop.inner(condition, condition.root))
     if others or root.instruction.opcode != "compare":
         return None

@@ -105,11 +105,11 @@ def of_compiled(text: str, ledger: Ledger) -> Stage:
 def _instructions(module: hlo.Module, ledger: Ledger) -> Iterator[tuple[str, str]]:
     for row in ledger.rows:
         yield row.source, f"{row.kind} {'×'.join(row.axes)} {format_bytes(row.nbytes)}"
-    for execution in executions(module):
-        instruction = execution.instruction
+    for node in executions(module):
+        instruction = node.instruction
         if instruction.opcode not in _NO_WORK | _COLLECTIVES:
             frames = module.frames(instruction)
-            source = user_line(frames or module.frames(cause(module, execution)))
+            source = user_line(frames or module.frames(cause(module, node)))
             yield source, instruction.opcode
 
 

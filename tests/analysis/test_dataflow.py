@@ -2,7 +2,8 @@
 import pytest
 
 from tessera.analysis import hlo
-from tessera.analysis.dataflow import RESULT, Dataflow, Node
+from tessera.analysis.dataflow import RESULT, Dataflow
+from tessera.analysis.hlo_walk import Node
 
 MODULE = """HloModule m
 

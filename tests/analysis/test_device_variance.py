@@ -6,9 +6,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.analysis import hlo
-from tessera.analysis.dataflow import Node
+from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.device_variance import DeviceVariance
-from tessera.analysis.hlo_walk import executions
+from tessera.analysis.hlo_walk import Node, executions
 from tessera.mesh import Mesh
 
 GROUPS = {
@@ -37,7 +37,7 @@ def over(mesh, *lines, more=()):
     module = hlo.parse("\n".join(text))
     entry = module.computations["e"]
     inputs = [frozenset(("dp", "tp")), frozenset()]
-    variance = DeviceVariance(module, mesh.shape, inputs)
+    variance = DeviceVariance(Dataflow(module), mesh.shape, inputs)
     return sorted(variance.over(Node(((entry, entry.root),))))
 
 
@@ -118,7 +118,7 @@ def test_programs_of_this_jax_are_read(mesh):
     module = hlo.parse(compiled.as_text() or "")
     entry = module.computations[module.entry]
     inputs = [frozenset(["tp"]), frozenset(["dp"])]
-    variance = DeviceVariance(module, mesh.shape, inputs)
+    variance = DeviceVariance(Dataflow(module), mesh.shape, inputs)
     dots = [
         variance.over(execution)
         for execution in executions(module)

@@ -86,10 +86,12 @@ def test_comments_inside_tuples_are_not_operands(module):
 def test_an_operand_may_be_one_element_of_a_tuple(module):
     main = module.computations[module.entry]
     assert main.operand_shapes(main.root) == (Shape("f32", (8, 16)),)
-    assert [i.name for i in main.sources(main.root)] == ["call.1"]
-    assert [i.name for i in main.readers(main.instructions["call.1"])] == [
-        "all-reduce.2"
-    ]
+    (element,) = main.sources(main.root)
+    assert element.opcode == "get-tuple-element"
+    assert element.attributes["index"] == "0"
+    assert [i.name for i in main.sources(element)] == ["call.1"]
+    assert main.readers(main.instructions["call.1"]) == (element,)
+    assert [i.name for i in main.readers(element)] == ["all-reduce.2"]
 
 
 def test_attributes_keep_their_commas(module):

@@ -2,16 +2,18 @@
 import pytest
 
 from tessera.analysis import hlo
+from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo_walk import cause, executions
+from tessera.analysis.trip_counts import calls
 
 LINE = 'metadata={op_name="%s" source_file="me.py" source_line=%d}'
 
 
 def runs(text, opcode):
-    module = hlo.parse("HloModule m\n" + text)
+    flow = Dataflow(hlo.parse("HloModule m\n" + text))
     return [
-        (each.calls, each.conditional)
-        for each in executions(module)
+        (calls(flow, each), each.is_conditional)
+        for each in flow.nodes
         if each.instruction.opcode == opcode
     ]
 

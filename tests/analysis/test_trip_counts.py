@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from tessera.analysis import hlo
+from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo_walk import executions
 from tessera.analysis.trip_counts import trip_count
 
@@ -55,7 +56,7 @@ ENTRY %main (x: f32[2], n: s32[]) -> (s32[], f32[2]) {{
 def count(text):
     module = hlo.parse(text)
     (loop,) = [e for e in executions(module) if e.instruction.opcode == "while"]
-    return trip_count(module, loop)
+    return trip_count(Dataflow(module), loop)
 
 
 def test_a_recorded_count_is_used():
