@@ -13,9 +13,8 @@ declaration has several lines and arrays.
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -34,6 +33,11 @@ _CONSTRAINTS = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 
 # Dims of an array -> the dims of a declared value that they are.
 _Dims: TypeAlias = Mapping[int, int]
+# Equations by their numbers, each with the number of a program in it; all contain the
+# next, and the last one a program. A variable may be in several: JAX traces once what
+# is called twice.
+_Scope: TypeAlias = tuple[tuple[int, int], ...]
+_Value: TypeAlias = tuple[_Scope, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,13 @@ def declared_layouts(program: _jax.Program) -> frozenset[DeclaredLayout]:
     Args:
       program: The jaxpr of a step, its backward pass included.
     """
-    return frozenset(_inside(_Level(program)))
+    values = _Values(program)
+    return frozenset(
+        layout
+        for scope, eqn in values.equations
+        for value, spec in _declarations(eqn)
+        for layout in _movable(values, scope, eqn, value, spec)
+    )
 
 
 def spec_axes(spec: PartitionSpec) -> frozenset[str]:
@@ -78,14 +88,6 @@ def spec_axes(spec: PartitionSpec) -> frozenset[str]:
     entries = [entry for entry in spec if isinstance(entry, (str, tuple))]
     names = [(entry,) if isinstance(entry, str) else entry for entry in entries]
     return frozenset(axis for entry in names for axis in entry)
-
-
-def _inside(level: "_Level") -> Iterator[DeclaredLayout]:
-    for eqn in _jax.equations(level.program):
-        for value, spec in _declarations(eqn):
-            yield from _movable(level, eqn, value, spec)
-        for inner in level.below(eqn):
-            yield from _inside(inner)
 
 
 def _declarations(eqn: _jax.Equation) -> Iterator[tuple[Any, PartitionSpec]]:
@@ -101,18 +103,22 @@ def _declarations(eqn: _jax.Equation) -> Iterator[tuple[Any, PartitionSpec]]:
 
 
 def _movable(
-    level: "_Level", eqn: _jax.Equation, value: Any, spec: PartitionSpec
+    values: "_Values",
+    scope: _Scope,
+    eqn: _jax.Equation,
+    value: Any,
+    spec: PartitionSpec,
 ) -> Iterator[DeclaredLayout]:
     """The arrays that one declaration may move."""
     own, shape = _jax.source_line(eqn), tuple(value.aval.shape)
-    lines = {own} | _after(level, eqn.outvars)
+    lines = {own} | values.lines_after([(scope, out) for out in eqn.outvars])
     identity = {dim: dim for dim in range(len(shape))}
     arrays: list[tuple[tuple[int, ...], _Dims, set[str]]] = [(shape, identity, set())]
-    for inside, writer, dims in _before(level, value, identity):
+    for inside, writer, dims in values.before((scope, value), identity):
         lines.add(_jax.source_line(writer))
         for index, operand in enumerate(writer.invars):
             if own_dims := _composed(_dims_in_result(writer, index), dims):
-                before = _before(inside, operand, {})
+                before = values.before((inside, operand), {})
                 own_lines = {_jax.source_line(each) for _, each, _ in before}
                 arrays.append((tuple(operand.aval.shape), own_dims, own_lines))
     split = axes_of_dims(spec, len(shape))
@@ -122,139 +128,109 @@ def _movable(
         yield DeclaredLayout(own, every_line, moved, axes, frozenset(dims))
 
 
-# --- through nested programs
-
-
-@dataclass
-class _Level:
-    """A program, and the equation of the enclosing level that runs it.
+class _Values:
+    """The values of a program and of its nested programs, and which are the same.
 
     Attributes:
-      program: The jaxpr.
-      outer: The enclosing level and the equation there; None for the whole program.
+      equations: Every equation, with its scope.
     """
 
-    program: _jax.Program
-    outer: "tuple[_Level, _jax.Equation] | None" = None
-    _below: dict[int, "list[_Level]"] = field(default_factory=dict)
+    def __init__(self, program: _jax.Program) -> None:
+        self.equations: list[tuple[_Scope, _jax.Equation]] = []
+        self._writers: dict[_Value, _jax.Equation] = {}
+        self._readers = defaultdict[_Value, list[_jax.Equation]](list)
+        # The same value elsewhere: in an enclosing program, in a nested one, or in
+        # another iteration of a loop; where it comes from, and where it goes.
+        self._earlier = defaultdict[_Value, list[_Value]](list)
+        self._later = defaultdict[_Value, list[_Value]](list)
+        self._add(program, ())
 
-    @cached_property
-    def writers(self) -> dict[Any, _jax.Equation]:
-        """The equation that computes each value."""
-        equations = _jax.equations(self.program)
-        return {out: eqn for eqn in equations for out in eqn.outvars}
+    def before(
+        self, value: _Value, dims: _Dims
+    ) -> Iterator[tuple[_Scope, _jax.Equation, _Dims]]:
+        """The operation that computes a value, and those that change its form.
 
-    @cached_property
-    def readers(self) -> dict[Any, list[tuple[_jax.Equation, int]]]:
-        """The equations that read each value, and as which operand."""
-        readers = defaultdict[Any, list[tuple[_jax.Equation, int]]](list)
-        for eqn in _jax.equations(self.program):
-            for index, value in enumerate(eqn.invars):
+        Each comes with the dims of its result that are dims of the value. Calls of a
+        program are included without any dims, and so are the operations inside.
+        """
+        waiting, seen = [(value, dims)], set[_Value]()
+        while waiting:
+            value, dims = waiting.pop()
+            if isinstance(value[1], _jax.Literal) or value in seen:
+                continue
+            seen.add(value)
+            scope, eqn, same = value[0], self._writers.get(value), self._earlier[value]
+            waiting += [(each, dims) for each in same]
+            if eqn is not None:
+                yield scope, eqn, {} if same else dims
+                if not same and eqn.primitive.name in _FORMS:
+                    own_dims = _composed(_dims_in_result(eqn, 0), dims)
+                    waiting.append(((scope, eqn.invars[0]), own_dims))
+
+    def lines_after(self, values: Iterable[_Value]) -> set[str]:
+        """The lines of the operations that read some values, in any shape or dtype."""
+        lines, seen, waiting = set[str](), set[_Value](), list(values)
+        while waiting:
+            value = waiting.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            waiting += self._later[value]
+            for eqn in self._readers[value]:
+                lines.add(_jax.source_line(eqn))
+                if eqn.primitive.name in _FORMS:
+                    waiting += [(value[0], out) for out in eqn.outvars]
+        return lines
+
+    def _add(self, program: _jax.Program, scope: _Scope) -> None:
+        for number, eqn in enumerate(_jax.equations(program)):
+            self.equations.append((scope, eqn))
+            self._writers.update({(scope, out): eqn for out in eqn.outvars})
+            for value in eqn.invars:
                 if not isinstance(value, _jax.Literal):
-                    readers[value].append((eqn, index))
-        return readers
+                    self._readers[scope, value].append(eqn)
+            for index, inner in enumerate(_jax.inner_programs(eqn)):
+                inside = (*scope, (number, index))
+                self._add(inner, inside)
+                self._connect(eqn, scope, inner, inside)
 
-    def below(self, eqn: _jax.Equation) -> "list[_Level]":
-        """The programs in an equation."""
-        if id(eqn) not in self._below:
-            inner = _jax.inner_programs(eqn)
-            self._below[id(eqn)] = [_Level(each, (self, eqn)) for each in inner]
-        return self._below[id(eqn)]
+    def _connect(
+        self, eqn: _jax.Equation, outer: _Scope, program: _jax.Program, inner: _Scope
+    ) -> None:
+        """Note which values of a nested program are which of the equation that runs it.
 
-    def runs(self, eqn: _jax.Equation) -> "list[_Level]":
-        """The programs whose results are the equation's, as in jit, scan and cond."""
-        if _jax.is_shard_map(eqn):
-            return []
-        count = len(eqn.outvars)
-        return [x for x in self.below(eqn) if len(_jax.outputs(x.program)) == count]
-
-
-def _before(
-    level: _Level, value: Any, dims: _Dims
-) -> Iterator[tuple[_Level, _jax.Equation, _Dims]]:
-    """The operation that computes a value, and those that change its shape or dtype.
-
-    Each comes with the dims of its result that are dims of the value. Calls of a
-    program are included without any dims, and so are the operations inside.
-    """
-    waiting, seen = [(level, value, dims)], set[tuple[int, Any]]()
-    while waiting:
-        level, value, dims = waiting.pop()
-        if isinstance(value, _jax.Literal) or (id(level.program), value) in seen:
-            continue
-        seen.add((id(level.program), value))
-        eqn = level.writers.get(value)
-        if eqn is None:
-            waiting += [(*each, dims) for each in _arguments(level, value)]
-        elif inner := level.runs(eqn):
-            yield level, eqn, {}
-            index = eqn.outvars.index(value)
-            waiting += [(i, _jax.outputs(i.program)[index], dims) for i in inner]
-        else:
-            yield level, eqn, dims
-            if eqn.primitive.name in _FORMS:
-                own_dims = _composed(_dims_in_result(eqn, 0), dims)
-                waiting.append((level, eqn.invars[0], own_dims))
+        An SPMD region has blocks inside, not what it takes and returns: a search may
+        leave a region, and does not enter it.
+        """
+        inputs, outputs = _jax.inputs(program), _jax.outputs(program)
+        returns = len(outputs) == len(eqn.outvars)
+        enters = returns and not _jax.is_shard_map(eqn)
+        # Of a loop or a branch, the last operands are the inputs.
+        pairs = zip(reversed(eqn.invars), reversed(inputs), strict=False)
+        for operand, value in pairs:
+            self._earlier[inner, value].append((outer, operand))
+            if enters and not isinstance(operand, _jax.Literal):
+                self._later[outer, operand].append((inner, value))
+        for result, value in zip(eqn.outvars, outputs, strict=False) if returns else ():
+            if enters:
+                self._earlier[outer, result].append((inner, value))
+            if not isinstance(value, _jax.Literal):
+                self._later[inner, value].append((outer, result))
+        for before, after in _carried(eqn, program):
+            self._earlier[inner, before].append((inner, after))
+            if not isinstance(after, _jax.Literal):
+                self._later[inner, after].append((inner, before))
 
 
-def _arguments(level: _Level, value: Any) -> Iterator[tuple[_Level, Any]]:
-    """What an input of a nested program is: outside, and after a loop's iteration."""
-    inputs = _jax.inputs(level.program)
-    if level.outer is None or value not in inputs:
-        return
-    outer, eqn = level.outer
-    from_end = inputs.index(value) - len(inputs)
-    if -from_end <= len(eqn.invars):
-        yield outer, eqn.invars[from_end]
-    if (carried := _carried(eqn, level.program).get(inputs.index(value))) is not None:
-        yield level, _jax.outputs(level.program)[carried]
-
-
-def _carried(eqn: _jax.Equation, body: _jax.Program) -> dict[int, int]:
-    """The inputs of a loop's body that its previous iteration outputs, by position."""
+def _carried(eqn: _jax.Equation, body: _jax.Program) -> Iterator[tuple[Any, Any]]:
+    """The inputs of a loop's body that its previous iteration outputs, and those."""
+    inputs, outputs = _jax.inputs(body), _jax.outputs(body)
     if eqn.primitive.name == "scan":
         consts, count = _jax.scan_sizes(eqn)
-    elif eqn.primitive.name == "while":
-        count = len(_jax.outputs(body))
-        consts = len(_jax.inputs(body)) - count
-    else:
-        return {}
-    return {consts + index: index for index in range(count)}
-
-
-def _after(level: _Level, values: list[Any]) -> set[str]:
-    """The lines of the operations that read some values, in any shape or dtype."""
-    lines, seen = set[str](), set[tuple[int, Any]]()
-    waiting = [(level, value) for value in values]
-    while waiting:
-        level, value = waiting.pop()
-        if (id(level.program), value) in seen:
-            continue
-        seen.add((id(level.program), value))
-        for eqn, index in level.readers[value]:
-            lines.add(_jax.source_line(eqn))
-            for inner in level.runs(eqn):
-                inputs = _jax.inputs(inner.program)
-                inner_index = index - len(eqn.invars) + len(inputs)
-                waiting += [(inner, inputs[inner_index])] if inner_index >= 0 else []
-            if eqn.primitive.name in _FORMS:
-                waiting += [(level, out) for out in eqn.outvars]
-        waiting += _results(level, value)
-    return lines
-
-
-def _results(level: _Level, value: Any) -> Iterator[tuple[_Level, Any]]:
-    """What an output of a nested program is: outside, and in the next iteration."""
-    if level.outer is None:
-        return
-    outer, eqn = level.outer
-    outputs = _jax.outputs(level.program)
-    carried = {after: before for before, after in _carried(eqn, level.program).items()}
-    for index in (i for i, output in enumerate(outputs) if output is value):
-        if len(outputs) == len(eqn.outvars):
-            yield outer, eqn.outvars[index]
-        if index in carried:
-            yield level, _jax.inputs(level.program)[carried[index]]
+        yield from zip(inputs[consts:][:count], outputs, strict=False)
+    elif eqn.primitive.name == "while" and body is eqn.params["body_jaxpr"]:
+        first = len(inputs) - len(outputs)
+        yield from zip(inputs[first:], outputs, strict=True)
 
 
 # --- dims
