@@ -202,28 +202,19 @@ class Recording(core.Trace):
         results = self.record(run, tracers)
         return results if primitive.multiple_results else results[0]
 
-    def process_custom_jvp_call(
-        self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any
-    ) -> Any:
+    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
+        *functions, tracers = args
+
         def call(trace: Any, values: Any) -> Any:
-            return trace.process_custom_jvp_call(primitive, fun, jvp, values, **params)
+            return trace.process_custom_jvp_call(*functions, values, **params)
 
         return self._as_program(call, tracers)
 
-    def process_custom_vjp_call(
-        self,
-        primitive: Any,
-        fun: Any,
-        fwd: Any,
-        bwd: Any,
-        tracers: Any,
-        /,
-        **params: Any,
-    ) -> Any:
+    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
+        *functions, tracers = args
+
         def call(trace: Any, values: Any) -> Any:
-            return trace.process_custom_vjp_call(
-                primitive, fun, fwd, bwd, values, **params
-            )
+            return trace.process_custom_vjp_call(*functions, values, **params)
 
         return self._as_program(call, tracers)
 

@@ -6,10 +6,11 @@ the values of their bodies stacked, one entry for each iteration. An SPMD region
 operation; ``sites_inside`` enters one, with the value of each device as a row.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tessera import _jax
-from tessera.compiler.rewriting import Environment
+from tessera.compiler.rewriting import interpret
 from tessera.primitive_properties import (
     BROADCASTS,
     CALLS,
@@ -31,6 +32,7 @@ from tessera.primitive_properties import (
 _MOVES: Final = COPIES | PLACEMENTS | RESHAPES | BROADCASTS | {"iota"}
 # Matmuls of f32 at default precision: TF32 on GPUs, bf16 on TPUs.
 _MATMUL_EPSILON: Final = {"gpu": 2.0**-10, "tpu": 2.0**-7}
+_BOOL: Final = np.dtype(bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,13 @@ class Site:
       epsilon: Machine epsilon of the coarsest dtype that was computed in so far.
     """
 
-    position: tuple[int, ...]
-    loops: tuple[Loop | None, ...]
-    result: int
-    operation: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    path: str
+    position: tuple[int, ...] = ()
+    loops: tuple[Loop | None, ...] = ()
+    result: int = 0
+    operation: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: np.dtype[Any] = _BOOL
+    path: str = ""
     source: str = ""
     inside: str = ""
     region: tuple[int, ...] | None = None
@@ -103,10 +105,6 @@ class Site:
         pairs = zip(self.position, self.loops, strict=True)
         key = [(index, 0 if loop is None else next(steps)) for index, loop in pairs]
         return (*(number for pair in key for number in pair), self.result)
-
-
-# Sites with the traced value of each.
-_Values: TypeAlias = list[tuple[Site, Any]]
 
 
 def sites(
@@ -145,16 +143,6 @@ def collecting(program: _jax.Program, selected: Iterable[Site]) -> _jax.Program:
     return _jax.without_dead_code(retraced, keep_inputs=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """The position of an equation, and what surrounds it."""
-
-    position: tuple[int, ...] = ()
-    loops: tuple[Loop | None, ...] = ()
-    path: str = ""
-    source: str = ""
-
-
 class _Interpreter:
     """Runs a program equation by equation, and collects its values.
 
@@ -173,6 +161,8 @@ class _Interpreter:
         self._selected, self._region = selected, region
         self._matmul_epsilon = _MATMUL_EPSILON.get(platform, 0.0)
         self._epsilon = 0.0
+        # What is collected, with the traced value of each.
+        self._values: list[tuple[Site, Any]] = []
 
     def retrace(
         self,
@@ -181,113 +171,113 @@ class _Interpreter:
         outputs: Sequence[str] = (),
     ) -> tuple[list[Site], _jax.Program]:
         """The sites collected, and the program that returns their values."""
-        collected: list[Site] = []
 
         def run(*arguments: Any) -> list[Any]:
             # As yet the inputs are exact.
-            first = self._ends(_Context((-1,), (None,)), "input", arguments, inputs)
-            results, inside = self._program(program, arguments, _Context())
-            last = _Context((len(_jax.equations(program)),), (None,))
-            values = [*first, *inside, *self._ends(last, "output", results, outputs)]
-            collected[:] = [site for site, _ in values]
-            return [value for _, value in values]
+            self._collect_ends(-1, "input", arguments, inputs)
+            results = self._program(program, arguments, Site())
+            count = len(_jax.equations(program))
+            self._collect_ends(count, "output", results, outputs)
+            return [value for _, value in self._values]
 
-        return collected, _jax.retrace(run, program)
+        retraced = _jax.retrace(run, program)
+        return [site for site, _ in self._values], retraced
 
-    def _ends(
-        self, here: _Context, kind: str, values: Sequence[Any], names: Sequence[str]
-    ) -> _Values:
-        """The inputs or outputs of the whole program."""
-        names = names or [""] * len(values)
-        return [
-            (self._site(replace(here, path=name), i, kind, value), value)
-            for i, (name, value) in enumerate(zip(names, values, strict=True))
-            if self._is_selected(here.position, i, value)
-        ]
+    def _collect_ends(
+        self, index: int, kind: str, values: Sequence[Any], names: Sequence[str]
+    ) -> None:
+        """Collect the inputs or outputs of the whole program."""
+        named = zip(names or [""] * len(values), values, strict=True)
+        for result, (name, value) in enumerate(named):
+            self._collect(Site((index,), (None,), result, kind, path=name), value)
 
-    def _is_selected(self, position: tuple[int, ...], result: int, value: Any) -> bool:
-        if self._selected is not None:
-            return (position, result) in self._selected
-        dtype = getattr(jax.typeof(value), "dtype", object)
-        return jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
-
-    def _site(self, here: _Context, result: int, operation: str, value: Any) -> Site:
+    def _collect(self, site: Site, value: Any) -> None:
+        """Collect a value, if it is one of those that are selected."""
         aval = jax.typeof(value)
-        return Site(
-            position=here.position,
-            loops=here.loops,
-            result=result,
-            operation=operation,
-            shape=aval.shape,
-            dtype=aval.dtype,
-            path=here.path,
-            source=here.source,
-            epsilon=self._epsilon,
-        )
+        if self._selected is None:
+            dtype = getattr(aval, "dtype", object)
+            is_selected = jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
+        else:
+            is_selected = (site.position, site.result) in self._selected
+        if is_selected:
+            kind = {"shape": aval.shape, "dtype": aval.dtype, "epsilon": self._epsilon}
+            self._values.append((replace(site, **kind), value))
 
     def _program(
-        self, program: _jax.Program, arguments: Sequence[Any], around: _Context
-    ) -> tuple[list[Any], _Values]:
-        """The outputs of a program, and the values collected in it."""
-        env = Environment(program, arguments)
-        values: _Values = []
+        self, program: _jax.Program, arguments: Sequence[Any], around: Site
+    ) -> list[Any]:
+        """The outputs of a program, whose values are collected."""
         read = {public: _read_atoms(program, public) for public in (False, True)}
-        for index, equation in enumerate(_jax.equations(program)):
-            if not equation.outvars:
-                continue  # it prints, and would print once for each comparison
-            operands = [env.read(atom) for atom in equation.invars]
-            scopes = _jax.name_scopes(equation)
-            here = _Context(
-                (*around.position, index),
-                (*around.loops, None),
-                "/".join(filter(None, (around.path, scopes))),
-                _jax.source_line(equation) or around.source,
-            )
-            results, inside = self._equation(equation, operands, here)
-            env.write(equation.outvars, results)
-            values += inside
-            if not inside and equation.primitive.name not in _MOVES | CALLS:
-                values += self._results(equation, results, here, read)
-        return [env.read(atom) for atom in _jax.outputs(program)], values
+        numbers = itertools.count()
 
-    def _results(
+        def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+            number = next(numbers)
+            if not equation.outvars:
+                return []  # it prints, and would print once for each comparison
+            scopes = _jax.name_scopes(equation)
+            here = replace(
+                around,
+                position=(*around.position, number),
+                loops=(*around.loops, None),
+                operation=equation.primitive.name,
+                path="/".join(filter(None, (around.path, scopes))),
+                source=_jax.source_line(equation) or around.source,
+            )
+            count = len(self._values)
+            results = self._equation(equation, operands, here)
+            if len(self._values) == count and here.operation not in _MOVES | CALLS:
+                self._collect_results(equation, results, here, read)
+            return results
+
+        return interpret(program, arguments, apply)
+
+    def _collect_results(
         self,
         equation: _jax.Equation,
         results: Sequence[Any],
-        here: _Context,
+        here: Site,
         read: Mapping[bool, set[_jax.Atom]],
-    ) -> _Values:
+    ) -> None:
         self._epsilon = max(self._epsilon, self._epsilon_of(equation))
-        values: _Values = []
         pairs = zip(equation.outvars, results, strict=True)
-        for i, (atom, value) in enumerate(pairs):
-            if atom in read[False] and self._is_selected(here.position, i, value):
-                site = self._site(here, i, equation.primitive.name, value)
-                if _jax.is_shard_map(equation):
-                    is_residual = atom not in read[True]
-                    inside = _computed_by(equation, i)
-                    site = replace(site, inside=inside, is_residual=is_residual)
-                values.append((site, value))
-        return values
+        for result, (atom, value) in enumerate(pairs):
+            site = replace(here, result=result)
+            if _jax.is_shard_map(equation):
+                inside, is_residual = (
+                    _computed_by(equation, result),
+                    atom not in read[True],
+                )
+                site = replace(site, inside=inside, is_residual=is_residual)
+            if atom in read[False]:
+                self._collect(site, value)
 
     def _equation(
-        self, equation: _jax.Equation, operands: Sequence[Any], here: _Context
-    ) -> tuple[list[Any], _Values]:
-        name, inner = equation.primitive.name, _jax.inner_programs(equation)
+        self, equation: _jax.Equation, operands: Sequence[Any], here: Site
+    ) -> list[Any]:
+        inner = _jax.inner_programs(equation)
         depth = len(self._region or here.position)
         in_region = here.position[:depth] == self._region and len(here.position) > depth
-        if name in CALLS and len(inner) == 1:
+        if here.operation in CALLS and len(inner) == 1:
             with _jax.source_context(equation):
                 return self._program(inner[0], operands, here)
-        if name == "scan" and not in_region:
+        if here.operation == "scan" and not in_region:
             return self._scan(equation, operands, here)
         if here.position == self._region:
             return self._enter_region(equation, operands, here)
-        return _jax.bind(equation, operands), []
+        return _jax.bind(equation, operands)
+
+    def _apart(
+        self, program: _jax.Program, arguments: Sequence[Any], here: Site
+    ) -> tuple[list[Any], list[Site], list[Any]]:
+        """The outputs of a program, the sites collected in it, and their values."""
+        outer, self._values = self._values, list[tuple[Site, Any]]()
+        results = self._program(program, arguments, here)
+        inner, self._values = self._values, outer
+        return results, [site for site, _ in inner], [value for _, value in inner]
 
     def _scan(
-        self, equation: _jax.Equation, operands: Sequence[Any], here: _Context
-    ) -> tuple[list[Any], _Values]:
+        self, equation: _jax.Equation, operands: Sequence[Any], here: Site
+    ) -> list[Any]:
         """A loop whose body also returns the values collected in it, stacked."""
         params = equation.params
         num_constants, num_carries = _jax.scan_sizes(equation)
@@ -300,10 +290,9 @@ class _Interpreter:
 
         def body(carry: list[Any], item: list[Any]) -> Any:
             arguments = [*constants, *carry, *item]
-            results, values = self._program(params["jaxpr"], arguments, here)
-            inside[:] = [site for site, _ in values]
+            results, inside[:], values = self._apart(params["jaxpr"], arguments, here)
             carried = list(map(_with_dtype_of, results[:num_carries], carry))
-            return carried, (results[num_carries:], [value for _, value in values])
+            return carried, (results[num_carries:], values)
 
         with _jax.source_context(equation):
             end, (rows, values) = jax.lax.scan(
@@ -314,11 +303,12 @@ class _Interpreter:
                 reverse=loop.is_reversed,
                 unroll=params["unroll"],
             )
-        return [*end, *rows], list(zip(inside, values, strict=True))
+        self._values += zip(inside, values, strict=True)
+        return [*end, *rows]
 
     def _enter_region(
-        self, region: _jax.Equation, operands: Sequence[Any], here: _Context
-    ) -> tuple[list[Any], _Values]:
+        self, region: _jax.Equation, operands: Sequence[Any], here: Site
+    ) -> list[Any]:
         """An SPMD region that also returns the values of each device, as rows."""
         params = region.params
         mesh = params["mesh"]
@@ -327,14 +317,8 @@ class _Interpreter:
         inside: list[Site] = []
 
         def body(*blocks: Any) -> Any:
-            results, values = self._program(params["jaxpr"], blocks, here)
-            inside[:] = [
-                replace(
-                    site, shape=(count, *site.shape), region=here.position, axes=axes
-                )
-                for site, _ in values
-            ]
-            rows = [_jax.varying_over(value, axes)[None] for _, value in values]
+            results, inside[:], values = self._apart(params["jaxpr"], blocks, here)
+            rows = [_jax.varying_over(value, axes)[None] for value in values]
             return tuple(results), rows
 
         with _jax.source_context(region):
@@ -346,7 +330,11 @@ class _Interpreter:
                 check_vma=params["check_vma"],
                 axis_names=set(axes),
             )(*operands)
-        return list(results), list(zip(inside, values, strict=True))
+        for site, value in zip(inside, values, strict=True):
+            shape = (count, *site.shape)
+            site = replace(site, shape=shape, region=here.position, axes=axes)
+            self._values.append((site, value))
+        return list(results)
 
     def _epsilon_of(self, equation: _jax.Equation) -> float:
         """Machine epsilon of the coarsest dtype that an equation computes in."""
