@@ -20,6 +20,7 @@ from tessera import _jax_mlir
 from tessera.analysis.source_lines import Frame, short, user_line
 from tessera.analysis.tables import aligned
 from tessera.mesh import Mesh
+from tessera.shard_spec import spec_of_axes
 
 _SHARDING = re.compile(r"<(?:@[^,]+|mesh<.*?>), \[(.*?)\]")
 _DIM = re.compile(r"\{([^}]*)\}")
@@ -195,15 +196,10 @@ def _spec(
     match = _SHARDING.search(sharding)
     dims = [_AXIS.findall(dim) for dim in _DIM.findall(match[1])] if match else []
     dims += [[]] * (rank - len(dims))
-    entries: list[Any] = []
-    for axes in dims:
-        names = tuple(name + part for name, part, _ in axes)
-        entries.append(names if len(names) > 1 else names[0] if names else None)
-    while entries and entries[-1] is None:
-        entries.pop()
+    spec = spec_of_axes(tuple(axis + part for axis, part, _ in dim) for dim in dims)
     # A part of an axis, '"dp":(1)2', includes its own size.
     blocks = [math.prod(int(n or sizes[axis]) for axis, _, n in dim) for dim in dims]
-    return PartitionSpec(*entries), blocks
+    return spec, blocks
 
 
 def _full_name(op: Any, name: str) -> str:
