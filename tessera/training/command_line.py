@@ -42,9 +42,8 @@ from tessera.training.overrides import (
     parse,
     refused,
     unknown_key,
-    walk,
 )
-from tessera.training.setting_fields import as_yaml, joined
+from tessera.training.setting_fields import as_yaml, joined, walk
 from tessera.training.settings_checks import check
 
 # The error for a file that a group does not have; T502 for the others.

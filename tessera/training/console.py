@@ -7,7 +7,7 @@ log file always: plain lines through Python's logging, logger ``tessera``.
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
@@ -26,7 +26,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from tessera.training.setting_fields import as_yaml
+from tessera.training.setting_fields import as_yaml, walk
 from tessera.untrusted_text import printable
 
 log = logging.getLogger("tessera")
@@ -75,27 +75,21 @@ class Console:
         usable = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._on_terminal = rank == 0 and usable
         self._is_first = rank == 0
-        prefix = f"[rank {rank}] " if num_processes > 1 else ""
-        self._handlers: list[logging.Handler] = []
-        if self._on_terminal:
-            self._handlers.append(_TerminalHandler(self._rich))
-        else:
-            self._add(logging.StreamHandler(stream), f"%(asctime)s {prefix}%(message)s")
+        text = f"[rank {rank}] %(message)s" if num_processes > 1 else "%(message)s"
+        seen: logging.Handler = _TerminalHandler(self._rich)
+        if not self._on_terminal:
+            seen = logging.StreamHandler(stream)
+            seen.setFormatter(logging.Formatter(f"%(asctime)s {text}", "%H:%M:%S"))
+        self._handlers: list[logging.Handler] = [seen]
         if log_file is not None:
-            to_file = logging.FileHandler(
+            layout = logging.Formatter(
+                f"%(asctime)s %(levelname)s {text}", "%Y-%m-%d %H:%M:%S"
+            )
+            kept = logging.FileHandler(
                 log_file, encoding="utf-8", errors="backslashreplace"
             )
-            self._add(
-                to_file,
-                f"%(asctime)s %(levelname)s {prefix}%(message)s",
-                "%Y-%m-%d %H:%M:%S",
-            )
-
-    def _add(
-        self, handler: logging.Handler, layout: str, clock: str = "%H:%M:%S"
-    ) -> None:
-        handler.setFormatter(logging.Formatter(layout, clock))
-        self._handlers.append(handler)
+            kept.setFormatter(layout)
+            self._handlers.append(kept)
 
     def __enter__(self) -> "Console":
         self._before = log.level, log.propagate
@@ -127,14 +121,11 @@ class Console:
         Args:
           text: YAML: groups of settings, and settings of no group.
         """
-        groups = yaml.safe_load(text)
-        alone = {key: v for key, v in groups.items() if not isinstance(v, dict)}
-        panels = [_settings_panel(alone, "run")] if alone else []
-        panels += [
-            _settings_panel(value, key)
-            for key, value in groups.items()
-            if isinstance(value, dict)
-        ]
+        panels: dict[str, list[tuple[str, str]]] = {"run": []}
+        for path, value in walk(yaml.safe_load(text)):
+            group, _, name = path.partition(".")
+            rows = panels.setdefault(group if name else "run", [])
+            rows.append((name or group, as_yaml(value)))
         self._show("configuration\n" + _indented(text), _two_columns(panels))
 
     def show_run_table(self, rows: Sequence[tuple[str, str]]) -> None:
@@ -144,13 +135,9 @@ class Console:
           rows: What it is, and how much.
         """
         wide = max(len(name) for name, _ in rows)
-        table = Table(box=box.SIMPLE, show_header=False, padding=(0, 1), expand=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in rows:
-            table.add_row(Text(name), Text(value))
         lines = "\n".join(f"  {name:{wide}}  {value}" for name, value in rows)
-        self._show(f"run\n{lines}", table)
+        table = Table(box=box.SIMPLE, show_header=False, padding=(0, 1), expand=False)
+        self._show(f"run\n{lines}", _filled(table, rows, "bold"))
 
     def show_validation(self, step: int, loss: float) -> None:
         """Show the loss on the validation data, in nats per token."""
@@ -258,26 +245,30 @@ class _TerminalHandler(logging.Handler):
             self._console.print(Text(self.format(record), style=style))
 
 
-def _settings_panel(settings: Mapping[str, object], title: str) -> Panel:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
+def _filled(table: Table, rows: Iterable[tuple[str, str]], style: str) -> Table:
+    """A table with a column of names, in a style, and one of values, which wrap."""
+    table.add_column(style=style, no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in settings.items():
-        inner = value if isinstance(value, dict) else {"": value}
-        for last, one in inner.items():
-            table.add_row(Text(f"{name}.{last}".rstrip(".")), Text(as_yaml(one)))
-    return Panel(table, title=title, title_align="left", box=box.ROUNDED)
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    return table
 
 
-def _two_columns(panels: Sequence[Panel]) -> RenderableType:
-    """Panels beside each other, each below the shorter column so far."""
+def _two_columns(panels: Mapping[str, list[tuple[str, str]]]) -> RenderableType:
+    """Panels beside each other, each below the shorter column so far.
+
+    Args:
+      panels: Names and values, by the title of their panel.
+    """
     columns: tuple[list[Panel], list[Panel]] = ([], [])
     heights = [0, 0]
-    for panel in panels:
-        shorter = heights.index(min(heights))
-        columns[shorter].append(panel)
-        assert isinstance(panel.renderable, Table), "panels hold tables"
-        heights[shorter] += panel.renderable.row_count + 2
+    for title, rows in panels.items():
+        if rows:
+            table = _filled(Table.grid(padding=(0, 2)), rows, "dim")
+            panel = Panel(table, title=title, title_align="left", box=box.ROUNDED)
+            shorter = heights.index(min(heights))
+            columns[shorter].append(panel)
+            heights[shorter] += len(rows) + 2
     grid = Table.grid(expand=True)
     for _ in columns:
         grid.add_column(ratio=1)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from tessera.errors import SettingValueError, TesseraError, UnknownSettingError
-from tessera.training.setting_fields import describe
+from tessera.training.setting_fields import describe, walk
 
 GROUPS: Final = ("model", "training", "data", "optimizer", "runtime")
 RUN_DIR: Final = "hydra.run.dir"
@@ -216,15 +216,6 @@ def _plain(config: DictConfig) -> Any:
     values: Any = OmegaConf.to_container(config, resolve=False)
     values.pop("hydra", None)
     return values
-
-
-def walk(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested dicts, with its dotted path."""
-    if not isinstance(values, dict):
-        yield path, values
-        return
-    for key, value in values.items():
-        yield from walk(value, f"{path}.{key}" if path else str(key))
 
 
 def _first_line(error: Exception) -> str:

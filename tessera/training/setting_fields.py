@@ -7,13 +7,13 @@ a setting means stands in the ``Attributes:`` section of its class, from where
 """
 
 import re
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from ctypes import c_float
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from inspect import getdoc
 from types import UnionType
-from typing import Any, Final, get_type_hints
+from typing import Any, Final, TypedDict, Unpack, get_type_hints
 
 from tessera.errors import SettingValueError, TesseraError
 
@@ -21,17 +21,28 @@ MOST_COUNT: Final = 2**31 - 1
 """What the 32-bit counters of a step hold; the bound of what has no nearer one."""
 
 
-def setting(
-    default: Any,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: Sequence[str] | None = None,
-    error: type[TesseraError] = SettingValueError,
-) -> Any:
-    """A dataclass field with limits, outside which ``problems_of`` finds ``error``.
+class Limits(TypedDict, total=False):
+    """What a setting may be, and the error that says that it is not.
+
+    Attributes:
+      least: The lowest number.
+      most: The highest number.
+      above: A number that it has to exceed.
+      below: A number that it has to stay below.
+      choices: The texts that it may be.
+      error: The class of the error; ``SettingValueError`` without one.
+    """
+
+    least: float
+    most: float
+    above: float
+    below: float
+    choices: Sequence[str]
+    error: type[TesseraError]
+
+
+def setting(default: Any, **limits: Unpack[Limits]) -> Any:
+    """A dataclass field with limits, outside which ``problems_of`` finds an error.
 
     A float has to keep to them as a float32, too, which is what a step computes with.
 
@@ -42,15 +53,6 @@ def setting(
       >>> [str(e.fix) for e in problems_of(Oven(celsius=999), "oven")]
       ['use a number from 0 to 300']
     """
-    limits = {
-        "least": least,
-        "most": most,
-        "above": above,
-        "below": below,
-        "choices": choices,
-        "error": error,
-    }
-    limits = {name: limit for name, limit in limits.items() if limit is not None}
     return field(default=default, metadata=limits)
 
 
@@ -64,19 +66,17 @@ def problems_of(config: Any, group: str, *only: str) -> list[TesseraError]:
     """
     errors: list[TesseraError] = []
     for one in fields(config):
-        value = getattr(config, one.name)
-        if value is None or not one.metadata or (only and one.name not in only):
+        value, limits = getattr(config, one.name), one.metadata
+        if (only and one.name not in only) or _within(value, limits):
             continue
-        if _within(value, one.metadata):
-            continue
-        rounded = ""
-        if isinstance(value, float) and _keeps_to(value, one.metadata):
-            rounded = f", which is {as_f32(value):g} as a float32"
+        got = f"{group}.{one.name}={value}"
+        if isinstance(value, float) and _keeps_to(value, limits):
+            got += f", which is {as_f32(value):g} as a float32"
         errors.append(
-            one.metadata["error"](
+            limits.get("error", SettingValueError)(
                 f"{group}.{one.name} does not take this value",
-                got=f"{group}.{one.name}={value}{rounded}",
-                fix=_legal(value, one.metadata),
+                got=got,
+                fix=_legal(value, limits),
             )
         )
     return errors
@@ -127,10 +127,7 @@ def describe(cls: type) -> Iterator[Description]:
                 name = f"{one.name}.{inner.name}"
                 yield Description(name, inner.type, inner.default, inner.meaning)
             continue
-        default = one.default
-        if one.default_factory is not MISSING:
-            default = one.default_factory()
-        shown = "" if default is MISSING else as_yaml(default)
+        shown = "" if one.default is MISSING else as_yaml(one.default)
         choices = one.metadata.get("choices")
         kind = " or ".join(choices) if choices else _type_name(hint)
         yield Description(one.name, kind, shown, meanings.get(one.name, ""))
@@ -154,6 +151,15 @@ def as_yaml(value: Any) -> str:
     return str(value)
 
 
+def walk(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested dicts, with its dotted path."""
+    if not isinstance(values, dict):
+        yield path, values
+        return
+    for key, value in values.items():
+        yield from walk(value, f"{path}.{key}" if path else str(key))
+
+
 def as_f32(value: float) -> float:
     """A number as a device holds it: rounded, infinite or zero beyond what it can.
 
@@ -161,26 +167,24 @@ def as_f32(value: float) -> float:
       >>> as_f32(1e39), as_f32(1e-39), as_f32(1 - 1e-9)
       (inf, 0.0, 1.0)
     """
-    try:
-        (rounded,) = struct.unpack("f", struct.pack("f", value))
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
+    rounded = c_float(value).value
     # Devices take what is below the least normal number for zero.
     return rounded if abs(rounded) >= 2.0**-126 else 0.0
 
 
-def _within(value: Any, limits: Any) -> bool:
-    """Whether a value keeps to its limits. Written so that NaN and infinity do not."""
+def _within(value: Any, limits: Mapping[str, Any]) -> bool:
+    """Whether a value keeps to its limits; null always does."""
+    if value is None:
+        return True
     if "choices" in limits:
         return value in limits["choices"]
     if isinstance(value, float):
         return _keeps_to(value, limits) and _keeps_to(as_f32(value), limits)
-    if isinstance(value, (bool, str)) or not isinstance(value, int):
-        return True
-    return _keeps_to(value, limits)
+    return type(value) is not int or _keeps_to(value, limits)
 
 
-def _keeps_to(value: float, limits: Any) -> bool:
+def _keeps_to(value: float, limits: Mapping[str, Any]) -> bool:
+    """Whether a number keeps to its limits. NaN and infinity do not."""
     return (
         abs(value) < float("inf")
         and value >= limits.get("least", value)
@@ -190,7 +194,7 @@ def _keeps_to(value: float, limits: Any) -> bool:
     )
 
 
-def _legal(value: Any, limits: Any) -> str:
+def _legal(value: Any, limits: Mapping[str, Any]) -> str:
     """What to write instead of a value."""
     if choices := limits.get("choices"):
         close = get_close_matches(str(value), choices, n=1)

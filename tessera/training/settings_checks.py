@@ -5,7 +5,7 @@ Nothing here imports JAX, which takes seconds; ``layout_checks.py`` has what nee
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, Final
 
@@ -29,7 +29,6 @@ from tessera.training.config import (
     data_parallel_groups,
 )
 from tessera.training.data import data_config as data_config
-from tessera.training.data.data_config import DataConfig
 from tessera.training.setting_conflicts import conflicts, unused_problems
 from tessera.training.setting_fields import MOST_COUNT, as_yaml, problems_of
 
@@ -45,101 +44,115 @@ def check(settings: Config) -> list[TesseraError]:
     T101, T102 and T103 for the mesh, T502 and T505 for values, T503 for batches, T504
     for the run's name, T507 for settings that exclude each other.
     """
-    sizes, mesh_errors = _read_mesh(settings.model)
+    errors = [*_check_name(settings.name)]
+    sizes: Mapping[str, int] | None = None
+    try:
+        sizes = _read_mesh(settings.model)
+    except TesseraError as error:
+        errors.append(error)
     ranges = [
         *problems_of(settings.model, "model"),
         *problems_of(settings.training, "training"),
     ]
-    return [
-        *_check_name(settings.name),
-        *mesh_errors,
-        *ranges,
-        *_check_resume(settings.training),
-        *_check_accumulation(settings.training),
-        *_check_remat(settings.training.remat),
-        *_check_loss_chunk(settings.training.loss_chunk),
-        *conflicts(settings, sizes),
-        *([] if sizes is None or ranges else _check_elements(settings, sizes)),
-        *_check_data(settings.data),
-        *optimizer_config.check(settings.optimizer, data_parallel_groups(sizes or {})),
-        *unused_problems(settings, sizes),
-        *problems_of(settings.runtime, "runtime"),
-    ]
+    errors += ranges
+    errors += _check_training(settings.training)
+    errors += conflicts(settings, sizes)
+    if sizes is not None and not ranges:
+        errors += _check_elements(settings, sizes)
+    try:
+        data_config.check(settings.data)
+    except TesseraError as error:
+        errors.append(error)
+    groups = data_parallel_groups(sizes or {})
+    errors += optimizer_config.check(settings.optimizer, groups)
+    errors += unused_problems(settings, sizes)
+    return errors + problems_of(settings.runtime, "runtime")
 
 
-def _check_name(name: str) -> list[TesseraError]:
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        return []
-    return [
-        OutputPathError(
+def _check_name(name: str) -> Iterator[TesseraError]:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        yield OutputPathError(
             "the run's name cannot name a folder",
-            got=f"name={name!r}",
+            got=f"{name=}",
             fix="use letters, digits, '.', '_' and '-', beginning with a letter or "
             "digit, at most 100",
         )
-    ]
 
 
-def _read_mesh(
-    model: ModelConfig,
-) -> tuple[dict[str, int] | None, list[TesseraError]]:
-    """Sizes of the mesh's axes, with -1 as 1, or what is wrong with it."""
+def _read_mesh(model: ModelConfig) -> dict[str, int]:
+    """Sizes of the mesh's axes, with -1 as 1."""
     got = f"model.mesh_shape={as_yaml(model.mesh_shape)}"
-    try:
-        if [type(part) for part in model.mesh_shape] != [tuple, tuple]:
-            raise MeshShapeError(
-                "a mesh shape is a pair of sizes and axis names",
-                got=got,
-                fix="write model.mesh_shape=[[4,2],[fsdp,tp]]",
-            )
-        axes = checked_axes(model.mesh_shape[1])
-        sizes = [max(size, 1) for size in checked_shape(model.mesh_shape[0], axes)]
-        if prod(sizes) > _MOST_DEVICES:
-            raise MeshShapeError(
-                "the mesh has more devices than any machine",
-                got=f"{got}: {prod(sizes)} devices",
-                fix=f"use sizes whose product is at most {_MOST_DEVICES}",
-            )
-        if unknown := [axis for axis in axes if axis not in MESH_AXES]:
-            raise UnknownAxisError(
-                f"the model has no use for mesh axes {', '.join(map(repr, unknown))}",
-                got=got,
-                fix="\n".join(did_you_mean(axis, MESH_AXES) for axis in unknown),
-            )
-    except TesseraError as error:
-        return None, [error]
-    return dict(zip(axes, sizes, strict=True)), []
+    if [type(part) for part in model.mesh_shape] != [tuple, tuple]:
+        raise MeshShapeError(
+            "a mesh shape is a pair of sizes and axis names",
+            got=got,
+            fix="write model.mesh_shape=[[4,2],[fsdp,tp]]",
+        )
+    axes = checked_axes(model.mesh_shape[1])
+    sizes = [max(size, 1) for size in checked_shape(model.mesh_shape[0], axes)]
+    if prod(sizes) > _MOST_DEVICES:
+        raise MeshShapeError(
+            "the mesh has more devices than any machine",
+            got=f"{got}: {prod(sizes)} devices",
+            fix=f"use sizes whose product is at most {_MOST_DEVICES}",
+        )
+    if unknown := [axis for axis in axes if axis not in MESH_AXES]:
+        raise UnknownAxisError(
+            f"the model has no use for mesh axes {', '.join(map(repr, unknown))}",
+            got=got,
+            fix="\n".join(did_you_mean(axis, MESH_AXES) for axis in unknown),
+        )
+    return dict(zip(axes, sizes, strict=True))
 
 
-def _check_resume(training: TrainingConfig) -> list[TesseraError]:
-    if training.resume and "\0" not in training.resume:
-        return []
-    return [
-        SettingValueError(
+def _check_training(training: TrainingConfig) -> Iterator[TesseraError]:
+    """Values of ``training`` whose limits are not a range or a list of choices."""
+    if not training.resume or "\0" in training.resume:
+        yield SettingValueError(
             "training.resume names nothing",
-            got=f"training.resume={training.resume!r}",
+            got=f"{training.resume=}",
             fix="use none, auto, or the folder of a run",
         )
-    ]
-
-
-def _check_accumulation(training: TrainingConfig) -> list[TesseraError]:
     total, every = training.gradient_accumulation_steps, training.sync_gradients_every
-    names = "gradient_accumulation_steps", "sync_gradients_every"
-    if problems_of(training, "training", *names) or total % every == 0:
-        return []
-    divisors = [number for number in range(1, total + 1) if total % number == 0]
-    return [
-        BatchSizeError(
+    counts = "gradient_accumulation_steps", "sync_gradients_every"
+    if not problems_of(training, "training", *counts) and total % every:
+        divisors = [number for number in range(1, total + 1) if total % number == 0]
+        yield BatchSizeError(
             "training.sync_gradients_every does not divide "
             "training.gradient_accumulation_steps",
             got=f"{total} / {every} leaves {total % every}",
             fix=f"use training.sync_gradients_every={nearest(divisors, every)}",
         )
-    ]
+    # The form alone; which policies there are, JAX knows.
+    wrong = [name for name in _policies(training.remat) if not isinstance(name, str)]
+    if wrong:
+        yield SettingValueError(
+            "training.remat is made of the names of policies",
+            got=f"training.remat={as_yaml(training.remat)}: {as_yaml(wrong[0])} is no "
+            "name",
+            fix="use one name, a list with one for each layer, or "
+            "{global: full, local: none}",
+        )
+    chunk = training.loss_chunk
+    is_number = isinstance(chunk, int) and not isinstance(chunk, bool)
+    if chunk not in ("auto", "none") and not (is_number and 1 <= chunk <= MOST_COUNT):
+        yield SettingValueError(
+            "training.loss_chunk is a number of tokens",
+            got=f"{training.loss_chunk=!s}",
+            fix=f"use a number from 1 to {MOST_COUNT}, auto or none",
+        )
 
 
-def _check_elements(settings: Config, sizes: Mapping[str, int]) -> list[TesseraError]:
+def _policies(remat: Any) -> list[Any]:
+    """What ``training.remat`` is made of."""
+    if isinstance(remat, Mapping):
+        return [*remat, *remat.values()]
+    return list(remat) if isinstance(remat, (list, tuple)) else [remat]
+
+
+def _check_elements(
+    settings: Config, sizes: Mapping[str, int]
+) -> Iterator[TesseraError]:
     """Whether the arrays of a microbatch have sizes that a compiler can count."""
     training, config = settings.training, settings.model.config
     rows = training.micro_batch_size * data_parallel_groups(sizes)
@@ -151,54 +164,11 @@ def _check_elements(settings: Config, sizes: Mapping[str, int]) -> list[TesseraE
         "the scores of attention": config.num_heads * length,
     }
     what, widest = max(each.items(), key=lambda item: item[1])
-    if rows * length * widest <= _MOST_ELEMENTS:
-        return []
-    return [
-        BatchSizeError(
+    if rows * length * widest > _MOST_ELEMENTS:
+        yield BatchSizeError(
             f"a microbatch is larger than any machine holds: {what}",
             got=f"{rows} sequences x {length} tokens x {widest} = "
             f"{rows * length * widest} numbers",
             fix="use a smaller training.micro_batch_size or training.sequence_length, "
             f"for at most {_MOST_ELEMENTS}",
         )
-    ]
-
-
-def _check_remat(remat: Any) -> list[TesseraError]:
-    """The form alone; which policies there are, JAX knows."""
-    if isinstance(remat, Mapping):
-        names = [*remat, *remat.values()]
-    else:
-        names = list(remat) if isinstance(remat, (list, tuple)) else [remat]
-    wrong = [name for name in names if not isinstance(name, str)]
-    if not wrong:
-        return []
-    return [
-        SettingValueError(
-            "training.remat is made of the names of policies",
-            got=f"training.remat={as_yaml(remat)}: {as_yaml(wrong[0])} is no name",
-            fix="use one name, a list with one for each layer, or "
-            "{global: full, local: none}",
-        )
-    ]
-
-
-def _check_loss_chunk(given: int | str) -> list[TesseraError]:
-    is_number = isinstance(given, int) and not isinstance(given, bool)
-    if given in ("auto", "none") or (is_number and 1 <= int(given) <= MOST_COUNT):
-        return []
-    return [
-        SettingValueError(
-            "training.loss_chunk is a number of tokens",
-            got=f"training.loss_chunk={given}",
-            fix=f"use a number from 1 to {MOST_COUNT}, auto or none",
-        )
-    ]
-
-
-def _check_data(data: DataConfig) -> list[TesseraError]:
-    try:
-        data_config.check(data)
-    except TesseraError as error:
-        return [error]
-    return []
