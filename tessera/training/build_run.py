@@ -4,6 +4,7 @@
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, cast
@@ -216,21 +217,19 @@ class Run:
             *self._unused_notes(),
         ]
 
-    def _optimizer_notes(self) -> list[str]:
+    def _optimizer_notes(self) -> Iterator[str]:
         """Where the optimizer's state makes a setting change nothing."""
         config = self.step_config
         leaves = jax.tree.leaves(self.abstract_state.optimizer)
-        if not any(leaf.shape for leaf in leaves):
-            unused = {
-                "zero_stage 1": config.zero_stage == 1,
-                "offload_optimizer": config.offload_optimizer,
-            }
-            return [
-                f"{name} changes nothing: this optimizer keeps no arrays"
-                for name, is_given in unused.items()
-                if is_given
-            ]
-        return optimizer_offload.notes(self.mesh) if config.offload_optimizer else []
+        if any(leaf.shape for leaf in leaves):
+            if config.offload_optimizer:
+                yield from optimizer_offload.notes(self.mesh)
+            return
+        reason = "changes nothing: this optimizer keeps no arrays"
+        if config.zero_stage == 1:
+            yield f"zero_stage 1 {reason}"
+        if config.offload_optimizer:
+            yield f"offload_optimizer {reason}"
 
     def _pipeline_notes(self) -> list[str]:
         """The split of the layers and the schedule; what they waste, as a warning."""
@@ -241,31 +240,26 @@ class Run:
         costs, head = layer_costs(self.model.config)
         return [describe(split.layers, costs, last=head), schedule.summary()]
 
-    def _unused_notes(self) -> list[str]:
+    def _unused_notes(self) -> Iterator[str]:
         """Settings that have nothing to do in a model or on a mesh of these sizes."""
-        model, config = self.model.config, self.step_config
+        model, every = self.model.config, self.step_config.sync_every
         rule = self.config.optimizer.scale_learning_rate
-        is_alone = data_parallel_groups(self.mesh.shape) == 1
+        if data_parallel_groups(self.mesh.shape) == 1:
+            reason = "changes nothing: there is one data-parallel group"
+            if every > 1:
+                yield f"sync_gradients_every {every} {reason}"
+            if rule != "none":
+                yield f"scale_learning_rate {rule} {reason}"
         kinds = {model.is_global(layer) for layer in range(model.num_layers)}
         scaled = model.rope_base_global, model.rope_scale_global
         usual = Gemma3Config.rope_base_global, Gemma3Config.rope_scale_global
-        unused = {
-            f"sync_gradients_every {config.sync_every}": is_alone
-            and config.sync_every > 1,
-            f"scale_learning_rate {rule}": is_alone and rule != "none",
-        }
-        notes = [
-            f"{name} changes nothing: there is one data-parallel group"
-            for name, is_given in unused.items()
-            if is_given
-        ]
         if kinds == {True}:
-            names = "window and rope_base_local"
-            notes.append(f"{names} change nothing: every layer is global")
+            yield "window and rope_base_local change nothing: every layer is global"
         if kinds == {False} and scaled != usual:
-            names = "rope_base_global and rope_scale_global"
-            notes.append(f"{names} change nothing: no layer is global")
-        return notes
+            yield (
+                "rope_base_global and rope_scale_global change nothing: no layer is "
+                "global"
+            )
 
     def check(self) -> None:
         """Raise what does not fit before anything is compiled or written.

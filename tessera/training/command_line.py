@@ -169,7 +169,11 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     except TesseraError as error:
         raise joined([*errors, error]) from error
     errors += [*check(settings), *_check_output(output_dir)]
-    if errors := errors or _layout_problems(settings):
+    if not errors:
+        from tessera.training.layout_checks import layout_problems  # imports JAX
+
+        errors = layout_problems(settings)
+    if errors:
         raise joined(errors)
     with open_dict(config):
         del config["hydra"]
@@ -185,13 +189,6 @@ def _sweep(overrides: Sequence[str], config_dir: Path) -> int:
     for one in combinations([parse(text, is_sweep=True) for text in overrides]):
         compose(one, config_dir)
     return sweep(overrides, config_dir)
-
-
-def _layout_problems(settings: Config) -> list[TesseraError]:
-    """What is wrong with the model on its mesh, by modules that import JAX."""
-    from tessera.training.layout_checks import layout_problems
-
-    return layout_problems(settings)
 
 
 def _values(config: DictConfig) -> tuple[Config, str]:

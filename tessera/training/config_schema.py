@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts between OmegaConf and the dataclasses of ``config.py``."""
 
-from dataclasses import field, make_dataclass
-from typing import Any, Final, TypeVar, cast, get_type_hints
+from dataclasses import dataclass, fields
+from typing import Any, cast, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -18,35 +18,30 @@ from tessera.training.config import (
 from tessera.training.data.data_config import DataConfig
 from tessera.training.optimizer_config import OPTIMIZERS, OptimizerConfig
 
-T = TypeVar("T")
 
-# A model's sizes stand beside its name and mesh on the command line.
-ModelSchema: Final = make_dataclass(
-    "ModelSchema",
-    [
-        ("name", str),
-        ("mesh_shape", list[Any]),
-        ("sequence_parallel", bool, ModelConfig.sequence_parallel),
-        ("context_parallel", str, ModelConfig.context_parallel),
-        *(
-            (name, hint, field(default=Gemma3Config.__dataclass_fields__[name].default))
-            for name, hint in get_type_hints(Gemma3Config).items()
-        ),
-    ],
-    kw_only=True,
-)
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    name: str
+    mesh_shape: list[Any]  # of two types, which OmegaConf has no list for
+    sequence_parallel: bool = ModelConfig.sequence_parallel
+    context_parallel: str = ModelConfig.context_parallel
 
-Schema: Final = make_dataclass(
-    "Schema",
-    [
-        ("name", str),
-        ("model", ModelSchema),
-        ("training", TrainingConfig),
-        ("data", DataConfig),
-        ("optimizer", OptimizerConfig),
-        ("runtime", RuntimeConfig),
-    ],
-)
+
+@dataclass(frozen=True)
+class ModelSchema(Gemma3Config, _Model):
+    """``ModelConfig`` on the command line: its sizes stand beside the others."""
+
+
+@dataclass
+class Schema:
+    """``Config`` as OmegaConf types it. Not frozen: ``typed`` sets its fields."""
+
+    name: str
+    model: ModelSchema
+    training: TrainingConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    runtime: RuntimeConfig
 
 
 def typed(cls: type) -> DictConfig:
@@ -69,24 +64,17 @@ def settings_of(config: DictConfig) -> Config:
     Raises:
       ModelShapeError: [T405] the sizes of the model contradict each other.
     """
-    model = cast(
+    values: dict[str, Any] = {
+        group: OmegaConf.to_object(config[group])
+        for group in ("training", "data", "optimizer", "runtime")
+    }
+    sizes = cast(
         dict[str, Any],
         OmegaConf.to_container(config.model, resolve=True, throw_on_missing=True),
     )
-    return Config(
-        name=config.name,
-        model=ModelConfig(
-            name=model.pop("name"),
-            mesh_shape=_frozen(model.pop("mesh_shape")),
-            sequence_parallel=model.pop("sequence_parallel"),
-            context_parallel=model.pop("context_parallel"),
-            config=Gemma3Config(**model),
-        ),
-        training=_value(TrainingConfig, config.training),
-        data=_value(DataConfig, config.data),
-        optimizer=_value(OptimizerConfig, config.optimizer),
-        runtime=_value(RuntimeConfig, config.runtime),
-    )
+    own = {one.name: _frozen(sizes.pop(one.name)) for one in fields(_Model)}
+    model = ModelConfig(**own, config=Gemma3Config(**sizes))
+    return Config(name=config.name, model=model, **values)
 
 
 def settings_of_text(text: str) -> Config:
@@ -128,12 +116,6 @@ class _Dumper(yaml.SafeDumper):
 
 _Dumper.add_representer(list, _Dumper.inline)
 _Dumper.add_representer(str, _Dumper.quoted)
-
-
-def _value(cls: type[T], node: DictConfig) -> T:
-    value = OmegaConf.to_object(node)
-    assert isinstance(value, cls), f"{type(value)} is not {cls}"
-    return value
 
 
 def _frozen(value: Any) -> Any:

@@ -5,6 +5,7 @@ It is asked of the modules that lay out arrays, which import JAX. So it comes af
 ``settings_checks.py``, once nothing is wrong with the settings themselves.
 """
 
+from collections.abc import Iterator
 from math import lcm
 from typing import Final, cast
 
@@ -33,15 +34,18 @@ def layout_problems(settings: Config) -> list[TesseraError]:
     """
     sizes, axes = settings.model.mesh_shape
     mesh = Mesh.from_shape([[max(size, 1) for size in sizes], axes])
+    errors: list[TesseraError] = []
+    place: Placement | None = None
     try:
         place = _placement(settings.model, mesh)
     except TesseraError as error:
-        return [error, *_check_remat(settings, mesh), *_check_stages(settings, mesh)]
-    return [
-        *_check_remat(settings, mesh),
-        *_check_stages(settings, mesh),
-        *_check_sequences(settings, place),
-    ]
+        errors.append(error)
+    for check in (_check_remat, _check_stages):
+        try:
+            check(settings, mesh)
+        except TesseraError as error:
+            errors.append(error)
+    return errors if place is None else [*errors, *_check_sequences(settings, place)]
 
 
 def _placement(model: ModelConfig, mesh: Mesh) -> Placement:
@@ -53,72 +57,57 @@ def _placement(model: ModelConfig, mesh: Mesh) -> Placement:
     )
 
 
-def _check_stages(settings: Config, mesh: Mesh) -> list[TesseraError]:
-    training = settings.training
+def _check_stages(settings: Config, mesh: Mesh) -> None:
     if "pp" not in mesh.axes:
-        return []
+        return
+    training = settings.training
     stages, chunks = mesh.shape["pp"], training.pipeline_chunks
     microbatches = training.gradient_accumulation_steps
-    try:
-        StageSplit.of(settings.model.config, stages, chunks)
-        if stages * microbatches > _LARGEST_TABLE:
-            raise PipelineSizeError(
-                "a schedule of so many stages and microbatches is too large a table",
-                got=f"{stages} stages x {microbatches} microbatches",
-                fix=f"use at most {_LARGEST_TABLE // stages} for "
-                "training.gradient_accumulation_steps",
-            )
-        order = training.pipeline_schedule
-        schedule(order, stages, microbatches, chunks if chunks > 1 else None)
-    except TesseraError as error:
-        return [error]
-    return []
+    StageSplit.of(settings.model.config, stages, chunks)
+    if stages * microbatches > _LARGEST_TABLE:
+        raise PipelineSizeError(
+            "a schedule of so many stages and microbatches is too large a table",
+            got=f"{stages} stages x {microbatches} microbatches",
+            fix=f"use at most {_LARGEST_TABLE // stages} for "
+            "training.gradient_accumulation_steps",
+        )
+    order = training.pipeline_schedule
+    schedule(order, stages, microbatches, chunks if chunks > 1 else None)
 
 
-def _check_remat(settings: Config, mesh: Mesh) -> list[TesseraError]:
+def _check_remat(settings: Config, mesh: Mesh) -> None:
     config = settings.model.config
-    try:
-        policies = policies_of(settings.training.remat, config)
-        if "pp" in mesh.axes:
-            stages = mesh.shape["pp"] * settings.training.pipeline_chunks
-            policies_of_stage(policies, config.num_layers // stages)
-    except TesseraError as error:
-        return [error]
-    return []
+    policies = policies_of(settings.training.remat, config)
+    if "pp" in mesh.axes:
+        stages = mesh.shape["pp"] * settings.training.pipeline_chunks
+        policies_of_stage(policies, config.num_layers // stages)
 
 
-def _check_sequences(settings: Config, place: Placement) -> list[TesseraError]:
+def _check_sequences(settings: Config, place: Placement) -> Iterator[BatchSizeError]:
     length, spread = settings.training.sequence_length, place.arrangement
     chunks = spread.size * spread.runs if spread else 1
     split = place.size("sequence") if settings.model.sequence_parallel else 1
     step = lcm(chunks, split)
     if length % step == 0:
-        return []
+        return
     longer = nearest(range(step, length + step + 1, step), length)
-    errors: list[TesseraError] = []
     if length % chunks:
-        errors.append(
-            BatchSizeError(
-                f"sequences cannot be cut into the {chunks} chunks that the devices of "
-                f"mesh axis 'cp' share by model.context_parallel="
-                f"{settings.model.context_parallel}",
-                got=f"training.sequence_length={length}: {length} / {chunks} leaves "
-                f"{length % chunks}",
-                fix=f"use training.sequence_length={longer}",
-            )
+        yield BatchSizeError(
+            f"sequences cannot be cut into the {chunks} chunks that the devices of "
+            "mesh axis 'cp' share by model.context_parallel="
+            f"{settings.model.context_parallel}",
+            got=f"training.sequence_length={length}: {length} / {chunks} leaves "
+            f"{length % chunks}",
+            fix=f"use training.sequence_length={longer}",
         )
     if length % split:
         axes = place.axes("sequence")
-        named = " and ".join(map(repr, axes))
-        errors.append(
-            BatchSizeError(
-                f"sequences cannot be split evenly over mesh "
-                f"{'axis' if len(axes) == 1 else 'axes'} {named}, which "
-                "model.sequence_parallel asks for",
-                got=f"training.sequence_length={length}: {length} / {split} leaves "
-                f"{length % split}",
-                fix=f"use training.sequence_length={longer}, or "
-                "model.sequence_parallel=false",
-            )
+        yield BatchSizeError(
+            f"sequences cannot be split evenly over mesh "
+            f"{'axis' if len(axes) == 1 else 'axes'} "
+            f"{' and '.join(map(repr, axes))}, which model.sequence_parallel asks for",
+            got=f"training.sequence_length={length}: {length} / {split} leaves "
+            f"{length % split}",
+            fix=f"use training.sequence_length={longer}, or "
+            "model.sequence_parallel=false",
         )
-    return errors

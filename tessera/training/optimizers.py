@@ -5,9 +5,8 @@
 ``optax.GradientTransformation`` and the schedule, which it logs.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,57 +35,26 @@ from tessera.tree import Tree
 Schedule: TypeAlias = Callable[[ArrayLike], Float[Array, ""]]
 
 
-def _adamw(config: AdamWConfig, rate: Schedule) -> optax.GradientTransformation:
-    return optax.adamw(
-        rate,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=decay_mask,
-    )
-
-
-def _adam(config: AdamConfig, rate: Schedule) -> optax.GradientTransformation:
-    return optax.adam(rate, b1=config.beta1, b2=config.beta2, eps=config.epsilon)
-
-
-def _sgd(config: SgdConfig, rate: Schedule) -> optax.GradientTransformation:
-    return optax.sgd(rate, momentum=config.momentum or None, nesterov=config.nesterov)
-
-
-def _lion(config: LionConfig, rate: Schedule) -> optax.GradientTransformation:
-    return optax.lion(
-        rate,
-        b1=config.beta1,
-        b2=config.beta2,
-        weight_decay=config.weight_decay,
-        mask=decay_mask,
-    )
-
-
-def _adafactor(config: AdafactorConfig, rate: Schedule) -> optax.GradientTransformation:
-    return optax.adafactor(
-        rate,
-        min_dim_size_to_factor=config.least_dim_to_factor,
-        decay_rate=config.decay_rate,
-        multiply_by_parameter_scale=config.scale_by_parameter,
-        clipping_threshold=config.clip_update,
-    )
-
-
-# How Optax makes each of them.
-_MAKERS: Final[Mapping[str, Callable[..., optax.GradientTransformation]]] = (
-    MappingProxyType(
-        {
-            "adamw": _adamw,
-            "adam": _adam,
-            "sgd": _sgd,
-            "lion": _lion,
-            "adafactor": _adafactor,
-        }
-    )
-)
+def _transform(config: OptimizerConfig, rate: Schedule) -> optax.GradientTransformation:
+    """How Optax makes the optimizer of a configuration, without clipping."""
+    match config:
+        case AdamWConfig(beta1=b1, beta2=b2, epsilon=eps, weight_decay=decay):
+            return optax.adamw(rate, b1, b2, eps, weight_decay=decay, mask=decay_mask)
+        case AdamConfig(beta1=b1, beta2=b2, epsilon=eps):
+            return optax.adam(rate, b1, b2, eps)
+        case SgdConfig(momentum=momentum, nesterov=nesterov):
+            return optax.sgd(rate, momentum=momentum or None, nesterov=nesterov)
+        case LionConfig(beta1=b1, beta2=b2, weight_decay=decay):
+            return optax.lion(rate, b1, b2, weight_decay=decay, mask=decay_mask)
+        case AdafactorConfig():
+            return optax.adafactor(
+                rate,
+                min_dim_size_to_factor=config.least_dim_to_factor,
+                decay_rate=config.decay_rate,
+                multiply_by_parameter_scale=config.scale_by_parameter,
+                clipping_threshold=config.clip_update,
+            )
+    raise AssertionError(f"no optimizer has settings of type {type(config).__name__}")
 
 
 def make_optimizer(
@@ -123,7 +91,7 @@ def make_optimizer(
     if problems := check(config, world_size):
         raise joined(problems)
     rate = make_schedule(config, steps, world_size)
-    transform = _with_promotion(_MAKERS[config.name](config, rate))
+    transform = _with_promotion(_transform(config, rate))
     if clip_norm is not None:
         transform = optax.chain(clip_by_global_norm(clip_norm), transform)
     return transform, rate
