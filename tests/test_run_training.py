@@ -49,7 +49,7 @@ def start(
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in ("PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+        if name not in ("PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
     }
     return subprocess.Popen(
         [*through, sys.executable, str(SCRIPT), *arguments],

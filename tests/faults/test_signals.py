@@ -46,7 +46,7 @@ class Running:
             [sys.executable, *command],
             cwd=ROOT,
             env={
-                **{k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS",)},
+                **os.environ,
                 "PYTHONUNBUFFERED": "1",
                 "JAX_PLATFORMS": "cpu",
                 "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
