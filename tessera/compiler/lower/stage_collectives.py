@@ -35,9 +35,8 @@ def check_stages(graph: Graph, compiled: jax.stages.Compiled) -> None:
 
     # The ledger takes longer than this, and hardly any program needs it.
     if not any(
-        execution.conditional
-        and execution.instruction.opcode.startswith((_KIND, "send"))
-        for execution in executions(hlo.parse(text))
+        node.is_conditional and node.instruction.opcode.startswith((_KIND, "send"))
+        for node in executions(hlo.parse(text))
     ):
         return
     found = [
