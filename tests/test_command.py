@@ -55,7 +55,11 @@ def test_help_and_version_import_no_jax():
     program = """
 import sys
 from tessera.__main__ import main
-main(["--help"]), main(["--version"]), main(["launch", "--nprocs=0", "x.py"])
+main(["--help"]), main(["--version"])
+try:
+    main(["launch", "--nprocs=0", "x.py"])
+except SystemExit:
+    pass
 print([name for name in ("jax", "hydra", "numpy") if name in sys.modules])
 """
     done = subprocess.run(
@@ -66,7 +70,7 @@ print([name for name in ("jax", "hydra", "numpy") if name in sys.modules])
         check=True,
     )
     assert done.stdout.endswith("\n[]\n")
-    assert done.stderr.startswith("[T704] --nprocs is a number of processes")
+    assert "argument --nprocs: '0' is no number from 1 to 9999" in done.stderr
 
 
 def test_the_wheel_has_the_command_and_the_files_of_the_settings():

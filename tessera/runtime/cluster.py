@@ -2,8 +2,8 @@
 """Detects this process's rank in its run, from arguments or environment variables.
 
 ``detect`` asks one source after another and takes the first that answers: arguments,
-the variables of this launcher, of torchrun, Slurm, MPI, and of an indexed Kubernetes
-job. If none answers, the process is alone.
+the variables of torchrun, which this launcher sets too, of Slurm, MPI, and of an
+indexed Kubernetes job. If none answers, the process is alone.
 
 JAX detects Slurm, Open MPI and Kubernetes too, but does not skip incomplete variables,
 such as those of a shell inside a job, and does not say why it chose a source. Here an
@@ -112,7 +112,7 @@ def detect(
     if any(value is not None for value in arguments.values()):
         return _from_arguments(arguments)
     notes: list[str] = []
-    for source in (_from_launcher, _from_torchrun, _from_slurm, _from_mpi, _from_pods):
+    for source in (_from_torchrun, _from_slurm, _from_mpi, _from_pods):
         cluster = source(environ, notes.append)
         if cluster is None:
             continue
@@ -178,15 +178,6 @@ def _check_rank(cluster: Cluster) -> None:
         )
 
 
-def _from_launcher(environ: Mapping[str, str], note: Note) -> Cluster | None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    numbers = _numbers(environ, [f"TESSERA_{name}" for name in names], note)
-    if numbers is None or not environ.get("TESSERA_COORDINATOR"):
-        return None
-    address = read_address(environ["TESSERA_COORDINATOR"], "TESSERA_COORDINATOR")
-    return Cluster(*numbers, coordinator=address, source="tessera.launch")
-
-
 def _from_torchrun(environ: Mapping[str, str], note: Note) -> Cluster | None:
     numbers = _numbers(environ, ("RANK", "WORLD_SIZE"), note)
     if numbers is None:
@@ -201,7 +192,9 @@ def _from_torchrun(environ: Mapping[str, str], note: Note) -> Cluster | None:
         local_rank=_number(environ, "LOCAL_RANK", 0),
         local_size=_number(environ, "LOCAL_WORLD_SIZE", 1),
         coordinator=(environ.get("MASTER_ADDR", ""), port),
-        source="torchrun's RANK and WORLD_SIZE",
+        source="tessera.launch"
+        if "TESSERA_LAUNCHER" in environ
+        else "torchrun's RANK and WORLD_SIZE",
     )
 
 
@@ -274,7 +267,7 @@ def _from_mpi(environ: Mapping[str, str], note: Note) -> Cluster | None:
             continue
         local_rank, local_size = (_number(environ, name, 0) for name in names[2:])
         job = environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID", "")
-        host = environ.get("MASTER_ADDR") or _open_mpi_host(environ)
+        host = environ.get("MASTER_ADDR", "")
         if numbers[1] > max(local_size, 1) and not host:
             raise ProcessLayoutError(
                 "the processes of MPI are on several machines, and none is named",
@@ -295,12 +288,6 @@ def _from_mpi(environ: Mapping[str, str], note: Note) -> Cluster | None:
     if "PMIX_RANK" in environ:
         note("PMIX_RANK is set, and nothing says how many processes there are")
     return None
-
-
-def _open_mpi_host(environ: Mapping[str, str]) -> str:
-    """The machine of ``mpirun``, which runs rank 0, as Open MPI up to 4 names it."""
-    _, _, addresses = environ.get("OMPI_MCA_orte_hnp_uri", "").partition("//")
-    return addresses.split(",")[0].split(":")[0]
 
 
 def _from_pods(environ: Mapping[str, str], note: Note) -> Cluster | None:

@@ -26,7 +26,7 @@ from tessera.runtime import exit_codes
 from tessera.runtime.accelerators import assign_devices, find_accelerators
 from tessera.runtime.addresses import address_towards, bind_address, host_and_port
 from tessera.runtime.cluster import Cluster
-from tessera.runtime.launcher_protocol import STATUS_FILE, ParentLauncher, StatusPage
+from tessera.runtime.launcher_protocol import ParentLauncher
 from tessera.runtime.process_exit import exit_now, on_exit
 from tessera.runtime.rank_consistency import (
     Fingerprint,
@@ -39,7 +39,7 @@ from tessera.runtime.rank_consistency import (
 )
 from tessera.runtime.rendezvous import rendezvous
 from tessera.runtime.stop_requests import StopRequests
-from tessera.runtime.watchdog import NO_LAUNCHER, Watchdog
+from tessera.runtime.watchdog import Watchdog
 
 _log: Final = logging.getLogger("tessera.runtime")
 # The pool that XLA's CPU devices share; with fewer threads, processes of several
@@ -208,7 +208,7 @@ def joined(
     """
     timeouts = timeouts or Timeouts()
     launcher = ParentLauncher.find(os.environ)
-    watchdog = _make_watchdog(cluster, deadlines or {}, launcher)
+    watchdog = Watchdog(deadlines or {}, rank=cluster.rank, launcher=launcher)
     watchdog.start()
     launcher = launcher if launcher and launcher.is_rank else None
     if launcher is not None or cluster.coordinator is not None:
@@ -273,25 +273,6 @@ def _handle_stop_signals(
             stop_requests.keep_deadline()
     if stop_requests.exit_code is not None:
         raise SystemExit(stop_requests.exit_code)
-
-
-def _make_watchdog(
-    cluster: Cluster,
-    deadlines: Mapping[str, float | None],
-    launcher: ParentLauncher | None,
-) -> Watchdog:
-    """This process's watchdog; it ends a launched process whose launcher is gone."""
-    if launcher is None:
-        return Watchdog(deadlines, rank=cluster.rank)
-    if not launcher.is_alive:
-        exit_now(exit_codes.TERMINATED, NO_LAUNCHER)
-    return Watchdog(
-        deadlines,
-        rank=cluster.rank,
-        page=StatusPage(launcher.folder / STATUS_FILE) if launcher.is_rank else None,
-        local_rank=launcher.local_rank,
-        launcher_is_alive=lambda: launcher.is_alive,
-    )
 
 
 @contextmanager

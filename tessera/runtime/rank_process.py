@@ -10,8 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Final
+
+from tessera.runtime.launcher_protocol import Status
 
 _START: Final = Path(__file__).parent / "start_rank.py"
 _MAX_LINES: Final = 400
@@ -27,11 +30,15 @@ class RankProcess:
 
     Args:
       command: What to run.
-      environment: All of its environment variables.
-      rank: Its number in the run.
-      local_rank: Its number on this machine.
+      environment: Its environment variables; that of the status pipe is added.
+      rank: Its number.
       show: Takes the stream, 1 or 2, and a line, ``[rank 3] …``.
-      on_exit: Called with ``local_rank``, from a thread, when the process has ended.
+      on_exit: Called with this object, from a thread, when the process has ended.
+
+    Attributes:
+      status: What it reported last.
+      ended_at: When it ended; None while it runs.
+      is_late: Whether the launcher ended it for exceeding a deadline.
     """
 
     def __init__(
@@ -39,11 +46,11 @@ class RankProcess:
         command: Sequence[str],
         environment: Mapping[str, str],
         rank: int,
-        local_rank: int,
         show: Callable[[int, bytes], None],
-        on_exit: Callable[[int], None],
+        on_exit: Callable[["RankProcess"], None],
     ) -> None:
-        self.rank, self.local_rank = rank, local_rank
+        self.rank = rank
+        self.status, self.is_late = Status(), False
         self.ended_at: float | None = None
         self.started_at = time.monotonic()
         self._show, self._on_exit = show, on_exit
@@ -51,18 +58,24 @@ class RankProcess:
             stream: deque(maxlen=_MAX_LINES) for stream in (1, 2)
         }
         start = (sys.executable, "-I", "-S", str(_START), str(os.getpid()))
+        status, status_writer = os.pipe()
         self._process = subprocess.Popen(
             (*start, *command),
-            env=environment,
+            env={**environment, "TESSERA_STATUS": str(status_writer)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pass_fds=(status_writer,),
             start_new_session=True,
         )
-        pipes = (1, self._process.stdout), (2, self._process.stderr)
+        os.close(status_writer)
         self._readers = [
-            threading.Thread(target=self._read, args=pipe, daemon=True)
-            for pipe in pipes
+            threading.Thread(target=read, args=given, daemon=True)
+            for read, *given in (
+                (self._read_output, 1, self._process.stdout),
+                (self._read_output, 2, self._process.stderr),
+                (self._read_status, os.fdopen(status, "rb")),
+            )
         ]
         waiter = threading.Thread(target=self._wait, daemon=True)
         for thread in (*self._readers, waiter):
@@ -103,7 +116,7 @@ class RankProcess:
         """The last lines of one of its streams, 1 or 2."""
         return [line.decode(errors="backslashreplace") for line in self._lines[stream]]
 
-    def _read(self, stream: int, pipe: IO[bytes]) -> None:
+    def _read_output(self, stream: int, pipe: IO[bytes]) -> None:
         prefix = f"[rank {self.rank}] ".encode()
         with pipe:
             while line := pipe.readline(_MAX_LINE):
@@ -111,10 +124,16 @@ class RankProcess:
                 self._lines[stream].append(line)
                 self._show(stream, prefix + line + b"\n")
 
+    def _read_status(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            for line in pipe:
+                status, failed_at = Status.read(line), self.status.failed_at
+                self.status = replace(status, failed_at=failed_at or status.failed_at)
+
     def _wait(self) -> None:
         if hasattr(os, "waitid"):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._process.wait()
         self.ended_at = time.monotonic()
-        self._on_exit(self.local_rank)
+        self._on_exit(self)

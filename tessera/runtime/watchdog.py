@@ -22,10 +22,8 @@ from typing import Final
 
 from tessera.errors import StalledError
 from tessera.runtime import exit_codes
-from tessera.runtime.launcher_protocol import Command, StatusPage
+from tessera.runtime.launcher_protocol import ParentLauncher, Status
 from tessera.runtime.process_exit import exit_now
-
-NO_LAUNCHER: Final = "the launcher is gone, and this rank ends with it\n"
 
 _TICK: Final = 0.25
 _PUBLISH_EVERY: Final = 2.0
@@ -33,7 +31,8 @@ _PUBLISH_EVERY: Final = 2.0
 # that time does not count.
 _LONGEST_TICK: Final = 2.0
 _QUERY_TIMEOUT: Final = 3.0
-_OTHERS_SHOW: Final = 1.0
+# How long a failure in the main thread waits while the watchdog ends the process.
+_ENDING: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,7 @@ class Watchdog:
     Args:
       deadlines: Seconds for each kind of phase; None, or no entry, is no limit.
       rank: This process's rank.
-      page: The status page that the launcher reads; None without a launcher.
-      local_rank: The index of this rank's record on the page.
-      launcher_is_alive: Ends the process when it returns False.
+      launcher: Learns the phases, and may end the process; None without a launcher.
     """
 
     def __init__(
@@ -70,15 +67,11 @@ class Watchdog:
         deadlines: Mapping[str, float | None],
         *,
         rank: int = 0,
-        page: StatusPage | None = None,
-        local_rank: int = 0,
-        launcher_is_alive: Callable[[], bool] = lambda: True,
+        launcher: ParentLauncher | None = None,
     ) -> None:
-        self._deadlines, self._rank = deadlines, rank
-        self._page, self._local_rank = page, local_rank
-        self._launcher_is_alive = launcher_is_alive
+        self._deadlines, self._rank, self._launcher = deadlines, rank, launcher
         self._stopped = threading.Event()
-        self._is_ending = False
+        self._is_ending, self._failed_at = False, 0.0
         self._phase = Phase("start", "start", time.monotonic())
         self._read: Callable[[], Mapping[str, str]] = dict
 
@@ -91,13 +84,12 @@ class Watchdog:
           number: Counts phases of one kind.
         """
         name = kind if number is None else f"{kind} {number}"
-        self._phase = phase = Phase(kind, name, time.monotonic())
-        if self._page is not None:
-            limit = self._limit(kind)
-            self._page.enter(self._local_rank, name, phase.since, limit)
+        self._phase = Phase(kind, name, time.monotonic())
+        self._report()
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch, if the launcher has not ended this process's attempt."""
+        self._obey_launcher()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
@@ -111,9 +103,9 @@ class Watchdog:
         While the watchdog ends the process, a failure in the main thread waits for it.
         """
         if self._is_ending and threading.current_thread() is threading.main_thread():
-            time.sleep(_QUERY_TIMEOUT + 2 * _OTHERS_SHOW)
-        if self._page is not None:
-            self._page.fail(self._local_rank, time.monotonic())
+            time.sleep(_ENDING)
+        self._failed_at = self._failed_at or time.monotonic()
+        self._report()
 
     def connect(
         self, publish: Callable[[str], None], read: Callable[[], Mapping[str, str]]
@@ -135,6 +127,13 @@ class Watchdog:
 
         threading.Thread(target=publish_phases, name="phases", daemon=True).start()
 
+    def _report(self) -> None:
+        if self._launcher is not None:
+            phase = self._phase
+            limit = self._limit(phase.kind)
+            status = Status(phase.name, phase.since, limit, self._failed_at)
+            self._launcher.report(status)
+
     def _limit(self, kind: str) -> float:
         limit = self._deadlines.get(kind)
         return inf if limit is None else limit
@@ -154,15 +153,9 @@ class Watchdog:
                 self._end(phase, awake)
 
     def _obey_launcher(self) -> None:
-        if not self._launcher_is_alive():
-            exit_now(exit_codes.TERMINATED, NO_LAUNCHER)
-        command = Command.CONTINUE if self._page is None else self._page.command
-        if command == Command.SHOW_STACKS_AND_END:
-            self._show_stacks(self._phase)
-            # The rank that requested it exits first, and counts as the first failure.
-            time.sleep(2 * _OTHERS_SHOW)
-        if command != Command.CONTINUE:
-            exit_now(exit_codes.TERMINATED)
+        reason = self._launcher.reason_to_end() if self._launcher else None
+        if reason is not None:
+            exit_now(exit_codes.TERMINATED, f"{reason}\n")
 
     def _end(self, phase: Phase, seconds: float) -> None:
         self._is_ending = True
@@ -177,10 +170,6 @@ class Watchdog:
             fix="the stacks show what each rank waits for; the one that is not in a "
             f"collective holds up the others\nif nothing is wrong, raise {limit}",
         )
-        if self._page is not None:
-            # JAX may abort the other ranks when this one exits; they show theirs now.
-            self._page.command = Command.SHOW_STACKS_AND_END
-            time.sleep(_OTHERS_SHOW)
         exit_now(StalledError.exit_code, f"{error}\n")
 
     def _phases_of_all_ranks(self) -> str:

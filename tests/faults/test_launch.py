@@ -39,16 +39,16 @@ class Outcome:
 
 
 class Launch:
-    """A launcher in a process of its own."""
+    """A launcher, or a rank, in a process of its own."""
 
-    def __init__(self, arguments: list[str], environ: dict[str, str]) -> None:
+    def __init__(self, command: list[str], environ: dict[str, str]) -> None:
         inherited = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("JAX_", "XLA_", "TESSERA_", "SLURM_"))
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tessera.launch", *arguments],
+            [sys.executable, *command],
             env={**inherited, "JAX_PLATFORMS": "cpu", **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -94,16 +94,41 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def launch() -> Iterator[Callable[..., Launch]]:
+def start() -> Iterator[Callable[..., Launch]]:
+    """Starts Python programs, and kills those that are left."""
     started: list[Launch] = []
 
-    def start(*arguments: str, environ: dict[str, str] | None = None) -> Launch:
-        started.append(Launch([*arguments], environ or {}))
+    def begin(*command: str, environ: dict[str, str] | None = None) -> Launch:
+        started.append(Launch([*command], environ or {}))
         return started[-1]
 
-    yield start
+    yield begin
     for one in started:
         one.kill()
+
+
+@pytest.fixture
+def launch(start) -> Callable[..., Launch]:
+    return lambda *arguments: start("-m", "tessera.launch", *arguments)
+
+
+@pytest.fixture
+def start_ranks(start) -> Callable[..., list[Launch]]:
+    """Starts ranks without a launcher, by their numbers and the size of their run."""
+
+    def begin(
+        *ranks: tuple[int, int], port: int | None = None, options: tuple[str, ...] = ()
+    ) -> list[Launch]:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
+        return [
+            start(
+                *(str(PROGRAM), *options),
+                environ={**where, "RANK": str(rank), "WORLD_SIZE": str(size)},
+            )
+            for rank, size in ranks
+        ]
+
+    return begin
 
 
 @pytest.fixture
@@ -127,21 +152,13 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.full
-def test_two_machines_with_exported_variables(launch):
-    """RANK is the first rank of each machine, as in the documents."""
-    exported = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "4",
-    }
-    machines = [
-        launch("--nprocs=2", str(PROGRAM), environ={**exported, "RANK": first})
-        for first in ("0", "2")
-    ]
-    for first, outcome in zip((0, 2), [one.wait() for one in machines], strict=True):
+def test_ranks_that_another_launcher_starts(start_ranks):
+    """One process on each machine, as torchrun says it."""
+    for rank, one in enumerate(start_ranks((0, 2), (1, 2))):
+        outcome = one.wait()
         assert outcome.code == 0, outcome.err
-        assert f"[rank {first}] step 3: 4\n" in outcome.out
-        assert f"[rank {first + 1}] step 3: 4\n" in outcome.out
+        assert f": rank {rank} of 2, by torchrun's RANK" in outcome.out
+        assert "step 3: 2\n" in outcome.out
 
 
 def test_a_single_process_starts_no_coordinator(launch):
@@ -182,7 +199,7 @@ def test_a_rank_that_sleeps_for_ever_is_ended_with_the_stacks_of_all(run):
     assert (
         "does not get on: phase 'step 2' takes longer than runtime.step" in outcome.err
     )
-    assert re.search(r"stacks of rank 1, in phase 'step 2'", outcome.err)
+    assert re.search(r"stacks of rank \d, in phase 'step \d'", outcome.err)
     assert re.search(r"small_run.py\", line \d+ in sleep_for_ever", outcome.err)
     for rank in (0, 1):
         assert re.search(rf"got: rank {rank}: step \d, for \d", outcome.err)
@@ -216,72 +233,53 @@ def test_another_step_on_one_rank_is_refused_on_all(run):
     assert "step 1" not in outcome.out
 
 
-def parts(
-    launch: Callable[..., Launch], *places: tuple[str, str], port: int | None = None
-) -> list[Outcome]:
-    """Launchers of one process each: first rank and number of ranks."""
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
-    started = [
-        launch(
-            *("--nprocs=1", "--grace=5", str(PROGRAM), "rendezvous=120"),
-            environ={**where, "RANK": rank, "WORLD_SIZE": size},
-        )
-        for rank, size in places
-    ]
-    return [one.wait() for one in started]
-
-
-def test_a_missing_rank_is_named(launch):
-    port = str(free_port())
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
-    given = ["--nprocs=2", "--grace=5", str(PROGRAM), "rendezvous=2"]
-    outcome = launch(*given, environ={**where, "RANK": "0"}).wait()
-    assert outcome.code == 76
-    assert "[T706] the ranks did not meet within 2 s" in outcome.err
-    assert "got: rank 2 of 3 is missing" in outcome.err
+def test_a_missing_rank_is_named(start_ranks):
+    for one in start_ranks((0, 3), (1, 3), options=("rendezvous=2",)):
+        outcome = one.wait()
+        assert outcome.code == 76
+        assert "[T706] the ranks did not meet within 2 s" in outcome.err
+        assert "got: rank 2 of 3 is missing" in outcome.err
 
 
 @pytest.mark.full
-def test_a_rank_that_is_there_twice_is_named(launch):
-    outcomes = parts(launch, ("0", "2"), ("0", "2"))
-    for outcome in outcomes:
+def test_a_rank_that_is_there_twice_is_named(start_ranks):
+    for one in start_ranks((0, 2), (0, 2)):
+        outcome = one.wait()
         assert outcome.code == 76
         assert "rank 0 is there 2 times: " in outcome.err
 
 
 @pytest.mark.full
-def test_a_rank_0_that_comes_late_is_told_soon_and_disturbs_nobody(launch):
+def test_a_rank_0_that_comes_late_is_told_soon_and_disturbs_nobody(start_ranks):
     port = free_port()
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    given = ["--nprocs=2", f"--master-port={port}", str(PROGRAM), "fault=listen"]
-    going_on = launch("--grace=2", *given)
-    going_on.read_until("[rank 1] listening")
+    going_on = start_ranks((0, 2), (1, 2), port=port, options=("fault=listen",))
+    going_on[1].read_until("listening")
     # By itself it would wait for ten minutes, which is longer than this test does.
-    late = launch(
-        *("--nprocs=1", "--grace=2", str(PROGRAM), "rendezvous=600"),
-        environ={**where, "RANK": "0"},
-    ).wait()
-    assert late.code == 76
-    assert "[T705] a port of rank 0 is busy" in late.err
-    assert f"got: 127.0.0.1:{port}: Address already in use" in late.err
-    going_on.process.send_signal(signal.SIGUSR1)
-    going_on.read_until("[rank 1] got SIGUSR1")
+    (late,) = start_ranks((0, 2), port=port, options=("rendezvous=600",))
+    outcome = late.wait()
+    assert outcome.code == 76
+    assert "[T705] a port of rank 0 is busy" in outcome.err
+    assert f"got: 127.0.0.1:{port + 1}: Address already in use" in outcome.err
+    going_on[1].process.send_signal(signal.SIGUSR1)
+    going_on[1].read_until("got SIGUSR1")
 
 
 @pytest.mark.full
-def test_a_rank_of_a_run_of_another_size_is_named(launch):
-    for outcome in parts(launch, ("0", "2"), ("1", "3")):
+def test_a_rank_of_a_run_of_another_size_is_named(start_ranks):
+    for one in start_ranks((0, 2), (1, 3)):
+        outcome = one.wait()
         assert outcome.code == 76
         assert "is of a run of 3 ranks, rank 0 of one of 2" in outcome.err
 
 
-def test_a_busy_port_is_named(launch):
+def test_a_busy_port_is_named(start_ranks):
     port = free_port()
-    with socket.create_server(("127.0.0.1", port + 1)):
-        (outcome,) = parts(launch, ("0", "2"), port=port)
+    with socket.create_server(("127.0.0.1", port + 2)):
+        (rank_0,) = start_ranks((0, 2), port=port)
+        outcome = rank_0.wait()
     assert outcome.code == 76
     assert "[T705] a port of rank 0 is busy" in outcome.err
-    assert f"got: 127.0.0.1:{port + 1}: Address already in use" in outcome.err
+    assert f"got: 127.0.0.1:{port + 2}: Address already in use" in outcome.err
 
 
 # --- restarts and signals

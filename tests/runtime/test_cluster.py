@@ -7,14 +7,8 @@ from tessera.errors import ProcessLayoutError
 from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.cluster import _first_host as first_host
 from tessera.runtime.cluster import _tasks_on_node as tasks_on_node
+from tessera.runtime.launcher import rank_variables
 
-LAUNCHED = {
-    "TESSERA_RANK": "5",
-    "TESSERA_WORLD_SIZE": "8",
-    "TESSERA_LOCAL_RANK": "1",
-    "TESSERA_LOCAL_SIZE": "4",
-    "TESSERA_COORDINATOR": "10.0.0.1:29500",
-}
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -55,7 +49,7 @@ def test_a_process_without_any_launcher_is_alone():
 
 def test_arguments_come_before_every_environment():
     found = detect(
-        LAUNCHED | TORCHRUN | SLURM,
+        TORCHRUN | SLURM,
         coordinator_address="[::1]:1234",
         num_processes=2,
         process_id=1,
@@ -72,10 +66,9 @@ def test_one_process_by_arguments_is_alone():
     assert found.coordinator is None
 
 
-def test_the_order_of_environments_is_launcher_torchrun_slurm_mpi_kubernetes():
-    environments = [LAUNCHED, TORCHRUN, SLURM, OPEN_MPI, KUBERNETES]
+def test_the_order_of_environments_is_torchrun_slurm_mpi_kubernetes():
+    environments = [TORCHRUN, SLURM, OPEN_MPI, KUBERNETES]
     sources = [
-        "tessera.launch",
         "torchrun's RANK and WORLD_SIZE",
         "step 77.0 of Slurm",
         "Open MPI's OMPI_COMM_WORLD_RANK",
@@ -88,9 +81,10 @@ def test_the_order_of_environments_is_launcher_torchrun_slurm_mpi_kubernetes():
         assert detect(merged).source == source
 
 
-def test_our_launcher_says_everything():
-    found = detect(LAUNCHED)
-    assert str(found) == "rank 5 of 8, by tessera.launch; coordinator 10.0.0.1:29500"
+def test_our_launcher_sets_torchruns_variables_and_is_named():
+    launched = {"TESSERA_LAUNCHER": "7", **rank_variables(1, 4, 29500)}
+    found = detect(launched)
+    assert str(found) == "rank 1 of 4, by tessera.launch; coordinator 127.0.0.1:29501"
     assert (found.local_rank, found.local_size) == (1, 4)
 
 
@@ -123,7 +117,6 @@ def test_a_step_of_slurm_has_its_first_machine_and_a_port_of_its_own():
     [
         TORCHRUN | {"LOCAL_WORLD_SIZE": "4"},
         SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"},
-        LAUNCHED | {"TESSERA_LOCAL_SIZE": "8"},
         OPEN_MPI | {"MASTER_ADDR": "10.0.0.2"},
     ],
 )
@@ -134,7 +127,7 @@ def test_a_run_on_one_machine_uses_the_loopback_interface(environment):
     assert found.coordinator == ("127.0.0.1", port)
 
 
-@pytest.mark.parametrize("environment", [TORCHRUN, SLURM, LAUNCHED, KUBERNETES])
+@pytest.mark.parametrize("environment", [TORCHRUN, SLURM, KUBERNETES])
 def test_a_run_on_several_machines_uses_the_address_that_it_was_given(environment):
     found = detect(environment)
     assert not found.is_on_one_machine
@@ -166,12 +159,6 @@ def test_open_mpi_on_one_machine_uses_the_loopback_interface():
     assert (found.rank, found.world_size, found.local_size) == (1, 2, 2)
     host, _ = found.coordinator or ("", 0)
     assert host == "127.0.0.1"
-
-
-def test_open_mpi_up_to_4_says_where_it_was_started():
-    several = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    uri = {"OMPI_MCA_orte_hnp_uri": "12.0;tcp://10.96.0.1,10.148.0.1:34911"}
-    assert (detect(several | uri).coordinator or ("",))[0] == "10.96.0.1"
 
 
 def test_mpi_on_several_machines_needs_an_address():
@@ -215,14 +202,14 @@ def test_arguments_are_given_together():
 
 
 def test_a_rank_is_one_of_its_run():
-    with pytest.raises(ProcessLayoutError, match="rank 8 of 8 processes"):
-        detect(LAUNCHED | {"TESSERA_RANK": "8"})
+    with pytest.raises(ProcessLayoutError, match="rank 4 of 4 processes"):
+        detect(TORCHRUN | {"RANK": "4"})
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "10.0.0.1:x", ":1", "host:65535"])
 def test_an_address_is_a_host_and_a_port(address):
     with pytest.raises(ProcessLayoutError, match="is no address"):
-        detect(LAUNCHED | {"TESSERA_COORDINATOR": address})
+        detect({}, coordinator_address=address, num_processes=2, process_id=0)
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,7 @@ def launch(program: str, grace: float = 120.0, **options) -> int:
     """The exit code of two ranks of a program that is given as text."""
     plan = Plan(
         (sys.executable, "-c", program),
-        num_local=2,
-        first_rank=0,
-        world_size=2,
-        coordinator=None,
+        num_ranks=2,
         grace=grace,
         **options,
     )

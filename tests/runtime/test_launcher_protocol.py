@@ -3,7 +3,6 @@
 
 import os
 import signal
-import stat
 import subprocess
 import sys
 from math import inf
@@ -13,9 +12,9 @@ import pytest
 
 from tessera.runtime.launcher_protocol import (
     LOCK_FILE,
-    Command,
     ParentLauncher,
-    StatusPage,
+    Status,
+    end_attempt,
 )
 
 # Holds the lock of a launcher's folder.
@@ -26,6 +25,7 @@ fcntl.lockf(file, fcntl.LOCK_EX)
 print("held", flush=True)
 time.sleep(600)
 """
+GONE = "the launcher is gone, and this rank ends with it"
 PROGRAM = """
 import os
 from tessera.runtime.cluster import Cluster
@@ -40,9 +40,9 @@ with joined(Cluster(source="a test"), {}):
 def variables(folder: Path, launcher: int) -> dict[str, str]:
     return {
         "TESSERA_LAUNCHER": str(launcher),
-        "TESSERA_LOCAL_RANK": "1",
         "TESSERA_ATTEMPT": "2",
-        "TESSERA_STATUS": str(folder / "status"),
+        "TESSERA_STATUS": "9",
+        "TESSERA_FOLDER": str(folder),
     }
 
 
@@ -71,8 +71,8 @@ def test_a_process_without_the_variables_was_not_launched(tmp_path):
 
 def test_the_launcher_s_own_process_is_a_rank(tmp_path):
     found = ParentLauncher.find(variables(tmp_path, os.getppid()))
-    assert found == ParentLauncher(tmp_path, os.getppid(), 1, 2, is_rank=True)
-    assert found.is_alive
+    assert found == ParentLauncher(tmp_path, os.getppid(), 2, 9, is_rank=True)
+    assert found.reason_to_end() is None
 
 
 def test_what_a_rank_starts_is_none_and_knows_whether_the_launcher_lives(
@@ -81,16 +81,16 @@ def test_what_a_rank_starts_is_none_and_knows_whether_the_launcher_lives(
     found = ParentLauncher.find(variables(tmp_path, holder.pid))
     assert found is not None
     assert not found.is_rank
-    assert found.is_alive
+    assert found.reason_to_end() is None
     holder.send_signal(signal.SIGKILL)
     holder.wait(timeout=60)
-    assert not found.is_alive
+    assert found.reason_to_end() == GONE
 
 
 def test_a_launcher_that_ended_in_order_is_gone(tmp_path):
     found = ParentLauncher.find(variables(tmp_path / "removed", os.getpid()))
     assert found is not None
-    assert not found.is_alive
+    assert found.reason_to_end() == GONE
 
 
 def start(folder: Path, launcher: int) -> "subprocess.Popen[str]":
@@ -108,7 +108,7 @@ def test_a_process_that_was_launched_and_has_no_launcher_does_not_begin(tmp_path
     started = start(tmp_path, os.getpid() + 1)
     said, errors = started.communicate(timeout=120)
     assert (started.returncode, said) == (143, "")
-    assert errors == "the launcher is gone, and this rank ends with it\n"
+    assert errors == f"{GONE}\n"
 
 
 def test_a_program_between_launcher_and_rank_keeps_neither_alive(tmp_path, holder):
@@ -123,53 +123,69 @@ def test_a_program_between_launcher_and_rank_keeps_neither_alive(tmp_path, holde
     finally:
         started.kill()
     assert started.returncode == 143
-    assert errors == "the launcher is gone, and this rank ends with it\n"
+    assert errors == f"{GONE}\n"
 
 
-# --- the status page
+def test_the_launcher_ends_the_ranks_of_one_attempt_and_not_of_the_next(tmp_path):
+    given = variables(tmp_path, os.getppid())
+    second = ParentLauncher.find(given)
+    third = ParentLauncher.find(given | {"TESSERA_ATTEMPT": "3"})
+    assert second is not None
+    assert third is not None
+    end_attempt(tmp_path, 2)
+    assert second.reason_to_end() == "the launcher ends this rank"
+    assert third.reason_to_end() is None
 
 
-def test_what_a_rank_says_the_launcher_reads(tmp_path):
-    page = StatusPage.create(tmp_path / "status", 2)
-    rank = StatusPage(tmp_path / "status")
-    assert page.status(1).phase == ""
-    rank.enter(1, "step 12", 100.0, 900.0)
-    said = page.status(1)
-    assert (said.phase, said.since, said.deadline) == ("step 12", 100.0, 900.0)
-    assert said.failed_at == 0
-    assert page.status(0).deadline == inf
-    rank.enter(1, "x" * 500, 101.0, inf)
-    assert set(page.status(1).phase) == {"x"}
-    assert page.status(0).phase == ""
+def test_what_rank_0_shares_is_that_of_the_first_attempt(tmp_path):
+    given = variables(tmp_path, os.getppid())
+    first, second = (
+        ParentLauncher.find(given | {"TESSERA_ATTEMPT": number}) for number in "01"
+    )
+    assert first is not None
+    assert second is not None
+    assert first.shared_of_first_attempt("the folder") == "the folder"
+    assert second.shared_of_first_attempt("another") == "the folder"
 
 
-def test_the_first_failure_stays_through_later_phases(tmp_path):
-    page = StatusPage.create(tmp_path / "status", 1)
-    page.fail(0, 5.0)
-    page.enter(0, "end", 6.0, inf)
-    page.fail(0, 7.0)
-    assert page.status(0).failed_at == 5.0
+# --- the status of a rank
 
 
-def test_the_launchers_word_reaches_every_rank(tmp_path):
-    page = StatusPage.create(tmp_path / "status", 2)
-    rank = StatusPage(tmp_path / "status")
-    assert rank.command == Command.CONTINUE
-    page.command = Command.SHOW_STACKS_AND_END
-    assert rank.command == Command.SHOW_STACKS_AND_END
-    assert rank.num_ranks == 2
+@pytest.mark.parametrize(
+    "status",
+    [
+        Status(),
+        Status("step 12", 100.25, 900.0),
+        Status("save", 1 / 3, inf, failed_at=5.0),
+    ],
+)
+def test_a_status_is_one_line(status):
+    assert Status.read(status.as_line()) == status
 
 
-def test_a_page_is_the_users_own_and_blank_again_for_the_next_attempt(tmp_path):
-    path = tmp_path / "status"
-    page = StatusPage.create(path, 1)
-    page.command = Command.END
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert StatusPage.create(path, 1).command == Command.CONTINUE
+def test_a_pipe_takes_the_line_of_any_phase_as_a_whole():
+    line = Status("\ud800é" * 10_000).as_line()
+    assert len(line) < 512  # as POSIX has it
+    assert line.count(b"\n") == 1
 
 
-def test_another_file_is_no_status_page(tmp_path):
-    path = tmp_path / "status"
-    path.write_bytes(bytes(256))
-    with pytest.raises(ValueError, match="not a status page"):
-        StatusPage(path)
+def test_a_rank_writes_its_status_to_the_pipe_of_the_launcher(tmp_path):
+    read, write = os.pipe()
+    given = variables(tmp_path, os.getppid()) | {"TESSERA_STATUS": str(write)}
+    rank = ParentLauncher.find(given)
+    assert rank is not None
+    rank.report(Status("step 1", 3.0))
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        assert Status.read(pipe.read()) == Status("step 1", 3.0)
+    rank.report(Status("step 2"))  # somebody closed it
+
+
+def test_a_file_in_the_place_of_the_pipe_is_not_written(tmp_path):
+    """A program between launcher and rank may have closed it, and opened a file."""
+    with (tmp_path / "file").open("wb") as file:
+        status = {"TESSERA_STATUS": str(file.fileno())}
+        rank = ParentLauncher.find(variables(tmp_path, os.getppid()) | status)
+        assert rank is not None
+        rank.report(Status("step 1"))
+    assert not (tmp_path / "file").read_bytes()

@@ -8,18 +8,15 @@ import subprocess
 import sys
 import time
 
-import pytest
-
-from tessera.runtime.launcher_protocol import Command, StatusPage
+from tessera.runtime.launcher_protocol import ParentLauncher, Status, end_attempt
 from tessera.runtime.watchdog import Watchdog
 
 PROGRAM = """
-import sys, time
-from pathlib import Path
-from tessera.runtime.launcher_protocol import StatusPage
+import os, sys, time
+from tessera.runtime.launcher_protocol import ParentLauncher
 from tessera.runtime.watchdog import Watchdog
-page = StatusPage(Path(sys.argv[2])) if len(sys.argv) > 2 else None
-dog = Watchdog({"step": float(sys.argv[1]), "compile": None}, rank=3, page=page)
+launcher = ParentLauncher.find(os.environ)
+dog = Watchdog({"step": float(sys.argv[1]), "compile": None}, rank=3, launcher=launcher)
 dog.connect(lambda said: None, lambda: {"2": "step 7, for 1.2 s"})
 dog.start()
 dog.enter("compile")
@@ -31,10 +28,13 @@ time.sleep(600)
 LIMIT = 240.0
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, *arguments]
+def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     started = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM, *arguments],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert started.stdout is not None
     assert started.stdout.readline() == "in step 7\n"
@@ -73,26 +73,43 @@ def test_time_that_the_process_was_stopped_for_is_no_phases():
     assert float(seconds) < 6
 
 
-@pytest.mark.parametrize("command", [Command.END, Command.SHOW_STACKS_AND_END])
-def test_the_launchers_word_ends_a_rank(tmp_path, command):
-    page = StatusPage.create(tmp_path / "status", 1)
-    started = start("600", str(tmp_path / "status"))
+def test_the_launcher_ends_a_rank(tmp_path):
+    launcher = {
+        "TESSERA_LAUNCHER": str(os.getpid()),
+        "TESSERA_ATTEMPT": "0",
+        "TESSERA_STATUS": "0",  # standard input is no pipe
+        "TESSERA_FOLDER": str(tmp_path),
+    }
+    started = start("600", **launcher)
     try:
-        assert page.status(0).phase == "step 7"
-        page.command = command
+        end_attempt(tmp_path, 0)
         _, said = started.communicate(timeout=LIMIT)
     finally:
         started.kill()
     assert started.returncode == 143
-    assert ("stacks of rank 3" in said) == (command == Command.SHOW_STACKS_AND_END)
+    assert said == "the launcher ends this rank\n"
 
 
-def test_a_phase_without_a_deadline_may_take_any_time(tmp_path):
-    page = StatusPage.create(tmp_path / "status", 1)
-    dog = Watchdog({"step": 9.0, "compile": None}, page=page)
+def test_the_launcher_learns_each_phase_with_its_deadline_and_the_first_failure(
+    monkeypatch, tmp_path
+):
+    reported: list[Status] = []
+    monkeypatch.setattr(ParentLauncher, "report", lambda _, one: reported.append(one))
+    launcher = ParentLauncher(tmp_path, os.getppid(), 0, 9, is_rank=True)
+    dog = Watchdog({"step": 9.0, "compile": None}, launcher=launcher)
     dog.enter("compile")
-    assert page.status(0).deadline == float("inf")
     dog.enter("step", 1)
-    assert page.status(0).deadline == 9.0
     dog.enter("rendezvous")
-    assert page.status(0).deadline == float("inf")
+    dog.fail()
+    dog.enter("end")
+    dog.fail()
+    infinite = float("inf")
+    assert [(one.phase, one.deadline) for one in reported] == [
+        ("compile", infinite),
+        ("step 1", 9.0),
+        *[("rendezvous", infinite)] * 2,
+        *[("end", infinite)] * 2,
+    ]
+    assert [one.failed_at for one in reported[:3]] == [0.0] * 3
+    assert len({one.failed_at for one in reported[3:]}) == 1
+    assert reported[-1].failed_at > 0
