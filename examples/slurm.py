@@ -4,9 +4,8 @@
     pip install submitit
     python examples/slurm.py --nodes=2 --gpus=4 'model.mesh_shape=[[8,1],[fsdp,tp]]'
 
-Each task is a rank: srun says which in variables that Tessera reads, so that no
-launcher is needed. Where a machine's output should be one stream, let one task of each
-machine start the launcher instead: ``--launcher``.
+Each task is a rank: srun says which in variables that Tessera reads. With ``--tasks=1``
+there is one on each machine, which drives all of its GPUs.
 
 Before the job's time is over, and before it is preempted, the run saves, and the job is
 queued again and goes on.
@@ -59,7 +58,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=4, help="GPUs of each machine")
     parser.add_argument("--hours", type=int, default=24)
     parser.add_argument("--partition", default=None)
-    parser.add_argument("--launcher", action="store_true", help="one task a machine")
+    parser.add_argument("--tasks", type=int, help="of each machine; default: its GPUs")
     options, settings = parser.parse_known_args()
 
     executor = submitit.AutoExecutor(
@@ -68,7 +67,7 @@ def main() -> None:
     executor.update_parameters(
         name="tessera",
         nodes=options.nodes,
-        tasks_per_node=1 if options.launcher else options.gpus,
+        tasks_per_node=options.tasks or options.gpus,
         gpus_per_node=options.gpus,
         timeout_min=60 * options.hours,
         slurm_partition=options.partition,
@@ -76,11 +75,8 @@ def main() -> None:
         # Ranks wait for each other in collectives: one that is gone ends the step.
         slurm_srun_args=["--kill-on-bad-exit=1"],
     )
-    grace = f"--grace={WARNING - 20}"
-    launcher = ["-m", "tessera.launch", f"--nprocs={options.gpus}", grace]
     command = [
         sys.executable,
-        *(launcher if options.launcher else []),
         str(ROOT / "run_training.py"),
         f"runtime.grace_period={WARNING - 30}",
         *settings,

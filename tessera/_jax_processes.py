@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps JAX's coordination service: a key-value store and barriers between processes.
+"""Wraps JAX's coordination service: a key-value store that all processes share.
 
-They have time limits and need no device and no compiled program. Public JAX has
-neither: its barrier runs a program on all devices, and waits forever.
+It needs no device and no compiled program. Public JAX has none.
 """
 
-import time
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import jax
 import jax._src.distributed
 import jax._src.xla_bridge
 
 _USED = (
     "key_value_set",
     "key_value_dir_get",
-    "wait_at_barrier",
 )
 
 
@@ -37,28 +33,11 @@ class Board:
         found = self._client.key_value_dir_get(prefix)
         return {key.rpartition(prefix)[2]: text for key, text in found}
 
-    def wait(self, name: str, seconds: float) -> bool:
-        """Wait until all processes are here; False where not all come in time.
-
-        Args:
-          name: Of the barrier; each is used once.
-          seconds: How long.
-        """
-        started = time.monotonic()
-        try:
-            self._client.wait_at_barrier(name, max(int(seconds * 1000), 1))
-        except jax.errors.JaxRuntimeError:
-            if time.monotonic() - started >= seconds * 0.9:
-                return False
-            raise
-        return True
-
 
 def board() -> Board | None:
     """The board of this run; None before JAX's processes are connected.
 
-    None as well where this JAX has no such thing: then nothing can be compared after
-    the start, which the caller says.
+    None as well where this JAX has no such thing.
     """
     with suppress(AttributeError):
         client = jax._src.distributed.global_state.client

@@ -38,8 +38,7 @@ def listen(address: Address) -> socket.socket:
             got=f"{host_and_port(address)}: "
             + (os.strerror(error.errno) if error.errno else str(error)),
             fix="end what listens there, if it is not this run, started before; or use "
-            "another port (two in a row are taken): --master-port, or MASTER_PORT on "
-            "every machine",
+            "another port (two in a row are taken): MASTER_PORT on every machine",
         ) from error
 
 
@@ -128,8 +127,7 @@ def wait_for_host(host: str, until: float, report: Callable[[str], None]) -> Non
                 raise CoordinatorError(
                     "the machine of rank 0 is not known by its name",
                     got=f"{host!r}: {error}, for {now - started:.0f} s",
-                    fix="correct --master-addr or MASTER_ADDR, or use the machine's "
-                    "IP address",
+                    fix="correct MASTER_ADDR, or use the machine's IP address",
                 ) from error
             if not is_reported and now - started > _PATIENCE:
                 report(f"the name {host!r} has no address yet: {error}")

@@ -186,7 +186,7 @@ def _raise_idle_devices(
         got=f"{count // num_processes} devices in each process: all of them have to be "
         "in the mesh, or a process would have nothing to do",
         fix=_smaller_meshes(axes or {"fsdp": needed}, count)
-        + "\nor start another number of processes: --nprocs",
+        + "\nor start another number of processes",
     )
 
 

@@ -8,7 +8,6 @@ A process that is alone joins nothing: it gets a watchdog, and JAX stays as it i
 """
 
 import faulthandler
-import logging
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from typing import Final, Protocol
 import jax
 
 from tessera import _jax, _jax_processes
-from tessera.errors import BackendStartedError, MissingRanksError, TesseraError
+from tessera.errors import BackendStartedError, TesseraError
 from tessera.runtime import exit_codes
 from tessera.runtime.accelerators import assign_devices, find_accelerators
 from tessera.runtime.addresses import address_towards, bind_address, host_and_port
@@ -32,16 +31,12 @@ from tessera.runtime.rank_consistency import (
     Fingerprint,
     code_fingerprint,
     device_fingerprint,
-    difference_error,
-    differences,
-    format_ranks,
     version_fingerprint,
 )
 from tessera.runtime.rendezvous import rendezvous
 from tessera.runtime.stop_requests import StopRequests
 from tessera.runtime.watchdog import Watchdog
 
-_log: Final = logging.getLogger("tessera.runtime")
 # The pool that XLA's CPU devices share; with fewer threads, processes of several
 # devices deadlock.
 _CPU_THREADS: Final = 32
@@ -132,38 +127,16 @@ class Processes:
           RanksDifferError: [T707] they do not.
           MissingRanksError: [T706] not all ranks call this in time.
         """
-        board = _jax_processes.board()
-        if self.count == 1:
-            return
-        if board is None:
-            _log.warning("this JAX lets ranks compare nothing: %s is not", section)
-            return
         assert section not in self._compared, f"{section} is compared twice"
         self._compared.add(section)
-        folder = f"tessera/{section}"
-        board.put(f"{folder}/keys/{self.rank}", key)
-        for name, value in {"fingerprint": key, **details}.items():
-            board.put(f"{folder}/details/{self.rank}/{name}", value)
-        is_complete = board.wait(folder, self.timeouts.rendezvous)
-        keys = board.texts(f"{folder}/keys")
-        ranks = {str(rank): rank for rank in range(self.count)}
-        if not is_complete:
-            late = [rank for name, rank in ranks.items() if name not in keys]
-            raise MissingRanksError(
-                f"not all ranks came as far as to compare their {section}",
-                got=f"{format_ranks(late) if late else 'no rank'} did not, within "
-                f"{self.timeouts.rendezvous:g} s",
-                fix="look at the log of the rank that is missing, or raise "
-                "runtime.rendezvous_timeout",
+        if self.count > 1:
+            rendezvous(
+                self.cluster,
+                {section: {"fingerprint": key, **details}},
+                topic=section,
+                timeout=self.timeouts.rendezvous,
+                report=_write_line,
             )
-        if len({keys[name] for name in keys.keys() & ranks.keys()}) > 1:
-            found: dict[int, dict[str, dict[str, str]]] = {}
-            for path, value in board.texts(f"{folder}/details").items():
-                rank, _, name = path.partition("/")
-                if rank in ranks:
-                    entries = found.setdefault(ranks[rank], {section: {}})
-                    entries[section][name] = value
-            raise difference_error(differences(found))
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendezvous of a run's ranks before JAX connects them, in plain Python.
+"""The rendezvous of a run's ranks, in plain Python: they compare what they are.
 
 Rank 0 listens. Every other rank sends a handshake, one line of JSON with its rank and
 its fingerprint, and waits for the answer, which is the same for all: they agree, or the
-error that each of them raises. JAX would abort the process instead, without naming the
-missing rank, or start a run whose parts differ.
+error that each of them raises. Without the one before JAX connects the ranks, JAX would
+abort the process without naming the missing rank, or start a run whose parts differ.
 
 Whatever a peer sends, it ends no process: a line has a maximum length, is parsed
 strictly, and is shown without its escape sequences. The connection is neither encrypted
@@ -13,10 +13,11 @@ nor authenticated, like that of JAX's own coordinator: a firewall has to protect
 
 import json
 import os
-import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -39,19 +40,25 @@ from tessera.runtime.rank_consistency import (
 )
 from tessera.untrusted_text import count_of, parse_json, printable, text_of
 
-_PROTOCOL: Final = 2
+START: Final = "start"
+"""The topic of the first rendezvous, before JAX connects the ranks."""
+
+_PROTOCOL: Final = 3
 # A handshake has about 30 KiB: the configuration, and a hash of each file.
 _MAX_MESSAGE: Final = 4 * 2**20
 _MAX_TEXT: Final = 16 * 2**10
 _MAX_NAME: Final = 200
 _MAX_RANKS: Final = 2**20
-# Connections that have not sent a line yet, beyond one for each rank.
+# Connections that have not sent a line yet, beyond one for each rank, and how long one
+# may be silent.
 _MAX_STRANGERS: Final = 64
+_MAX_SILENCE: Final = 10.0
 # After the first mistake, how long rank 0 waits for others, to name them as well.
 _SETTLE: Final = 3.0
 # How much longer than rank 0 the others wait, so that its answer reaches them.
 _EXTRA_WAIT: Final = 10.0
 _RETRY_EVERY: Final = 0.2
+_TICK: Final = 0.05
 _MAX_NAMED: Final = 16
 _ERRORS: Final = {
     kind.code: kind
@@ -69,20 +76,22 @@ class Handshake:
     Attributes:
       rank: Its number.
       world_size: The number of ranks that it expects.
+      topic: What the ranks compare.
       process: ``"host, process 1234"``.
       fingerprint: What has to be the same on every rank.
     """
 
     rank: int
     world_size: int
+    topic: str
     process: str
     fingerprint: Fingerprint
 
     @classmethod
-    def of(cls, cluster: Cluster, fingerprint: Fingerprint) -> Self:
+    def of(cls, cluster: Cluster, topic: str, fingerprint: Fingerprint) -> Self:
         """The handshake of this process."""
         process = f"{socket.gethostname()}, process {os.getpid()}"
-        return cls(cluster.rank, cluster.world_size, process, fingerprint)
+        return cls(cluster.rank, cluster.world_size, topic, process, fingerprint)
 
     def as_line(self) -> bytes:
         """One line of JSON."""
@@ -101,8 +110,8 @@ class Handshake:
             }
             rank, count = count_of(values["rank"]), count_of(values["world_size"])
             process = printable(text_of(values["process"]), longest=_MAX_NAME)
-            exists = rank < count <= _MAX_RANKS
-            return cls(rank, count, process, fingerprint) if exists else None
+            exists, topic = rank < count <= _MAX_RANKS, text_of(values["topic"])
+            return cls(rank, count, topic, process, fingerprint) if exists else None
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -112,6 +121,7 @@ def rendezvous(
     fingerprint: Fingerprint,
     refusal: TesseraError | None = None,
     *,
+    topic: str = START,
     timeout: float,
     shared: str = "",
     report: Callable[[str], None],
@@ -122,6 +132,7 @@ def rendezvous(
       cluster: This rank.
       fingerprint: What has to be the same on every rank.
       refusal: On rank 0: why there is no run; all ranks raise it.
+      topic: What they compare; each is compared once, in the same order on all ranks.
       timeout: Seconds after which absent ranks count as missing.
       shared: On rank 0: the text that all ranks receive.
       report: Shows a line to the person who waits.
@@ -137,7 +148,7 @@ def rendezvous(
     """
     assert cluster.coordinator is not None, "a single process has no rendezvous"
     host, port = cluster.coordinator
-    handshake = Handshake.of(cluster, fingerprint)
+    handshake = Handshake.of(cluster, topic, fingerprint)
     until = time.monotonic() + timeout
     wait_for_host(host, until, report)
     address = host, port + 1
@@ -151,9 +162,10 @@ def rendezvous(
         if not answer.startswith(b'{"agreed"'):
             raise busy from None
         return _read_answer(answer, address)
+    # JAX's coordinator does not listen yet, so its port has to be free.
+    coordinator = cluster.coordinator if topic == START else None
     with listener:
-        host_side = _Host(listener, handshake, timeout)
-        return host_side.run(cluster.coordinator, shared, refusal)
+        return _Host(listener, handshake, timeout).run(coordinator, shared, refusal)
 
 
 class _Host:
@@ -161,15 +173,15 @@ class _Host:
 
     def __init__(self, listener: socket.socket, own: Handshake, timeout: float) -> None:
         self._own, self._timeout, self._listener = own, timeout, listener
+        self._listener.settimeout(_TICK)
         self._handshakes: list[Handshake] = [own]
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
         # Connections without a whole line so far, and those that wait for the answer.
-        self._received: dict[socket.socket, bytearray] = {}
+        self._unread: list[socket.socket] = []
         self._waiting: list[socket.socket] = []
+        self._lock, self._is_closed = threading.Lock(), False
 
     def run(
-        self, coordinator: Address, shared: str, refusal: TesseraError | None
+        self, coordinator: Address | None, shared: str, refusal: TesseraError | None
     ) -> str:
         """Receive all handshakes, and give every rank the same answer."""
         try:
@@ -181,14 +193,15 @@ class _Host:
                 answer |= {"got": error.got, "fix": error.fix}
             self._answer(_line(answer))
         finally:
-            self._selector.close()
-            for connection in (*self._received, *self._waiting):
-                connection.close()
+            with self._lock:
+                self._is_closed = True
+                for connection in (*self._unread, *self._waiting):
+                    _close(connection)
         if error is not None:
             raise error
         return shared
 
-    def _receive(self, coordinator: Address) -> None:
+    def _receive(self, coordinator: Address | None) -> None:
         started = time.monotonic()
         if _busy(coordinator):
             # Mostly by this run, started before; or by one that is about to end.
@@ -199,13 +212,8 @@ class _Host:
 
     def _receive_until(self, until: float) -> None:
         while self._absent and time.monotonic() < until:
-            for key, _ in self._selector.select(_RETRY_EVERY):
-                connection = key.fileobj
-                assert isinstance(connection, socket.socket)
-                if connection is self._listener:
-                    self._accept()
-                elif connection in self._received:  # not closed in this round
-                    self._read(connection)
+            with suppress(OSError):  # nobody came, or is gone already
+                self._accept()
             if self._layout_mistakes(missing=False):
                 until = min(until, time.monotonic() + _SETTLE)
 
@@ -216,49 +224,37 @@ class _Host:
         return [rank for rank in range(self._own.world_size) if rank not in present]
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return  # closed already
-        connection.setblocking(False)
-        self._received[connection] = bytearray()
-        self._selector.register(connection, selectors.EVENT_READ)
-        if len(self._received) > _MAX_STRANGERS + self._own.world_size:
-            # A rank that is closed here connects again.
-            self._forget(next(iter(self._received))).close()
-
-    def _forget(self, connection: socket.socket) -> socket.socket:
-        self._selector.unregister(connection)
-        del self._received[connection]
-        return connection
+        connection, _ = self._listener.accept()
+        connection.settimeout(_MAX_SILENCE)
+        with self._lock:
+            self._unread.append(connection)
+            if len(self._unread) > _MAX_STRANGERS + self._own.world_size:
+                # A rank that is closed here connects again.
+                _close(self._unread.pop(0))
+        threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
-        """Read what was sent; a whole line is a handshake, or a stranger's."""
-        try:
-            data = connection.recv(2**16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        received = self._received[connection]
-        received += data
-        if data and not received.endswith(b"\n") and len(received) < _MAX_MESSAGE:
-            return
-        handshake = Handshake.read(bytes(received))
-        self._forget(connection)
-        if handshake is None:
-            connection.close()
-            return
-        self._handshakes.append(handshake)
-        self._waiting.append(connection)
+        """Read a line, which is a handshake for this rendezvous, or a stranger's."""
+        line = b""
+        with suppress(OSError):
+            line = _read_line(connection)
+        handshake = Handshake.read(line)
+        with self._lock:
+            if connection in self._unread:
+                self._unread.remove(connection)
+            is_ours = handshake is not None and handshake.topic == self._own.topic
+            if handshake is None or not is_ours or self._is_closed:
+                _close(connection)
+            else:
+                # In this order: the answer follows the last handshake.
+                self._waiting.append(connection)
+                self._handshakes.append(handshake)
 
     def _answer(self, line: bytes) -> None:
         for connection in self._waiting:
-            try:
+            with suppress(OSError):  # that rank is gone, which its launcher sees
                 connection.settimeout(_SETTLE)
                 connection.sendall(line)
-            except OSError:
-                continue  # that rank is gone, which its launcher sees
 
     def _layout_mistakes(self, *, missing: bool = True) -> list[str]:
         """Ranks that are missing, there twice, or of a run of another size."""
@@ -290,21 +286,25 @@ class _Host:
         named = [f"rank {each.rank}: {each.process}" for each in self._handshakes]
         more = f"; and {len(named) - _MAX_NAMED} more" * (len(named) > _MAX_NAMED)
         present = f"there: {'; '.join(named[:_MAX_NAMED])}{more}"
+        what = f"the ranks did not meet within {self._timeout:g} s"
+        if self._own.topic != START:
+            what += f" to compare: {self._own.topic}"
+        if len(mistakes) > 1 or not self._absent:
+            what = "the ranks that met are not those of one run"
         return MissingRanksError(
-            f"the ranks did not meet within {self._timeout:g} s"
-            if len(mistakes) == 1 and self._absent
-            else "the ranks that met are not those of one run",
+            what,
             got="\n".join([*mistakes, *format_differences(found), present]),
-            fix="see whether each machine started its ranks, with the same number of "
-            "ranks and another --node-rank (or RANK) on each\n"
+            fix="see whether each machine started its ranks, with the same WORLD_SIZE "
+            "and another RANK each\n"
             "runtime.rendezvous_timeout says how long to wait",
         )
 
 
-def _busy(coordinator: Address) -> CoordinatorError | None:
+def _busy(coordinator: Address | None) -> CoordinatorError | None:
     """Why JAX's coordinator could not listen; None if it can."""
     try:
-        listen(coordinator).close()
+        if coordinator is not None:
+            listen(coordinator).close()
     except CoordinatorError as busy:
         return busy
     return None
@@ -318,18 +318,12 @@ def _join(
     answer, failure = _ask(address, handshake, until, report)
     if answer:
         return _read_answer(answer, address)
-    got = f"no rank 0 at {host_and_port(address)}: {failure or 'no answer'}"
-    host, port = address
-    if _is_listening(coordinator := (host, port - 1)):
-        got += (
-            f"\nsomething listens at {host_and_port(coordinator)}, as rank 0 does "
-            f"later: the run may have begun with another rank {handshake.rank}"
-        )
     raise MissingRanksError(
         f"rank {handshake.rank} met nobody within {time.monotonic() - started:.0f} s",
-        got=got,
-        fix="see whether rank 0 runs, whether that is the address of its machine, and "
-        "whether a firewall is between",
+        got=f"no rank 0 at {host_and_port(address)}: {failure or 'no answer'}",
+        fix="see whether rank 0 runs, whether that is the address of its machine, "
+        "whether a firewall is between, and whether the run has begun with another "
+        f"rank {handshake.rank}",
     )
 
 
@@ -343,7 +337,7 @@ def _ask(
         try:
             with socket.create_connection(address, timeout=until - now) as connection:
                 connection.sendall(handshake.as_line())
-                if answer := _read_line(connection, until):
+                if answer := _read_line(connection):
                     return answer, None
         except OSError as error:
             failure = error
@@ -355,24 +349,18 @@ def _ask(
     return b"", failure
 
 
-def _is_listening(address: Address) -> bool:
-    try:
-        socket.create_connection(address, timeout=_SETTLE).close()
-    except OSError:
-        return False
-    return True
-
-
-def _read_line(connection: socket.socket, until: float) -> bytes:
+def _read_line(connection: socket.socket) -> bytes:
     """A whole line, or nothing if the connection ends before it."""
-    received = bytearray()
-    while not received.endswith(b"\n") and len(received) < _MAX_MESSAGE:
-        connection.settimeout(max(until - time.monotonic(), 0.01))
-        data = connection.recv(2**16)
-        if not data:
-            return b""
-        received += data
-    return bytes(received)
+    with connection.makefile("rb") as stream:
+        line = stream.readline(_MAX_MESSAGE)
+    return line if line.endswith(b"\n") else b""
+
+
+def _close(connection: socket.socket) -> None:
+    """Close a connection, also if another thread reads from it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _read_answer(line: bytes, address: Address) -> str:
@@ -390,7 +378,7 @@ def _read_answer(line: bytes, address: Address) -> str:
         raise CoordinatorError(
             "something else listens where rank 0 should",
             got=f"{host_and_port(address)} answered {line[:60]!r}",
-            fix="use another port: --master-port, or MASTER_PORT on every machine",
+            fix="use another port: MASTER_PORT on every machine",
         ) from None
     raise kind(what, got=got, fix=fix)
 

@@ -10,39 +10,38 @@ from typing import Any
 import pytest
 import yaml
 
-from tessera.runtime.launch_options import make_plan
+from tessera.runtime.cluster import detect
+from tessera.training.command_line import compose
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 
-def test_each_pod_of_the_job_set_starts_its_part_of_one_run():
+def test_the_pods_of_the_job_set_are_the_processes_of_one_run():
     job_set = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())
     (job,) = job_set["spec"]["replicatedJobs"]
     pods = job["template"]["spec"]
     (container,) = pods["template"]["spec"]["containers"]
-    command = container["command"]
-    assert command[:3] == ["python", "-m", "tessera.launch"]
     values = {e["name"]: e.get("value", "") for e in container["env"]}
-    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     for pod in range(pods["completions"]):
-        given = values | {"JOB_COMPLETION_INDEX": str(pod)}
-        # As Kubernetes replaces them in a command.
-        arguments = list(command[3:])
-        for name, value in given.items():
-            arguments = [a.replace(f"$({name})", value) for a in arguments]
-        plan = make_plan(arguments, given)
-        assert plan.num_local == gpus
-        assert plan.first_rank == pod * gpus
-        assert plan.world_size == pods["completions"] * gpus
-        assert plan.coordinator == (values["MASTER_ADDR"], 29500)
+        found = detect(values | {"JOB_COMPLETION_INDEX": str(pod)})
+        assert (found.rank, found.world_size) == (pod, pods["completions"])
+        assert found.local_size == 1  # it drives all GPUs of its pod
+        assert found.coordinator == (values["MASTER_ADDR"], 29500)
+    assert container["command"][:2] == ["python", "run_training.py"]
+    config = compose(container["command"][2:], ROOT / "configs").config
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert config.model.num_devices == pods["completions"] * gpus
+    grace = pods["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert config.runtime.grace_period < grace
     names = job_set["metadata"]["name"], job["name"]
     assert values["MASTER_ADDR"] == f"{names[0]}-{names[1]}-0-0.{names[0]}"
     ports = [port["containerPort"] for port in container["ports"]]
     assert ports == [29500, 29501]
 
 
-@pytest.mark.parametrize(("flags", "tasks"), [([], 4), (["--launcher"], 1)])
-def test_the_slurm_example_submits_a_task_for_each_rank_or_launcher(
+@pytest.mark.parametrize(("flags", "tasks"), [([], 4), (["--tasks=1"], 1)])
+def test_the_slurm_example_submits_the_tasks_of_one_run(
     monkeypatch, capsys, flags, tasks
 ):
     asked: dict[str, Any] = {}
@@ -69,5 +68,5 @@ def test_the_slurm_example_submits_a_task_for_each_rank_or_launcher(
         *(2, tasks, 4),
     )
     assert asked["command"][-1] == "model=tiny"
-    assert ("tessera.launch" in asked["command"]) == bool(flags)
+    assert asked["command"][1] == str(ROOT / "run_training.py")
     assert capsys.readouterr().out == "job 7, its logs are in logs\n"

@@ -51,9 +51,10 @@ def fingerprint_of(draw: Draw) -> dict[str, dict[str, str]]:
 def handshake_of(draw: Draw) -> Said:
     count = draw.choice([1, 2, 3, 64, 2**20])
     return {
-        "tessera": 2,
+        "tessera": 3,
         "rank": draw.randrange(count),
         "world_size": count,
+        "topic": text_of(draw),
         "process": text_of(draw),
         "fingerprint": fingerprint_of(draw),
     }
@@ -84,9 +85,10 @@ TEXTS = ["1", "null", "true", "[]", "{}", '["x"]', '"\x01"', "'x'", "NaN", DEEP]
 OBJECTS = ['"x"', "1", "null", "[]", "[[1]]", DEEP, '{"a": 1}', '{"a": "x"}']
 OBJECTS += ['{"a": []}', '{"a": {"b": 1}}', '{"a": {"b": null}}', '{"a": {"b": []}}']
 CANNOT_BE = {
-    "tessera": [*NUMBERS, "0", "3"],
+    "tessera": [*NUMBERS, "0", "2"],
     "rank": [*NUMBERS, str(2**20)],
     "world_size": [*NUMBERS, "0", str(2**20 + 1)],
+    "topic": TEXTS,
     "process": TEXTS,
     "fingerprint": OBJECTS,
 }

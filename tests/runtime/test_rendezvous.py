@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that meet, as threads, over the loopback interface."""
 
-import selectors
 import socket
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -112,32 +110,69 @@ def test_why_rank_0_refuses_the_run_is_told_to_all():
 
 
 @pytest.mark.parametrize(
-    "line", [b"[" * 200_000, b'{"tessera": 2, "rank": Infinity, "world_size": 2}']
+    "line", [b"[" * 200_000, b'{"tessera": 3, "rank": Infinity, "world_size": 2}']
 )
 def test_no_line_of_a_peer_ends_rank_0(line):
     assert rendezvous.Handshake.read(line) is None
 
 
-def test_a_stranger_that_is_turned_away_for_another_is_not_read_any_more(monkeypatch):
-    """Both are heard of at once: one has sent something, and the other has come."""
+def test_strangers_that_stay_silent_are_closed_when_there_are_too_many(monkeypatch):
     monkeypatch.setattr(rendezvous, "_MAX_STRANGERS", -1)
-    own = rendezvous.Handshake(0, 2, "here", {})
+    own = rendezvous.Handshake(0, 2, rendezvous.START, "here", {})
     address = ("127.0.0.1", free_port())
     with rendezvous.listen(address) as listener:
         host = rendezvous._Host(listener, own, timeout=1)
-        selector = host._selector
-        with socket.create_connection(address) as first:
+        with socket.create_connection(address, timeout=60) as first:
             host._accept()
-            with socket.create_connection(address):
-                first.sendall(b"GET /")
-                keys = [*selector.get_map().values()]  # the listener, and the first
-                looks = iter([[(key, selectors.EVENT_READ) for key in keys]])
-                monkeypatch.setattr(selector, "select", lambda _: next(looks, []))
-                host._receive_until(time.monotonic() + 0.2)
-                assert len(host._received) == 1
-                for connection in host._received:
-                    connection.close()
-        selector.close()
+            with socket.create_connection(address, timeout=60) as second:
+                host._accept()
+                assert first.recv(1) == b""
+                second.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    second.recv(1)
+
+
+def test_the_handshake_of_another_rendezvous_is_not_counted():
+    """A rank that comes late, while those of the run compare what they compiled."""
+    port, found = free_port(), list[Any]()
+
+    def one(rank: int, topic: str, timeout: float) -> None:
+        cluster = Cluster(rank, 2, coordinator=(HOST, port))
+        try:
+            shared = rendezvous.rendezvous(
+                cluster,
+                SAME,
+                topic=topic,
+                timeout=timeout,
+                shared="x",
+                report=lambda _: None,
+            )
+            found.append((rank, topic, shared))
+        except MissingRanksError as error:
+            found.append((rank, topic, error.what.partition(" within")[0]))
+
+    late = threading.Thread(target=one, args=(1, rendezvous.START, 3.0))
+    rank_0 = threading.Thread(target=one, args=(0, "step", 60.0))
+    for thread in (late, rank_0):
+        thread.start()
+    late.join(60)
+    one(1, "step", 60.0)
+    rank_0.join(60)
+    assert sorted(found) == [
+        (0, "step", "x"),
+        (1, "start", "rank 1 met nobody"),
+        (1, "step", "x"),
+    ]
+
+
+def test_ranks_that_do_not_come_to_a_later_rendezvous_are_named():
+    cluster = Cluster(0, 2, coordinator=(HOST, free_port()))
+    with pytest.raises(MissingRanksError) as error:
+        rendezvous.rendezvous(
+            cluster, SAME, topic="step", timeout=0.5, report=lambda _: None
+        )
+    assert error.value.what == "the ranks did not meet within 0.5 s to compare: step"
+    assert error.value.got.startswith("rank 1 of 2 is missing\n")
 
 
 def test_a_missing_rank_is_named_on_every_other():
@@ -187,18 +222,6 @@ def test_a_port_that_becomes_free_is_no_mistake(monkeypatch):
     assert set(seen[1:]) == {None}
 
 
-def test_a_second_rank_1_of_a_run_that_goes_on_is_told_that_it_does():
-    port = free_port()
-    with socket.create_server((HOST, port)):
-        (error,) = met((1, 2, SAME), timeout=0.5, port=port)
-    assert isinstance(error, MissingRanksError)
-    assert "refused" in error.got
-    assert error.got.endswith(
-        f"something listens at {HOST}:{port}, as rank 0 does later: the run may have "
-        "begun with another rank 1"
-    )
-
-
 def test_a_rank_of_a_run_of_another_size_is_named():
     errors = met((0, 2, SAME), (1, 3, SAME))
     for error in errors:
@@ -210,6 +233,7 @@ def test_without_rank_0_the_others_say_where_they_looked():
     assert isinstance(error, MissingRanksError)
     assert f"no rank 0 at {HOST}:" in error.got
     assert "refused" in error.got
+    assert "whether the run has begun with another rank 1" in error.fix
 
 
 def alone(port: int, timeout: float = 0.5, host: str = HOST) -> TesseraError:
@@ -275,7 +299,7 @@ def test_strangers_do_not_disturb_the_host():
     lines = [
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
-        b'{"tessera": 2}\n',
+        b'{"tessera": 3}\n',
         b'{"tessera": ',
         b"[]\n",
     ]
