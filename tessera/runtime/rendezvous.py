@@ -132,7 +132,7 @@ def rendezvous(
       cluster: This rank.
       fingerprint: What has to be the same on every rank.
       refusal: On rank 0: why there is no run; all ranks raise it.
-      topic: What they compare; each is compared once, in the same order on all ranks.
+      topic: What they compare, in the same order on all ranks.
       timeout: Seconds after which absent ranks count as missing.
       shared: On rank 0: the text that all ranks receive.
       report: Shows a line to the person who waits.
