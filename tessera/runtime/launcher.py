@@ -290,11 +290,9 @@ class Attempt:
             rank.send(number)
 
     def _log_phases(self) -> None:
-        now = time.monotonic()
         for rank in self.ranks:
             if rank.status.phase:
-                state = f"{rank.status.phase}, for {now - rank.status.since:.1f} s"
-                self.log(f"rank {rank.rank} was in: {state}")
+                self.log(f"rank {rank.rank} was in: {rank.status}")
 
     def _end_late_ranks(self) -> None:
         """End ranks whose own watchdog should have ended them, and could not.

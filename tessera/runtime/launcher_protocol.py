@@ -11,6 +11,7 @@ Times come from ``time.monotonic``, which has one origin for all processes of a 
 
 import os
 import stat
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ class Status:
     since: float = 0.0
     deadline: float = inf
     failed_at: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.phase}, for {time.monotonic() - self.since:.1f} s"
 
     def as_line(self) -> bytes:
         """One line, which a pipe takes as a whole."""

@@ -114,19 +114,14 @@ class Difference:
 
     Attributes:
       section: ``"configuration"``.
-      name: ``"training.seed"``.
-      values: Each value with the ranks that have it; None where the entry is missing.
+      text: Its name, and each value with the ranks that have it.
     """
 
     section: str
-    name: str
-    values: tuple[tuple[str | None, tuple[int, ...]], ...]
+    text: str
 
     def __str__(self) -> str:
-        values = "; ".join(
-            f"{_shown(value)} on {format_ranks(ranks)}" for value, ranks in self.values
-        )
-        return f"{_shown(self.section)}: {_shown(self.name)} is {values}"
+        return self.text
 
 
 def differences(fingerprints: Mapping[int, Fingerprint]) -> list[Difference]:
@@ -153,8 +148,12 @@ def differences(fingerprints: Mapping[int, Fingerprint]) -> list[Difference]:
             value = fingerprints[rank].get(section, {}).get(name)
             ranks.setdefault(value, []).append(rank)
         if len(ranks) > 1:
-            values = tuple((value, tuple(group)) for value, group in ranks.items())
-            result.append(Difference(section, name, values))
+            values = "; ".join(
+                f"{_shown(value)} on {format_ranks(group)}"
+                for value, group in ranks.items()
+            )
+            text = f"{_shown(section)}: {_shown(name)} is {values}"
+            result.append(Difference(section, text))
     return result
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from math import inf
 from typing import Final
 
@@ -33,24 +33,6 @@ _LONGEST_TICK: Final = 2.0
 _QUERY_TIMEOUT: Final = 3.0
 # How long a failure in the main thread waits while the watchdog ends the process.
 _ENDING: Final = 5.0
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What a rank is doing.
-
-    Attributes:
-      kind: The key of its deadline: ``"step"``.
-      name: With its number: ``"step 12"``.
-      since: When it began, by ``time.monotonic``.
-    """
-
-    kind: str
-    name: str
-    since: float
-
-    def __str__(self) -> str:
-        return f"{self.name}, for {time.monotonic() - self.since:.1f} s"
 
 
 class Watchdog:
@@ -71,8 +53,7 @@ class Watchdog:
     ) -> None:
         self._deadlines, self._rank, self._launcher = deadlines, rank, launcher
         self._stopped = threading.Event()
-        self._is_ending, self._failed_at = False, 0.0
-        self._phase = Phase("start", "start", time.monotonic())
+        self._is_ending, self._status = False, Status("start", time.monotonic())
         self._read: Callable[[], Mapping[str, str]] = dict
 
     def enter(self, kind: str, number: int | None = None) -> None:
@@ -83,9 +64,10 @@ class Watchdog:
             other, which has no deadline.
           number: Counts phases of one kind.
         """
-        name = kind if number is None else f"{kind} {number}"
-        self._phase = Phase(kind, name, time.monotonic())
-        self._report()
+        phase = kind if number is None else f"{kind} {number}"
+        limit, now = self._deadlines.get(kind), time.monotonic()
+        deadline = inf if limit is None else limit
+        self._report(Status(phase, now, deadline, self._status.failed_at))
 
     def start(self) -> None:
         """Begin to watch, if the launcher has not ended this process's attempt."""
@@ -104,8 +86,8 @@ class Watchdog:
         """
         if self._is_ending and threading.current_thread() is threading.main_thread():
             time.sleep(_ENDING)
-        self._failed_at = self._failed_at or time.monotonic()
-        self._report()
+        failed_at = self._status.failed_at or time.monotonic()
+        self._report(replace(self._status, failed_at=failed_at))
 
     def connect(
         self, publish: Callable[[str], None], read: Callable[[], Mapping[str, str]]
@@ -122,50 +104,44 @@ class Watchdog:
             # The connection breaks at the end of the run, or with another rank.
             with suppress(Exception):
                 while not self._stopped.is_set():
-                    publish(str(self._phase))
+                    publish(str(self._status))
                     self._stopped.wait(_PUBLISH_EVERY)
 
         threading.Thread(target=publish_phases, name="phases", daemon=True).start()
 
-    def _report(self) -> None:
+    def _report(self, status: Status) -> None:
+        self._status = status
         if self._launcher is not None:
-            phase = self._phase
-            limit = self._limit(phase.kind)
-            status = Status(phase.name, phase.since, limit, self._failed_at)
             self._launcher.report(status)
 
-    def _limit(self, kind: str) -> float:
-        limit = self._deadlines.get(kind)
-        return inf if limit is None else limit
-
     def _watch(self) -> None:
-        phase, awake, before = self._phase, 0.0, time.monotonic()
+        status, awake, before = self._status, 0.0, time.monotonic()
         while not self._stopped.wait(_TICK):
             now = time.monotonic()
             gap, before = now - before, now
             counted = gap if gap < _LONGEST_TICK else _TICK
             self._obey_launcher()
-            if self._phase is not phase:
-                phase, awake = self._phase, 0.0
-                counted = min(counted, now - phase.since)
+            if self._status is not status:
+                status, awake = self._status, 0.0
+                counted = min(counted, now - status.since)
             awake += counted
-            if awake > self._limit(phase.kind):
-                self._end(phase, awake)
+            if awake > status.deadline:
+                self._end(status, awake)
 
     def _obey_launcher(self) -> None:
         reason = self._launcher.reason_to_end() if self._launcher else None
         if reason is not None:
             exit_now(exit_codes.TERMINATED, f"{reason}\n")
 
-    def _end(self, phase: Phase, seconds: float) -> None:
+    def _end(self, status: Status, seconds: float) -> None:
         self._is_ending = True
         self.fail()
-        self._show_stacks(phase)
-        limit = f"runtime.{phase.kind}_deadline"
+        self._show_stacks(status.phase)
+        limit = f"runtime.{status.phase.split()[0]}_deadline"
         error = StalledError(
-            f"rank {self._rank} does not get on: phase {phase.name!r} takes longer "
+            f"rank {self._rank} does not get on: phase {status.phase!r} takes longer "
             f"than {limit}",
-            got=f"{seconds:.1f} s, of {self._limit(phase.kind):g} s\n"
+            got=f"{seconds:.1f} s, of {status.deadline:g} s\n"
             + self._phases_of_all_ranks(),
             fix="the stacks show what each rank waits for; the one that is not in a "
             f"collective holds up the others\nif nothing is wrong, raise {limit}",
@@ -180,16 +156,16 @@ class Watchdog:
         )
         query.start()
         query.join(_QUERY_TIMEOUT)
-        phases[str(self._rank)] = str(self._phase)
+        phases[str(self._rank)] = str(self._status)
         ranks = sorted(phases, key=lambda rank: (not rank.isdecimal(), rank.zfill(9)))
         return "\n".join(f"rank {rank}: {phases[rank]}" for rank in ranks)
 
-    def _show_stacks(self, phase: Phase) -> None:
+    def _show_stacks(self, phase: str) -> None:
         stream = sys.__stderr__
         # A pipe without a reader must not keep the process from ending.
         with suppress(OSError):
             if stream is not None:
-                stream.write(f"stacks of rank {self._rank}, in phase {phase.name!r}:\n")
+                stream.write(f"stacks of rank {self._rank}, in phase {phase!r}:\n")
                 stream.flush()
         with suppress(OSError, ValueError):
             faulthandler.dump_traceback(stream or 2)
