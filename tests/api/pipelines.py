@@ -6,7 +6,7 @@ leaves them alone: what runs on one device knows nothing of microbatches.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tessera as ts
 from tessera import graph, scope
 from tessera.mesh import Mesh
 
@@ -23,6 +24,7 @@ KEY = jax.random.key(1)
 ROWS, LENGTH, WIDTH, WORDS = 16, 3, 8, 12
 
 Pipe = Callable[..., Any]
+Make = Callable[[Pipe], Callable[..., Any]]
 
 
 def cases(names: Iterable[Any], *fast: Any) -> list[Any]:
@@ -94,3 +96,30 @@ BATCH = {
     "labels": words(ROWS, LENGTH),
     "weights": np.abs(normal(ROWS, LENGTH, seed=4)),
 }
+
+
+# --- a chain of two stages
+
+double = graph.stage("double")(lambda x: 2.0 * x)
+
+
+def stages(first: Callable[..., Any]) -> list[Any]:
+    return [graph.stage("first")(first), double]
+
+
+def chain(pipe: Pipe, first: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``double(first(...))`` as a pipeline of two stages."""
+    both = stages(first)
+    body = wraps(first)(lambda *args: both[1](both[0](*args)))
+    return pipe(stages=both, **options)(body)
+
+
+def pipes(microbatches: int = 4, **options: Any) -> Pipe:
+    return partial(graph.pipeline, mesh=TWO, microbatches=microbatches, **options)
+
+
+def same(make: Make, *arguments: Any, microbatches: int = 4, **options: Any) -> None:
+    """Check a step beside the same one without a pipeline."""
+    want = ts.function(make(lambda **_: lambda body: body))(*arguments)
+    pipe = pipes(microbatches, **options)
+    close(ts.function(make(pipe), mesh=TWO)(*arguments), want)
