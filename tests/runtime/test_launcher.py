@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tessera import errors
-from tessera.runtime import exit_codes
+from tessera.runtime import exit_codes, launcher
 from tessera.runtime.launcher import Launcher, Plan
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +122,25 @@ def test_a_rank_that_fails_while_others_end_as_asked_is_the_one_that_counts(capf
 def test_restarts_are_bounded(capfd):
     assert launch("import sys; sys.exit(5)", max_restarts=2) == 5
     assert capfd.readouterr().err.count("] restart ") == 2
+
+
+def test_ranks_whose_interpreter_is_stuck_show_their_stacks_and_end(monkeypatch, capfd):
+    monkeypatch.setattr(launcher, "_LATE", 0.5)
+    program = (
+        "import ctypes, os, time\n"
+        "def hold():\n"
+        "    ctypes.PyDLL(None).sleep(600)\n"  # keeps the interpreter's lock
+        "status = f'{time.monotonic()!r} 0.1 0.0 step 3\\n'\n"
+        "os.write(int(os.environ['TESSERA_STATUS']), status.encode())\n"
+        "hold()\n"
+    )
+    assert launch(program) == exit_codes.STALLED
+    said = capfd.readouterr().err
+    for rank in (0, 1):
+        assert f"[launch] rank {rank} has been in phase 'step 3' for " in said
+        assert f"[rank {rank}] Fatal Python error: Aborted\n" in said
+        assert f'[rank {rank}]   File "<string>", line 3 in hold\n' in said
+    assert "exit code 124 in phase 'step 3'\n" in said
 
 
 def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path, capfd):
