@@ -25,8 +25,8 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that the command line names; returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name = given[0] if given else "--help"
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words[0] if words else "--help"
     if name in ("--help", "-h"):
         sys.stdout.write(_usage())
         return 0
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     module, _ = _COMMANDS[name]
-    return import_module(module).main(given[1:])
+    return import_module(module).main(words[1:])
 
 
 def _usage() -> str:

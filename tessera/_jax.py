@@ -229,16 +229,16 @@ def jit_params(equation: Equation, inner: Program) -> dict[str, Any]:
 
 def lift_constants(program: Program) -> tuple[Program, list[Any]]:
     """A program whose constants are inputs after the others, and those constants."""
-    held = constants(program)
-    if not held:
+    consts = constants(program)
+    if not consts:
         return program, []
     count = len(inputs(program))
 
     def lifted(*values: Any) -> list[Any]:
         return core.eval_jaxpr(_body(program), values[count:], *values[:count])
 
-    known = [struct(variable.aval) for variable in inputs(program)]
-    return jax.make_jaxpr(lifted)(*known, *held), held
+    types = [struct(variable.aval) for variable in inputs(program)]
+    return jax.make_jaxpr(lifted)(*types, *consts), consts
 
 
 # Created at import, not at first use: adding such a context invalidates all that JAX
@@ -261,8 +261,8 @@ def sources(program: Program, value: Atom, before: int) -> set[Atom]:
     needed = {value} if isinstance(value, jex.Var) else set()
     for equation in reversed(equations(program)[:before]):
         if not needed.isdisjoint((*equation.outvars, *references(equation))):
-            wanted = [variable in needed for variable in equation.outvars]
-            needed.update(inputs_read(equation, wanted))
+            is_needed = [variable in needed for variable in equation.outvars]
+            needed.update(inputs_read(equation, is_needed))
     return needed
 
 

@@ -30,8 +30,8 @@ class Board:
     def texts(self, folder: str) -> dict[str, str]:
         """The texts below a folder, by the rest of their keys."""
         prefix = f"{folder}/"
-        found = self._client.key_value_dir_get(prefix)
-        return {key.rpartition(prefix)[2]: text for key, text in found}
+        entries = self._client.key_value_dir_get(prefix)
+        return {key.rpartition(prefix)[2]: text for key, text in entries}
 
 
 def board() -> Board | None:

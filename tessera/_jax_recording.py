@@ -103,7 +103,7 @@ class Recording(core.Trace):
         """A context in which operations run as they do around the recording."""
         return core.set_current_trace(self._around)
 
-    def known(self, value: Any) -> Any:
+    def concrete(self, value: Any) -> Any:
         """The concrete array of a recorded one; other values as they are."""
         return value.value if self._has(value) else value
 
@@ -116,41 +116,43 @@ class Recording(core.Trace):
     ) -> list[RecordedArray]:
         """Run a function of arrays, and record it."""
         with self.left():
-            results = run(*map(self.known, inputs))
+            results = run(*map(self.concrete, inputs))
         outputs = [RecordedArray(self, result) for result in results]
         self._entries.append(_Entry(run, inputs, outputs))
         return outputs
 
     def reached(self, loss: Any, weights: Sequence[Any]) -> list[bool]:
         """Which of some weights a loss was computed from."""
-        found = self._ancestors(loss)[1]
-        return [id(weight) in found for weight in weights]
+        ancestors = self._ancestors(loss)[1]
+        return [id(weight) in ancestors for weight in weights]
 
     def reads_references(self, loss: Any) -> bool:
         """Whether a loss was computed from mutable arrays."""
         entries, _ = self._ancestors(loss)
-        inputs = [self.known(x) for entry in entries for x in entry.inputs]
+        inputs = [self.concrete(x) for entry in entries for x in entry.inputs]
         return any(isinstance(value, jax.Ref) for value in inputs)
 
     def gradients(self, loss: Any, weights: Sequence[Any]) -> list[RecordedArray]:
         """The gradients of a loss by weights, some of which may depend on others."""
-        entries, found = self._ancestors(loss)
+        entries, ancestors = self._ancestors(loss)
         dependent = {id(weight) for weight in weights}
         between: list[_Entry] = []
         for entry in entries:
             if not dependent.isdisjoint(map(id, entry.inputs)):
                 between.append(entry)
                 dependent.update(map(id, entry.outputs))
-        made = {id(output) for entry in between for output in entry.outputs}
-        inner = [id(weight) for weight in weights if id(weight) in made]
-        given = {id(weight): weight for weight in weights if id(weight) not in made}
-        others = {i: found[i] for i in found if i not in made and i not in given}
+        outputs = {id(output) for entry in between for output in entry.outputs}
+        inner = [id(weight) for weight in weights if id(weight) in outputs]
+        free = {id(weight): weight for weight in weights if id(weight) not in outputs}
+        others = {
+            i: ancestors[i] for i in ancestors if i not in outputs and i not in free
+        }
 
         def loss_of(values: Sequence[Any], offsets: Sequence[Any], rest: Any) -> Any:
-            env = dict(zip((*given, *others), (*values, *rest), strict=True))
+            env = dict(zip((*free, *others), (*values, *rest), strict=True))
             added = dict(zip(inner, offsets, strict=True))
             for entry in between:
-                inputs = [env.get(id(x), self.known(x)) for x in entry.inputs]
+                inputs = [env.get(id(x), self.concrete(x)) for x in entry.inputs]
                 for output, result in zip(
                     entry.outputs, entry.run(*inputs), strict=True
                 ):
@@ -159,25 +161,25 @@ class Recording(core.Trace):
             return env[id(loss)]
 
         def run(*values: Any) -> list[Any]:
-            count = len(given)
-            zeros = [jax.numpy.zeros_like(self.known(found[i])) for i in inner]
-            by_given, by_inner = jax.grad(loss_of, (0, 1))(
+            count = len(free)
+            zeros = [jax.numpy.zeros_like(self.concrete(ancestors[i])) for i in inner]
+            by_free, by_inner = jax.grad(loss_of, (0, 1))(
                 list(values[:count]), zeros, values[count:]
             )
-            slopes = dict(zip((*given, *inner), (*by_given, *by_inner), strict=True))
+            slopes = dict(zip((*free, *inner), (*by_free, *by_inner), strict=True))
             return [slopes[id(weight)] for weight in weights]
 
-        return self.record(run, [*given.values(), *others.values()])
+        return self.record(run, [*free.values(), *others.values()])
 
     def _ancestors(self, loss: Any) -> tuple[list[_Entry], dict[int, Any]]:
         """The operations that a loss depends on, in order, and their arrays by id."""
-        found = {id(loss): loss}
+        arrays = {id(loss): loss}
         entries: list[_Entry] = []
         for entry in reversed(self._entries):
-            if not found.keys().isdisjoint(map(id, entry.outputs)):
+            if not arrays.keys().isdisjoint(map(id, entry.outputs)):
                 entries.append(entry)
-                found |= {id(x): x for x in entry.inputs if self._has(x)}
-        return entries[::-1], found
+                arrays |= {id(x): x for x in entry.inputs if self._has(x)}
+        return entries[::-1], arrays
 
     def _has(self, value: Any) -> bool:
         return isinstance(value, RecordedArray) and value._trace is self
@@ -228,14 +230,14 @@ class Recording(core.Trace):
         self, primitive: Any, fun: Any, tracers: Any, /, **params: Any
     ) -> Any:
         """An SPMD region is one operation, and compiled."""
-        found: list[Any] = []
+        result: list[Any] = []
 
         def call(trace: Any, values: Any) -> Any:
-            found[:] = [trace.process_shard_map(primitive, fun, values, **params)]
-            return list(found[0])
+            result[:] = [trace.process_shard_map(primitive, fun, values, **params)]
+            return list(result[0])
 
         results = self._as_program(call, tracers, is_compiled=True)
-        return found[0].update(results)
+        return result[0].update(results)
 
     def _as_program(
         self,

@@ -81,18 +81,18 @@ def _around(value: Any) -> Iterator[Any]:
         trace = getattr(trace, "parent_trace", None)
 
 
-def inputs_read(equation: Any, wanted: Sequence[bool]) -> list[Any]:
+def inputs_read(equation: Any, is_needed: Sequence[bool]) -> list[Any]:
     """The variables that some results of an equation depend on.
 
     JAX's rules for dead code look into nested programs: of a loop that carries several
-    values, only those that the wanted ones depend on are needed.
+    values, only those that the needed ones depend on are needed.
     """
     variables = [v for v in equation.invars if isinstance(v, core.Var)]
     rule: Any = partial_eval.dce_rules.get(equation.primitive)
     if rule is None or equation.effects:
         return variables
     live = [[True] * len(equation.invars)] * _RULES_TAKE_LIVE_INPUTS
-    used, _ = rule(list(wanted), *live, equation)
+    used, _ = rule(list(is_needed), *live, equation)
     pairs = zip(equation.invars, used, strict=True)
     return [v for v, needed in pairs if needed and isinstance(v, core.Var)]
 
@@ -190,9 +190,9 @@ def partial_evaluation(
     known, unknown, _, in_unknown, count = partial_eval.partial_eval_jaxpr_custom(
         jaxpr, none, list(is_shared), is_unknown, is_unknown, policy
     )
-    wanted = [late for late, there in zip(is_unknown, in_unknown, strict=True) if there]
+    live = [late for late, there in zip(is_unknown, in_unknown, strict=True) if there]
     takes = [False] * count + [True] * sum(is_shared)
-    unknown, used = partial_eval.dce_jaxpr(unknown, wanted, instantiate=takes)
+    unknown, used = partial_eval.dce_jaxpr(unknown, live, instantiate=takes)
     outputs = [True] * is_unknown.count(False) + used[:count]
     known, _ = partial_eval.dce_jaxpr(known, outputs, instantiate=True)
     return known, unknown, sum(used[:count])

@@ -83,10 +83,10 @@ def _shape(sizes: Sequence[Any]) -> tuple[Any, ...]:
 
 def _either(function: str, **arguments: Any) -> Any:
     """The value of an argument that has two names; raises [T401] for both at once."""
-    passed = {name: value for name, value in arguments.items() if value is not None}
-    if len(passed) > 1:
-        _refuse_both(function, passed)
-    return next(iter(passed.values()), None)
+    values = {name: value for name, value in arguments.items() if value is not None}
+    if len(values) > 1:
+        _refuse_both(function, values)
+    return next(iter(values.values()), None)
 
 
 def _refuse_both(function: str, arguments: Mapping[str, Any]) -> None:

@@ -215,10 +215,10 @@ def _check_count(count: int, what: str) -> None:
     if count <= MAX_DEVICES:
         return
     # Python refuses to print numbers of thousands of digits.
-    written = f"{count:,}" if count < 10**30 else f"10^{math.log10(count):.0f}"
+    text = f"{count:,}" if count < 10**30 else f"10^{math.log10(count):.0f}"
     raise MeshShapeError(
         f"a mesh has at most {MAX_DEVICES:,} devices",
-        got=f"{what} of {written} devices",
+        got=f"{what} of {text} devices",
         fix="check the sizes: they multiply to the number of devices",
     )
 
@@ -278,21 +278,21 @@ def inferred(
     Raises:
       MeshShapeError: [T101] no such product, with the nearest legal numbers.
     """
-    known = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and total % known == 0:
-        return tuple(total // known if size == -1 else size for size in sizes)
-    if -1 not in sizes and known == total:
+    product = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and total % product == 0:
+        return tuple(total // product if size == -1 else size for size in sizes)
+    if -1 not in sizes and product == total:
         return sizes
     named = " × ".join(f"{a} {s}" for a, s in zip(axes, sizes, strict=True))
-    low, high = total // known * known, -(-total // known) * known
+    low, high = total // product * product, -(-total // product) * product
     if -1 in sizes:
-        got = f"{named}: {known} does not divide {total} devices"
+        got = f"{named}: {product} does not divide {total} devices"
         near = f"{low} or {high}" if low else f"{high}"
         fix = f"use {near} devices, or sizes whose product divides {total}"
     else:
-        got = f"{named} = {known}, and {total} devices"
+        got = f"{named} = {product}, and {total} devices"
         even = times(even_sizes(axes, total))
-        fix = f"list {known} devices, or use a shape such as {even}"
+        fix = f"list {product} devices, or use a shape such as {even}"
     raise MeshShapeError("the shape does not hold the devices", got=got, fix=fix)
 
 
@@ -305,7 +305,7 @@ def listed(ids: tuple[int, ...]) -> str:
     """Ids in short: ``0..7`` if they are consecutive."""
     if len(ids) > 2 and ids == tuple(range(ids[0], ids[0] + len(ids))):
         return f"{ids[0]}..{ids[-1]}"
-    shown = [str(i) for i in ids]
-    if len(shown) > 12:
-        shown = [*shown[:6], "…", *shown[-5:]]
-    return ", ".join(shown)
+    texts = [str(i) for i in ids]
+    if len(texts) > 12:
+        texts = [*texts[:6], "…", *texts[-5:]]
+    return ", ".join(texts)

@@ -122,17 +122,17 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {
+    versions = {
         "tessera": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "OS": platform.platform(),
     }
     for name in _LIBRARIES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _missing_libraries() -> Iterator[tuple[str, str]]:

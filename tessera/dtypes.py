@@ -81,5 +81,5 @@ def short_name(dtype: Any) -> str:
       >>> short_name(jnp.int32), short_name(np.dtype("complex64"))
       ('i32', 'complex64')
     """
-    known = next((name for name in _SHORT if DTYPES[name] == dtype), None)
-    return known or str(getattr(dtype, "name", dtype))
+    short = next((name for name in _SHORT if DTYPES[name] == dtype), None)
+    return short or str(getattr(dtype, "name", dtype))

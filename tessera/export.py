@@ -19,15 +19,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", help="a run, its checkpoints, or one of them")
     parser.add_argument("file", help="where to, such as weights.safetensors")
     parser.add_argument("--dtype", choices=("f32", "bf16", "f16"), help="round to it")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        _check_file(given.file)
-        size = _export(given.checkpoint, given.file, given.dtype)
+        _check_file(options.file)
+        size = _export(options.checkpoint, options.file, options.dtype)
     except TesseraError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    shown = given.file.encode(errors="backslashreplace").decode()
-    sys.stdout.write(f"{shown}: {size}\n")
+    path = options.file.encode(errors="backslashreplace").decode()
+    sys.stdout.write(f"{path}: {size}\n")
     return 0
 
 

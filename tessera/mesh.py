@@ -142,18 +142,21 @@ class Mesh:
 
         An abstract mesh gets the first device ids.
         """
-        if isinstance(mesh, JaxMesh) and (known := _mesh_of_jax.get(mesh)) is not None:
-            return known
+        if (
+            isinstance(mesh, JaxMesh)
+            and (existing := _mesh_of_jax.get(mesh)) is not None
+        ):
+            return existing
         ids: Sequence[int] = range(mesh.size)
         if isinstance(mesh, JaxMesh):
             ids = [device.id for device in mesh.devices.flat]
-        made = cls(mesh.axis_names, devices=ids, shape=tuple(mesh.shape.values()))
+        result = cls(mesh.axis_names, devices=ids, shape=tuple(mesh.shape.values()))
         # Axes are Manual only inside the region that the array was created in.
-        made.axis_types = tuple(
+        result.axis_types = tuple(
             kind if kind is AxisType.Explicit else AxisType.Auto
             for kind in mesh.axis_types
         )
-        return made
+        return result
 
     @property
     def shape(self) -> dict[str, int]:
@@ -218,9 +221,9 @@ class Mesh:
                 jax.device_count(),
                 listed(idle),
             )
-        made = self._grid_of(devices)
-        _mesh_of_jax[made] = self
-        return made
+        mesh = self._grid_of(devices)
+        _mesh_of_jax[mesh] = self
+        return mesh
 
     @cached_property
     def abstract(self) -> AbstractMesh:

@@ -106,15 +106,15 @@ def remat(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     from flax import nnx
 
     def again(*args: Any) -> Any:
-        held = [arg for arg in args if is_object(arg)]
-        before = _variables(held)
+        objects = [arg for arg in args if is_object(arg)]
+        before = _variables(objects)
         unchanged: set[Any] = set()
 
         def recording(*inner: Any) -> Any:
-            known = _variables([arg for arg in inner if is_object(arg)])
+            variables = _variables([arg for arg in inner if is_object(arg)])
             result = body(*inner)
             unchanged.update(
-                p for p, (v, raw) in known.items() if v.get_raw_value() is raw
+                p for p, (v, raw) in variables.items() if v.get_raw_value() is raw
             )
             return result
 
@@ -399,10 +399,10 @@ class _MergedObjects:
                 return node
             return type(node)(*items) if hasattr(node, "_fields") else tuple(items)
         for key, item in _content(node):
-            found = self.objects_of(context, item)
-            if found is not item:
-                node[key] = found
-                self._entries.append((node, key, item, found))
+            objects = self.objects_of(context, item)
+            if objects is not item:
+                node[key] = objects
+                self._entries.append((node, key, item, objects))
         return node
 
     def split(self, context: Any) -> None:
@@ -419,12 +419,12 @@ class _MergedObjects:
             for name in arrays.keys() - now.keys():
                 del arrays[name]
             arrays.update(now)
-        for node, key, item, found in self._entries:
-            if dict(_content(node)).get(key) is not found:
+        for node, key, item, objects in self._entries:
+            if dict(_content(node)).get(key) is not objects:
                 raise WriteBackError(
                     f"{key!r} of a {type(node).__name__} among the arguments was an "
                     "object, and is another one",
-                    got=f"a {type(found).__name__} before",
+                    got=f"a {type(objects).__name__} before",
                     fix="return the new object, or change the one that is there",
                 )
             node[key] = item

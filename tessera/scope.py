@@ -95,8 +95,8 @@ class Scope:
 
     def capture(self, captured: DistTensor) -> Any:
         """The traced value of a ``dist.tensor`` that the function closes over."""
-        for name, known in self.declared.items():
-            if known is captured:
+        for name, parameter in self.declared.items():
+            if parameter is captured:
                 return self.value_of(name)
         name = captured.name or "/".join((*self.path, self.fresh("tensor")))
         self.check_free(name, captured.shape, fix="give the dist.tensor another name=")
@@ -112,18 +112,18 @@ class Scope:
 
     def check_free(self, name: str, shape: tuple[int, ...], *, fix: str) -> None:
         """Raise [T305] where a name collides with another in the tree of parameters."""
-        for known, held in self.declared.items():
-            if known == name:
+        for other, parameter in self.declared.items():
+            if other == name:
                 raise ParameterNameError(
                     f"two parameters of this step are called {name!r}",
-                    got=f"shapes {held.shape} and {shape}",
+                    got=f"shapes {parameter.shape} and {shape}",
                     fix=fix,
                 )
-            if known.startswith(f"{name}/") or name.startswith(f"{known}/"):
+            if other.startswith(f"{name}/") or name.startswith(f"{other}/"):
                 raise ParameterNameError(
-                    f"{name!r} cannot be a parameter beside {known!r}: the tree of "
+                    f"{name!r} cannot be a parameter beside {other!r}: the tree of "
                     "parameters would hold a tree and an array in one place",
-                    got=f"shapes {shape} and {held.shape}",
+                    got=f"shapes {shape} and {parameter.shape}",
                     fix=fix,
                 )
 
@@ -255,8 +255,8 @@ def layout_of(value: Any, *, of_gradient: bool = False) -> Layout | None:
     if (scope := _open.get()) is None:
         return None
     layouts = scope.gradient_layouts if of_gradient else scope.layouts
-    known = layouts.get(id(value))
-    return known[1] if known is not None else None
+    record = layouts.get(id(value))
+    return record[1] if record is not None else None
 
 
 # The name scope of constraints that may pad. An output under one is stored padded; any

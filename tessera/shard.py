@@ -200,8 +200,8 @@ class DistTensor:
 
     def __getattr__(self, name: str) -> Any:
         # T, reshape, sum, addressable_shards and the rest of an array.
-        known = hasattr(jax.Array, name) and not name.startswith("_")
-        if not known or (name in _ABOUT_ARRAYS and self.is_padded):
+        is_public = hasattr(jax.Array, name) and not name.startswith("_")
+        if not is_public or (name in _ABOUT_ARRAYS and self.is_padded):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         return getattr(self.__jax_array__(), name)
 
@@ -256,9 +256,9 @@ def stored_tensor(
     """
     dims = axes_of_dims(spec, len(shape))
     layout = ShardSpec(tuple(range(len(shape))), tuple(d or None for d in dims), "pad")
-    made = DistTensor(shape, layout, mesh, array.dtype, None, True, None)
-    made._array = array
-    return made
+    tensor = DistTensor(shape, layout, mesh, array.dtype, None, True, None)
+    tensor._array = array
+    return tensor
 
 
 def _forward(name: str) -> Callable[..., Any]:

@@ -331,8 +331,8 @@ def _no_such_dim(
         numbers = f"use a dim from {-rank} to {rank - 1}" if rank else "drop it"
         fix = f"{numbers}: the array has {rank} dims"
     else:
-        known = [*(dim_names or ()), *("row", "col")[: min(rank, 2)]]
-        fix = f"{did_you_mean(name, known)}, or a dim number"
+        names = [*(dim_names or ()), *("row", "col")[: min(rank, 2)]]
+        fix = f"{did_you_mean(name, names)}, or a dim number"
     return _Problem(
         DimError, f"{what} has no dim {name!r}", f"shape {tuple(shape)}", fix
     )

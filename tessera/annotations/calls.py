@@ -42,9 +42,9 @@ def bind_call(
     except TypeError as error:
         plural = "s" * (len(args) != 1)
         named = ", ".join(map(repr, kwargs))
-        known = [*signature.parameters]
-        unknown = [keyword for keyword in kwargs if keyword not in known]
-        hint = f"\n{did_you_mean(unknown[0], known)}" if unknown else ""
+        names = [*signature.parameters]
+        unknown = [keyword for keyword in kwargs if keyword not in names]
+        hint = f"\n{did_you_mean(unknown[0], names)}" if unknown else ""
         raise ArgumentError(
             f"{name!r} cannot be called like this: {error}",
             got=f"{len(args)} positional argument{plural}"

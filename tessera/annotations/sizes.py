@@ -146,8 +146,8 @@ def _unknown_products(
         if not dim.is_product:
             continue  # a sum of unknowns is not determined
         unknown = solution.unknown(dim.factors)
-        known = (solution.sizes[s] for s in dim.factors if s in solution.sizes)
-        factor = dim.coefficient * math.prod(known)
+        factors = (solution.sizes[s] for s in dim.factors if s in solution.sizes)
+        factor = dim.coefficient * math.prod(factors)
         if factor == 0 or constraint.size % factor:
             solution.problems.append(
                 f"{dim} is {constraint.size} by {constraint.source}, "

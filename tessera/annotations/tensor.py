@@ -162,8 +162,8 @@ else:
 
 @functools.cache
 def _tensor_type(annotation: Annotation) -> "type[Tensor]":
-    made: Any = TensorType("Tensor", (Tensor,), {"annotation": annotation})
-    return made
+    subclass: Any = TensorType("Tensor", (Tensor,), {"annotation": annotation})
+    return subclass
 
 
 def is_array(value: object) -> bool:

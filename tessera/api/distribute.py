@@ -154,8 +154,8 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
     Megatron-LM, arXiv 1909.08053; experts, GShard, arXiv 2006.16668.
     """
     default_axis, fixed_stage = _known(strategy)
-    chosen = _stage(strategy, fixed_stage, stage)
-    given = {
+    zero_stage = _stage(strategy, fixed_stage, stage)
+    roles = {
         PARAMS: params,
         GRADIENTS: gradients,
         STATE: optimizer_state,
@@ -177,27 +177,27 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
 
     def decorate(body: Callable[..., Any]) -> Function:
         options, body = _undecorated(strategy, body)
-        known: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "name": strategy,
-            "stage": chosen,
+            "stage": zero_stage,
             "axes": axes,
             "results": tuple(results) if results is not None else None,
         }
-        declared = _declared_roles(body, options.name, {**given, "experts": named})
+        declared = _declared_roles(body, options.name, {**roles, "experts": named})
         if strategy == "tensor_parallel":
-            known["common"] = _common(declared, results)
-            split = TensorParallel(**known, annotations=annotations_of(body))
+            settings["common"] = _common(declared, results)
+            split = TensorParallel(**settings, annotations=annotations_of(body))
             return Function(SpmdFunction(body, split), replace(options, strategy=split))
-        known["declared"] = declared
+        settings["declared"] = declared
         plan: Strategy
         match strategy:
             case "expert_parallel":
-                plan = ExpertParallel(**known, experts=named)
+                plan = ExpertParallel(**settings, experts=named)
             case "pipeline_parallel":
-                plan = PipelineParallel(**known)
+                plan = PipelineParallel(**settings)
                 body = _pipelined(body, plan)
             case _:
-                plan = Strategy(**known)
+                plan = Strategy(**settings)
         if strategy == "zero_redundancy_optimizer":
             body = ZeroOwnerEmulation(body, plan)
         return Function(body, replace(options, strategy=plan))
@@ -274,20 +274,20 @@ def _check_results(strategy: str, results: Sequence[str | None] | None) -> None:
 
 
 def _declared_roles(
-    body: Callable[..., Any], name: str, given: Mapping[str, Names]
+    body: Callable[..., Any], name: str, roles: Mapping[str, Names]
 ) -> dict[str, str]:
     """The declared roles of arguments, or of parts of them, by path."""
     parameters = signature(body).parameters.values()
-    known = [parameter.name for parameter in parameters]
+    arguments = [parameter.name for parameter in parameters]
     has_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
     declared: dict[str, str] = {}
-    for role, names in given.items():
+    for role, names in roles.items():
         for path in as_names(names):
-            if path.partition("/")[0] not in known and not has_more:
+            if path.partition("/")[0] not in arguments and not has_more:
                 raise StrategyError(
                     f"{name!r} has no argument {path!r}",
                     got=f"{role}={names!r}",
-                    fix=did_you_mean(path, known),
+                    fix=did_you_mean(path, arguments),
                 )
             if role in ROLES:
                 declared[path] = role

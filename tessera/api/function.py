@@ -177,7 +177,7 @@ class Function:
 
     def _parameters(self, traced: Traced) -> tuple[Any, ...]:
         """The arrays of the parameter inputs of a program."""
-        return tuple(held.stored() for held in traced.origin.parameters.values())
+        return tuple(tensor.stored() for tensor in traced.origin.parameters.values())
 
     def _run(
         self, program: _Program, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -252,8 +252,8 @@ class Function:
             if to_run:
                 traced.require_devices()
             placed = self._key(traced.call_as_placed())
-            held = self._programs.get(placed)
-            compiled = held.compiled if held else traced.lower().compile()
+            program = self._programs.get(placed)
+            compiled = program.compiled if program else traced.lower().compile()
             self._programs[key] = _Program(traced.call, _context_key(), compiled)
             self._programs.setdefault(placed, self._programs[key])
         return self._programs[key]
@@ -269,9 +269,9 @@ class Function:
 
     def _inside_laid_out(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         call = self._calls.flatten(args, kwargs)
-        given = self._calls.values(args, kwargs)
+        values = self._calls.values(args, kwargs)
         body = self._body_with_objects if call.has_objects else self.body
-        return inline(scope.resolve_callee(body), call, self.options, given)
+        return inline(scope.resolve_callee(body), call, self.options, values)
 
     def _with_objects(
         self, run: _Run, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -295,14 +295,14 @@ class Function:
         call = self._calls.flatten(args, kwargs)
         key = self._key(call)
         if key in self._inlined:
-            traced, held = self._inlined[key]
+            traced, program = self._inlined[key]
         else:
             traced = self._trace(call)
-            held = jitted(traced.origin, traced.graph, traced.call)
+            program = jitted(traced.origin, traced.graph, traced.call)
             if not any(isinstance(a, _jax.Tracer) for a in traced.graph.captured):
-                self._inlined[key] = traced, held  # else valid for this trace only
+                self._inlined[key] = traced, program  # else valid for this trace only
         parts = [argument.own_part() for argument in call.arguments]
-        outputs = held(*parts, self._parameters(traced), traced.graph.captured)
+        outputs = program(*parts, self._parameters(traced), traced.graph.captured)
         if returns_list(traced.origin, traced.graph):
             values = zip(traced.graph.outputs, outputs, strict=True)
             outputs = [without_padding(traced.graph, *pair) for pair in values]
@@ -334,8 +334,10 @@ class Function:
         kinds = {n: p.kind for n, p in self._calls.signature.parameters.items()}
         if inspect.Parameter.VAR_KEYWORD in kinds.values():
             return
-        known = [n for n in kinds if kinds[n] is not inspect.Parameter.VAR_POSITIONAL]
-        has_more = len(known) < len(kinds)
+        arguments = [
+            n for n in kinds if kinds[n] is not inspect.Parameter.VAR_POSITIONAL
+        ]
+        has_more = len(arguments) < len(kinds)
         uses = dict.fromkeys(self.options.batch or (), "treat as a batch")
         uses |= dict.fromkeys(
             (*self.options.in_specs, *self.options.donate), "lay out or donate"
@@ -343,10 +345,10 @@ class Function:
         for name, use in uses.items():
             if has_more and name.startswith("args["):
                 continue
-            if name.partition("/")[0] not in known:
+            if name.partition("/")[0] not in arguments:
                 raise SpecFormError(
                     f"{self.options.name!r} has no argument {name!r} to {use}",
-                    fix=did_you_mean(name, known),
+                    fix=did_you_mean(name, arguments),
                 )
 
     def _warn_of_recompiles(self, call: Call) -> None:

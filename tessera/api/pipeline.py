@@ -244,8 +244,8 @@ class _PipelineConfig:
         )
         with self._tracing_stages(here, mesh, stages):
             if here.is_whole_batch and None not in by_row:
-                known = decision or Decision(tuple(map(bool, by_row)))
-                results = SplitCall(function, call, known, stages, here).bind()
+                rows = decision or Decision(tuple(map(bool, by_row)))
+                results = SplitCall(function, call, rows, stages, here).bind()
             else:
                 results = bind_unsplit(function, call)
         return jax.tree.unflatten(function.results, results)
@@ -370,8 +370,8 @@ def _path(names: Sequence[str], path: tuple[Any, ...]) -> str:
     return f"{label}/{rest}" if rest else label
 
 
-def _no_argument(name: str, known: Sequence[str]) -> UndecidedRoleError:
+def _no_argument(name: str, names: Sequence[str]) -> UndecidedRoleError:
     return UndecidedRoleError(
         f"a pipeline has no array {name!r} among its arguments to take for its batch",
-        fix=did_you_mean(name, known),
+        fix=did_you_mean(name, names),
     )

@@ -48,7 +48,7 @@ class Step(Function):
     ) -> None:
         super().__init__(body, options, skip_passes)
         self._declared: dict[str, DistTensor] | None = None
-        self._held: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self._placed_for: Traced | None = None
 
     @property
@@ -63,18 +63,25 @@ class Step(Function):
           ParameterTreeError: [T306] the step was not traced yet, or an assigned tree
             does not fit: every difference is listed and nothing is changed.
         """
-        known = self._known()
-        return nest({name: self._held.get(name, held) for name, held in known.items()})
+        declarations = self._declarations()
+        return nest(
+            {
+                name: self._values.get(name, tensor)
+                for name, tensor in declarations.items()
+            }
+        )
 
     @params.setter
     def params(self, tree: Mapping[str, Any]) -> None:
-        known, flat = self._known(), named_leaves(tree)
-        problems = [f"{name}: missing" for name in known if name not in flat]
-        problems += [f"{name}: not a parameter" for name in flat if name not in known]
+        declarations, flat = self._declarations(), named_leaves(tree)
+        problems = [f"{name}: missing" for name in declarations if name not in flat]
         problems += [
-            f"{name}: {_form(value)}, declared {_form(known[name])}"
+            f"{name}: not a parameter" for name in flat if name not in declarations
+        ]
+        problems += [
+            f"{name}: {_form(value)}, declared {_form(declarations[name])}"
             for name, value in flat.items()
-            if name in known and _form(value) != _form(known[name])
+            if name in declarations and _form(value) != _form(declarations[name])
         ]
         if problems:
             raise ParameterTreeError(
@@ -82,7 +89,7 @@ class Step(Function):
                 got="\n".join(problems),
                 fix="assign a tree like step.params",
             )
-        self._held = {name: flat[name] for name in known}
+        self._values = {name: flat[name] for name in declarations}
         self._placed_for = None
 
     def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -105,13 +112,13 @@ class Step(Function):
         """
         if args or kwargs:
             self.trace(*args, **kwargs)
-        for name, held in self._known().items():
+        for name, tensor in self._declarations().items():
             own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-            self._held[name] = held.materialize(own)
+            self._values[name] = tensor.materialize(own)
         self._placed_for = None
         return self.params
 
-    def _known(self) -> dict[str, DistTensor]:
+    def _declarations(self) -> dict[str, DistTensor]:
         if self._declared is None:
             raise ParameterTreeError(
                 f"the parameters of step {self.options.name!r} are not known yet",
@@ -121,17 +128,17 @@ class Step(Function):
 
     def _trace(self, call: Any) -> Traced:
         traced = super()._trace(call)
-        known = dict(self._declared or {})
+        declarations = dict(self._declared or {})
         for name, declared in traced.origin.parameters.items():
-            if _form(known.setdefault(name, declared)) != _form(declared):
+            if _form(declarations.setdefault(name, declared)) != _form(declared):
                 raise ParameterTreeError(
                     f"parameter {name!r} has another shape than in earlier calls",
-                    got=f"{_form(declared)}, before {_form(known[name])}",
+                    got=f"{_form(declared)}, before {_form(declarations[name])}",
                     fix="call the step with arrays of the feature sizes it was first "
                     "called with",
                 )
-            known[name] = declared  # on the mesh of this call
-        self._declared = known
+            declarations[name] = declared  # on the mesh of this call
+        self._declared = declarations
         return traced
 
     def _parameters(self, traced: Traced) -> tuple[Any, ...]:
@@ -140,20 +147,25 @@ class Step(Function):
             with jax.ensure_compile_time_eval():
                 self._place(traced)
             self._placed_for = traced
-        held = [self._held[name] for name in traced.origin.parameters]
-        return tuple(h.stored() if isinstance(h, DistTensor) else h for h in held)
+        values = [self._values[name] for name in traced.origin.parameters]
+        return tuple(
+            value.stored() if isinstance(value, DistTensor) else value
+            for value in values
+        )
 
     def _parameter(self, name: str, declared: DistTensor) -> Any:
-        known = {**(self._declared or {}), name: declared}
-        self._declared = known
-        held = self._held.get(name, declared)
-        self._held[name] = held.materialize() if isinstance(held, DistTensor) else held
-        return self._held[name]
+        declarations = {**(self._declared or {}), name: declared}
+        self._declared = declarations
+        value = self._values.get(name, declared)
+        self._values[name] = (
+            value.materialize() if isinstance(value, DistTensor) else value
+        )
+        return self._values[name]
 
     def _place(self, traced: Traced) -> None:
         """Create the missing parameters, and move all to the program's layouts."""
         graph, parameters = traced.origin.graph, traced.origin.parameters
-        missing = [name for name in parameters if name not in self._held]
+        missing = [name for name in parameters if name not in self._values]
         if missing:
             _logger.info(
                 "step %s creates %d parameters from their names; "
@@ -163,24 +175,28 @@ class Step(Function):
             )
         values = [value for value in graph.inputs if value.role is Role.PARAMETER]
         for (name, declared), value in zip(parameters.items(), values, strict=True):
-            held = self._held.get(name, declared)
+            current = self._values.get(name, declared)
             sharding = graph.sharding(value)
             if graph.is_padded(value):
-                self._held[name] = _padded_as(declared, held)
+                self._values[name] = _padded_as(declared, current)
                 continue
-            array = held.materialize() if isinstance(held, DistTensor) else held
+            array = (
+                current.materialize() if isinstance(current, DistTensor) else current
+            )
             if sharding is not None and getattr(array, "sharding", None) != sharding:
                 array = jax.device_put(array, sharding)
-            self._held[name] = array
+            self._values[name] = array
 
 
-def _padded_as(declared: DistTensor, held: Any) -> DistTensor:
+def _padded_as(declared: DistTensor, current: Any) -> DistTensor:
     """A parameter in its declared layout, which pads it."""
     assert declared.mesh is not None, "a layout that pads is of a mesh"
     layout = (declared.spec, declared.mesh)
-    if isinstance(held, DistTensor) and (held.spec, held.mesh) == layout:
-        return held
-    own = np.asarray(held) if isinstance(held, DistTensor) else jnp.asarray(held)
+    if isinstance(current, DistTensor) and (current.spec, current.mesh) == layout:
+        return current
+    own = (
+        np.asarray(current) if isinstance(current, DistTensor) else jnp.asarray(current)
+    )
     sharding = NamedSharding(declared.mesh.jax, declared.spec)
     stored = jax.device_put(padded(jnp.asarray(own), declared.stored_shape), sharding)
     return stored_tensor(stored, declared.shape, *layout)

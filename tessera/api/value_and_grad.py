@@ -131,12 +131,12 @@ class _GradientRequest:
             jax.tree.structure(weights), jax.tree.leaves(weights)
         )
         result = scope.resolve_callee(self.function)(*args, **kwargs)
-        found = grad(
+        gradients = grad(
             self.loss(result),
             weights[0] if self.is_single else weights,
             allow_unused=self.allow_unused,
         )
-        return result, found
+        return result, gradients
 
     def loss(self, result: Any) -> Any:
         """The loss in the function's result."""
@@ -158,10 +158,10 @@ class _GradientRequest:
         """The arguments, with every leaf changed that is differentiated by."""
         changed, named = list(args), dict(kwargs)
         for key in self._keys(args, kwargs):
-            held: Any = changed if isinstance(key, int) else named
-            held[key] = jax.tree.map(
+            container: Any = changed if isinstance(key, int) else named
+            container[key] = jax.tree.map(
                 functools.partial(_unless_object, change),
-                held[key],
+                container[key],
                 is_leaf=_is_whole,
             )
         return tuple(changed), named
@@ -185,12 +185,12 @@ class _GradientRequest:
                 raise self._no_such(which, [*names[: len(args)], *kwargs])
         return keys
 
-    def _no_such(self, which: Which, given: list[str]) -> ArgumentError:
+    def _no_such(self, which: Which, arguments: list[str]) -> ArgumentError:
         name = getattr(self.function, "__name__", type(self.function).__name__)
         return ArgumentError(
             f"{name!r} is not called with what ts.value_and_grad differentiates by",
-            got=f"argnums={which!r}, arguments {', '.join(given) or 'none'}",
-            fix=did_you_mean(str(which), given)
+            got=f"argnums={which!r}, arguments {', '.join(arguments) or 'none'}",
+            fix=did_you_mean(str(which), arguments)
             if isinstance(which, str)
             else "give the position or the name of one of them",
         )

@@ -141,7 +141,7 @@ def run_eagerly(
         leaves = [jnp.asarray(leaf) if is_number(leaf) else leaf for leaf in leaves]
         written = [jnp.asarray(array) for array in written]
     recording.is_open = False
-    result = jax.tree.unflatten(tree, list(map(recording.known, leaves)))
+    result = jax.tree.unflatten(tree, list(map(recording.concrete, leaves)))
     binding.check_result(result)
     outputs = None if graph is None else graph.outputs
     names = binding.result_dim_names(result)
@@ -157,7 +157,7 @@ def run_eagerly(
         ),
         writes,
         [
-            _placed(recording.known(array), mesh, value.spec)
+            _placed(recording.concrete(array), mesh, value.spec)
             for array, value in zip(written, given, strict=True)
         ],
     )

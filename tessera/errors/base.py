@@ -46,14 +46,14 @@ class TesseraWarning(UserWarning):
     """Something legal that is probably unintended."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A spelling suggestion for the end of a ``fix`` line.
 
     Example:
       >>> did_you_mean("fdsp", ["fsdp", "tp"])
       "did you mean 'fsdp'? Known: 'fsdp', 'tp'"
     """
-    known = list(known)
-    close = get_close_matches(name, known, n=1)
-    listed = ", ".join(repr(item) for item in known) or "none"
+    names = list(names)
+    close = get_close_matches(name, names, n=1)
+    listed = ", ".join(repr(item) for item in names) or "none"
     return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {listed}"

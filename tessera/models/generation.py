@@ -97,10 +97,10 @@ def _generate(
         if top_k is not None:
             least = jax.lax.top_k(logits, top_k)[0][:, -1:]
             logits = jnp.where(logits < least, -jnp.inf, logits)
-        drawn = jax.random.categorical(
+        sample = jax.random.categorical(
             jax.random.fold_in(key, i), logits / jnp.maximum(temperature, 1e-6)
         )
-        token = jnp.where(temperature == 0, jnp.argmax(logits, axis=-1), drawn)
+        token = jnp.where(temperature == 0, jnp.argmax(logits, axis=-1), sample)
         return jax.lax.dynamic_update_slice_in_dim(
             tokens, token[:, None].astype(tokens.dtype), i, axis=1
         )

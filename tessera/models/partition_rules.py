@@ -35,7 +35,7 @@ class Placement:
       mesh: The mesh of the model; None leaves every layout to XLA.
       whole: Logical dims that are not sharded although a rule would; ``sequence`` then
         follows the rule of ``context``, ``table`` that of ``embed``.
-      taken: Mesh axes that shard nothing, because a ``jax.vmap`` runs over them.
+      vmapped_axes: Mesh axes that shard nothing, because a ``jax.vmap`` runs over them.
       context_parallel: The attention over sequences that ``cp`` shards: ``ring`` or
         ``all_to_all``.
 
@@ -47,7 +47,7 @@ class Placement:
 
     mesh: Mesh | None = None
     whole: frozenset[str] = frozenset({"sequence"})
-    taken: frozenset[str] = frozenset()
+    vmapped_axes: frozenset[str] = frozenset()
     context_parallel: Method = "ring"
 
     @classmethod
@@ -96,7 +96,7 @@ class Placement:
             name = _FALLBACK.get(name, name)
         if self.mesh is None or name in self.whole:
             return ()
-        free = [axis for axis in self.mesh.axes if axis not in self.taken]
+        free = [axis for axis in self.mesh.axes if axis not in self.vmapped_axes]
         return tuple(axis for axis in RULES[name] if axis in free)
 
     def size(self, name: str) -> int:

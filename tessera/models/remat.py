@@ -131,12 +131,12 @@ def _scan(
     return jax.lax.scan(body, carry, layers, unroll=unroll)
 
 
-def _check_name(name: Any, known: Sequence[str], what: str, remat: Any) -> None:
-    if name not in known:
+def _check_name(name: Any, names: Sequence[str], what: str, remat: Any) -> None:
+    if name not in names:
         raise SettingValueError(
             f"there is no remat {what} {name!r}",
             got=f"remat={_shown(remat)}",
-            fix=did_you_mean(str(name), known),
+            fix=did_you_mean(str(name), names),
         )
 
 

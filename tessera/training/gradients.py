@@ -135,7 +135,7 @@ def _microbatches(
     """
     place, weights = config.model.place(config.mesh), params
     if unreduced:
-        place = replace(place, taken=frozenset(unreduced))
+        place = replace(place, vmapped_axes=frozenset(unreduced))
         weights = _copied(config, params, unreduced)
         batch = _reshaped(batch, 1, config.mesh.axis_size(unreduced))
 

@@ -108,7 +108,7 @@ class PipelinedModel:
     def _place(self) -> Placement:
         """The layout of a stage's activations in the SPMD region."""
         place = self.model.place(self.mesh)
-        return replace(place, taken=place.taken | set(self._data_axes))
+        return replace(place, vmapped_axes=place.vmapped_axes | set(self._data_axes))
 
     def _stages(self, batch: Tree) -> Stages:
         place, layouts = self._place, self._layouts
