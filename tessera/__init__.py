@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tessera: write a step for one device, declare a mesh, run it on any.
 
-``import tessera as ts``, then ``from tessera import dist, graph, op``. The names, and
-where they come from, stand in ``__init__.pyi``; each is imported at its first use.
+``import tessera as ts``, then ``from tessera import dist, graph, op``. ``__init__.pyi``
+lists the names and their modules; each is imported at its first use.
 """
 
 from tessera._lazy import lazy_names

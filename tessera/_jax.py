@@ -420,10 +420,10 @@ def compile_only_cpu_devices(count: int) -> list[jax.Device]:
 def register_array_like(kind: type) -> None:
     """Let JAX accept a class with ``__jax_array__()`` wherever it takes an array.
 
-    By itself JAX converts such objects in ``jnp`` functions that are not jitted and
-    refuses them as arguments of those that are. What it needs to know is the abstract
-    value (from ``shape`` and ``dtype``), the array to run on, and the tracer that
-    stands for the object while something is traced.
+    Without this, JAX converts such objects in ``jnp`` functions that are not jitted,
+    and refuses them as arguments of jitted ones. It needs the abstract value (from
+    ``shape`` and ``dtype``), the array to run on, and the tracer that represents the
+    object during tracing.
     """
 
     def abstract_value(x: Any) -> Any:

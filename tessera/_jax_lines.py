@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Source lines of equations: tells users' code from library code.
+"""Source lines of equations: distinguishes users' code from library code.
 
 Beside ``_jax``: like it, this module may use ``jax._src``.
 """

@@ -14,8 +14,8 @@ from jax._src.lib.mlir import ir, passmanager
 def propagated_module(lowered: Any) -> Any:
     """A lowered program's module after Shardy has decided every layout in it.
 
-    It is a copy in a context of its own: compiling a module whose layouts were
-    propagated before crashes the process.
+    It is a copy in a separate context: compiling a module whose layouts are already
+    propagated crashes the process.
     """
     source = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
     with mlir.make_ir_context():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packages whose names are imported when they are first used.
 
-A mistake in a setting is told, and the launcher starts, before JAX is imported, which
-takes seconds. The stub beside a package's ``__init__.py`` says where each of its names
-comes from, to type checkers and at run time.
+Importing JAX takes seconds, so Tessera reports mistakes in settings and starts the
+launcher before it. The stub beside a package's ``__init__.py`` says where each of its
+names comes from, to type checkers and at run time.
 
 Source: Scientific Python SPEC 1, "Lazy Loading of Submodules and Functions".
 """
@@ -24,7 +24,7 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its stub.
 
-    The stub holds nothing but ``from module import name as name``, or ``import *`` of a
+    The stub contains only ``from module import name as name``, or ``import *`` of a
     module with an ``__all__``.
 
     Example:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tessera doctor``: versions, devices, links, compile cache, and what is wrong.
 
-Its output belongs into a bug report. JAX starts in a process of its own, because a flag
+Its output belongs into a bug report. JAX starts in a separate process, because a flag
 that XLA does not know, or a broken driver, aborts the process or never returns.
 """
 
@@ -151,7 +151,7 @@ def _missing_libraries() -> Iterator[tuple[str, str]]:
 
 
 def _start_jax(environ: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
-    """What JAX finds, or the problem that keeps it from starting."""
+    """JAX's platform and devices, or the problem that prevents it from starting."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE],

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _export(checkpoint: str, file: str, dtype: str | None) -> str:
     """Write the file; its size in words."""
-    # Here, because they import JAX: what is wrong with the file is told before.
+    # Here, because they import JAX: problems with the file are reported before that.
     from tessera.analysis.memory import format_bytes
     from tessera.training.checkpoints.export_checkpoint import export_checkpoint
 

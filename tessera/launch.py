@@ -2,7 +2,7 @@
 """Start a program in several processes: ``python -m tessera.launch --nprocs=4 …``.
 
 ``tessera launch`` is the same. No module that the launcher uses imports JAX: the
-process that watches the others holds no device.
+process that watches the others uses no device.
 """
 
 import os

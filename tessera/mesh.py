@@ -64,8 +64,8 @@ class Mesh:
       axes: One name per axis, outermost first.
       devices: A nested sequence of device ids, whose nesting is the shape; a flat
         sequence or range, which is folded into ``shape``; or None for every device
-        there is (the first ones, when ``shape`` holds fewer). Devices of
-        ``jax.devices()`` may stand for their ids.
+        there is (the first ones, if ``shape`` has fewer). Devices of
+        ``jax.devices()`` work as well as their ids.
       shape: Size of each axis; one may be -1. Left out, a flat sequence is factored
         as evenly as the names of the axes allow: ``tp``, ``pp``, ``ep``, ``cp`` and
         ``sp`` get powers of two, the others what is left over. See

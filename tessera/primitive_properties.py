@@ -116,7 +116,7 @@ CONTRACTIONS: Final = MATMULS | CONVOLUTIONS
 """Where nearly all floating-point operations of a training step are."""
 
 EXPENSIVE: Final = CONTRACTIONS | KERNELS
-"""What a backward pass rather keeps than computes again."""
+"""Primitives whose results a backward pass stores instead of recomputing them."""
 
 DATA_MOVEMENT: Final = (
     COPIES

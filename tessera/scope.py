@@ -3,9 +3,9 @@
 
 A ``Scope`` is open while Tessera traces a function. Operations that own parameters
 declare them in it by name; a captured ``dist.tensor`` is declared when it is first
-used. A parameter declared for the first time has no input of the program yet: zeros
-stand for it, and the function is traced once more with inputs for all parameters that
-the first trace found. Neither trace allocates anything.
+used. A parameter declared for the first time has no input of the program yet: it is
+traced as zeros, and the function is traced once more with inputs for all parameters of
+the first trace. Neither trace allocates anything.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -323,7 +323,7 @@ _plan: ContextVar[Plan] = ContextVar("tessera_plan", default=_NO_PLAN)
 
 
 def current_plan() -> Plan:
-    """The schedule that holds here: of the open step, or declared outside of steps."""
+    """The current schedule: of the open step, or declared outside of steps."""
     scope = _open.get()
     return _plan.get() if scope is None else scope.plan
 
@@ -350,7 +350,7 @@ def autocast(dtype: Any, *, enabled: bool = True) -> Iterator[None]:
 
     Their operands are cast to ``dtype`` and accumulated in f32, in the forward and in
     the backward pass; everything else (softmax, norms, reductions, losses, parameters)
-    stays as it is. The pass ``autocast_matmuls`` does the casting, so it applies to
+    is unchanged. The pass ``autocast_matmuls`` does the casting, so it applies to
     Flax and ``jnp`` code as well. The innermost ``autocast`` decides; one around the
     call of a ``ts.function`` applies inside. Plain JAX ignores it.
 

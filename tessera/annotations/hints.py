@@ -30,9 +30,9 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Annotation]:
     Example:
       >>> from tessera.annotations import Tensor
       >>> def attention(x: Tensor["B", "D"], w: Tensor["D", "3*D_head*H"]): ...
-      >>> found = annotations_of(attention)
-      >>> outer = set(found["x"].symbols)
-      >>> inner = [dim for dim in found["w"].dims if not outer & set(dim.symbols)]
+      >>> annotations = annotations_of(attention)
+      >>> outer = set(annotations["x"].symbols)
+      >>> inner = [dim for dim in annotations["w"].dims if not outer & set(dim.symbols)]
       >>> [(dim.text, dim.coefficient, dim.symbols) for dim in inner]
       [('3*D_head*H', 3, ('D_head', 'H'))]
     """

@@ -137,10 +137,10 @@ else:
         are checked leaf by leaf.
 
         Functions that Tessera compiles are checked when they are traced, so repeated
-        calls cost nothing. ``ShardSpec(partition=("B",), ...)`` finds dims by name.
+        calls cost nothing. ``ShardSpec(partition=("B",), ...)`` looks up dims by name.
 
         Raises:
-          AnnotationError: [T315] the brackets hold something else.
+          AnnotationError: [T315] the brackets contain something else.
 
         Example:
           >>> from tessera import dtypes

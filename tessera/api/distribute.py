@@ -66,21 +66,21 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
 
     Five strategies are layouts: the function is compiled for global arrays, and the
     partitioner writes the communication. ``data_parallel`` splits the batch along the
-    leading dim of each of its arrays and holds everything else whole on every device,
-    or as others split it: an axis that is not the strategy's, such as ``tp``, stays
-    where it is. ``fsdp`` splits the batch, parameters, gradients and optimizer state.
+    leading dim of each of its arrays and replicates everything else over its axis;
+    splits over other axes, such as ``tp``, stay. ``fsdp`` splits the batch, parameters,
+    gradients and optimizer state.
     ``zero_redundancy_optimizer`` does it by stages: 1 splits the optimizer state, 2
     also the gradients, 3 also the parameters. An array is split along the largest dim
     that nothing splits and that the axis divides; one without such a dim stays whole.
-    In its body ``ts.mesh.current().rank`` is the rank of whoever owns a parameter: it
-    equals every rank that there is, so ``if rank == owner:`` is taken, and
-    ``recv_from`` after ``else`` is not. ``expert_parallel`` splits the batch, and
+    In its body ``ts.mesh.current().rank`` is the rank of a parameter's owner: it equals
+    every rank, so ``if rank == owner:`` is taken, and ``recv_from`` after ``else`` is
+    not. ``expert_parallel`` splits the batch, and
     ``experts`` along their leading dim.
 
     ``tensor_parallel`` runs the body once for each device of the axes, on its blocks.
     Every array has to be annotated. A dim is split if none of its symbols appear in the
     first array, or in the one that ``batch`` names; of several such dims the first.
-    ``3*F`` means three blocks, each of which is split by itself. A result that differs
+    ``3*F`` means three blocks, each of which is split separately. A result that differs
     from device to device is concatenated along its dim of that kind; the body calls
     collectives itself, and ``ts.mesh.current()`` is the mesh of the axes.
 
@@ -88,7 +88,7 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
     device each, in the order 1f1b, in as many microbatches as
     ``schedule.pipeline_microbatches`` says. What has no rows is split like ``fsdp``'s
     parameters, and sent to the stage that reads it. See ``graph.pipeline``, which takes
-    more options, and says how data and weights are told apart.
+    more options, and says how data and weights are distinguished.
 
     The mesh is that of ``ts.function`` (its ``mesh=``, the innermost ``with mesh:``, or
     what the arguments live on); without any, every device there is along one axis.

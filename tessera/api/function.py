@@ -194,7 +194,7 @@ class Function:
         return self._finished(traced, compiled.outputs(*parts), values)
 
     def _finished(self, traced: Traced, outputs: Any, values: Sequence[Any]) -> Any:
-        """The function's result, once its writes to arguments are given back."""
+        """The function's result, once its writes have reached the arguments."""
         origin = traced.origin
         write_back(origin.writes, origin.written(outputs), values)
         return traced.result(outputs)
@@ -231,8 +231,8 @@ class Function:
         try:
             with jax.disable_jit():
                 self._eager(args, kwargs)
-        except FloatingPointError as found:
-            return found
+        except FloatingPointError as precise:
+            return precise
         except (OutsideTraceError, RuntimeError):
             pass  # it needs the whole program, or an array that was donated
         name = self.options.name
@@ -262,7 +262,7 @@ class Function:
         """Become part of the function that Tessera is tracing, layouts and all."""
         if self.options.mesh is None and not self.options.declares_layouts:
             body, here = scope.resolve_callee(self.body), scope.current()
-            # One microbatch has other sizes than annotations speak of.
+            # The sizes of one microbatch differ from those of the annotations.
             check = here is not None and here.is_whole_batch
             return checked(body, args, kwargs, name=self.options.name, check=check)
         return self._with_objects(self._inside_laid_out, args, kwargs)
@@ -403,7 +403,7 @@ def function(
         none is given.
       donate: Names of arguments whose memory the results may take over.
       skip_passes: Names of passes to leave out. Inside another traced function this
-        one is part of that program, whose own ``donate`` and ``skip_passes`` hold.
+        one is part of that program, whose own ``donate`` and ``skip_passes`` apply.
 
     Returns:
       A ``Function``: call it, or stop at a stage: ``trace``, ``lower``, ``compile``.

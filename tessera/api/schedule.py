@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``from tessera import schedule``: how steps are scheduled, one function per option.
 
-Called outside a step, a function holds for the steps that are traced after it; inside a
-step, for that step. A program depends on its schedule: a step that was compiled with
+Called outside a step, a function applies to the steps that are traced after it; inside
+a step, to that step. A program depends on its schedule: a step that was compiled with
 another one is compiled again. ``graph.trace`` shows the schedule.
 """
 

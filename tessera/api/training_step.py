@@ -56,8 +56,8 @@ class Step(Function):
         """The parameters: nested dict by name, of arrays, lazy before ``init``.
 
         Assign a tree of the same names and shapes, such as the one an optimizer
-        returned, to use it in the next call; arrays that lie elsewhere are moved to
-        the declared layout then.
+        returned, to use it in the next call; arrays with another layout are moved to
+        the declared one then.
 
         Raises:
           ParameterTreeError: [T306] the step was not traced yet, or an assigned tree

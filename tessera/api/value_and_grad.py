@@ -50,7 +50,7 @@ def value_and_grad(
     it closes over. In a ``ts.function`` it becomes part of that program, and may be
     used inside ``jax.vmap``, ``jax.grad`` or itself; elsewhere it is compiled as a
     ``ts.function`` is. By an ``nnx.Module`` it differentiates as ``nnx.value_and_grad``
-    does, by its ``nnx.Param`` s; what ``function`` does to its other state is kept.
+    does, by its ``nnx.Param`` s; changes of its other state persist.
 
     Args:
       function: Gives one floating-point number; with ``has_aux`` a pair of it and

@@ -11,7 +11,7 @@ class CheckpointNotFoundError(TesseraError, ValueError):
 
 
 class CheckpointMismatchError(TesseraError, ValueError):
-    """A checkpoint holds other arrays than the run, or has another format."""
+    """A checkpoint has other arrays than the run, or another format."""
 
     code = "T802"
 
@@ -29,6 +29,6 @@ class CheckpointWriteError(TesseraError, ValueError):
 
 
 class WeightFileError(TesseraError, ValueError):
-    """A file of weights is malformed, or does not hold the parameters of this model."""
+    """A file of weights is malformed, or lacks the parameters of this model."""
 
     code = "T805"

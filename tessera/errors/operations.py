@@ -11,7 +11,7 @@ class OperandError(TesseraError, ValueError):
 
 
 class HeadCountError(TesseraError, ValueError):
-    """Attention heads cannot be divided over the mesh axis that holds them."""
+    """The mesh axis does not divide the attention heads."""
 
     code = "T402"
 

@@ -109,7 +109,7 @@ class Gemma3(nnx.Module):
         """Logits of the token after each one, float32; see ``Model.apply``.
 
         If ``place`` shards sequences, all methods take and return them in the order in
-        which devices hold them, ``place.arranged``.
+        which devices store them, ``place.arranged``.
         """
         hidden, _ = self.hidden(
             tokens, positions=positions, segment_ids=segment_ids, place=place
@@ -160,7 +160,7 @@ class Gemma3(nnx.Module):
         has_fillers: bool = False,
         place: Placement = NO_MESH,
     ) -> tuple[Float[Array, "batch seq d_model"], Statistics]:
-        """The residual after the blocks that the decoder holds.
+        """The residual after the decoder's blocks.
 
         Args:
           x_BSD: The residual before them.
