@@ -11,7 +11,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from tessera.compiler.trace.control_flow import branches, iterables, loops, prin
 from tessera.compiler.trace.control_flow.active_conversion import current
 from tessera.compiler.trace.control_flow.block_state import NotReturned, Unusable
 from tessera.compiler.trace.control_flow.function_source import Unconvertible
+from tessera.compiler.trace.control_flow.mutable_objects import is_iterator
 from tessera.compiler.trace.control_flow.reachability import Reach, is_tracked
 from tessera.compiler.trace.control_flow.source_conversion import convert
 from tessera.compiler.trace.control_flow.user_code import (
@@ -74,10 +75,6 @@ def _is(first: Any, second: Any) -> bool:
     return False
 
 
-def _is_not(first: Any, second: Any) -> bool:
-    return not _is(first, second)
-
-
 def _keywords(**named: Any) -> dict[str, Any]:
     return named
 
@@ -107,6 +104,15 @@ def converted_call(
     kwargs = {name: _callback(value) for name, value in kwargs.items()}
     result = function(*args, **kwargs)
     _record_library_state(result, function, args, kwargs)
+    return result
+
+
+def _iterated_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that stands where a loop says what it goes over."""
+    result = converted_call(function, args, kwargs)
+    is_own = any(function is each for each in (enumerate, zip, reversed))
+    if is_own and is_iterator(result) and not any(map(is_iterator, args)):
+        return iterables.OwnIterator(result)
     return result
 
 
@@ -171,14 +177,6 @@ def untracked_error(use: str) -> ControlFlowError:
         fix="do it before or after; to write something when the program runs, print it "
         "or use jax.debug.callback",
     )
-
-
-def _setattr(value: Any, name: str, attribute: Any) -> None:
-    setattr(check_assignment(value), name, attribute)
-
-
-def _delattr(value: Any, name: str) -> None:
-    delattr(check_assignment(value), name)
 
 
 def _record_library_state(
@@ -266,15 +264,9 @@ _BUILTINS: dict[Any, Callable[..., Any]] = {
     min: _extreme(min, jnp.minimum),
     all: _quantifier(all, branches.and_),
     any: _quantifier(any, branches.or_),
-    setattr: _setattr,
-    delattr: _delattr,
+    setattr: lambda value, *rest: setattr(check_assignment(value), *rest),
+    delattr: lambda value, *rest: delattr(check_assignment(value), *rest),
 }
-
-
-class Operators:
-    """The operators that converted code calls for statements and expressions."""
-
-    NotReturned = NotReturned
 
 
 def _recorded(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,14 +285,14 @@ def _recorded(operator: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-for _name, _operator in {
+_OPERATORS: dict[str, Callable[..., Any]] = {
     "call": converted_call,
+    "iterated_call": _iterated_call,
     "keywords": _keywords,
     "returned": _returned,
     "load": _load,
     "written": check_assignment,
     "is_": _is,
-    "is_not": _is_not,
     "if_stmt": branches.if_stmt,
     "if_exp": branches.if_exp,
     "and_": branches.and_,
@@ -310,10 +302,12 @@ for _name, _operator in {
     "for_stmt": loops.for_stmt,
     "format_string": printing.format_string,
     "format_percent": printing.format_percent,
-}.items():
-    setattr(Operators, _name, staticmethod(_recorded(_operator)))
-
-loops.measure_references(Operators.for_stmt)  # type: ignore[attr-defined]
+}
+# The operators that converted code calls for statements and expressions.
+OPERATORS = SimpleNamespace(
+    NotReturned=NotReturned,
+    **{name: _recorded(operator) for name, operator in _OPERATORS.items()},
+)
 
 
 # --- functions, converted
@@ -330,7 +324,7 @@ def converted(function: FunctionType) -> FunctionType | None:
         return function
     if function not in _converted:
         try:
-            _converted[function] = made = convert(function, Operators)
+            _converted[function] = made = convert(function, OPERATORS)
             _made.add(made)
         except Unconvertible as error:
             _converted[function] = None

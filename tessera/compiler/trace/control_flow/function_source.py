@@ -14,8 +14,10 @@ class Unconvertible(Exception):
     """Why a function cannot be converted, in words."""
 
 
-def definition_of(function: FunctionType) -> ast.FunctionDef | ast.Lambda:
-    """A copy of the definition of a function, with private names as its class has them.
+def definition_of(
+    function: FunctionType,
+) -> tuple[ast.FunctionDef | ast.Lambda, str]:
+    """A copy of the definition of a function, and the class that it stands in, or "".
 
     Raises:
       Unconvertible: Its source is in no file, or is not clearly one definition.
@@ -38,8 +40,7 @@ def definition_of(function: FunctionType) -> ast.FunctionDef | ast.Lambda:
         )
     node, owner = found[0]
     assert isinstance(node, (ast.FunctionDef, ast.Lambda))
-    copied = deepcopy(node)
-    return _MangleNames(owner).visit(copied) if owner else copied
+    return deepcopy(node), owner
 
 
 @functools.lru_cache(maxsize=8)
@@ -99,34 +100,3 @@ def _spans(node: ast.AST, code: CodeType) -> bool:
         for line, _, column, _ in code.co_positions()
         if line is not None and column is not None and (line, column) > (start[0], 0)
     )
-
-
-class _MangleNames(ast.NodeTransformer):
-    """Mangle private names as Python does in a class: ``__x`` becomes ``_Model__x``.
-
-    Outside of the class that they stand in, the compiler would leave them as they are.
-    """
-
-    def __init__(self, owner: str) -> None:
-        self._prefix = f"_{owner.lstrip('_')}" if owner.strip("_") else ""
-
-    def _mangle(self, name: str) -> str:
-        is_private = name.startswith("__") and not name.endswith("__")
-        return self._prefix + name if is_private and "." not in name else name
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        for field in ("id", "attr", "arg", "name", "rest"):
-            value = getattr(node, field, None)
-            if isinstance(value, str):
-                setattr(node, field, self._mangle(value))
-        if isinstance(node, (ast.Global, ast.Nonlocal)):
-            node.names = [self._mangle(name) for name in node.names]
-        return super().generic_visit(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        """Leave a class inside to the compiler, but for what stands outside of it."""
-        node.name = self._mangle(node.name)
-        node.bases = [self.visit(base) for base in node.bases]
-        node.keywords = [self.visit(keyword) for keyword in node.keywords]
-        node.decorator_list = [self.visit(each) for each in node.decorator_list]
-        return node

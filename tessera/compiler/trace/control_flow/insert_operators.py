@@ -92,6 +92,7 @@ class InsertOperators(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
         """A ``for``: its body becomes a function of the item."""
+        _mark_iterated(node.iter)
         dead = self._live.dead([node.target, *node.body])
         item = ast.Name(f"{PREFIX}item", ast.Load())
         target = ast.Assign([node.target], item)
@@ -244,7 +245,8 @@ class InsertOperators(ast.NodeTransformer):
         keywords = _operator("keywords", node)
         assert isinstance(keywords, ast.Call)
         keywords.keywords = node.keywords
-        return _operator("call", node, node.func, positional, keywords)
+        name = "iterated_call" if hasattr(node, "is_iterated") else "call"
+        return _operator(name, node, node.func, positional, keywords)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         """An f-string, whose values may be known only when the program runs."""
@@ -289,6 +291,15 @@ def _flags(node: ast.For | ast.While) -> list[str]:
     return getattr(node, "flags", [])
 
 
+def _mark_iterated(node: ast.expr) -> None:
+    """Mark calls whose iterators nothing but the loop over them can continue."""
+    name = getattr(getattr(node, "func", None), "id", "")
+    if isinstance(node, ast.Call) and name in ("enumerate", "zip", "reversed"):
+        node.is_iterated = True  # type: ignore[attr-defined]
+        for argument in node.args:
+            _mark_iterated(argument)
+
+
 def _without(flags: Sequence[str], test: ast.expr | None = None) -> ast.expr:
     """Whether none of some flags holds, and a condition does."""
     negated = [ast.UnaryOp(ast.Not(), ast.Name(flag, ast.Load())) for flag in flags]
@@ -316,12 +327,13 @@ def _assigns(nodes: Iterable[ast.AST]) -> bool:
 def _identity(node: ast.Compare) -> ast.expr:
     """``a is b``, where whether it is may be known only when the program runs."""
     is_not = isinstance(node.ops[0], ast.IsNot)
-    branch_contents = [node.left, *node.comparators]
+    operands = [node.left, *node.comparators]
     if not (is_not or isinstance(node.ops[0], ast.Is)):
         return node
-    if any(isinstance(side, ast.Constant) for side in branch_contents):
+    if any(isinstance(side, ast.Constant) for side in operands):
         return node
-    return _operator("is_not" if is_not else "is_", node, *branch_contents)
+    is_one = _operator("is_", node, *operands)
+    return ast.copy_location(ast.UnaryOp(ast.Not(), is_one), node) if is_not else is_one
 
 
 def _thunk(value: ast.expr) -> ast.expr:

@@ -40,6 +40,17 @@ class Items:
             yield self.item(index, [row[index] for row in self.rows])
 
 
+class OwnIterator:
+    """An iterator that nothing but its loop can continue, as ``enumerate(rows)``."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        """The iterator."""
+        return self._iterator
+
+
 def items_of(value: Any) -> Items | None:
     """The rows of a traced array as items; None for other values."""
     if isinstance(value, Items):

@@ -8,8 +8,6 @@ run by Python, so the program has their iterations one after the other.
 """
 
 import contextlib
-import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +78,6 @@ def for_stmt(
     dead: Sequence[str],
 ) -> None:
     """A ``for``; ``extra_test`` is whether no ``break`` or ``return`` was met."""
-    references = sys.getrefcount(iterated)
 
     def guarded(item: Any) -> None:
         should_continue = True if extra_test is None else extra_test()
@@ -93,8 +90,7 @@ def for_stmt(
 
     items = items_of(iterated)
     if items is None:
-        is_shared = is_iterator(iterated) and _is_shared(iterated, references)
-        _unrolled(iterated, extra_test, guarded, is_shared=is_shared)
+        _unrolled(iterated, extra_test, guarded)
         return
     state = State((extra_test, body), dead=dead)
     if _is_traced(items.length):
@@ -123,50 +119,14 @@ def _attempt(state: State) -> Iterator[None]:
         raise
 
 
-# How many references an iterator has in ``for_stmt`` that only the loop refers to, and
-# how many what it goes over has in ``_is_shared``; ``measure_references`` finds both.
-_baseline_references = [0, 0]
-
-
-def measure_references(for_stmt: Callable[..., None]) -> None:
-    """Find out how many references this Python makes by calling ``for_stmt``."""
-    counts = _baseline_references
-    counts[:] = 0, 0
-
-    def nothing(_: Any) -> None:
-        """Stand for a body."""
-
-    for_stmt(enumerate([None]), None, nothing, ())
-
-
-def _is_shared(iterated: Any, references: int) -> bool:
-    """Whether other code could continue an iterator after the loop."""
-    inner, waiting = list[Any](), [iterated]
-    while waiting:
-        parts = gc.get_referents(waiting.pop())
-        parts += [each for part in parts if type(part) is tuple for each in part]
-        found = [each for each in parts if is_iterator(each)]
-        inner, waiting = inner + found, waiting + found
-        del parts, found
-    counts = [references, max(map(sys.getrefcount, inner), default=0)]
-    if not _baseline_references[0]:
-        _baseline_references[:] = counts
-    pairs = zip(counts, _baseline_references, strict=True)
-    return any(count > own for count, own in pairs)
-
-
 def _unrolled(
-    items: Any,
-    extra_test: Callable[[], Any] | None,
-    iteration: Callable[[Any], None],
-    *,
-    is_shared: bool = False,
+    items: Any, extra_test: Callable[[], Any] | None, iteration: Callable[[Any], None]
 ) -> None:
     """Iterate in Python; an iteration after a traced ``break`` is a branch."""
     for item in items:
         if extra_test is not None:
             should_continue = extra_test()
-            if _is_traced(should_continue) and is_shared:
+            if _is_traced(should_continue) and is_iterator(items):
                 raise ControlFlowError(
                     f"an iterator is left by a `break` or `return` at {user_line()}, "
                     "which is only known when the program runs",

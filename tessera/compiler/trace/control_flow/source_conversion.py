@@ -12,7 +12,7 @@ import collections
 import inspect
 import threading
 import weakref
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from tessera.compiler.trace.control_flow.function_source import (
@@ -29,7 +29,7 @@ from tessera.compiler.trace.control_flow.lower_jumps import (
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in ("annotations",))
 _lock = threading.RLock()
 # By file as well: equal source on equal lines of two files makes equal code objects.
-_factories: dict[str, "weakref.WeakKeyDictionary[CodeType, FunctionType]"] = (
+_codes: dict[str, "weakref.WeakKeyDictionary[CodeType, CodeType]"] = (
     collections.defaultdict(weakref.WeakKeyDictionary)
 )
 
@@ -44,20 +44,21 @@ def convert(function: FunctionType, operators: Any) -> FunctionType:
     """
     code = function.__code__
     with _lock:
-        known = _factories[code.co_filename]
+        known = _codes[code.co_filename]
         if code not in known:
-            known[code] = _factory(function)
-        factory = known[code]
+            known[code] = _converted_code(function)
+        converted = known[code]
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    closure = tuple(cells[name] for name in factory.__code__.co_freevars)
-    bound = FunctionType(
-        factory.__code__, function.__globals__, factory.__name__, None, closure
+    cells[PREFIX] = CellType(operators)
+    made = FunctionType(
+        _named(converted, code.co_name, code.co_qualname),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells[name] for name in converted.co_freevars),
     )
-    made = bound(operators)
-    made.__defaults__ = function.__defaults__
     made.__kwdefaults__ = function.__kwdefaults__
-    made.__code__ = _named(made.__code__, code.co_name, code.co_qualname)
-    made.__name__, made.__qualname__ = function.__name__, function.__qualname__
+    made.__qualname__ = function.__qualname__
     return made
 
 
@@ -76,39 +77,32 @@ def _named(code: CodeType, name: str, path: str) -> CodeType:
     return code.replace(co_name=name, co_qualname=path, co_consts=constants)
 
 
-def _factory(function: FunctionType) -> FunctionType:
-    """A function that makes the converted function from the operators."""
+def _converted_code(function: FunctionType) -> CodeType:
+    """The code of the converted function, which closes over the operators, too."""
     code = function.__code__
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         kind = "a generator" if inspect.isgeneratorfunction(function) else "async"
         raise Unconvertible(f"it is {kind}")
-    definition = _plain(definition_of(function))
+    found, owner = definition_of(function)
+    definition = _plain(found)
     lower_jumps(definition)
     InsertOperators(definition, code.co_freevars).insert()
-    module = ast.parse(_FACTORY)
-    outer = module.body[0]
-    assert isinstance(outer, ast.FunctionDef)
-    inner = outer.body[0]
-    assert isinstance(inner, ast.FunctionDef)
-    inner.body.insert(0, definition)
-    # The names that the function closes over have to be locals around the factory.
-    outer.body[:0] = [
-        ast.Assign([ast.Name(free, ast.Store())], ast.Constant(None), lineno=1)
-        for free in code.co_freevars
-    ]
+    # What it closes over are local variables around it. The compiler gives private
+    # names those of the class around it, whatever underscores begin the class's name.
+    names = ", ".join((PREFIX, *code.co_freevars))
+    text = f"def around({names}):\n  class _____{owner.lstrip('_')}: pass"
+    module = ast.parse(text if owner.strip("_") else text.partition("\n")[0] + " pass")
+    inner: Any = module.body[0]
+    if owner.strip("_"):
+        inner = inner.body[0]
+    inner.body = [definition]
     ast.fix_missing_locations(module)
     flags = code.co_flags & _FUTURE
-    made: dict[str, Any] = {}
-    exec(compile(module, code.co_filename, "exec", flags, True), made)
-    return made["outer_factory"]()
-
-
-_FACTORY = f"""
-def outer_factory():
-    def inner_factory({PREFIX}):
-        return {PREFIX}function
-    return inner_factory
-"""
+    compiled = compile(module, code.co_filename, "exec", flags, True)
+    while compiled.co_name != definition.name:
+        codes = [each for each in compiled.co_consts if isinstance(each, CodeType)]
+        (compiled,) = codes
+    return compiled
 
 
 def _plain(definition: ast.FunctionDef | ast.Lambda) -> ast.FunctionDef:

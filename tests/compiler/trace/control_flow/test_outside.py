@@ -232,14 +232,23 @@ def test_a_loop_over_rows_may_move_on_an_iterator():
     assert float(weighted(X, jnp.arange(3.0))) == 2 + 2 + 6
 
 
-def test_an_iterator_is_not_left_by_a_break_that_only_the_program_knows():
+LEFT = {
+    "iter": lambda: iter([1.0, 2.0, 3.0]),
+    "a generator": lambda: (i + 1.0 for i in range(3)),
+    "map": lambda: map(float, [1, 2, 3]),
+    "enumerate": lambda: enumerate([1.0, 2.0, 3.0]),
+}
+
+
+@pytest.mark.parametrize("make", LEFT.values(), ids=LEFT)
+def test_an_iterator_is_not_left_by_a_break_that_only_the_program_knows(make):
     @ts.function
     def function(x):
-        values = iter([1.0, 2.0, 3.0])
-        for value in values:
-            if x > value:
+        values = make()
+        for _ in values:
+            if x > 1.0:
                 break
-        return x + next(values)
+        return x + len([*values])
 
     with pytest.raises(ControlFlowError, match="an iterator is left by a `break`"):
         function(X)
@@ -258,13 +267,9 @@ def test_a_loop_over_what_only_it_refers_to_may_be_left():
             if x > value:
                 break
             total = total + value * 100.0
-        for value in (v + 1.0 for v in names.values()):
-            if x < value:
-                break
-            total = total + value * 10000.0
         return total
 
-    assert [float(function(jnp.float32(x))) for x in (0.5, 2.5)] == [600, 20304]
+    assert [float(function(jnp.float32(x))) for x in (0.5, 2.5)] == [600, 304]
 
 
 def test_an_iterator_inside_of_another_is_not_left_by_a_break():

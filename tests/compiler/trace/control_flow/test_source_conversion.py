@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tessera.compiler.trace.control_flow.converted_calls import Operators
+from tessera.compiler.trace.control_flow.converted_calls import OPERATORS
 from tessera.compiler.trace.control_flow.function_source import Unconvertible
 from tessera.compiler.trace.control_flow.source_conversion import convert
 
@@ -28,7 +28,7 @@ def test_a_converted_function_computes_the_same_without_traced_values():
             total -= 1
         return total, rest, sorted(more)
 
-    made = convert(function, Operators)
+    made = convert(function, OPERATORS)
     for arguments in ((3,), (9, 2), (9, 2, "a"), (90, 200)):
         assert made(*arguments, b=1) == function(*arguments, b=1)
         assert made(*arguments, flag=True) == function(*arguments, flag=True)
@@ -39,7 +39,7 @@ def test_it_has_the_name_the_file_and_the_lines_of_the_original():
         if x:
             raise KeyError(x)
 
-    made = convert(function, Operators)
+    made = convert(function, OPERATORS)
     assert made.__qualname__ == function.__qualname__
     assert made.__code__.co_filename == __file__
     with pytest.raises(KeyError) as caught:
@@ -57,13 +57,13 @@ def test_closures_are_shared_with_the_original():
         count += 1
         return count
 
-    made = convert(function, Operators)
+    made = convert(function, OPERATORS)
     assert [made(), function(), made()] == [1, 2, 3]
 
 
 def test_lambdas_of_one_line_are_told_apart():
     first, second = (lambda x: 1 if x else 0), (lambda x: 2 if x else 0)
-    made = [convert(each, Operators) for each in (first, second)]
+    made = [convert(each, OPERATORS) for each in (first, second)]
     assert [each(True) for each in made] == [1, 2]
 
 
@@ -79,7 +79,7 @@ def test_decorators_and_annotations_are_not_run_again():
         return x
 
     before = list(runs)
-    assert convert(function, Operators)() == 1
+    assert convert(function, OPERATORS)() == 1
     assert runs == before
 
 
@@ -94,7 +94,7 @@ two"""
             raise KeyError(text)
     # fmt: on
 
-    made = convert(function, Operators)
+    made = convert(function, OPERATORS)
     with pytest.raises(KeyError) as caught:
         made(1)
     assert caught.traceback[-1].lineno == function.__code__.co_firstlineno + 5
@@ -108,7 +108,7 @@ def test_a_block_of_a_page_that_is_not_all_python(tmp_path, indent):
     code = "\n" * 3 + ("if True:\n" if indent else "\n") + block
     names = {}
     exec(compile(code[1:], str(page), "exec"), names)
-    made = convert(names["function"], Operators)
+    made = convert(names["function"], OPERATORS)
     assert (made(True), made(False)) == (1, 2)
     assert made.__code__.co_firstlineno == 4
 
@@ -138,7 +138,7 @@ def test_global_variables_are_assigned():
         if x:
             _count = 1
 
-    convert(function, Operators)(True)
+    convert(function, OPERATORS)(True)
     assert globals().pop("_count") == 1
 
 
@@ -216,7 +216,7 @@ def with_every_statement(n, values):
 @pytest.mark.parametrize("n", [0, 1, 2])
 @pytest.mark.parametrize("values", [(1, 2, 3), [2], {"key": 5}, []])
 def test_every_statement_does_what_python_does(n, values):
-    made = convert(with_every_statement, Operators)
+    made = convert(with_every_statement, OPERATORS)
     assert made(n, values) == with_every_statement(n, values)
 
 
@@ -245,12 +245,12 @@ class Model:
 def test_private_names_are_those_of_the_class(name):
     function = vars(Model)[name]
     arguments = (2,) if name == "scaled" else ()
-    made = convert(function, Operators)
+    made = convert(function, OPERATORS)
     assert made(Model(4), *arguments) == function(Model(4), *arguments)
 
 
 def test_super_in_a_converted_method_is_that_of_its_class():
-    made = convert(Model.base, Operators)
+    made = convert(Model.base, OPERATORS)
     found, owner = made(Model(4))
     assert found.__objclass__ is object
     assert owner is Model
@@ -263,5 +263,5 @@ def test_functions_that_are_alike_keep_the_files_that_they_are_from():
         linecache.cache[name] = (len(text), None, text.splitlines(True), name)
         names = {}
         exec(compile(text, name, "exec"), names)
-        found.append(convert(names["function"], Operators).__code__.co_filename)
+        found.append(convert(names["function"], OPERATORS).__code__.co_filename)
     assert found == ["<first>", "<second>"]
