@@ -179,6 +179,13 @@ def untracked_error(use: str) -> ControlFlowError:
     )
 
 
+def _checked(assign: Callable[..., None]) -> Callable[..., None]:
+    def assign_checked(value: Any, *rest: Any) -> None:
+        assign(check_assignment(value), *rest)
+
+    return assign_checked
+
+
 def _record_library_state(
     result: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -264,8 +271,8 @@ _BUILTINS: dict[Any, Callable[..., Any]] = {
     min: _extreme(min, jnp.minimum),
     all: _quantifier(all, branches.and_),
     any: _quantifier(any, branches.or_),
-    setattr: lambda value, *rest: setattr(check_assignment(value), *rest),
-    delattr: lambda value, *rest: delattr(check_assignment(value), *rest),
+    setattr: _checked(setattr),
+    delattr: _checked(delattr),
 }
 
 

@@ -256,6 +256,21 @@ def test_super_in_a_converted_method_is_that_of_its_class():
     assert owner is Model
 
 
+class Child(Model):
+    """A class whose method has a function inside that calls its base's."""
+
+    def scaled(self, by):
+        def of_base(self):
+            return super().scaled(by)
+
+        return of_base(self) + 1
+
+
+def test_super_in_a_function_inside_of_a_converted_method():
+    made = convert(Child.scaled, OPERATORS)
+    assert made(Child(4), 2) == Child(4).scaled(2) == 19
+
+
 def test_functions_that_are_alike_keep_the_files_that_they_are_from():
     text = "def function(x):\n    return 1 if x else 2\n"
     found = []
