@@ -8,19 +8,22 @@ of them at run time without saving the residuals of both.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from tessera.ops.attention.blockwise import (
     Keys,
     Mask,
     OutputGradients,
     Queries,
-    attend_blocks,
-    block_gradients,
+    Softmax,
+    fold,
+    fold_gradients,
+    varying_as,
+    zeros_like,
 )
 from tessera.ops.attention.tiling import Rows, Tiling
 from tessera.ops.attention.zigzag import ContextSharding
@@ -76,39 +79,65 @@ class ContextVariant(Protocol):
 
 
 @dataclass(frozen=True)
-class CollectedKeys(ABC):
-    """A variant in which each device collects the keys that its queries attend to."""
+class KeyExchange(ABC):
+    """A variant whose queries stay on their device, which receives keys and values.
+
+    They come at once (:meth:`collect`), or in parts that are passed on ``hops`` times.
+    The gradients of keys and values are passed on with them.
+    """
 
     sharding: ContextSharding
 
+    @property
+    def hops(self) -> int:
+        """How often keys and values are passed on."""
+        return 0
+
     @abstractmethod
     def collect(self, kv: Array) -> Array:
-        """The keys and values: ``[2, B, S, G, K]`` to ``[2, B, T, G, K]``, linear."""
+        """What a device holds before any hop: ``[2, B, S, G, K]`` to ``[2, B, T, …]``.
+
+        It may have the dtype that is sent.
+        """
 
     @abstractmethod
     def blocks(
         self, length: int, segments: Array | None
-    ) -> tuple[tuple[Tiling, Rows], tuple[Tiling, Rows]]:
-        """How the queries, and the collected keys, are cut into blocks."""
+    ) -> tuple[tuple[Tiling, Rows], tuple[Tiling, Callable[[Any], Rows]]]:
+        """How queries, and keys after some hops, are cut into blocks."""
 
     def collect_vjp(self, kv: Array) -> tuple[Array, Callable[[Array], Array]]:
-        """:meth:`collect`, and its transpose for f32 gradients."""
+        """:meth:`collect`, and its transpose for wide gradients after all hops."""
         collected, pull_back = jax.vjp(self.collect, kv)
 
         def transpose(gradient: Array) -> Array:
-            return pull_back(gradient.astype(kv.dtype))[0]
+            return pull_back(gradient.astype(collected.dtype))[0]
 
         return collected, transpose
+
+    def send(self, x: Array) -> Array:
+        """Pass an array on to another device, and receive one."""
+        return x
 
     def forward(
         self, q: Array, k: Array, v: Array, segments: Array | None, window: Array
     ) -> tuple[Array, Residuals]:
         """The output of this device's queries; see ``ContextVariant.forward``."""
         (tiling, rows), (key_tiling, key_rows) = self.blocks(q.shape[1], segments)
-        keys = _keys(key_tiling, self.collect(jnp.stack([k, v])), key_rows)
-        queries = Queries(tiling.heads(q, k.shape[2]), rows)
         mask = Mask(self.sharding.causal, window)
-        out, lse = attend_blocks(queries, keys, mask)
+        queries = Queries(tiling.heads(q, k.shape[2]), rows)
+
+        def fold_in(state: Softmax, wire: Array, hop: Any) -> Softmax:
+            k, v = wire.astype(q.dtype)
+            return fold(state, queries, Keys(k, v, key_rows(hop)), mask)
+
+        def one_hop(carry: Any, hop: Array) -> Any:
+            wire, state = carry
+            return (self.send(wire), fold_in(state, wire, hop)), None
+
+        wire = _blocks_of(key_tiling, self.collect(jnp.stack([k, v])))
+        wire, state = self._scan(one_hop, (wire, Softmax.initial(queries)))
+        out, lse = fold_in(state, wire, self.hops).result()
         residuals = Residuals(q, k, v, tiling.unheads(lse[..., None])[..., 0])
         return tiling.unheads(out).astype(q.dtype), residuals
 
@@ -123,15 +152,48 @@ class CollectedKeys(ABC):
         """Gradients of queries, keys and values; see ``ContextVariant.backward``."""
         q, k, v, lse = residuals
         (tiling, rows), (key_tiling, key_rows) = self.blocks(q.shape[1], segments)
+        mask, groups = Mask(self.sharding.causal, window), k.shape[2]
+        queries = Queries(tiling.heads(q, groups), rows)
+        outputs = OutputGradients.of(tiling, groups, lse, out, dout)
+
+        def add(dq: Array, dwire: Array, wire: Array, hop: Any) -> tuple[Array, Array]:
+            k, v = wire.astype(q.dtype)
+            keys, gradients = Keys(k, v, key_rows(hop)), (dq, dwire[0], dwire[1])
+            dq, dk, dv = fold_gradients(gradients, queries, outputs, keys, mask)
+            return dq, jnp.stack([dk, dv])
+
+        def one_hop(carry: Any, hop: Array) -> Any:
+            wire, dq, dwire = carry
+            dq, dwire = add(dq, dwire, wire, hop)
+            return (self.send(wire), dq, self.send(dwire)), None
+
         collected, transpose = self.collect_vjp(jnp.stack([k, v]))
-        keys = _keys(key_tiling, collected, key_rows)
-        queries = Queries(tiling.heads(q, k.shape[2]), rows)
-        outputs = OutputGradients.of(tiling, k.shape[2], lse, out, dout)
-        mask = Mask(self.sharding.causal, window)
-        dq, *dkv = block_gradients(queries, outputs, keys, mask)
-        dk, dv = transpose(jnp.stack([key_tiling.unheads(x) for x in dkv]))
+        wire = _blocks_of(key_tiling, collected)
+        carry = wire, zeros_like(queries.q), zeros_like(wire)
+        wire, dq, dwire = self._scan(one_hop, carry)
+        dq, dwire = add(dq, dwire, wire, self.hops)
+        dk, dv = transpose(jnp.stack([key_tiling.unheads(x) for x in dwire]))
         return tiling.unheads(dq).astype(q.dtype), dk, dv
 
+    def _scan(self, one_hop: Callable[[Any, Array], Any], carry: Any) -> Any:
+        if not self.hops:
+            return carry
+        return lax.scan(one_hop, carry, jnp.arange(self.hops, dtype=jnp.int32))[0]
 
-def _keys(tiling: Tiling, kv: Array, rows: Rows) -> Keys:
-    return Keys(tiling.heads(kv[0]), tiling.heads(kv[1]), rows)
+    def rows_of_device(
+        self, tiling: Tiling, hops_before: Any, segments: Array | None
+    ) -> Rows:
+        """The rows of the device some ranks before this one."""
+        arrangement, length = self.sharding.arrangement, tiling.length
+        rank = lax.axis_index(self.sharding.axis) - hops_before
+        first = rank % arrangement.size * length
+        positions = jnp.asarray(arrangement.positions(arrangement.size * length))
+        position = lax.dynamic_slice_in_dim(positions, first, length)
+        if segments is None:
+            return Rows.of(tiling, position, None)
+        segment = lax.dynamic_slice_in_dim(segments, first, length, axis=1)
+        return Rows.of(tiling, varying_as(segment, position), segment)
+
+
+def _blocks_of(tiling: Tiling, kv: Array) -> Array:
+    return jnp.stack([tiling.heads(x) for x in kv])

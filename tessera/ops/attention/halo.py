@@ -3,16 +3,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera.ops.attention.context_parallel_residuals import CollectedKeys
+from tessera.ops.attention.context_parallel_residuals import KeyExchange
 from tessera.ops.attention.tiling import Rows, Tiling
 
 
 @dataclass(frozen=True)
-class Gather(CollectedKeys):
+class Gather(KeyExchange):
     """All-gather attention: every device has all keys and values while it attends.
 
     It sends what the ring sends and holds n times the keys, of one layer at a time: the
@@ -43,25 +44,19 @@ class Gather(CollectedKeys):
 
     def blocks(
         self, length: int, segments: Array | None
-    ) -> tuple[tuple[Tiling, Rows], tuple[Tiling, Rows]]:
+    ) -> tuple[tuple[Tiling, Rows], tuple[Tiling, Callable[[Any], Rows]]]:
         """How the queries of this device, and the keys of all, are cut into blocks."""
         arrangement = self.sharding.arrangement
         own = Tiling(arrangement.runs, length)
         every = Tiling(arrangement.size * arrangement.runs, arrangement.size * length)
         positions = jnp.asarray(arrangement.positions(every.length))
-        first = lax.axis_index(self.sharding.axis) * length
-        rows = Rows.of(
-            own,
-            lax.dynamic_slice_in_dim(positions, first, length),
-            None
-            if segments is None
-            else lax.dynamic_slice_in_dim(segments, first, length, axis=1),
-        )
-        return (own, rows), (every, Rows.of(every, positions, segments))
+        rows = self.rows_of_device(own, 0, segments)
+        keys = Rows.of(every, positions, segments)
+        return (own, rows), (every, lambda _: keys)
 
 
 @dataclass(frozen=True)
-class Halo(CollectedKeys):
+class Halo(KeyExchange):
     """Causal attention in a window no longer than a chunk, by halo exchange.
 
     A query in a window of w tokens attends to w - 1 before it: keys of its own chunk
@@ -104,7 +99,7 @@ class Halo(CollectedKeys):
 
     def blocks(
         self, length: int, segments: Array | None
-    ) -> tuple[tuple[Tiling, Rows], tuple[Tiling, Rows]]:
+    ) -> tuple[tuple[Tiling, Rows], tuple[Tiling, Callable[[Any], Rows]]]:
         """How the queries, and the extended keys, are cut into blocks."""
         arrangement = self.sharding.arrangement
         runs, rank = arrangement.runs, lax.axis_index(self.sharding.axis)
@@ -119,7 +114,7 @@ class Halo(CollectedKeys):
             is_last = (rank == arrangement.size - 1) & (positions[1] < first[1])
             positions = positions.at[1].set(jnp.where(is_last, -1, positions[1]))
         keys = self._rows(extended, positions, first - self.halo, segments)
-        return (own, queries), (extended, keys)
+        return (own, queries), (extended, lambda _: keys)
 
     def _rows(
         self, tiling: Tiling, positions: Array, first: Array, segments: Array | None
