@@ -123,15 +123,7 @@ def compressed_mean(
 
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         del params
-
-        operands: list[Operand] = []
-
-        def checked(operand: Operand) -> Array:
-            _check_unreduced(operand)
-            operands.append(operand)
-            return operand.value
-
-        tree = jax.tree.structure(each(checked, updates, axis))
+        operands, tree = _unreduced(updates, axis)
         if not operands:
             return updates, state
         values = [operand.value for operand in operands]
@@ -186,24 +178,31 @@ def _error_feedback(axis: Axis, ratio: float) -> tuple[Any, Any]:
         updates: Tree, state: ErrorFeedback, params: Tree = None
     ) -> tuple[Tree, ErrorFeedback]:
         del params
-        residual_leaves = iter(jax.tree.leaves(state.residual))
-        residuals: list[Array] = []
-
-        def one(operand: Operand) -> Array:
-            _check_unreduced(operand)
-            own = _own(next(residual_leaves), operand.value)
-            averaged, rest = compressed.top_k_mean(
-                operand.value, own, operand.axes, ratio
-            )
-            residuals.append(rest[None])
-            return averaged
-
-        averaged = each(one, updates, axes)
-        return averaged, ErrorFeedback(
-            jax.tree.unflatten(jax.tree.structure(state.residual), residuals)
+        operands, tree = _unreduced(updates, axes)
+        residuals, residual_tree = jax.tree.flatten(state.residual)
+        averaged, rest = list[Array](), list[Array]()
+        for operand, residual in zip(operands, residuals, strict=True):
+            own, block = _own(residual, operand.value), operand.value
+            mean, unsent = compressed.top_k_mean(block, own, operand.axes, ratio)
+            averaged.append(mean)
+            rest.append(unsent[None])
+        return jax.tree.unflatten(tree, averaged), ErrorFeedback(
+            jax.tree.unflatten(residual_tree, rest)
         )
 
     return init, update
+
+
+def _unreduced(updates: Tree, axis: Axis) -> tuple[list[Operand], Any]:
+    """The gradients as operands that are not reduced yet, and their tree."""
+    operands: list[Operand] = []
+
+    def checked(operand: Operand) -> Array:
+        _check_unreduced(operand)
+        operands.append(operand)
+        return operand.value
+
+    return operands, jax.tree.structure(each(checked, updates, axis))
 
 
 def _zero_residuals(params: Tree, lead: int) -> Tree:

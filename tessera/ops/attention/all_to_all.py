@@ -70,12 +70,12 @@ class AllToAll:
         queries, keys, tiling = self._blocks(
             self._as_whole(q), k_whole, v_whole, segments
         )
-        groups = k_whole.shape[2]
-        delta = self._exchange(delta_of(out, dout)[..., None])
-        outputs = OutputGradients(
-            tiling.heads(self._to_heads(dout), groups),
-            tiling.heads(self._as_whole(lse[..., None]), groups)[..., 0],
-            tiling.heads(delta, groups)[..., 0],
+        outputs = OutputGradients.of(
+            tiling,
+            k_whole.shape[2],
+            self._to_heads(dout),
+            self._as_whole(lse[..., None])[..., 0],
+            self._exchange(delta_of(out, dout)[..., None])[..., 0],
         )
         mask = Mask(self.sharding.causal, window)
         gradients = block_gradients(queries, outputs, keys, mask)

@@ -14,7 +14,9 @@ X = R · rows of a block of queries, T rows of a block of keys, K head_dim.
 Source: M. Milakov, N. Gimelshein, arXiv 1805.02867; T. Dao et al., arXiv 2205.14135.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -96,10 +98,9 @@ class OutputGradients(NamedTuple):
 
     @classmethod
     def of(
-        cls, tiling: Tiling, groups: int, lse: Array, out: Array, dout: Array
+        cls, tiling: Tiling, groups: int, dout: Array, lse: Array, delta: Array
     ) -> "OutputGradients":
-        """Of ``lse [B, S, H]``, and ``out`` and ``dout [B, S, H, K]``."""
-        delta = delta_of(out, dout)
+        """Of ``dout [B, S, H, K]``, and ``lse`` and ``delta [B, S, H]``."""
         return cls(
             tiling.heads(dout, groups),
             tiling.heads(lse[..., None], groups)[..., 0],
@@ -123,12 +124,16 @@ class Mask:
         only used where ``causal`` is set.
       scale: The factor of the products of queries and keys.
       soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; None leaves them.
+      skips_by_segments: Whether blocks without a common segment are skipped. Where a
+        batch is sharded by the compiler, the check would need a collective for each
+        pair of blocks.
     """
 
     causal: bool
     window: Any
     scale: float = 1.0
     soft_cap: float | None = None
+    skips_by_segments: bool = True
 
     def scores(self, products: Array) -> Array:
         """The scores of products of queries and keys."""
@@ -164,6 +169,8 @@ class Mask:
             earliest = jnp.where(queries.position >= 0, queries.position, far).min()
             some = some & (first <= queries.position.max())
             some = some & (earliest - last < self.window)
+        if not self.skips_by_segments:
+            return some
         if queries.segment is None or keys.segment is None:
             return some
         overlap = queries.segment.min(1) <= keys.segment.max(1)
@@ -195,6 +202,12 @@ def _visibility(queries: Rows, keys: Rows, mask: Mask) -> Array:
     return jax.vmap(jax.vmap(kind, (None, 0)), (0, None))(queries, keys)
 
 
+def _by_visibility(kind: Array, compute: Callable[..., Any], unchanged: Any) -> Any:
+    """``compute(masked=…)`` of a pair of blocks; ``unchanged`` if it is all masked."""
+    branches = partial(compute, masked=False), partial(compute, masked=True)
+    return lax.switch(kind, (*branches, lambda: unchanged))
+
+
 def attend_blocks(queries: Queries, keys: Keys, mask: Mask) -> tuple[Array, Array]:
     """The output of queries that attend to these keys alone, and its lse."""
     return fold(Softmax.initial(queries), queries, keys, mask).result()
@@ -208,15 +221,8 @@ def fold(state: Softmax, queries: Queries, keys: Keys, mask: Mask) -> Softmax:
 
         def one_key_block(state: Softmax, block: tuple[Keys, Array]) -> Any:
             keys, kind = block
-            args = state, queries, keys
-            return lax.switch(
-                kind,
-                (
-                    lambda: _fold_block(*args, mask, masked=False),
-                    lambda: _fold_block(*args, mask, masked=True),
-                    lambda: state,
-                ),
-            ), None
+            fold_block = partial(_fold_block, state, queries, keys, mask)
+            return _by_visibility(kind, fold_block, state), None
 
         return None, lax.scan(one_key_block, state, (keys, kinds))[0]
 
@@ -257,15 +263,10 @@ def fold_gradients(
             dq, dk_blocks, dv_blocks = carry
             keys, kind, n = block
             before = dq, _at(dk_blocks, n), _at(dv_blocks, n)
-            args = before, queries, transposed, outputs, keys
-            dq, dk, dv = lax.switch(
-                kind,
-                (
-                    lambda: _add_gradients(*args, mask, masked=False),
-                    lambda: _add_gradients(*args, mask, masked=True),
-                    lambda: before,
-                ),
+            add = partial(
+                _add_gradients, before, queries, transposed, outputs, keys, mask
             )
+            dq, dk, dv = _by_visibility(kind, add, before)
             dk_blocks = lax.dynamic_update_index_in_dim(dk_blocks, dk, n, 0)
             dv_blocks = lax.dynamic_update_index_in_dim(dv_blocks, dv, n, 0)
             return (dq, dk_blocks, dv_blocks), None

@@ -20,6 +20,7 @@ from tessera.ops.attention.blockwise import (
     OutputGradients,
     Queries,
     Softmax,
+    delta_of,
     fold,
     fold_gradients,
     varying_as,
@@ -154,7 +155,7 @@ class KeyExchange(ABC):
         (tiling, rows), (key_tiling, key_rows) = self.blocks(q.shape[1], segments)
         mask, groups = Mask(self.sharding.causal, window), k.shape[2]
         queries = Queries(tiling.heads(q, groups), rows)
-        outputs = OutputGradients.of(tiling, groups, lse, out, dout)
+        outputs = OutputGradients.of(tiling, groups, dout, lse, delta_of(out, dout))
 
         def add(dq: Array, dwire: Array, wire: Array, hop: Any) -> tuple[Array, Array]:
             k, v = wire.astype(q.dtype)

@@ -29,6 +29,7 @@ implementation, such as ``flash_attention_xla``, which ``graph.trace`` shows.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
@@ -184,17 +185,13 @@ def _module(name: str) -> Any:
     return import_module(f"{_PACKAGE}.{name}")
 
 
-_programs: dict[str, Callable[[Operands, Options], Array]] = {}
-
-
+@cache
 def _program(name: str) -> Callable[[Operands, Options], Array]:
     """One compiled program per implementation: eager calls share it."""
-    if name not in _programs:
 
-        def program(operands: Operands, options: Options) -> Array:
-            with jax.named_scope(program.__name__):
-                return _module(name).attend(operands, options)
+    def program(operands: Operands, options: Options) -> Array:
+        with jax.named_scope(program.__name__):
+            return _module(name).attend(operands, options)
 
-        program.__name__ = f"flash_attention_{name}"
-        _programs[name] = jax.jit(program, static_argnums=1)
-    return _programs[name]
+    program.__name__ = f"flash_attention_{name}"
+    return jax.jit(program, static_argnums=1)

@@ -7,9 +7,8 @@ one number for each query; the backward pass recomputes the weights.
 Source: T. Dao et al., FlashAttention, arXiv 2205.14135.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ def attend(operands: Operands, options: Options) -> Array:
 
 
 def _forward(operands: Operands, options: Options) -> Any:
-    call = _Call(operands, options)
+    call = _Call.of(operands, options)
     out, lse = attend_blocks(call.queries, call.keys, call.mask)
     out = call.rows.unblocks(out).astype(operands.q.dtype)
     out = checkpoint_name(out, ATTENTION_RESIDUALS)
@@ -56,18 +55,17 @@ def _forward(operands: Operands, options: Options) -> Any:
 
 def _backward(options: Options, residuals: Any, dout: Array) -> Any:
     operands, out, lse = residuals
-    call = _Call(operands, options)
-    rows, groups = call.rows, call.groups
+    call = _Call.of(operands, options)
+    rows, columns, groups = call.rows, call.columns, operands.k.shape[1]
     delta = rows.blocks(delta_of(out, dout)[..., None], groups)[..., 0]
     outputs = OutputGradients(rows.blocks(dout, groups), lse, delta)
     dq, dk, dv = block_gradients(call.queries, outputs, call.keys, call.mask)
-    q, k, v, *others = operands
+    q, k, v = operands[:3]
     return (
         Operands(
             rows.unblocks(dq).astype(q.dtype),
-            call.columns.unblocks(dk).astype(k.dtype),
-            call.columns.unblocks(dv).astype(v.dtype),
-            *(None for _ in others),
+            columns.unblocks(dk).astype(k.dtype),
+            columns.unblocks(dv).astype(v.dtype),
         ),
     )
 
@@ -75,66 +73,42 @@ def _backward(options: Options, residuals: Any, dout: Array) -> Any:
 attend.defvjp(_forward, _backward)
 
 
-class _WholeBatch(Mask):
-    """A mask that skips blocks by positions alone.
-
-    Where a batch is sharded over devices, skipping by segments would need a collective
-    for each pair of blocks.
-    """
-
-    def any_visible(self, queries: Rows, keys: Rows) -> Array:
-        """False only where the positions mask every pair."""
-        return super().any_visible(
-            queries._replace(segment=None), keys._replace(segment=None)
-        )
-
-
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """The operands of a call, cut into blocks."""
 
-    operands: Operands
-    options: Options
+    rows: Tiling
+    columns: Tiling
+    queries: Queries
+    keys: Keys
+    mask: Mask
 
-    @property
-    def groups(self) -> int:
-        return self.operands.k.shape[1]
-
-    @property
-    def rows(self) -> Tiling:
-        return self._tiling(self.operands.q)
-
-    @property
-    def columns(self) -> Tiling:
-        return self._tiling(self.operands.k)
-
-    def _tiling(self, x: Array) -> Tiling:
-        batch, heads = self.operands.q.shape[:2]
-        return Tiling(1, x.shape[2], batch * heads)
-
-    @property
-    def mask(self) -> Mask:
-        options = self.options
-        kind = Mask if self.operands.query_segments is None else _WholeBatch
-        window = self.operands.window
+    @classmethod
+    def of(cls, operands: Operands, options: Options) -> "_Call":
+        q, k, v = operands[:3]
+        batch, heads, length, _ = q.shape
+        rows = Tiling(1, length, batch * heads)
+        columns = Tiling(1, k.shape[2], batch * heads)
+        first = jnp.int32(options.offset)
+        if operands.offset is not None:
+            first = first + operands.offset
+        query_positions = jnp.arange(rows.length, dtype=jnp.int32) + first
+        key_positions = jnp.arange(columns.length, dtype=jnp.int32)
+        query_rows = Rows.of(rows, query_positions, operands.query_segments)
+        key_rows = Rows.of(columns, key_positions, operands.key_segments)
+        window = operands.window
         if window is None:
             fixed = NO_WINDOW if options.window is None else options.window
             window = jnp.int32(fixed)
-        return kind(options.causal, window, options.scale, options.soft_cap)
-
-    @property
-    def queries(self) -> Queries:
-        operands, rows = self.operands, self.rows
-        first = jnp.int32(self.options.offset)
-        if operands.offset is not None:
-            first = first + operands.offset
-        positions = jnp.arange(rows.length, dtype=jnp.int32) + first
-        query_rows = Rows.of(rows, positions, operands.query_segments)
-        return Queries(rows.blocks(operands.q, self.groups), query_rows)
-
-    @property
-    def keys(self) -> Keys:
-        operands, columns = self.operands, self.columns
-        positions = jnp.arange(columns.length, dtype=jnp.int32)
-        key_rows = Rows.of(columns, positions, operands.key_segments)
-        return Keys(columns.blocks(operands.k), columns.blocks(operands.v), key_rows)
+        return cls(
+            rows,
+            columns,
+            Queries(rows.blocks(q, k.shape[1]), query_rows),
+            Keys(columns.blocks(k), columns.blocks(v), key_rows),
+            Mask(
+                options.causal,
+                window,
+                options.scale,
+                options.soft_cap,
+                skips_by_segments=False,
+            ),
+        )

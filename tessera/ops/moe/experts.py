@@ -4,7 +4,8 @@
 The collectives here run in an SPMD region over the axes that they are given.
 """
 
-import functools
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -69,18 +70,17 @@ def grouped(rows_RD: Array, sizes_E: Array, weights: Weights) -> Array:
 
     Source: MegaBlocks, arXiv 2211.15841; GeGLU, arXiv 2002.05202.
     """
-    gate_RF = lax.ragged_dot(rows_RD, weights.gate, sizes_E)
-    up_RF = lax.ragged_dot(rows_RD, weights.up, sizes_E)
-    hidden_RF = jax.nn.gelu(gate_RF, approximate=True) * up_RF
-    return lax.ragged_dot(hidden_RF, weights.down, sizes_E)
+    return _geglu(rows_RD, weights, partial(lax.ragged_dot, group_sizes=sizes_E))
 
 
 def batched(rows_ECD: Array, weights: Weights) -> Array:
     """Each expert on the same number of rows: ``[E, C, D]`` to ``[E, C, D]``."""
-    gate_ECF = jnp.matmul(rows_ECD, weights.gate)
-    up_ECF = jnp.matmul(rows_ECD, weights.up)
-    hidden_ECF = jax.nn.gelu(gate_ECF, approximate=True) * up_ECF
-    return jnp.matmul(hidden_ECF, weights.down)
+    return _geglu(rows_ECD, weights, jnp.matmul)
+
+
+def _geglu(rows: Array, weights: Weights, matmul: Callable[..., Array]) -> Array:
+    gate, up = matmul(rows, weights.gate), matmul(rows, weights.up)
+    return matmul(jax.nn.gelu(gate, approximate=True) * up, weights.down)
 
 
 def num_devices(axes: tuple[str, ...]) -> int:
@@ -113,7 +113,7 @@ def all_to_all(buffer: Array, axes: tuple[str, ...], *, reverse: bool = False) -
     return grid.reshape(buffer.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def sum_of_results(x: Array, axes: tuple[str, ...]) -> Array:
     """``psum`` of a result of the region that is replicated along the axes.
 
