@@ -11,7 +11,9 @@ from jax.sharding import PartitionSpec as P
 import tessera as ts
 from tessera.errors import OperandError
 from tessera.ops.attention import tiling
+from tessera.ops.attention.dispatch import Operands, Options
 from tessera.ops.attention.flash import flash_attention
+from tests.ops.attention.exact import exact
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -32,24 +34,14 @@ def drawn(batch=2, heads=4, kv_heads=2, queries=20, keys=20, size=4, dtype="f4")
     return [rng.normal(size=(batch, *s, size)).astype(dtype) for s in sizes]
 
 
-def reference(q, k, v, *, causal=False, scale=None, window=None, cap=None, ids=None):
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat(repeats, 1), v.repeat(repeats, 1)
-    scores = q @ k.swapaxes(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if cap is not None:
-        scores = cap * np.tanh(scores / cap)
-    distance = np.arange(q.shape[2])[:, None] - np.arange(k.shape[2])
-    seen = np.ones_like(distance, bool)[None]
-    if causal:
-        seen = seen & (distance >= 0)
-    if window is not None:
-        seen = seen & (distance < window)
-    if ids is not None:
-        seen = seen & (ids[:, :, None] == ids[:, None])
-    scores = np.where(seen[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True) @ v
+def reference(*arrays, gradient=None, **settings):
+    """The output, and with a ``gradient`` of it those of q, k and v."""
+    ids = settings.pop("segment_ids", None)
+    defaults = {"causal": False, "scale": arrays[0].shape[-1] ** -0.5}
+    operands = Operands(*arrays, query_segments=ids, key_segments=ids)
+    cotangent = np.zeros(arrays[0].shape) if gradient is None else gradient
+    out, *gradients = exact(operands, Options(**(defaults | settings)), cotangent)
+    return out if gradient is None else gradients
 
 
 IDS = np.array([[1] * 7 + [2] * 13, [5] * 20], np.int32)
@@ -74,11 +66,6 @@ SETTINGS = {
 FAST = ("plain", "segments", "everything")
 
 
-def expected_of(arrays, settings):
-    names = {"soft_cap": "cap", "segment_ids": "ids"}
-    return reference(*arrays, **{names.get(k, k): v for k, v in settings.items()})
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -89,7 +76,7 @@ def expected_of(arrays, settings):
 def test_it_reads_what_attention_reads(settings):
     arrays = drawn()
     found = flash_attention(*arrays, **settings)
-    np.testing.assert_allclose(found, expected_of(arrays, settings), atol=3e-6)
+    np.testing.assert_allclose(found, reference(*arrays, **settings), atol=3e-6)
 
 
 @pytest.mark.parametrize(
@@ -108,23 +95,6 @@ def test_queries_may_be_more_or_fewer_than_keys(lengths):
     np.testing.assert_allclose(flash_attention(*arrays), reference(*arrays), atol=3e-6)
 
 
-def dense(q, k, v, settings):
-    """The same in jnp, to be differentiated."""
-    names = {**settings}
-    cap, ids = names.pop("soft_cap", None), names.pop("segment_ids", None)
-    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = jnp.einsum("bhsd,bhtd->bhst", q, k)
-    scores = scores * (settings.get("scale") or q.shape[-1] ** -0.5)
-    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
-    distance = np.arange(q.shape[2])[:, None] - np.arange(k.shape[2])
-    seen = (distance >= 0) & (distance < settings.get("window", 99))
-    seen = np.broadcast_to(seen | (not settings.get("causal")), (2, 20, 20))
-    if ids is not None:
-        seen = seen & (ids[:, :, None] == ids[:, None])
-    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf))
-    return jnp.einsum("bhst,bhtd->bhsd", weights, v)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -139,11 +109,11 @@ def test_its_gradients_are_those_of_attention(name):
     settings, arrays = SETTINGS[name], drawn()
     cotangent = np.random.default_rng(1).normal(size=arrays[0].shape).astype("f4")
 
-    def of(read):
-        return jax.grad(lambda *a: (read(*a) * cotangent).sum(), (0, 1, 2))(*arrays)
+    def loss(*arrays):
+        return (flash_attention(*arrays, **settings) * cotangent).sum()
 
-    found = of(lambda *a: flash_attention(*a, **settings))
-    expected = of(lambda *a: dense(*a, settings))
+    found = jax.grad(loss, (0, 1, 2))(*arrays)
+    expected = reference(*arrays, gradient=cotangent, **settings)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
 
@@ -195,7 +165,9 @@ def test_heads_and_batch_may_be_split_over_devices(grid_mesh):
     placed = [jax.device_put(x, split) for x in arrays]
     step = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
     (_, out), gradients = step(*placed)
-    np.testing.assert_allclose(out, reference(*arrays, causal=True, ids=IDS), atol=3e-6)
+    np.testing.assert_allclose(
+        out, reference(*arrays, causal=True, segment_ids=IDS), atol=3e-6
+    )
     text = step.lower(*placed).compile().as_text()
     sent = [line for line in text.splitlines() if "all-" in line or "permute" in line]
     # The sum of the loss, and nothing of attention.

@@ -24,7 +24,7 @@ from tessera.ops.attention.pallas.kernel_attention import (
     attend_with,
     unsupported_reason,
 )
-from tests.ops.attention.pallas.exact import (
+from tests.ops.attention.exact import (
     check_as_exact_as_the_reference,
     drawn,
     exact,

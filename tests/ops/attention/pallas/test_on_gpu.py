@@ -21,7 +21,7 @@ from tessera.ops.attention.pallas.tuning import (
     _backward_variants,
     _forward_variants,
 )
-from tests.ops.attention.pallas.exact import (
+from tests.ops.attention.exact import (
     check_as_exact_as_the_reference,
     drawn,
     with_gradients,

@@ -48,7 +48,7 @@ def exact(
     if setting.soft_cap is not None:
         bent = np.tanh(scores / setting.soft_cap)
         scores, bend = bent * setting.soft_cap, 1 - bent**2
-    seen = np.asarray(reference.visible(operands, setting))[:, None]
+    seen = visible(operands, setting)[:, None]
     scores = np.where(seen, scores, -np.inf)
     highest = np.maximum(scores.max(-1, keepdims=True), -1e9)
     weights = np.exp(scores - highest)
@@ -66,6 +66,22 @@ def exact(
 
     of_k = over_heads(of_scores.swapaxes(2, 3) @ q)
     return out, of_scores @ k, of_k, over_heads(weights.swapaxes(2, 3) @ d)
+
+
+def visible(operands: Operands, setting: Options) -> np.ndarray:
+    """Which keys each query attends to: bool ``[B or 1, S, T]``."""
+    queries, keys = operands.q.shape[2], operands.k.shape[2]
+    positions = np.arange(queries)[:, None] + setting.offset
+    distance = positions - np.arange(keys)
+    mask = np.ones_like(distance, bool)[None]
+    if setting.causal:
+        mask = mask & (distance >= 0)
+    if setting.window is not None:
+        mask = mask & (distance < setting.window)
+    if operands.query_segments is None:
+        return mask
+    ids, others = np.asarray(operands.query_segments), np.asarray(operands.key_segments)
+    return mask & (ids[:, :, None] == others[:, None])
 
 
 def with_gradients(
