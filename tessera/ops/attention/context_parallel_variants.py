@@ -103,18 +103,12 @@ def attend_on_device(
     Returns:
       ``[B, S, H, K]`` in the dtype of ``q``.
     """
-    return _run(plan, "forward", (q, k, v, segments), sees_all)[0]
+    return _forward(plan, q, k, v, segments, sees_all)[0]
 
 
-def _forward(
-    plan: Plan,
-    q: Array,
-    k: Array,
-    v: Array,
-    segments: Array | None,
-    sees_all: Array | None,
-) -> Any:
-    out, residuals = _run(plan, "forward", (q, k, v, segments), sees_all)
+def _forward(plan: Plan, *operands: Any) -> Any:
+    *_, segments, sees_all = operands
+    out, residuals = _run(plan, "forward", operands[:-1], sees_all)
     return out, (out, residuals, segments, sees_all)
 
 
