@@ -203,16 +203,13 @@ def _values(config: DictConfig) -> tuple[Config, str]:
         ) from error
 
 
-def _check_output(folder: str) -> list[TesseraError]:
-    if folder and "\0" not in folder:
-        return []
-    return [
-        OutputPathError(
+def _check_output(folder: str) -> Iterator[TesseraError]:
+    if not folder or "\0" in folder:
+        yield OutputPathError(
             "the run has no folder to write to",
             got=f"{RUN_DIR}={folder!r}",
             fix=f"write {RUN_DIR}=<folder>, or leave it out",
         )
-    ]
 
 
 def _compose_files(choices: Sequence[Override], config_dir: Path) -> DictConfig:

@@ -4,7 +4,7 @@
 ``optimizers.py`` makes them. Nothing here imports JAX.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -128,11 +128,8 @@ class AdafactorConfig(OptimizerConfig):
 # The settings of each optimizer, by its name.
 OPTIMIZERS: Final[Mapping[str, type[OptimizerConfig]]] = MappingProxyType(
     {
-        "adamw": AdamWConfig,
-        "adam": AdamConfig,
-        "sgd": SgdConfig,
-        "lion": LionConfig,
-        "adafactor": AdafactorConfig,
+        cls.name: cls
+        for cls in (AdamWConfig, AdamConfig, SgdConfig, LionConfig, AdafactorConfig)
     }
 )
 
@@ -144,47 +141,46 @@ def check(config: OptimizerConfig, world_size: int = 1) -> list[TesseraError]:
       config: The settings.
       world_size: Data-parallel groups, by whose number the rate may be scaled.
     """
-    errors: list[TesseraError] = []
+    return [*_conflicts(config), *_ranges(config, world_size)]
+
+
+def _conflicts(config: OptimizerConfig) -> Iterator[TesseraError]:
     cls = OPTIMIZERS.get(config.name)
     if cls is not type(config):
         what = "has other settings than these" if cls else "does not exist"
-        errors.append(
-            UnknownOptimizerError(
-                f"optimizer {config.name!r} {what}",
-                got=f"optimizer.name={config.name}",
-                fix="choose with optimizer=<name>, which brings the settings: "
-                + did_you_mean(config.name, OPTIMIZERS),
-            )
+        yield UnknownOptimizerError(
+            f"optimizer {config.name!r} {what}",
+            got=f"optimizer.name={config.name}",
+            fix="choose with optimizer=<name>, which brings the settings: "
+            + did_you_mean(config.name, OPTIMIZERS),
         )
-    unset = OptimizerConfig.__dataclass_fields__["final_fraction"].default
+    unset = OptimizerConfig.final_fraction
     if config.schedule == "constant" and config.final_fraction not in (unset, 1.0):
-        errors.append(
-            SettingValueError(
-                "a constant learning rate has no final fraction",
-                got=f"optimizer.final_fraction={config.final_fraction}",
-                fix="leave optimizer.final_fraction out, or use optimizer.schedule="
-                "linear or cosine",
-            )
+        yield SettingValueError(
+            "a constant learning rate has no final fraction",
+            got=f"optimizer.final_fraction={config.final_fraction}",
+            fix="leave optimizer.final_fraction out, or use optimizer.schedule="
+            "linear or cosine",
         )
-    ranges = problems_of(config, "optimizer")
-    if not ranges and (too_high := _scaled_too_high(config, world_size)):
-        errors.append(too_high)
-    return errors + ranges
 
 
-def _scaled_too_high(
-    config: OptimizerConfig, world_size: int
-) -> SettingValueError | None:
+def _ranges(config: OptimizerConfig, world_size: int) -> list[TesseraError]:
+    """What is out of range, and a learning rate that is only once it is scaled."""
     rule = config.scale_learning_rate
+    if ranges := problems_of(config, "optimizer"):
+        return ranges
     highest = scaled_learning_rate(config.learning_rate, world_size, rule)
     if as_f32(highest) < float("inf"):
-        return None
-    return SettingValueError(
-        "the scaled learning rate is beyond what a float32 holds",
-        got=f"optimizer.learning_rate={config.learning_rate} scaled by "
-        f"optimizer.scale_learning_rate={rule} for {world_size} data-parallel groups",
-        fix="use a lower optimizer.learning_rate",
-    )
+        return []
+    return [
+        SettingValueError(
+            "the scaled learning rate is beyond what a float32 holds",
+            got=f"optimizer.learning_rate={config.learning_rate} scaled by "
+            f"optimizer.scale_learning_rate={rule} for {world_size} data-parallel "
+            "groups",
+            fix="use a lower optimizer.learning_rate",
+        )
+    ]
 
 
 def scaled_learning_rate(learning_rate: float, world_size: int, rule: str) -> float:

@@ -164,7 +164,8 @@ def _is_reserved(key: str) -> bool:
 def _unknown(key: str, config: DictConfig, text: str) -> TesseraError | None:
     """T501 when a configuration has no such key, with the nearest that it has."""
     # Nothing is resolved before it is known to be harmless.
-    node: Any = OmegaConf.to_container(config, resolve=False)
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    node = values
     for part in key.split("."):
         known = list(node) if isinstance(node, dict) else []
         if part not in known:
@@ -173,7 +174,7 @@ def _unknown(key: str, config: DictConfig, text: str) -> TesseraError | None:
     else:
         return None
     known = [name for name in known if name != "hydra"]
-    paths = [path for path, _ in walk(_plain(config))]
+    paths = [path for path, _ in walk(values) if not path.startswith("hydra.")]
     return UnknownSettingError(
         f"there is no setting {key!r}", got=text, fix=_nearest(key, part, known, paths)
     )
@@ -210,12 +211,6 @@ def _listed(known: Sequence[str]) -> str:
     if len(known) > _MOST_LISTED:
         return ""
     return f" Known: {', '.join(map(repr, known)) or 'none'}"
-
-
-def _plain(config: DictConfig) -> Any:
-    values: Any = OmegaConf.to_container(config, resolve=False)
-    values.pop("hydra", None)
-    return values
 
 
 def _first_line(error: Exception) -> str:

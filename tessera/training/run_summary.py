@@ -3,8 +3,6 @@
 
 from collections import Counter
 
-import jax
-
 from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
 from tessera.models.gemma3_config import Gemma3Config
@@ -17,8 +15,7 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
     settings, mesh = run.config, run.mesh
     memory, ledger = run.compiled.memory, run.compiled.collectives
     rows = settings.rows_per_step(mesh)
-    state = sum(_nbytes(leaf) for leaf in jax.tree.leaves(run.abstract_state))
-    local = sum(_local_nbytes(leaf) for leaf in jax.tree.leaves(run.abstract_state))
+    state = inspect(run.abstract_state)
     sent = [
         f"{'×'.join(axes)}: {total.calls} calls, {format_bytes(total.nbytes)}"
         for axes, total in ledger.by_axis().items()
@@ -32,7 +29,11 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
         ("model", settings.model.name),
         ("parameters", _parameters(settings.model.config)),
         *(("layout", note) for note in run.layout_notes()),
-        ("state", f"{format_bytes(state)}, {format_bytes(local)} per device"),
+        (
+            "state",
+            f"{format_bytes(state.nbytes)}, {format_bytes(state.local_nbytes)} per "
+            "device",
+        ),
         ("held per device", _held(run)),
         *(("recomputed", text) for text in _recomputed(run)),
         (
@@ -58,12 +59,15 @@ def _parameters(config: Gemma3Config) -> str:
 def _held(run: Run) -> str:
     """What of the state and of the gradients one device holds."""
     state, zero = run.abstract_state, run.step_config.zero
-    sizes = {
-        "parameters": sum(map(_local_nbytes, jax.tree.leaves(state.params))),
-        "gradients": inspect(zero.abstract_gradients).local_nbytes,
-        "optimizer": sum(map(_local_nbytes, jax.tree.leaves(state.optimizer))),
+    trees = {
+        "parameters": state.params,
+        "gradients": zero.abstract_gradients,
+        "optimizer": state.optimizer,
     }
-    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    held = ", ".join(
+        f"{name} {format_bytes(inspect(tree).local_nbytes)}"
+        for name, tree in trees.items()
+    )
     return held + " on the host" * run.step_config.offload_optimizer
 
 
@@ -82,13 +86,3 @@ def dry_run_text(run: Run) -> str:
     """Memory per device and every collective of the compiled step."""
     compiled = run.compiled
     return f"{compiled.memory.as_text()}\n\n{compiled.collectives.as_text()}"
-
-
-def _nbytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return leaf.size * leaf.dtype.itemsize
-
-
-def _local_nbytes(leaf: jax.ShapeDtypeStruct) -> int:
-    assert leaf.sharding is not None
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    return jax.ShapeDtypeStruct(shape, leaf.dtype).size * leaf.dtype.itemsize
