@@ -33,6 +33,9 @@ TORCH_READY := $(TORCH_VENV)/.ready
 GPU_RESULTS := benchmarks/results/gpu
 ON_GPU = JAX_PLATFORMS=cuda,cpu $(BIN)/python
 
+# Most tests start Python again: it keeps what it compiled, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
