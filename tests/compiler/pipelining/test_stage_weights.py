@@ -19,6 +19,8 @@ MESH = Mesh(["dp", "pp", "tp"], devices=range(8), shape=(2, 2, 2))
 
 # A matrix in parts over pp within tp, a vector in parts, a scalar that has none.
 MATRIX = WeightForm((4, 8), "float32", P(None, ("tp", "pp")))
+# The other order: no block of a device is a block of another one's in the other layout.
+OUTER = WeightForm((4, 8), "float32", P(None, ("pp", "tp")))
 VECTOR = WeightForm((6,), "float32", P("pp"))
 SCALAR = WeightForm((), "float32", P())
 
@@ -42,6 +44,7 @@ def arrays(stages: list[list[WeightForm]]) -> list[list[Any]]:
     [
         [[MATRIX, VECTOR], [MATRIX, VECTOR]],
         [[MATRIX, SCALAR], [VECTOR, MATRIX, MATRIX]],
+        [[OUTER], [OUTER, VECTOR]],
         [[VECTOR], [MATRIX], [], [VECTOR, SCALAR]],  # two stages on a device
     ],
 )
@@ -76,7 +79,6 @@ def test_one_all_to_all_carries_a_form_of_all_stages():
     assert {row.axes for row in rows} == {("pp",)}
 
 
-def test_the_parts_of_a_weight_are_of_the_dim_that_the_axis_splits():
-    assert [form.dim_over("pp") for form in (MATRIX, VECTOR, SCALAR)] == [1, 0, None]
+def test_a_stage_has_a_weight_whole_over_the_axis():
     assert MATRIX.without("pp") == P(None, "tp")
     assert jnp.dtype(MATRIX.dtype) == jnp.float32
