@@ -10,7 +10,7 @@ module its type is ``Program``.
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeAlias
 
@@ -264,6 +264,15 @@ def sources(program: Program, value: Atom, before: int) -> set[Atom]:
             is_needed = [variable in needed for variable in equation.outvars]
             needed.update(inputs_read(equation, is_needed))
     return needed
+
+
+def dependents(equations: Iterable[Equation], values: Iterable[Atom]) -> set[Atom]:
+    """All variables of some equations that depend on some values, these included."""
+    reached = set(values)
+    for equation in equations:
+        if not reached.isdisjoint(v for v in equation.invars if isinstance(v, jex.Var)):
+            reached.update(equation.outvars)
+    return reached
 
 
 def references(equation: Equation) -> list[Atom]:

@@ -116,12 +116,7 @@ def inline_jits(program: _jax.Program) -> _jax.Program:
 
     def inside(call: _jax.Equation | None) -> Apply:
         def apply(equation: _jax.Equation, operands: Sequence[Any]) -> Sequence[Any]:
-            if call is not None and not _jax.source_line(equation):
-                # What a library jitted has no line of the user's; its call has.
-                lines = equation.source_info.replace(
-                    traceback=call.source_info.traceback
-                )
-                equation = equation.replace(source_info=lines)
+            equation = at_line_of(call, equation)
             if not _jax.is_jit(equation):
                 return _jax.bind(equation, operands)
             with _jax.source_context(equation):
@@ -130,6 +125,17 @@ def inline_jits(program: _jax.Program) -> _jax.Program:
         return apply
 
     return retrace(program, inside(None))
+
+
+def at_line_of(call: _jax.Equation | None, equation: _jax.Equation) -> _jax.Equation:
+    """An equation of a called program, with the line of the call if it has none.
+
+    What a library jitted, or JAX put there, has no line of the user's; the call has.
+    """
+    if call is None or _jax.source_line(equation):
+        return equation
+    lines = equation.source_info.replace(traceback=call.source_info.traceback)
+    return equation.replace(source_info=lines)
 
 
 def bind_with_nested(

@@ -120,7 +120,7 @@ class PipelinedModel:
             return jax.tree.map(self._as_stored, weights, layouts["decoder"])
 
         return Stages(
-            run=self._run,
+            runs=[self._run],
             wire=jax.ShapeDtypeStruct((rows, length, width), jnp.float32),
             constrain_wire=lambda wire: place.constrain(wire, *RESIDUAL),
             constrain_weights=constrain_weights,

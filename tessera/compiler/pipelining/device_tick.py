@@ -6,7 +6,7 @@ schedule's table names, each kind behind a ``lax.cond``, and sends the results t
 neighbors. All of it is in an SPMD region that is manual over the pipeline's axis.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -34,44 +34,42 @@ Row: TypeAlias = dict[str, Array]
 
 @dataclass(frozen=True)
 class Stages:
-    """All the stages of a pipeline as one function of which of them to run.
+    """The functions of all virtual stages.
 
     Attributes:
-      run: ``(weights, shared, wire, micro, index) -> (wire, loss, more)``. ``weights``
-        are one virtual stage's own, ``shared`` those that several stages read;
-        ``micro`` is one microbatch, ``index`` the virtual stage, an int32 scalar. The
+      runs: One function for all virtual stages, or one for each of them:
+        ``(weights, shared, wire, micro, index) -> (wire, loss, more)``. ``weights`` are
+        one virtual stage's own, ``shared`` those that several stages read; ``micro``
+        is one microbatch, ``index`` the virtual stage, an int32 scalar. The
         first stage takes its input from ``micro`` and ignores the wire. ``loss`` is the
         stage's part of the microbatch's f32 loss, mostly 0 but at the last. ``more``
         are the last stage's outputs, zeros at the others, and statistics: a tree of
-        f32 arrays, which are summed over microbatches and stages. Where stages differ,
-        ``index`` is a Python number.
+        f32 arrays, which are summed over microbatches and stages.
       wire: Shapes and dtypes of what a stage sends to the next, all floating-point.
       constrain_wire: Lays out a wire over the mesh's other axes.
       constrain_weights: The same for a tree like one virtual stage's weights.
-      kinds: 1 where all virtual stages are one program, or as many as they are.
     """
 
-    run: Callable[..., tuple[Tree, Array, tuple[Tree, Tree]]]
+    runs: Sequence[Callable[..., tuple[Tree, Array, tuple[Tree, Tree]]]]
     wire: Tree
     constrain_wire: Callable[[Tree], Tree] = lambda wire: wire
     constrain_weights: Callable[[Tree], Tree] = lambda weights: weights
-    kinds: int = 1
 
     def each(self, index: Array, work: Callable[..., Tree], *operands: Tree) -> Tree:
-        """``work(index, *operands)``, in a branch for each kind of stage.
+        """``work(number, *operands)`` by the number of the function of a stage.
 
-        The branches are outside of what is differentiated and split, so each has the
-        residuals of its own stage.
+        There is a branch for each function. The branches are outside of what is
+        differentiated and split, so each has the residuals of its own stage.
         """
-        if self.kinds == 1:
-            return work(index, *operands)
+        if len(self.runs) == 1:
+            return work(0, *operands)
 
-        def branch(kind: int, *operands: Tree) -> Tree:
+        def branch(number: int, *operands: Tree) -> Tree:
             # XLA wants the results of all branches laid out alike; the barrier keeps a
             # layout that one branch asks for inside it.
-            return jax.lax.optimization_barrier(work(kind, *operands))
+            return jax.lax.optimization_barrier(work(number, *operands))
 
-        branches = [partial(branch, kind) for kind in range(self.kinds)]
+        branches = [partial(branch, number) for number in range(len(self.runs))]
         return jax.lax.switch(index, branches, *operands)
 
 
@@ -197,10 +195,11 @@ class Device:
             micro = self.micro(row["forward_micro"])
             weights = self.chunk(row["forward_chunk"])
 
-            def run(kind: Any, weights: Tree, wire: Tree) -> Tree:
-                return self.stages.run(weights, self.shared, wire, micro, kind)[0]
+            def work_of(run: int, weights: Tree, wire: Tree) -> Tree:
+                operands = (weights, self.shared, wire, micro, stage)
+                return self.stages.runs[run](*operands)[0]
 
-            wire = self.stages.each(stage, run, weights, wire)
+            wire = self.stages.each(stage, work_of, weights, wire)
             return self.stages.constrain_wire(wire)
 
         is_active = (row["forward_micro"] >= 0) & (stage < self.last_stage)
@@ -244,7 +243,7 @@ class Device:
         self,
         micro: Tree,
         stage: Array,
-        kind: Any,
+        run: int,
         weights: tuple[Tree, Tree],
         inputs: tuple[Tree, Tree],
         cotangent: Tree,
@@ -255,18 +254,17 @@ class Device:
         """
         cotangents = (cotangent, self.seed)
         if self.schedule.splits_backward:
-            number = self._number(kind)
-            back, residuals, results = self._split_backwards[number].input_gradients(
+            back, residuals, results = self._split_backwards[run].input_gradients(
                 weights, inputs, cotangents, micro, stage
             )
             empty = zeros(list(self._residual_slots.slots))
-            packed = self._residual_slots.pack(number, residuals, empty)
+            packed = self._residual_slots.pack(run, residuals, empty)
             return back, results, packed
 
-        def run(weights: Tree, inputs: Tree) -> Any:
-            return self._run(weights, inputs, micro, kind)
+        def forward(weights: Tree, inputs: Tree) -> Any:
+            return self._run(run, weights, inputs, micro, stage)
 
-        _, pull_back, results = jax.vjp(run, weights, inputs, has_aux=True)
+        _, pull_back, results = jax.vjp(forward, weights, inputs, has_aux=True)
         of_weights, back = pull_back(cotangents)
         return back, results, of_weights
 
@@ -278,10 +276,9 @@ class Device:
             packed = read(carry.residuals, row["weight_slot"])
             stage, micro = self.stage_of(chunk), self.micro(number)
 
-            def gradients(kind: Any, packed: Tree, weights: Tree) -> Tree:
-                index = self._number(kind)
-                residuals = self._residual_slots.unpack(index, packed)
-                split = self._split_backwards[index]
+            def gradients(run: int, packed: Tree, weights: Tree) -> Tree:
+                residuals = self._residual_slots.unpack(run, packed)
+                split = self._split_backwards[run]
                 return split.weight_gradients(residuals, weights, micro, stage)
 
             weights = (self.chunk(chunk), self.shared)
@@ -319,53 +316,41 @@ class Device:
     @cached_property
     def result_shapes(self) -> Any:
         """Shapes of a stage's wire, loss, and outputs with statistics."""
-
-        def first(*operands: Tree) -> Tree:
-            return self.stages.run(*operands, 0)
-
-        wire, micro = self.empty_wire(), self.micro(0)
-        return jax.eval_shape(first, self.chunk(0), self.shared, wire, micro)
+        wire, micro, first = self.empty_wire(), self.micro(0), jnp.int32(0)
+        operands = (self.chunk(0), self.shared, wire, micro, first)
+        return jax.eval_shape(self.stages.runs[0], *operands)
 
     def _run(
         self,
+        run: int,
         weights: tuple[Tree, Tree],
         inputs: tuple[Tree, Tree],
         micro: Tree,
-        kind: Any,
+        stage: Array,
     ) -> tuple[tuple[Tree, Array], Any]:
         """A stage as a function of what it is differentiated by."""
         (own, shared), (wire, of_micro) = weights, inputs
         leaves, tree = jax.tree.flatten(micro)
         micro = tree.unflatten([of_micro.get(i, leaf) for i, leaf in enumerate(leaves)])
-        wire, loss, more = self.stages.run(own, shared, wire, micro, kind)
+        wire, loss, more = self.stages.runs[run](own, shared, wire, micro, stage)
         return (wire, loss), (loss, more)
 
     @cached_property
     def _split_backwards(self) -> list[SplitBackward]:
-        """The split backward of each kind of stage."""
+        """The split backward of each of the stages' functions."""
         wire, micro = self.empty_wire(), self.micro(0)
         weights = (self.chunk(0), self.shared)
         inputs = (wire, self._differentiated(micro))
         arguments = (weights, inputs, (wire, self.seed), micro, jnp.int32(0))
-
-        def split(kind: int | None) -> SplitBackward:
-            def run(weights: Any, inputs: Any, micro: Tree, stage: Array) -> Any:
-                return self._run(
-                    weights, inputs, micro, stage if kind is None else kind
-                )
-
-            return split_backward(run, *arguments)
-
-        is_one = self.stages.kinds == 1
-        return [split(None if is_one else kind) for kind in range(self.stages.kinds)]
+        return [
+            split_backward(partial(self._run, run), *arguments)
+            for run in range(len(self.stages.runs))
+        ]
 
     @cached_property
     def _residual_slots(self) -> Packing[jax.ShapeDtypeStruct]:
-        """Where the residuals of each kind of stage are; several kinds share a slot."""
+        """The slots of the functions' residuals; several functions share a slot."""
         return Packing.of([split.residuals for split in self._split_backwards])
-
-    def _number(self, kind: Any) -> int:
-        return kind if self.stages.kinds > 1 else 0
 
     # --- sums
 

@@ -114,13 +114,13 @@ def _loop_plans(whole: _jax.Program, micro: _jax.Program) -> dict[int, _LoopPlan
 
 def _gradients_of(equations: Sequence[_jax.Equation], index: int) -> list[int]:
     """The gradients of losses that depend on a call's output."""
-    dependents, gradients = set(equations[index].outvars), list[int]()
-    for number, equation in enumerate(equations[index + 1 :], index + 1):
-        if equation.primitive is gradient_p:
-            gradients += [number] if equation.invars[0] in dependents else []
-        elif not dependents.isdisjoint(variables(equation.invars)):
-            dependents.update(equation.outvars)
-    return gradients
+    later = [e for e in equations[index + 1 :] if e.primitive is not gradient_p]
+    dependents = _jax.dependents(later, equations[index].outvars)
+    return [
+        number
+        for number, equation in enumerate(equations)
+        if equation.primitive is gradient_p and equation.invars[0] in dependents
+    ]
 
 
 def _plan_with_loss(
@@ -144,7 +144,7 @@ def _plan_with_loss(
             got=f"at {_jax.source_line(equations[gradient])}",
             fix="differentiate by weights, or by what is computed before the pipeline",
         )
-    differentiated = _dependents(equations[:gradient], weights)
+    differentiated = _jax.dependents(equations[:gradient], weights)
     inputs = equation.invars[: call.stages.num_inputs]
     read = [*inputs, *(variable for variable, _, _ in decomposition.rows)]
     _, needed = _equations_after_loop(whole, index, gradient, decomposition)
@@ -173,15 +173,6 @@ def _decompose(
         )
     ratio = Fraction(call.rows, rows)
     return decompose_loss(whole, micro, index, gradient, ratio, copies)
-
-
-def _dependents(equations: Sequence[_jax.Equation], weights: Sequence[Any]) -> set[Any]:
-    """Everything that depends on some weights, these included."""
-    dependents = set(weights)
-    for equation in equations:
-        if not dependents.isdisjoint(variables(equation.invars)):
-            dependents.update(equation.outvars)
-    return dependents
 
 
 def _equations_after_loop(

@@ -195,26 +195,26 @@ class Execution:
     # --- one stage on one microbatch
 
     def _pipeline(self, constants: Tree) -> Pipeline:
-        call = self.call
-
-        def run(
-            weights: Any, shared: Any, wire: Any, micro: Any, stage: int
-        ) -> tuple[Any, Array, Any]:
-            return self._run(stage, weights, shared, wire, micro, constants)
-
+        call, count = self.call, len(self.call.stages.jaxprs)
         stages = Stages(
-            run=run,
+            runs=[partial(self._run, stage, constants) for stage in range(count)],
             wire=list(self._wires.slots),
             constrain_wire=lambda wires: [
                 self._constrain(wire, 0, inside=True) for wire in wires
             ],
             constrain_weights=self._stage_weights.constrain,
-            kinds=len(call.stages.jaxprs),
         )
         return Pipeline(call.schedule, stages, call.mesh, call.axis, call.data_axes)
 
     def _run(
-        self, stage: int, slots: Any, shared: Any, wire: Any, micro: Any, constants: Any
+        self,
+        stage: int,
+        constants: Tree,
+        slots: Any,
+        shared: Any,
+        wire: Any,
+        micro: Any,
+        _: Array,
     ) -> tuple[Any, Array, Any]:
         staged = self.call.stages
         is_last = stage == len(staged.jaxprs) - 1

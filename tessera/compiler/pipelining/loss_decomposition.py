@@ -112,7 +112,7 @@ class _Decomposer:
         self.rows = BatchDims(microbatches)
         self.kind: dict[Any, Kind] = {}
         self.definition: dict[Any, int] = {}
-        self.dependents: set[Any] = set()
+        self.dependents = _jax.dependents(self.whole[:-1], self.whole[output].outvars)
         self.frontier: set[Any] = set()
         self.sources = _jax.sources(whole, self.whole[-1].invars[0], before=loss)
         self.rows.pair(_jax.inputs(whole), _jax.inputs(micro))
@@ -125,12 +125,7 @@ class _Decomposer:
         for index, (equation, twin) in enumerate(pairs):
             self.rows.pair(equation.outvars, twin.outvars)
             self.definition.update(dict.fromkeys(equation.outvars, index))
-            inputs = variables(equation.invars)
-            is_dependent = (
-                not self.dependents.isdisjoint(inputs) or index == self.output
-            )
-            if is_dependent:
-                self.dependents.update(equation.outvars)
+            is_dependent = not self.dependents.isdisjoint(equation.outvars)
             if not self.sources.isdisjoint(equation.outvars):
                 kind = self._classify(index, equation, twin, is_dependent)
                 self.kind.update(dict.fromkeys(equation.outvars, kind))

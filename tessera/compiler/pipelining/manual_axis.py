@@ -17,11 +17,16 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax
-from tessera.compiler.rewriting import Environment, bind_with_nested, contains
+from tessera.compiler.rewriting import bind_with_nested, contains, interpret
 from tessera.errors import PipelineFormError
 from tessera.shard_spec import axes_of_dims
 
 FREE = PartitionSpec.UNCONSTRAINED
+
+
+def evaluate(program: _jax.Program, values: Sequence[Any]) -> list[Any]:
+    """The outputs of a program in the region that is being traced."""
+    return interpret(program, values, apply)
 
 
 def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
@@ -33,7 +38,7 @@ def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
     name = equation.primitive.name
     if not _needs_rewrite(equation):
         if any(contains(p, _needs_rewrite) for p in _jax.inner_programs(equation)):
-            return bind_with_nested(equation, operands, _evaluate)
+            return bind_with_nested(equation, operands, evaluate)
         return _jax.bind(equation, operands)
     if _jax.is_shard_map(equation):
         return _nested_region(equation, operands)
@@ -49,14 +54,6 @@ def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
             return [result]
         # The transpose of a scatter is a gather from the cotangent of its result.
         return [_replicated(result, _indexed_dims(equation))]
-
-
-def _evaluate(program: _jax.Program, values: Sequence[Any]) -> list[Any]:
-    env = Environment(program, values)
-    for equation in _jax.equations(program):
-        operands = [env.read(atom) for atom in equation.invars]
-        env.write(equation.outvars, apply(equation, operands))
-    return [env.read(atom) for atom in _jax.outputs(program)]
 
 
 def _needs_rewrite(equation: _jax.Equation, _: str = "") -> bool:

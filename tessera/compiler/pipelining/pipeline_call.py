@@ -11,6 +11,8 @@ the arguments are.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
+from operator import not_
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -107,23 +109,17 @@ class SplitCall:
     @cached_property
     def _data(self) -> list[Any]:
         """The arguments that have rows."""
-        pairs = zip(self.function.arrays, self.decision.by_row, strict=True)
-        return [array for array, has_rows in pairs if has_rows]
+        return list(compress(self.function.arrays, self.decision.by_row))
 
     @cached_property
     def _others(self) -> list[Any]:
-        pairs = zip(self.function.arrays, self.decision.by_row, strict=True)
-        return [array for array, has_rows in pairs if not has_rows]
+        return list(compress(self.function.arrays, map(not_, self.decision.by_row)))
 
     @cached_property
     def _rows(self) -> int:
         """Rows of the whole batch."""
-        pairs = zip(self.call.paths, self.function.arrays, strict=True)
-        rows = {
-            path: array.shape[0]
-            for (path, array), has_rows in zip(pairs, self.decision.by_row, strict=True)
-            if has_rows
-        }
+        paths = compress(self.call.paths, self.decision.by_row)
+        rows = {p: array.shape[0] for p, array in zip(paths, self._data, strict=True)}
         if len(set(rows.values())) == 1:
             return next(iter(rows.values()))
         raise BatchSizeError(
@@ -144,8 +140,9 @@ class SplitCall:
 
     def _program(self, rows: int) -> Traced:
         """The function's program for some rows; its weights are inputs after those."""
-        order = [i for i, row in enumerate(self.decision.by_row) if row]
-        order += [i for i, row in enumerate(self.decision.by_row) if not row]
+        by_row = self.decision.by_row
+        # Those that have rows come first; the sort is stable.
+        order = sorted(range(len(by_row)), key=lambda number: not by_row[number])
 
         def ordered(*arrays: Any) -> list[Any]:
             by_number = dict(zip(order, arrays, strict=True))

@@ -223,13 +223,13 @@ def _forward_only(device: Device) -> tuple[Tree, Array, Tree]:
 
         @jax.checkpoint
         def work(received: Tree) -> tuple[Tree, Array, tuple[Tree, Tree]]:
-            weights, micros = device.chunk(chunk), device.micro(micro)
+            weights, own = device.chunk(chunk), device.micro(micro)
 
-            def run(kind: Any, weights: Tree, received: Tree) -> Tree:
+            def work_of(run: int, weights: Tree, received: Tree) -> Tree:
                 stages, shared = device.stages, device.shared
-                return stages.run(weights, shared, received, micros, kind)
+                return stages.runs[run](weights, shared, received, own, stage)
 
-            return device.stages.each(stage, run, weights, received)
+            return device.stages.each(stage, work_of, weights, received)
 
         def idle(received: Tree) -> Any:
             del received

@@ -9,6 +9,7 @@ and computes such values where it reads them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
@@ -120,15 +121,10 @@ def split_stages(
     program = inline_jits(program)
     _check_order(program, names)
     equations, last = _jax.equations(program), len(names) - 1
-    order: list[int] = []  # the stage of each equation
-    dependents: set[Any] = set()  # what depends on a stage's results
-    stage = 0
-    for equation in equations:
-        is_end = equation.primitive is stage_end_p
-        order.append(min(stage, last))
-        if is_end or not dependents.isdisjoint(variables(equation.invars)):
-            dependents.update(equation.outvars)
-        stage += is_end
+    ends = [equation for equation in equations if equation.primitive is stage_end_p]
+    dependents = _jax.dependents(equations, [v for end in ends for v in end.outvars])
+    ended = accumulate((e.primitive is stage_end_p for e in equations), initial=0)
+    order = [min(stage, last) for stage in ended]  # the stage of each equation
     jaxprs: list[StageJaxpr] = []
     read_later = list(_jax.outputs(program))
     for stage in reversed(range(len(names))):

@@ -37,7 +37,7 @@ from tessera.compiler.pipelining.partial_evaluation import (
     SplitProgram,
     split_outputs,
 )
-from tessera.compiler.rewriting import Environment, bind_with_nested
+from tessera.compiler.rewriting import at_line_of, bind_with_nested, interpret
 from tessera.primitive_properties import CALLS
 from tessera.tree import Tree
 
@@ -230,34 +230,28 @@ def _interpret(
     *,
     repeats_effects: bool = False,
 ) -> list[Any]:
-    env = Environment(program, values)
-    interpret = partial(_interpret, repeats_effects=repeats_effects)
+    nested = partial(_interpret, repeats_effects=repeats_effects)
     read = _read_by_some(program) if repeats_effects else frozenset[Any]()
-    for equation in _jax.equations(program):
+
+    def apply(equation: _jax.Equation, operands: Sequence[Any]) -> Sequence[Any]:
         is_for_effects = equation.effects and read.isdisjoint(equation.outvars)
         if repeats_effects and is_for_effects:
-            continue
-        if call is not None and not _jax.source_line(equation):
-            # JAX has put the equation into the call; the user's line is the call's.
-            traceback = call.source_info.traceback
-            lines = equation.source_info.replace(traceback=traceback)
-            equation = equation.replace(source_info=lines)
-        operands = [env.read(atom) for atom in equation.invars]
+            return [None] * len(equation.outvars)
+        equation = at_line_of(call, equation)
         if _is_call(equation):
             (inner,) = _jax.inner_programs(equation)
             with _jax.source_context(equation):
                 if _is_recomputation(equation):
                     # Or XLA would find that the forward has these values.
                     operands = lax.optimization_barrier(operands)
-                results = interpret(inner, operands, equation)
-        elif equation.primitive.name == "scan":
-            results = bind_with_nested(equation, operands, interpret)
-        elif equation.params.get("name") == RESIDUAL:
-            results = operands
-        else:
-            results = _jax.bind(equation, operands)
-        env.write(equation.outvars, results)
-    return [env.read(atom) for atom in _jax.outputs(program)]
+                return nested(inner, operands, equation)
+        if equation.primitive.name == "scan":
+            return bind_with_nested(equation, operands, nested)
+        if equation.params.get("name") == RESIDUAL:
+            return operands
+        return _jax.bind(equation, operands)
+
+    return interpret(program, values, apply)
 
 
 def _read_by_some(program: _jax.Program) -> frozenset[Any]:

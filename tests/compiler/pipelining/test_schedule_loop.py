@@ -79,7 +79,7 @@ def stages_of(count: int) -> Stages:
         return {"x": x}, loss, (outputs, statistics)
 
     wire = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
-    return Stages(run, wire)
+    return Stages([run], wire)
 
 
 def arguments(count: int, size: int, microbatches: int) -> tuple[Any, Any, Any]:
@@ -302,7 +302,7 @@ def compiled(name: str, microbatches: int) -> Any:
         )
         return x, loss, ((), ())
 
-    stages = Stages(run, jax.ShapeDtypeStruct((rows, width), jnp.float32))
+    stages = Stages([run], jax.ShapeDtypeStruct((rows, width), jnp.float32))
     pipeline = Pipeline(table, stages, mesh_of(pp=2), "pp")
     weights = jnp.ones((1, 2, width, width))
     step = jax.jit(lambda w, micros: pipeline.gradients(w, (), micros, SEED).weights)
