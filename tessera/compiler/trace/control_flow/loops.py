@@ -332,6 +332,12 @@ class _Loop:
 
         structs = [_jax.struct(jax.typeof(value)) for value in iteration.initial()]
         try:
-            return jax.make_jaxpr(run)(*structs)
+            program = jax.make_jaxpr(run)(*structs)
         finally:
             self._state.write(self._before)
+        if _jax.prints(program):  # the trace has printed the first time already
+            raise ControlFlowError(
+                f"the condition of {self._what} prints",
+                fix="print in the body of the loop",
+            )
+        return program

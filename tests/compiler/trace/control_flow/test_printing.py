@@ -235,3 +235,20 @@ def test_text_from_traced_values_is_text_like_any_other():
         return table[name] * table["float32"]
 
     assert function(X)[1] == 2
+
+
+def test_a_condition_of_a_loop_that_prints_is_refused():
+    @ts.function
+    def function(n):
+        def is_left(number):
+            print(number)
+            return number > 0
+
+        while is_left(n):
+            n = n - 1
+        return n
+
+    with pytest.raises(
+        ControlFlowError, match=r"the condition of the `while` .* prints"
+    ):
+        function(jnp.int32(2))
