@@ -118,8 +118,8 @@ def _label(name: str | tuple[str, ...]) -> str:
     return name if isinstance(name, str) else "×".join(name)
 
 
-def _largest(rows: Iterable[Collective]) -> list[Collective]:
-    return sorted(rows, key=lambda row: -row.total_bytes)[:_MAX_LINES]
+def _by_size(rows: Iterable[Collective]) -> list[Collective]:
+    return sorted(rows, key=lambda row: -row.total_bytes)
 
 
 def _lines(rows: Sequence[Collective]) -> list[str]:
@@ -127,7 +127,7 @@ def _lines(rows: Sequence[Collective]) -> list[str]:
     shown = [
         f"  {format_bytes(row.total_bytes)} {row.kind} over {'×'.join(row.axes)} at "
         f"{short(row.source) or '?'}{'' if row.is_planned else ', unplanned'}"
-        for row in _largest(rows)
+        for row in _by_size(rows)[:_MAX_LINES]
     ]
     hidden = len(rows) - len(shown)
     return [*shown, f"  and {hidden} more"] if hidden > 0 else shown
@@ -135,10 +135,10 @@ def _lines(rows: Sequence[Collective]) -> list[str]:
 
 def _constraints(rows: Iterable[Collective]) -> list[str]:
     """For the unplanned rows that send most, the line and the constraint to write."""
-    unplanned = [row for row in rows if not row.is_planned]
     lines = [
         f"at {short(row.source) or '?'} {_constraint(row)}"
-        for row in sorted(unplanned, key=lambda row: -row.total_bytes)
+        for row in _by_size(rows)
+        if not row.is_planned
     ]
     return list(dict.fromkeys(lines))[:_MAX_LINES]
 

@@ -109,7 +109,7 @@ class DeviceVariance:
         text = instruction.attributes.get("replica_groups", "{}")
         groups = replica_groups.parse(text, size)
         axes = replica_groups.axes_of(groups, self._shape)
-        devices = math.prod(self._shape.get(axis, 1) for axis in axes)
+        devices = replica_groups.num_devices(axes, self._shape)
         return frozenset(axes) if len(groups[0]) == devices else NONE
 
 

@@ -11,7 +11,6 @@ a hand-written kernel sends by itself is invisible.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -291,7 +290,9 @@ def _row(flow: Dataflow, node: Node, mesh: Mesh) -> Collective | None:
     return Collective(
         kind=kind,
         axes=axes,
-        group_size=_num_devices(axes, mesh.shape) if pairs else len(groups[0]),
+        group_size=replica_groups.num_devices(axes, mesh.shape)
+        if pairs
+        else len(groups[0]),
         arrays=_moved(node, kind),
         calls=calls(flow, node),
         conditional=node.is_conditional,
@@ -300,10 +301,6 @@ def _row(flow: Dataflow, node: Node, mesh: Mesh) -> Collective | None:
         instruction=instruction.name,
         dims=tuple(map(int, dims)),
     )
-
-
-def _num_devices(axes: tuple[str, ...], shape: Mapping[str, int]) -> int:
-    return math.prod(shape.get(axis, 1) for axis in axes)
 
 
 def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
@@ -349,7 +346,7 @@ def _summed(
 
 
 def _cells(row: Collective, shape: Mapping[str, int]) -> list[str]:
-    axes, whole = "×".join(row.axes), _num_devices(row.axes, shape)
+    axes, whole = "×".join(row.axes), replica_groups.num_devices(row.axes, shape)
     if row.axes != replica_groups.UNKNOWN and row.group_size < whole:
         axes = f"{axes} ({row.group_size} of {whole})"
     arrays = [str(array) for array in row.arrays]

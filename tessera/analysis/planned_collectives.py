@@ -44,6 +44,7 @@ from tessera.analysis.dataflow import RESULT, Dataflow, follow
 from tessera.analysis.device_variance import Axes, DeviceVariance
 from tessera.analysis.hlo import Shape
 from tessera.analysis.hlo_walk import Node
+from tessera.analysis.replica_groups import num_devices
 from tessera.analysis.sharding_constraints import DeclaredLayout
 from tessera.primitive_properties import SLICES
 
@@ -180,7 +181,7 @@ class Reasons:
         return self._variance.over(replace(node, element=None))
 
     def _devices(self, axes: Axes) -> int:
-        return math.prod(self._shape.get(axis, 1) for axis in axes)
+        return num_devices(axes, self._shape)
 
     def _is_split_sum(self, node: Node, axes: Axes) -> bool:
         """Whether layouts split what is summed, and not the partitioner by itself."""

@@ -100,6 +100,16 @@ def axes_of(
     return tuple(itertools.compress(shape, differ))
 
 
+def num_devices(axes: Iterable[str], shape: Mapping[str, int]) -> int:
+    """The number of devices along some axes of a mesh; unknown axes count as one.
+
+    Example:
+      >>> num_devices(("dp", "tp"), {"dp": 2, "tp": 4, "pp": 3})
+      8
+    """
+    return math.prod(shape.get(axis, 1) for axis in axes)
+
+
 def _along_axes(
     axes: str, device_ids: str | None, selected: str
 ) -> tuple[np.ndarray, int]:
