@@ -93,6 +93,7 @@ def test_a_power_of_the_number_of_rows_in_the_loss_is_refused():
         step.trace(SQUARE, X).passes  # noqa: B018 - raises
 
 
+@pytest.mark.full
 def test_microbatches_of_one_row_take_what_stands_along_an_axis():
     """JAX looks up otherwise where there is one row."""
 

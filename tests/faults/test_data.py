@@ -255,6 +255,7 @@ def test_bad_data_is_refused_before_compilation(refuse, here, case):
     assert said.startswith(begins.replace("{here}", str(here))), said
 
 
+@pytest.mark.full
 def test_bad_data_on_two_ranks_is_not_restarted(here):
     """In processes of their own, as a person starts them."""
     command = ["-m", "tessera.launch", "--nprocs=2", "--max-restarts=2", "--grace=5"]

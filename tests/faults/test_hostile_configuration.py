@@ -17,6 +17,9 @@ from tessera.training import train
 from tessera.training.checkpoints.manifest import LAST, NAME, write_manifest
 from tessera.training.command_line import run_from_command_line
 
+# Of `make test`, the messages are in that module, and drawn lines in `tests/fuzz`.
+pytestmark = pytest.mark.full
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 SECRET = "hunter2"
 LONG = "n" * 300
@@ -123,7 +126,6 @@ def unpickled() -> list[str]:
     return found
 
 
-@pytest.mark.full
 def test_a_run_that_goes_on_reads_no_pickle(tmp_path, mark, unpickled, capsys):
     """Bombs lie in the folders of data and of the checkpoint, and in the text."""
     pickle.loads(pickle.dumps(Path()))

@@ -183,7 +183,9 @@ def test_the_traceback_of_the_rank_that_failed_is_the_last_thing_one_reads(run):
     assert "[rank 0]" not in end
 
 
-@pytest.mark.parametrize("phase", ["compile", "step"])
+@pytest.mark.parametrize(
+    "phase", [pytest.param("compile", marks=pytest.mark.full), "step"]
+)
 def test_a_rank_that_is_killed_ends_the_others(run, phase):
     outcome = run("fault=kill", f"phase={phase}")
     assert outcome.code == 137
@@ -225,6 +227,7 @@ def test_another_configuration_on_one_rank_is_refused_on_all(run):
     assert outcome.err.count(said) >= 2
 
 
+@pytest.mark.full
 def test_another_step_on_one_rank_is_refused_on_all(run):
     outcome = run("fault=odd")
     assert outcome.code == 76
@@ -272,6 +275,7 @@ def test_a_rank_of_a_run_of_another_size_is_named(start_ranks):
         assert "is of a run of 3 ranks, rank 0 of one of 2" in outcome.err
 
 
+@pytest.mark.full
 def test_a_busy_port_is_named(start_ranks):
     port = free_port()
     with socket.create_server(("127.0.0.1", port + 2)):

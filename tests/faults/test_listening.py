@@ -118,6 +118,7 @@ def slurm(rank: int, **changed: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.full
 def test_tasks_of_slurm_on_one_machine_are_not_seen_from_outside(listening):
     assert listening(slurm(0), slurm(1)) == {"127.0.0.1"}
 

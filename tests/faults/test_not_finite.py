@@ -120,6 +120,7 @@ def test_a_step_whose_loss_is_not_finite_changes_nothing_and_is_counted(tmp_path
     assert "step 3 is skipped, the parameters stay as they are: loss nan" in run.seen
 
 
+@pytest.mark.full
 def test_one_skipped_step_too_many_in_a_row_ends_the_run(tmp_path):
     run = Run(tmp_path, {3, 5, 6})
     what, got, fix, _ = str(run.error).splitlines()

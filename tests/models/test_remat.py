@@ -211,6 +211,7 @@ def test_layers_with_a_policy_of_their_own_recompute_by_themselves():
     assert again == 2 * FORWARD
 
 
+@pytest.mark.full
 def test_what_is_not_kept_takes_no_memory():
     sizes = {
         str(remat): compiled(remat).memory_analysis().temp_size_in_bytes

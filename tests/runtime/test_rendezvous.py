@@ -132,6 +132,7 @@ def test_strangers_that_stay_silent_are_closed_when_there_are_too_many(monkeypat
                     second.recv(1)
 
 
+@pytest.mark.full
 def test_the_handshake_of_another_rendezvous_is_not_counted():
     """A rank that comes late, while those of the run compare what they compiled."""
     port, found = free_port(), list[Any]()
@@ -175,6 +176,7 @@ def test_ranks_that_do_not_come_to_a_later_rendezvous_are_named():
     assert error.value.got.startswith("rank 1 of 2 is missing\n")
 
 
+@pytest.mark.full
 def test_a_missing_rank_is_named_on_every_other():
     errors = met((0, 4, SAME), (2, 4, SAME), timeout=3)
     assert [type(error) for error in errors] == [MissingRanksError] * 2

@@ -156,6 +156,7 @@ def test_over_dp_only_the_compressed_gradients_are_sent(mesh, options, dtypes):
     assert found == dtypes
 
 
+@pytest.mark.full
 def test_int8_sends_a_quarter_of_the_bytes():
     """Two exchanges of a byte, where an all-reduce is two exchanges of four."""
     values = sum(leaf.size for leaf in jax.tree.leaves(Model(CONFIG).abstract()))
@@ -167,6 +168,7 @@ def test_int8_sends_a_quarter_of_the_bytes():
     assert 2 * values < sent < 2.2 * values
 
 
+@pytest.mark.full
 def test_without_compression_nothing_is_kept_and_the_program_is_the_same():
     ran = run(DP)
     assert ran.state.residual is None

@@ -229,6 +229,7 @@ run_folder.open_run_folder(Path(sys.argv[1]), "", continued_step=20)
 """
 
 
+@pytest.mark.full
 def test_a_kill_at_any_moment_of_the_beginning_loses_no_number(tmp_path):
     """A process of its own is killed before each change that it makes, in turn."""
     package = str(Path(run_folder.__file__).parents[1])

@@ -107,6 +107,7 @@ def test_a_dry_run_shows_memory_and_every_collective(run):
     assert "all-reduce" in text
 
 
+@pytest.mark.full
 def test_one_device_sends_nothing():
     rows = dict(run_rows(run_of((1, 1), ("fsdp", "tp"))))
     assert rows["mesh"] == "fsdp × tp mesh, 1 × 1"

@@ -78,6 +78,7 @@ def test_an_accumulated_step_has_the_gradients_of_the_full_batch(mesh, options):
     np.testing.assert_allclose(ran.metrics["loss"], loss, rtol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", SELDOM_ONE_FAST)
 def test_syncing_less_often_gives_the_same_gradients(options):
     often, seldom = run(CUBE), run(CUBE, **options)
@@ -88,6 +89,7 @@ def test_syncing_less_often_gives_the_same_gradients(options):
     )
 
 
+@pytest.mark.full
 def test_the_metrics_are_those_of_the_full_batch():
     loss, gradients = plain_loss_and_gradients()
     metrics = run(ONE).metrics
