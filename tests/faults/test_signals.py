@@ -232,6 +232,7 @@ def test_one_whose_threads_do_not_run_ends_with_its_grace_period(start, where):
     assert ("stopped" in said) == (where == "linger")
 
 
+@pytest.mark.full
 def test_one_that_does_not_get_to_its_next_step_ends_with_its_grace_period(start):
     run = start(str(PATIENT), "2", "call")
     run.read_until("waiting")

@@ -34,6 +34,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     return runs
 
 
+@pytest.mark.full
 def test_each_combination_is_a_run_in_a_folder_of_its_own(started, tmp_path):
     given = ["-m", "training.seed=1,2", "training.steps=2", "data=synthetic,stdlib"]
     arguments = list(sys.argv)

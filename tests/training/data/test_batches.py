@@ -197,6 +197,7 @@ def test_closing_does_not_wait_for_the_garbage_collector():
         assert held.closed
 
 
+@pytest.mark.full
 def test_a_program_ends_with_batches_open_no_backend_started_and_nothing_said():
     program = """
         from tessera.training.data import DataConfig, load
