@@ -6,7 +6,6 @@ hidden while something computes. The figures are of one execution on one device:
 mean over devices and executions.
 """
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
@@ -16,6 +15,7 @@ from tessera.analysis.ledger import Ledger
 from tessera.analysis.trace_events import OpEvent
 
 Axes: TypeAlias = tuple[str, ...]
+Span: TypeAlias = tuple[float, float]
 
 # Their events last as long as everything that they run.
 _CONTROL_FLOW = ("while", "conditional", "call", "tuple", "parameter")
@@ -111,15 +111,16 @@ def measure(
     spent = {axes: [0.0, 0.0, 0] for axes in ledger.by_axis()}
     for device in devices:
         local = [event for event in own if event.device == device]
-        computing = [event for event in local if axes_of[event.op] is None]
-        sending = [event for event in local if axes_of[event.op] is not None]
-        compute += _busy(computing)
-        communicating += _busy(sending)
+        computing = _union(e for e in local if axes_of[e.op] is None)
+        sending = _union(e for e in local if axes_of[e.op] is not None)
+        compute += _length(computing)
+        communicating += _length(sending)
         hidden += _overlap(sending, computing)
         for axes, sums in spent.items():
-            over = [event for event in sending if axes_of[event.op] == axes]
-            sums[0] += _busy(over)
-            sums[1] += _overlap(over, computing)
+            over = [event for event in local if axes_of[event.op] == axes]
+            spans = _union(over)
+            sums[0] += _length(spans)
+            sums[1] += _overlap(spans, computing)
             sums[2] += sum(event.op in starts for event in over)
     return Measured(
         executions=executions,
@@ -149,15 +150,29 @@ def _axes_by_instruction(module: Module, ledger: Ledger) -> dict[str, Axes | Non
     return axes
 
 
-def _busy(events: Iterable[OpEvent]) -> float:
-    """Seconds in which any of the events ran."""
-    total, latest = 0.0, -math.inf
+def _union(events: Iterable[OpEvent]) -> list[Span]:
+    """The time in which any of the events ran, as ordered spans."""
+    spans: list[Span] = []
     for start, end in sorted((event.start, event.end) for event in events):
-        total += max(0.0, end - max(start, latest))
-        latest = max(latest, end)
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((start, end))
+    return spans
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def _overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
+    """The time that two ordered sequences of spans have in common."""
+    total, i, j = 0.0, 0, 0
+    while i < len(first) and j < len(second):
+        (start, end), (other_start, other_end) = first[i], second[j]
+        total += max(0.0, min(end, other_end) - max(start, other_start))
+        if end <= other_end:
+            i += 1
+        else:
+            j += 1
     return total
-
-
-def _overlap(first: Sequence[OpEvent], second: Sequence[OpEvent]) -> float:
-    """Seconds in which an event of the first ran, and one of the second as well."""
-    return max(0.0, _busy(first) + _busy(second) - _busy([*first, *second]))
