@@ -6,9 +6,10 @@ comparing this state before and after, and is then undone: the outputs of the
 traced program take its place.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -27,12 +28,12 @@ from tessera.compiler.trace.control_flow.user_code import free_variables
 ABSENT: Final = object()  # what an entry has that is not there
 
 
-class Unusable:
+class Unusable(ABC):
     """The value of a variable that no program can compute; its use is an error."""
 
-    def read(self) -> Any:
+    @abstractmethod
+    def read(self) -> NoReturn:
         """Raise the error."""
-        raise NotImplementedError
 
     def _used(self, *_: Any) -> Any:
         return self.read()

@@ -10,7 +10,7 @@ other wherever they are found.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -317,7 +317,7 @@ class AssignedOnOneBranch(Unusable):
     def __init__(self, name: str, where: str) -> None:
         self._name, self._where = name, where
 
-    def read(self) -> Any:
+    def read(self) -> NoReturn:
         """Raise [T318]: whether there is a value is only known when it runs."""
         raise BranchError(
             f"{self._name!r} has a value on one way only through {self._where}, "
@@ -332,7 +332,7 @@ class TypeMismatch(Unusable):
     def __init__(self, merge: Merge) -> None:
         self._merge = merge
 
-    def read(self) -> Any:
+    def read(self) -> NoReturn:
         """Raise [T318] with all mismatches of the merge point."""
         raise self._merge.disagreement()
 

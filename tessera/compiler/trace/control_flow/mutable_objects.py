@@ -12,6 +12,7 @@ import gc
 import itertools
 import pickle
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CellType, GeneratorType, ModuleType
@@ -37,7 +38,7 @@ _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 @dataclass(frozen=True, eq=False)
-class MutableObject:
+class MutableObject(ABC):
     """One object with content that code can change.
 
     Attributes:
@@ -53,9 +54,9 @@ class MutableObject:
     outside: bool
     names: frozenset[str] | None = None
 
+    @abstractmethod
     def content(self) -> dict[Any, Any]:
         """The present content, by entry."""
-        raise NotImplementedError
 
     def fill(self, content: Mapping[Any, Any]) -> None:
         """Restore this content; what is equal already is left alone."""
@@ -67,8 +68,9 @@ class MutableObject:
         del entry
         return self.path
 
+    @abstractmethod
     def _fill(self, content: Mapping[Any, Any]) -> None:
-        raise NotImplementedError
+        """Restore this content, which differs from the present one."""
 
     def _is_named(self, entry: Any) -> bool:
         return self.names is None or entry in self.names
