@@ -11,26 +11,16 @@ import numpy as np
 import pytest
 
 from tessera.errors import SettingConflictError, SettingValueError
-from tessera.models import Gemma3Config, Model
+from tessera.models import Model
 from tessera.models.remat import (
     POLICIES,
     policies_of,
     policies_of_stage,
     scan_layers,
 )
+from tests.small_model import SMALL
 
-CONFIG = Gemma3Config(
-    vocab_size=64,
-    d_model=32,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=64,
-    window=8,
-    query_pre_attn_scalar=8,
-    global_every=2,
-)
+CONFIG = dataclasses.replace(SMALL, num_layers=4)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 16), np.int32)
 
 # Of a layer: query, key, value and output, the two of attention, three of the MLP. Of

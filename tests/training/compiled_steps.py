@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model
+from tessera.models import Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import (
     AdamWConfig,
@@ -28,19 +28,9 @@ from tessera.training.train_state import (
     init_state,
     state_specs,
 )
+from tests.small_model import SMALL
 
-CONFIG = Gemma3Config(
-    vocab_size=64,
-    d_model=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=64,
-    window=8,
-    query_pre_attn_scalar=8,
-    global_every=2,
-)
+CONFIG = SMALL
 # With a usual epsilon Adam begins with a sign, which rounding turns where a gradient is
 # almost nothing; with this one a step is as smooth as the gradient.
 ADAMW, RATE = make_optimizer(AdamWConfig(epsilon=1e-3), steps=10, clip_norm=1.0)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config
 from tessera.training.build_run import Run
 from tessera.training.config import (
     Config,
@@ -22,19 +21,9 @@ from tessera.training.optimizers import AdamWConfig
 from tessera.training.run_folder import open_run_folder
 from tessera.training.train_state import TrainState
 from tessera.training.training_loop import Trainer
+from tests.small_model import SMALL
 
-CONFIG = Gemma3Config(
-    vocab_size=264,
-    d_model=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=64,
-    window=8,
-    query_pre_attn_scalar=8,
-    global_every=2,
-)
+CONFIG = dataclasses.replace(SMALL, vocab_size=264)
 STEPS = 12
 SYNTHETIC = DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=4000))
 NO_VALIDATION = dataclasses.replace(SYNTHETIC, validation_fraction=0.0)

@@ -17,24 +17,13 @@ from tessera.errors import (
     VocabularyError,
 )
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config
 from tessera.training.build_run import Run
 from tessera.training.config import Config, ModelConfig, TrainingConfig
 from tessera.training.data.data_config import DataConfig, SyntheticConfig
 from tessera.training.optimizers import AdamWConfig, SgdConfig
+from tests.small_model import SMALL
 
-CONFIG = Gemma3Config(
-    vocab_size=64,
-    d_model=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=64,
-    window=8,
-    query_pre_attn_scalar=8,
-    global_every=2,
-)
+CONFIG = SMALL
 SYNTHETIC = DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=2000))
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deterministic numerics: the same bits after three steps, on every mesh."""
 
+import dataclasses
 import hashlib
 from functools import cache
 from math import prod
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model
+from tessera.models import Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.step import (
@@ -22,20 +23,10 @@ from tessera.training.step import (
     make_train_step,
 )
 from tessera.training.train_state import init_state
+from tests.small_model import SMALL
 
 # Eight columns for each of eight devices: of four, JAX 0.12 computes AdamW otherwise.
-CONFIG = Gemma3Config(
-    vocab_size=64,
-    d_model=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=64,
-    window=8,
-    query_pre_attn_scalar=8,
-    global_every=2,
-)
+CONFIG = dataclasses.replace(SMALL, d_model=64)
 MICROBATCHES, ROWS, LENGTH = 2, 8, 16
 OTHERS = ["dp8", "fsdp4", "fsdp8"]
 

@@ -14,24 +14,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model
+from tessera.models import Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import TrainState, init_state
+from tests.small_model import SMALL
 
-CONFIG = Gemma3Config(
-    vocab_size=64,
-    d_model=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=64,
-    window=8,
-    query_pre_attn_scalar=8,
-    global_every=2,
-)
+CONFIG = SMALL
 ADAMW, RATE = make_optimizer(AdamWConfig(epsilon=1e-3), steps=20)
 DP = Mesh(["dp"], devices=range(4))
 CUBE = Mesh(["dp", "fsdp", "tp"], devices=range(8), shape=(2, 2, 2))

@@ -23,25 +23,15 @@ from tessera.analysis.inspection import inspect
 from tessera.compiler.lower.jit import jitted
 from tessera.errors import HostMemoryError
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model
+from tessera.models import Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training import optimizer_offload
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import init_state
+from tests.small_model import SMALL
 
-CONFIG = Gemma3Config(
-    vocab_size=64,
-    d_model=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=64,
-    window=8,
-    query_pre_attn_scalar=8,
-    global_every=2,
-)
+CONFIG = SMALL
 MESH = Mesh(["dp", "tp"], devices=range(8), shape=(4, 2))
 ADAMW, RATE = make_optimizer(AdamWConfig(), steps=10, clip_norm=1.0)
 PARAMS = len(jax.tree.leaves(Model(CONFIG).abstract()))

@@ -8,23 +8,12 @@ import pytest
 
 from tessera.analysis.memory import format_bytes
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config
 from tessera.training.build_run import Run
 from tessera.training.config import Config, ModelConfig, TrainingConfig
 from tessera.training.run_summary import dry_run_text, run_rows
+from tests.small_model import SMALL
 
-CONFIG = Gemma3Config(
-    vocab_size=64,
-    d_model=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=64,
-    window=8,
-    query_pre_attn_scalar=8,
-    global_every=2,
-)
+CONFIG = SMALL
 
 
 def run_of(sizes: tuple[int, ...], axes: tuple[str, ...], **training: Any) -> Run:

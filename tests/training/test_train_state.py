@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.errors import AbstractMeshError
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model, config_of
+from tessera.models import Model, config_of
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import (
     AdafactorConfig,
@@ -31,21 +31,9 @@ from tessera.training.train_state import (
     init_state,
     state_specs,
 )
+from tests.small_model import SMALL
 
-MODEL = Model(
-    Gemma3Config(
-        vocab_size=64,
-        d_model=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        mlp_dim=64,
-        window=8,
-        query_pre_attn_scalar=8,
-        global_every=2,
-    )
-)
+MODEL = Model(SMALL)
 MESH = Mesh(("dp", "fsdp", "tp"), devices=range(8), shape=(2, 2, 2))
 
 
