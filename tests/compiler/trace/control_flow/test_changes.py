@@ -429,23 +429,3 @@ def test_the_middle_of_a_chain_of_comparisons_is_evaluated_once():
 
     values = both(function, X)
     assert [[int(v) for v in each] for each in values] == [[1, 1], [1, 0]]
-
-
-def test_a_condition_of_a_loop_that_changes_something_is_refused():
-    @ts.function
-    def function(x, n):
-        count = 0
-
-        def bump():
-            nonlocal count
-            count = count + 1
-            return count
-
-        while bump() < n:
-            x = x + 1.0
-        return x
-
-    with pytest.raises(
-        ControlFlowError, match=r"the condition of the `while` .* changes"
-    ):
-        function(X, jnp.int32(3))

@@ -417,3 +417,23 @@ def test_a_range_of_a_float():
 
     with pytest.raises(ControlFlowError, match="takes whole numbers"):
         function(X)
+
+
+def test_a_condition_of_a_loop_that_changes_something_is_refused():
+    @ts.function
+    def function(x, n):
+        count = 0
+
+        def bump():
+            nonlocal count
+            count = count + 1
+            return count
+
+        while bump() < n:
+            x = x + 1.0
+        return x
+
+    with pytest.raises(
+        ControlFlowError, match=r"the condition of the `while` .* changes"
+    ):
+        function(X, jnp.int32(3))
