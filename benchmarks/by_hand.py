@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tessera.models.gemma3 import Gemma3
+from tessera.models.decoder.decoder import Decoder
 from tessera.ops.clipping import global_norm
 from tessera.training.step import StepConfig, batch_spec
 from tessera.training.train_state import TrainState, state_specs
@@ -94,7 +94,7 @@ def _micro(batch: Tree, number: jax.Array) -> Tree:
 
 
 def _stage(
-    module: Gemma3, x: jax.Array, micro: Tree, stage: jax.Array, stages: int
+    module: Decoder, x: jax.Array, micro: Tree, stage: jax.Array, stages: int
 ) -> tuple[jax.Array, jax.Array]:
     """One stage on one microbatch: what it hands on, and its part of the loss."""
     layers = module.config.num_layers // stages

@@ -13,8 +13,8 @@ from typing import Any
 import by_hand
 
 from tessera.mesh import Mesh
-from tessera.models.gemma3_config import Gemma3Config
-from tessera.models.model import Model
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.decoder.model import DecoderModel
 from tessera.models.registry import config_of
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined_model import schedule_of, split_of
@@ -46,7 +46,7 @@ class Mode:
         """The mesh in a few characters."""
         return " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
 
-    def config(self, depth: int | None = None) -> Gemma3Config:
+    def config(self, depth: int | None = None) -> DecoderConfig:
         """The model's sizes; ``depth`` is of layers in a stage, 8 layers otherwise."""
         stages = self.mesh.get("pp", 1) * self.chunks
         return replace(
@@ -66,7 +66,7 @@ class Mode:
         config = self.config(depth)
         optimizer, rate = make_optimizer(AdamWConfig(), steps=100, clip_norm=1.0)
         return StepConfig(
-            model=Model(
+            model=DecoderModel(
                 config, split=split_of(mesh, config, self.chunks), **self.model
             ),
             optimizer=optimizer,

@@ -19,7 +19,7 @@ import report  # noqa: E402
 from runs import Runner, prepared, random_batch  # noqa: E402
 
 from tessera.mesh import Mesh  # noqa: E402
-from tessera.models.model import Model  # noqa: E402
+from tessera.models.decoder.model import DecoderModel  # noqa: E402
 from tessera.models.registry import config_of  # noqa: E402
 from tessera.training.optimizers import AdamWConfig, make_optimizer  # noqa: E402
 from tessera.training.step import StepConfig  # noqa: E402
@@ -35,7 +35,7 @@ def config_on(axis: str, size: int) -> StepConfig:
     )
     optimizer, learning_rate = make_optimizer(AdamWConfig(), steps=100, clip_norm=1.0)
     return StepConfig(
-        model=Model(config),
+        model=DecoderModel(config),
         optimizer=optimizer,
         learning_rate=learning_rate,
         mesh=Mesh((axis,), devices=range(size)),

@@ -29,8 +29,8 @@ def lazy_names(
 
     Example:
       >>> get, _, names = lazy_names("tessera.models")
-      >>> "Gemma3Config" in names, get("Gemma3Config").__module__
-      (True, 'tessera.models.gemma3_config')
+      >>> "DecoderConfig" in names, get("DecoderConfig").__module__
+      (True, 'tessera.models.decoder.config')
     """
     module = sys.modules[package]
     origins = dict(_origins(_parsed(str(module.__file__) + "i")))

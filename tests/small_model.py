@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a small model: two layers, one with a window and one without."""
 
-from tessera.models import Gemma3Config
+from tessera.models import DecoderConfig
 
-SMALL = Gemma3Config(
+SMALL = DecoderConfig(
     vocab_size=64,
     d_model=32,
     num_layers=2,

@@ -57,3 +57,16 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     close = get_close_matches(name, names, n=1)
     listed = ", ".join(repr(item) for item in names) or "none"
     return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {listed}"
+
+
+def nearest(legal: Iterable[int], value: int) -> str:
+    """The legal numbers on both sides of an illegal one, for a message.
+
+    Example:
+      >>> nearest([1, 2, 4], 3)
+      '2 or 4'
+    """
+    numbers = list(legal)
+    below = [n for n in numbers if n < value][-1:]
+    above = [n for n in numbers if n > value][:1]
+    return " or ".join(map(str, below + above))

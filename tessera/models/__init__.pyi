@@ -2,10 +2,10 @@
 """Where the names of this package come from; see ``tessera/_lazy.py``."""
 
 from tessera.models.axis_rules import RULES as RULES
-from tessera.models.gemma3 import Gemma3 as Gemma3
-from tessera.models.gemma3_config import Gemma3Config as Gemma3Config
+from tessera.models.decoder.config import DecoderConfig as DecoderConfig
+from tessera.models.decoder.decoder import Decoder as Decoder
+from tessera.models.decoder.model import DecoderModel as DecoderModel
 from tessera.models.generation import generate as generate
-from tessera.models.model import Model as Model
 from tessera.models.partition_rules import Placement as Placement
 from tessera.models.registry import CONFIGS as CONFIGS
 from tessera.models.registry import build as build

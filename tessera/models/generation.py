@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tessera.errors import OperandError
-from tessera.models.model import Model, Tree
+from tessera.models.decoder.model import DecoderModel, Tree
 
 
 def generate(
-    model: Model,
+    model: DecoderModel,
     params: Tree,
     prompt: Int[Array, "batch prompt"],
     num_tokens: int,
@@ -78,7 +78,7 @@ def _check(
 
 @partial(jax.jit, static_argnums=(0, 5, 6))
 def _generate(
-    model: Model,
+    model: DecoderModel,
     params: Tree,
     prompt: Array,
     temperature: Array,

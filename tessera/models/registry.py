@@ -10,11 +10,11 @@ import jax
 from flax import nnx
 
 from tessera.errors import UnknownModelError, did_you_mean
-from tessera.models.gemma3 import Gemma3
-from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.decoder.decoder import Decoder
 
 # Bytes and eight special tokens.
-_TINY: Final = Gemma3Config(
+_TINY: Final = DecoderConfig(
     vocab_size=264,
     d_model=128,
     num_layers=6,
@@ -25,7 +25,7 @@ _TINY: Final = Gemma3Config(
     window=64,
     query_pre_attn_scalar=32,
 )
-_GEMMA3_270M: Final = Gemma3Config(
+_GEMMA3_270M: Final = DecoderConfig(
     vocab_size=262_144,
     d_model=640,
     num_layers=18,
@@ -36,7 +36,7 @@ _GEMMA3_270M: Final = Gemma3Config(
     window=512,
     query_pre_attn_scalar=256,
 )
-CONFIGS: Final[Mapping[str, Gemma3Config]] = MappingProxyType(
+CONFIGS: Final[Mapping[str, DecoderConfig]] = MappingProxyType(
     {
         "tiny": _TINY,
         # Eight narrow experts instead of each MLP, two of them for each token.
@@ -59,7 +59,7 @@ CONFIGS: Final[Mapping[str, Gemma3Config]] = MappingProxyType(
 )
 
 
-def config_of(name: str) -> Gemma3Config:
+def config_of(name: str) -> DecoderConfig:
     """The configuration of a named model.
 
     Raises:
@@ -76,7 +76,7 @@ def config_of(name: str) -> Gemma3Config:
     return CONFIGS[name]
 
 
-def build(model: str | Gemma3Config, key: jax.Array) -> Gemma3:
+def build(model: str | DecoderConfig, key: jax.Array) -> Decoder:
     """An nnx module with newly initialized parameters on the default device.
 
     ``Model(config).init(key, mesh)`` creates the same values already sharded.
@@ -89,4 +89,4 @@ def build(model: str | Gemma3Config, key: jax.Array) -> Gemma3:
       UnknownModelError: [T403] there is no such model.
     """
     config = config_of(model) if isinstance(model, str) else model
-    return Gemma3(config, rngs=nnx.Rngs(params=key))
+    return Decoder(config, rngs=nnx.Rngs(params=key))

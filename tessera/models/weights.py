@@ -2,7 +2,7 @@
 """Export a model's parameters to a safetensors file, and import them again.
 
 An array's name is its path with dots, ``decoder.mlp.up.kernel``. Its shape is that of
-``Model.init`` without pipeline stages, whatever mesh the parameters are on.
+``DecoderModel.init`` without pipeline stages, whatever mesh the parameters are on.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera.dtypes import as_dtype
 from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
-from tessera.models.model import Model
+from tessera.models.decoder.model import DecoderModel
 from tessera.models.safetensors import Index, SafetensorsFile, write_file
 from tessera.tree import Tree, path_name
 
@@ -31,14 +31,14 @@ def export_weights(
     params: Tree,
     path: str | Path,
     *,
-    model: Model | None = None,
+    model: DecoderModel | None = None,
     dtype: Any = None,
     metadata: Mapping[str, str] | None = None,
 ) -> int:
     """Write parameters to a safetensors file.
 
     Args:
-      params: A tree of arrays, as from ``Model.init``; whole in this process.
+      params: A tree of arrays, as from ``DecoderModel.init``; whole in this process.
       path: The file; an existing one is replaced once the new one is complete.
       model: The model of the parameters, if they are stored by pipeline stage.
       dtype: What to round them to, such as ``"bf16"``; None keeps their dtype.
@@ -83,7 +83,11 @@ def write_weights(
 
 
 def import_weights(
-    path: str | Path, model: Model, mesh: Mesh | None = None, *, layouts: Tree = None
+    path: str | Path,
+    model: DecoderModel,
+    mesh: Mesh | None = None,
+    *,
+    layouts: Tree = None,
 ) -> Tree:
     """Read parameters from a safetensors file; each device reads only its own slices.
 
@@ -130,7 +134,7 @@ def import_weights(
     return jax.jit(model.stored, out_shardings=shardings)(params)
 
 
-def check_weights(path: str | Path, model: Model) -> SafetensorsFile:
+def check_weights(path: str | Path, model: DecoderModel) -> SafetensorsFile:
     """Check that a file holds the parameters of a model; reads only its header.
 
     Raises:

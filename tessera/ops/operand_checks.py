@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from tessera.errors import OperandError
+from tessera.errors import OperandError, nearest
 
 Dims: TypeAlias = int | Sequence[int]
 
@@ -58,10 +58,7 @@ def nearest_divisors(size: int, divisor: int) -> str:
       >>> nearest_divisors(10, 3)
       '2 or 5'
     """
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
-    nearest = [n for n in divisors if n < divisor][-1:]
-    nearest += [n for n in divisors if n > divisor][:1]
-    return " or ".join(map(str, nearest))
+    return nearest((n for n in range(1, size + 1) if size % n == 0), divisor)
 
 
 def at_least_f32(x: jax.Array) -> jax.Array:

@@ -20,10 +20,10 @@ from tessera.compiler.pipelining.balance_stages import describe
 from tessera.compiler.pipelining.microbatches import fewer_microbatches_warning
 from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.mesh import Mesh
-from tessera.models.gemma3_config import Gemma3Config
-from tessera.models.model import Model
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.decoder.model import DecoderModel
+from tessera.models.decoder.pipeline_stages import layer_costs
 from tessera.models.partition_rules import Placement
-from tessera.models.pipeline_stages import layer_costs
 from tessera.models.weights import check_weights
 from tessera.ops.attention.context_parallel_variants import Method
 from tessera.ops.loss_scale import LossScale
@@ -63,10 +63,10 @@ class Run:
     mesh: Mesh
 
     @cached_property
-    def model(self) -> Model:
+    def model(self) -> DecoderModel:
         """The model, without arrays."""
         model, chunks = self.config.model, self.config.training.pipeline_chunks
-        return Model(
+        return DecoderModel(
             model.config,
             sequence_parallel=model.sequence_parallel,
             context_parallel=cast(Method, model.context_parallel),
@@ -252,7 +252,7 @@ class Run:
                 yield f"scale_learning_rate {rule} {reason}"
         kinds = {model.is_global(layer) for layer in range(model.num_layers)}
         scaled = model.rope_base_global, model.rope_scale_global
-        usual = Gemma3Config.rope_base_global, Gemma3Config.rope_scale_global
+        usual = DecoderConfig.rope_base_global, DecoderConfig.rope_scale_global
         if kinds == {True}:
             yield "window and rope_base_local change nothing: every layer is global"
         if kinds == {False} and scaled != usual:

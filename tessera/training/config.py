@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from tessera.models.axis_rules import RULES
-from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.decoder.config import DecoderConfig
 from tessera.training.data.data_config import DataConfig
 from tessera.training.optimizer_config import AdamWConfig, OptimizerConfig
 from tessera.training.setting_fields import MOST_COUNT, setting
@@ -215,7 +215,7 @@ class ModelConfig:
     mesh_shape: MeshShape = ((1, 1), ("fsdp", "tp"))
     sequence_parallel: bool = False
     context_parallel: str = setting("ring", choices=CONTEXT_METHODS)
-    config: Gemma3Config
+    config: DecoderConfig
 
     @property
     def num_devices(self) -> int:

@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.decoder.config import DecoderConfig
 from tessera.training.config import (
     Config,
     ModelConfig,
@@ -28,7 +28,7 @@ class _Model:
 
 
 @dataclass(frozen=True)
-class ModelSchema(Gemma3Config, _Model):
+class ModelSchema(DecoderConfig, _Model):
     """``ModelConfig`` on the command line: its sizes stand beside the others."""
 
 
@@ -73,7 +73,7 @@ def settings_of(config: DictConfig) -> Config:
         OmegaConf.to_container(config.model, resolve=True, throw_on_missing=True),
     )
     own = {one.name: _frozen(sizes.pop(one.name)) for one in fields(_Model)}
-    model = ModelConfig(**own, config=Gemma3Config(**sizes))
+    model = ModelConfig(**own, config=DecoderConfig(**sizes))
     return Config(name=config.name, model=model, **values)
 
 

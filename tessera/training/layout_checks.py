@@ -10,12 +10,12 @@ from math import lcm
 from typing import Final, cast
 
 from tessera.compiler.pipelining.named_schedules import schedule
-from tessera.errors import BatchSizeError, PipelineSizeError, TesseraError
+from tessera.errors import BatchSizeError, PipelineSizeError, TesseraError, nearest
 from tessera.mesh import Mesh
-from tessera.models.gemma3_config import nearest
+from tessera.models.decoder.pipeline_stages import StageSplit
+from tessera.models.decoder.placement import decoder_placement
+from tessera.models.decoder.remat import policies_of, policies_of_stage
 from tessera.models.partition_rules import Placement
-from tessera.models.pipeline_stages import StageSplit
-from tessera.models.remat import policies_of, policies_of_stage
 from tessera.ops.attention.context_parallel_variants import Method
 from tessera.training.config import Config, ModelConfig
 
@@ -49,7 +49,7 @@ def layout_problems(settings: Config) -> list[TesseraError]:
 
 
 def _placement(model: ModelConfig, mesh: Mesh) -> Placement:
-    return Placement.of(
+    return decoder_placement(
         model.config,
         mesh,
         sequence_parallel=model.sequence_parallel,

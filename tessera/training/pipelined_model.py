@@ -25,11 +25,11 @@ from tessera.compiler.pipelining.schedule_loop import Pipeline
 from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
-from tessera.models.gemma3 import RESIDUAL, Gemma3
-from tessera.models.gemma3_config import Gemma3Config
-from tessera.models.model import Model
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.decoder.decoder import RESIDUAL, Decoder
+from tessera.models.decoder.model import DecoderModel
+from tessera.models.decoder.pipeline_stages import StageSplit
 from tessera.models.partition_rules import Placement
-from tessera.models.pipeline_stages import StageSplit
 from tessera.scope import autocast, constrain
 from tessera.shard_spec import axes_of_dims
 from tessera.training.router_metrics import router_sums
@@ -49,7 +49,7 @@ class PipelinedModel:
       loss_chunk: The number of tokens whose logits the last stage computes at a time.
     """
 
-    model: Model
+    model: DecoderModel
     mesh: Mesh
     schedule: Schedule
     dtype: str = "f32"
@@ -164,7 +164,7 @@ class PipelinedModel:
         loss = loss + routers.get("router_loss", 0.0)
         return x_BSD, loss, ((), routers)
 
-    def _loss(self, module: Gemma3, x_BSD: Array, targets: Array) -> Float[Array, ""]:
+    def _loss(self, module: Decoder, x_BSD: Array, targets: Array) -> Float[Array, ""]:
         place = self._place
         return module.loss(
             module.normalized(x_BSD, place=place),
@@ -196,7 +196,7 @@ def schedule_of(
     )
 
 
-def split_of(mesh: Mesh, config: Gemma3Config, chunks: int) -> StageSplit | None:
+def split_of(mesh: Mesh, config: DecoderConfig, chunks: int) -> StageSplit | None:
     """The layers of each stage; None where the mesh has no ``pp``.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Final
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.decoder.config import DecoderConfig
 
 ROUTER_METRICS: Final = (
     "router_loss",
@@ -20,7 +20,7 @@ ROUTER_METRICS: Final = (
 
 
 def router_sums(
-    config: Gemma3Config, statistics: Mapping[str, Array], tokens: Float[Array, ""]
+    config: DecoderConfig, statistics: Mapping[str, Array], tokens: Float[Array, ""]
 ) -> dict[str, Float[Array, ""]]:
     """The numbers of one microbatch's routers, each times its number of tokens.
 
@@ -32,7 +32,7 @@ def router_sums(
 
     Args:
       config: For the weights and the number of layers.
-      statistics: Per layer, as ``Gemma3.decode`` gives them, of all layers or some.
+      statistics: Per layer, as ``Decoder.decode`` gives them, of all layers or some.
       tokens: Targets that count.
 
     Returns:

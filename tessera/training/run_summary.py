@@ -5,8 +5,8 @@ from collections import Counter
 
 from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
-from tessera.models.gemma3_config import Gemma3Config
-from tessera.models.remat import NONE, policies_of
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.decoder.remat import NONE, policies_of
 from tessera.training.build_run import Run
 
 
@@ -51,7 +51,7 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _parameters(config: Gemma3Config) -> str:
+def _parameters(config: DecoderConfig) -> str:
     total, active = config.num_params, config.num_active_params
     return f"{total:,}" + (f", {active:,} for each token" if active < total else "")
 

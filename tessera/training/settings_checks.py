@@ -18,8 +18,8 @@ from tessera.errors import (
     TesseraError,
     UnknownAxisError,
     did_you_mean,
+    nearest,
 )
-from tessera.models.gemma3_config import nearest
 from tessera.training import optimizer_config
 from tessera.training.config import (
     MESH_AXES,

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.mesh import Mesh
-from tessera.models.model import Model
+from tessera.models.decoder.model import DecoderModel
 from tessera.models.partition_rules import Placement
 from tessera.training.deterministic_numerics import FixedOrder
 from tessera.training.gradient_compression import CompressedExchange
@@ -45,7 +45,7 @@ class StepConfig:
         ``auto``, or ``none`` for all of them.
     """
 
-    model: Model
+    model: DecoderModel
     optimizer: optax.GradientTransformation
     learning_rate: LearningRate
     mesh: Mesh

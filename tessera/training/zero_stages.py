@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera.analysis.memory import format_bytes
 from tessera.compiler.zero_layouts import SPLIT_FROM, split_further
 from tessera.mesh import Mesh
-from tessera.models.model import Model
+from tessera.models.decoder.model import DecoderModel
 from tessera.scope import constrain, record_layout
 from tessera.shard import ShardSpec
 from tessera.tree import Tree
@@ -42,14 +42,15 @@ class Zero:
 
     Example:
       >>> from tessera.models.registry import config_of
-      >>> zero = Zero(Model(config_of("tiny")), Mesh(["dp"], devices=range(8)), stage=1)
+      >>> model = DecoderModel(config_of("tiny"))
+      >>> zero = Zero(model, Mesh(["dp"], devices=range(8)), stage=1)
       >>> zero.optimizer_state["decoder"]["mlp"]["up"]["kernel"]
       P(None, None, 'dp')
       >>> zero.params["decoder"]["mlp"]["up"]["kernel"]
       P()
     """
 
-    model: Model
+    model: DecoderModel
     mesh: Mesh
     stage: int = 0
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera.models import Gemma3Config, Model
+from tessera.models import DecoderConfig, DecoderModel
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "gemma3_golden.json").read_text()
 )
 SIZES = GOLDEN["config"]
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=SIZES["vocab_size"],
     d_model=SIZES["hidden_size"],
     num_layers=SIZES["num_hidden_layers"],
@@ -86,11 +86,11 @@ def their_weights() -> dict[str, Any]:
     return params
 
 
-def logits_of(config: Gemma3Config) -> np.ndarray:
+def logits_of(config: DecoderConfig) -> np.ndarray:
     tokens = jnp.asarray(GOLDEN["tokens"], jnp.int32)
     # Half the time to compile, the same arithmetic.
     quick = {"xla_backend_optimization_level": 0}
-    apply = jax.jit(Model(config).apply, compiler_options=quick)
+    apply = jax.jit(DecoderModel(config).apply, compiler_options=quick)
     return np.asarray(apply(their_weights(), tokens))
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from tessera.errors import OperandError
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model, generate
+from tessera.models import DecoderConfig, DecoderModel, generate
 from tessera.models.generation import _generate
 
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=12,
     d_model=8,
     num_layers=2,
@@ -23,7 +23,7 @@ CONFIG = Gemma3Config(
     query_pre_attn_scalar=4,
     global_every=2,
 )
-MODEL = Model(CONFIG)
+MODEL = DecoderModel(CONFIG)
 PROMPT = jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32)
 
 
@@ -65,7 +65,9 @@ def test_top_k_of_one_is_the_likeliest_at_any_heat(params: Any) -> None:
 def test_a_sample_is_compiled_once_whatever_key_and_heat(params: Any) -> None:
     generate(MODEL, params, PROMPT, 5, jax.random.key(0))
     compiled = _generate._cache_size()
-    generate(Model(CONFIG), params, PROMPT, 5, jax.random.key(1), temperature=0.3)
+    generate(
+        DecoderModel(CONFIG), params, PROMPT, 5, jax.random.key(1), temperature=0.3
+    )
     assert _generate._cache_size() == compiled
 
 

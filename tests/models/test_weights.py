@@ -11,12 +11,12 @@ import safetensors.numpy
 
 from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model
-from tessera.models.pipeline_stages import StageSplit
+from tessera.models import DecoderConfig, DecoderModel
+from tessera.models.decoder.pipeline_stages import StageSplit
 from tessera.models.safetensors import SafetensorsFile
 from tessera.models.weights import export_weights, import_weights
 
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=64,
     d_model=16,
     num_layers=3,
@@ -28,8 +28,8 @@ CONFIG = Gemma3Config(
     query_pre_attn_scalar=4,
     global_every=2,
 )
-MODEL = Model(CONFIG)
-STAGED = Model(CONFIG, split=StageSplit.of(CONFIG, 2))
+MODEL = DecoderModel(CONFIG)
+STAGED = DecoderModel(CONFIG, split=StageSplit.of(CONFIG, 2))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_bf16_is_rounded_once_and_widened_exactly(params, tmp_path):
 
 
 def test_what_does_not_fit_is_listed_whole(file):
-    other = Model(dataclasses.replace(CONFIG, mlp_dim=48, num_experts=2))
+    other = DecoderModel(dataclasses.replace(CONFIG, mlp_dim=48, num_experts=2))
     with pytest.raises(WeightFileError) as caught:
         import_weights(file, other)
     said = str(caught.value)

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tessera.models import Model
+from tessera.models import DecoderModel
 
 
-def summed_loss(model: Model, params: Any, batch: Mapping[str, Any]) -> jax.Array:
+def summed_loss(
+    model: DecoderModel, params: Any, batch: Mapping[str, Any]
+) -> jax.Array:
     """The sum over all targets but -100; leading dims are rows of one batch."""
     length = batch["tokens"].shape[-1]
     rows = {name: array.reshape(-1, length) for name, array in batch.items()}
@@ -32,7 +34,7 @@ def summed_loss(model: Model, params: Any, batch: Mapping[str, Any]) -> jax.Arra
 
 
 def train_on_one_device(
-    model: Model,
+    model: DecoderModel,
     optimizer: optax.GradientTransformation,
     key: jax.Array,
     batches: Iterable[Mapping[str, Any]],

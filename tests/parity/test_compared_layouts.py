@@ -10,14 +10,14 @@ import optax
 import pytest
 
 import tessera as ts
-from tessera.models import Gemma3Config, Model
+from tessera.models import DecoderConfig, DecoderModel
 from tessera.training.step import StepConfig, make_train_step
 from tessera.training.train_state import abstract_state, init_state
 
 # Each traces, compiles and runs the trainer's step with every value as an output.
 pytestmark = pytest.mark.full
 
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=32,
     d_model=16,
     num_layers=1,
@@ -38,7 +38,7 @@ def mesh():
 
 def config_for(mesh):
     return StepConfig(
-        model=Model(CONFIG),
+        model=DecoderModel(CONFIG),
         optimizer=optax.sgd(0.1),
         learning_rate=optax.constant_schedule(0.1),
         mesh=mesh,

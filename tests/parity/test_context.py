@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model
+from tessera.models import DecoderConfig, DecoderModel
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined_model import schedule_of, split_of
 from tessera.training.step import (
@@ -32,7 +32,7 @@ from tessera.training.train_state import init_state
 from tests.parity.plain_training import summed_loss, train_on_one_device
 
 STEPS, MICROBATCHES, ROWS, LENGTH = 3, 2, 4, 32
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=64,
     d_model=32,
     num_layers=3,
@@ -82,14 +82,14 @@ class Run:
 @cache
 def expected(window: int) -> Run:
     """The steps of the plain model on one device, without Tessera."""
-    model = Model(dataclasses.replace(CONFIG, window=window))
+    model = DecoderModel(dataclasses.replace(CONFIG, window=window))
 
     losses, params = train_on_one_device(model, ADAMW, KEY, batches())
     first = {name: array[0] for name, array in batches()[0].items()}
     return Run(losses, float(summed_loss(model, params, first)), params)
 
 
-def train(model: Model, mesh: Mesh, sync_every: int) -> Run:
+def train(model: DecoderModel, mesh: Mesh, sync_every: int) -> Run:
     """The same steps by Tessera on a mesh."""
     config = StepConfig(
         model=model,
@@ -135,7 +135,7 @@ def test_losses_and_parameters_are_those_of_one_device(case):
         [*shape], devices=range(math.prod(shape.values())), shape=[*shape.values()]
     )
     config = dataclasses.replace(CONFIG, window=window)
-    model = Model(
+    model = DecoderModel(
         config,
         context_parallel=method,
         split=split_of(mesh, config, 1),

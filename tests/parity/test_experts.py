@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
-from tessera.models import Model, config_of
+from tessera.models import DecoderModel, config_of
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined_model import schedule_of, split_of
 from tessera.training.router_metrics import ROUTER_METRICS
@@ -72,7 +72,7 @@ def train(
     **config: Any,
 ) -> Run:
     mesh = Mesh(axes, devices=range(math.prod(sizes)), shape=sizes)
-    model = Model(
+    model = DecoderModel(
         dataclasses.replace(CONFIG, **config), split=split_of(mesh, CONFIG, 1)
     )
     adamw = AdamWConfig(epsilon=1e-6)

@@ -19,13 +19,13 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
-from tessera.models import Model, config_of
+from tessera.models import DecoderModel, config_of
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import init_state
 
 STEPS, ROWS, LENGTH = 3, 8, 16
-MODEL = Model(dataclasses.replace(config_of("tiny"), window=8))
+MODEL = DecoderModel(dataclasses.replace(config_of("tiny"), window=8))
 KEY = jax.random.key(0)
 ADAMW, RATE = make_optimizer(
     AdamWConfig(epsilon=1e-3, warmup_steps=1), steps=20, clip_norm=1.0

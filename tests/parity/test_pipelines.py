@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 
 from tessera.api.function import function
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model
+from tessera.models import DecoderConfig, DecoderModel
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined_model import schedule_of, split_of
@@ -42,7 +42,7 @@ from tests.parity.plain_training import summed_loss, train_on_one_device
 pytestmark = pytest.mark.full
 
 STEPS, ROWS, LENGTH = 3, 24, 16
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=64,
     d_model=16,
     num_layers=5,
@@ -106,14 +106,14 @@ def step_config(
     microbatches: int = 4,
     zero_stage: int = 0,
     dtype: str = "f32",
-    config: Gemma3Config = CONFIG,
+    config: DecoderConfig = CONFIG,
     **options: Any,
 ) -> StepConfig:
     """The trainer's step of a model in stages, on as many devices as the mesh has."""
     devices = range(math.prod(shape.values()))
     mesh = Mesh(list(shape), devices=devices, shape=[*shape.values()])
     return StepConfig(
-        model=Model(config, split=split_of(mesh, config, chunks), **options),
+        model=DecoderModel(config, split=split_of(mesh, config, chunks), **options),
         optimizer=ADAMW,
         learning_rate=RATE,
         mesh=mesh,
@@ -150,8 +150,8 @@ class Reference:
 
 
 @cache
-def reference(config: Gemma3Config) -> Reference:
-    model = Model(config)
+def reference(config: DecoderConfig) -> Reference:
+    model = DecoderModel(config)
     params = model.init(KEY)
 
     def loss(params: Any) -> jax.Array:
@@ -237,7 +237,7 @@ def test_gradients_are_those_of_one_device(case):
 @cache
 def expected() -> tuple[list[float], Any]:
     """Losses and parameters of the plain model on one device, without Tessera."""
-    losses, params = train_on_one_device(Model(CONFIG), ADAMW, KEY, batches())
+    losses, params = train_on_one_device(DecoderModel(CONFIG), ADAMW, KEY, batches())
     assert np.ptp(losses) > 0.01, "the losses have to move to be worth comparing"
     return losses, numpy_tree(params)
 
@@ -282,7 +282,9 @@ def test_losses_and_parameters_are_those_of_one_device(case):
     assert_close(params, expected()[1], 2e-5)
     if case == "zero_stage_3":
         loss, _ = make_eval_step(config)(stored, batches()[0])
-        want = jax.jit(partial(summed_loss, Model(CONFIG)))(expected()[1], batches()[0])
+        want = jax.jit(partial(summed_loss, DecoderModel(CONFIG)))(
+            expected()[1], batches()[0]
+        )
         np.testing.assert_allclose(loss, want, rtol=2e-5)
 
 

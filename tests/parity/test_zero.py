@@ -21,14 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.analysis.inspection import inspect
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model
+from tessera.models import DecoderConfig, DecoderModel
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined_model import schedule_of, split_of
 from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import init_state, state_specs
 
 STEPS, MICROBATCHES, ROWS, LENGTH = 3, 2, 8, 16
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=64,
     d_model=32,
     num_layers=3,
@@ -40,7 +40,7 @@ CONFIG = Gemma3Config(
     query_pre_attn_scalar=8,
     global_every=3,
 )
-MODEL, KEY = Model(CONFIG), jax.random.key(0)
+MODEL, KEY = DecoderModel(CONFIG), jax.random.key(0)
 ADAMW, RATE = make_optimizer(
     AdamWConfig(epsilon=1e-3, warmup_steps=1), steps=20, clip_norm=1.0
 )
@@ -122,7 +122,7 @@ class Run:
 @cache
 def train(name: str, stage: int) -> Run:
     mesh = MESHES[name]
-    model = Model(CONFIG, split=split_of(mesh, CONFIG, chunks=1))
+    model = DecoderModel(CONFIG, split=split_of(mesh, CONFIG, chunks=1))
     config = StepConfig(
         model=model,
         optimizer=ADAMW,

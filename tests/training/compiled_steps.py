@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
-from tessera.models import Model
+from tessera.models import DecoderModel
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import (
     AdamWConfig,
@@ -61,7 +61,7 @@ def config_on(
     mesh: Mesh, *, sequence_parallel: bool = False, **options: Any
 ) -> StepConfig:
     return StepConfig(
-        model=Model(CONFIG, sequence_parallel=sequence_parallel),
+        model=DecoderModel(CONFIG, sequence_parallel=sequence_parallel),
         # A trace without decay holds the gradients of the last step.
         optimizer=optax.chain(optax.trace(decay=0.0), ADAMW),
         learning_rate=RATE,
@@ -126,7 +126,7 @@ def plain_loss_and_gradients() -> tuple[float, Any]:
     whole = {name: array.reshape(-1, LENGTH) for name, array in BATCH.items()}
 
     def mean_loss(params: Any) -> jax.Array:
-        logits = Model(CONFIG).apply(
+        logits = DecoderModel(CONFIG).apply(
             params,
             whole["tokens"],
             positions=whole["positions"],

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from tessera.compiler.pipelining import named_schedules
 from tessera.errors import ModelShapeError, TesseraError
 from tessera.models.axis_rules import RULES
-from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.decoder.config import DecoderConfig
 from tessera.models.registry import CONFIGS, config_of
 from tessera.ops.attention.context_parallel_variants import METHODS
 from tessera.ops.compressed_means import COMPRESSIONS
@@ -283,7 +283,7 @@ def test_every_number_of_the_schema_has_a_least_and_a_most():
                 for beyond in (1e39, float("inf"), float("nan")):
                     broken = replace(cls(), **{name: beyond})
                     assert problems_of(broken, "group"), f"{cls.__name__}.{name}"
-    for name, hint in get_type_hints(Gemma3Config).items():
+    for name, hint in get_type_hints(DecoderConfig).items():
         most = {int: 2**31, float: 1e39, float | None: 1e39}[hint]
         with pytest.raises(ModelShapeError, match=f"{name} = "):
             replace(config_of("moe_tiny"), **{name: most})

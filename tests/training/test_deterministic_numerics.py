@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
-from tessera.models import Model
+from tessera.models import DecoderModel
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.step import (
@@ -64,7 +64,7 @@ def run(name: str, microshards: int | None = 8, **options: Any) -> dict[str, str
     mesh = mesh_of(name)
     optimizer, rate = make_optimizer(AdamWConfig(), steps=20, clip_norm=0.5)
     config = StepConfig(
-        model=Model(CONFIG),
+        model=DecoderModel(CONFIG),
         optimizer=optimizer,
         learning_rate=rate,
         mesh=mesh,

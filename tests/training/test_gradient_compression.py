@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.mesh import Mesh
-from tessera.models import Model
+from tessera.models import DecoderModel
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.step import StepConfig, batch_spec, make_train_step
@@ -68,7 +68,7 @@ def put(config: StepConfig, batch: Any) -> Any:
 @cache
 def run(mesh: Mesh, **options: Any) -> Ran:
     config = StepConfig(
-        model=Model(CONFIG),
+        model=DecoderModel(CONFIG),
         # A trace without decay holds the gradients of the last step.
         optimizer=optax.chain(optax.trace(decay=0.0), ADAMW),
         learning_rate=RATE,
@@ -149,7 +149,7 @@ def test_over_dp_only_the_compressed_gradients_are_sent(mesh, options, dtypes):
 @pytest.mark.full
 def test_int8_sends_a_quarter_of_the_bytes():
     """Two exchanges of a byte, where an all-reduce is two exchanges of four."""
-    values = sum(leaf.size for leaf in jax.tree.leaves(Model(CONFIG).abstract()))
+    values = sum(leaf.size for leaf in jax.tree.leaves(DecoderModel(CONFIG).abstract()))
     rows = run(DP, compression="int8").step.last.collectives.rows
     exchanges = [row for row in rows if row.kind != "all-reduce"]
     assert len(exchanges) == 4

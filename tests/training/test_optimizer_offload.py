@@ -23,7 +23,7 @@ from tessera.analysis.inspection import inspect
 from tessera.compiler.lower.jit import jitted
 from tessera.errors import HostMemoryError
 from tessera.mesh import Mesh
-from tessera.models import Model
+from tessera.models import DecoderModel
 from tessera.ops.loss_scale import LossScale
 from tessera.training import optimizer_offload
 from tessera.training.optimizers import AdamWConfig, make_optimizer
@@ -34,7 +34,7 @@ from tests.small_model import SMALL
 CONFIG = SMALL
 MESH = Mesh(["dp", "tp"], devices=range(8), shape=(4, 2))
 ADAMW, RATE = make_optimizer(AdamWConfig(), steps=10, clip_norm=1.0)
-PARAMS = len(jax.tree.leaves(Model(CONFIG).abstract()))
+PARAMS = len(jax.tree.leaves(DecoderModel(CONFIG).abstract()))
 
 
 @dataclasses.dataclass
@@ -49,7 +49,7 @@ class Run:
 def run(on_host: bool, dtype: str = "f32") -> Run:
     """Three steps under ZeRO's first stage."""
     config = StepConfig(
-        model=Model(CONFIG),
+        model=DecoderModel(CONFIG),
         optimizer=ADAMW,
         learning_rate=RATE,
         mesh=MESH,

@@ -17,15 +17,15 @@ from jax.sharding import PartitionSpec as P
 from tessera.compiler.compile_stages import Compiled
 from tessera.errors import PipelineSizeError
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model
-from tessera.models.pipeline_stages import StageSplit
+from tessera.models import DecoderConfig, DecoderModel
+from tessera.models.decoder.pipeline_stages import StageSplit
 from tessera.training.build_run import Run
 from tessera.training.config import Config, ModelConfig, TrainingConfig
 from tessera.training.pipelined_model import PipelinedModel, schedule_of, split_of
 from tests.api.pipelines import cases
 
 MICROBATCHES, ROWS, LENGTH = 4, 2, 8
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=32,
     d_model=16,
     num_layers=4,
@@ -50,10 +50,12 @@ def batch_of() -> dict[str, jax.ShapeDtypeStruct]:
     return dict.fromkeys(names, jax.ShapeDtypeStruct(shape, jnp.int32))
 
 
-def pipelined(config: Gemma3Config, mesh: Mesh, name: str) -> PipelinedModel:
+def pipelined(config: DecoderConfig, mesh: Mesh, name: str) -> PipelinedModel:
     table = schedule_of(mesh, name, 1, MICROBATCHES)
     assert table is not None
-    return PipelinedModel(Model(config, split=split_of(mesh, config, 1)), mesh, table)
+    return PipelinedModel(
+        DecoderModel(config, split=split_of(mesh, config, 1)), mesh, table
+    )
 
 
 @pytest.mark.parametrize("name", cases(["gpipe", "zero_bubble"], "gpipe"))

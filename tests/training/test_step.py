@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from tessera import _jax
 from tessera.mesh import Mesh
-from tessera.models import Model
+from tessera.models import DecoderModel
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import (
     AdafactorConfig,
@@ -143,7 +143,7 @@ def gradient_reductions(ran: Ran) -> tuple[int, int]:
 
 def local_bytes(mesh: Mesh) -> int:
     """Bytes of the parameters on one device where fsdp splits none of them."""
-    model, total = Model(CONFIG), 0
+    model, total = DecoderModel(CONFIG), 0
     layouts = jax.tree.leaves(model.layouts(mesh), is_leaf=lambda x: isinstance(x, P))
     for leaf, spec in zip(jax.tree.leaves(model.abstract()), layouts, strict=True):
         parts = 2 if "tp" in jax.tree.leaves(tuple(spec)) else 1

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.errors import AbstractMeshError
 from tessera.mesh import Mesh
-from tessera.models import Model, config_of
+from tessera.models import DecoderModel, config_of
 from tessera.ops.loss_scale import LossScale
 from tessera.training.optimizers import (
     AdafactorConfig,
@@ -33,7 +33,7 @@ from tessera.training.train_state import (
 )
 from tests.small_model import SMALL
 
-MODEL = Model(SMALL)
+MODEL = DecoderModel(SMALL)
 MESH = Mesh(("dp", "fsdp", "tp"), devices=range(8), shape=(2, 2, 2))
 
 
@@ -128,7 +128,7 @@ def test_specs_are_known_for_a_mesh_that_this_machine_lacks():
 
 def test_the_abstract_state_of_a_large_model_allocates_nothing():
     before = jax.live_arrays()  # held, so that none of them goes meanwhile
-    state = abstract_state(Model(config_of("gemma3_4b")), ADAMW)
+    state = abstract_state(DecoderModel(config_of("gemma3_4b")), ADAMW)
     assert len(jax.live_arrays()) == len(before)
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(state)]
     counters = 3

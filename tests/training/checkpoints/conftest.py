@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config
+from tessera.models import DecoderConfig
 from tessera.training.build_run import Run
 from tessera.training.config import Config, ModelConfig, TrainingConfig
 from tessera.training.data.data_config import DataConfig, SyntheticConfig
 from tessera.training.optimizers import AdamWConfig
 from tessera.training.train_state import TrainState
 
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=64,
     d_model=16,
     num_layers=5,

@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from tessera.mesh import manual_axes
-from tessera.models.gemma3_config import Gemma3Config
-from tessera.models.layers import HEADS, Attend
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.decoder.layers import HEADS, Attend
 from tessera.models.partition_rules import Placement
 from tessera.ops.attention.context_parallel_variants import (
     NO_WINDOW,
@@ -35,7 +35,7 @@ LayerAttention: TypeAlias = Callable[[Bool[Array, ""]], Attend]
 
 
 def layer_attention(
-    config: Gemma3Config,
+    config: DecoderConfig,
     length: int,
     segment_ids: Int[Array, "batch seq"] | None,
     place: Placement,
@@ -58,7 +58,7 @@ def layer_attention(
 
 
 def _whole_attention(
-    config: Gemma3Config, length: int, segment_ids: Int[Array, "batch seq"] | None
+    config: DecoderConfig, length: int, segment_ids: Int[Array, "batch seq"] | None
 ) -> LayerAttention:
     def attend(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, window: Any) -> Array:
         heads_first = (jnp.swapaxes(x, 1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
@@ -93,7 +93,7 @@ def _supports_traced_windows() -> bool:
 
 
 def _sharded_attention(
-    config: Gemma3Config,
+    config: DecoderConfig,
     length: int,
     segment_ids: Int[Array, "batch seq"] | None,
     place: Placement,

@@ -16,12 +16,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tessera.models.attention_inputs import layer_attention
-from tessera.models.expert_mlp import Experts
-from tessera.models.gemma3_config import Gemma3Config
-from tessera.models.layers import MLP, Attend, Attention, RMSNorm, parameter
+from tessera.models.decoder.attention_inputs import layer_attention
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.decoder.expert_mlp import Experts
+from tessera.models.decoder.layers import MLP, Attend, Attention, RMSNorm, parameter
+from tessera.models.decoder.remat import (
+    NONE,
+    policies_of,
+    policies_of_stage,
+    scan_layers,
+)
 from tessera.models.partition_rules import NO_MESH, Placement
-from tessera.models.remat import NONE, policies_of, policies_of_stage, scan_layers
 from tessera.ops.chunked_loss import Head, Split, Terms, fused_loss
 from tessera.ops.embedding import look_up
 from tessera.ops.losses import cross_entropy
@@ -36,7 +41,7 @@ Statistics: TypeAlias = dict[str, Array]
 class Block(nnx.Module):
     """Attention, then an MLP or experts; each between two norms, with a residual."""
 
-    def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         shape, names = (config.num_layers, config.d_model), ("layers", "norm")
         self.pre_attention_norm = RMSNorm(shape, names, config.norm_epsilon)
         self.attention = Attention(config, rngs=rngs)
@@ -76,7 +81,7 @@ class Block(nnx.Module):
         return self.mlp(x_BSD, place), {}
 
 
-class Gemma3(nnx.Module):
+class Decoder(nnx.Module):
     """A decoder that predicts each next token.
 
     Args:
@@ -86,7 +91,7 @@ class Gemma3(nnx.Module):
     """
 
     def __init__(
-        self, config: Gemma3Config, *, rngs: nnx.Rngs, remat: Any = NONE
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, remat: Any = NONE
     ) -> None:
         self.config = config
         self.remat = nnx.static(policies_of(remat, config))
@@ -106,7 +111,7 @@ class Gemma3(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         place: Placement = NO_MESH,
     ) -> Float[Array, "batch seq vocab"]:
-        """Logits of the token after each one, float32; see ``Model.apply``.
+        """Logits of the token after each one, float32; see ``DecoderModel.apply``.
 
         If ``place`` shards sequences, all methods take and return them in the order in
         which devices store them, ``place.arranged``.
@@ -164,8 +169,8 @@ class Gemma3(nnx.Module):
 
         Args:
           x_BSD: The residual before them.
-          positions: See ``Model.apply``.
-          segment_ids: See ``Model.apply``.
+          positions: See ``DecoderModel.apply``.
+          segment_ids: See ``DecoderModel.apply``.
           numbers: The index of each layer in the model; by default all layers.
           has_fillers: Whether some indices are past the last layer: such a block does
             nothing.

@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 from tessera.analysis.inspection import inspect
 from tessera.errors import PipelineSizeError
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model
-from tessera.models.pipeline_stages import StageSplit, layer_costs
+from tessera.models import DecoderConfig, DecoderModel
+from tessera.models.decoder.pipeline_stages import StageSplit, layer_costs
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.train_state import init_state
 from tests.api.pipelines import cases
 
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=64,
     d_model=16,
     num_layers=4,
@@ -151,13 +151,13 @@ SPLITS = {
 def test_parameters_are_those_of_the_plain_model_whatever_the_stages(case):
     config, shape, chunks = SPLITS[case]
     mesh = mesh_of(**shape)
-    model = Model(config, split=StageSplit.of(config, shape["pp"], chunks))
+    model = DecoderModel(config, split=StageSplit.of(config, shape["pp"], chunks))
     params = model.init(jax.random.key(0), mesh)
     for path, want in paths(model.abstract()).items():
         got = paths(params)[path]
         assert (got.shape, got.dtype) == (want.shape, want.dtype), path
         assert got.sharding.spec == paths(model.layouts(mesh))[path], path
-    plain = paths(Model(config).init(jax.random.key(0)))
+    plain = paths(DecoderModel(config).init(jax.random.key(0)))
     back = paths(model.plain(jax.device_get(params)))
     assert back.keys() == plain.keys()
     for path, want in plain.items():
@@ -168,9 +168,9 @@ def test_parameters_are_those_of_the_plain_model_whatever_the_stages(case):
 
 
 def test_the_dim_of_stages_is_split_over_pp_and_others_as_without():
-    model = Model(FIVE, split=StageSplit.of(FIVE, 2))
+    model = DecoderModel(FIVE, split=StageSplit.of(FIVE, 2))
     layouts = paths(model.layouts(mesh_of(pp=2, fsdp=2, tp=2)))
-    plain = paths(Model(FIVE).layouts(mesh_of(fsdp=2, tp=2)))
+    plain = paths(DecoderModel(FIVE).layouts(mesh_of(fsdp=2, tp=2)))
     for path, spec in layouts.items():
         if path.startswith("decoder/"):
             assert tuple(spec) == (None, "pp", *plain[path]), path
@@ -182,7 +182,7 @@ def test_the_dim_of_stages_is_split_over_pp_and_others_as_without():
 def test_a_table_that_pp_does_not_divide_is_whole_and_the_notes_say_so():
     narrow = dataclasses.replace(CONFIG, d_model=18)
     mesh = mesh_of(pp=4)
-    model = Model(narrow, split=StageSplit.of(narrow, 4))
+    model = DecoderModel(narrow, split=StageSplit.of(narrow, 4))
     assert model.layouts(mesh)["embedding"] == P()
     assert model.layout_notes(mesh) == [
         "the embedding table is replicated over 'pp', which does not divide d_model 18"
@@ -202,7 +202,7 @@ def test_each_device_stores_its_own_stages_and_their_optimizer_state(
     config, shape, share
 ):
     mesh = mesh_of(**shape)
-    model = Model(config, split=StageSplit.of(config, shape["pp"]))
+    model = DecoderModel(config, split=StageSplit.of(config, shape["pp"]))
     optimizer, _ = make_optimizer(AdamWConfig(), steps=10)
     state = init_state(model, optimizer, jax.random.key(0), mesh)
 
@@ -211,13 +211,13 @@ def test_each_device_stores_its_own_stages_and_their_optimizer_state(
 
     whole = sum(
         math.prod(leaf.shape) * 4
-        for leaf in jax.tree.leaves(Model(config).abstract()["decoder"])
+        for leaf in jax.tree.leaves(DecoderModel(config).abstract()["decoder"])
     )
     assert inspect(decoder(state.params)).local_nbytes == share * whole
     assert inspect(decoder(state.optimizer)).local_nbytes == 2 * share * whole
     # Not by its layout alone: what lies on a device are the layers of its stage.
     stored = state.params["decoder"]["mlp"]["up"]["kernel"]
-    plain = paths(Model(config).init(jax.random.key(0)))["decoder/mlp/up/kernel"]
+    plain = paths(DecoderModel(config).init(jax.random.key(0)))["decoder/mlp/up/kernel"]
     stages = mesh.axes.index("pp")
     for place, device in np.ndenumerate(mesh.jax.devices):
         (block,) = (s.data for s in stored.addressable_shards if s.device == device)

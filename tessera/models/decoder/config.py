@@ -6,24 +6,9 @@ parameters without allocating any. The published sizes are in ``registry.py``.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from tessera.errors import ModelShapeError
-
-
-def nearest(legal: Iterable[int], value: int) -> str:
-    """The legal numbers on both sides of an illegal one, for a message.
-
-    Example:
-      >>> nearest([1, 2, 4], 3)
-      '2 or 4'
-    """
-    numbers = list(legal)
-    below = [n for n in numbers if n < value][-1:]
-    above = [n for n in numbers if n > value][:1]
-    return " or ".join(map(str, below + above))
-
+from tessera.errors import ModelShapeError, nearest
 
 _MAY_BE_ZERO = ("num_experts", "router_balance_weight", "router_z_weight")
 # Far above every model: anything larger is a typing error that would fill the memory.
@@ -55,7 +40,7 @@ def _out_of_range(name: str, value: float | None) -> tuple[str, str] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Config:
+class DecoderConfig:
     """Sizes and constants of one Gemma 3 text model.
 
     Attributes:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.decoder.config import DecoderConfig
 from tessera.models.partition_rules import Placement
 from tessera.ops.norms import rms_norm
 from tessera.shard import ShardSpec
@@ -122,7 +122,7 @@ def rotate(
 class Attention(nnx.Module):
     """Grouped-query self-attention with normalized queries and keys."""
 
-    def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         layers, self.config = config.num_layers, config
         embed = {"embed": config.d_model}
         heads = {"heads": config.num_heads, "head_dim": config.head_dim}
@@ -164,7 +164,7 @@ class MLP(nnx.Module):
     Source: arXiv 2002.05202.
     """
 
-    def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         layers = config.num_layers
         embed, mlp = {"embed": config.d_model}, {"mlp": config.mlp_dim}
         self.gate = Projection(layers, embed, mlp, rngs=rngs)

@@ -15,16 +15,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera.errors import HeadCountError, ShardDivisibilityError
 from tessera.mesh import Mesh
 from tessera.models import (
-    Gemma3Config,
-    Model,
+    DecoderConfig,
+    DecoderModel,
     Placement,
-    attention_inputs,
     config_of,
     generate,
 )
+from tessera.models.decoder import attention_inputs
 from tessera.models.partition_rules import NO_MESH
 
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=64,
     d_model=32,
     num_layers=2,
@@ -48,10 +48,10 @@ def mesh_of(**sizes: int) -> Mesh:
 
 @cache
 def params_on_one_device() -> Any:
-    return Model(CONFIG).init(KEY)
+    return DecoderModel(CONFIG).init(KEY)
 
 
-def logits(model: Model, mesh: Mesh | None, segments: Any) -> jax.Array:
+def logits(model: DecoderModel, mesh: Mesh | None, segments: Any) -> jax.Array:
     params = params_on_one_device()
     if mesh is not None:
         shardings = jax.tree.map(partial(NamedSharding, mesh.jax), model.layouts(mesh))
@@ -79,9 +79,9 @@ def logits(model: Model, mesh: Mesh | None, segments: Any) -> jax.Array:
     ids=["ring", "ring_tp", "all_to_all_tp"],
 )
 def test_tokens_and_logits_are_in_the_order_of_the_sequence(sizes, options, segments):
-    mesh, model = mesh_of(**sizes), Model(CONFIG, **options)
+    mesh, model = mesh_of(**sizes), DecoderModel(CONFIG, **options)
     got = logits(model, mesh, segments)
-    want = logits(Model(CONFIG), None, segments)
+    want = logits(DecoderModel(CONFIG), None, segments)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
     assert got.sharding.spec[1] == "cp"
 
@@ -99,14 +99,14 @@ def test_a_placement_knows_the_order_of_its_devices():
 def test_the_residual_is_split_over_cp_and_under_sequence_parallelism_over_tp():
     mesh = mesh_of(cp=2, tp=2)
     names, shape = ("batch", "sequence", None), (2, 16, 32)
-    place = Model(CONFIG).place(mesh)
+    place = DecoderModel(CONFIG).place(mesh)
     assert place.resolve(names, shape, "x") == PartitionSpec(None, "cp")
-    place = Model(CONFIG, sequence_parallel=True).place(mesh)
+    place = DecoderModel(CONFIG, sequence_parallel=True).place(mesh)
     assert place.resolve(names, shape, "x") == PartitionSpec(None, ("cp", "tp"))
 
 
 def test_a_model_generates_where_its_parameters_are():
-    model, mesh = Model(CONFIG), mesh_of(fsdp=2, cp=2)
+    model, mesh = DecoderModel(CONFIG), mesh_of(fsdp=2, cp=2)
     want = generate(
         model, params_on_one_device(), TOKENS[:1, :5], 4, KEY, temperature=0.0
     )
@@ -116,7 +116,7 @@ def test_a_model_generates_where_its_parameters_are():
 
 
 def test_the_layout_notes_say_how_sequences_are_split():
-    ring = Model(config_of("tiny"))
+    ring = DecoderModel(config_of("tiny"))
     (note,) = ring.layout_notes(mesh_of(cp=4))
     assert note == (
         "sequences are sharded over 'cp' in zigzag order; its 4 devices pass keys and "
@@ -125,7 +125,7 @@ def test_the_layout_notes_say_how_sequences_are_split():
     )
     (note,) = ring.layout_notes(mesh_of(pp=2, cp=4))
     assert "stages gather the keys and values of its 4 devices" in note
-    exchange = Model(config_of("tiny"), context_parallel="all_to_all")
+    exchange = DecoderModel(config_of("tiny"), context_parallel="all_to_all")
     (note,) = exchange.layout_notes(mesh_of(cp=4))
     assert "exchanged for heads among its 4 devices" in note
     assert exchange.layout_notes(mesh_of(dp=4)) == [
@@ -135,7 +135,7 @@ def test_the_layout_notes_say_how_sequences_are_split():
 
 
 def test_heads_and_sequences_that_cp_does_not_divide():
-    exchange = Model(CONFIG, context_parallel="all_to_all")
+    exchange = DecoderModel(CONFIG, context_parallel="all_to_all")
     with pytest.raises(HeadCountError) as caught:
         exchange.place(mesh_of(cp=4, tp=2))
     assert str(caught.value) == (
@@ -144,7 +144,7 @@ def test_heads_and_sequences_that_cp_does_not_divide():
         "  fix: use cp 2, or the ring, which divides no heads\n"
         "  docs: docs/errors/T402.md"
     )
-    model = Model(CONFIG)
+    model = DecoderModel(CONFIG)
     with pytest.raises(ShardDivisibilityError, match="16 tokens: 16 / 6 leaves 4"):
         model.apply(model.init(KEY), TOKENS, mesh=mesh_of(cp=3))
 

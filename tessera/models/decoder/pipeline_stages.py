@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array
 
 from tessera.compiler.pipelining.balance_stages import balanced
-from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.decoder.config import DecoderConfig
 from tessera.tree import Tree
 
 
@@ -43,7 +43,7 @@ class StageSplit:
     layers: tuple[range, ...]
 
     @classmethod
-    def of(cls, config: Gemma3Config, stages: int, chunks: int = 1) -> "StageSplit":
+    def of(cls, config: DecoderConfig, stages: int, chunks: int = 1) -> "StageSplit":
         """The split whose slowest virtual stage is as fast as possible.
 
         Costs are matmul sizes; the first stage has the embedding, whose cost is
@@ -115,7 +115,7 @@ class StageSplit:
         return rows[np.flatnonzero(numbers < self.num_layers)]
 
 
-def layer_costs(config: Gemma3Config) -> tuple[list[float], float]:
+def layer_costs(config: DecoderConfig) -> tuple[list[float], float]:
     """Multiplications per token of each layer, and of the logits, in millions."""
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
     mlp = 3 * config.mlp_dim

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tessera.errors import SettingConflictError, SettingValueError
-from tessera.models import Model
-from tessera.models.remat import (
+from tessera.models import DecoderModel
+from tessera.models.decoder.remat import (
     POLICIES,
     policies_of,
     policies_of_stage,
@@ -47,10 +47,10 @@ def test_every_layer_has_a_policy(remat, expected):
 
 
 def test_a_model_with_any_form_of_it_is_hashable():
-    as_list = Model(CONFIG, remat=["none", "full", "none", "full"])
-    as_dict = Model(CONFIG, remat={"global": "full"})
+    as_list = DecoderModel(CONFIG, remat=["none", "full", "none", "full"])
+    as_dict = DecoderModel(CONFIG, remat={"global": "full"})
     assert hash(as_list) == hash(as_dict)
-    assert as_list == as_dict != Model(CONFIG, remat="full")
+    assert as_list == as_dict != DecoderModel(CONFIG, remat="full")
 
 
 def test_the_names_of_jax_are_its_policies():
@@ -115,18 +115,18 @@ def test_the_layers_of_a_stage_share_a_policy():
 # --- what it changes
 
 
-def loss(model: Model, params: Any) -> jax.Array:
+def loss(model: DecoderModel, params: Any) -> jax.Array:
     return jnp.square(model.apply(params, TOKENS)).mean()
 
 
 @cache
 def params() -> Any:
-    return Model(CONFIG).init(jax.random.key(0))
+    return DecoderModel(CONFIG).init(jax.random.key(0))
 
 
 @cache
 def compiled(remat: Any, **sizes: Any) -> Any:
-    model = Model(dataclasses.replace(CONFIG, **sizes), remat=remat)
+    model = DecoderModel(dataclasses.replace(CONFIG, **sizes), remat=remat)
     step = jax.jit(jax.grad(lambda params: loss(model, params)))
     return step.lower(params()).compile()
 
@@ -137,7 +137,7 @@ def gradients(remat: Any) -> Any:
 
 def matmuls(remat: Any, **sizes: Any) -> int:
     """Matmuls that the lowered program runs, those of a layer times its layers."""
-    model = Model(dataclasses.replace(CONFIG, **sizes), remat=remat)
+    model = DecoderModel(dataclasses.replace(CONFIG, **sizes), remat=remat)
     program = jax.make_jaxpr(jax.grad(lambda params: loss(model, params)))(params())
     return count(program.jaxpr)
 

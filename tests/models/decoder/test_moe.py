@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 
 from tessera.errors import ModelShapeError, ShardDivisibilityError
 from tessera.mesh import Mesh
-from tessera.models import Model, config_of
-from tessera.models.expert_mlp import Experts
-from tessera.models.layers import MLP
+from tessera.models import DecoderModel, config_of
+from tessera.models.decoder.expert_mlp import Experts
+from tessera.models.decoder.layers import MLP
 from tessera.models.partition_rules import NO_MESH
 from tessera.ops.moe.experts import Weights, reference
 from tessera.ops.moe.routing import RoutingOptions
@@ -24,7 +24,7 @@ from tessera.ops.moe.routing import RoutingOptions
 CONFIG = dataclasses.replace(
     config_of("moe_tiny"), num_layers=2, window=4, global_every=2
 )
-MODEL = Model(CONFIG)
+MODEL = DecoderModel(CONFIG)
 TOKENS = np.random.default_rng(0).integers(0, 264, (4, 8), np.int32)
 
 
@@ -68,7 +68,7 @@ def test_the_batch_is_split_over_ep_as_over_dp():
 def test_initial_experts_differ_and_have_the_variance_of_a_dense_mlp():
     config = dataclasses.replace(CONFIG, mlp_dim=256)
     gate = np.asarray(
-        Model(config).init(jax.random.key(0))["decoder"]["experts"]["gate"]
+        DecoderModel(config).init(jax.random.key(0))["decoder"]["experts"]["gate"]
     )
     assert len(np.unique(gate.reshape(16, -1)[:, 0])) == 16
     np.testing.assert_allclose(gate.std(axis=(2, 3)), 128**-0.5, rtol=0.02)
@@ -101,7 +101,7 @@ def test_every_layer_has_router_statistics(params):
 
 def test_a_model_without_experts_has_no_router_statistics():
     config = dataclasses.replace(CONFIG, num_experts=0)
-    module = jax.eval_shape(lambda: Model(config)._new(jax.random.key(0)))
+    module = jax.eval_shape(lambda: DecoderModel(config)._new(jax.random.key(0)))
     assert isinstance(module.decoder.mlp, MLP)
     assert not hasattr(module.decoder, "experts")
     assert jax.eval_shape(lambda m: m.hidden(TOKENS), module)[1] == {}
@@ -109,7 +109,7 @@ def test_a_model_without_experts_has_no_router_statistics():
 
 def test_a_capacity_reaches_the_routers():
     config = dataclasses.replace(CONFIG, capacity_factor=0.5)
-    module = jax.eval_shape(lambda: Model(config)._new(jax.random.key(0)))
+    module = jax.eval_shape(lambda: DecoderModel(config)._new(jax.random.key(0)))
     assert isinstance(module.decoder.experts, Experts)
     assert module.decoder.experts.options == RoutingOptions(
         top_k=2, capacity_factor=0.5
@@ -144,7 +144,7 @@ def test_a_negative_weight_of_a_loss_is_an_error():
 
 
 def test_experts_that_ep_does_not_divide_are_an_error():
-    model = Model(dataclasses.replace(CONFIG, num_experts=6))
+    model = DecoderModel(dataclasses.replace(CONFIG, num_experts=6))
     with pytest.raises(ShardDivisibilityError, match="decoder/experts/gate"):
         model.layouts(mesh_of(ep=4))
 

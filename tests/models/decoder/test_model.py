@@ -23,10 +23,10 @@ from tessera.errors import (
     ShardDivisibilityError,
 )
 from tessera.mesh import Mesh
-from tessera.models import Gemma3Config, Model, Placement, build, config_of
+from tessera.models import DecoderConfig, DecoderModel, Placement, build, config_of
 from tessera.shard import ShardSpec
 
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=512,
     d_model=256,
     num_layers=2,
@@ -38,7 +38,7 @@ CONFIG = Gemma3Config(
     query_pre_attn_scalar=4,
     global_every=2,
 )
-MODEL = Model(CONFIG)
+MODEL = DecoderModel(CONFIG)
 # Half the time to compile; what XLA partitions is the same.
 QUICK = {"xla_backend_optimization_level": 0}
 TOKENS = np.random.default_rng(0).integers(0, 512, (8, 8)).astype(np.int32)
@@ -140,7 +140,7 @@ def test_build_gives_the_values_of_init(params: Any) -> None:
 
 
 def test_a_mesh_that_is_not_here_can_be_planned_but_not_filled() -> None:
-    model, mesh = Model(config_of("gemma3_1b")), mesh_of(dp=36, tp=2)
+    model, mesh = DecoderModel(config_of("gemma3_1b")), mesh_of(dp=36, tp=2)
     assert model.layouts(mesh)["embedding"] == PartitionSpec("tp")
     with pytest.raises(AbstractMeshError):
         model.init(jax.random.key(0), mesh)
@@ -149,9 +149,9 @@ def test_a_mesh_that_is_not_here_can_be_planned_but_not_filled() -> None:
 def test_planning_starts_no_backend() -> None:
     program = (
         "from tessera import _jax; from tessera.mesh import Mesh\n"
-        "from tessera.models import Model, config_of\n"
+        "from tessera.models import DecoderModel, config_of\n"
         "mesh = Mesh(('fsdp', 'tp'), devices=range(16), shape=(8, 2))\n"
-        "model = Model(config_of('gemma3_4b'))\n"
+        "model = DecoderModel(config_of('gemma3_4b'))\n"
         "model.layouts(mesh), model.layout_notes(mesh)\n"
         "assert not _jax.backend_started()"
     )
@@ -162,7 +162,7 @@ def test_planning_starts_no_backend() -> None:
 
 
 def test_notes_say_what_stays_whole() -> None:
-    model = Model(config_of("tiny"), sequence_parallel=True)
+    model = DecoderModel(config_of("tiny"), sequence_parallel=True)
     assert model.layout_notes(mesh_of(fsdp=2, tp=4)) == [
         "num_kv_heads 2 < tp 4: the key and value projections are replicated over "
         "'tp', and each device uses the one head that its 1 query head(s) attend with",
@@ -171,7 +171,7 @@ def test_notes_say_what_stays_whole() -> None:
     assert model.layout_notes(mesh_of(dp=2)) == [
         "sequence_parallel changes nothing: 'tp' has one device"
     ]
-    assert Model(config_of("tiny")).layout_notes(mesh_of(dp=2, tp=2)) == []
+    assert DecoderModel(config_of("tiny")).layout_notes(mesh_of(dp=2, tp=2)) == []
 
 
 def test_copied_key_value_heads_are_whole_in_the_layout() -> None:
@@ -183,7 +183,7 @@ def test_copied_key_value_heads_are_whole_in_the_layout() -> None:
 
 def test_heads_that_tp_does_not_divide() -> None:
     with pytest.raises(HeadCountError) as caught:
-        Model(config_of("gemma3_4b")).layouts(mesh_of(tp=6))
+        DecoderModel(config_of("gemma3_4b")).layouts(mesh_of(tp=6))
     assert str(caught.value) == (
         "[T402] 8 attention heads cannot be divided over mesh axis 'tp'\n"
         "  got: num_heads = 8, num_kv_heads = 4, axis size 6, remainder 2\n"
@@ -191,7 +191,7 @@ def test_heads_that_tp_does_not_divide() -> None:
         "  docs: docs/errors/T402.md"
     )
     with pytest.raises(HeadCountError) as caught:
-        Model(config_of("gemma3_1b")).layouts(mesh_of(dp=8, tp=9))
+        DecoderModel(config_of("gemma3_1b")).layouts(mesh_of(dp=8, tp=9))
     assert str(caught.value) == (
         "[T402] 4 attention heads cannot be divided over mesh axis 'tp'\n"
         "  got: num_heads = 4, num_kv_heads = 1, axis size 9, remainder 4\n"
@@ -201,7 +201,7 @@ def test_heads_that_tp_does_not_divide() -> None:
 
 
 def test_key_value_heads_that_neither_divide_nor_copy() -> None:
-    model = Model(dataclasses.replace(CONFIG, num_heads=12, num_kv_heads=6))
+    model = DecoderModel(dataclasses.replace(CONFIG, num_heads=12, num_kv_heads=6))
     with pytest.raises(HeadCountError) as caught:
         model.layouts(mesh_of(tp=4))
     assert str(caught.value) == (
@@ -215,7 +215,7 @@ def test_key_value_heads_that_neither_divide_nor_copy() -> None:
 
 
 def test_every_parameter_that_does_not_divide_is_named() -> None:
-    model = Model(dataclasses.replace(CONFIG, vocab_size=509, mlp_dim=18))
+    model = DecoderModel(dataclasses.replace(CONFIG, vocab_size=509, mlp_dim=18))
     with pytest.raises(ShardDivisibilityError) as caught:
         model.layouts(mesh_of(tp=4))
     assert str(caught.value) == (
@@ -270,7 +270,7 @@ def test_a_logical_name_without_a_rule() -> None:
 # --- results
 
 
-def loss(model: Model, mesh: Mesh | None, params: Any, tokens: jax.Array) -> Any:
+def loss(model: DecoderModel, mesh: Mesh | None, params: Any, tokens: jax.Array) -> Any:
     logits = model.apply(params, tokens, mesh=mesh)
     scores = jax.nn.log_softmax(logits)[:, :-1]
     right = jax.nn.one_hot(tokens[:, 1:], CONFIG.vocab_size)
@@ -278,7 +278,7 @@ def loss(model: Model, mesh: Mesh | None, params: Any, tokens: jax.Array) -> Any
 
 
 @cache
-def compiled(model: Model, mesh: Mesh | None) -> Any:
+def compiled(model: DecoderModel, mesh: Mesh | None) -> Any:
     """Loss, logits and gradients, each array in its declared layout."""
     step = jax.value_and_grad(lambda p, t: loss(model, mesh, p, t), has_aux=True)
     if mesh is None:
@@ -317,7 +317,7 @@ MESHES = [
 def test_logits_and_gradients_are_those_of_one_device(
     params: Any, sizes: dict[str, int], sequence_parallel: bool
 ) -> None:
-    model = Model(CONFIG, sequence_parallel=sequence_parallel)
+    model = DecoderModel(CONFIG, sequence_parallel=sequence_parallel)
     results = compiled(model, mesh_of(**sizes))(params, TOKENS)
     expected = compiled(MODEL, None)(params, TOKENS)
 
@@ -331,7 +331,7 @@ def test_logits_and_gradients_are_those_of_one_device(
 # --- collectives
 
 
-def block_collectives(model: Model, mesh: Mesh) -> list[str]:
+def block_collectives(model: DecoderModel, mesh: Mesh) -> list[str]:
     """Kinds of the collectives in the body of the scan of a compiled forward."""
     layouts = jax.tree.map(
         lambda leaf, spec: jax.ShapeDtypeStruct(
@@ -362,7 +362,7 @@ def test_data_parallel_blocks_do_not_communicate() -> None:
 
 
 def test_sequence_parallel_blocks_gather_before_each_half() -> None:
-    model = Model(CONFIG, sequence_parallel=True)
+    model = DecoderModel(CONFIG, sequence_parallel=True)
     kinds = block_collectives(model, mesh_of(tp=2))
     # XLA on CPU writes a reduce-scatter as an all-reduce and a slice.
     kinds = [kind.replace("reduce-scatter", "all-reduce") for kind in kinds]

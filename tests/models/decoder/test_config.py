@@ -9,9 +9,9 @@ from flax import nnx
 from omegaconf import OmegaConf
 
 from tessera.errors import ModelShapeError, UnknownModelError
-from tessera.models import CONFIGS, Model, build, config_of
+from tessera.models import CONFIGS, DecoderModel, build, config_of
 
-FILES = Path(__file__).parents[2] / "configs" / "model"
+FILES = Path(__file__).parents[3] / "configs" / "model"
 
 # Of the published checkpoints. The 4B holds 4,300,079,472 with its image encoder
 # (416,866,032) and projector (2,950,272). For its text part one also meets
@@ -36,7 +36,7 @@ OF_EXPERTS = (
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_analytic_count_is_that_of_the_parameters(name: str) -> None:
     config = config_of(name)
-    shapes = jax.tree.leaves(Model(config).abstract())
+    shapes = jax.tree.leaves(DecoderModel(config).abstract())
     assert config.num_params == sum(math.prod(leaf.shape) for leaf in shapes)
 
 
@@ -46,7 +46,9 @@ def test_the_count_is_the_published_one(name: str) -> None:
 
 
 def test_norm_scales_are_counted_apart() -> None:
-    shapes = jax.tree_util.tree_leaves_with_path(Model(config_of("tiny")).abstract())
+    shapes = jax.tree_util.tree_leaves_with_path(
+        DecoderModel(config_of("tiny")).abstract()
+    )
     scales = [leaf for path, leaf in shapes if "scale" in jax.tree_util.keystr(path)]
     expected = sum(math.prod(leaf.shape) for leaf in scales)
     assert config_of("tiny").num_norm_params == expected

@@ -13,11 +13,11 @@ import pytest
 from flax import nnx
 
 from tessera.errors import ParameterTreeError
-from tessera.models import Gemma3Config, Model
+from tessera.models import DecoderConfig, DecoderModel
 
 # Every feature at once: grouped queries, a window shorter than the sequence, local
 # layers around a global one with scaled rope, a query scale that is not head_dim.
-CONFIG = Gemma3Config(
+CONFIG = DecoderConfig(
     vocab_size=31,
     d_model=12,
     num_layers=7,
@@ -30,7 +30,7 @@ CONFIG = Gemma3Config(
     rope_scale_global=8.0,
 )
 BATCH, LENGTH = 2, 13
-MODEL = Model(CONFIG)
+MODEL = DecoderModel(CONFIG)
 # Half the time to compile, the same arithmetic.
 QUICK = {"xla_backend_optimization_level": 0}
 apply = jax.jit(MODEL.apply, compiler_options=QUICK)
@@ -214,7 +214,7 @@ def test_a_narrow_model_has_wide_logits(params: Any, tokens: np.ndarray) -> None
 def test_unrolling_the_scan_changes_no_result(
     params: Any, tokens: np.ndarray, unroll: int
 ) -> None:
-    unrolled = Model(dataclasses.replace(CONFIG, scan_unroll=unroll))
+    unrolled = DecoderModel(dataclasses.replace(CONFIG, scan_unroll=unroll))
     assert_close(
         jax.jit(unrolled.apply, compiler_options=QUICK)(params, tokens),
         apply(params, tokens),
@@ -223,7 +223,7 @@ def test_unrolling_the_scan_changes_no_result(
 
 def test_the_program_does_not_grow_with_depth() -> None:
     def sizes(num_layers: int) -> tuple[int, int]:
-        model = Model(dataclasses.replace(CONFIG, num_layers=num_layers))
+        model = DecoderModel(dataclasses.replace(CONFIG, num_layers=num_layers))
         tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
 
         def loss(params: Any, tokens: jax.Array) -> jax.Array:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tessera.models.gemma3_config import Gemma3Config
-from tessera.models.layers import fan_in_init, parameter
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.decoder.layers import fan_in_init, parameter
 from tessera.models.partition_rules import Placement
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
@@ -27,7 +27,7 @@ class Experts(nnx.Module):
     Source: Shazeer et al., arXiv 1701.06538.
     """
 
-    def __init__(self, config: Gemma3Config, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         router_init = fan_in_init(-2, -1)
         init = fan_in_init(-2, -1, batch_axis=(0, 1))
         layers, experts = config.num_layers, config.num_experts

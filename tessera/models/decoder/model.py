@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model as a pure function of a parameter tree, for training steps.
 
-``Gemma3`` is an nnx module and owns its arrays. ``Model`` owns none: it knows the
-names, shapes and layouts of the parameters, initializes them, and applies the module to
-any such tree. The tree is nested plain dicts, with leaves such as
+``Decoder`` is an nnx module and owns its arrays. ``DecoderModel`` owns none: it knows
+the names, shapes and layouts of the parameters, initializes them, and applies the
+module to any such tree. The tree is nested plain dicts, with leaves such as
 ``params["decoder"]["mlp"]["up"]["kernel"]``.
 """
 
@@ -19,11 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from tessera.errors import ParameterTreeError, ShardDivisibilityError
 from tessera.mesh import Mesh
-from tessera.models.gemma3 import Gemma3
-from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.decoder.decoder import Decoder
+from tessera.models.decoder.pipeline_stages import StageSplit
+from tessera.models.decoder.placement import decoder_placement
+from tessera.models.decoder.remat import NONE, policies_of
 from tessera.models.partition_rules import Placement
-from tessera.models.pipeline_stages import StageSplit
-from tessera.models.remat import NONE, policies_of
 from tessera.ops.attention.context_parallel_variants import Method
 from tessera.shard import ShardSpec
 from tessera.tree import Tree, named_leaves
@@ -32,7 +33,7 @@ from tessera.tree import Tree, named_leaves
 
 
 @dataclass(frozen=True)
-class Model:
+class DecoderModel:
     """A Gemma 3 text model without arrays.
 
     Attributes:
@@ -49,12 +50,12 @@ class Model:
 
     Example:
       >>> from tessera.models.registry import config_of
-      >>> model = Model(config_of("gemma3_270m"))
+      >>> model = DecoderModel(config_of("gemma3_270m"))
       >>> model.abstract()["decoder"]["mlp"]["up"]["kernel"].shape
       (18, 640, 2048)
     """
 
-    config: Gemma3Config
+    config: DecoderConfig
     sequence_parallel: bool = False
     context_parallel: Method = "ring"
     remat: Any = NONE
@@ -66,13 +67,13 @@ class Model:
             object.__setattr__(self, "remat", policies)
 
     @cached_property
-    def _parts(self) -> tuple[nnx.GraphDef[Gemma3], nnx.State[str, Any]]:
+    def _parts(self) -> tuple[nnx.GraphDef[Decoder], nnx.State[str, Any]]:
         """The module's graph definition, and its abstract parameters."""
         return nnx.split(nnx.eval_shape(lambda: self._new(jax.random.key(0))))
 
-    def _new(self, key: jax.Array) -> Gemma3:
+    def _new(self, key: jax.Array) -> Decoder:
         rngs = nnx.Rngs(params=key)
-        return Gemma3(self.config, rngs=rngs, remat=self.remat)
+        return Decoder(self.config, rngs=rngs, remat=self.remat)
 
     def abstract(self) -> Tree:
         """Shape and dtype of every parameter as it is stored; allocates nothing."""
@@ -114,7 +115,7 @@ class Model:
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
         """
-        return Placement.of(
+        return decoder_placement(
             self.config,
             mesh,
             sequence_parallel=self.sequence_parallel,
@@ -203,7 +204,7 @@ class Model:
 
         return jax.jit(make, out_shardings=shardings)(key)
 
-    def module(self, params: Tree) -> Gemma3:
+    def module(self, params: Tree) -> Decoder:
         """The nnx module with these parameters.
 
         Raises:
@@ -212,7 +213,7 @@ class Model:
         _check_params(params, self.abstract())
         return nnx.merge(self._parts[0], nnx.State(self.plain(params)))
 
-    def stage(self, params: Tree) -> Gemma3:
+    def stage(self, params: Tree) -> Decoder:
         """The nnx module with the layers of one virtual stage.
 
         Args:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import SettingConflictError, SettingValueError, did_you_mean
-from tessera.models.gemma3_config import Gemma3Config
+from tessera.models.decoder.config import DecoderConfig
 from tessera.ops.rematerialization import NONE as NONE
 from tessera.ops.rematerialization import POLICIES as POLICIES
 
@@ -25,7 +25,7 @@ Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 _KINDS: Final = ("global", "local")
 
 
-def policies_of(remat: Any, config: Gemma3Config) -> Policies:
+def policies_of(remat: Any, config: DecoderConfig) -> Policies:
     """The policy of every layer.
 
     Args:
