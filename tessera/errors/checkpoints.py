@@ -32,3 +32,9 @@ class WeightFileError(TesseraError, ValueError):
     """A file of weights is malformed, or lacks the parameters of this model."""
 
     code = "T805"
+
+
+class ModelFolderError(TesseraError, ValueError):
+    """A ``config.json`` of a folder of weights cannot be used, or written."""
+
+    code = "T806"

@@ -10,3 +10,4 @@ from tessera.models.partition_rules import Placement as Placement
 from tessera.models.registry import CONFIGS as CONFIGS
 from tessera.models.registry import build as build
 from tessera.models.registry import config_of as config_of
+from tessera.models.weights import from_pretrained as from_pretrained

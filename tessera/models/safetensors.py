@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Safetensors files: opened by the library with coded errors, written array by array.
 
-The library checks the header, maps the file and reads slices. It lacks two things that
-are done here. It takes the last of two entries with one name, so names are checked for
-duplicates. And it writes arrays that are all in memory at the same time, while a large
+The library checks the header. It lacks three things that are done here. It takes the
+last of two entries with one name, so names are checked for duplicates. It copies what
+it reads, while a mapped array can be transposed before a slice of it is copied. And it
+writes arrays that are all in memory at the same time, while a large
 checkpoint is exported one array at a time; the format makes that simple:
 
     8 bytes      n, the size of the header, little endian
@@ -18,7 +19,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -28,8 +29,6 @@ from tessera.errors import WeightFileError
 from tessera.regular_files import check_regular
 from tessera.untrusted_text import parse_json
 
-Index: TypeAlias = tuple[slice, ...]
-
 _FORMAT_NAMES: Final[Mapping[np.dtype[Any], str]] = {
     **{DTYPES[f"f{bits}"]: f"F{bits}" for bits in (16, 32, 64)},
     **{DTYPES[f"i{bits}"]: f"I{bits}" for bits in (8, 16, 32, 64)},
@@ -37,6 +36,7 @@ _FORMAT_NAMES: Final[Mapping[np.dtype[Any], str]] = {
     DTYPES["u8"]: "U8",
     DTYPES["bool"]: "BOOL",
 }
+_DTYPES: Final = {name: dtype for dtype, name in _FORMAT_NAMES.items()}
 # The library's own limit: far more than any model needs.
 _MAX_HEADER: Final = 100_000_000
 
@@ -55,25 +55,31 @@ class SafetensorsFile:
         self.path = Path(path)
         try:
             check_regular(self.path)
-            self._file = safe_open(self.path, "numpy")
-            with self.path.open("rb") as file:
+            with safe_open(self.path, "numpy") as sound, self.path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
-                parse_json(file.read(size), longest=_MAX_HEADER)
+                header = parse_json(file.read(size), longest=_MAX_HEADER)
+                names = sound.keys()
+            # Its pages are read when a slice is copied, and can be dropped again.
+            self._bytes = np.memmap(self.path, np.uint8, mode="r", offset=0)
         except (OSError, ValueError, SafetensorError) as error:
             raise _malformed(self.path, error) from error
-        names = self._file.keys()
-        slices = {name: self._file.get_slice(name) for name in names}
+        self._begins = {
+            name: 8 + size + header[name]["data_offsets"][0] for name in names
+        }
         self.arrays: Mapping[str, tuple[str, tuple[int, ...]]] = {
-            name: (part.get_dtype(), tuple(part.get_shape()))
-            for name, part in slices.items()
+            name: (header[name]["dtype"], tuple(header[name]["shape"]))
+            for name in names
         }
         """Each array's dtype, in the format's names (``BF16``), and its shape."""
+        self.problems: tuple[str, ...] = ()
 
-    def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """A copy of an array, or of a slice of it; nothing else is read."""
-        if index:
-            return self._file.get_slice(name)[index]
-        return self._file.get_tensor(name)
+    def view(self, name: str) -> np.ndarray:
+        """An array, mapped: only what is copied from it is read."""
+        format_name, shape = self.arrays[name]
+        dtype = _DTYPES[format_name]
+        begin = self._begins[name]
+        data = self._bytes[begin : begin + math.prod(shape) * dtype.itemsize]
+        return data.view(np.ndarray).view(dtype).reshape(shape)
 
 
 def write_file(

@@ -2,13 +2,16 @@
 """Export a model's parameters to a safetensors file, and import them again.
 
 An array's name is its path with dots, ``decoder.mlp.up.kernel``. Its shape is that of
-``DecoderModel.init`` without pipeline stages, whatever mesh the parameters are on.
+``DecoderModel.init`` without pipeline stages, whatever mesh the parameters are on. A
+folder of published weights has the names and shapes of its family instead. Both are
+described by a table, and read by one mechanism: files are mapped, and each device's
+slice is copied from them.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
@@ -18,10 +21,21 @@ from tessera.dtypes import as_dtype
 from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
 from tessera.models.decoder.model import DecoderModel
-from tessera.models.safetensors import Index, SafetensorsFile, write_file
+from tessera.models.decoder.pipeline_stages import StageSplit
+from tessera.models.families.family import Tensor
+from tessera.models.model_folder import ModelFolder
+from tessera.models.safetensors import SafetensorsFile, write_file
 from tessera.tree import Tree, path_name
 
-__all__ = ("check_weights", "export_weights", "import_weights", "write_weights")
+__all__ = (
+    "check_weights",
+    "export_weights",
+    "from_pretrained",
+    "import_weights",
+    "write_weights",
+)
+
+Index: TypeAlias = tuple[slice, ...]
 
 # float32 represents every number of these exactly.
 _READABLE: Final = ("F32", "BF16", "F16")
@@ -82,84 +96,175 @@ def write_weights(
     return write_file(path, layouts, read_rounded, metadata)
 
 
+def from_pretrained(
+    folder: str | Path, mesh: Mesh | None = None, *, dtype: Any = None
+) -> tuple[DecoderModel, Tree]:
+    """The model of a Hugging Face folder, and its parameters on a mesh.
+
+    Args:
+      folder: Has ``config.json``, and one or many safetensors files.
+      mesh: Where to put the parameters; None is the default device.
+      dtype: What to round them to, such as ``"bf16"``; None is float32.
+
+    Raises:
+      ModelFolderError: [T806] its ``config.json`` cannot be used.
+      WeightFileError: [T805] its tensors are not those of the model.
+      AbstractMeshError: [T105] this machine lacks some of the mesh's devices.
+    """
+    model = DecoderModel(ModelFolder(folder).config)
+    return model, import_weights(folder, model, mesh, dtype=dtype)
+
+
 def import_weights(
     path: str | Path,
     model: DecoderModel,
     mesh: Mesh | None = None,
     *,
     layouts: Tree = None,
+    dtype: Any = None,
 ) -> Tree:
-    """Read parameters from a safetensors file; each device reads only its own slices.
+    """Read parameters from files; each device reads only its own slices.
 
     Narrower dtypes are widened to the parameters' float32, which is exact.
 
     Args:
-      path: The file.
+      path: A safetensors file that ``export_weights`` wrote, or the folder of a
+        published model.
       model: The model that it has to fit.
       mesh: Where to put the parameters; None is the default device.
       layouts: PartitionSpecs other than ``model.layouts(mesh)``.
+      dtype: What to round them to, such as ``"bf16"``; None is float32.
 
     Returns:
       A tree as from ``model.init``.
 
     Raises:
-      WeightFileError: [T805] the file is malformed, or does not hold the parameters of
+      WeightFileError: [T805] a file is malformed, or does not hold the parameters of
         the model; lists every difference.
+      ModelFolderError: [T806] the folder's ``config.json`` is of another model.
       AbstractMeshError: [T105] this machine lacks some of the mesh's devices.
     """
-    file = check_weights(path, model)
-    plain = jax.eval_shape(model.plain, model.abstract())
-    if mesh is None:
+    source = check_weights(path, model)
+    rounded_to = None if dtype is None else np.dtype(as_dtype(dtype))
+    plain = _by_name(jax.eval_shape(model.plain, model.abstract()))
+    rows = {row.path: row for row in _table(source, plain)}
 
-        def read_whole(name: str, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-            return file.read(name).astype(leaf.dtype)
+    def read(
+        name: str, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec | None = None
+    ) -> jax.Array:
+        shape, to = plain[name].shape, rounded_to or np.dtype(leaf.dtype)
+        slices = _Slices(source, rows[name], shape, to, model.split)
+        copy = slices.read if leaf.shape == shape else slices.read_staged
 
-        return jax.jit(model.stored)(_map_named(read_whole, plain))
-    layouts = model.layouts(mesh) if layouts is None else layouts
-
-    def read(name: str, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.Array:
         def read_slice(index: Index | None) -> np.ndarray:
-            return file.read(name, index or ()).astype(leaf.dtype)
+            return copy(index or (slice(None),) * len(leaf.shape))
 
-        # The layout of a staged array has two more dims: [chunks, stages, layers, ...].
-        if model.split is not None and name.startswith("decoder."):
-            spec = PartitionSpec(None, *spec[3:])
+        if spec is None:
+            return jax.device_put(read_slice(None))
+        assert mesh is not None
         sharding = NamedSharding(mesh.jax, spec)
         return jax.make_array_from_callback(leaf.shape, sharding, read_slice)
 
-    params = _map_named(read, plain, layouts)
-    if model.split is None:
-        return params
-    shardings = jax.tree.map(partial(NamedSharding, mesh.jax), layouts)
-    return jax.jit(model.stored, out_shardings=shardings)(params)
+    if mesh is None:
+        return _map_named(read, model.abstract())
+    layouts = model.layouts(mesh) if layouts is None else layouts
+    return _map_named(read, model.abstract(), layouts)
 
 
-def check_weights(path: str | Path, model: DecoderModel) -> SafetensorsFile:
-    """Check that a file holds the parameters of a model; reads only its header.
+@dataclass(frozen=True)
+class _Slices:
+    """Copies slices of one parameter from mapped tensors."""
+
+    source: SafetensorsFile | ModelFolder
+    row: Tensor
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    split: StageSplit | None
+
+    def read(self, index: Index) -> np.ndarray:
+        """A slice of the parameter without pipeline stages."""
+        ranges = [range(n)[part] for n, part in zip(self.shape, index, strict=True)]
+        out = np.empty([len(numbers) for numbers in ranges], self.dtype)
+        stacked = self.row.num_stacked
+        for position in np.ndindex(out.shape[:stacked]):
+            number = tuple(r[i] for r, i in zip(ranges, position, strict=False))
+            tensor = self.source.view(self.row.tensor_name(number))
+            out[position] = self.row.to_parameter(tensor, self.shape)[index[stacked:]]
+        return out
+
+    def read_staged(self, index: Index) -> np.ndarray:
+        """A slice of ``[chunks, stages, depth, ...]``; zero where that has padding."""
+        assert self.split is not None
+        numbers = self.split.numbers[index[:3]]
+        dims = zip(self.shape[1:], index[3:], strict=True)
+        rest = [len(range(n)[part]) for n, part in dims]
+        out = np.zeros([*numbers.shape, *rest], self.dtype)
+        for position, number in np.ndenumerate(numbers):
+            if number < self.split.num_layers:
+                layer = slice(int(number), int(number) + 1)
+                out[position] = self.read((layer, *index[3:]))[0]
+        return out
+
+
+def check_weights(
+    path: str | Path, model: DecoderModel
+) -> SafetensorsFile | ModelFolder:
+    """Check that a file or folder holds the parameters of a model.
+
+    Reads only headers, and both of two tensors that have to be equal.
 
     Raises:
       WeightFileError: [T805] it is malformed or does not; lists every difference.
+      ModelFolderError: [T806] the folder's ``config.json`` is of another model.
     """
-    file = SafetensorsFile(path)
-    expected = _by_name(jax.eval_shape(model.plain, model.abstract()))
-    lines: list[str] = []
-    for name in sorted(expected.keys() | file.arrays.keys()):
-        leaf = expected.get(name)
-        needs = "nothing" if leaf is None else f"F32{[*leaf.shape]}"
-        if name not in file.arrays:
-            lines.append(f"{name}: the file has nothing, the model {needs}")
-            continue
-        dtype, shape = file.arrays[name]
-        if leaf is None or shape != leaf.shape or dtype not in _READABLE:
-            lines.append(f"{name}: the file has {dtype}{[*shape]}, the model {needs}")
+    source: SafetensorsFile | ModelFolder
+    if Path(path).is_dir():
+        source = ModelFolder(path)
+        source.check_config(model.config)
+    else:
+        source = SafetensorsFile(path)
+    plain = _by_name(jax.eval_shape(model.plain, model.abstract()))
+    lines = sorted([*source.problems, *_differences(source, plain)])
     if lines:
         raise WeightFileError(
-            f"{file.path} does not hold the parameters of this model",
+            f"{source.path} does not hold the parameters of this model",
             got="\n".join(lines),
             fix="use the model that it was written for, or compare with "
             "model.abstract()",
         )
-    return file
+    return source
+
+
+def _table(
+    source: SafetensorsFile | ModelFolder, plain: Mapping[str, Any]
+) -> list[Tensor]:
+    """The rows of the parameters; in Tessera's own files, each is one array."""
+    if isinstance(source, SafetensorsFile):
+        return [Tensor(name, name) for name in plain]
+    return source.family.rows(plain)
+
+
+def _differences(
+    source: SafetensorsFile | ModelFolder, plain: Mapping[str, Any]
+) -> Iterator[str]:
+    """Every tensor that is missing, left over, or of another shape or dtype."""
+    expected = {
+        name: row.shape(plain[row.path].shape)
+        for row in _table(source, plain)
+        for name in row.tensor_names(plain[row.path].shape)
+    }
+    what = "file" if isinstance(source, SafetensorsFile) else "folder"
+    for name in expected.keys() | source.arrays.keys():
+        shape = expected.get(name)
+        needs = "nothing" if shape is None else f"F32{[*shape]}"
+        if name not in source.arrays:
+            yield f"{name}: the {what} has nothing, the model {needs}"
+            continue
+        dtype, stored = source.arrays[name]
+        if shape is None and not isinstance(source, SafetensorsFile):
+            yield from source.untied(name)
+        elif stored != shape or dtype not in _READABLE:
+            yield f"{name}: the {what} has {dtype}{[*stored]}, the model {needs}"
 
 
 def _by_name(tree: Tree) -> dict[str, Any]:

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3, the text model.
+
+Source: Gemma 3 Technical Report, arXiv 2503.19786.
+"""
+
+from typing import Any, Final
+
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.families.config_keys import ConfigKeys, read_rope
+from tessera.models.families.family import Family, Tensor
+
+_LAYER: Final = "model.layers.{layer}."
+
+
+def _read(keys: ConfigKeys) -> DecoderConfig:
+    # The defaults are those of Gemma3TextConfig: published files leave keys out.
+    num_layers = keys.take("num_hidden_layers", int, 26)
+    local = read_rope(keys, "sliding_attention", theta="rope_local_base_freq")
+    whole = read_rope(keys, "full_attention")
+    local.expect("rope_type", "default")
+    whole.expect("rope_type", "default", "linear")
+    keys.expect("hidden_activation", "gelu_pytorch_tanh")
+    keys.expect("attention_bias", False)
+    keys.expect("attention_dropout", 0.0, None)
+    keys.expect("use_bidirectional_attention", False, None)
+    keys.expect("tie_word_embeddings", True)
+    keys.expect("attn_logit_softcapping", None)
+    keys.expect("final_logit_softcapping", None)
+    is_scaled = whole.take("rope_type", str, "default") == "linear"
+    return DecoderConfig(
+        vocab_size=keys.take("vocab_size", int, 262_208),
+        d_model=keys.take("hidden_size", int, 2304),
+        num_layers=num_layers,
+        num_heads=keys.take("num_attention_heads", int, 8),
+        num_kv_heads=keys.take("num_key_value_heads", int, 4),
+        head_dim=keys.take("head_dim", int, 256),
+        mlp_dim=keys.take("intermediate_size", int, 9216),
+        window=keys.take("sliding_window", int, 4096),
+        query_pre_attn_scalar=keys.take("query_pre_attn_scalar", float, 256.0),
+        global_every=_global_every(keys, num_layers),
+        rope_base_local=local.take("rope_theta", float, 10_000.0),
+        rope_base_global=whole.take("rope_theta", float, 1_000_000.0),
+        rope_scale_global=whole.take("factor", float) if is_scaled else 1.0,
+        norm_epsilon=keys.take("rms_norm_eps", float, 1e-6),
+    )
+
+
+def _global_every(keys: ConfigKeys, num_layers: int) -> int:
+    """After how many layers one is global; ``layer_types`` says so since 4.53."""
+    every = keys.take("sliding_window_pattern", int, 6)
+    every = keys.take("_sliding_window_pattern", int, every)
+    types = keys.take("layer_types", list, [])
+    if not types or types == _layer_types(num_layers, every):
+        return every
+    if "full_attention" in types:
+        every = types.index("full_attention") + 1
+    else:
+        every = num_layers + 1
+    if types != _layer_types(num_layers, every):
+        keys.refuse("layer_types", "global layers are not at a regular distance")
+    return every
+
+
+def _layer_types(num_layers: int, every: int) -> list[str]:
+    kinds = "sliding_attention", "full_attention"
+    return [kinds[(i + 1) % every == 0] for i in range(num_layers)]
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    whole: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scale_global != 1:
+        whole = {"rope_type": "linear", "factor": config.rope_scale_global}
+    local = {"rope_type": "default", "rope_theta": config.rope_base_local}
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp_dim,
+        "sliding_window": config.window,
+        "layer_types": _layer_types(config.num_layers, config.global_every),
+        "query_pre_attn_scalar": config.query_pre_attn_scalar,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_parameters": {
+            "full_attention": {**whole, "rope_theta": config.rope_base_global},
+            "sliding_attention": local,
+        },
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+        "tie_word_embeddings": True,
+    }
+
+
+GEMMA3: Final = Family(
+    name="gemma3",
+    model_types=("gemma3_text", "gemma3"),
+    architecture="Gemma3ForCausalLM",
+    read_config=_read,
+    write_config=_write,
+    tensors=(
+        Tensor("embedding", "model.embed_tokens.weight"),
+        Tensor("final_norm.scale", "model.norm.weight"),
+        *(
+            Tensor(f"decoder.{path}.scale", f"{_LAYER}{name}.weight")
+            for path, name in {
+                "pre_attention_norm": "input_layernorm",
+                "post_attention_norm": "post_attention_layernorm",
+                "pre_mlp_norm": "pre_feedforward_layernorm",
+                "post_mlp_norm": "post_feedforward_layernorm",
+                "attention.query_norm": "self_attn.q_norm",
+                "attention.key_norm": "self_attn.k_norm",
+            }.items()
+        ),
+        *(
+            Tensor(f"decoder.{path}.kernel", f"{_LAYER}{name}.weight", inputs)
+            for path, name, inputs in (
+                ("attention.query", "self_attn.q_proj", 1),
+                ("attention.key", "self_attn.k_proj", 1),
+                ("attention.value", "self_attn.v_proj", 1),
+                ("attention.output", "self_attn.o_proj", 2),
+                ("mlp.gate", "mlp.gate_proj", 1),
+                ("mlp.up", "mlp.up_proj", 1),
+                ("mlp.down", "mlp.down_proj", 1),
+            )
+        ),
+    ),
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    ignored=(
+        *("vision_tower.*", "multi_modal_projector.*"),
+        *("model.vision_tower.*", "model.multi_modal_projector.*"),
+    ),
+    renamed=(
+        ("language_model.", ""),
+        ("model.language_model.", "model."),
+        *Family.renamed,
+    ),
+    outer_keys=frozenset(
+        (
+            *("vision_config", "mm_tokens_per_image", "image_token_index"),
+            *("boi_token_index", "eoi_token_index"),
+            *("image_token_id", "boi_token_id", "eoi_token_id"),
+        )
+    ),
+)

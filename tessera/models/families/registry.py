@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The families that are known, by the ``model_type`` of ``config.json``."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+from tessera.errors import ModelFolderError, TesseraError, did_you_mean
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.families.family import Family
+from tessera.models.families.gemma3 import GEMMA3
+from tessera.regular_files import check_regular
+from tessera.untrusted_text import parse_json
+
+CONFIG_FILE: Final = "config.json"
+_LONGEST: Final = 2**24
+
+FAMILIES: Final[tuple[Family, ...]] = (GEMMA3,)
+
+# Fields that a folder does not have: they change training or speed, not the model.
+_OF_TRAINING: Final = frozenset(
+    ("scan_unroll", "router_balance_weight", "router_z_weight")
+)
+
+
+def read_config_file(folder: str | Path) -> dict[str, Any]:
+    """The values of a folder's ``config.json``.
+
+    Raises:
+      ModelFolderError: [T806] there is none, or it is no JSON object.
+    """
+    path = Path(folder) / CONFIG_FILE
+    try:
+        check_regular(path)
+        values = parse_json(path.read_bytes(), longest=_LONGEST)
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(
+            f"{path} cannot be read",
+            got=getattr(error, "strerror", None) or str(error),
+            fix="name the folder of a published model, which has a config.json",
+        ) from error
+    return values
+
+
+def family_of(values: Mapping[str, Any]) -> Family:
+    """The family of a ``config.json``.
+
+    Raises:
+      ModelFolderError: [T806] there is none of its ``model_type``.
+    """
+    by_type = {name: family for family in FAMILIES for name in family.model_types}
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in by_type:
+        raise ModelFolderError(
+            "this config.json is of no family that Tessera knows",
+            got=f"model_type = {model_type!r}",
+            fix=did_you_mean(str(model_type), by_type),
+        )
+    return by_type[model_type]
+
+
+def family_for(config: DecoderConfig) -> Family:
+    """The first family whose ``config.json`` can describe a configuration.
+
+    Raises:
+      ModelFolderError: [T806] there is none; lists the fields that each would change.
+    """
+    lines: list[str] = []
+    for family in FAMILIES:
+        try:
+            again = family.config(family.values(config))
+        except TesseraError as error:
+            lines.append(f"{family.name}: {error.got}")
+            continue
+        changed = differences(config, again)
+        if not changed:
+            return family
+        lines += [f"{family.name}: {line}" for line in changed]
+    raise ModelFolderError(
+        "no family of Hugging Face Transformers computes this model",
+        got="\n".join(lines),
+        fix="export it without --format=hf",
+    )
+
+
+def differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
+    """The fields of two configurations by which their models compute other numbers."""
+    first, second = map(_computation, (config, other))
+    return [
+        f"{name} = {value!r}, not {second[name]!r}"
+        for name, value in first.items()
+        if value != second[name]
+    ]
+
+
+def _computation(config: DecoderConfig) -> dict[str, Any]:
+    values = {one.name: getattr(config, one.name) for one in fields(config)}
+    every = range(config.num_layers)
+    values["global_every"] = tuple(i for i in every if config.is_global(i))
+    return {name: value for name, value in values.items() if name not in _OF_TRAINING}
