@@ -38,3 +38,15 @@ class ImplementationError(TesseraError, ValueError):
     """The requested implementation of an operation does not support the call."""
 
     code = "T406"
+
+
+class ModelDefinitionError(TesseraError, ValueError):
+    """A registered model is not of the form that the trainer needs."""
+
+    code = "T407"
+
+
+class DimTableError(TesseraError, ValueError):
+    """A table of logical dims does not describe a model's parameters."""
+
+    code = "T408"

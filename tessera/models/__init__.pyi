@@ -7,6 +7,7 @@ from tessera.models.decoder.decoder import Decoder as Decoder
 from tessera.models.decoder.model import DecoderModel as DecoderModel
 from tessera.models.generation import generate as generate
 from tessera.models.partition_rules import Placement as Placement
+from tessera.models.registered_model import register_model as register_model
 from tessera.models.registry import CONFIGS as CONFIGS
 from tessera.models.registry import build as build
 from tessera.models.registry import config_of as config_of

@@ -2,7 +2,7 @@
 """Export a model's parameters to a safetensors file, and import them again.
 
 An array's name is its path with dots, ``decoder.mlp.up.kernel``. Its shape is that of
-``DecoderModel.init`` without pipeline stages, whatever mesh the parameters are on. A
+``Model.init`` without pipeline stages, whatever mesh the parameters are on. A
 folder of published weights has the names and shapes of its family instead. Both are
 described by a table, and read by one mechanism: files are mapped, and each device's
 slice is copied from them.
@@ -21,7 +21,8 @@ from tessera.dtypes import as_dtype
 from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
 from tessera.models.decoder.model import DecoderModel
-from tessera.models.decoder.pipeline_stages import StageSplit
+from tessera.models.pipeline_stages import StageSplit
+from tessera.models.model import Model
 from tessera.models.families.family import Tensor
 from tessera.models.model_folder import ModelFolder
 from tessera.models.safetensors import SafetensorsFile, write_file
@@ -45,14 +46,14 @@ def export_weights(
     params: Tree,
     path: str | Path,
     *,
-    model: DecoderModel | None = None,
+    model: Model | None = None,
     dtype: Any = None,
     metadata: Mapping[str, str] | None = None,
 ) -> int:
     """Write parameters to a safetensors file.
 
     Args:
-      params: A tree of arrays, as from ``DecoderModel.init``; whole in this process.
+      params: A tree of arrays, as from ``Model.init``; whole in this process.
       path: The file; an existing one is replaced once the new one is complete.
       model: The model of the parameters, if they are stored by pipeline stage.
       dtype: What to round them to, such as ``"bf16"``; None keeps their dtype.
@@ -117,7 +118,7 @@ def from_pretrained(
 
 def import_weights(
     path: str | Path,
-    model: DecoderModel,
+    model: Model,
     mesh: Mesh | None = None,
     *,
     layouts: Tree = None,
@@ -207,7 +208,7 @@ class _Slices:
 
 
 def check_weights(
-    path: str | Path, model: DecoderModel
+    path: str | Path, model: Model
 ) -> SafetensorsFile | ModelFolder:
     """Check that a file or folder holds the parameters of a model.
 

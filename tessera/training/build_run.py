@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,9 @@ from tessera.compiler.pipelining.balance_stages import describe
 from tessera.compiler.pipelining.microbatches import fewer_microbatches_warning
 from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.mesh import Mesh
-from tessera.models.decoder.config import DecoderConfig
-from tessera.models.decoder.model import DecoderModel
-from tessera.models.decoder.pipeline_stages import layer_costs
+from tessera.models.model import Model, StagedModel
 from tessera.models.partition_rules import Placement
 from tessera.models.weights import check_weights
-from tessera.ops.attention.context_parallel_variants import Method
 from tessera.ops.loss_scale import LossScale
 from tessera.training import optimizer_offload
 from tessera.training.config import Config, data_parallel_groups
@@ -35,7 +32,7 @@ from tessera.training.deterministic_numerics import check_accelerator
 from tessera.training.device_checks import check_compilable, check_state_fits
 from tessera.training.host_data_sharding import HostShard
 from tessera.training.optimizers import make_optimizer
-from tessera.training.pipelined_model import schedule_of, split_of
+from tessera.training.pipelined_model import schedule_of
 from tessera.training.setting_conflicts import numerics_problems
 from tessera.training.setting_fields import joined
 from tessera.training.step import (
@@ -63,16 +60,11 @@ class Run:
     mesh: Mesh
 
     @cached_property
-    def model(self) -> DecoderModel:
+    def model(self) -> Model:
         """The model, without arrays."""
-        model, chunks = self.config.model, self.config.training.pipeline_chunks
-        return DecoderModel(
-            model.config,
-            sequence_parallel=model.sequence_parallel,
-            context_parallel=cast(Method, model.context_parallel),
-            remat=self.config.training.remat,
-            split=split_of(self.mesh, model.config, chunks),
-        )
+        model = self.config.model
+        options = self.config.model_options
+        return model.kind.build(model.config, options, self.mesh)
 
     @cached_property
     def schedule(self) -> Schedule | None:
@@ -233,16 +225,16 @@ class Run:
 
     def _pipeline_notes(self) -> list[str]:
         """The split of the layers and the schedule; what they waste, as a warning."""
-        schedule, split = self.schedule, self.model.split
-        if schedule is None or split is None:
+        schedule, model, split = self.schedule, self.model, self.model.split
+        if schedule is None or split is None or not isinstance(model, StagedModel):
             return []
         fewer_microbatches_warning(schedule)
-        costs, head = layer_costs(self.model.config)
+        costs, head = model.stage_costs
         return [describe(split.layers, costs, last=head), schedule.summary()]
 
     def _unused_notes(self) -> Iterator[str]:
         """Settings that have nothing to do in a model or on a mesh of these sizes."""
-        model, every = self.model.config, self.step_config.sync_every
+        every = self.step_config.sync_every
         rule = self.config.optimizer.scale_learning_rate
         if data_parallel_groups(self.mesh.shape) == 1:
             reason = "changes nothing: there is one data-parallel group"
@@ -250,16 +242,6 @@ class Run:
                 yield f"sync_gradients_every {every} {reason}"
             if rule != "none":
                 yield f"scale_learning_rate {rule} {reason}"
-        kinds = {model.is_global(layer) for layer in range(model.num_layers)}
-        scaled = model.rope_base_global, model.rope_scale_global
-        usual = DecoderConfig.rope_base_global, DecoderConfig.rope_scale_global
-        if kinds == {True}:
-            yield "window and rope_base_local change nothing: every layer is global"
-        if kinds == {False} and scaled != usual:
-            yield (
-                "rope_base_global and rope_scale_global change nothing: no layer is "
-                "global"
-            )
 
     def check(self) -> None:
         """Raise what does not fit before anything is compiled or written.
@@ -302,7 +284,7 @@ class Run:
             self.config.data,
             sequence_length=training.sequence_length,
             seed=training.seed,
-            vocab_size=self.config.model.config.vocab_size,
+            vocab_size=self.model.vocab_size,
         )
         self._check_prompt(corpus)
         part = self.host_shard.index, self.host_shard.count
@@ -320,9 +302,8 @@ class Run:
         training, tokenizer = self.config.training, corpus.tokenizer
         if training.sample_length and tokenizer.kind != "synthetic":
             text = training.sample_prompt
-            vocab_size = self.config.model.config.vocab_size
-            ids = tokenizer.encode(text)
-            check_tokens("training.sample_prompt", text, ids, tokenizer, vocab_size)
+            ids, size = tokenizer.encode(text), self.model.vocab_size
+            check_tokens("training.sample_prompt", text, ids, tokenizer, size)
 
     @cached_property
     def host_shard(self) -> HostShard:

@@ -30,8 +30,15 @@ from tessera.errors import (
     UnknownSettingError,
     did_you_mean,
 )
+from tessera.models.definition import (
+    DECODER,
+    ModelDefinition,
+    definition_of,
+    import_module,
+    registered_model,
+)
 from tessera.training.config import Config
-from tessera.training.config_schema import Schema, as_text, settings_of, typed
+from tessera.training.config_schema import as_text, schema, settings_of, typed
 from tessera.training.help_text import usage
 from tessera.training.optimizer_config import OPTIMIZERS
 from tessera.training.overrides import (
@@ -46,6 +53,8 @@ from tessera.training.overrides import (
 from tessera.training.setting_fields import as_yaml, joined, walk
 from tessera.training.settings_checks import check
 
+# What Hydra sees as the file of a registered model.
+_REGISTERED: Final = "registered"
 # The error for a file that a group does not have; T502 for the others.
 _UNKNOWN: Final = {"model": UnknownModelError, "optimizer": UnknownOptimizerError}
 
@@ -108,6 +117,8 @@ def read_command_line(
     """
     try:
         flags, overrides = _read_flags(sys.argv[1:] if arguments is None else arguments)
+        for module in flags.module:
+            import_module(module)
         if flags.multirun and not (flags.help or flags.cfg):
             return _sweep(overrides, config_dir)
         composed = compose(overrides, config_dir)
@@ -154,10 +165,18 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
         except TesseraError as error:
             errors.append(error)
     choices = [override for override in parsed if is_choice(override)]
-    errors += _unknown_files(choices, _files(config_dir))
+    own = {
+        str(choice.value()): definition
+        for choice in choices
+        if choice.key_or_group == "model"
+        and (definition := registered_model(str(choice.value()))) is not None
+    }
+    files = _files(config_dir)
+    files["model"] += own
+    errors += _unknown_files(choices, files)
     if errors:
         raise joined(errors)
-    config = _compose_files(choices, config_dir)
+    config = _compose_files(choices, config_dir, own)
     for override in parsed:
         if not is_choice(override):
             errors += apply(override, config)
@@ -185,7 +204,7 @@ def _sweep(overrides: Sequence[str], config_dir: Path) -> int:
     # It imports what starts processes, which one run does not need.
     from tessera.training.sweep import combinations, sweep
 
-    _store_schemas()
+    _store_schemas(definition_of(DECODER))
     for one in combinations([parse(text, is_sweep=True) for text in overrides]):
         compose(one, config_dir)
     return sweep(overrides, config_dir)
@@ -212,15 +231,24 @@ def _check_output(folder: str) -> Iterator[TesseraError]:
         )
 
 
-def _compose_files(choices: Sequence[Override], config_dir: Path) -> DictConfig:
+def _compose_files(
+    choices: Sequence[Override],
+    config_dir: Path,
+    own: Mapping[str, ModelDefinition],
+) -> DictConfig:
     """``config.yaml`` and the chosen files, merged onto the types of all settings."""
-    _store_schemas()
+    texts, definition = [str(choice.input_line) for choice in choices], None
+    for at, choice in enumerate(choices):
+        if choice.key_or_group == "model":
+            definition = own.get(str(choice.value()))
+            texts[at] = texts[at] if definition is None else f"model={_REGISTERED}"
+    _store_schemas(definition or definition_of(DECODER))
     folder = str(config_dir.resolve())
     try:
         with hydra.initialize_config_dir(folder, version_base="1.3"):
             return hydra.compose(
                 "config",
-                [str(choice.input_line) for choice in choices],
+                texts,
                 return_hydra_config=True,
             )
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -235,10 +263,17 @@ def _compose_files(choices: Sequence[Override], config_dir: Path) -> DictConfig:
         ) from error
 
 
-def _store_schemas() -> None:
+def _store_schemas(definition: ModelDefinition) -> None:
     """Give Hydra the types of all settings."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=typed(Schema))
+    store.store(name="schema", node=schema(definition))
+    if definition.name != DECODER:
+        node = {
+            "name": definition.label,
+            "definition": definition.name,
+            "mesh_shape": [[1, 1], ["fsdp", "tp"]],
+        }
+        store.store(group="model", name=_REGISTERED, node=node)
     for name, cls in OPTIMIZERS.items():
         store.store(group="optimizer", name=f"{name}_schema", node=typed(cls))
 
@@ -272,6 +307,7 @@ def _read_flags(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--module", action="append", default=[])
     try:
         flags, rest = parser.parse_known_args(arguments)
     except ArgumentError as error:
@@ -282,7 +318,7 @@ def _read_flags(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
         raise UnknownSettingError(
             "unknown flag",
             got=flag,
-            fix="use --help, --cfg job or --multirun, or write settings as "
+            fix="use --help, --cfg job, --module or --multirun, or write settings as "
             "group.setting=value",
         )
     return flags, rest

@@ -12,7 +12,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from tessera.models.axis_rules import RULES
-from tessera.models.decoder.config import DecoderConfig
+from tessera.models.definition import (
+    DECODER,
+    ModelDefinition,
+    ModelOptions,
+    definition_of,
+)
 from tessera.training.data.data_config import DataConfig
 from tessera.training.optimizer_config import AdamWConfig, OptimizerConfig
 from tessera.training.setting_fields import MOST_COUNT, setting
@@ -208,6 +213,8 @@ class ModelConfig:
       sequence_parallel: Split norms and residuals along the sequence over tp.
       context_parallel: How attention sees sequences that a mesh axis cp splits: keys
         and values go round a ring, or all_to_all exchanges them for heads.
+      definition: What kind of model it is: decoder, or one that a module of yours
+        registers; see docs/guides/own-model.md.
       config: The model's sizes; on the command line they stand beside the others.
     """
 
@@ -215,7 +222,17 @@ class ModelConfig:
     mesh_shape: MeshShape = ((1, 1), ("fsdp", "tp"))
     sequence_parallel: bool = False
     context_parallel: str = setting("ring", choices=CONTEXT_METHODS)
-    config: DecoderConfig
+    definition: str = DECODER
+    config: Any
+
+    @property
+    def kind(self) -> ModelDefinition:
+        """The definition that ``definition`` names.
+
+        Raises:
+          UnknownModelError: [T403] there is none in this process.
+        """
+        return definition_of(self.definition)
 
     @property
     def num_devices(self) -> int:
@@ -242,6 +259,17 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    @property
+    def model_options(self) -> ModelOptions:
+        """What the groups ``model`` and ``training`` say of the model."""
+        return ModelOptions(
+            sequence_parallel=self.model.sequence_parallel,
+            context_parallel=self.model.context_parallel,
+            remat=self.training.remat,
+            pipeline_chunks=self.training.pipeline_chunks,
+            loss_chunk=self.training.loss_chunk,
+        )
 
     def rows_per_microbatch(self, mesh: "Mesh") -> int:
         """Sequences of one microbatch over the whole mesh."""

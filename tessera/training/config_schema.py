@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts between OmegaConf and the dataclasses of ``config.py``."""
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from typing import Any, cast, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tessera.models.decoder.config import DecoderConfig
+from tessera.models.definition import DECODER, ModelDefinition, definition_of
 from tessera.training.config import (
     Config,
     ModelConfig,
@@ -19,29 +19,49 @@ from tessera.training.data.data_config import DataConfig
 from tessera.training.optimizer_config import OPTIMIZERS, OptimizerConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Model:
     name: str
+    definition: str = DECODER
     mesh_shape: list[Any]  # of two types, which OmegaConf has no list for
     sequence_parallel: bool = ModelConfig.sequence_parallel
     context_parallel: str = ModelConfig.context_parallel
 
 
-@dataclass(frozen=True)
-class ModelSchema(DecoderConfig, _Model):
+def model_schema(definition: ModelDefinition) -> type:
     """``ModelConfig`` on the command line: its sizes stand beside the others."""
+    hints = get_type_hints(definition.config_class)
+    sizes = [
+        (one.name, hints[one.name], _copied(one))
+        for one in fields(definition.config_class)
+    ]
+    return make_dataclass("ModelSchema", sizes, bases=(_Model,), kw_only=True)
+
+
+def _copied(one: Field[Any]) -> Any:
+    """The default of a dataclass's field, as a field of another one."""
+    if one.default_factory is not MISSING:
+        return field(default_factory=one.default_factory)
+    return field(default=one.default) if one.default is not MISSING else field()
 
 
 @dataclass
-class Schema:
-    """``Config`` as OmegaConf types it. Not frozen: ``typed`` sets its fields."""
+class _Schema:
+    """``Config`` as OmegaConf types it, but for the model."""
 
     name: str
-    model: ModelSchema
+    model: Any
     training: TrainingConfig
     data: DataConfig
     optimizer: OptimizerConfig
     runtime: RuntimeConfig
+
+
+def schema(definition: ModelDefinition) -> DictConfig:
+    """The type of every setting, for a kind of model."""
+    node = typed(_Schema)
+    node.model = typed(model_schema(definition))
+    return node
 
 
 def typed(cls: type) -> DictConfig:
@@ -73,7 +93,9 @@ def settings_of(config: DictConfig) -> Config:
         OmegaConf.to_container(config.model, resolve=True, throw_on_missing=True),
     )
     own = {one.name: _frozen(sizes.pop(one.name)) for one in fields(_Model)}
-    model = ModelConfig(**own, config=DecoderConfig(**sizes))
+    sizes = {name: _frozen(value) for name, value in sizes.items()}
+    definition = definition_of(own["definition"])
+    model = ModelConfig(**own, config=definition.configure(sizes))
     return Config(name=config.name, model=model, **values)
 
 
@@ -89,7 +111,8 @@ def settings_of_text(text: str) -> Config:
         # Everything is resolved in what was written: a reference is somebody else's.
         if not isinstance(values, dict) or "${" in text:
             raise ValueError("it is no resolved configuration")
-        config = typed(Schema)
+        model = values["model"].get("definition", DECODER)
+        config = schema(definition_of(model))
         cls = OPTIMIZERS[values["optimizer"]["name"]]
         config.optimizer = typed(cls)
         return settings_of(cast(DictConfig, OmegaConf.merge(config, values)))

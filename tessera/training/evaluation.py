@@ -5,12 +5,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tessera.models.decoder.model import DecoderModel
 from tessera.models.generation import generate
 from tessera.training.build_run import Run
 from tessera.training.data import Corpus
@@ -56,7 +57,7 @@ def sample(run: Run, corpus: Corpus, state: TrainState) -> tuple[str, str]:
     prompt, shown = _prompt(training.sample_prompt, corpus)
     key = jax.random.fold_in(jax.random.key(training.seed), training.steps)
     ids = generate(
-        run.model,
+        cast(DecoderModel, run.model),
         state.params,
         jnp.asarray(prompt, jnp.int32)[None],
         training.sample_length,

@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.mesh import Mesh
-from tessera.models.decoder.model import DecoderModel
+from tessera.models.model import Model
 from tessera.ops.gradient_averaging import ErrorFeedback, compressed_mean
 from tessera.ops.operand_layouts import region_mesh
 from tessera.tree import Tree
@@ -37,7 +37,7 @@ class CompressedExchange:
       ratio: The share of its values that a device sends under ``top_k``.
     """
 
-    model: DecoderModel
+    model: Model
     mesh: Mesh
     compression: str = "none"
     ratio: float = 0.01

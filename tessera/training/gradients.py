@@ -11,7 +11,7 @@ up, delay the reduction over mesh axes, or replace it:
 - a pipeline differentiates and accumulates all microbatches by itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,21 +20,17 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from tessera.compiler.gradient_primitive import grad
-from tessera.labels import IGNORE_INDEX
+from tessera.models.model import Batch, Sums
 from tessera.models.partition_rules import NO_MESH, Placement
 from tessera.scope import autocast, constrain
 from tessera.training.deterministic_numerics import FixedOrder
 from tessera.training.gradient_compression import AXIS
-from tessera.training.router_metrics import ROUTER_METRICS, router_sums
 from tessera.training.step_config import StepConfig
 from tessera.tree import Tree
 
-Batch: TypeAlias = Mapping[str, Int[Array, "..."]]
-# Sums over tokens that a step reports: the loss and, with experts, the routers'.
-Sums: TypeAlias = dict[str, Float[Array, ""]]
 # A factor of the loss against underflow in fp16; None is 1.
 Scale: TypeAlias = Float[Array, ""] | None
 # From a batch to the sums and the gradients of its microbatches.
@@ -46,8 +42,6 @@ def losses(
 ) -> tuple[Float[Array, ""], Sums]:
     """The loss of one microbatch, in nats summed over tokens, and the reported sums.
 
-    The routers' losses are means over one microbatch, weighted by its number of tokens.
-
     Args:
       config: The step.
       params: Parameters.
@@ -55,27 +49,7 @@ def losses(
       place: Where activations lie.
     """
     with autocast(config.dtype) if config.dtype != "f32" else nullcontext():
-        module = config.model.module(params)
-        hidden, statistics = module.hidden(
-            batch["tokens"],
-            positions=batch["positions"],
-            segment_ids=batch["segment_ids"],
-            place=place,
-        )
-        loss = module.loss(
-            hidden,
-            batch["targets"],
-            ignore_index=IGNORE_INDEX,
-            chunk=config.loss_chunk,
-            place=place,
-        )
-    routers = router_sums(config.model.config, statistics, num_targets(batch))
-    return loss + routers.get("router_loss", 0.0), {"loss": loss, **routers}
-
-
-def num_targets(batch: Batch) -> Float[Array, ""]:
-    """Tokens that count for the loss."""
-    return (batch["targets"] != IGNORE_INDEX).sum(dtype=jnp.float32)
+        return config.model.loss(params, batch, place, chunk=config.loss_chunk)
 
 
 def mean_gradients(
@@ -202,8 +176,7 @@ def _accumulate(
     def add(carry: Tree, micro: Batch) -> tuple[Tree, None]:
         return jax.tree.map(jnp.add, carry, one(micro)), None
 
-    routers = ROUTER_METRICS if config.model.config.num_experts else ()
-    sums = dict.fromkeys(("loss", *routers), jnp.float32(0.0))
+    sums = dict.fromkeys(config.model.sum_names, jnp.float32(0.0))
     return jax.lax.scan(add, (sums, zeros), dict(batch))[0]
 
 

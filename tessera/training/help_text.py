@@ -9,6 +9,7 @@ from operator import attrgetter
 from textwrap import fill
 from typing import Any
 
+from tessera.models.decoder.config import DecoderConfig
 from tessera.training.config import Config
 from tessera.training.setting_fields import Description, as_yaml, describe
 
@@ -33,11 +34,22 @@ def usage(settings: Config, files: Mapping[str, Sequence[str]]) -> str:
     )
 
 
-def group_settings(group: str, cls: type) -> Iterator[Description]:
-    """Every setting of a group, under the name that it has on the command line."""
+def group_settings(
+    group: str, cls: type, model_class: type = DecoderConfig
+) -> Iterator[Description]:
+    """Every setting of a group, under the name that it has on the command line.
+
+    Args:
+      group: The group.
+      cls: Its class.
+      model_class: The class of the model's own configuration, whose settings stand
+        beside the others of the group ``model``.
+    """
     for one in describe(cls):
-        name = one.name.removeprefix("config.") if group == "model" else one.name
-        yield Description(name, one.type, one.default, one.meaning)
+        if (group, one.name) != ("model", "config"):
+            yield one
+    if group == "model":
+        yield from describe(model_class)
 
 
 def _value(config: Any, name: str) -> Any:
@@ -49,7 +61,8 @@ def _value(config: Any, name: str) -> Any:
 
 def _group(group: str, names: Sequence[str], settings: Config) -> Iterator[str]:
     yield fill(f"{group}={' | '.join(names)}", 80, subsequent_indent="  ") + "\n"
-    for one in group_settings(group, type(getattr(settings, group))):
+    cls, model_class = type(getattr(settings, group)), type(settings.model.config)
+    for one in group_settings(group, cls, model_class):
         value = _value(getattr(settings, group), one.name)
         line = f"  {group}.{one.name}={as_yaml(value)}  ({one.type})"
         yield fill(line, 80, subsequent_indent=" " * 4, break_long_words=False) + "\n"

@@ -7,17 +7,13 @@ It is asked of the modules that lay out arrays, which import JAX. So it comes af
 
 from collections.abc import Iterator
 from math import lcm
-from typing import Final, cast
+from typing import Final
 
 from tessera.compiler.pipelining.named_schedules import schedule
 from tessera.errors import BatchSizeError, PipelineSizeError, TesseraError, nearest
 from tessera.mesh import Mesh
-from tessera.models.decoder.pipeline_stages import StageSplit
-from tessera.models.decoder.placement import decoder_placement
-from tessera.models.decoder.remat import policies_of, policies_of_stage
 from tessera.models.partition_rules import Placement
-from tessera.ops.attention.context_parallel_variants import Method
-from tessera.training.config import Config, ModelConfig
+from tessera.training.config import Config
 
 # Entries of a schedule's table, stages times microbatches: some seconds to make.
 _LARGEST_TABLE: Final = 2**18
@@ -34,36 +30,24 @@ def layout_problems(settings: Config) -> list[TesseraError]:
     """
     sizes, axes = settings.model.mesh_shape
     mesh = Mesh.from_shape([[max(size, 1) for size in sizes], axes])
-    errors: list[TesseraError] = []
-    place: Placement | None = None
+    model, options = settings.model, settings.model_options
+    errors = list(model.kind.problems(model.config, options, mesh))
     try:
-        place = _placement(settings.model, mesh)
+        _check_schedule(settings, mesh)
     except TesseraError as error:
         errors.append(error)
-    for check in (_check_remat, _check_stages):
-        try:
-            check(settings, mesh)
-        except TesseraError as error:
-            errors.append(error)
-    return errors if place is None else [*errors, *_check_sequences(settings, place)]
+    if errors:
+        return errors
+    place = model.kind.build(model.config, options, mesh).place(mesh)
+    return list(_check_sequences(settings, place))
 
 
-def _placement(model: ModelConfig, mesh: Mesh) -> Placement:
-    return decoder_placement(
-        model.config,
-        mesh,
-        sequence_parallel=model.sequence_parallel,
-        context_parallel=cast(Method, model.context_parallel),
-    )
-
-
-def _check_stages(settings: Config, mesh: Mesh) -> None:
+def _check_schedule(settings: Config, mesh: Mesh) -> None:
     if "pp" not in mesh.axes:
         return
     training = settings.training
     stages, chunks = mesh.shape["pp"], training.pipeline_chunks
     microbatches = training.gradient_accumulation_steps
-    StageSplit.of(settings.model.config, stages, chunks)
     if stages * microbatches > _LARGEST_TABLE:
         raise PipelineSizeError(
             "a schedule of so many stages and microbatches is too large a table",
@@ -73,14 +57,6 @@ def _check_stages(settings: Config, mesh: Mesh) -> None:
         )
     order = training.pipeline_schedule
     schedule(order, stages, microbatches, chunks if chunks > 1 else None)
-
-
-def _check_remat(settings: Config, mesh: Mesh) -> None:
-    config = settings.model.config
-    policies = policies_of(settings.training.remat, config)
-    if "pp" in mesh.axes:
-        stages = mesh.shape["pp"] * settings.training.pipeline_chunks
-        policies_of_stage(policies, config.num_layers // stages)
 
 
 def _check_sequences(settings: Config, place: Placement) -> Iterator[BatchSizeError]:

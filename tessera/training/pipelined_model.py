@@ -23,16 +23,11 @@ from tessera.compiler.pipelining.device_tick import Stages
 from tessera.compiler.pipelining.named_schedules import schedule
 from tessera.compiler.pipelining.schedule_loop import Pipeline
 from tessera.compiler.pipelining.schedule_table import Schedule
-from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
-from tessera.models.decoder.config import DecoderConfig
-from tessera.models.decoder.decoder import RESIDUAL, Decoder
-from tessera.models.decoder.model import DecoderModel
-from tessera.models.decoder.pipeline_stages import StageSplit
+from tessera.models.model import StagedModel, Sums
 from tessera.models.partition_rules import Placement
 from tessera.scope import autocast, constrain
 from tessera.shard_spec import axes_of_dims
-from tessera.training.router_metrics import router_sums
 from tessera.tree import Tree
 
 
@@ -49,7 +44,7 @@ class PipelinedModel:
       loss_chunk: The number of tokens whose logits the last stage computes at a time.
     """
 
-    model: DecoderModel
+    model: StagedModel
     mesh: Mesh
     schedule: Schedule
     dtype: str = "f32"
@@ -58,7 +53,7 @@ class PipelinedModel:
 
     def gradients(
         self, params: Tree, batch: Tree, seed: Float[Array, ""]
-    ) -> tuple[dict[str, Float[Array, ""]], Tree]:
+    ) -> tuple[Sums, Tree]:
         """Summed losses in nats, and gradients of ``seed`` times what is trained.
 
         Args:
@@ -66,17 +61,17 @@ class PipelinedModel:
           batch: Arrays ``[M, B, S]``, replicated over ``pp``.
           seed: Scale of the gradients.
         """
-        weights, shared = _split_params(params)
+        weights, shared = self.model.divide(params)
         result = self._pipeline(batch).gradients(weights, shared, batch, seed)
-        sums = {"loss": _without_router_loss(result.loss, result.statistics)}
-        gradients = {**result.shared, "decoder": result.weights}
-        return {**sums, **result.statistics}, gradients
+        gradients = self.model.join(result.weights, result.shared)
+        return result.statistics, gradients
 
     def loss(self, params: Tree, batch: Tree) -> Float[Array, ""]:
         """Summed loss in nats of one microbatch ``[B, S]``, without gradients."""
         batch = jax.tree.map(partial(jnp.expand_dims, axis=0), batch)
-        _, loss, routers = self._pipeline(batch).outputs(*_split_params(params), batch)
-        return _without_router_loss(loss, routers)
+        divided = self.model.divide(params)
+        _, _, sums = self._pipeline(batch).outputs(*divided, batch)
+        return sums["loss"]
 
     def _pipeline(self, batch: Tree) -> Pipeline:
         stages = self._stages(batch)
@@ -94,7 +89,7 @@ class PipelinedModel:
             "dp" in axes for spec in specs for axes in axes_of_dims(spec, 0)
         )
         has_no_dp = self.mesh.shape.get("dp", 1) == 1
-        if has_no_dp or is_sharded or self.model.config.num_experts:
+        if has_no_dp or is_sharded or self.model.couples_rows:
             return ()
         return ("dp",)
 
@@ -111,18 +106,17 @@ class PipelinedModel:
         return replace(place, vmapped_axes=place.vmapped_axes | set(self._data_axes))
 
     def _stages(self, batch: Tree) -> Stages:
-        place, layouts = self._place, self._layouts
-        width = self.model.config.d_model
+        place, (staged, _) = self._place, self.model.divide(self._layouts)
         _, rows, length = batch["tokens"].shape
         rows //= self.mesh.axis_size(self._data_axes)
 
         def constrain_weights(weights: Tree) -> Tree:
-            return jax.tree.map(self._as_stored, weights, layouts["decoder"])
+            return jax.tree.map(self._as_stored, weights, staged)
 
         return Stages(
             runs=[self._run],
-            wire=jax.ShapeDtypeStruct((rows, length, width), jnp.float32),
-            constrain_wire=lambda wire: place.constrain(wire, *RESIDUAL),
+            wire=self.model.wire(rows, length),
+            constrain_wire=lambda wire: self.model.constrain_wire(wire, place),
             constrain_weights=constrain_weights,
         )
 
@@ -134,50 +128,16 @@ class PipelinedModel:
         self, weights: Tree, shared: Tree, wire: Array, micro: Tree, index: Array
     ) -> tuple[Array, Array, tuple[Tree, Tree]]:
         """One virtual stage on one microbatch."""
-        place, split = self._place, self._split
-        module = self.model.stage({**shared, "decoder": weights})
-        numbers = split.numbers.reshape(-1, split.depth)
         with autocast(self.dtype) if self.dtype != "f32" else nullcontext():
-            x_BSD = jax.lax.cond(
-                index == 0,
-                lambda: module.embed(micro["tokens"], place=place),
-                lambda: wire,
+            wire, loss, sums = self.model.run_stage(
+                (weights, shared),
+                wire,
+                micro,
+                index,
+                self._place,
+                chunk=self.loss_chunk,
             )
-            x_BSD, statistics = module.decode(
-                x_BSD,
-                positions=micro["positions"],
-                segment_ids=micro["segment_ids"],
-                numbers=jax.lax.dynamic_index_in_dim(
-                    jnp.asarray(numbers), index, 0, keepdims=False
-                ),
-                has_fillers=not split.is_even,
-                place=place,
-            )
-            is_last = index == self.schedule.virtual_stages - 1
-            loss = jax.lax.cond(
-                is_last,
-                lambda: self._loss(module, x_BSD, micro["targets"]),
-                lambda: jnp.float32(0.0),
-            )
-        tokens = (micro["targets"] != IGNORE_INDEX).sum(dtype=jnp.float32)
-        routers = router_sums(self.model.config, statistics, tokens)
-        loss = loss + routers.get("router_loss", 0.0)
-        return x_BSD, loss, ((), routers)
-
-    def _loss(self, module: Decoder, x_BSD: Array, targets: Array) -> Float[Array, ""]:
-        place = self._place
-        return module.loss(
-            module.normalized(x_BSD, place=place),
-            targets,
-            ignore_index=IGNORE_INDEX,
-            chunk=self.loss_chunk,
-            place=place,
-        )
-
-    @property
-    def _split(self) -> StageSplit:
-        assert self.model.split is not None, "the model of a pipeline has stages"
-        return self.model.split
+        return wire, loss, ((), sums)
 
 
 def schedule_of(
@@ -194,25 +154,3 @@ def schedule_of(
     return schedule(
         name, mesh.shape["pp"], accumulation, chunks if is_chunked else None
     )
-
-
-def split_of(mesh: Mesh, config: DecoderConfig, chunks: int) -> StageSplit | None:
-    """The layers of each stage; None where the mesh has no ``pp``.
-
-    Raises:
-      PipelineSizeError: [T311] there are more virtual stages than layers.
-    """
-    if "pp" not in mesh.axes:
-        return None
-    return StageSplit.of(config, mesh.shape["pp"], chunks)
-
-
-def _without_router_loss(loss: Array, routers: dict[str, Array]) -> Array:
-    """The cross-entropy of a pipeline's loss, which includes the routers' loss."""
-    return loss - routers.get("router_loss", 0.0)
-
-
-def _split_params(params: Tree) -> tuple[Tree, Tree]:
-    """The stages' own parameters, and those that several read."""
-    shared = {name: part for name, part in params.items() if name != "decoder"}
-    return params["decoder"], shared

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes a run in a table before its first step, and prints a dry run."""
 
-from collections import Counter
-
 from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
-from tessera.models.decoder.config import DecoderConfig
-from tessera.models.decoder.remat import NONE, policies_of
+from tessera.models.model import Model
 from tessera.training.build_run import Run
 
 
@@ -27,7 +24,7 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
     return [
         ("mesh", f"{mesh.topology}{', abstract' if mesh.is_abstract else ''}"),
         ("model", settings.model.name),
-        ("parameters", _parameters(settings.model.config)),
+        ("parameters", _parameters(run.model)),
         *(("layout", note) for note in run.layout_notes()),
         (
             "state",
@@ -35,7 +32,7 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
             "device",
         ),
         ("held per device", _held(run)),
-        *(("recomputed", text) for text in _recomputed(run)),
+        *(("recomputed", text) for text in run.model.remat_notes()),
         (
             "batch",
             f"{rows:,} sequences of {settings.training.sequence_length:,} tokens "
@@ -51,8 +48,8 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _parameters(config: DecoderConfig) -> str:
-    total, active = config.num_params, config.num_active_params
+def _parameters(model: Model) -> str:
+    total, active = model.num_params, model.num_active_params
     return f"{total:,}" + (f", {active:,} for each token" if active < total else "")
 
 
@@ -69,17 +66,6 @@ def _held(run: Run) -> str:
         for name, tree in trees.items()
     )
     return held + " on the host" * run.step_config.offload_optimizer
-
-
-def _recomputed(run: Run) -> list[str]:
-    """Which layers are computed twice."""
-    config = run.model.config
-    policies = Counter(policies_of(run.model.remat, config))
-    return [
-        f"{name} in {count} of {config.num_layers} layers"
-        for name, count in policies.items()
-        if name != NONE
-    ]
 
 
 def dry_run_text(run: Run) -> str:

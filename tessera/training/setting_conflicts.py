@@ -181,7 +181,7 @@ def _reordered_sums(settings: Config, sizes: Sizes) -> Iterator[SettingConflictE
     """What would add in another order on another mesh, or in another run."""
     training, optimizer = settings.training, settings.optimizer
     parts, groups = training.microshards, data_parallel_groups(sizes)
-    model = settings.model.config
+    coupling = settings.model.kind.row_coupling(settings.model.config)
     others = [
         axis
         for axis, size in sizes.items()
@@ -204,10 +204,9 @@ def _reordered_sums(settings: Config, sizes: Sizes) -> Iterator[SettingConflictE
             "use as many groups as divide training.microshards",
         ),
         (
-            model.num_experts > 0,
-            f"num_experts={model.num_experts}, whose routers balance a whole "
-            "microbatch",
-            "use a model without experts",
+            coupling is not None,
+            f"{coupling}",
+            "use a model without it",
         ),
         (
             training.gradient_compression != "none",
@@ -299,13 +298,8 @@ def _features(
     """Whether a feature is off, the settings that it reads, why, and the fix."""
     axes = MESH_AXES if sizes is None else sizes
     training, optimizer = settings.training, settings.optimizer
-    yield (
-        not settings.model.config.num_experts,
-        "model.experts_per_token model.capacity_factor model.router_balance_weight "
-        "model.router_z_weight",
-        "model.num_experts=0",
-        "use a model with experts: model.num_experts=8",
-    )
+    for unused in settings.model.kind.unused_settings(settings.model.config):
+        yield (True, *unused)
     yield (
         isinstance(optimizer, SgdConfig) and optimizer.momentum == 0,
         "optimizer.nesterov",

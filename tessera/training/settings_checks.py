@@ -7,6 +7,7 @@ Nothing here imports JAX, which takes seconds; ``layout_checks.py`` has what nee
 import re
 from collections.abc import Iterator, Mapping
 from math import prod
+from operator import itemgetter
 from typing import Any, Final
 
 from tessera.device_grid import checked_axes, checked_shape
@@ -154,16 +155,11 @@ def _check_elements(
     settings: Config, sizes: Mapping[str, int]
 ) -> Iterator[TesseraError]:
     """Whether the arrays of a microbatch have sizes that a compiler can count."""
-    training, config = settings.training, settings.model.config
+    training = settings.training
     rows = training.micro_batch_size * data_parallel_groups(sizes)
     length = training.sequence_length
-    each = {
-        "the logits": config.vocab_size,
-        "the hidden layer": config.mlp_dim * max(config.num_experts, 1),
-        "the heads": config.num_heads * config.head_dim,
-        "the scores of attention": config.num_heads * length,
-    }
-    what, widest = max(each.items(), key=lambda item: item[1])
+    widths = settings.model.kind.widths(settings.model.config, length)
+    what, widest = max(widths.items(), key=itemgetter(1), default=("tokens", 1))
     if rows * length * widest > _MOST_ELEMENTS:
         yield BatchSizeError(
             f"a microbatch is larger than any machine holds: {what}",

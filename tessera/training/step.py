@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from tessera.api.function import Function, function
+from tessera.models.model import Batch, num_targets
 from tessera.models.partition_rules import NO_MESH
 from tessera.ops.clipping import global_norm
 from tessera.ops.loss_scale import LossScale
-from tessera.training.gradients import Batch, losses, mean_gradients, num_targets
+from tessera.training.gradients import losses, mean_gradients
 from tessera.training.optimizer_offload import to_device, to_host
 from tessera.training.step_config import StepConfig as StepConfig
 from tessera.training.step_config import batch_spec as batch_spec
@@ -33,9 +34,9 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
     The state is donated. ``batch`` holds int32 arrays ``tokens``, ``targets``,
     ``segment_ids`` and ``positions``, global ``[accumulation, B, S]``, per device
     ``[accumulation, B / (dp · fsdp), S]``. Metrics are f32 scalars: ``loss`` in nats
-    per token, ``grad_norm`` before clipping, ``learning_rate``, ``tokens``; with
-    experts also ``ROUTER_METRICS``, whose ``router_loss`` is trained beside the loss;
-    with a loss scale also ``loss_scale``, whether its gradients overflowed
+    per token, ``grad_norm`` before clipping, ``learning_rate``, ``tokens``; the
+    model's other sums, as a mean over tokens (with experts ``ROUTER_METRICS``); with a
+    loss scale also ``loss_scale``, whether its gradients overflowed
     (``overflow``), how many steps' did so far (``overflows``), and how many in a row
     did with the smallest scale (``stalled_overflows``).
 

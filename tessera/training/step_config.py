@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.mesh import Mesh
-from tessera.models.decoder.model import DecoderModel
+from tessera.models.model import Model, StagedModel
 from tessera.models.partition_rules import Placement
 from tessera.training.deterministic_numerics import FixedOrder
 from tessera.training.gradient_compression import CompressedExchange
@@ -45,7 +45,7 @@ class StepConfig:
         ``auto``, or ``none`` for all of them.
     """
 
-    model: DecoderModel
+    model: Model
     optimizer: optax.GradientTransformation
     learning_rate: LearningRate
     mesh: Mesh
@@ -65,6 +65,7 @@ class StepConfig:
         """The model in stages, where there is a pipeline."""
         if self.schedule is None:
             return None
+        assert isinstance(self.model, StagedModel), "only such a model has a pipeline"
         return PipelinedModel(
             self.model,
             self.mesh,

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.mesh import Mesh
-from tessera.models.decoder.model import DecoderModel
+from tessera.models.model import Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training import optimizer_offload
 from tessera.training.zero_stages import Zero
@@ -44,7 +44,7 @@ class TrainState:
 
 
 def init_state(
-    model: DecoderModel,
+    model: Model,
     optimizer: optax.GradientTransformation,
     key: jax.Array,
     mesh: Mesh,
@@ -88,7 +88,7 @@ def init_state(
 
 
 def abstract_state(
-    model: DecoderModel,
+    model: Model,
     optimizer: optax.GradientTransformation,
     *,
     loss_scale: LossScale | None = None,
@@ -104,7 +104,7 @@ def abstract_state(
 
 
 def state_specs(
-    model: DecoderModel,
+    model: Model,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     *,

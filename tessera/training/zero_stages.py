@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera.analysis.memory import format_bytes
 from tessera.compiler.zero_layouts import SPLIT_FROM, split_further
 from tessera.mesh import Mesh
-from tessera.models.decoder.model import DecoderModel
+from tessera.models.model import Model
 from tessera.scope import constrain, record_layout
 from tessera.shard import ShardSpec
 from tessera.tree import Tree
@@ -50,7 +50,7 @@ class Zero:
       P()
     """
 
-    model: DecoderModel
+    model: Model
     mesh: Mesh
     stage: int = 0
 

@@ -12,7 +12,7 @@ import safetensors.numpy
 from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
 from tessera.models import DecoderConfig, DecoderModel
-from tessera.models.decoder.pipeline_stages import StageSplit
+from tessera.models.pipeline_stages import StageSplit
 from tessera.models.safetensors import SafetensorsFile
 from tessera.models.weights import export_weights, import_weights
 

@@ -16,6 +16,7 @@ from tessera.compiler.pipelining import named_schedules
 from tessera.errors import ModelShapeError, TesseraError
 from tessera.models.axis_rules import RULES
 from tessera.models.decoder.config import DecoderConfig
+from tessera.models.definition import DECODER, definition_of
 from tessera.models.registry import CONFIGS, config_of
 from tessera.ops.attention.context_parallel_variants import METHODS
 from tessera.ops.compressed_means import COMPRESSIONS
@@ -27,7 +28,7 @@ from tessera.training.config import (
     RuntimeConfig,
     TrainingConfig,
 )
-from tessera.training.config_schema import Schema, settings_of, typed
+from tessera.training.config_schema import schema, settings_of, typed
 from tessera.training.data.data_config import DataConfig, SyntheticConfig
 from tessera.training.help_text import group_settings
 from tessera.training.optimizers import OPTIMIZERS, AdamWConfig
@@ -135,7 +136,7 @@ def test_the_output_folder_may_be_given():
 )
 def test_the_saved_text_reads_back_as_the_same_settings(overrides):
     given = composed(*overrides)
-    node = typed(Schema)
+    node = schema(definition_of(DECODER))
     node.optimizer = typed(type(given.config.optimizer))
     assert settings_of(OmegaConf.merge(node, OmegaConf.create(given.text))) == (
         given.config

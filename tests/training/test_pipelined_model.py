@@ -18,10 +18,10 @@ from tessera.compiler.compile_stages import Compiled
 from tessera.errors import PipelineSizeError
 from tessera.mesh import Mesh
 from tessera.models import DecoderConfig, DecoderModel
-from tessera.models.decoder.pipeline_stages import StageSplit
+from tessera.models.pipeline_stages import StageSplit, split_of
 from tessera.training.build_run import Run
 from tessera.training.config import Config, ModelConfig, TrainingConfig
-from tessera.training.pipelined_model import PipelinedModel, schedule_of, split_of
+from tessera.training.pipelined_model import PipelinedModel, schedule_of
 from tests.api.pipelines import cases
 
 MICROBATCHES, ROWS, LENGTH = 4, 2, 8

@@ -166,6 +166,16 @@ class DecoderConfig:
         block = 4 * self.d_model + 2 * self.head_dim
         return self.num_layers * block + self.d_model
 
+    @property
+    def layer_costs(self) -> tuple[list[float], float]:
+        """Multiplications per token of each layer, and of the logits, in millions."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        mlp = 3 * self.mlp_dim
+        if self.num_experts:
+            mlp = self.experts_per_token * mlp + self.num_experts
+        layer = self.d_model * (heads + mlp)
+        return [layer / 1e6] * self.num_layers, self.d_model * self.vocab_size / 1e6
+
     def is_global(self, layer: int) -> bool:
         """Whether a layer (counted from 0) attends to the whole sequence."""
         return (layer + 1) % self.global_every == 0

@@ -7,34 +7,37 @@ module to any such tree. The tree is nested plain dicts, with leaves such as
 ``params["decoder"]["mlp"]["up"]["kernel"]``.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from tessera.errors import ParameterTreeError, ShardDivisibilityError
+from tessera.errors import ParameterTreeError
+from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
 from tessera.models.decoder.config import DecoderConfig
-from tessera.models.decoder.decoder import Decoder
-from tessera.models.decoder.pipeline_stages import StageSplit
+from tessera.models.decoder.decoder import RESIDUAL, Decoder
 from tessera.models.decoder.placement import decoder_placement
 from tessera.models.decoder.remat import NONE, policies_of
+from tessera.models.decoder.router_metrics import ROUTER_METRICS, router_sums
+from tessera.models.model import Batch, DimNames, StagedModel, Sums, num_targets
 from tessera.models.partition_rules import Placement
+from tessera.models.pipeline_stages import StageSplit
 from tessera.ops.attention.context_parallel_variants import Method
-from tessera.shard import ShardSpec
 from tessera.tree import Tree, named_leaves
 
 # Nested dicts; the leaves are arrays, shapes, specs or layouts.
 
 
 @dataclass(frozen=True)
-class DecoderModel:
-    """A Gemma 3 text model without arrays.
+class DecoderModel(StagedModel):
+    """A decoder without arrays.
 
     Attributes:
       config: Sizes.
@@ -75,27 +78,38 @@ class DecoderModel:
         rngs = nnx.Rngs(params=key)
         return Decoder(self.config, rngs=rngs, remat=self.remat)
 
-    def abstract(self) -> Tree:
-        """Shape and dtype of every parameter as it is stored; allocates nothing."""
-        return jax.eval_shape(self.stored, nnx.to_pure_dict(self._parts[1]))
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.config.vocab_size
 
-    def specs(self) -> Tree:
-        """The ShardSpec of every parameter, with logical names for mesh axes."""
+    @property
+    def num_active_params(self) -> int:
+        """Number of parameters that one token uses: not all experts."""
+        return self.config.num_active_params
 
-        def spec(path: str, param: nnx.Variable[Any]) -> ShardSpec:
-            names, _ = self._stored_dims(path, param)
-            return ShardSpec(tuple(range(len(names))), names)
+    @property
+    def couples_rows(self) -> bool:
+        """Whether rows share something: routers balance a whole batch."""
+        return self.config.num_experts > 0
 
-        return _map_params(self._parts[1], spec)
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """The loss and, with experts, ``ROUTER_METRICS``."""
+        return ("loss", *(ROUTER_METRICS if self.config.num_experts else ()))
 
-    def _stored_dims(
-        self, path: str, param: nnx.Variable[Any]
-    ) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
-        """Logical names and sizes of a parameter's dims as it is stored."""
-        names = param.shard_spec.mesh_axes
-        if self.split is None or not path.startswith("decoder/"):
-            return names, param.shape
-        return (None, "stages", *names), self.split.shape(param.shape)
+    def new_params(self, key: jax.Array) -> Tree:
+        """Newly initialized float32 parameters without stages."""
+        return nnx.to_pure_dict(nnx.split(self._new(key))[1])
+
+    def dim_names(self) -> Tree:
+        """The logical names of each parameter's dims as it is stored."""
+
+        def names(path: str, param: nnx.Variable[Any]) -> DimNames:
+            is_staged = self.split is not None and path.startswith("decoder/")
+            return (None, "stages") * is_staged + param.shard_spec.mesh_axes
+
+        return _map_params(self._parts[1], names)
 
     def stored(self, params: Tree) -> Tree:
         """Convert parameters without stages to the form of ``init``."""
@@ -121,29 +135,6 @@ class DecoderModel:
             sequence_parallel=self.sequence_parallel,
             context_parallel=self.context_parallel,
         )
-
-    def layouts(self, mesh: Mesh) -> Tree:
-        """The PartitionSpec of every parameter on a mesh.
-
-        Raises:
-          HeadCountError: [T402] the heads cannot be divided over ``tp``.
-          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
-        """
-        place = self.place(mesh)
-        failed: list[ShardDivisibilityError] = []
-
-        def layout(path: str, param: nnx.Variable[Any]) -> PartitionSpec | None:
-            names, shape = self._stored_dims(path, param)
-            try:
-                return place.resolve(names, shape, f"parameter {path!r}")
-            except ShardDivisibilityError as error:
-                failed.append(error)
-                return None
-
-        tree = _map_params(self._parts[1], layout)
-        if failed:
-            raise _joined(failed)
-        return tree
 
     def layout_notes(self, mesh: Mesh) -> list[str]:
         """Notes on layouts that a reader may not expect, one sentence each.
@@ -176,33 +167,30 @@ class DecoderModel:
             notes.append(_context_note(config.window, self.context_parallel, mesh))
         elif self.context_parallel != "ring":
             notes.append("context_parallel changes nothing: 'cp' has one device")
-        return notes
+        return [*notes, *self._unused_notes()]
 
-    def init(
-        self, key: jax.Array, mesh: Mesh | None = None, *, layouts: Tree | None = None
-    ) -> Tree:
-        """Initialize float32 parameters, each shard on its own device.
+    def _unused_notes(self) -> Iterator[str]:
+        """Sizes that no layer of this model reads."""
+        config = self.config
+        kinds = {config.is_global(layer) for layer in range(config.num_layers)}
+        scaled = config.rope_base_global, config.rope_scale_global
+        usual = DecoderConfig.rope_base_global, DecoderConfig.rope_scale_global
+        if kinds == {True}:
+            yield "window and rope_base_local change nothing: every layer is global"
+        if kinds == {False} and scaled != usual:
+            yield (
+                "rope_base_global and rope_scale_global change nothing: no layer is "
+                "global"
+            )
 
-        Args:
-          key: The same key gives the same values on every mesh, up to rounding of the
-            last bit.
-          mesh: Their mesh; None is the default device.
-          layouts: PartitionSpecs other than ``layouts(mesh)``.
-
-        Raises:
-          AbstractMeshError: [T105] this machine lacks some of the devices.
-          HeadCountError: [T402] the heads cannot be divided over ``tp``.
-          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
-        """
-        shardings = None
-        if mesh is not None:
-            layouts = self.layouts(mesh) if layouts is None else layouts
-            shardings = jax.tree.map(partial(NamedSharding, mesh.jax), layouts)
-
-        def make(key: jax.Array) -> Tree:
-            return self.stored(nnx.to_pure_dict(nnx.split(self._new(key))[1]))
-
-        return jax.jit(make, out_shardings=shardings)(key)
+    def remat_notes(self) -> list[str]:
+        """Which layers the backward pass computes again."""
+        policies = Counter(policies_of(self.remat, self.config))
+        return [
+            f"{name} in {count} of {self.config.num_layers} layers"
+            for name, count in policies.items()
+            if name != NONE
+        ]
 
     def module(self, params: Tree) -> Decoder:
         """The nnx module with these parameters.
@@ -213,14 +201,95 @@ class DecoderModel:
         _check_params(params, self.abstract())
         return nnx.merge(self._parts[0], nnx.State(self.plain(params)))
 
-    def stage(self, params: Tree) -> Decoder:
-        """The nnx module with the layers of one virtual stage.
+    def loss(
+        self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str
+    ) -> tuple[Float[Array, ""], Sums]:
+        """See ``Model.loss``; the routers' losses are trained beside it.
 
-        Args:
-          params: The tree of ``init``, with the ``[depth, ...]`` of one virtual stage
-            for each array under ``decoder``.
+        They are means over one batch, weighted by its number of targets.
         """
-        return nnx.merge(self._parts[0], nnx.State(params))
+        module = self.module(params)
+        hidden, statistics = module.hidden(
+            batch["tokens"],
+            positions=batch["positions"],
+            segment_ids=batch["segment_ids"],
+            place=place,
+        )
+        loss = module.loss(
+            hidden,
+            batch["targets"],
+            ignore_index=IGNORE_INDEX,
+            chunk=chunk,
+            place=place,
+        )
+        routers = router_sums(self.config, statistics, num_targets(batch))
+        return loss + routers.get("router_loss", 0.0), {"loss": loss, **routers}
+
+    @property
+    def stage_costs(self) -> tuple[list[float], float]:
+        """Multiplications per token of each layer and of the logits, in millions."""
+        return self.config.layer_costs
+
+    def divide(self, params: Tree) -> tuple[Tree, Tree]:
+        """The blocks' parameters, and the others."""
+        shared = {name: part for name, part in params.items() if name != "decoder"}
+        return params["decoder"], shared
+
+    def join(self, staged: Tree, shared: Tree) -> Tree:
+        """Undo ``divide``."""
+        return {**shared, "decoder": staged}
+
+    def wire(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
+        """The residual, float32 ``[B, S, D]``."""
+        return jax.ShapeDtypeStruct((rows, length, self.config.d_model), jnp.float32)
+
+    def constrain_wire(self, wire: Array, place: Placement) -> Array:
+        """The residual in its layout."""
+        return place.constrain(wire, *RESIDUAL)
+
+    def run_stage(
+        self,
+        params: tuple[Tree, Tree],
+        wire: Array,
+        batch: Batch,
+        index: Int[Array, ""],
+        place: Placement,
+        *,
+        chunk: int | str,
+    ) -> tuple[Array, Float[Array, ""], Sums]:
+        """See ``StagedModel.run_stage``."""
+        split = self.split
+        assert split is not None, "the model of a pipeline has stages"
+        module = nnx.merge(self._parts[0], nnx.State(self.join(*params)))
+        numbers = jnp.asarray(split.numbers.reshape(-1, split.depth))
+        x_BSD = jax.lax.cond(
+            index == 0,
+            lambda: module.embed(batch["tokens"], place=place),
+            lambda: wire,
+        )
+        x_BSD, statistics = module.decode(
+            x_BSD,
+            positions=batch["positions"],
+            segment_ids=batch["segment_ids"],
+            numbers=jax.lax.dynamic_index_in_dim(numbers, index, 0, keepdims=False),
+            has_fillers=not split.is_even,
+            place=place,
+        )
+
+        def last() -> Float[Array, ""]:
+            return module.loss(
+                module.normalized(x_BSD, place=place),
+                batch["targets"],
+                ignore_index=IGNORE_INDEX,
+                chunk=chunk,
+                place=place,
+            )
+
+        is_last = index == len(split.layers) - 1
+        loss = jax.lax.cond(is_last, last, lambda: jnp.float32(0.0))
+        routers = router_sums(self.config, statistics, num_targets(batch))
+        trained = loss + routers.get("router_loss", 0.0)
+        return x_BSD, trained, {"loss": loss, **routers}
 
     def apply(
         self,
@@ -288,14 +357,6 @@ def _map_params(
         else _map_params(node, function, f"{prefix}{name}/")
         for name, node in state.items()
     }
-
-
-def _joined(errors: list[ShardDivisibilityError]) -> ShardDivisibilityError:
-    """One error for all parameters that cannot be sharded."""
-    first, *others = errors
-    got = [first.got, *(f"also {error.what}: {error.got}" for error in others)]
-    fix = "\n".join(dict.fromkeys(error.fix for error in errors))
-    return ShardDivisibilityError(first.what, got="\n".join(got), fix=fix)
 
 
 def _check_params(params: Tree, expected: Tree) -> None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import CheckpointMismatchError
-from tessera.models.decoder.pipeline_stages import StageSplit
+from tessera.models.pipeline_stages import StageSplit
 from tessera.training.build_run import Run
 from tessera.training.checkpoints import storage
 from tessera.training.checkpoints.checkpoint_folder import Checkpoint

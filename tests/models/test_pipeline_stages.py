@@ -18,7 +18,7 @@ from tessera.analysis.inspection import inspect
 from tessera.errors import PipelineSizeError
 from tessera.mesh import Mesh
 from tessera.models import DecoderConfig, DecoderModel
-from tessera.models.decoder.pipeline_stages import StageSplit, layer_costs
+from tessera.models.pipeline_stages import StageSplit
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.train_state import init_state
 from tests.api.pipelines import cases
@@ -82,7 +82,7 @@ def test_chunks_of_a_device_are_as_many_layers_apart_as_there_are_stages():
 
 def test_a_large_vocabulary_leaves_fewer_layers_to_the_last_stage():
     large = dataclasses.replace(CONFIG, num_layers=8, vocab_size=2048)
-    costs, head = layer_costs(large)
+    costs, head = large.layer_costs
     # Queries, keys, values and outputs; the three matmuls of the MLP; the logits.
     layer = 16 * (2 * (4 + 2) * 8 + 3 * 32) / 1e6
     assert costs == [pytest.approx(layer)] * 8
@@ -94,10 +94,9 @@ def test_a_large_vocabulary_leaves_fewer_layers_to_the_last_stage():
 
 
 def test_every_expert_that_a_token_meets_counts():
-    plain, _ = layer_costs(CONFIG)
-    sparse, _ = layer_costs(
-        dataclasses.replace(CONFIG, num_experts=4, experts_per_token=3)
-    )
+    plain, _ = CONFIG.layer_costs
+    experts = dataclasses.replace(CONFIG, num_experts=4, experts_per_token=3)
+    sparse, _ = experts.layer_costs
     router, two_more = 16 * 4, 2 * 16 * 3 * 32
     assert sparse[0] - plain[0] == pytest.approx((router + two_more) / 1e6)
 

@@ -13,6 +13,7 @@ that no layer reads, whose gradient is zero, so that they stay zeros.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,17 @@ import numpy as np
 from jaxtyping import Array
 
 from tessera.compiler.pipelining.balance_stages import balanced
-from tessera.models.decoder.config import DecoderConfig
+from tessera.mesh import Mesh
 from tessera.tree import Tree
+
+
+class HasLayerCosts(Protocol):
+    """A model's sizes, as far as its stages are about them."""
+
+    @property
+    def layer_costs(self) -> tuple[list[float], float]:
+        """Multiplications per token of each layer, and of the logits, in millions."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class StageSplit:
     layers: tuple[range, ...]
 
     @classmethod
-    def of(cls, config: DecoderConfig, stages: int, chunks: int = 1) -> "StageSplit":
+    def of(cls, config: HasLayerCosts, stages: int, chunks: int = 1) -> "StageSplit":
         """The split whose slowest virtual stage is as fast as possible.
 
         Costs are matmul sizes; the first stage has the embedding, whose cost is
@@ -52,7 +62,7 @@ class StageSplit:
         Raises:
           PipelineSizeError: [T311] there are more virtual stages than layers.
         """
-        costs, head = layer_costs(config)
+        costs, head = config.layer_costs
         return cls(stages, balanced(costs, stages * chunks, last=head))
 
     @property
@@ -115,14 +125,14 @@ class StageSplit:
         return rows[np.flatnonzero(numbers < self.num_layers)]
 
 
-def layer_costs(config: DecoderConfig) -> tuple[list[float], float]:
-    """Multiplications per token of each layer, and of the logits, in millions."""
-    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-    mlp = 3 * config.mlp_dim
-    if config.num_experts:
-        mlp = config.experts_per_token * mlp + config.num_experts
-    layer = config.d_model * (heads + mlp)
-    return (
-        [layer / 1e6] * config.num_layers,
-        config.d_model * config.vocab_size / 1e6,
-    )
+def split_of(
+    mesh: Mesh | None, config: HasLayerCosts, chunks: int
+) -> StageSplit | None:
+    """The layers of each stage; None where the mesh has no ``pp``.
+
+    Raises:
+      PipelineSizeError: [T311] there are more virtual stages than layers.
+    """
+    if mesh is None or "pp" not in mesh.axes:
+        return None
+    return StageSplit.of(config, mesh.shape["pp"], chunks)

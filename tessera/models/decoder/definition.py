@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The definition of the decoder, as settings name it; imports no JAX before it must."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, cast
+
+from tessera.errors import TesseraError
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.definition import DECODER, ModelDefinition, ModelOptions
+
+if TYPE_CHECKING:
+    from tessera.mesh import Mesh
+    from tessera.models.decoder.model import DecoderModel
+    from tessera.ops.attention.context_parallel_variants import Method
+
+
+class DecoderDefinition(ModelDefinition):
+    """``DecoderConfig`` and ``DecoderModel``."""
+
+    name = DECODER
+    config_class = DecoderConfig
+
+    def build(
+        self, config: DecoderConfig, options: ModelOptions, mesh: "Mesh | None"
+    ) -> "DecoderModel":
+        """The model, with the stages of a mesh that has ``pp``."""
+        from tessera.models.decoder.model import DecoderModel
+        from tessera.models.pipeline_stages import split_of
+
+        return DecoderModel(
+            config,
+            sequence_parallel=options.sequence_parallel,
+            context_parallel=cast("Method", options.context_parallel),
+            remat=options.remat,
+            split=split_of(mesh, config, options.pipeline_chunks),
+        )
+
+    def problems(
+        self, config: DecoderConfig, options: ModelOptions, mesh: "Mesh"
+    ) -> Iterator[TesseraError]:
+        """T402 for heads, T502 and T507 for policies of ``remat``, T311 for stages."""
+        from tessera.models.decoder.placement import decoder_placement
+        from tessera.models.decoder.remat import policies_of, policies_of_stage
+        from tessera.models.pipeline_stages import split_of
+
+        def check_heads() -> None:
+            method = cast("Method", options.context_parallel)
+            decoder_placement(config, mesh, context_parallel=method)
+
+        def check_remat() -> None:
+            policies = policies_of(options.remat, config)
+            if "pp" in mesh.axes:
+                stages = mesh.shape["pp"] * options.pipeline_chunks
+                policies_of_stage(policies, config.num_layers // stages)
+
+        def check_stages() -> None:
+            split_of(mesh, config, options.pipeline_chunks)
+
+        for check in (check_heads, check_remat, check_stages):
+            try:
+                check()
+            except TesseraError as error:
+                yield error
+
+    def widths(self, config: DecoderConfig, length: int) -> Mapping[str, int]:
+        """Numbers that the largest activations have for each token, by their names."""
+        return {
+            "the logits": config.vocab_size,
+            "the hidden layer": config.mlp_dim * max(config.num_experts, 1),
+            "the heads": config.num_heads * config.head_dim,
+            "the scores of attention": config.num_heads * length,
+        }
+
+    def row_coupling(self, config: DecoderConfig) -> str | None:
+        """Routers, which balance the tokens of a whole batch."""
+        if not config.num_experts:
+            return None
+        return f"num_experts={config.num_experts}, whose routers balance a whole batch"
+
+    def unused_settings(self, config: DecoderConfig) -> Iterator[tuple[str, str, str]]:
+        """What is about experts, in a model without them."""
+        if not config.num_experts:
+            yield (
+                "model.experts_per_token model.capacity_factor "
+                "model.router_balance_weight model.router_z_weight",
+                "model.num_experts=0",
+                "use a model with experts: model.num_experts=8",
+            )

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Model``: all that the trainer knows of a model, in whatever framework it is.
+
+A model is pure functions of a parameter tree. A subclass says how its parameters are
+initialized, the logical names of their dims, and the loss of a batch. Shapes, layouts
+and sharded initialization follow from these. A model whose blocks repeat may also have
+stages, which pipelines run.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property, partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from tessera.errors import ShardDivisibilityError
+from tessera.labels import IGNORE_INDEX
+from tessera.mesh import Mesh
+from tessera.models.partition_rules import Placement
+from tessera.models.pipeline_stages import StageSplit
+from tessera.shard import ShardSpec
+from tessera.tree import Tree, path_name
+
+Batch: TypeAlias = Mapping[str, Int[Array, "..."]]
+# Sums over the tokens of a batch that a step reports, ``loss`` among them.
+Sums: TypeAlias = dict[str, Float[Array, ""]]
+# Logical names of a parameter's dims; None is a dim that is never sharded.
+DimNames: TypeAlias = tuple[str | None, ...]
+
+
+class Model(ABC):
+    """A model without arrays, as the trainer uses it.
+
+    Subclasses are frozen dataclasses: a model is hashed and compared by its settings.
+    """
+
+    @property
+    def split(self) -> StageSplit | None:
+        """The stages by which parameters are stored, where a pipeline runs them."""
+        return None
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    @abstractmethod
+    def new_params(self, key: jax.Array) -> Tree:
+        """Newly initialized float32 parameters: nested dicts of arrays."""
+
+    @abstractmethod
+    def dim_names(self) -> Tree:
+        """The logical names of each parameter's dims, in a tree like the parameters."""
+
+    @abstractmethod
+    def loss(
+        self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str
+    ) -> tuple[Float[Array, ""], Sums]:
+        """The loss of a batch, in nats summed over its targets.
+
+        Args:
+          params: As from ``init``.
+          batch: int32 ``[B, S]`` arrays ``tokens``, ``targets``, ``segment_ids`` and
+            ``positions``; a target of ``IGNORE_INDEX`` does not count.
+          place: The layout of activations.
+          chunk: Of how many tokens a device computes logits at a time: a number,
+            ``auto``, or ``none`` for all of them.
+
+        Returns:
+          What is differentiated, and the sums of ``sum_names``.
+        """
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """What ``loss`` reports."""
+        return ("loss",)
+
+    @property
+    def couples_rows(self) -> bool:
+        """Whether the loss of a row depends on the other rows of its batch."""
+        return False
+
+    @property
+    def num_params(self) -> int:
+        """Number of trained scalars."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._plain))
+
+    @property
+    def num_active_params(self) -> int:
+        """Number of parameters that one token uses: not all experts."""
+        return self.num_params
+
+    def place(self, mesh: Mesh | None) -> Placement:
+        """The layout of this model's dims on a mesh."""
+        return Placement(mesh)
+
+    def layout_notes(self, mesh: Mesh) -> list[str]:
+        """Notes on layouts that a reader may not expect, one sentence each."""
+        del mesh
+        return []
+
+    def remat_notes(self) -> list[str]:
+        """Which layers the backward pass computes again."""
+        return []
+
+    def stored(self, params: Tree) -> Tree:
+        """Convert parameters without stages to the form of ``init``."""
+        return params
+
+    def plain(self, params: Tree) -> Tree:
+        """Convert parameters from the form of ``init`` to that without stages."""
+        return params
+
+    @cached_property
+    def _plain(self) -> Tree:
+        return jax.eval_shape(lambda: self.new_params(jax.random.key(0)))
+
+    def abstract(self) -> Tree:
+        """Shape and dtype of every parameter as it is stored; allocates nothing."""
+        return jax.eval_shape(self.stored, self._plain)
+
+    def specs(self) -> Tree:
+        """The ShardSpec of every parameter, with logical names for mesh axes."""
+
+        def spec(_: jax.ShapeDtypeStruct, names: DimNames) -> ShardSpec:
+            return ShardSpec(tuple(range(len(names))), names)
+
+        return jax.tree.map(spec, self.abstract(), self.dim_names())
+
+    def layouts(self, mesh: Mesh) -> Tree:
+        """The PartitionSpec of every parameter on a mesh.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+        """
+        place = self.place(mesh)
+        failed: list[ShardDivisibilityError] = []
+
+        def layout(
+            path: tuple[object, ...], leaf: jax.ShapeDtypeStruct, names: DimNames
+        ) -> PartitionSpec | None:
+            try:
+                return place.resolve(
+                    names, leaf.shape, f"parameter {path_name(path)!r}"
+                )
+            except ShardDivisibilityError as error:
+                failed.append(error)
+                return None
+
+        trees = self.abstract(), self.dim_names()
+        layouts = jax.tree_util.tree_map_with_path(layout, *trees)
+        if failed:
+            raise _joined(failed)
+        return layouts
+
+    def init(
+        self, key: jax.Array, mesh: Mesh | None = None, *, layouts: Tree | None = None
+    ) -> Tree:
+        """Initialize float32 parameters, each shard on its own device.
+
+        Args:
+          key: The same key gives the same values on every mesh, up to rounding of the
+            last bit.
+          mesh: Their mesh; None is the default device.
+          layouts: PartitionSpecs other than ``layouts(mesh)``.
+
+        Raises:
+          AbstractMeshError: [T105] this machine lacks some of the devices.
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+        """
+        shardings = None
+        if mesh is not None:
+            layouts = self.layouts(mesh) if layouts is None else layouts
+            shardings = jax.tree.map(partial(NamedSharding, mesh.jax), layouts)
+
+        def make(key: jax.Array) -> Tree:
+            return self.stored(self.new_params(key))
+
+        return jax.jit(make, out_shardings=shardings)(key)
+
+
+class StagedModel(Model):
+    """A model whose blocks repeat, which a pipeline runs in stages."""
+
+    @property
+    @abstractmethod
+    def stage_costs(self) -> tuple[list[float], float]:
+        """Multiplications per token of each block and of the logits, in millions."""
+
+    @abstractmethod
+    def divide(self, params: Tree) -> tuple[Tree, Tree]:
+        """The parameters that are stored by stage, and those that several stages read.
+
+        Also of trees like the parameters, such as their layouts.
+        """
+
+    @abstractmethod
+    def join(self, staged: Tree, shared: Tree) -> Tree:
+        """Undo ``divide``."""
+
+    @abstractmethod
+    def wire(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
+        """What a stage sends to the next for so many sequences."""
+
+    @abstractmethod
+    def constrain_wire(self, wire: Array, place: Placement) -> Array:
+        """What a stage sends, in its layout."""
+
+    @abstractmethod
+    def run_stage(
+        self,
+        params: tuple[Tree, Tree],
+        wire: Array,
+        batch: Batch,
+        index: Int[Array, ""],
+        place: Placement,
+        *,
+        chunk: int | str,
+    ) -> tuple[Array, Float[Array, ""], Sums]:
+        """One virtual stage on one microbatch.
+
+        Args:
+          params: As from ``divide``; of the staged ones the stage's own ``[depth, …]``.
+          wire: What the stage before has sent; the first one reads ``batch``.
+          batch: See ``loss``.
+          index: The number of the stage.
+          place: See ``loss``.
+          chunk: See ``loss``.
+
+        Returns:
+          What is sent to the next stage, and the stage's share of both results of
+          ``loss``, which are added up over stages.
+        """
+
+
+def num_targets(batch: Batch) -> Float[Array, ""]:
+    """Tokens of a batch that count for the loss."""
+    return (batch["targets"] != IGNORE_INDEX).sum(dtype=jnp.float32)
+
+
+def _joined(errors: list[ShardDivisibilityError]) -> ShardDivisibilityError:
+    """One error for all parameters that cannot be sharded."""
+    first, *others = errors
+    got = [first.got, *(f"also {error.what}: {error.got}" for error in others)]
+    fix = "\n".join(dict.fromkeys(error.fix for error in errors))
+    return ShardDivisibilityError(first.what, got="\n".join(got), fix=fix)

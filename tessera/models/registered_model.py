@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``register_model``: lets the trainer train a model of one's own.
+
+    @register_model(config=Sizes, dims={"embed/embedding": "vocab embed", ...})
+    class Decoder(nnx.Module):
+        def __init__(self, config, *, rngs): ...
+        def __call__(self, tokens, segment_ids, positions): ...  # logits
+
+``tessera train model=my_package.my_module:Decoder`` imports the module and trains it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any, Final, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from tessera.errors import ModelDefinitionError, SettingConflictError, TesseraError
+from tessera.mesh import Mesh
+from tessera.models.definition import ModelDefinition, ModelOptions, define
+from tessera.models.dim_table import dim_names
+from tessera.models.model import Batch, DimNames, Model, Sums
+from tessera.models.module_adapters import Adapter, Inputs, adapt
+from tessera.models.partition_rules import Placement
+from tessera.ops.losses import cross_entropy
+from tessera.tree import Tree, named_leaves, nest
+
+INPUTS: Final = ("tokens", "segment_ids", "positions")
+"""What a model may read of a batch, int32 ``[B, S]`` each."""
+
+# Settings of the group ``model`` that every model has.
+_RESERVED: Final = frozenset(
+    {"name", "definition", "mesh_shape", "sequence_parallel", "context_parallel"}
+)
+# Names of dims whose parameters are stacked: a scan takes one layer at a time.
+_STACKED: Final = frozenset({"layers"})
+_MESH_AXES: Final = ("dp", "fsdp", "tp", "ep_outer", "ep")
+
+Target = TypeVar("Target")
+
+
+def register_model(
+    *,
+    config: type,
+    dims: Mapping[str, str],
+    inputs: Sequence[str] = INPUTS,
+    init: Callable[..., Tree] | None = None,
+) -> Callable[[Target], Target]:
+    """A decorator that lets configurations name a model.
+
+    Decorates a class, which is called with ``config`` and ``rngs=`` (flax.nnx),
+    ``config`` (Linen) or ``config`` and ``key=`` (Equinox), and whose instances are
+    called with the inputs by name; or a function ``(config, params, **inputs)``. The
+    result is logits, floating-point ``[B, S, V]``. Parameters are float32.
+
+    Args:
+      config: A dataclass, whose fields become the settings of the group ``model``.
+      dims: The logical names of each parameter's dims, by patterns of its name; see
+        ``tessera.models.dim_table``.
+      inputs: What the model reads of a batch, of ``INPUTS``. Rows hold several
+        documents: without ``segment_ids`` tokens attend to other documents.
+      init: For a function: ``(config, key) -> params``.
+
+    Raises:
+      ModelDefinitionError: [T407] the arguments do not fit each other.
+    """
+    _check_config(config)
+    if unknown := set(inputs) - set(INPUTS):
+        raise ModelDefinitionError(
+            "a batch does not have these inputs",
+            got=f"inputs={tuple(inputs)}: {', '.join(sorted(unknown))}",
+            fix=f"use some of {', '.join(INPUTS)}",
+        )
+
+    def register(target: Target) -> Target:
+        _check_call(target, init, inputs)
+        definition = RegisteredDefinition(target, config, dims, tuple(inputs), init)
+        define(definition)
+        return target
+
+    return register
+
+
+class RegisteredDefinition(ModelDefinition):
+    """What ``register_model`` was given."""
+
+    def __init__(
+        self,
+        target: Any,
+        config: type,
+        dims: Mapping[str, str],
+        inputs: tuple[str, ...],
+        init: Callable[..., Tree] | None,
+    ) -> None:
+        self.name = f"{target.__module__}:{target.__name__}"
+        self.config_class = config
+        self.target, self.dims, self.inputs, self.init = target, dims, inputs, init
+
+    def build(
+        self, config: Any, options: ModelOptions, mesh: Mesh | None
+    ) -> "RegisteredModel":
+        """The model; the same for all meshes."""
+        del options, mesh
+        return RegisteredModel(self, config)
+
+    def problems(
+        self, config: Any, options: ModelOptions, mesh: Mesh
+    ) -> Iterator[TesseraError]:
+        """Every setting that needs more of a model than this one has."""
+        default = ModelOptions()
+        values = {
+            "model.sequence_parallel": options.sequence_parallel,
+            "model.context_parallel": options.context_parallel != "ring",
+            "training.remat": options.remat != default.remat,
+            "training.loss_chunk": isinstance(options.loss_chunk, int),
+        }
+        lacking = [name for name, is_set in values.items() if is_set]
+        lacking += [f"mesh axis {a!r}" for a in mesh.axes if a not in _MESH_AXES]
+        for what in lacking:
+            yield SettingConflictError(
+                f"a registered model has no use for {what}",
+                got=f"{self.name}, {what}",
+                fix=f"leave it out; mesh axes are {', '.join(_MESH_AXES)}",
+            )
+        try:
+            self.build(config, options, mesh).check()
+        except TesseraError as error:
+            yield error
+
+
+@dataclass(frozen=True, eq=False)
+class RegisteredModel(Model):
+    """A registered model with a configuration; the parameters are named by paths.
+
+    Attributes:
+      definition: What was registered.
+      config: An instance of its configuration class.
+    """
+
+    definition: RegisteredDefinition
+    config: Any
+
+    @cached_property
+    def _adapter(self) -> Adapter:
+        of = self.definition
+        return adapt(of.target, of.init, self.config, of.inputs)
+
+    @cached_property
+    def _shapes(self) -> Tree:
+        """The parameters as the adapter has them."""
+        return jax.eval_shape(lambda: self._adapter.init(jax.random.key(0)))
+
+    @cached_property
+    def _logits(self) -> jax.ShapeDtypeStruct:
+        struct = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+        inputs = dict.fromkeys(self.definition.inputs, struct)
+        return jax.eval_shape(self._adapter.apply, self._shapes, inputs)
+
+    def check(self) -> None:
+        """Check the parameters, the table of their dims, and the logits.
+
+        Raises:
+          ModelDefinitionError: [T407] parameters or logits are not of the right form.
+          DimTableError: [T408] the table does not fit the parameters.
+        """
+        leaves = jax.tree.leaves(self._shapes)
+        named = named_leaves(self._shapes)
+        wrong = [
+            f"{name}: {leaf.dtype}"
+            for name, leaf in named.items()
+            if leaf.dtype != jnp.float32
+        ]
+        if wrong or len(named) < len(leaves):
+            raise ModelDefinitionError(
+                "parameters are float32, and each has a name of its own",
+                got="\n".join(wrong or ["two parameters have one name"]),
+                fix="make them float32; training.mixed_precision=bf16 computes in bf16",
+            )
+        self.dim_names()
+        shape, dtype = self._logits.shape, self._logits.dtype
+        if (
+            shape[:2] != (2, 8)
+            or len(shape) != 3
+            or not jnp.issubdtype(dtype, jnp.floating)
+        ):
+            raise ModelDefinitionError(
+                "a model gives logits [batch, sequence, vocabulary]",
+                got=f"{dtype}{[*shape]} for tokens [2, 8]",
+                fix="return the logits of every position, floating-point",
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """The last dim of the logits."""
+        return self._logits.shape[-1]
+
+    def new_params(self, key: jax.Array) -> Tree:
+        """Newly initialized parameters, in nested dicts by the parts of their names."""
+        return nest(named_leaves(self._adapter.init(key)))
+
+    @cached_property
+    def _dim_names(self) -> dict[str, DimNames]:
+        shapes = {name: x.shape for name, x in named_leaves(self._shapes).items()}
+        return dim_names(self.definition.dims, shapes)
+
+    def dim_names(self) -> Tree:
+        """The logical names of each parameter's dims, by the table."""
+        return nest(self._dim_names)
+
+    def layout_notes(self, mesh: Mesh) -> list[str]:
+        """What the model does not read of a batch."""
+        del mesh
+        if "segment_ids" in self.definition.inputs:
+            return []
+        return [
+            "the model does not read segment_ids: a token attends to all documents "
+            "before it in its row"
+        ]
+
+    def logits(
+        self, params: Tree, batch: Inputs, place: Placement
+    ) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token after each one.
+
+        Parameters that ``dp`` or ``fsdp`` shard are gathered where they are used: XLA
+        is not left to choose between them and the batch, which the same axes shard.
+        """
+        gathering = frozenset(("dp", "fsdp"))
+        gathered = replace(place, vmapped_axes=place.vmapped_axes | gathering)
+        named, names = named_leaves(params), self._dim_names
+        leaves = [
+            named[name]
+            if _STACKED & set(names[name])
+            else gathered.constrain(named[name], *names[name])
+            for name in named_leaves(self._shapes)
+        ]
+        tree = jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
+        return self._adapter.apply(tree, {k: batch[k] for k in self.definition.inputs})
+
+    def loss(
+        self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str
+    ) -> tuple[Float[Array, ""], Sums]:
+        """See ``Model.loss``: the cross-entropy of all logits at once."""
+        del chunk
+        logits = self.logits(params, batch, place)
+        loss = cross_entropy(logits, batch["targets"], reduction="sum")
+        return loss, {"loss": loss}
+
+
+def _check_config(config: type) -> None:
+    if not is_dataclass(config) or not isinstance(config, type):
+        got, fix = f"{config!r}", "give a class that @dataclass decorates"
+    elif clash := [one.name for one in fields(config) if one.name in _RESERVED]:
+        got, fix = f"{config.__name__}.{clash[0]}", "give the field another name"
+    else:
+        return
+    raise ModelDefinitionError(
+        "the configuration of a model is a dataclass whose fields are settings",
+        got=got,
+        fix=fix,
+    )
+
+
+def _check_call(target: Any, init: Any, inputs: Sequence[str]) -> None:
+    call: Any = target if init is not None else getattr(target, "__call__")  # noqa: B004, B009
+    before = [None, None] if init is not None else [None]
+    try:
+        inspect.signature(call).bind(*before, **dict.fromkeys(inputs))
+    except (TypeError, ValueError) as error:
+        raise ModelDefinitionError(
+            f"{getattr(target, '__name__', target)} cannot be called with its inputs",
+            got=f"inputs={tuple(inputs)}: {error}",
+            fix="take these arguments by name, or declare the ones that it takes: "
+            'inputs=("tokens",)',
+        ) from error
