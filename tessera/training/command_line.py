@@ -177,9 +177,19 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     if errors:
         raise joined(errors)
     config = _compose_files(choices, config_dir, own)
+    chosen = config.model.definition
     for override in parsed:
         if not is_choice(override):
             errors += apply(override, config)
+    if config.model.definition != chosen:
+        errors.append(
+            SettingValueError(
+                "model.definition is what model= chooses",
+                got=f"model.definition={config.model.definition}",
+                fix=f"write model={config.model.definition}",
+            )
+        )
+        raise joined(errors)
     if unsafe := list(refused(config)):
         # Nothing is resolved before this, and with it nothing at all.
         raise joined(errors + unsafe)

@@ -213,7 +213,7 @@ def test_an_unknown_flag_says_what_to_use(capsys):
     assert (code, calls) == (2, [])
     assert (
         "  got: --experimental-rerun=x\n"
-        "  fix: use --help, --cfg job or --multirun, or write settings as "
+        "  fix: use --help, --cfg job, --module or --multirun, or write settings as "
         "group.setting=value\n"
     ) in err
 

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of ``examples/own_model``, trained from a command line like any other."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tessera.errors import SettingConflictError, TesseraError, UnknownModelError
+from tessera.mesh import Mesh
+from tessera.training.build_run import Run
+from tessera.training.command_line import compose
+from tessera.training.config_schema import settings_of_text
+from tessera.training.main import configs_dir, main
+from tessera.training.run_summary import dry_run_text, run_rows
+from tessera.training.train_state import init_state
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "model=own_decoder:Decoder",
+    "model.width=16",
+    "model.layers=1",
+    "training.sequence_length=16",
+    "training.micro_batch_size=2",
+    "data=synthetic",
+    "data.synthetic.tokens=4000",
+)
+
+
+@pytest.fixture(autouse=True)
+def in_the_folder_of_the_example(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples" / "own_model")
+
+
+def composed(*overrides):
+    return compose([*SMALL, *overrides], configs_dir())
+
+
+def run_of(*overrides):
+    settings = composed(*overrides).config
+    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+
+
+def losses(run, steps=3):
+    config = run.step_config
+    state = init_state(
+        run.model, config.optimizer, jax.random.key(0), run.mesh, zero_stage=0
+    )
+    corpus, found = run.load_data(), []
+    batches = corpus.train(run.config.rows_per_step(run.mesh))
+    for batch, _ in zip(batches, range(steps), strict=False):
+        rows = {name: x.reshape(1, -1, x.shape[-1]) for name, x in batch.items()}
+        state, metrics = run.step(state, rows)
+        found.append(float(metrics["loss"]))
+    batches.close()
+    return found
+
+
+def test_its_settings_are_those_of_its_dataclass():
+    config = composed().config.model
+    assert (config.name, config.definition) == ("Decoder", "own_decoder:Decoder")
+    assert dataclasses.asdict(config.config) == {
+        "vocab_size": 264,
+        "width": 16,
+        "heads": 4,
+        "layers": 1,
+    }
+
+
+def test_the_saved_configuration_reads_back():
+    given = composed("model.heads=2")
+    assert settings_of_text(given.text) == given.config
+
+
+def test_four_devices_learn_what_one_does():
+    alone = losses(run_of("training.micro_batch_size=4"))
+    mesh = "model.mesh_shape=[[2,2],[fsdp,tp]]"
+    np.testing.assert_allclose(losses(run_of(mesh)), alone, rtol=1e-5)
+    assert len(set(alone)) == 3
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("training.mixed_precision=bf16",),
+        ("training.zero_stage=3", "model.mesh_shape=[[4],[dp]]"),
+        ("training.gradient_accumulation_steps=2", "training.sync_gradients_every=2"),
+    ],
+)
+def test_options_of_the_step_compile_for_it(overrides):
+    mesh = (
+        () if "mesh_shape" in overrides[-1] else ("model.mesh_shape=[[2,2],[dp,tp]]",)
+    )
+    run = run_of(*overrides, *mesh)
+    rows = dict(row for row in run_rows(run) if row[0] != "layout")
+    assert rows["parameters"] == f"{run.model.num_params:,}"
+    assert "all-reduce" in dry_run_text(run)
+
+
+def test_it_trains_saves_and_resumes_on_another_mesh(tmp_path, capfd):
+    command = [*SMALL, "training.sample_length=0", f"hydra.run.dir={tmp_path}/run"]
+    assert main([*command, "training.steps=2"]) == 0
+    again = ["training.steps=4", "training.resume=auto"]
+    mesh = ["model.mesh_shape=[[1,2],[fsdp,tp]]"]
+    assert main([*command, *again, *mesh]) == 0
+    out = capfd.readouterr().out
+    assert "step 4/4" in out
+    assert "step 2/4" not in out
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["training.remat=full", "model.mesh_shape=[[2],[pp]]", "training.loss_chunk=8"],
+)
+def test_what_needs_the_blocks_of_a_model_is_a_conflict(override):
+    with pytest.raises(SettingConflictError):
+        composed(override)
+
+
+def test_sizes_that_a_mesh_does_not_divide_are_found_before_anything_is_written():
+    with pytest.raises(TesseraError, match="T201"):
+        run_of("model.vocab_size=265", "model.mesh_shape=[[1,2],[fsdp,tp]]").check()
+
+
+@pytest.mark.parametrize(
+    ("choice", "got"),
+    [
+        ("model=own_decoder:Decodr", "own_decoder:Decoder"),
+        ("model=own_decodr:Decoder", "ModuleNotFoundError"),
+        ("model=Decodr", "tiny"),
+    ],
+)
+def test_a_name_that_does_not_exist(choice, got):
+    with pytest.raises(UnknownModelError, match=got):
+        compose([choice], configs_dir())
+
+
+def test_a_module_that_registers_models_is_imported_by_a_flag(capfd):
+    assert main(["--module", "own_decoder", "--cfg", "job", "model=Decoder"]) == 0
+    assert "definition: own_decoder:Decoder" in capfd.readouterr().out
+
+
+def test_a_saved_configuration_imports_nothing():
+    """A file would run what it names otherwise."""
+    text = composed().text.replace("own_decoder", "never_imported")
+    with pytest.raises(UnknownModelError, match="--module never_imported"):
+        settings_of_text(text)
+    assert "never_imported" not in sys.modules
+
+
+def test_the_kind_of_a_model_is_chosen_by_its_name_alone():
+    with pytest.raises(TesseraError, match=r"model\.definition"):
+        compose(["model.definition=own_decoder:Decoder"], configs_dir())
