@@ -10,6 +10,7 @@ stages, which pipelines run.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -33,11 +34,17 @@ Sums: TypeAlias = dict[str, Float[Array, ""]]
 DimNames: TypeAlias = tuple[str | None, ...]
 
 
+@dataclass(frozen=True)
 class Model(ABC):
     """A model without arrays, as the trainer uses it.
 
     Subclasses are frozen dataclasses: a model is hashed and compared by its settings.
+
+    Attributes:
+      config: The model's own configuration, a dataclass.
     """
+
+    config: Any
 
     @property
     def split(self) -> StageSplit | None:

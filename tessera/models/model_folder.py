@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -45,13 +45,19 @@ class ModelFolder:
         self.family = family_of(values)
         self.config = self.family.config(values)
 
-    def check_config(self, config: DecoderConfig) -> None:
+    def check_config(self, config: Any) -> None:
         """Check that the folder is of a model with this configuration.
+
+        Args:
+          config: Of a decoder; one of another kind of model is refused.
 
         Raises:
           ModelFolderError: [T806] it is not; lists the fields.
         """
-        if lines := differences(config, self.config):
+        lines = [f"a {type(config).__name__}"]
+        if isinstance(config, DecoderConfig):
+            lines = differences(config, self.config)
+        if lines:
             raise ModelFolderError(
                 f"{self.path} is of another model than this one",
                 got="\n".join(f"this model has {line}" for line in lines),

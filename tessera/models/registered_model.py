@@ -105,7 +105,7 @@ class RegisteredDefinition(ModelDefinition):
     ) -> "RegisteredModel":
         """The model; the same for all meshes."""
         del options, mesh
-        return RegisteredModel(self, config)
+        return RegisteredModel(config, self)
 
     def problems(
         self, config: Any, options: ModelOptions, mesh: Mesh
@@ -137,12 +137,12 @@ class RegisteredModel(Model):
     """A registered model with a configuration; the parameters are named by paths.
 
     Attributes:
+      config: An instance of the configuration class.
       definition: What was registered.
-      config: An instance of its configuration class.
     """
 
-    definition: RegisteredDefinition
     config: Any
+    definition: RegisteredDefinition
 
     @cached_property
     def _adapter(self) -> Adapter:

@@ -21,10 +21,10 @@ from tessera.dtypes import as_dtype
 from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
 from tessera.models.decoder.model import DecoderModel
-from tessera.models.pipeline_stages import StageSplit
-from tessera.models.model import Model
 from tessera.models.families.family import Tensor
+from tessera.models.model import Model
 from tessera.models.model_folder import ModelFolder
+from tessera.models.pipeline_stages import StageSplit
 from tessera.models.safetensors import SafetensorsFile, write_file
 from tessera.tree import Tree, path_name
 
@@ -207,9 +207,7 @@ class _Slices:
         return out
 
 
-def check_weights(
-    path: str | Path, model: Model
-) -> SafetensorsFile | ModelFolder:
+def check_weights(path: str | Path, model: Model) -> SafetensorsFile | ModelFolder:
     """Check that a file or folder holds the parameters of a model.
 
     Reads only headers, and both of two tensors that have to be equal.

@@ -12,7 +12,7 @@ import safetensors.numpy
 from tessera.errors import ModelFolderError, WeightFileError
 from tessera.mesh import Mesh
 from tessera.models import DecoderModel, config_of, from_pretrained
-from tessera.models.decoder.pipeline_stages import StageSplit
+from tessera.models.pipeline_stages import StageSplit
 from tessera.models.weights import import_weights
 from tests.models.published_folders import (
     GEMMA3,
