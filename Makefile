@@ -30,6 +30,9 @@ PEAK ?= 989
 GPU_READY := $(VENV)/.$(CUDA)-ready-$(VERSION)
 TORCH_VENV := .venv-torch
 TORCH_READY := $(TORCH_VENV)/.ready
+# For test-hf, in an environment of its own, as PyTorch takes 1 GB.
+HF_VENV := .venv-hf
+HF_READY := $(HF_VENV)/.ready
 GPU_RESULTS := benchmarks/results/gpu
 ON_GPU = JAX_PLATFORMS=cuda,cpu $(BIN)/python
 
@@ -39,7 +42,7 @@ export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-all durations fuzz lint format docs docs-browser bench bench-gpu constraints clean
+.PHONY: help train test test-all test-hf durations fuzz lint format docs docs-browser bench bench-gpu constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
@@ -52,6 +55,9 @@ test: $(DEV_READY) ## Test every public behaviour once: pytest $(ARGS)
 
 test-all: $(DEV_READY) ## Run all tests: pytest $(ARGS)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-hf: $(DEV_READY) $(HF_READY) ## Compare with Hugging Face Transformers: pytest $(ARGS)
+	TESSERA_HF_PYTHON=$(abspath $(HF_VENV))/bin/python $(BIN)/python -m pytest $(or $(ARGS),tests/hf)
 
 durations: $(DEV_READY) ## Measure each test anew, for tests/durations.json
 	$(BIN)/python -m pytest --record-durations $(ARGS)
@@ -119,6 +125,12 @@ $(DEV_READY): $(MADE)
 $(GPU_READY): $(DEV_READY)
 	@$(PINNED) -e '.[dev,$(CUDA)]'
 	@touch $@
+
+$(HF_READY):
+	$(PYTHON) -m venv $(HF_VENV)
+	$(HF_VENV)/bin/python -m pip --disable-pip-version-check --quiet install torch transformers \
+	  safetensors --extra-index-url https://download.pytorch.org/whl/cpu
+	touch $@
 
 $(TORCH_READY):
 	@$(PYTHON) -m venv --clear $(TORCH_VENV)

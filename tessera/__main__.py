@@ -18,7 +18,7 @@ from tessera.errors import UnknownSettingError, did_you_mean
 _COMMANDS = {
     "train": ("tessera.training.main", "train a model; --help lists every setting"),
     "launch": ("tessera.launch", "start a program in several processes"),
-    "export": ("tessera.export", "write the weights of a run as a safetensors file"),
+    "export": ("tessera.export", "write the weights of a run for others to load"),
     "doctor": ("tessera.doctor", "show versions, devices, and what is wrong"),
 }
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a run as a safetensors file.
+"""The weights of a run as a safetensors file, or as a folder for Transformers.
 
 python -m tessera.export outputs/mine weights.safetensors --dtype=bf16
+python -m tessera.export outputs/mine folder --format=hf
 """
 
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,11 +19,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser("python -m tessera.export", description=__doc__)
     parser.add_argument("checkpoint", help="a run, its checkpoints, or one of them")
     parser.add_argument("file", help="where to, such as weights.safetensors")
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "hf"),
+        default="safetensors",
+        help="hf makes a folder that Hugging Face Transformers loads",
+    )
     parser.add_argument("--dtype", choices=("f32", "bf16", "f16"), help="round to it")
     options = parser.parse_args(arguments)
     try:
-        _check_file(options.file)
-        size = _export(options.checkpoint, options.file, options.dtype)
+        _check_file(options.file, is_folder=_is_folder(options))
+        size = _export(options)
     except TesseraError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -31,24 +38,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _export(checkpoint: str, file: str, dtype: str | None) -> str:
+def _export(options: Namespace) -> str:
     """Write the file; its size in words."""
     # Here, because they import JAX: problems with the file are reported before that.
     from tessera.analysis.memory import format_bytes
     from tessera.training.checkpoints.export_checkpoint import export_checkpoint
 
+    file = options.file
     try:
-        return format_bytes(export_checkpoint(checkpoint, file, dtype=dtype))
+        size = export_checkpoint(
+            options.checkpoint, file, dtype=options.dtype, as_folder=_is_folder(options)
+        )
     except OSError as error:
         raise _cannot_write(file, error.strerror or str(error)) from error
+    return format_bytes(size)
 
 
-def _check_file(file: str) -> None:
-    """See that a file can be put there, and that nothing but a file would go."""
+def _is_folder(options: Namespace) -> bool:
+    return options.format == "hf"
+
+
+def _check_file(file: str, *, is_folder: bool) -> None:
+    """Check that a file can be put there, and that nothing but a file would go."""
     if not Path(file).name or "\0" in file:
         raise _cannot_write(file, "it names no file")
     try:
-        if os.path.lexists(file) and not Path(file).is_file():
+        is_file = Path(file).is_file() or is_folder
+        if os.path.lexists(file) and not is_file:
             raise _cannot_write(file, "it is there, and it is no regular file")
         if not Path(file).absolute().parent.is_dir():
             raise _cannot_write(file, "its folder does not exist")

@@ -12,3 +12,4 @@ from tessera.models.registry import CONFIGS as CONFIGS
 from tessera.models.registry import build as build
 from tessera.models.registry import config_of as config_of
 from tessera.models.weights import from_pretrained as from_pretrained
+from tessera.models.weights import save_pretrained as save_pretrained

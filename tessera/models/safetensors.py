@@ -92,7 +92,8 @@ def write_file(
 
     Args:
       path: The file; an existing one is replaced.
-      layouts: Dtype and shape of each array.
+      layouts: Dtype and shape of each array; those of one size of dtype are read in
+        this order.
       read: Returns an array by name, when it is about to be written.
       metadata: Text for the header.
 
@@ -104,7 +105,7 @@ def write_file(
     """
     path = Path(path)
     # Wider dtypes first, as the library does: all arrays are then aligned.
-    names = sorted(layouts, key=lambda name: (-layouts[name][0].itemsize, name))
+    names = sorted(layouts, key=lambda name: -layouts[name][0].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:

@@ -26,6 +26,7 @@ from tessera.models.model import Model
 from tessera.models.model_folder import ModelFolder
 from tessera.models.pipeline_stages import StageSplit
 from tessera.models.safetensors import SafetensorsFile, write_file
+from tessera.models.write_folder import SHARD_BYTES, write_folder
 from tessera.tree import Tree, path_name
 
 __all__ = (
@@ -33,6 +34,7 @@ __all__ = (
     "export_weights",
     "from_pretrained",
     "import_weights",
+    "save_pretrained",
     "write_weights",
 )
 
@@ -73,6 +75,46 @@ def export_weights(
         lambda name: np.asarray(arrays[name]),
         dtype=dtype,
         metadata=metadata,
+    )
+
+
+def save_pretrained(
+    params: Tree,
+    folder: str | Path,
+    *,
+    model: DecoderModel,
+    dtype: Any = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads.
+
+    Args:
+      params: A tree of arrays, as from ``model.init``; whole in this process.
+      folder: Must not exist, or be empty; it appears once everything is written.
+      model: The model of the parameters.
+      dtype: What to round them to, such as ``"bf16"``; None keeps their dtype.
+      shard_bytes: A file holds no more than this, or one tensor.
+
+    Returns:
+      Bytes of the weights.
+
+    Raises:
+      ModelFolderError: [T806] no family of Transformers computes this model.
+      OutputPathError: [T504] the folder exists and is not empty.
+      OSError: It cannot be written.
+    """
+    arrays = _by_name(model.plain(params))
+    rounded_to = None if dtype is None else np.dtype(as_dtype(dtype))
+    layouts = {
+        name: (rounded_to or np.dtype(array.dtype), array.shape)
+        for name, array in arrays.items()
+    }
+    return write_folder(
+        folder,
+        model.config,
+        layouts,
+        lambda name: np.asarray(arrays[name]),
+        shard_bytes=shard_bytes,
     )
 
 

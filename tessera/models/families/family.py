@@ -75,12 +75,13 @@ class Tensor:
         split = tensor.reshape(*dims[inputs:], *dims[:inputs])
         return split.transpose(np.roll(range(split.ndim), inputs))
 
-    def to_tensor(self, parameter: np.ndarray) -> np.ndarray:
-        """A parameter without its stacked dims as the folder has it."""
+    def to_tensor(self, parameter: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
+        """The tensor at an index of a parameter's stacked dims."""
+        part = parameter[index]
         if self.inputs is None:
-            return parameter
-        order = np.roll(range(parameter.ndim), -self.inputs)
-        return parameter.transpose(order).reshape(self.shape(parameter.shape))
+            return part
+        order = np.roll(range(part.ndim), -self.inputs)
+        return part.transpose(order).reshape(self.shape(parameter.shape))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,8 +71,15 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     whole: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scale_global != 1:
         whole = {"rope_type": "linear", "factor": config.rope_scale_global}
+    # Both spellings: older versions overlook rope_parameters.
     local = {"rope_type": "default", "rope_theta": config.rope_base_local}
-    return {
+    older = {
+        "rope_theta": config.rope_base_global,
+        "rope_local_base_freq": config.rope_base_local,
+        "rope_scaling": whole if "factor" in whole else None,
+        "sliding_window_pattern": config.global_every,
+    }
+    return older | {
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
         "num_hidden_layers": config.num_layers,

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exports the parameters of a checkpoint to a safetensors file (``tessera.export``)."""
+"""Exports the parameters of a checkpoint to a file or folder (``tessera.export``)."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from tessera.errors import CheckpointNotFoundError
+from tessera.dtypes import as_dtype
+from tessera.errors import CheckpointMismatchError, CheckpointNotFoundError
 from tessera.models.weights import write_weights
+from tessera.models.write_folder import write_folder
 from tessera.training.checkpoints import storage
 from tessera.training.checkpoints.checkpoint_folder import (
     Checkpoint,
@@ -17,27 +19,38 @@ from tessera.training.checkpoints.checkpoint_folder import (
     read_checkpoint,
 )
 from tessera.training.checkpoints.restore_arrays import plain_shape, split_of
+from tessera.training.checkpoints.tokenizer_files import tokenizer_files
+from tessera.training.config import Config
+from tessera.training.config_schema import settings_of_text
 
-_PARAMS = "params/"
+_PARAMS: Final = "params/"
 
 
-def export_checkpoint(path: str | Path, file: str | Path, *, dtype: Any = None) -> int:
-    """Write the parameters of a checkpoint to a safetensors file.
+def export_checkpoint(
+    path: str | Path, file: str | Path, *, dtype: Any = None, as_folder: bool = False
+) -> int:
+    """Write the parameters of a checkpoint to a safetensors file, or to a folder.
 
     Every byte of the checkpoint is first compared with its manifest. Parameters are
     read and written one at a time: only the largest of them has to fit in memory.
 
     Args:
       path: The folder of a run, of its checkpoints, or of one of them.
-      file: The file; an existing one is replaced once the new one is complete.
+      file: The file; an existing one is replaced once the new one is complete. As a
+        folder, it must not exist, or be empty.
       dtype: What to round the parameters to, such as ``"bf16"``; None keeps float32.
+      as_folder: Write a folder that Hugging Face Transformers loads, with the run's
+        tokenizer.
 
     Returns:
-      Bytes of the file.
+      Bytes of the file, or of the folder's weights.
 
     Raises:
       CheckpointNotFoundError: [T801] there is none, or the newest is damaged.
       CheckpointMismatchError: [T802] a newer Tessera wrote it.
+      ModelFolderError: [T806] no family of Transformers computes the run's model.
+      TokenizerError: [T605] the run's tokenizer is not there any more.
+      OutputPathError: [T504] the folder exists and is not empty.
       OSError: The file cannot be written.
     """
     newest = find_newest(Path(path))
@@ -49,27 +62,58 @@ def export_checkpoint(path: str | Path, file: str | Path, *, dtype: Any = None) 
             fix="export the checkpoint before it",
         )
     metadata = checkpoint.metadata
-    split = split_of(metadata)
-    stored = {
-        name.removeprefix(_PARAMS).replace("/", "."): (name, array)
-        for name, array in metadata.arrays.items()
-        if name.startswith(_PARAMS)
-    }
-    device = SingleDeviceSharding(jax.local_devices()[0])
+    params = _Params(checkpoint)
+    if not as_folder:
+        header = {"format": "tessera", "step": str(metadata.step)}
+        layouts = params.layouts
+        return write_weights(file, layouts, params.read, dtype=dtype, metadata=header)
+    config = _settings(checkpoint)
+    tokens, files = tokenizer_files(config.data)
+    to = np.dtype(as_dtype(dtype or "f32"))
+    return write_folder(
+        file,
+        config.model.config,
+        {name: (to, shape) for name, (_, shape) in params.layouts.items()},
+        params.read,
+        tokens=tokens,
+        files=files,
+    )
 
-    def read(name: str) -> np.ndarray:
-        path, array = stored[name]
+
+def _settings(checkpoint: Checkpoint) -> Config:
+    try:
+        return settings_of_text(checkpoint.metadata.config)
+    except ValueError as error:
+        raise CheckpointMismatchError(
+            "this Tessera does not understand the configuration of the checkpoint",
+            got=str(error),
+            fix="export it with the version that wrote it",
+        ) from error
+
+
+class _Params:
+    """The parameters of a checkpoint, without pipeline stages."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._state, self._split = checkpoint.state, split_of(checkpoint.metadata)
+        self._device = SingleDeviceSharding(jax.local_devices()[0])
+        self._stored = {
+            name.removeprefix(_PARAMS).replace("/", "."): (name, array)
+            for name, array in checkpoint.metadata.arrays.items()
+            if name.startswith(_PARAMS)
+        }
+        self.layouts = {
+            name: (np.dtype(array.dtype), plain_shape(self._split, path, array.shape))
+            for name, (path, array) in self._stored.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        """One of them."""
+        path, array = self._stored[name]
         target = jax.ShapeDtypeStruct(
-            array.shape, np.dtype(array.dtype), sharding=device
+            array.shape, np.dtype(array.dtype), sharding=self._device
         )
-        value = storage.read(checkpoint.state, {path: target})[path]
-        if plain_shape(split, path, array.shape) != array.shape and split is not None:
-            value = split.unstack(value)
+        value = storage.read(self._state, {path: target})[path]
+        if self.layouts[name][1] != array.shape and self._split is not None:
+            value = self._split.unstack(value)
         return np.asarray(value)
-
-    layouts = {
-        name: (array.dtype, plain_shape(split, path, array.shape))
-        for name, (path, array) in stored.items()
-    }
-    header = {"format": "tessera", "step": str(metadata.step)}
-    return write_weights(file, layouts, read, dtype=dtype, metadata=header)
