@@ -127,10 +127,10 @@ $(GPU_READY): $(DEV_READY)
 	@touch $@
 
 $(HF_READY):
-	$(PYTHON) -m venv $(HF_VENV)
-	$(HF_VENV)/bin/python -m pip --disable-pip-version-check --quiet install torch transformers \
-	  safetensors --extra-index-url https://download.pytorch.org/whl/cpu
-	touch $@
+	@$(PYTHON) -m venv --clear $(HF_VENV)
+	@$(HF_VENV)/bin/python -m pip --disable-pip-version-check --quiet install torch \
+	  transformers safetensors --extra-index-url https://download.pytorch.org/whl/cpu
+	@touch $@
 
 $(TORCH_READY):
 	@$(PYTHON) -m venv --clear $(TORCH_VENV)

@@ -13,7 +13,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from tessera.errors import OutputPathError
-from tessera.models.decoder.config import DecoderConfig
 from tessera.models.families.family import Tensor
 from tessera.models.families.registry import CONFIG_FILE, family_for
 from tessera.models.model_folder import INDEX, WEIGHTS
@@ -29,7 +28,7 @@ SHARD_BYTES: Final = 5 * 10**9
 
 def write_folder(
     folder: str | Path,
-    config: DecoderConfig,
+    config: Any,
     layouts: Layouts,
     read: Callable[[str], np.ndarray],
     *,
@@ -41,7 +40,7 @@ def write_folder(
 
     Args:
       folder: Must not exist, or be empty; it appears once everything is written.
-      config: The model's configuration.
+      config: The model's configuration; one of another kind than a decoder's is refused.
       layouts: The parameters, and the dtype that each is written in.
       read: Returns a parameter by name; called once for each, in order.
       tokens: Ids of special tokens: ``bos_token_id``, ``eos_token_id``,

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a folder with Transformers and prints its logits; run where torch is.
 
-    python load_folder.py FOLDER TOKENS.npy LOGITS.npy
+python load_folder.py FOLDER TOKENS.npy LOGITS.npy
 """
 
 import json
 import sys
-
 
 
 def main(folder: str, tokens: str, logits: str) -> None:

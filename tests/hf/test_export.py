@@ -78,7 +78,12 @@ def test_logits_are_equal_after_an_export_from_a_mesh(name: str, tmp_path: Path)
     save_pretrained(params, tmp_path / "out", model=model, shard_bytes=20_000)
     assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1
     theirs, what = load(tmp_path / "out")
-    assert what == {"class": name, "problems": {}, "dtype": "torch.float32", "eos": None}
+    assert what == {
+        "class": name,
+        "problems": {},
+        "dtype": "torch.float32",
+        "eos": None,
+    }
     ours = np.asarray(jax.jit(model.apply)(params, jnp.asarray(TOKENS)))
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=0)
 
@@ -97,8 +102,9 @@ def test_logits_are_equal_after_an_export_from_a_mesh(name: str, tmp_path: Path)
 )
 def test_every_constant_of_the_configuration_arrives(change: Any, tmp_path: Path):
     """Another constant gives other logits here, and the same ones there."""
-    before, model = DecoderModel(GEMMA3), DecoderModel(
-        dataclasses.replace(GEMMA3, **change)
+    before, model = (
+        DecoderModel(GEMMA3),
+        DecoderModel(dataclasses.replace(GEMMA3, **change)),
     )
     params = random_params(model)
     save_pretrained(params, tmp_path / "out", model=model)

@@ -13,7 +13,7 @@ import safetensors.numpy
 from tessera.errors import ModelFolderError, OutputPathError
 from tessera.mesh import Mesh
 from tessera.models import DecoderModel, from_pretrained, save_pretrained
-from tessera.models.decoder.pipeline_stages import StageSplit
+from tessera.models.pipeline_stages import StageSplit
 from tessera.models.weights import import_weights
 from tests.models.published_folders import gemma3_tensors, write_folder
 

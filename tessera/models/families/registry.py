@@ -62,14 +62,15 @@ def family_of(values: Mapping[str, Any]) -> Family:
     return by_type[model_type]
 
 
-def family_for(config: DecoderConfig) -> Family:
+def family_for(config: Any) -> Family:
     """The first family whose ``config.json`` can describe a configuration.
 
     Raises:
       ModelFolderError: [T806] there is none; lists the fields that each would change.
     """
-    lines: list[str] = []
-    for family in FAMILIES:
+    is_decoder = isinstance(config, DecoderConfig)
+    lines = [] if is_decoder else [f"its configuration is a {type(config).__name__}"]
+    for family in FAMILIES if is_decoder else ():
         try:
             again = family.config(family.values(config))
         except TesseraError as error:

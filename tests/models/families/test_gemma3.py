@@ -181,3 +181,8 @@ def test_a_configuration_that_no_family_has_is_not_written():
     limited = dataclasses.replace(CONFIG, num_experts=4, capacity_factor=1.0)
     with pytest.raises(ModelFolderError, match=r"capacity_factor = 1\.0, not None"):
         family_for(limited)
+
+
+def test_a_model_of_another_kind_is_not_written():
+    with pytest.raises(ModelFolderError, match="its configuration is a int"):
+        family_for(3)
