@@ -40,7 +40,7 @@ class DataFormatError(TesseraError, ValueError):
     code = "T606"
 
 
-class JsonLinesError(TesseraError, ValueError):
-    """A line of JSON Lines is not an object with a text in the configured field."""
+class BadRecordError(TesseraError, ValueError):
+    """Records of the data have no text under the configured key."""
 
     code = "T607"

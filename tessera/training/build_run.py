@@ -27,7 +27,7 @@ from tessera.ops.loss_scale import LossScale
 from tessera.training import optimizer_offload
 from tessera.training.config import Config, data_parallel_groups
 from tessera.training.data import Corpus, load
-from tessera.training.data.tokenization import check_tokens
+from tessera.training.data.vocabulary import check_tokens
 from tessera.training.deterministic_numerics import check_accelerator
 from tessera.training.device_checks import check_compilable, check_state_fits
 from tessera.training.host_data_sharding import HostShard

@@ -142,8 +142,8 @@ CASES = {
         )
         for name, line, got in (
             ("broken.jsonl", 4, "it is not JSON: Unterminated string starting at at "),
-            ("other.jsonl", 1, "it has no field 'text'; Known: 'id', 'content'"),
-            ("numbers.jsonl", 1, "its field 'text' is a number, not text\n"),
+            ("other.jsonl", 1, "it has no key 'text'; Known: 'id', 'content'"),
+            ("numbers.jsonl", 1, "its 'text' is a number, not text\n"),
             ("deep.jsonl", 2, "it is not readable JSON: brackets are nested too "),
             ("long.jsonl", 2, "Exceeds the limit "),
             ("latin.jsonl", 1, "it is not UTF-8: byte 0xef\n"),
@@ -151,8 +151,8 @@ CASES = {
         )
     },
     "a field of no file": (
-        ["data.path=text.txt", "data.text_field=body"],
-        "[T507] data.text_field has no effect in this run\n",
+        ["data.path=text.txt", "data.text_key=body"],
+        "[T507] data.text_key has no effect in this run\n",
     ),
     "a folder without text": (
         ["data.path=nothing"],

@@ -237,7 +237,7 @@ TEXT = (
     ("data=text", "data.path='folder/*.txt'"),
     ("data=text", "data.path=books.jsonl", "data.format=text"),
     ("data=text", "data.path=books.txt", "data.format=jsonl"),
-    ("data=text", "data.path=books.jsonl", "data.text_field=body"),
+    ("data=text", "data.path=books.jsonl", "data.text_key=body"),
 )
 
 

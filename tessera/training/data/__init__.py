@@ -2,9 +2,14 @@
 """The data of a training run: text or synthetic tokens in shuffled batches of rows.
 
 data_config    the settings
-documents      finds files and splits them into train and validation
-formats        reads the texts of a file: plain text or JSON lines
+files          finds files
+units          cuts files into train and validation, and into parts for workers
+records        reads the texts of a part: plain text or JSON lines
+bad_records    counts the records that cannot be used
 tokenization   text -> ids and back
+vocabulary     checks ids against the model's vocabulary
+encoding       records -> ids
+extras         imports optional libraries
 synthetic      generates ids without text
 packing        documents -> one token stream -> rows
 batches        rows -> batches, by grain

@@ -7,12 +7,13 @@ DataConfig -> documents (train, validation) -> ids -> TokenStream -> rows -> bat
 import hashlib
 import platform
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from typing import TypeAlias
 
-from tessera.errors import EmptyDataError, SettingConflictError, SettingValueError
+from tessera.errors import EmptyDataError, SettingValueError
+from tessera.training.data.bad_records import BadRecords
 from tessera.training.data.batches import (
     Share,
     order_fingerprint,
@@ -20,18 +21,20 @@ from tessera.training.data.batches import (
     validation_batches,
 )
 from tessera.training.data.data_config import DataConfig, check
-from tessera.training.data.documents import Document, list_files, list_stdlib, split
-from tessera.training.data.formats import JSON_LINES, format_of, texts_of
-from tessera.training.data.packing import Batch, PackedRows, TokenStream, join
-from tessera.training.data.synthetic import SyntheticTokenizer, make_documents
-from tessera.training.data.tokenization import (
-    Ids,
-    Tokenizer,
-    check_separator,
-    check_tokens,
-    check_vocabulary,
-    load_tokenizer,
+from tessera.training.data.encoding import Encoder
+from tessera.training.data.files import units_of
+from tessera.training.data.packing import (
+    Batch,
+    LossMask,
+    PackedRows,
+    TokenStream,
+    join,
 )
+from tessera.training.data.records import read_records
+from tessera.training.data.synthetic import SyntheticTokenizer, make_documents
+from tessera.training.data.tokenization import Ids, Tokenizer
+from tessera.training.data.units import Unit
+from tessera.training.data.vocabulary import check_vocabulary
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Corpus:
       prefetch: Number of batches to prepare ahead.
       num_unused_ids: Ids of the tokenizer outside of the model's vocabulary; none
         occurs in the text.
+      bad_records: The records that were left out.
     """
 
     title: str
@@ -85,6 +89,7 @@ class Corpus:
     seed: int
     prefetch: int
     num_unused_ids: int = 0
+    bad_records: BadRecords = field(default_factory=BadRecords)
 
     def train(
         self,
@@ -175,9 +180,11 @@ class Corpus:
         separator = self.tokenizer.separator
         between = "no separator" if separator is None else f"separator {separator}"
         unused = f", {self.num_unused_ids:,} of them not in the model's vocabulary"
+        bad = str(self.bad_records).replace("\n", "\n            ")
         return "\n".join(
             (
                 f"data        {self.title}",
+                *([f"left out    {bad}"] if self.bad_records.counts else []),
                 f"tokenizer   {self.tokenizer.kind}, {self.tokenizer.vocab_size:,} ids"
                 f"{unused if self.num_unused_ids else ''}, {between}",
                 f"train       {self.train_split}",
@@ -206,9 +213,9 @@ def load(
       TokenRangeError: [T604] a text has a token that the model does not have.
       TokenizerError: [T605] the tokenizer does not exist or cannot be read.
       DataFormatError: [T606] a file is not text.
-      JsonLinesError: [T607] a line of JSON lines has no text.
+      BadRecordError: [T607] records have no text, more than ``max_bad_records``.
       SettingValueError: [T502] a setting is out of range or would be ignored.
-      SettingConflictError: [T507] ``text_field`` is given, and no file has fields.
+      SettingConflictError: [T507] ``text_key`` is given, and no file has keys.
 
     Example:
       >>> corpus = load(DataConfig(), sequence_length=64, seed=0, vocab_size=257)
@@ -224,7 +231,7 @@ def load(
             fix="use a value of at least 1",
         )
     make = _make_synthetic if config.name == "synthetic" else _read_text
-    title, tokenizer, train, validation = make(config, seed, vocab_size)
+    title, tokenizer, train, validation, bad_records = make(config, seed, vocab_size)
     _check_text(title, train, validation, config.validation_fraction)
     return Corpus(
         title=title,
@@ -234,57 +241,45 @@ def load(
         seed=seed,
         prefetch=config.prefetch,
         num_unused_ids=max(tokenizer.vocab_size - vocab_size, 0),
+        bad_records=bad_records,
     )
 
 
-# Title, tokenizer, training stream and validation stream.
-_Source: TypeAlias = tuple[str, Tokenizer, TokenStream, TokenStream]
+# Title, tokenizer, training stream, validation stream and the records left out.
+_Source: TypeAlias = tuple[str, Tokenizer, TokenStream, TokenStream, BadRecords]
 
 
 def _read_text(config: DataConfig, seed: int, vocab_size: int) -> _Source:
     del seed  # only synthetic data depends on it
-    tokenizer = load_tokenizer(config.tokenizer)
-    check_separator(tokenizer, vocab_size)
+    title = f"text at {config.path!r}"
     if config.name == "stdlib":
         title = f"standard library of Python {platform.python_version()}"
-        documents = list_stdlib()
-    else:
-        title, documents = f"text at {config.path!r}", list_files(config.path)
-    formats = {format_of(document, config.format) for document in documents}
-    if JSON_LINES not in formats:
-        _check_no_field(config)
-    train, validation = split(
-        documents, config.validation_fraction, by_lines=JSON_LINES in formats
+    encoder = Encoder(config, vocab_size)
+    bad_records = BadRecords(config.max_bad_records)
+    train, validation = (
+        _tokenize(config, units, encoder, vocab_size, bad_records)
+        for units in units_of(config)
     )
-    return (
-        title,
-        tokenizer,
-        _tokenize(config, train, tokenizer, vocab_size),
-        _tokenize(config, validation, tokenizer, vocab_size),
-    )
+    return title, encoder.tokenizer, train, validation, bad_records
 
 
 def _tokenize(
     config: DataConfig,
-    documents: Sequence[Document],
-    tokenizer: Tokenizer,
+    units: Sequence[Unit],
+    encoder: Encoder,
     vocab_size: int,
+    bad_records: BadRecords,
 ) -> TokenStream:
     sizes: list[int] = []
 
-    def encode() -> Iterator[tuple[str, Ids]]:
-        for document in documents:
-            for name, content in texts_of(document, config.format, config.text_field):
-                sizes.append(len(content))
-                try:
-                    ids = tokenizer.encode(content)
-                except UnicodeDecodeError as error:
-                    raise _not_text(document, content, error) from error
-                line = document.first_line if name == document.name else 1
-                check_tokens(name, content, ids, tokenizer, vocab_size, first_line=line)
-                yield name, ids
+    def encode() -> Iterator[tuple[str, Ids, LossMask | None]]:
+        for unit in units:
+            for record in read_records(unit, config, bad_records):
+                if encoded := encoder.encode(record, bad_records):
+                    sizes.append(encoded.num_bytes)
+                    yield unit.name, encoded.ids, encoded.loss_mask
 
-    stream = join(encode(), separator=tokenizer.separator, vocab_size=vocab_size)
+    stream = join(encode(), separator=encoder.separator, vocab_size=vocab_size)
     return replace(stream, num_bytes=sum(sizes))
 
 
@@ -294,20 +289,14 @@ def _make_synthetic(config: DataConfig, seed: int, vocab_size: int) -> _Source:
     documents = make_documents(config.synthetic, tokenizer.vocab_size, seed)
     cut = len(documents) - ceil(len(documents) * config.validation_fraction)
     train, validation = (
-        join(part, separator=tokenizer.separator, vocab_size=vocab_size)
+        join(
+            ((*one, None) for one in part),
+            separator=tokenizer.separator,
+            vocab_size=vocab_size,
+        )
         for part in (documents[:cut], documents[cut:])
     )
-    return "synthetic patterns", tokenizer, train, validation
-
-
-def _check_no_field(config: DataConfig) -> None:
-    if config.text_field != DataConfig.text_field:
-        raise SettingConflictError(
-            "data.text_field has no effect in this run",
-            got=f"data.text_field={config.text_field}, and no file of {config.path!r} "
-            "is read as JSON lines",
-            fix="leave it out, or use data.format=jsonl",
-        )
+    return "synthetic patterns", tokenizer, train, validation, BadRecords()
 
 
 def _check_text(
@@ -325,18 +314,6 @@ def _check_text(
             got=f"data.validation_fraction={fraction} of {train.tokens.size:,} tokens",
             fix="raise data.validation_fraction, or use 0 for no validation",
         )
-
-
-def _not_text(
-    document: Document, content: bytes, error: UnicodeDecodeError
-) -> EmptyDataError:
-    return EmptyDataError(
-        f"the data file {document.name!r} is not UTF-8 text",
-        got=f"{document.path}: byte 0x{content[error.start]:02x} at "
-        f"offset {document.begin + error.start}",
-        fix="convert the file to UTF-8, leave it out, or use data.tokenizer=bytes, "
-        "which accepts any file",
-    )
 
 
 def _too_small(rows: PackedRows, batch_size: int) -> EmptyDataError:

@@ -38,7 +38,9 @@ class DataConfig:
       path: For text: a file, a folder or a glob.
       format: For text: how files are read; auto depends on the suffix, jsonl reads a
         JSON object from each line, text reads all bytes as they are.
-      text_field: For JSON lines: the field with the text.
+      text_key: For JSON lines: the key of the text.
+      max_bad_records: For JSON lines: how many records may be skipped because they
+        have no text.
       tokenizer: bytes, the path of a tokenizers file (.json) or of a sentencepiece
         model (.model).
       validation_fraction: The share of the data for validation; 0 disables it.
@@ -49,7 +51,8 @@ class DataConfig:
     name: str = setting("stdlib", choices=SOURCES)
     path: str = ""
     format: str = setting("auto", choices=("auto", "text", "jsonl"))
-    text_field: str = "text"
+    text_key: str = "text"
+    max_bad_records: int = setting(0, least=0, most=MOST_COUNT)
     tokenizer: str = "bytes"
     validation_fraction: float = setting(0.05, least=0, below=1)
     prefetch: int = setting(4, least=0, most=1024)
@@ -82,16 +85,17 @@ def _misplaced(config: DataConfig) -> Iterator[SettingValueError]:
             got="data.path is empty",
             fix="add data.path=<a file, a folder or a glob>",
         )
-    if config.format == "text" and config.text_field != DataConfig.text_field:
+    if config.format == "text" and config.text_key != DataConfig.text_key:
         yield SettingValueError(
-            "data.format=text does not use data.text_field",
-            got=f"data.text_field={config.text_field}",
-            fix="use data.format=jsonl, or leave data.text_field out",
+            "data.format=text does not use data.text_key",
+            got=f"data.text_key={config.text_key}",
+            fix="use data.format=jsonl, or leave data.text_key out",
         )
     owners = {
         "path": ("text",),
         "format": ("text",),
-        "text_field": ("text",),
+        "text_key": ("text",),
+        "max_bad_records": ("text",),
         "tokenizer": ("stdlib", "text"),
         "synthetic": ("synthetic",),
     }

@@ -19,9 +19,11 @@ import numpy.typing as npt
 
 from tessera.errors import TokenRangeError
 from tessera.labels import IGNORE_INDEX
-from tessera.training.data.tokenization import Ids, out_of_vocabulary
+from tessera.training.data.tokenization import Ids
+from tessera.training.data.vocabulary import out_of_vocabulary
 
 Batch = dict[str, npt.NDArray[np.int32]]
+LossMask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -34,21 +36,28 @@ class TokenStream:
         [documents].
       is_separated: Whether there is a separator before each document.
       num_bytes: Size of the text; 0 if the tokens are not from text.
+      loss_mask: Which tokens are learned: the others are the target of no position.
+        None means all of them; [tokens].
     """
 
     tokens: npt.NDArray[np.uint16 | np.int32]
     starts: npt.NDArray[np.int64]
     is_separated: bool
     num_bytes: int = 0
+    loss_mask: LossMask | None = None
 
 
 def join(
-    documents: Iterable[tuple[str, Ids]], *, separator: int | None, vocab_size: int
+    documents: Iterable[tuple[str, Ids, LossMask | None]],
+    *,
+    separator: int | None,
+    vocab_size: int,
 ) -> TokenStream:
     """Concatenate documents into one stream, without empty ones.
 
     Args:
-      documents: Pairs of a name and ids, int32 [tokens].
+      documents: Names, ids, int32 [tokens], and which of them are learned, or None for
+        all; the separator before a document with a mask is not learned.
       separator: The id to insert before each document, or None.
       vocab_size: The model's vocabulary size; ids must be in [0, vocab_size).
 
@@ -56,7 +65,7 @@ def join(
       TokenRangeError: [T604] an id is negative or too large; names its document.
 
     Example:
-      >>> words = [("a", np.array([1, 2], np.int32)), ("b", np.array([3], np.int32))]
+      >>> words = [("a", np.array([1, 2]), None), ("b", np.array([3]), None)]
       >>> stream = join(words, separator=0, vocab_size=4)
       >>> stream.tokens.tolist(), stream.starts.tolist()
       ([0, 1, 2, 0, 3], [0, 3])
@@ -64,14 +73,23 @@ def join(
     dtype = np.uint16 if vocab_size <= 2**16 else np.int32
     before = np.array([] if separator is None else [separator], dtype)
     pieces, lengths = [before[:0]], [0]
-    for name, ids in documents:
+    masks: list[LossMask] = []
+    has_mask = False
+    for name, ids, mask in documents:
         if not ids.size:
             continue
         _check_range(name, ids, vocab_size)
         pieces += [before, ids.astype(dtype)]
         lengths.append(before.size + ids.size)
-    starts = np.cumsum(np.array(lengths, np.int64))[:-1]
-    return TokenStream(np.concatenate(pieces), starts, separator is not None)
+        has_mask |= mask is not None
+        learned = np.full(before.size, mask is None)
+        masks += [learned, np.ones(ids.size, bool) if mask is None else mask]
+    return TokenStream(
+        np.concatenate(pieces),
+        np.cumsum(np.array(lengths, np.int64))[:-1],
+        is_separated=separator is not None,
+        loss_mask=np.concatenate(masks) if has_mask else None,
+    )
 
 
 def _check_range(name: str, ids: Ids, vocab_size: int) -> None:
@@ -123,6 +141,9 @@ class PackedRows:
         if not self.stream.is_separated:
             # The next token belongs to another text and cannot be predicted.
             targets[cuts - 1] = IGNORE_INDEX
+        if self.stream.loss_mask is not None:
+            learned = self.stream.loss_mask[begin + 1 : begin + length + 1]
+            targets[~learned] = IGNORE_INDEX
         offsets = np.arange(targets.size, dtype=np.int32)
         is_start = np.zeros_like(offsets)
         is_start[cuts[cuts < targets.size]] = 1

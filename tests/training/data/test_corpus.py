@@ -9,7 +9,8 @@ import pytest
 
 from tessera.errors import EmptyDataError, SettingValueError, VocabularyError
 from tessera.training.data import DataConfig, SyntheticConfig, load
-from tessera.training.data.documents import list_files, split
+from tessera.training.data.files import list_files
+from tessera.training.data.units import split
 
 
 def corpus(path="", *, sequence_length=8, seed=0, vocab_size=257, **settings):

@@ -73,9 +73,9 @@ def test_a_setting_that_would_be_ignored_is_refused():
         "  docs: docs/errors/T502.md"
     )
     assert "data=stdlib does not use data.format" in refusal(format="jsonl")
-    assert "data=stdlib does not use data.text_field" in refusal(text_field="body")
-    whole = refusal(name="text", path="a", format="text", text_field="body")
-    assert "data.format=text does not use data.text_field" in whole
+    assert "data=stdlib does not use data.text_key" in refusal(text_key="body")
+    whole = refusal(name="text", path="a", format="text", text_key="body")
+    assert "data.format=text does not use data.text_key" in whole
     tokenizer = refusal(name="synthetic", tokenizer="x.json")
     assert "data=synthetic does not use data.tokenizer" in tokenizer
     synthetic = refusal(synthetic={"noise": 0.0})

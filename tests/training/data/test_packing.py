@@ -16,7 +16,7 @@ lengths = st.integers(1, 6)
 
 
 def stream_of(texts: list[list[int]], separator: int | None) -> TokenStream:
-    named = [(str(i), np.array(text, np.int32)) for i, text in enumerate(texts)]
+    named = [(str(i), np.array(text, np.int32), None) for i, text in enumerate(texts)]
     return join(named, separator=separator, vocab_size=10)
 
 
@@ -78,7 +78,7 @@ def test_only_a_last_row_that_is_not_full_is_dropped(texts, separator, length):
 def test_rows_are_int32_whatever_the_vocabulary():
     for vocab_size, stored in ((2**16, np.uint16), (2**16 + 1, np.int32)):
         ids = np.array([0, vocab_size - 1, 3], np.int32)
-        stream = join([("a", ids)], separator=None, vocab_size=vocab_size)
+        stream = join([("a", ids, None)], separator=None, vocab_size=vocab_size)
         row = PackedRows(stream, 2, keep_tail=False)[0]
         assert stream.tokens.dtype == stored
         assert {values.dtype for values in row.values()} == {np.dtype(np.int32)}
@@ -87,8 +87,8 @@ def test_rows_are_int32_whatever_the_vocabulary():
 
 @pytest.mark.parametrize("wrong", [10, -1, 2**31 - 1])
 def test_an_id_outside_the_vocabulary_names_document_and_place(wrong):
-    good = ("good", np.array([0, 9], np.int32))
-    bad = ("books/bad.txt", np.array([1, 2, wrong, 3, wrong], np.int32))
+    good = ("good", np.array([0, 9], np.int32), None)
+    bad = ("books/bad.txt", np.array([1, 2, wrong, 3, wrong], np.int32), None)
     with pytest.raises(TokenRangeError) as caught:
         join([good, bad], separator=0, vocab_size=10)
     assert str(caught.value) == (
@@ -99,3 +99,48 @@ def test_an_id_outside_the_vocabulary_names_document_and_place(wrong):
         "vocabulary\n"
         "  docs: docs/errors/T604.md"
     )
+
+
+def test_the_mask_of_a_token_is_that_of_the_position_before_it():
+    ids, learned = np.arange(1, 8), np.array([0, 0, 1, 1, 0, 1, 0], bool)
+    stream = join([("a", ids, learned)], separator=None, vocab_size=10)
+    row = PackedRows(stream, 6, keep_tail=True)[0]
+    assert row["tokens"].tolist() == [1, 2, 3, 4, 5, 6]
+    # By hand: 3, 4 and 6 are learned, so they are targets where 2, 3 and 5 are tokens.
+    assert row["targets"].tolist() == [-100, 3, 4, -100, 6, -100]
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=7)),
+    st.sets(st.integers(0, 9)),
+    separators,
+    lengths,
+)
+def test_a_target_is_left_out_where_its_token_is_not_learned(
+    texts, unmasked, separator, length
+):
+    named = []
+    for i, text in enumerate(texts):
+        ids = np.array([token for token, _ in text], np.int32)
+        mask = np.array([learned for _, learned in text], bool)
+        named.append((str(i), ids, None if i in unmasked else mask))
+    stream = join(named, separator=separator, vocab_size=10)
+    plain = join(
+        [(n, i, None) for n, i, _ in named], separator=separator, vocab_size=10
+    )
+    flat = [
+        is_learned
+        for i, text in enumerate(texts)
+        if text
+        for is_learned in [i in unmasked] * (separator is not None)
+        + [i in unmasked or learned for _, learned in text]
+    ]
+    rows = PackedRows(stream, length, keep_tail=True)
+    for number, row in enumerate(rows[i] for i in range(len(rows))):
+        expected = PackedRows(plain, length, keep_tail=True)[number]
+        for at in range(length):
+            token = number * length + at + 1
+            if token < len(flat) and not flat[token]:
+                expected["targets"][at] = IGNORE_INDEX
+        for name, values in expected.items():
+            np.testing.assert_array_equal(row[name], values)

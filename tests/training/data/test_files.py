@@ -4,15 +4,12 @@
 import errno
 import os
 import sysconfig
-import tempfile
-from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tessera.errors import DataNotFoundError, EmptyDataError
-from tessera.training.data.documents import Document, list_files, list_stdlib, split
+from tessera.training.data.files import list_files, list_stdlib
+from tessera.training.data.units import Unit
 
 
 @pytest.fixture
@@ -24,8 +21,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def names(documents: list[Document]) -> list[str]:
-    return [document.name for document in documents]
+def names(units: list[Unit]) -> list[str]:
+    return [unit.name for unit in units]
 
 
 def test_the_standard_library_is_there_without_tests_tables_or_packages():
@@ -61,7 +58,7 @@ def test_a_glob_gives_files_of_any_kind_named_from_its_fixed_part(folder):
 def test_a_file_may_have_any_suffix_even_a_glob_s_characters(folder):
     odd = folder / "x[1].html"
     odd.write_text("hello")
-    assert [(d.name, d.read()) for d in list_files(str(odd))] == [
+    assert [(u.name, u.path.read_bytes()) for u in list_files(str(odd))] == [
         ("x[1].html", b"hello")
     ]
 
@@ -89,9 +86,9 @@ def test_a_glob_that_matches_nothing_is_a_missing_path(folder):
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    (document,) = list_files(str(tmp_path))
-    with pytest.raises(DataNotFoundError) as caught:
-        document.read()
+    (unit,) = list_files(str(tmp_path))
+    with pytest.raises(DataNotFoundError) as caught, unit.open():
+        pass
     assert str(caught.value) == (
         "[T601] the data file 'gone.txt' cannot be read\n"
         f"  got: {tmp_path}/gone.txt: No such file or directory\n"
@@ -106,67 +103,10 @@ def test_a_folder_without_text_files_says_which_it_looked_for(tmp_path):
     assert str(caught.value) == (
         f"[T602] the folder '{tmp_path}' has no text files\n"
         "  got: no file with a suffix .txt, .md, .rst, .py, .jsonl, .ndjson, or one of "
-        "these and .gz, at any depth\n"
+        "these and .gz or .zst, at any depth\n"
         f"  fix: use a glob for other files: data.path='{tmp_path}/**/*.html'\n"
         "  docs: docs/errors/T602.md"
     )
-
-
-file_names = st.lists(st.text("abc/", min_size=1), min_size=2, max_size=30, unique=True)
-fractions = st.floats(0.01, 0.99)
-
-
-@given(file_names, fractions)
-def test_every_file_is_on_one_side_and_no_side_is_empty(found, fraction):
-    documents = [Document(name, Path()) for name in found]
-    train, validation = split(documents, fraction)
-    assert train
-    assert validation
-    assert sorted(names(train + validation)) == sorted(found)
-
-
-@given(file_names, fractions)
-def test_the_split_depends_on_the_paths_alone(found, fraction):
-    documents = [Document(name, Path("here", name)) for name in found]
-    elsewhere = [Document(name, Path("there", name)) for name in reversed(found)]
-    for here, there in zip(
-        split(documents, fraction), split(elsewhere, fraction), strict=True
-    ):
-        assert set(names(here)) == set(names(there))
-
-
-def test_a_file_stays_on_its_side_when_others_come():
-    many = [Document(f"{i}.txt", Path()) for i in range(200)]
-    few = many[:100]
-    validation = set(split(many, 0.2)[1])
-    assert set(split(few, 0.2)[1]) == validation & set(few)
-    assert 20 < len(validation) < 60
-
-
-def test_no_fraction_keeps_everything_for_training():
-    documents = [Document("a", Path()), Document("b", Path())]
-    assert split(documents, 0) == (documents, [])
-
-
-@given(st.text("aé€😀\n", min_size=1, max_size=60).map(str.encode), fractions)
-def test_one_file_is_cut_between_lines_or_characters(content, fraction):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "a.txt")
-        path.write_bytes(content)
-        (train,), (validation,) = split([Document("a.txt", path)], fraction)
-        head, tail = train.read(), validation.read()
-    assert head + tail == content
-    head.decode(), tail.decode()  # each would raise inside a character
-    cut = int(len(content) * (1 - fraction))
-    if b"\n" in content[cut : (cut + len(content)) // 2]:
-        assert head.endswith(b"\n")
-    else:
-        assert 0 <= len(head) - cut <= 3
-
-
-def test_a_file_name_may_be_no_text():
-    documents = [Document(os.fsdecode(b"\xff.txt"), Path()), Document("b", Path())]
-    assert len(split(documents, 0.5)[0]) == 1
 
 
 def test_a_folder_that_cannot_be_read_is_named_and_not_left_out(folder, monkeypatch):

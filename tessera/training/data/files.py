@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the data files of a run, and the units of its train and validation text.
+
+A file is identified by its path relative to the corpus. Order, split and format depend
+only on those relative paths, so every machine and process with the same files has the
+same text in the same split.
+"""
+
+import glob
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import Final
+
+from tessera.errors import DataNotFoundError, EmptyDataError, SettingConflictError
+from tessera.regular_files import is_kernel_file
+from tessera.training.data.data_config import DataConfig
+from tessera.training.data.records import not_text
+from tessera.training.data.units import (
+    COMPRESSIONS,
+    JSON_LINES,
+    TEXT,
+    Unit,
+    divide,
+    split,
+)
+
+TEXT_SUFFIXES: Final = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson")
+_FORMATS: Final[Mapping[str, str]] = MappingProxyType(
+    dict.fromkeys((".jsonl", ".ndjson"), JSON_LINES)
+)
+_REFUSED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys((".json",), "JSON"),
+        **dict.fromkeys((".csv", ".tsv", ".xlsx", ".xls", ".ods"), "a table"),
+        **dict.fromkeys((".parquet", ".arrow", ".feather", ".orc", ".avro"), "a table"),
+        **dict.fromkeys((".db", ".sqlite", ".sqlite3", ".duckdb"), "a database"),
+        **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "an archive"),
+        **dict.fromkeys((".bz2", ".xz", ".lz4"), "compressed"),
+        **dict.fromkeys((".npy", ".npz", ".pt", ".pth", ".h5", ".hdf5"), "arrays"),
+        **dict.fromkeys((".safetensors", ".bin", ".tfrecord", ".mds"), "arrays"),
+        **dict.fromkeys((".pkl", ".pickle", ".joblib"), "a pickle"),
+        **dict.fromkeys((".pdf", ".docx", ".doc", ".odt", ".epub"), "a document"),
+    }
+)
+
+# Generated tables, then packages that some distributions install separately: with
+# them the corpus would differ between machines with the same Python.
+_STDLIB_EXCLUDED = frozenset({"encodings", "pydoc_data"}) | frozenset(
+    {"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo", "venv"}
+)
+_TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+
+
+def list_stdlib() -> list[Unit]:
+    """The modules of this Python's standard library that are written in Python.
+
+    Excluded are tests, generated tables, and packages that some distributions install
+    separately (see ``docs/guides/data.md``).
+
+    Raises:
+      EmptyDataError: [T602] this Python has no source text installed.
+
+    Example:
+      >>> "asyncio/events.py" in {unit.name for unit in list_stdlib()}
+      True
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    included = sys.stdlib_module_names - _STDLIB_EXCLUDED
+    units = [
+        unit
+        for unit in _walk(root, (".py",), skip=_TEST_FOLDERS)
+        if unit.name.split("/")[0].removesuffix(".py") in included
+    ]
+    if not units:
+        raise EmptyDataError(
+            "this Python has no source text of its standard library",
+            got=f"no .py files of the standard library in {root}",
+            fix="use data=text data.path=<a file, a folder or a glob>",
+        )
+    return units
+
+
+def units_of(config: DataConfig) -> tuple[list[Unit], list[Unit]]:
+    """The units of the training and of the validation text.
+
+    They are in the order of the documents: files by relative path, and the units of a
+    file one after another.
+
+    Args:
+      config: The settings of ``stdlib`` or ``text``.
+
+    Raises:
+      DataNotFoundError: [T601] a path does not exist or cannot be read.
+      EmptyDataError: [T602] there are no text files.
+      DataFormatError: [T606] a file has another format.
+      SettingConflictError: [T507] a setting has no effect on these files.
+    """
+    if config.name == "stdlib":
+        files = list_stdlib()
+    else:
+        files = list_files(config.path, config.format)
+        _check_keys(config, files)
+    train, validation = split(files, config.validation_fraction)
+    return (
+        [part for unit in train for part in divide(unit)],
+        [part for unit in validation for part in divide(unit)],
+    )
+
+
+def _check_keys(config: DataConfig, files: list[Unit]) -> None:
+    if config.text_key == DataConfig.text_key or any(u.format != TEXT for u in files):
+        return
+    raise SettingConflictError(
+        "data.text_key has no effect in this run",
+        got=f"data.text_key={config.text_key}, and every file of {config.path!r} is "
+        "read as one text",
+        fix="leave it out, or use data.format=jsonl",
+    )
+
+
+def list_files(path: str, format_setting: str = "auto") -> list[Unit]:
+    """The text files of a path, sorted by relative path.
+
+    Args:
+      path: A file of any kind; a folder, in which all files at any depth with a suffix
+        in ``TEXT_SUFFIXES`` are taken; or a glob, in which ``**`` matches any depth.
+        Folders and wildcards skip names that start with a dot.
+      format_setting: ``data.format``.
+
+    Raises:
+      DataNotFoundError: [T601] it does not exist, or cannot be read.
+      DataFormatError: [T606] a suffix is that of another format.
+      EmptyDataError: [T602] the folder has no text files.
+    """
+    try:
+        root = Path(path).expanduser()
+        if is_kernel_file(root):
+            raise OSError(None, "the kernel generates it when it is read")
+        if files := _files_at(root):
+            return [
+                replace(unit, format=_format(unit, format_setting)) for unit in files
+            ]
+        if root.is_dir():
+            raise EmptyDataError(
+                f"the folder {path!r} has no text files",
+                got=f"no file with a suffix {', '.join(TEXT_SUFFIXES)}, or one of "
+                f"these and {' or '.join(COMPRESSIONS)}, at any depth",
+                fix=f"use a glob for other files: data.path='{path}/**/*.html'",
+            )
+        got = _first_missing_part(root.absolute())
+    # A name that is too long, an unreadable folder, ~ of a user who does not exist.
+    except (OSError, RuntimeError) as error:
+        got = getattr(error, "strerror", None) or str(error)
+    raise DataNotFoundError(
+        f"there is no data at {path!r}",
+        got=got,
+        fix="set data.path to a file, a folder or a glob that exists",
+    )
+
+
+def _format(unit: Unit, setting: str) -> str:
+    if setting != "auto":
+        return setting
+    suffix = PurePath(_decompressed_name(unit.name)).suffix
+    if suffix in _REFUSED:
+        raise not_text(unit, f"{_REFUSED[suffix]}, by its suffix {suffix}")
+    return _FORMATS.get(suffix, TEXT)
+
+
+def _decompressed_name(name: str) -> str:
+    name = name.lower()
+    return name.removesuffix(".gz").removesuffix(".zst")
+
+
+def _files_at(path: Path) -> list[Unit]:
+    if path.is_dir():
+        return list(_walk(path, TEXT_SUFFIXES))
+    if path.exists():
+        return [Unit(path.name, path)]
+    is_glob = glob.has_magic(str(path)) and "\0" not in str(path)
+    return _expand(path) if is_glob else []
+
+
+def _walk(
+    root: Path, suffixes: tuple[str, ...], skip: frozenset[str] = frozenset()
+) -> Iterator[Unit]:
+    paths: list[Path] = []
+    for folder, subfolders, files in os.walk(root, onerror=_raise_unreadable):
+        # site-packages alone can be a hundred times as large as the rest.
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name not in skip and name != "site-packages" and name[0] != "."
+        ]
+        paths += [
+            Path(folder, name)
+            for name in files
+            if _decompressed_name(name).endswith(suffixes) and name[0] != "."
+        ]
+    named = {path.relative_to(root).as_posix(): path for path in paths}
+    return (Unit(name, named[name]) for name in sorted(named))
+
+
+def _raise_unreadable(error: OSError) -> None:
+    """Raise for a folder that ``os.walk`` would skip silently."""
+    raise DataNotFoundError(
+        "a folder of the data cannot be read",
+        got=f"{error.filename}: {error.strerror}",
+        fix="repair its permissions, or change data.path",
+    ) from error
+
+
+def _expand(pattern: Path) -> list[Unit]:
+    parts = pattern.parts
+    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    root = Path(*parts[:fixed])
+    matches = map(Path, glob.glob(str(pattern), recursive=True))
+    named = {p.relative_to(root).as_posix(): p for p in matches if not p.is_dir()}
+    return [Unit(name, named[name]) for name in sorted(named)]
+
+
+def _first_missing_part(path: Path) -> str:
+    if glob.has_magic(str(path)):
+        return f"no file matches {path}"
+    parent = next(parent for parent in path.parents if parent.exists())
+    return f"{parent} has no {path.relative_to(parent).parts[0]!r}"

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the records of a unit one after another: documents of text.
+
+A text file is one record, or several of ``MOST_TEXT_BYTES`` each. JSON lines have one
+in each line. At most one record is in memory.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from tessera.errors import BadRecordError, DataFormatError, did_you_mean
+from tessera.training.data.bad_records import BadRecords
+from tessera.training.data.data_config import DataConfig
+from tessera.training.data.units import JSON_LINES, MOST_TEXT_BYTES, TEXT, Unit
+
+_MOST_LINE_BYTES: Final = 64 * 2**20
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_FIRST_BYTES: Final[Mapping[bytes, str]] = MappingProxyType(
+    {
+        b"\x1f\x8b": "gzip, in a file that does not end in .gz",
+        b"PK\x03\x04": "a zip archive",
+        b"PAR1": "Parquet",
+        b"ARROW1": "Arrow",
+        b"\x28\xb5\x2f\xfd": "zstd, in a file that does not end in .zst",
+        b"BZh": "bzip2",
+        b"\xfd7zXZ": "xz",
+        b"%PDF-": "a PDF",
+    }
+)
+
+
+class Record(NamedTuple):
+    """One document.
+
+    Attributes:
+      unit: The unit that it is in.
+      offset: Where it begins: its first byte in the decompressed file, or its row.
+      text: The text; bytes of text files are not decoded.
+    """
+
+    unit: Unit
+    offset: int
+    text: str | bytes
+
+    @property
+    def name(self) -> str:
+        """Where it is, for messages: ``web.jsonl, line 12``."""
+        return f"{self.unit.name}{_position(self.unit, self.offset)}"
+
+    @property
+    def first_line(self) -> int:
+        """The number of its first line in a text file; 1 in other files."""
+        return self.unit.line_at(self.offset) if self.unit.format == TEXT else 1
+
+
+def _position(unit: Unit, offset: int) -> str:
+    """Where a record of a unit begins; slow, because lines have to be counted."""
+    if unit.format == TEXT:
+        return ""
+    if unit.format == JSON_LINES:
+        return f", line {unit.line_at(offset)}"
+    return f", row {offset + 1}"
+
+
+class UnusableRecordError(Exception):
+    """Why a record cannot be used: its kind, and a sentence."""
+
+
+def read_records(
+    unit: Unit, config: DataConfig, bad_records: BadRecords
+) -> Iterator[Record]:
+    """The records of a unit, in order, without those that cannot be used.
+
+    Args:
+      unit: What to read.
+      config: The settings ``format`` and ``text_key``.
+      bad_records: Counts the records that are skipped.
+
+    Raises:
+      DataNotFoundError: [T601] the file cannot be read.
+      DataFormatError: [T606] it is not text.
+      BadRecordError: [T607] too many records cannot be used.
+    """
+    if unit.format == TEXT:
+        yield from _read_text(unit, check=config.format == "auto")
+        return
+    for offset, line in _read_lines(unit):
+        try:
+            yield Record(unit, offset, _text_of(_parsed(line), config.text_key))
+        except UnusableRecordError as error:
+            kind, reason = error.args
+            bad_records.skip(kind, _bad_record(unit, offset, reason, config))
+
+
+# --- text
+
+
+def _read_text(unit: Unit, *, check: bool) -> Iterator[Record]:
+    offset, pending = unit.begin, b""
+    with unit.open(unit.begin) as stream:
+        while True:
+            size = MOST_TEXT_BYTES - len(pending)
+            if unit.end is not None:
+                size = min(size, unit.end - offset - len(pending))
+            content = pending + stream.read(size)
+            if len(content) < MOST_TEXT_BYTES:
+                break
+            cut = content.rfind(b"\n") + 1 or _character_boundary(content)
+            content, pending = content[:cut], content[cut:]
+            if check:
+                _check_text(unit, offset, content)
+            yield Record(unit, offset, content)
+            offset += cut
+    if check:
+        _check_text(unit, offset, content)
+    if content:
+        yield Record(unit, offset, content)
+
+
+def _character_boundary(content: bytes) -> int:
+    """The end of the last UTF-8 character that is surely complete."""
+    ends = range(len(content) - 1, max(len(content) - 5, 0), -1)
+    return next((i for i in ends if content[i] & 0xC0 != 0x80), len(content))
+
+
+def _check_text(unit: Unit, offset: int, content: bytes) -> None:
+    for begin, kind in _FIRST_BYTES.items():
+        if not offset and content.startswith(begin):
+            raise not_text(unit, f"{kind}, by its first bytes")
+    if (zero := content.find(b"\0")) >= 0:
+        offset += zero
+        raise not_text(unit, f"binary, with the byte 0x00 at offset {offset}")
+
+
+def not_text(unit: Unit, got: str) -> DataFormatError:
+    """The error for a file of another format."""
+    fix = 'write its texts as lines {"text": …} to a file with the suffix .jsonl'
+    if "0x00" in got:
+        fix = "convert it to UTF-8 if it is UTF-16 or UTF-32; else " + fix
+    elif got.startswith("JSON"):
+        fix += f": jq -c '.[]' {unit.path.name} > texts.jsonl"
+    return DataFormatError(
+        f"the data file {unit.name!r} is not text",
+        got=f"{unit.path}: {got}",
+        fix=f"{fix}\nor train on the raw bytes: data.format=text",
+    )
+
+
+# --- JSON lines
+
+
+def _read_lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
+    """The offset and content of each line that is not blank."""
+    offset = unit.begin
+    with unit.open(unit.begin) as stream:
+        while unit.end is None or offset < unit.end:
+            line = stream.readline(_MOST_LINE_BYTES + 1)
+            size = len(line)
+            # The rest of a line that is too long to be read.
+            while len(line) > _MOST_LINE_BYTES and not line.endswith(b"\n"):
+                rest = stream.readline(_MOST_LINE_BYTES)
+                size += len(rest)
+                if not rest or rest.endswith(b"\n"):
+                    break
+            if not size:
+                return
+            if not offset:
+                line = line.removeprefix(_BYTE_ORDER_MARK)
+            if line.strip():
+                yield offset, line.removesuffix(b"\n")
+            offset += size
+
+
+def _parsed(line: bytes) -> Any:
+    if len(line) > _MOST_LINE_BYTES:
+        most = f"{_MOST_LINE_BYTES // 2**20} MiB"
+        raise UnusableRecordError("too long", f"it is longer than {most}")
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        byte = line[error.start]
+        raise UnusableRecordError(
+            "not UTF-8", f"it is not UTF-8: byte 0x{byte:02x}"
+        ) from error
+    except json.JSONDecodeError as error:
+        reason = f"it is not JSON: {error.msg} at character {error.pos + 1}"
+        raise UnusableRecordError("invalid JSON", reason) from error
+    except RecursionError as error:
+        reason = "it is not readable JSON: brackets are nested too deeply"
+        raise UnusableRecordError("invalid JSON", reason) from error
+    except ValueError as error:  # a number of too many digits
+        raise UnusableRecordError("invalid JSON", str(error)) from error
+
+
+def _text_of(record: Any, key: str) -> str:
+    if not isinstance(record, dict):
+        reason = f"it is {_kind(record)}, not an object"
+        raise UnusableRecordError("wrong type", reason)
+    if key not in record:
+        near = did_you_mean(key, [str(name)[:40] for name in list(record)[:12]])
+        raise UnusableRecordError("missing key", f"it has no key {key!r}; {near}")
+    text = record[key]
+    if not isinstance(text, str):
+        reason = f"its {key!r} is {_kind(text)}, not text"
+        raise UnusableRecordError("null" if text is None else "wrong type", reason)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = "its text has half of a surrogate pair, which is not a character"
+        raise UnusableRecordError("not UTF-8", reason) from error
+    return text
+
+
+def _kind(value: Any) -> str:
+    kinds = {list: "an array", dict: "an object", bool: "true or false", str: "text"}
+    return "null" if value is None else kinds.get(type(value), "a number")
+
+
+def _bad_record(
+    unit: Unit, offset: int, reason: str, config: DataConfig
+) -> BadRecordError:
+    position = _position(unit, offset).removeprefix(", ")
+    return BadRecordError(
+        f"{position} of the data file {unit.name!r} has no text",
+        got=f"{unit.path}, {position}: {reason}",
+        fix=f'write one JSON object a line, with its text under "{config.text_key}"\n'
+        "or use another key: data.text_key=<name>\n"
+        "or skip such records: data.max_bad_records=<count>\n"
+        "or train on the raw lines: data.format=text",
+    )
