@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from tessera.errors import ShardDivisibilityError
+from tessera.errors import AxisReusedError, ShardDivisibilityError
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
 from tessera.models.partition_rules import Placement
@@ -145,6 +145,7 @@ class Model(ABC):
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
           ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+          AxisReusedError: [T202] an axis would shard two dims of a parameter.
         """
         place = self.place(mesh)
         failed: list[ShardDivisibilityError] = []
@@ -159,6 +160,13 @@ class Model(ABC):
             except ShardDivisibilityError as error:
                 failed.append(error)
                 return None
+            except AxisReusedError as error:
+                raise AxisReusedError(
+                    f"two dims of parameter {path_name(path)!r} are sharded over the "
+                    "same mesh axis",
+                    got=f"dims {names}; {error.got}",
+                    fix="give one of them a name that other axes shard, or none",
+                ) from error
 
         trees = self.abstract(), self.dim_names()
         layouts = jax.tree_util.tree_map_with_path(layout, *trees)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.analysis.inspection import inspect
 from tessera.errors import (
+    AxisReusedError,
     DimTableError,
     ModelDefinitionError,
     ModelShapeError,
@@ -142,6 +143,13 @@ def test_weights_that_fsdp_shards_are_gathered_where_they_are_used():
 def test_a_dim_that_the_mesh_does_not_divide_is_named():
     with pytest.raises(ShardDivisibilityError, match=r"'table'[\s\S]*17"):
         model_of(function_model, vocab_size=17).layouts(MESH)
+
+
+def test_two_dims_over_one_axis_are_refused_by_the_name_of_the_parameter():
+    dims = {"table": "vocab heads", "head/0": "embed vocab"}
+    registered(pooled, init=init_function, dims=dims)
+    with pytest.raises(AxisReusedError, match=r"'table'[\s\S]*'vocab', 'heads'"):
+        model_of(pooled).layouts(MESH)
 
 
 # --- what is refused
