@@ -40,7 +40,7 @@ def write_folder(
 
     Args:
       folder: Must not exist, or be empty; it appears once everything is written.
-      config: The model's configuration; one of another kind than a decoder's is refused.
+      config: The configuration; one of another kind than a decoder's is refused.
       layouts: The parameters, and the dtype that each is written in.
       read: Returns a parameter by name; called once for each, in order.
       tokens: Ids of special tokens: ``bos_token_id``, ``eos_token_id``,

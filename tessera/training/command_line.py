@@ -6,12 +6,13 @@ file that each group chooses, then the overrides. JAX, whose import takes second
 imported only once nothing is wrong with the settings themselves.
 """
 
+import os
 import sys
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import hydra
 import yaml
@@ -37,6 +38,7 @@ from tessera.models.definition import (
     import_module,
     registered_model,
 )
+from tessera.models.families.registry import family_of, read_config_file
 from tessera.training.config import Config
 from tessera.training.config_schema import as_text, schema, settings_of, typed
 from tessera.training.help_text import usage
@@ -53,8 +55,8 @@ from tessera.training.overrides import (
 from tessera.training.setting_fields import as_yaml, joined, walk
 from tessera.training.settings_checks import check
 
-# What Hydra sees as the file of a registered model.
-_REGISTERED: Final = "registered"
+# What Hydra sees as the file of a model that has none.
+_OWN: Final = "own"
 # The error for a file that a group does not have; T502 for the others.
 _UNKNOWN: Final = {"model": UnknownModelError, "optimizer": UnknownOptimizerError}
 
@@ -82,6 +84,21 @@ class Composed:
     def of_all_ranks(self) -> dict[str, str]:
         """The same without the number of a process: what is alike on every rank."""
         return {k: v for k, v in self.flat.items() if k != "runtime.process_id"}
+
+
+@dataclass(frozen=True)
+class _OwnModel:
+    """A model that has no file in ``configs/model``.
+
+    Attributes:
+      definition: What kind it is.
+      values: Settings of the group ``model`` that are not defaults.
+      weights: The folder of its weights, if it has them.
+    """
+
+    definition: ModelDefinition
+    values: Mapping[str, Any]
+    weights: str | None = None
 
 
 def run_from_command_line(
@@ -165,19 +182,24 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
         except TesseraError as error:
             errors.append(error)
     choices = [override for override in parsed if is_choice(override)]
+    files = _files(config_dir)
     own = {
-        str(choice.value()): definition
+        name: model
         for choice in choices
         if choice.key_or_group == "model"
-        and (definition := registered_model(str(choice.value()))) is not None
+        and (name := str(choice.value())) not in files["model"]
+        and (model := _own_model(name)) is not None
     }
-    files = _files(config_dir)
     files["model"] += own
     errors += _unknown_files(choices, files)
     if errors:
         raise joined(errors)
     config = _compose_files(choices, config_dir, own)
     chosen = config.model.definition
+    resumes = [o.value() for o in parsed if o.key_or_group == "training.resume"]
+    weights = next((model.weights for model in own.values()), None)
+    if weights is not None and {*resumes} <= {"none", "auto"}:
+        config.training.init_from = weights
     for override in parsed:
         if not is_choice(override):
             errors += apply(override, config)
@@ -207,6 +229,20 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     with open_dict(config):
         del config["hydra"]
     return Composed(settings, as_text(config), Path(output_dir))
+
+
+def _own_model(name: str) -> _OwnModel | None:
+    """A folder, which has a slash in its path, or a registered model."""
+    if "/" in name:
+        folder = Path(os.path.expanduser(name))
+        values = read_config_file(folder)
+        config = family_of(values).config(values)
+        sizes = {"name": folder.resolve().name, **asdict(config)}
+        return _OwnModel(definition_of(DECODER), sizes, str(folder))
+    if (definition := registered_model(name)) is None:
+        return None
+    values = {"name": definition.label, "definition": definition.name}
+    return _OwnModel(definition, values)
 
 
 def _sweep(overrides: Sequence[str], config_dir: Path) -> int:
@@ -244,15 +280,19 @@ def _check_output(folder: str) -> Iterator[TesseraError]:
 def _compose_files(
     choices: Sequence[Override],
     config_dir: Path,
-    own: Mapping[str, ModelDefinition],
+    own: Mapping[str, _OwnModel],
 ) -> DictConfig:
     """``config.yaml`` and the chosen files, merged onto the types of all settings."""
-    texts, definition = [str(choice.input_line) for choice in choices], None
+    texts, model = [str(choice.input_line) for choice in choices], None
     for at, choice in enumerate(choices):
         if choice.key_or_group == "model":
-            definition = own.get(str(choice.value()))
-            texts[at] = texts[at] if definition is None else f"model={_REGISTERED}"
-    _store_schemas(definition or definition_of(DECODER))
+            model = own.get(str(choice.value()))
+            texts[at] = texts[at] if model is None else f"model={_OWN}"
+    _store_schemas(definition_of(DECODER) if model is None else model.definition)
+    if model is not None:
+        mesh_shape = [[1, 1], ["fsdp", "tp"]]
+        node = {"mesh_shape": mesh_shape, **model.values}
+        ConfigStore.instance().store(group="model", name=_OWN, node=node)
     folder = str(config_dir.resolve())
     try:
         with hydra.initialize_config_dir(folder, version_base="1.3"):
@@ -277,13 +317,6 @@ def _store_schemas(definition: ModelDefinition) -> None:
     """Give Hydra the types of all settings."""
     store = ConfigStore.instance()
     store.store(name="schema", node=schema(definition))
-    if definition.name != DECODER:
-        node = {
-            "name": definition.label,
-            "definition": definition.name,
-            "mesh_shape": [[1, 1], ["fsdp", "tp"]],
-        }
-        store.store(group="model", name=_REGISTERED, node=node)
     for name, cls in OPTIMIZERS.items():
         store.store(group="optimizer", name=f"{name}_schema", node=typed(cls))
 

@@ -89,8 +89,9 @@ class TrainingConfig:
       validation_batches: Batches in each validation.
       sample_prompt: What the sample at the end of the run continues.
       sample_length: Tokens of that sample; 0 makes none.
-      init_from: A safetensors file with the parameters to begin with, where the run
-        goes on from no checkpoint; null makes them from the seed.
+      init_from: The parameters to begin with, where the run goes on from no
+        checkpoint: a safetensors file, or a folder of Hugging Face, as model=<folder>
+        sets it; null makes them from the seed.
       checkpoint_every: Steps between two checkpoints; 0 keeps one after the last step
         only, null none at all.
       keep: Checkpoints that are kept, the newest ones; null keeps all. With 1 there is

@@ -160,7 +160,9 @@ def test_an_unknown_model_and_an_unknown_optimizer_have_their_own_codes():
 
 
 def test_a_file_outside_the_configuration_folder_cannot_be_chosen():
-    assert message("model=../../../etc/model").startswith("[T403] there is no model")
+    assert message("optimizer=../../../etc/model").startswith("[T505] there is no ")
+    # A path is the folder of a published model, of which only JSON is read.
+    assert message("model=../../../etc/model").startswith("[T806] ../../../etc/model/")
 
 
 def test_sizes_that_make_no_model_are_refused():
