@@ -5,6 +5,7 @@ from tessera.models.axis_rules import RULES as RULES
 from tessera.models.decoder.config import DecoderConfig as DecoderConfig
 from tessera.models.decoder.decoder import Decoder as Decoder
 from tessera.models.decoder.model import DecoderModel as DecoderModel
+from tessera.models.generation import Sampler as Sampler
 from tessera.models.generation import generate as generate
 from tessera.models.partition_rules import Placement as Placement
 from tessera.models.registered_model import register_model as register_model

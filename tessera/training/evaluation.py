@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tessera.models.decoder.model import DecoderModel
@@ -59,12 +58,13 @@ def sample(run: Run, corpus: Corpus, state: TrainState) -> tuple[str, str]:
     ids = generate(
         cast(DecoderModel, run.model),
         state.params,
-        jnp.asarray(prompt, jnp.int32)[None],
+        prompt[None],
         training.sample_length,
         key,
+        mesh=run.mesh,
         temperature=0.8,
     )
-    return shown, corpus.tokenizer.decode(np.asarray(ids)[0, len(prompt) :])
+    return shown, corpus.tokenizer.decode(ids[0, len(prompt) :])
 
 
 def _prompt(text: str, corpus: Corpus) -> tuple[np.ndarray, str]:

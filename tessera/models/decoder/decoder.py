@@ -189,7 +189,7 @@ class Decoder(nnx.Module):
         def apply(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
             state, is_global, _ = layer
             block = nnx.merge(graphdef, state)
-            angles_BSK = self._angles(positions, is_global)
+            angles_BSK = self.angles(positions, is_global)
             return block(x_BSD, angles_BSK, attention(is_global), place)
 
         def skip(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
@@ -272,7 +272,7 @@ class Decoder(nnx.Module):
                 None if chunk == "auto" else int(chunk),
             )
 
-    def _angles(
+    def angles(
         self, positions: Int[Array, "#batch seq"], is_global: Bool[Array, ""]
     ) -> Float[Array, "#batch seq half_head_dim"]:
         """Rotary angles of one layer, in radians."""

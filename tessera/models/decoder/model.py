@@ -198,8 +198,20 @@ class DecoderModel(StagedModel):
         Raises:
           ParameterTreeError: [T306] names or shapes are not those of this model.
         """
+        self.check_params(params)
+        return self.merge(self.plain(params))
+
+    def check_params(self, params: Tree) -> None:
+        """Check that a tree has the parameters of this model.
+
+        Raises:
+          ParameterTreeError: [T306] names or shapes are not those of this model.
+        """
         _check_params(params, self.abstract())
-        return nnx.merge(self._parts[0], nnx.State(self.plain(params)))
+
+    def merge(self, params: Tree) -> Decoder:
+        """The nnx module with these parameters, which may be of some layers only."""
+        return nnx.merge(self._parts[0], nnx.State(params))
 
     def loss(
         self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str
@@ -260,7 +272,7 @@ class DecoderModel(StagedModel):
         """See ``StagedModel.run_stage``."""
         split = self.split
         assert split is not None, "the model of a pipeline has stages"
-        module = nnx.merge(self._parts[0], nnx.State(self.join(*params)))
+        module = self.merge(self.join(*params))
         numbers = jnp.asarray(split.numbers.reshape(-1, split.depth))
         x_BSD = jax.lax.cond(
             index == 0,
