@@ -9,8 +9,9 @@ stages, which pipelines run.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -19,13 +20,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from tessera.errors import AxisReusedError, ShardDivisibilityError
+from tessera.errors import (
+    AxisReusedError,
+    SettingValueError,
+    ShardDivisibilityError,
+    did_you_mean,
+)
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
 from tessera.models.partition_rules import Placement
 from tessera.models.pipeline_stages import StageSplit
 from tessera.shard import ShardSpec
-from tessera.tree import Tree, path_name
+from tessera.tree import Tree, named_leaves, path_name
 
 Batch: TypeAlias = Mapping[str, Int[Array, "..."]]
 # Sums over the tokens of a batch that a step reports, ``loss`` among them.
@@ -42,9 +48,11 @@ class Model(ABC):
 
     Attributes:
       config: The model's own configuration, a dataclass.
+      frozen: Names of the parameters that are not trained, as ``encoder/table``.
     """
 
     config: Any
+    frozen: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     @property
     def split(self) -> StageSplit | None:
@@ -130,6 +138,28 @@ class Model(ABC):
     def abstract(self) -> Tree:
         """Shape and dtype of every parameter as it is stored; allocates nothing."""
         return jax.eval_shape(self.stored, self._plain)
+
+    def trained(self, tree: Tree) -> Tree:
+        """A tree like the parameters with None for each frozen one."""
+        if not self.frozen:
+            return tree
+
+        def kept(path: tuple[object, ...], leaf: Any) -> Any:
+            return None if path_name(path) in self.frozen else leaf
+
+        return jax.tree_util.tree_map_with_path(kept, tree)
+
+    def with_frozen(self, trained: Tree, params: Tree) -> Tree:
+        """The parameters, of which the trained ones are those of another tree."""
+        if not self.frozen:
+            return trained
+        values = named_leaves(trained)
+
+        def chosen(path: tuple[object, ...], leaf: Any) -> Any:
+            name = path_name(path)
+            return leaf if name in self.frozen else values[name]
+
+        return jax.tree_util.tree_map_with_path(chosen, params)
 
     def specs(self) -> Tree:
         """The ShardSpec of every parameter, with logical names for mesh axes."""
@@ -253,6 +283,46 @@ class StagedModel(Model):
           What is sent to the next stage, and the stage's share of both results of
           ``loss``, which are added up over stages.
         """
+
+
+def freeze(
+    model: Model, trainable: Sequence[str] | None, frozen: Sequence[str]
+) -> Model:
+    """The model with some of its parameters frozen.
+
+    Args:
+      model: Whose parameters.
+      trainable: Patterns of the names that are trained, as ``fnmatch`` matches them;
+        None trains all.
+      frozen: Patterns of those that are not, although ``trainable`` has them.
+
+    Raises:
+      SettingValueError: [T502] a pattern matches no parameter, or nothing is trained.
+    """
+    if trainable is None and not frozen:
+        return model
+    names = set(named_leaves(model.abstract()))
+    patterns = [*(trainable or ()), *frozen]
+    unused = [p for p in patterns if not any(fnmatchcase(n, p) for n in names)]
+    if unused:
+        raise SettingValueError(
+            "a pattern of training.trainable or training.frozen matches no parameter",
+            got=", ".join(map(repr, unused)),
+            fix="\n".join(did_you_mean(p, sorted(names)) for p in unused),
+        )
+    kept = {
+        name
+        for name in names
+        if trainable is None or any(fnmatchcase(name, p) for p in trainable)
+    }
+    kept -= {name for name in kept if any(fnmatchcase(name, p) for p in frozen)}
+    if not kept:
+        raise SettingValueError(
+            "no parameter is left to train",
+            got=f"training.trainable={trainable}, training.frozen={[*frozen]}",
+            fix="use patterns that leave some, such as training.trainable=['*norm*']",
+        )
+    return replace(model, frozen=frozenset(names - kept))
 
 
 def num_targets(batch: Batch) -> Float[Array, ""]:

@@ -31,6 +31,7 @@ from tessera.training.data.vocabulary import check_tokens
 from tessera.training.deterministic_numerics import check_accelerator
 from tessera.training.device_checks import check_compilable, check_state_fits
 from tessera.training.host_data_sharding import HostShard
+from tessera.training.layout_checks import build_model
 from tessera.training.optimizers import make_optimizer
 from tessera.training.pipelined_model import schedule_of
 from tessera.training.setting_conflicts import numerics_problems
@@ -62,9 +63,7 @@ class Run:
     @cached_property
     def model(self) -> Model:
         """The model, without arrays."""
-        model = self.config.model
-        options = self.config.model_options
-        return model.kind.build(model.config, options, self.mesh)
+        return build_model(self.config, self.mesh)
 
     @cached_property
     def schedule(self) -> Schedule | None:

@@ -92,6 +92,10 @@ class TrainingConfig:
       init_from: The parameters to begin with, where the run goes on from no
         checkpoint: a safetensors file, or a folder of Hugging Face, as model=<folder>
         sets it; null makes them from the seed.
+      trainable: Patterns of the names of the parameters that are trained, such as
+        [*norm*, embedding]; the others keep their values, and have no gradients and no
+        optimizer state. null trains all.
+      frozen: Patterns of the names of parameters that are not trained; null is none.
       checkpoint_every: Steps between two checkpoints; 0 keeps one after the last step
         only, null none at all.
       keep: Checkpoints that are kept, the newest ones; null keeps all. With 1 there is
@@ -135,6 +139,8 @@ class TrainingConfig:
     sample_prompt: str = setting("def __init__(self")
     sample_length: int = setting(200, least=0, most=2**20)
     init_from: str | None = setting(None)
+    trainable: list[str] | None = setting(None)  # noqa: RUF009 - it gives a field
+    frozen: list[str] | None = setting(None)  # noqa: RUF009 - it gives a field
     checkpoint_every: int | None = setting(100, least=0, most=MOST_COUNT)
     keep: int | None = setting(3, least=1, most=MOST_COUNT)
     resume: str = setting("none")

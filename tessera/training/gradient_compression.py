@@ -62,7 +62,7 @@ class CompressedExchange:
         def copied(leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((lead, *leaf.shape), jnp.float32)
 
-        return jax.tree.map(copied, self.model.abstract())
+        return jax.tree.map(copied, self.model.trained(self.model.abstract()))
 
     def first_residual(self) -> Tree | None:
         """What is kept back before the first step: zeros, each on its device."""
@@ -114,7 +114,7 @@ class CompressedExchange:
 
     @cached_property
     def _specs(self) -> Tree:
-        return self.model.layouts(self.mesh)
+        return self.model.trained(self.model.layouts(self.mesh))
 
     @cached_property
     def _copied_specs(self) -> Tree:

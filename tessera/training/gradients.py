@@ -80,6 +80,7 @@ def mean_gradients(
     if config.pipeline is not None:
         seed = jnp.float32(1.0) if scale is None else scale
         sums, gradients = config.pipeline.gradients(params, batch, seed)
+        gradients = config.model.trained(gradients)
         sums = _scaled(sums, scale)
     elif config.fixed_order is not None:
         sums, gradients = _in_fixed_order(
@@ -107,14 +108,15 @@ def _microbatches(
     device along them: the gradient of a copy is that device's own and is summed over
     microbatches without communication.
     """
-    place, weights = config.model.place(config.mesh), params
+    place, weights = config.model.place(config.mesh), config.model.trained(params)
     if unreduced:
         place = replace(place, vmapped_axes=frozenset(unreduced))
-        weights = _copied(config, params, unreduced)
+        weights = _copied(config, weights, unreduced)
         batch = _reshaped(batch, 1, config.mesh.axis_size(unreduced))
 
     def microbatch(weights: Tree, micro: Batch) -> tuple[Float[Array, ""], Sums]:
-        return losses(config, weights, micro, place)
+        whole = config.model.with_frozen(weights, params)
+        return losses(config, whole, micro, place)
 
     def one(micro: Batch) -> tuple[Sums, Tree]:
         if unreduced:
@@ -142,7 +144,8 @@ def _reduced_seldom(
         return sums, jax.tree.map(partial(jnp.sum, axis=0), own)
 
     groups = _reshaped(batch, 0, config.accumulation // config.sync_every)
-    return _accumulate(config, group, jax.tree.map(jnp.zeros_like, params), groups)
+    zeros = jax.tree.map(jnp.zeros_like, config.model.trained(params))
+    return _accumulate(config, group, zeros, groups)
 
 
 def _in_fixed_order(
@@ -152,15 +155,18 @@ def _in_fixed_order(
     scale = jnp.float32(1.0) if scale is None else scale
 
     def scaled(
-        params: Tree, scale: Float[Array, ""], micro: Batch
+        weights: Tree, params: Tree, scale: Float[Array, ""], micro: Batch
     ) -> tuple[Float[Array, ""], Sums]:
-        return _scaled(losses(config, params, micro, NO_MESH), scale)
+        whole = config.model.with_frozen(weights, params)
+        return _scaled(losses(config, whole, micro, NO_MESH), scale)
 
     # Inside a region of one device each, where no layouts are declared for gradients.
     differentiated = jax.value_and_grad(scaled, has_aux=True)
 
     def one(inputs: Tree, micro: Batch) -> tuple[Sums, Tree]:
-        (_, sums), gradients = differentiated(*inputs, micro)
+        params, scale = inputs
+        weights = config.model.trained(params)
+        (_, sums), gradients = differentiated(weights, params, scale, micro)
         return sums, gradients
 
     return order.summed(one, (params, scale), batch)
@@ -193,7 +199,8 @@ def _copied(config: StepConfig, params: Tree, axes: tuple[str, ...]) -> Tree:
         copied = jnp.broadcast_to(weight[None], (copies, *weight.shape))
         return constrain(copied, config.mesh, PartitionSpec(axes, *inner))
 
-    return jax.tree.map(copy, params, config.model.layouts(config.mesh))
+    layouts = config.model.trained(config.model.layouts(config.mesh))
+    return jax.tree.map(copy, params, layouts)
 
 
 def _reshaped(batch: Batch, dim: int, parts: int) -> Batch:

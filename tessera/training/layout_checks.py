@@ -12,6 +12,7 @@ from typing import Final
 from tessera.compiler.pipelining.named_schedules import schedule
 from tessera.errors import BatchSizeError, PipelineSizeError, TesseraError, nearest
 from tessera.mesh import Mesh
+from tessera.models.model import Model, freeze
 from tessera.models.partition_rules import Placement
 from tessera.training.config import Config
 
@@ -38,8 +39,22 @@ def layout_problems(settings: Config) -> list[TesseraError]:
         errors.append(error)
     if errors:
         return errors
-    place = model.kind.build(model.config, options, mesh).place(mesh)
+    try:
+        place = build_model(settings, mesh).place(mesh)
+    except TesseraError as error:
+        return [error]
     return list(_check_sequences(settings, place))
+
+
+def build_model(settings: Config, mesh: Mesh) -> Model:
+    """The model of a run, without arrays.
+
+    Raises:
+      SettingValueError: [T502] a pattern of what is trained matches no parameter.
+    """
+    model, training = settings.model, settings.training
+    built = model.kind.build(model.config, settings.model_options, mesh)
+    return freeze(built, training.trainable, training.frozen or ())
 
 
 def _check_schedule(settings: Config, mesh: Mesh) -> None:

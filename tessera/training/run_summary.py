@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes a run in a table before its first step, and prints a dry run."""
 
+import math
+
+import jax
+
 from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
 from tessera.models.model import Model
@@ -50,7 +54,10 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
 
 def _parameters(model: Model) -> str:
     total, active = model.num_params, model.num_active_params
-    return f"{total:,}" + (f", {active:,} for each token" if active < total else "")
+    text = f"{total:,}" + (f", {active:,} for each token" if active < total else "")
+    leaves = jax.tree.leaves(model.trained(model.abstract()))
+    trained = sum(math.prod(leaf.shape) for leaf in leaves)
+    return text + (f", {trained:,} of them trained" if model.frozen else "")
 
 
 def _held(run: Run) -> str:

@@ -157,7 +157,8 @@ def _updated(
     A choice of each element, and not a branch: it becomes part of the loop that
     computes the element and has read the old one, and arrays stay where they are.
     """
-    shares = config.zero.constrain_shares(state.params)
+    model = config.model
+    shares = config.zero.constrain_shares(model.trained(state.params))
     update = optax.with_extra_args_support(config.optimizer).update
     if config.fixed_order is not None:
         specs = state_specs(
@@ -166,8 +167,9 @@ def _updated(
         layouts = config.zero.optimizer_state
         update = config.fixed_order.by_element(update, layouts, specs.optimizer)
     updates, optimizer = update(gradients, state.optimizer, shares, norm=norm)
-    params = optax.apply_updates(shares, config.zero.constrain_shares(updates))
-    old = replace(state, params=shares)
+    updated = optax.apply_updates(shares, config.zero.constrain_shares(updates))
+    old = replace(state, params=model.with_frozen(shares, state.params))
+    params = model.with_frozen(updated, state.params)
     new = TrainState(state.step + 1, params, optimizer, state.loss_scale, residual)
     return jax.tree.map(partial(jnp.where, finite), new, old)
 

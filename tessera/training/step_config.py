@@ -71,7 +71,7 @@ class StepConfig:
             self.mesh,
             self.schedule,
             self.dtype,
-            self.zero.gradients,
+            self.zero.layouts("gradients"),
             self.loss_chunk,
         )
 

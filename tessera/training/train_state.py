@@ -72,7 +72,7 @@ def init_state(
     )
     params = model.init(key, mesh, layouts=specs.params)
     placed = jax.tree.map(partial(NamedSharding, mesh.jax), specs)
-    shapes = jax.eval_shape(optimizer.init, params)
+    shapes = jax.eval_shape(optimizer.init, model.trained(params))
     moments_at = optimizer_offload.shardings(
         mesh.jax, specs.optimizer, shapes, on_host=offload_optimizer
     )
@@ -80,7 +80,7 @@ def init_state(
     def others(params: Tree, loss_scale: LossScale | None) -> tuple[Any, Tree, Any]:
         # Copied: a step donates its state, and what was given is the caller's.
         scale = jax.tree.map(jnp.copy, loss_scale)
-        return jnp.int32(0), optimizer.init(params), scale
+        return jnp.int32(0), optimizer.init(model.trained(params)), scale
 
     layouts = (placed.step, moments_at, placed.loss_scale)
     step, moments, scale = jax.jit(others, out_shardings=layouts)(params, loss_scale)
@@ -98,7 +98,7 @@ def abstract_state(
     return TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32),
         params=params,
-        optimizer=jax.eval_shape(optimizer.init, params),
+        optimizer=jax.eval_shape(optimizer.init, model.trained(params)),
         loss_scale=jax.eval_shape(lambda: loss_scale),
     )
 
@@ -122,7 +122,7 @@ def state_specs(
     layouts = {
         path: (leaf.shape, spec)
         for (path, leaf), spec in zip(
-            jax.tree_util.tree_leaves_with_path(shapes.params),
+            jax.tree_util.tree_leaves_with_path(model.trained(shapes.params)),
             jax.tree.leaves(zero.optimizer_state, is_leaf=_is_spec),
             strict=True,
         )

@@ -57,17 +57,20 @@ class Zero:
     @cached_property
     def params(self) -> Tree:
         """The layout of every parameter between steps."""
-        return self._layouts("params")
+        return self.layouts("params")
 
     @cached_property
     def gradients(self) -> Tree:
-        """The layout of every gradient, and of its sum over microbatches."""
-        return self._layouts("gradients")
+        """The layout of every gradient, and of its sum over microbatches.
+
+        This tree and ``optimizer_state`` have None for each frozen parameter.
+        """
+        return self.model.trained(self.layouts("gradients"))
 
     @cached_property
     def optimizer_state(self) -> Tree:
         """The layout of every array that the optimizer keeps for a parameter."""
-        return self._layouts("optimizer_state")
+        return self.model.trained(self.layouts("optimizer_state"))
 
     @property
     def abstract_gradients(self) -> Tree:
@@ -77,7 +80,8 @@ class Zero:
             sharding = NamedSharding(self.mesh.compile_mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        return jax.tree.map(struct, self.model.abstract(), self.gradients)
+        abstract = self.model.trained(self.model.abstract())
+        return jax.tree.map(struct, abstract, self.gradients)
 
     @property
     def is_active(self) -> bool:
@@ -91,7 +95,9 @@ class Zero:
     def declare_gradients(self, params: Tree) -> None:
         """Let ``ts.grad`` by the traced parameters give gradients in their layout."""
         for array, spec in zip(
-            jax.tree.leaves(params), jax.tree.leaves(self.gradients), strict=True
+            jax.tree.leaves(self.model.trained(params)),
+            jax.tree.leaves(self.gradients),
+            strict=True,
         ):
             record_layout(array, self.mesh, spec, of_gradient=True)
 
@@ -115,8 +121,8 @@ class Zero:
         whole = [
             leaf
             for leaf, before, after in zip(
-                jax.tree.leaves(self.model.abstract()),
-                jax.tree.leaves(self.model.layouts(self.mesh)),
+                jax.tree.leaves(self.model.trained(self.model.abstract())),
+                jax.tree.leaves(self.model.trained(self.model.layouts(self.mesh))),
                 jax.tree.leaves(self.optimizer_state),
                 strict=True,
             )
@@ -131,7 +137,11 @@ class Zero:
             "none of their dims"
         ]
 
-    def _layouts(self, what: str) -> Tree:
+    def layouts(self, what: str) -> Tree:
+        """The layouts of ``params``, ``gradients`` or ``optimizer_state``.
+
+        Of all parameters, as if none were frozen.
+        """
         layouts = self.model.layouts(self.mesh)
         if not self.is_active or self.stage < SPLIT_FROM[what]:
             return layouts
