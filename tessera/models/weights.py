@@ -9,9 +9,8 @@ slice is copied from them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -24,7 +23,7 @@ from tessera.models.decoder.model import DecoderModel
 from tessera.models.families.family import Tensor
 from tessera.models.model import Model
 from tessera.models.model_folder import ModelFolder
-from tessera.models.pipeline_stages import StageSplit
+from tessera.models.parameter_slices import ParameterSlices, assemble
 from tessera.models.safetensors import SafetensorsFile, write_file
 from tessera.models.write_folder import SHARD_BYTES, write_folder
 from tessera.tree import Tree, path_name
@@ -37,8 +36,6 @@ __all__ = (
     "save_pretrained",
     "write_weights",
 )
-
-Index: TypeAlias = tuple[slice, ...]
 
 # float32 represents every number of these exactly.
 _READABLE: Final = ("F32", "BF16", "F16")
@@ -196,57 +193,18 @@ def import_weights(
         name: str, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec | None = None
     ) -> jax.Array:
         shape, to = plain[name].shape, rounded_to or np.dtype(leaf.dtype)
-        slices = _Slices(source, rows[name], shape, to, model.split)
+        slices = ParameterSlices(source, rows[name], shape, to, model.split)
         copy = slices.read if leaf.shape == shape else slices.read_staged
 
-        def read_slice(index: Index | None) -> np.ndarray:
-            return copy(index or (slice(None),) * len(leaf.shape))
-
         if spec is None:
-            return jax.device_put(read_slice(None))
+            return jax.device_put(copy((slice(None),) * len(leaf.shape)))
         assert mesh is not None
-        sharding = NamedSharding(mesh.jax, spec)
-        return jax.make_array_from_callback(leaf.shape, sharding, read_slice)
+        return assemble(leaf.shape, NamedSharding(mesh.jax, spec), copy)
 
     if mesh is None:
         return _map_named(read, model.abstract())
     layouts = model.layouts(mesh) if layouts is None else layouts
     return _map_named(read, model.abstract(), layouts)
-
-
-@dataclass(frozen=True)
-class _Slices:
-    """Copies slices of one parameter from mapped tensors."""
-
-    source: SafetensorsFile | ModelFolder
-    row: Tensor
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    split: StageSplit | None
-
-    def read(self, index: Index) -> np.ndarray:
-        """A slice of the parameter without pipeline stages."""
-        ranges = [range(n)[part] for n, part in zip(self.shape, index, strict=True)]
-        out = np.empty([len(numbers) for numbers in ranges], self.dtype)
-        stacked = self.row.num_stacked
-        for position in np.ndindex(out.shape[:stacked]):
-            number = tuple(r[i] for r, i in zip(ranges, position, strict=False))
-            tensor = self.source.view(self.row.tensor_name(number))
-            out[position] = self.row.to_parameter(tensor, self.shape)[index[stacked:]]
-        return out
-
-    def read_staged(self, index: Index) -> np.ndarray:
-        """A slice of ``[chunks, stages, depth, ...]``; zero where that has padding."""
-        assert self.split is not None
-        numbers = self.split.numbers[index[:3]]
-        dims = zip(self.shape[1:], index[3:], strict=True)
-        rest = [len(range(n)[part]) for n, part in dims]
-        out = np.zeros([*numbers.shape, *rest], self.dtype)
-        for position, number in np.ndenumerate(numbers):
-            if number < self.split.num_layers:
-                layer = slice(int(number), int(number) + 1)
-                out[position] = self.read((layer, *index[3:]))[0]
-        return out
 
 
 def check_weights(path: str | Path, model: Model) -> SafetensorsFile | ModelFolder:

@@ -27,6 +27,8 @@ def _read(keys: ConfigKeys) -> DecoderConfig:
     keys.expect("tie_word_embeddings", True)
     keys.expect("attn_logit_softcapping", None)
     keys.expect("final_logit_softcapping", None)
+    if keys.values.get("sliding_window", 0) is None:
+        keys.refuse("sliding_window", "local layers need a window")
     is_scaled = whole.take("rope_type", str, "default") == "linear"
     return DecoderConfig(
         vocab_size=keys.take("vocab_size", int, 262_208),
@@ -51,15 +53,15 @@ def _global_every(keys: ConfigKeys, num_layers: int) -> int:
     every = keys.take("sliding_window_pattern", int, 6)
     every = keys.take("_sliding_window_pattern", int, every)
     types = keys.take("layer_types", list, [])
-    if not types or types == _layer_types(num_layers, every):
+    if not types:
         return every
-    if "full_attention" in types:
-        every = types.index("full_attention") + 1
-    else:
-        every = num_layers + 1
-    if types != _layer_types(num_layers, every):
-        keys.refuse("layer_types", "global layers are not at a regular distance")
-    return every
+    first = [*types, "full_attention"].index("full_attention") + 1
+    for distance in (every, first):
+        is_count = len(types) == num_layers and distance > 0
+        if is_count and types == _layer_types(num_layers, distance):
+            return distance
+    keys.refuse("layer_types", "global layers are not at a regular distance")
+    return 1
 
 
 def _layer_types(num_layers: int, every: int) -> list[str]:

@@ -72,6 +72,7 @@ OLDER_ROPE = {
         {"layer_types": ..., "sliding_window_pattern": 2},
         {"layer_types": None, "sliding_window_pattern": 2},
         {"_sliding_window_pattern": 6},
+        {"sliding_window_pattern": 0},
         {"dtype": ..., "torch_dtype": "float32"},
         {"use_bidirectional_attention": None, "attn_logit_softcapping": None},
         {"rope_scaling": None, "attention_dropout": 0},
@@ -111,6 +112,7 @@ def test_rope_without_scaling_is_not_scaled():
         ({"hidden_size": True}, "hidden_size = True: not a int"),
         ({"rms_norm_eps": [1]}, "rms_norm_eps = [1]: not a float"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
+        ({"sliding_window": None}, "sliding_window = None: local layers need"),
         ({"layer_types": ["full_attention"] * 2 + ["chunked"]}, "layer_types = "),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
@@ -150,9 +152,20 @@ def test_all_problems_are_listed_at_once():
     ]
 
 
-def test_sizes_are_checked_as_those_of_any_model():
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": 3},
+        {"hidden_size": -1},
+        {"vocab_size": 10**400},
+        {"num_hidden_layers": 10**15},
+        {"layer_types": None, "sliding_window_pattern": 0},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_sizes_are_checked_as_those_of_any_model(changes):
     with pytest.raises(ModelShapeError):
-        read(num_key_value_heads=3)
+        read(**changes)
 
 
 def test_an_unknown_family_names_those_that_are_known():
