@@ -128,6 +128,7 @@ def test_a_run_shows_and_keeps_everything(tmp_path):
             "learning_rate",
             "tokens_per_second",
             "step_seconds",
+            "data_wait_fraction",
             "skipped",
             "skipped_in_a_row",
         }

@@ -23,6 +23,7 @@ _SHOWN: Final = (
     "grad_norm",
     "learning_rate",
     "step_seconds",
+    "data_wait_fraction",
     "mfu",
     "loss_scale",
     "router_balance_loss",
@@ -45,12 +46,17 @@ class StepMetrics:
     ) -> None:
         self._run, self._writer, self._checkpoints = run, writer, checkpoints
         self._read_at, self._flops = 0.0, 0
+        self._data_wait = 0.0
         self._skipped_in_a_row = 0
 
     def restart_clock(self) -> None:
         """Begin the time of the next step now: what came before belongs to none."""
         self._flops = self._run.flops  # counted outside of any step's time
-        self._read_at = time.perf_counter()
+        self._read_at, self._data_wait = time.perf_counter(), 0.0
+
+    def add_data_wait(self, seconds: float) -> None:
+        """Count time in which the loop waited for a batch, towards the next step."""
+        self._data_wait += seconds
 
     def take(self, step: int, numbers: Numbers, progress: Progress) -> None:
         """Check, write and show the metrics of a step.
@@ -71,6 +77,8 @@ class StepMetrics:
         training = self._run.config.training
         numbers["tokens_per_second"] = numbers.pop("tokens") / seconds
         numbers["step_seconds"] = seconds
+        numbers["data_wait_fraction"] = self._data_wait / seconds
+        self._data_wait = 0.0
         if (share := self._mfu(seconds)) is not None:
             numbers["mfu"] = share
         if (memory := self._peak_memory()) is not None:

@@ -5,8 +5,9 @@ The loop never waits for the step that it has just started. It reads the metrics
 oldest step in flight, which bounds how far it runs ahead and paces the log.
 """
 
+import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from tessera.training.checkpoints.checkpoint_folder import Checkpoint
 from tessera.training.checkpoints.restore_arrays import Restoration
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.console import Console, Progress, log
-from tessera.training.data import Corpus
+from tessera.training.data import Batch, Corpus
 from tessera.training.data.cursor import Cursor
 from tessera.training.deferred_interrupts import Interrupts
 from tessera.training.evaluation import sample, validation_sums
@@ -248,12 +249,22 @@ class Trainer:
                 rows, shard.index, shard.count, start_row, microbatches=steps
             )
         ) as batches:
-            for batch in batches:
+            for batch in self._timed(batches):
                 folded = {
                     name: array.reshape(steps, -1, array.shape[-1])
                     for name, array in batch.items()
                 }
                 yield shard.to_global(folded, spec, dim=1)
+
+    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; the time that the loop waits for each is a metric."""
+        while True:
+            begin = time.perf_counter()
+            batch = next(batches, None)
+            self._metrics.add_data_wait(time.perf_counter() - begin)
+            if batch is None:
+                return
+            yield batch
 
     def _drain(self, progress: Progress) -> None:
         while self._in_flight:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tessera.training.config import (
     TrainingConfig,
 )
 from tessera.training.console import Console
+from tessera.training.data import Corpus
 from tessera.training.data.data_config import DataConfig
 from tessera.training.metrics import MetricWriter
 from tessera.training.optimizers import SgdConfig
@@ -69,6 +71,7 @@ def test_every_step_has_a_line_in_order(ran):
             "learning_rate",
             "tokens_per_second",
             "step_seconds",
+            "data_wait_fraction",
             "skipped",
             "skipped_in_a_row",
         }
@@ -91,6 +94,26 @@ def test_tokens_a_second_are_the_counted_tokens_of_the_step(ran):
         tokens = line["tokens_per_second"] * line["step_seconds"]
         assert math.isclose(tokens, round(tokens), rel_tol=1e-9)
         assert 0 < round(tokens) <= 4 * 16
+
+
+def test_the_wait_for_data_is_a_fraction_of_the_step(ran, tmp_path, monkeypatch):
+    assert all(0 <= line["data_wait_fraction"] < 1 for line in ran.steps)
+
+    def slow(*arguments, **options):
+        for batch in train_quickly(*arguments, **options):
+            time.sleep(0.2)
+            yield batch
+
+    train_quickly = Corpus.train
+    monkeypatch.setattr(Corpus, "train", slow)
+    training = dataclasses.replace(
+        ran.run.config.training, steps=4, log_every=1, sample_length=0
+    )
+    settings = settings_of(data=NO_VALIDATION, training=training)
+    waiting = train(with_program_of(ran, settings), tmp_path)
+    for line in waiting.steps[1:]:
+        assert 0.5 < line["data_wait_fraction"] < 1.01
+        assert f"data_wait_fraction {line['data_wait_fraction']:.4g}" in waiting.seen
 
 
 def test_a_machine_whose_peak_is_unknown_has_no_mfu(ran):
@@ -188,7 +211,7 @@ def test_text_is_continued_from_the_prompt(ran, tmp_path):
 
 def numbers(ran: Ran) -> list[dict[str, Any]]:
     """Every line without what a clock said."""
-    clock = {"tokens_per_second", "step_seconds"}
+    clock = {"tokens_per_second", "step_seconds", "data_wait_fraction"}
     return [{k: v for k, v in line.items() if k not in clock} for line in ran.lines]
 
 
