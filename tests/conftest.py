@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eight simulated CPU devices for every test, set once, before any backend starts."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 # XLA sizes its thread pool from this. With one thread a device, a queued step holds a
@@ -12,6 +15,11 @@ os.environ.setdefault("PJRT_NPROC", "32")
 # A job in the background ignores Ctrl-C, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tokens that tests prepare, in processes of their own too, are not the user's.
+if "tessera-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):
+    os.environ["XDG_CACHE_HOME"] = cache = tempfile.mkdtemp(prefix="tessera-tests-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 import hypothesis
 import jax

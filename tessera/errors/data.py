@@ -44,3 +44,9 @@ class BadRecordError(TesseraError, ValueError):
     """Records of the data have no text under the configured key."""
 
     code = "T607"
+
+
+class TokenCacheError(TesseraError, ValueError):
+    """Prepared tokens cannot be written, or are damaged."""
+
+    code = "T608"

@@ -137,7 +137,7 @@ class Run:
 
         A run that is asked to end cannot do so in the middle of a compilation.
         """
-        if not len(corpus.validation_split.rows):
+        if not corpus.has_validation:
             return
         rows = self.config.rows_per_microbatch(self.mesh)
         shape = rows, self.config.training.sequence_length
@@ -273,7 +273,7 @@ class Run:
         """Read and pack the data, and see that it makes batches.
 
         Raises:
-          TesseraError: T601 to T607, as ``data.load`` says; T604 and T605 also for the
+          TesseraError: T601 to T608, as ``data.load`` says; T604 and T605 also for the
             text that the sample at the end continues.
           EmptyDataError: [T602] there are fewer rows than one step takes.
           BatchSizeError: [T503] a batch cannot be divided over the processes.
@@ -303,6 +303,11 @@ class Run:
             text = training.sample_prompt
             ids, size = tokenizer.encode(text), self.model.vocab_size
             check_tokens("training.sample_prompt", text, ids, tokenizer, size)
+
+    @property
+    def num_training_rows(self) -> int:
+        """Sequences that all steps of the run learn from."""
+        return self.config.training.steps * self.config.rows_per_step(self.mesh)
 
     @cached_property
     def host_shard(self) -> HostShard:

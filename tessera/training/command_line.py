@@ -19,7 +19,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from tessera.errors import (
@@ -195,6 +195,8 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     if errors:
         raise joined(errors)
     config = _compose_files(choices, config_dir, own)
+    # The names of sources are the user's.
+    OmegaConf.set_struct(config.data.sources, False)
     chosen = config.model.definition
     resumes = [o.value() for o in parsed if o.key_or_group == "training.resume"]
     weights = next((model.weights for model in own.values()), None)

@@ -139,9 +139,13 @@ class Console:
         table = Table(box=box.SIMPLE, show_header=False, padding=(0, 1), expand=False)
         self._show(f"run\n{lines}", _filled(table, rows, "bold"))
 
-    def show_validation(self, step: int, loss: float) -> None:
+    def show_validation(
+        self, step: int, loss: float, by_source: Mapping[str, float] | None = None
+    ) -> None:
         """Show the loss on the validation data, in nats per token."""
         text = f"validation after step {step}: loss {loss:.4f}"
+        if by_source:
+            text += f" ({', '.join(f'{n} {own:.4f}' for n, own in by_source.items())})"
         self._show(text, Text(text, style="cyan"))
 
     def show_sample(self, prompt: str, continuation: str) -> None:

@@ -17,10 +17,10 @@ from tessera.training.data import Corpus
 from tessera.training.train_state import TrainState
 
 
-def validation_sums(
+def validation_losses(
     run: Run, corpus: Corpus, state: TrainState, should_continue: Callable[[], bool]
-) -> tuple[float, float] | None:
-    """The summed loss and the tokens of the first validation batches.
+) -> dict[str, float] | None:
+    """The loss of the first validation batches of each source.
 
     Args:
       run: The run.
@@ -29,13 +29,35 @@ def validation_sums(
       should_continue: Asked before each batch; False ends the evaluation.
 
     Returns:
-      Nats and tokens; None where the evaluation was ended.
+      Nats per token by the name of the source, without those that have no validation
+      text; None where the evaluation was ended.
     """
+    losses = dict[str, float]()
+    for number, source in enumerate(corpus.sources):
+        sums = _validation_sums(run, corpus, number, state, should_continue)
+        if sums is None:
+            return None
+        total, tokens = sums
+        if tokens:
+            losses[source.name] = total / tokens
+    return losses
+
+
+def _validation_sums(
+    run: Run,
+    corpus: Corpus,
+    source: int,
+    state: TrainState,
+    should_continue: Callable[[], bool],
+) -> tuple[float, float] | None:
+    """Nats and tokens of a source; None where the evaluation was ended."""
     shard = run.host_shard
     rows = run.config.rows_per_microbatch(run.mesh)
     limit = run.config.training.validation_batches
     sums, in_flight = np.zeros(2), deque[Any]()
-    with closing(corpus.validation(rows, shard.index, shard.count)) as batches:
+    with closing(
+        corpus.validation(rows, shard.index, shard.count, source=source)
+    ) as batches:
         for batch in islice(batches, limit):
             if not should_continue():
                 return None

@@ -127,7 +127,10 @@ def describe(cls: type) -> Iterator[Description]:
                 name = f"{one.name}.{inner.name}"
                 yield Description(name, inner.type, inner.default, inner.meaning)
             continue
-        shown = "" if one.default is MISSING else as_yaml(one.default)
+        default = one.default
+        if one.default_factory is not MISSING:
+            default = one.default_factory()
+        shown = "" if default is MISSING else as_yaml(default)
         choices = one.metadata.get("choices")
         kind = " or ".join(choices) if choices else _type_name(hint)
         yield Description(one.name, kind, shown, meanings.get(one.name, ""))

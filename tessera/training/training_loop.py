@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from tessera.models.weights import import_weights
 from tessera.training.build_run import Run
@@ -25,7 +26,7 @@ from tessera.training.console import Console, Progress, log
 from tessera.training.data import Batch, Corpus
 from tessera.training.data.cursor import Cursor
 from tessera.training.deferred_interrupts import Interrupts
-from tessera.training.evaluation import sample, validation_sums
+from tessera.training.evaluation import sample, validation_losses
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
 from tessera.training.step_config import batch_spec
@@ -286,14 +287,19 @@ class Trainer:
     def _validate(self, step: int, state: TrainState) -> bool:
         """Evaluate and show the loss; False where the run stops meanwhile."""
         self._on_phase("evaluation", step)
-        sums = validation_sums(self.run, self.corpus, state, self._should_continue)
-        if sums is None:
+        losses = validation_losses(self.run, self.corpus, state, self._should_continue)
+        if losses is None:
             return False
-        total, tokens = sums
         with self._interrupts.deferred():
-            if tokens:
-                self._writer.write(step, {"val_loss": total / tokens})
-                self._console.show_validation(step, total / tokens)
+            if losses:
+                weights = {s.name: s.weight for s in self.corpus.sources}
+                mean = float(
+                    np.average([*losses.values()], weights=[weights[n] for n in losses])
+                )
+                each = losses if len(weights) > 1 else {}
+                numbers = {f"val_loss/{name}": loss for name, loss in each.items()}
+                self._writer.write(step, {"val_loss": mean} | numbers)
+                self._console.show_validation(step, mean, each)
             self._validated = step
         self._metrics.restart_clock()  # validation is not part of any step's time
         return True

@@ -2,8 +2,8 @@
 """Data that is empty, too small, corrupt or no data, given to ``run_training.py``.
 
 Each is a coded error before anything is compiled, and an earlier run in the same folder
-stays as it is; the fixture ``refuse`` sees to that. There is no file of tokens that
-could be damaged: text is tokenized in memory, by each run.
+stays as it is; the fixture ``refuse`` sees to that. For damaged files of prepared
+tokens, see ``tests/training/data/test_shards.py``.
 """
 
 import gzip

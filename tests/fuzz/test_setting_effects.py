@@ -109,6 +109,7 @@ OTHERS = {
     "data.text_key": ("body",),
     "data.max_bad_records": ("5",),
     "data.tokenizer": ("words.json",),
+    "data.sources": ("{a: {path: books}}",),
     "data.validation_fraction": ("0.5",),
     "data.synthetic.tokens": ("30000",),
     "data.synthetic.vocab_size": ("50",),
@@ -132,6 +133,7 @@ OTHERS = {
 # How a run is called, shown, kept, watched or begun, and not what it computes.
 OF_THE_LOOP = {
     *("name", "hydra.run.dir", "model.name", "optimizer.name", "data.prefetch"),
+    *("data.num_workers", "data.cache_dir"),
     *("training.max_skipped_steps", "training.log_every", "training.validate_every"),
     *("training.validation_batches", "training.sample_prompt", "training.keep"),
     *("training.sample_length", "training.init_from", "training.checkpoint_every"),
@@ -173,7 +175,7 @@ class Run:
     def batches(self) -> Any:
         corpus = self.run.load_data()
         first = next(corpus.train(4))["tokens"]
-        return first.tobytes(), corpus.validation_split.fingerprint, corpus.order
+        return first.tobytes(), corpus.fingerprint, corpus.order
 
     @cached_property
     def step(self) -> Any:

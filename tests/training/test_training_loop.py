@@ -109,7 +109,8 @@ def test_the_wait_for_data_is_a_fraction_of_the_step(ran, tmp_path, monkeypatch)
     training = dataclasses.replace(
         ran.run.config.training, steps=4, log_every=1, sample_length=0
     )
-    settings = settings_of(data=NO_VALIDATION, training=training)
+    runtime = RuntimeConfig(max_steps_in_flight=1)
+    settings = settings_of(data=NO_VALIDATION, training=training, runtime=runtime)
     waiting = train(with_program_of(ran, settings), tmp_path)
     for line in waiting.steps[1:]:
         assert 0.5 < line["data_wait_fraction"] < 1.01

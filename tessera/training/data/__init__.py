@@ -12,6 +12,8 @@ encoding       records -> ids
 extras         imports optional libraries
 synthetic      generates ids without text
 packing        documents -> one token stream -> rows
+shards         tokens in files, with checksums
+preparation    makes the files that are missing, in several processes
 batches        rows -> batches, by grain
 corpus         loads all of it: ``load``
 cursor         the position in the data, for checkpoints

@@ -2,15 +2,17 @@
 """Batches rows with grain: shuffled, repeated, divided among processes, prefetched.
 
 Global batch b holds the rows ``order[b*B : (b+1)*B]``, and process p of P the p-th of
-P equal parts of it, whatever P is. In training ``order`` is one random permutation of
-the rows after another; in validation it is one permutation, the same for every seed.
+P equal parts of it, whatever P is. In training ``order`` takes rows from each source in
+proportion to its weight, and from a source one random permutation of its rows after
+another; in validation it is one permutation of a source, the same for every seed.
 Training can start at any row of ``order``, which is the only state of a reader.
 """
 
 import hashlib
-from collections.abc import Generator, Sized
+from collections.abc import Generator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, Protocol
 
 import grain
 
@@ -94,31 +96,63 @@ class _PaddedRows:
 
 
 def train_batches(
-    rows: PackedRows, share: Share, *, seed: int, start_row: int, prefetch: int
+    sources: Sequence[PackedRows],
+    weights: Sequence[float],
+    share: Share,
+    *,
+    seed: int,
+    start_row: int,
+    prefetch: int,
 ) -> Generator[Batch, None, None]:
     """Endless batches, from row ``start_row`` of the order on.
 
-    Each pass over the rows has its own order, determined by ``seed``. A batch may span
-    two passes, so no row is skipped.
+    Each pass over the rows of a source has its own order, determined by ``seed``. A
+    batch may span two passes, so no row is skipped.
     """
-    shuffled = grain.MapDataset.source(rows).shuffle(_grain_seed(seed))
-    return _batches(shuffled.repeat(), share, start_row, prefetch)
+    datasets = [grain.MapDataset.source(rows) for rows in sources]
+    return _batches(_mixed(datasets, weights, seed), share, start_row, prefetch)
 
 
-def order_fingerprint(num_rows: int, seed: int) -> str:
+def order_fingerprint(
+    num_rows: Sequence[int], weights: Sequence[float], seed: int
+) -> str:
     """A fingerprint of the order in which training reads rows, 16 hex digits.
 
-    It also changes if another version of grain shuffles differently.
+    It also changes if another version of grain shuffles or mixes differently.
+
+    Args:
+      num_rows: The rows of each source.
+      weights: The weight of each source.
+      seed: The seed of the order.
     """
-    order = grain.MapDataset.range(num_rows).shuffle(_grain_seed(seed)).repeat()
-    first = [order[index] for index in range(64)] if num_rows else []
-    return hashlib.blake2b(repr(first).encode(), digest_size=8).hexdigest()
+    ends = list(accumulate(num_rows))
+    first = list[int]()
+    if all(num_rows):
+        datasets = [
+            grain.MapDataset.range(end - rows, end)
+            for end, rows in zip(ends, num_rows, strict=True)
+        ]
+        order = _mixed(datasets, weights, seed)
+        first = [order[index] for index in range(64)]
+    ratios = [weight / sum(weights) for weight in weights] if len(weights) > 1 else ""
+    return hashlib.blake2b(f"{first}{ratios}".encode(), digest_size=8).hexdigest()
 
 
-def _grain_seed(seed: int) -> int:
+def _mixed(
+    sources: Sequence[grain.MapDataset[Any]], weights: Sequence[float], seed: int
+) -> grain.MapDataset[Any]:
+    """The endless order of training: sources in proportion, each shuffled by pass."""
+    shuffled = [
+        source.shuffle(_grain_seed(seed, number)).repeat()
+        for number, source in enumerate(sources)
+    ]
+    return grain.MapDataset.mix(shuffled, weights)
+
+
+def _grain_seed(seed: int, source: int) -> int:
     # grain's order in pass e depends on seed + e: adjacent seeds would share orders.
-    digest = hashlib.blake2b(f"shuffle/{seed}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big")
+    text = f"shuffle/{seed}" + f"/{source}" * bool(source)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 def validation_batches(

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the data of a run: from settings to batches.
 
-DataConfig -> documents (train, validation) -> ids -> TokenStream -> rows -> batches
+DataConfig -> units (train, validation) -> blocks of tokens -> TokenStream -> rows ->
+batches; a mixture does so for each of its sources.
 """
 
 import hashlib
 import platform
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import TypeAlias
 
 from tessera.errors import EmptyDataError, SettingValueError
 from tessera.training.data.bad_records import BadRecords
@@ -23,47 +23,55 @@ from tessera.training.data.batches import (
 from tessera.training.data.data_config import DataConfig, check
 from tessera.training.data.encoding import Encoder
 from tessera.training.data.files import units_of
-from tessera.training.data.packing import (
-    Batch,
-    LossMask,
-    PackedRows,
-    TokenStream,
-    join,
-)
-from tessera.training.data.records import read_records
+from tessera.training.data.packing import Batch, PackedRows, TokenStream, join
+from tessera.training.data.preparation import prepare
 from tessera.training.data.synthetic import SyntheticTokenizer, make_documents
-from tessera.training.data.tokenization import Ids, Tokenizer
-from tessera.training.data.units import Unit
+from tessera.training.data.tokenization import Tokenizer
 from tessera.training.data.vocabulary import check_vocabulary
 
 
 @dataclass(frozen=True)
-class Split:
-    """The training or validation part of a corpus."""
+class Source:
+    """One source of a corpus.
 
-    rows: PackedRows
+    Attributes:
+      name: Its name in the log and in metrics.
+      title: What it reads, for messages.
+      weight: Its part of the training rows, relative to the other sources.
+      train_rows: The rows for training.
+      validation_rows: The rows for validation.
+      bad_records: The records that were left out.
+    """
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """A fingerprint of the tokens and document starts, 16 hex digits."""
-        stream, digest = self.rows.stream, hashlib.blake2b(digest_size=8)
-        digest.update(stream.tokens.data)
-        digest.update(stream.starts.data)
-        digest.update(f"{stream.tokens.dtype} {stream.is_separated}".encode())
-        return digest.hexdigest()
+    name: str
+    title: str
+    weight: float
+    train_rows: PackedRows
+    validation_rows: PackedRows
+    bad_records: BadRecords
 
-    def __str__(self) -> str:
-        stream, length = self.rows.stream, self.rows.sequence_length
-        size = f"{stream.num_bytes:,} bytes, " if stream.num_bytes else ""
-        return (
-            f"{stream.starts.size:,} documents, {size}{stream.tokens.size:,} tokens, "
-            f"{len(self.rows):,} rows of {length:,}"
-        )
+    def describe(self) -> list[tuple[str, str]]:
+        """A few labels and texts for the log."""
+        lines = [("data", self.title)]
+        if self.bad_records.counts:
+            lines.append(("left out", str(self.bad_records)))
+        lines.append(("train", _sizes(self.train_rows)))
+        lines.append(("validation", _sizes(self.validation_rows)))
+        return lines
+
+
+def _sizes(rows: PackedRows) -> str:
+    stream = rows.stream
+    size = f"{stream.num_bytes:,} bytes, " if stream.num_bytes else ""
+    return (
+        f"{stream.num_documents:,} documents, {size}{stream.num_tokens:,} tokens, "
+        f"{len(rows):,} rows of {rows.sequence_length:,}"
+    )
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenized text in memory, from which batches are drawn; made by ``load``.
+    """Tokenized text, from which batches are drawn; made by ``load``.
 
     Batches are dicts of int32 arrays [rows, sequence_length]: ``tokens``; ``targets``,
     the next token, or -100 if there is none; ``segment_ids``, which count the documents
@@ -71,25 +79,19 @@ class Corpus:
     ``docs/guides/data.md`` defines them exactly.
 
     Attributes:
-      title: Name of the data in the log.
       tokenizer: Tokenizer of the text.
-      train_split: The rows for training.
-      validation_split: The rows for validation.
+      sources: Where the rows come from: one, unless it is a mixture.
       seed: Seed of the training order.
       prefetch: Number of batches to prepare ahead.
       num_unused_ids: Ids of the tokenizer outside of the model's vocabulary; none
         occurs in the text.
-      bad_records: The records that were left out.
     """
 
-    title: str
     tokenizer: Tokenizer
-    train_split: Split
-    validation_split: Split
+    sources: tuple[Source, ...]
     seed: int
     prefetch: int
     num_unused_ids: int = 0
-    bad_records: BadRecords = field(default_factory=BadRecords)
 
     def train(
         self,
@@ -120,19 +122,41 @@ class Corpus:
         Raises:
           EmptyDataError: [T602] there are fewer rows than ``batch_size``.
           BatchSizeError: [T503] ``process_count`` does not divide ``batch_size``.
+          TokenCacheError: [T608] when a batch is drawn: prepared tokens are damaged.
         """
         share = Share(batch_size, process_index, process_count, microbatches)
-        rows = self.train_split.rows
-        if len(rows) < batch_size:
-            raise _too_small(rows, batch_size)
+        self._check_size(batch_size)
         return train_batches(
-            rows, share, seed=self.seed, start_row=start_row, prefetch=self.prefetch
+            [source.train_rows for source in self.sources],
+            [source.weight for source in self.sources],
+            share,
+            seed=self.seed,
+            start_row=start_row,
+            prefetch=self.prefetch,
         )
 
+    def _check_size(self, batch_size: int) -> None:
+        num_rows = [len(source.train_rows) for source in self.sources]
+        if sum(num_rows) < batch_size:
+            raise _too_small([source.train_rows for source in self.sources], batch_size)
+        for source, rows in zip(self.sources, num_rows, strict=True):
+            if not rows:
+                raise EmptyDataError(
+                    f"the source {source.name!r} is smaller than one row",
+                    got=f"{source.train_rows.stream.num_tokens:,} tokens, and a row "
+                    f"takes {source.train_rows.sequence_length + 1:,}",
+                    fix="leave it out, or add text to it",
+                )
+
     def validation(
-        self, batch_size: int, process_index: int = 0, process_count: int = 1
+        self,
+        batch_size: int,
+        process_index: int = 0,
+        process_count: int = 1,
+        *,
+        source: int = 0,
     ) -> Generator[Batch, None, None]:
-        """Every validation row once, in an order that does not depend on the seed.
+        """Every validation row of a source once, in an order that is always the same.
 
         The order is shuffled, so the first batches are a sample of all files.
 
@@ -140,6 +164,7 @@ class Corpus:
           batch_size: Rows of the global batch.
           process_index: This process.
           process_count: How many processes share each batch; divides ``batch_size``.
+          source: The number of the source in ``sources``.
 
         Returns:
           Batches of ``batch_size / process_count`` rows; the last is padded with rows
@@ -148,50 +173,70 @@ class Corpus:
 
         Raises:
           BatchSizeError: [T503] ``process_count`` does not divide ``batch_size``.
+          TokenCacheError: [T608] when a batch is drawn: prepared tokens are damaged.
         """
         share = Share(batch_size, process_index, process_count)
-        return validation_batches(
-            self.validation_split.rows, share, prefetch=self.prefetch
-        )
+        rows = self.sources[source].validation_rows
+        return validation_batches(rows, share, prefetch=self.prefetch)
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is anything to validate on."""
+        return any(len(source.validation_rows) for source in self.sources)
 
     @cached_property
     def fingerprint(self) -> str:
         """A fingerprint of all batches, 16 hex digits."""
-        length = self.train_split.rows.sequence_length
-        sides = self.train_split.fingerprint, self.validation_split.fingerprint
-        text = f"{sides} {length} {self.seed}"
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        validation = _fingerprint([s.validation_rows for s in self.sources])
+        return _digest(f"{sorted(self.order.items())} {validation}")
 
     @cached_property
     def order(self) -> Mapping[str, str | int]:
         """Everything that determines the order of training rows, for cursors."""
-        rows, tokenizer = self.train_split.rows, self.tokenizer
+        rows, tokenizer = [s.train_rows for s in self.sources], self.tokenizer
+        num_rows, weights = [len(r) for r in rows], [s.weight for s in self.sources]
         return {
-            "text": self.train_split.fingerprint,
+            "text": _fingerprint(rows),
             "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab_size} ids",
-            "sequence_length": rows.sequence_length,
-            "rows": len(rows),
+            "sequence_length": rows[0].sequence_length,
+            "rows": sum(num_rows),
             "seed": self.seed,
-            "shuffle": order_fingerprint(len(rows), self.seed),
+            "shuffle": order_fingerprint(num_rows, weights, self.seed),
         }
 
     def describe(self) -> str:
-        """A few lines for the log: the source, the tokenizer, the two splits."""
+        """A few lines for the log: the tokenizer, the sources and their splits."""
         separator = self.tokenizer.separator
         between = "no separator" if separator is None else f"separator {separator}"
         unused = f", {self.num_unused_ids:,} of them not in the model's vocabulary"
-        bad = str(self.bad_records).replace("\n", "\n            ")
-        return "\n".join(
-            (
-                f"data        {self.title}",
-                *([f"left out    {bad}"] if self.bad_records.counts else []),
-                f"tokenizer   {self.tokenizer.kind}, {self.tokenizer.vocab_size:,} ids"
-                f"{unused if self.num_unused_ids else ''}, {between}",
-                f"train       {self.train_split}",
-                f"validation  {self.validation_split}",
-                f"fingerprint {self.fingerprint}",
-            )
+        lines = [line for source in self.sources for line in source.describe()]
+        tokenizer = (
+            f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} ids"
+            f"{unused if self.num_unused_ids else ''}, {between}"
         )
+        lines[1:1] = [("tokenizer", tokenizer)]
+        lines.append(("fingerprint", self.fingerprint))
+        indent = "\n" + " " * 12
+        return "\n".join(
+            f"{label:<12}" + text.replace("\n", indent) for label, text in lines
+        )
+
+    def describe_epochs(self, num_rows: int) -> str:
+        """How often training on ``num_rows`` rows reads each source, for the log."""
+        total = sum(source.weight for source in self.sources)
+        return "epochs      " + ", ".join(
+            f"{num_rows * source.weight / total / len(source.train_rows):.3g} of "
+            f"{source.name}"
+            for source in self.sources
+        )
+
+
+def _fingerprint(sources: Sequence[PackedRows]) -> str:
+    return _digest(" ".join(rows.stream.fingerprint for rows in sources))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def load(
@@ -214,6 +259,7 @@ def load(
       TokenizerError: [T605] the tokenizer does not exist or cannot be read.
       DataFormatError: [T606] a file is not text.
       BadRecordError: [T607] records have no text, more than ``max_bad_records``.
+      TokenCacheError: [T608] prepared tokens cannot be stored, or are damaged.
       SettingValueError: [T502] a setting is out of range or would be ignored.
       SettingConflictError: [T507] ``text_key`` is given, and no file has keys.
 
@@ -230,100 +276,113 @@ def load(
             got=f"{sequence_length}",
             fix="use a value of at least 1",
         )
-    make = _make_synthetic if config.name == "synthetic" else _read_text
-    title, tokenizer, train, validation, bad_records = make(config, seed, vocab_size)
-    _check_text(title, train, validation, config.validation_fraction)
+    if config.name == "synthetic":
+        tokenizer, sources = _make_synthetic(config, sequence_length, seed, vocab_size)
+    else:
+        encoder = Encoder(config, vocab_size)
+        tokenizer = encoder.tokenizer
+        sources = [
+            _read_source(source, encoder, sequence_length, vocab_size)
+            for source in _sources_of(config)
+        ]
+    for source in sources:
+        _check_text(source, config.validation_fraction)
     return Corpus(
-        title=title,
         tokenizer=tokenizer,
-        train_split=Split(PackedRows(train, sequence_length, keep_tail=False)),
-        validation_split=Split(PackedRows(validation, sequence_length, keep_tail=True)),
+        sources=tuple(sources),
         seed=seed,
         prefetch=config.prefetch,
         num_unused_ids=max(tokenizer.vocab_size - vocab_size, 0),
-        bad_records=bad_records,
     )
 
 
-# Title, tokenizer, training stream, validation stream and the records left out.
-_Source: TypeAlias = tuple[str, Tokenizer, TokenStream, TokenStream, BadRecords]
+def _sources_of(config: DataConfig) -> list[tuple[str, float, DataConfig]]:
+    """The name, the weight and the settings of each source of text."""
+    if config.name != "mixture":
+        return [(config.name, 1.0, config)]
+    return [
+        (name, source.weight, source.as_text(config))
+        for name, source in config.sources.items()
+    ]
 
 
-def _read_text(config: DataConfig, seed: int, vocab_size: int) -> _Source:
-    del seed  # only synthetic data depends on it
+def _read_source(
+    source: tuple[str, float, DataConfig],
+    encoder: Encoder,
+    sequence_length: int,
+    vocab_size: int,
+) -> Source:
+    name, weight, config = source
     title = f"text at {config.path!r}"
     if config.name == "stdlib":
         title = f"standard library of Python {platform.python_version()}"
-    encoder = Encoder(config, vocab_size)
-    bad_records = BadRecords(config.max_bad_records)
-    train, validation = (
-        _tokenize(config, units, encoder, vocab_size, bad_records)
-        for units in units_of(config)
+    sides, bad_records = prepare(config, units_of(config), encoder, vocab_size)
+    streams = [
+        TokenStream(
+            (shard for block in blocks for shard in block.shards),
+            is_separated=encoder.separator is not None,
+        )
+        for blocks in sides
+    ]
+    rows = _rows(streams, sequence_length)
+    return Source(name, title, weight, *rows, bad_records)
+
+
+def _rows(
+    streams: Sequence[TokenStream], sequence_length: int
+) -> tuple[PackedRows, PackedRows]:
+    train, validation = streams
+    return (
+        PackedRows(train, sequence_length, keep_tail=False),
+        PackedRows(validation, sequence_length, keep_tail=True),
     )
-    return title, encoder.tokenizer, train, validation, bad_records
 
 
-def _tokenize(
-    config: DataConfig,
-    units: Sequence[Unit],
-    encoder: Encoder,
-    vocab_size: int,
-    bad_records: BadRecords,
-) -> TokenStream:
-    sizes: list[int] = []
-
-    def encode() -> Iterator[tuple[str, Ids, LossMask | None]]:
-        for unit in units:
-            for record in read_records(unit, config, bad_records):
-                if encoded := encoder.encode(record, bad_records):
-                    sizes.append(encoded.num_bytes)
-                    yield unit.name, encoded.ids, encoded.loss_mask
-
-    stream = join(encode(), separator=encoder.separator, vocab_size=vocab_size)
-    return replace(stream, num_bytes=sum(sizes))
-
-
-def _make_synthetic(config: DataConfig, seed: int, vocab_size: int) -> _Source:
+def _make_synthetic(
+    config: DataConfig, sequence_length: int, seed: int, vocab_size: int
+) -> tuple[Tokenizer, list[Source]]:
     tokenizer = SyntheticTokenizer(config.synthetic.vocab_size or vocab_size)
     check_vocabulary(tokenizer, vocab_size)
     documents = make_documents(config.synthetic, tokenizer.vocab_size, seed)
     cut = len(documents) - ceil(len(documents) * config.validation_fraction)
-    train, validation = (
+    streams = [
         join(
             ((*one, None) for one in part),
             separator=tokenizer.separator,
             vocab_size=vocab_size,
         )
         for part in (documents[:cut], documents[cut:])
-    )
-    return "synthetic patterns", tokenizer, train, validation, BadRecords()
+    ]
+    rows = _rows(streams, sequence_length)
+    title = "synthetic patterns"
+    return tokenizer, [Source(config.name, title, 1.0, *rows, BadRecords())]
 
 
-def _check_text(
-    title: str, train: TokenStream, validation: TokenStream, fraction: float
-) -> None:
-    if not train.tokens.size and not validation.tokens.size:
+def _check_text(source: Source, fraction: float) -> None:
+    train, validation = source.train_rows.stream, source.validation_rows.stream
+    if not train.num_tokens and not validation.num_tokens:
         raise EmptyDataError(
-            f"there is no text in the data: {title}",
+            f"there is no text in the data: {source.title}",
             got="every document is empty",
             fix="set data.path to files with text",
         )
-    if fraction and not validation.tokens.size:
+    if fraction and not validation.num_tokens:
         raise EmptyDataError(
-            f"no text is left for validation: {title}",
-            got=f"data.validation_fraction={fraction} of {train.tokens.size:,} tokens",
+            f"no text is left for validation: {source.title}",
+            got=f"data.validation_fraction={fraction} of {train.num_tokens:,} tokens",
             fix="raise data.validation_fraction, or use 0 for no validation",
         )
 
 
-def _too_small(rows: PackedRows, batch_size: int) -> EmptyDataError:
-    tokens, length = rows.stream.tokens.size, rows.sequence_length
-    fixes = [f"a batch of at most {len(rows)} rows"] if len(rows) else []
+def _too_small(sources: Sequence[PackedRows], batch_size: int) -> EmptyDataError:
+    tokens = sum(rows.stream.num_tokens for rows in sources)
+    num_rows, length = sum(map(len, sources)), sources[0].sequence_length
+    fixes = [f"a batch of at most {num_rows} rows"] if num_rows else []
     if longest := max(tokens - 1, 0) // batch_size:
         fixes.append(f"a sequence length of at most {longest}")
     return EmptyDataError(
         "the training data is smaller than one batch",
-        got=f"{tokens:,} tokens / sequence length {length:,} = {len(rows):,} rows, "
+        got=f"{tokens:,} tokens / sequence length {length:,} = {num_rows:,} rows, "
         f"and a batch takes {batch_size:,}",
         fix="use " + ", or ".join([*fixes, "more text"]),
     )

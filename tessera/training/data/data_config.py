@@ -4,13 +4,15 @@
 Only plain types, so that Hydra can use the classes as structured configs.
 """
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 from tessera.errors import SettingValueError
 from tessera.training.setting_fields import MOST_COUNT, joined, problems_of, setting
 
-SOURCES = ("stdlib", "text", "synthetic")
+SOURCES = ("stdlib", "text", "mixture", "synthetic")
+FORMATS = ("auto", "text", "jsonl")
 
 
 # Not frozen: OmegaConf would refuse to override a frozen dataclass.
@@ -30,6 +32,29 @@ class SyntheticConfig:
 
 
 @dataclass
+class SourceConfig:
+    """One source of ``data=mixture``.
+
+    Attributes:
+      path: A file, a folder or a glob.
+      weight: Its part of the training rows, relative to the weights of the others.
+      format: As data.format.
+      text_key: As data.text_key.
+    """
+
+    path: str = ""
+    weight: float = setting(1.0, above=0)
+    format: str = setting("auto", choices=FORMATS)
+    text_key: str = "text"
+
+    def as_text(self, config: "DataConfig") -> "DataConfig":
+        """The same source as ``data=text``, with the other settings of ``config``."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        del own["weight"]
+        return replace(config, name="text", sources={}, **own)
+
+
+@dataclass
 class DataConfig:
     """Which text to train on, and how to tokenize it.
 
@@ -44,17 +69,25 @@ class DataConfig:
       tokenizer: bytes, the path of a tokenizers file (.json) or of a sentencepiece
         model (.model).
       validation_fraction: The share of the data for validation; 0 disables it.
+      sources: For mixture: the sources by name, each with path and weight, and with
+        format and text_key where they differ from the default.
+      num_workers: Processes that make tokens; null is one for each usable core.
+      cache_dir: The folder of prepared tokens; null is tessera/tokens in the user's
+        cache folder.
       prefetch: Number of batches to prepare ahead in a thread; 0 prepares none.
       synthetic: The settings of synthetic.
     """
 
     name: str = setting("stdlib", choices=SOURCES)
     path: str = ""
-    format: str = setting("auto", choices=("auto", "text", "jsonl"))
+    format: str = setting("auto", choices=FORMATS)
     text_key: str = "text"
     max_bad_records: int = setting(0, least=0, most=MOST_COUNT)
     tokenizer: str = "bytes"
     validation_fraction: float = setting(0.05, least=0, below=1)
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    num_workers: int | None = setting(None, least=1, most=1024)
+    cache_dir: str | None = None
     prefetch: int = setting(4, least=0, most=1024)
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
@@ -71,6 +104,8 @@ def check(config: DataConfig) -> None:
     """
     problems = problems_of(config, "data")
     problems += problems_of(config.synthetic, "data.synthetic")
+    for name, source in config.sources.items():
+        problems += problems_of(source, f"data.sources.{name}")
     # Which settings are used is only known for a source that exists.
     if config.name in SOURCES:
         problems += _misplaced(config)
@@ -85,6 +120,8 @@ def _misplaced(config: DataConfig) -> Iterator[SettingValueError]:
             got="data.path is empty",
             fix="add data.path=<a file, a folder or a glob>",
         )
+    if config.name == "mixture":
+        yield from _source_problems(config)
     if config.format == "text" and config.text_key != DataConfig.text_key:
         yield SettingValueError(
             "data.format=text does not use data.text_key",
@@ -95,8 +132,11 @@ def _misplaced(config: DataConfig) -> Iterator[SettingValueError]:
         "path": ("text",),
         "format": ("text",),
         "text_key": ("text",),
-        "max_bad_records": ("text",),
-        "tokenizer": ("stdlib", "text"),
+        "max_bad_records": ("mixture", "text"),
+        "tokenizer": ("stdlib", "mixture", "text"),
+        "num_workers": ("stdlib", "mixture", "text"),
+        "cache_dir": ("stdlib", "mixture", "text"),
+        "sources": ("mixture",),
         "synthetic": ("synthetic",),
     }
     default = DataConfig()
@@ -107,4 +147,25 @@ def _misplaced(config: DataConfig) -> Iterator[SettingValueError]:
                 f"data={config.name} does not use data.{name}",
                 got=f"data.{name}={value}",
                 fix=f"use data={users[-1]}, or leave data.{name} out",
+            )
+
+
+def _source_problems(config: DataConfig) -> Iterator[SettingValueError]:
+    example = "data.sources={web: {path: web.jsonl, weight: 3}, books: {path: books}}"
+    if not config.sources:
+        yield SettingValueError(
+            "data=mixture needs data.sources",
+            got="data.sources is empty",
+            fix=f"add '{example}'",
+        )
+    for name, source in config.sources.items():
+        if not re.fullmatch(r"[\w.-]+", name):
+            yield SettingValueError(
+                "the name of a source has characters that no name of a metric has",
+                got=f"data.sources: {name!r}",
+                fix="use letters, digits, '_', '-' and '.'",
+            )
+        for error in _misplaced(source.as_text(config)):
+            yield SettingValueError(
+                f"data.sources.{name}: {error.what}", got=error.got, fix=error.fix
             )

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns records into token ids, with a mask of the tokens that are learned."""
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tessera.errors import EmptyDataError
+from tessera.errors import EmptyDataError, TokenizerError, TokenRangeError
 from tessera.training.data.bad_records import BadRecords
 from tessera.training.data.data_config import DataConfig
 from tessera.training.data.records import Record
@@ -16,6 +17,9 @@ from tessera.training.data.vocabulary import (
     check_tokens,
     out_of_vocabulary,
 )
+
+# Characters that are encoded at a time: enough to make calls cheap.
+_BATCH_SIZE: Final = 2**20
 
 
 class Encoded(NamedTuple):
@@ -83,8 +87,54 @@ class Encoder:
                 self._vocab_size,
                 first_line=record.first_line,
             )
-        size = len(content.encode() if isinstance(content, str) else content)
-        return Encoded(ids, None, size)
+        return Encoded(ids, None, _size(record))
+
+    def encode_all(
+        self, records: Iterable[Record], bad_records: BadRecords
+    ) -> Iterator[Encoded]:
+        """The tokens of records, some of which are in memory at a time.
+
+        Raises:
+          TesseraError: As ``encode``.
+        """
+        for batch in _batches(records):
+            try:
+                encoded = self._encode_batch(batch)
+            except (UnicodeDecodeError, TokenizerError, TokenRangeError):
+                # One by one, to skip or to name the records that cannot be used.
+                each = (self.encode(record, bad_records) for record in batch)
+                encoded = [one for one in each if one is not None]
+            yield from encoded
+
+    def _encode_batch(self, records: Sequence[Record]) -> list[Encoded]:
+        ids = self.tokenizer.encode_batch([record.text for record in records])
+        if any(out_of_vocabulary(each, self._vocab_size).size for each in ids):
+            raise TokenRangeError(
+                "some record has a token that the model does not have"
+            )
+        return [
+            Encoded(each, None, _size(record))
+            for each, record in zip(ids, records, strict=True)
+        ]
+
+
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    batch: list[Record] = []
+    size = 0
+    for record in records:
+        batch.append(record)
+        size += len(record.text)
+        if size >= _BATCH_SIZE:
+            yield batch
+            batch = list[Record]()
+            size = 0
+    if batch:
+        yield batch
+
+
+def _size(record: Record) -> int:
+    text = record.text
+    return len(text.encode() if isinstance(text, str) else text)
 
 
 def _not_utf8(record: Record, error: UnicodeDecodeError) -> EmptyDataError:

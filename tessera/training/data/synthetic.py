@@ -12,7 +12,7 @@ where H is the binary entropy; an untrained model has a loss of log(vocab_size).
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,10 @@ class SyntheticTokenizer:
                 got=repr(content),
                 fix="write ids separated by spaces: '7 42'",
             ) from error
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
+        """The numbers in several texts."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """The ids as numbers, without separators."""

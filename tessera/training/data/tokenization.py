@@ -5,7 +5,7 @@ The two libraries are the optional extra ``tessera[tokenizers]`` and are importe
 one of their files is used. Nothing is ever downloaded.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,6 +46,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
+        """The ids of several texts, as ``encode`` returns them, in less time."""
+        ...
+
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """The text of ``ids``, without special tokens."""
         ...
@@ -74,6 +78,10 @@ class ByteTokenizer:
         """One id for each byte; a string is encoded as UTF-8."""
         content = text.encode() if isinstance(text, str) else text
         return np.frombuffer(content, np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
+        """The ids of several texts."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """UTF-8 text; invalid bytes become U+FFFD."""
@@ -113,16 +121,23 @@ class JsonTokenizer:
 
     def encode(self, text: str | bytes) -> Ids:
         """Token ids of UTF-8 text."""
-        content = text if isinstance(text, str) else text.decode()
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
+        """Token ids of several texts in UTF-8."""
+        contents = [text if isinstance(text, str) else text.decode() for text in texts]
         try:
-            encoding = self._tokenizer.encode(content, add_special_tokens=False)
+            # Fast: without the offsets of the tokens in the text.
+            encodings = self._tokenizer.encode_batch_fast(
+                contents, add_special_tokens=False
+            )
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(
                 f"the tokenizer {str(self._path)!r} has no ids for this text",
                 got=" ".join(str(error).split()),
                 fix="add an unknown token to its vocabulary, or use another tokenizer",
             ) from error
-        return _as_ids(encoding.ids)
+        return [_as_ids(encoding.ids) for encoding in encodings]
 
     def token(self, number: int) -> str:
         """The token's name."""
@@ -154,6 +169,10 @@ class SentencePieceTokenizer:
         """Token ids of UTF-8 text."""
         content = text if isinstance(text, str) else text.decode()
         return _as_ids(self._processor.encode(content))
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
+        """Token ids of several texts in UTF-8."""
+        return [self.encode(text) for text in texts]
 
     def token(self, number: int) -> str:
         """The piece, with ``▁`` for a space."""
@@ -205,6 +224,11 @@ def load_tokenizer(name: str) -> Tokenizer:
             "is downloaded",
         )
     return (JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer)(path)
+
+
+def tokenizer_files(name: str) -> list[Path]:
+    """The files whose content decides the ids of ``data.tokenizer``."""
+    return [] if name == "bytes" else [Path(name).expanduser()]
 
 
 def _as_ids(numbers: list[int]) -> Ids:

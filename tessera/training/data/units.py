@@ -50,15 +50,24 @@ class Unit:
     end: int | None = None
 
     @property
+    def status(self) -> os.stat_result:
+        """Size and times of the file.
+
+        Raises:
+          DataNotFoundError: [T601] the file does not exist.
+        """
+        with self.coded_errors():
+            return os.stat(self.path)
+
+    @property
     def identity(self) -> str:
         """Text that changes with the range, or when the file is written again.
 
         Raises:
           DataNotFoundError: [T601] the file does not exist.
         """
-        with self.coded_errors():
-            status = os.stat(self.path)
-        where = f"{self.name!r} {self.format} {self.begin} {self.end}"
+        where = f"{os.path.abspath(self.path)!r} {self.format} {self.begin} {self.end}"
+        status = self.status
         return f"{where} {status.st_size} {status.st_mtime_ns}"
 
     @property
@@ -239,7 +248,9 @@ def divide(unit: Unit, unit_bytes: int = _UNIT_BYTES) -> list[Unit]:
                 cut += len(stream.readline())
         else:
             cut = _text_boundary(unit, cut, unit_bytes)
-        cuts.append(min(cut, end))
+        if cut >= end:
+            break
+        cuts.append(cut)
     ends = [*cuts[1:], unit.end]
     parts = [replace(unit, begin=a, end=b) for a, b in zip(cuts, ends, strict=True)]
     return [part for part in parts if part.begin != part.end or len(parts) == 1]

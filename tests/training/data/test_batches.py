@@ -35,7 +35,9 @@ def rows_of(count: int) -> PackedRows:
 def train(rows, batch_size, steps, *, process=0, of=1, seed=0, start=0, prefetch=2):
     """Which rows each of the next batches holds: [steps, rows of this process]."""
     share = Share(batch_size, process, of)
-    batches = train_batches(rows, share, seed=seed, start_row=start, prefetch=prefetch)
+    batches = train_batches(
+        *([rows], [1.0], share), seed=seed, start_row=start, prefetch=prefetch
+    )
     taken = [batch["tokens"][:, 0] // 2 for batch in islice(batches, steps)]
     batches.close()
     return np.stack(taken)
@@ -113,8 +115,8 @@ def assert_continued(steps, size, processes):
 
 
 def test_the_fingerprint_of_an_order_knows_rows_and_seed():
-    marks = [order_fingerprint(50, 0), order_fingerprint(50, 1)]
-    marks += [order_fingerprint(51, 0), order_fingerprint(50, 0)]
+    marks = [order_fingerprint([50], [1.0], 0), order_fingerprint([50], [1.0], 1)]
+    marks += [order_fingerprint([51], [1.0], 0), order_fingerprint([50], [1.0], 0)]
     assert len(set(marks)) == 3
     assert marks[0] == marks[3]
 
@@ -162,7 +164,9 @@ def loader_threads() -> list[threading.Thread]:
 
 def test_no_thread_is_left_when_batches_end_or_are_closed():
     before = loader_threads()
-    endless = train_batches(rows_of(9), Share(3, 0, 1), seed=0, start_row=0, prefetch=2)
+    endless = train_batches(
+        *([rows_of(9)], [1.0], Share(3, 0, 1)), seed=0, start_row=0, prefetch=2
+    )
     next(endless)
     finite = validation_batches(rows_of(9), Share(3, 0, 1), prefetch=2)
     next(finite)

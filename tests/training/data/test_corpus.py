@@ -10,6 +10,7 @@ import pytest
 from tessera.errors import EmptyDataError, SettingValueError, VocabularyError
 from tessera.training.data import DataConfig, SyntheticConfig, load
 from tessera.training.data.files import list_files
+from tessera.training.data.packing import PackedRows
 from tessera.training.data.units import split
 
 
@@ -19,6 +20,15 @@ def corpus(path="", *, sequence_length=8, seed=0, vocab_size=257, **settings):
     return load(
         config, sequence_length=sequence_length, seed=seed, vocab_size=vocab_size
     )
+
+
+def sides_of(made) -> tuple[PackedRows, PackedRows]:
+    (source,) = made.sources
+    return source.train_rows, source.validation_rows
+
+
+def text_of(made, side: int) -> str:
+    return made.tokenizer.decode(sides_of(made)[side].stream.read(0, 10**9).tokens)
 
 
 @pytest.fixture
@@ -36,10 +46,10 @@ def refusal(error, **arguments) -> str:
 
 def test_the_default_corpus_is_python_s_own_source():
     standard = corpus(sequence_length=128)
-    assert len(standard.train_split.rows) > 20_000
-    rows = len(standard.validation_split.rows)
-    assert 0.01 < rows / len(standard.train_split.rows) < 0.1
-    text = standard.tokenizer.decode(standard.train_split.rows.stream.tokens[:400_000])
+    (source,) = standard.sources
+    assert len(source.train_rows) > 20_000
+    assert 0.01 < len(source.validation_rows) / len(source.train_rows) < 0.1
+    text = standard.tokenizer.decode(source.train_rows.stream.read(0, 400_000).tokens)
     assert "def __init__(self" in text
     assert re.fullmatch(
         r"data        standard library of Python 3\.\d+\.\d+\n"
@@ -53,15 +63,15 @@ def test_the_default_corpus_is_python_s_own_source():
 
 def test_every_byte_of_every_file_is_read_once(folder):
     made = corpus(folder, validation_fraction=0.2)
-    sides = made.train_split, made.validation_split
+    streams = [rows.stream for rows in sides_of(made)]
     texts = [
         made.tokenizer.decode(part).encode()
-        for side in sides
-        for part in np.split(side.rows.stream.tokens, side.rows.stream.starts[1:])
+        for tokens, starts, _ in (stream.read(0, 10**9) for stream in streams)
+        for part in np.split(tokens, starts[1:])
     ]
     assert sorted(texts) == sorted(path.read_bytes() for path in folder.iterdir())
-    assert sum(side.rows.stream.num_bytes for side in sides) == sum(map(len, texts))
-    assert len(made.validation_split.rows.stream.starts) > 1
+    assert sum(stream.num_bytes for stream in streams) == sum(map(len, texts))
+    assert streams[1].num_documents > 1
 
 
 def test_one_seed_gives_the_same_batches_and_another_gives_others(folder):
@@ -88,10 +98,10 @@ def test_one_file_keeps_its_tail_for_validation(tmp_path):
     path = tmp_path / "book.html"
     path.write_text("".join(f"line {i}\n" for i in range(100)))
     made = corpus(path, validation_fraction=0.1)
-    tail = made.tokenizer.decode(made.validation_split.rows.stream.tokens)
+    tail = text_of(made, 1)
     assert tail.startswith("line 9")
     assert tail.endswith("line 99\n")
-    head = made.tokenizer.decode(made.train_split.rows.stream.tokens)
+    head = text_of(made, 0)
     assert head + tail == path.read_text()
 
 
@@ -108,10 +118,10 @@ def test_the_fingerprint_changes_with_text_seed_and_length(folder):
 def test_the_order_names_what_decides_it(folder):
     order = corpus(folder).order
     assert order == {
-        "text": corpus(folder).train_split.fingerprint,
+        "text": corpus(folder).order["text"],
         "tokenizer": "bytes, 257 ids",
         "sequence_length": 8,
-        "rows": len(corpus(folder).train_split.rows),
+        "rows": len(sides_of(corpus(folder))[0]),
         "seed": 0,
         "shuffle": corpus(folder).order["shuffle"],
     }
@@ -124,7 +134,7 @@ def test_synthetic_data_takes_the_model_s_vocabulary():
         name="synthetic", vocab_size=99, synthetic=SyntheticConfig(tokens=5000)
     )
     assert made.tokenizer.vocab_size == 99
-    assert made.validation_split.rows
+    assert made.has_validation
     batch = next(made.train(4))
     assert batch["tokens"].shape == (4, 8)
     assert batch["tokens"].max() < 99
@@ -194,9 +204,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path, json_tokenizer):
         "which accepts any file\n"
         "  docs: docs/errors/T602.md"
     )
-    assert (
-        corpus(tmp_path, validation_fraction=0).train_split.rows.stream.num_bytes == 8
-    )
+    assert sides_of(corpus(tmp_path, validation_fraction=0))[0].stream.num_bytes == 8
 
 
 def test_a_wrong_byte_s_place_is_counted_from_the_file_s_beginning(
@@ -223,7 +231,7 @@ def test_a_tokenizer_without_a_separator_targets_nothing_across_documents(
     for name in ("a.txt", "b.txt", "c.txt"):
         (tmp_path / name).write_text("a")
     made = corpus(tmp_path, tokenizer=str(json_tokenizer), validation_fraction=0)
-    assert made.train_split.rows.stream.tokens.tolist() == [0, 0, 0]
+    assert sides_of(made)[0].stream.read(0, 9).tokens.tolist() == [0, 0, 0]
     assert "no separator" in made.describe()
 
 

@@ -25,7 +25,9 @@ def test_a_cursor_counts_rows():
 
 def test_a_cursor_goes_on_where_only_validation_has_changed():
     before = corpus()
-    after = dataclasses.replace(before, validation_split=before.train_split)
+    (source,) = before.sources
+    source = dataclasses.replace(source, validation_rows=source.train_rows)
+    after = dataclasses.replace(before, sources=(source,))
     assert before.fingerprint != after.fingerprint
     assert Cursor(8, before.order).resumed(after).rows == 8
 

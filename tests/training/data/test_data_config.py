@@ -28,7 +28,7 @@ def test_an_unknown_name_lists_the_known():
     assert refusal(name="stdlb") == (
         "[T502] data.name does not take this value\n"
         "  got: data.name=stdlb\n"
-        "  fix: did you mean 'stdlib'? use stdlib, text or synthetic\n"
+        "  fix: did you mean 'stdlib'? use stdlib, text, mixture or synthetic\n"
         "  docs: docs/errors/T502.md"
     )
 

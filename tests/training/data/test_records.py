@@ -35,19 +35,19 @@ def corpus(path, **settings):
     )
 
 
-def documents_of(split, tokenizer):
-    stream = split.rows.stream
-    return [tokenizer.decode(part) for part in np.split(stream.tokens, stream.starts)]
+def documents_of(rows, tokenizer):
+    tokens, starts, _ = rows.stream.read(0, 10**9)
+    return [tokenizer.decode(part) for part in np.split(tokens, starts)]
 
 
 def test_each_line_of_json_lines_is_a_document_of_its_text_alone(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines_of(*TEXTS) + "\n\n")
     made = corpus(tmp_path / "a.jsonl", validation_fraction=0)
-    assert documents_of(made.train_split, made.tokenizer) == [
+    assert documents_of(made.sources[0].train_rows, made.tokenizer) == [
         "",
         *[text for text in TEXTS if text],
     ]
-    assert made.train_split.rows.stream.num_bytes == sum(
+    assert made.sources[0].train_rows.stream.num_bytes == sum(
         len(text.encode()) for text in TEXTS
     )
 
@@ -55,7 +55,11 @@ def test_each_line_of_json_lines_is_a_document_of_its_text_alone(tmp_path):
 def test_another_field_of_json_lines_is_read_by_its_name(tmp_path):
     (tmp_path / "a.ndjson").write_text(lines_of("one", "two", field="body"))
     made = corpus(tmp_path, text_key="body", validation_fraction=0)
-    assert documents_of(made.train_split, made.tokenizer) == ["", "one", "two"]
+    assert documents_of(made.sources[0].train_rows, made.tokenizer) == [
+        "",
+        "one",
+        "two",
+    ]
 
 
 def test_one_file_of_json_lines_is_cut_between_two_lines(tmp_path):
@@ -64,7 +68,7 @@ def test_one_file_of_json_lines_is_cut_between_two_lines(tmp_path):
     made = corpus(tmp_path / "a.jsonl", validation_fraction=0.2)
     sides = [
         documents_of(side, made.tokenizer)[1:]
-        for side in (made.train_split, made.validation_split)
+        for side in (made.sources[0].train_rows, made.sources[0].validation_rows)
     ]
     assert sides == [texts[:17], texts[17:]]
 
@@ -75,7 +79,7 @@ def test_long_lines_are_left_whole_and_both_sides_have_some(tmp_path, lengths):
     made = corpus(tmp_path / "a.jsonl", validation_fraction=0.5)
     train, validation = (
         documents_of(side, made.tokenizer)[1:]
-        for side in (made.train_split, made.validation_split)
+        for side in (made.sources[0].train_rows, made.sources[0].validation_rows)
     )
     assert train
     assert validation
@@ -143,7 +147,10 @@ def test_text_takes_the_bytes_of_anything_as_they_are(tmp_path):
     content = bytes(range(256)) * 4
     (tmp_path / "a.parquet").write_bytes(content)
     made = corpus(tmp_path / "a.parquet", format="text", validation_fraction=0)
-    assert made.train_split.rows.stream.tokens.tolist() == [256, *content]
+    assert made.sources[0].train_rows.stream.read(0, 10**9).tokens.tolist() == [
+        256,
+        *content,
+    ]
 
 
 def test_a_format_that_is_not_read_says_what_to_do(tmp_path):
@@ -213,7 +220,7 @@ def test_a_run_reports_the_records_it_left_out(tmp_path):
     made = corpus(tmp_path / "a.jsonl", max_bad_records=1, validation_fraction=0)
     assert "left out    1 bad record skipped: 1 missing key\n" in made.describe()
     whole = corpus(tmp_path / "a.jsonl", max_bad_records=1, validation_fraction=0.3)
-    assert whole.bad_records.counts == {"missing key": 1}
+    assert whole.sources[0].bad_records.counts == {"missing key": 1}
 
 
 def test_a_text_file_of_many_megabytes_is_several_documents(tmp_path, monkeypatch):
