@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates text from a decoder, with a cache of keys and values.
+"""Generates text from a model.
 
 Two programs are compiled: the prefill computes a batch of prompts, and the step, which
-is called once for each token, reads and updates the cache in place. Tokens are yielded
-as they are computed.
+is called once for each token, reads and updates the model's cache in place. Tokens are
+yielded as they are computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ from jaxtyping import Array, Int
 from tessera.dtypes import as_dtype
 from tessera.errors import OperandError
 from tessera.mesh import Mesh
-from tessera.models.decoder.decoding import Cache, Decoding, Logits, Pads
-from tessera.models.decoder.model import DecoderModel
+from tessera.models.decoding import Decoding, Logits, Pads
+from tessera.models.model import Model
 from tessera.tree import Tree
 
 # Token ids of each row: an array [B, P], or rows of different lengths.
@@ -66,7 +66,7 @@ class Sampling:
 
 
 def generate(
-    model: DecoderModel,
+    model: Model,
     params: Tree,
     prompt: Prompts,
     num_tokens: int,
@@ -126,7 +126,7 @@ class Sampler:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: Model,
         params: Tree,
         mesh: Mesh | None = None,
         *,
@@ -134,7 +134,8 @@ class Sampler:
     ) -> None:
         model.check_params(params)
         dtype = None if cache_dtype is None else as_dtype(cache_dtype)
-        self._decoding = Decoding.of(model, mesh, dtype)
+        self._decoding = model.decoding(mesh, dtype)
+        self._vocab_size = model.vocab_size
         self._weights = _unstack(self._decoding, model, params)
 
     def stream(
@@ -179,7 +180,7 @@ class Sampler:
         if not key.shape:
             key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
         sampling = Sampling(key, temperature, top_p, top_k)
-        vocab = self._decoding.model.vocab_size
+        vocab = self._vocab_size
         _check(vocab, tokens, pads, num_tokens, sampling, stop_tokens)
         # Every device of the data axes has as many rows: what is added is dropped.
         extra = -rows % self._decoding.place.size("batch")
@@ -207,7 +208,7 @@ class Sampler:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _unstack(decoding: Decoding, model: DecoderModel, params: Tree) -> Any:
+def _unstack(decoding: Decoding, model: Model, params: Tree) -> Any:
     return decoding.unstack(model.plain(params))
 
 
@@ -219,7 +220,7 @@ def _prefill(
     pads: Pads,
     sampling: Sampling,
     length: int,
-) -> tuple[Array, Cache]:
+) -> tuple[Array, Any]:
     logits, cache = decoding.prefill(weights, tokens, pads, length)
     return _sampled(decoding, logits, sampling, jnp.int32(0)), cache
 
@@ -228,13 +229,13 @@ def _prefill(
 def _step(
     decoding: Decoding,
     weights: Any,
-    cache: Cache,
+    cache: Any,
     tokens: Array,
     pads: Pads,
     sampling: Sampling,
     slot: Array,
     index: Array,
-) -> tuple[Array, Cache]:
+) -> tuple[Array, Any]:
     logits, cache = decoding.step(weights, cache, tokens, slot, pads)
     return _sampled(decoding, logits, sampling, index), cache
 

@@ -22,12 +22,14 @@ from jaxtyping import Array, Float, Int
 
 from tessera.errors import (
     AxisReusedError,
+    ParameterTreeError,
     SettingValueError,
     ShardDivisibilityError,
     did_you_mean,
 )
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
+from tessera.models.decoding import Decoding
 from tessera.models.partition_rules import Placement
 from tessera.models.pipeline_stages import StageSplit
 from tessera.shard import ShardSpec
@@ -89,6 +91,26 @@ class Model(ABC):
         Returns:
           What is differentiated, and the sums of ``sum_names``.
         """
+
+    @abstractmethod
+    def decoding(self, mesh: Mesh | None, dtype: Any = None) -> Decoding:
+        """What generation needs of the model.
+
+        Args:
+          mesh: Where to run; None leaves every layout to XLA.
+          dtype: Dtype of a cache; None is that of the model.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+        """
+
+    def check_params(self, params: Tree) -> None:
+        """Check that a tree has the parameters of this model.
+
+        Raises:
+          ParameterTreeError: [T306] names or shapes are not those of this model.
+        """
+        _check_params(params, self.abstract())
 
     @property
     def sum_names(self) -> tuple[str, ...]:
@@ -336,3 +358,23 @@ def _joined(errors: list[ShardDivisibilityError]) -> ShardDivisibilityError:
     got = [first.got, *(f"also {error.what}: {error.got}" for error in others)]
     fix = "\n".join(dict.fromkeys(error.fix for error in errors))
     return ShardDivisibilityError(first.what, got="\n".join(got), fix=fix)
+
+
+def _check_params(params: Tree, expected: Tree) -> None:
+    actual, declared = (
+        {name: leaf.shape for name, leaf in named_leaves(tree).items()}
+        for tree in (params, expected)
+    )
+    if actual == declared:
+        return
+    problems = [
+        f"{path!r}: {actual.get(path, 'missing')}, expected "
+        f"{declared.get(path, 'no such parameter')}"
+        for path in sorted(actual.keys() | declared.keys())
+        if actual.get(path) != declared.get(path)
+    ]
+    raise ParameterTreeError(
+        "these are not the parameters of this model",
+        got="\n".join(problems),
+        fix="create them with model.init(key), or compare with model.abstract()",
+    )

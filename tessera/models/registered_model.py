@@ -19,13 +19,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tessera.errors import ModelDefinitionError, SettingConflictError, TesseraError
+from tessera.errors import (
+    ModelDefinitionError,
+    OperandError,
+    SettingConflictError,
+    TesseraError,
+)
 from tessera.mesh import Mesh
+from tessera.models.decoding import Decoding
 from tessera.models.definition import ModelDefinition, ModelOptions, define
 from tessera.models.dim_table import dim_names
 from tessera.models.model import Batch, DimNames, Model, Sums
 from tessera.models.module_adapters import Adapter, Inputs, adapt
 from tessera.models.partition_rules import Placement
+from tessera.models.recomputed_decoding import RecomputedDecoding
 from tessera.ops.losses import cross_entropy
 from tessera.tree import Tree, named_leaves, nest
 
@@ -240,6 +247,20 @@ class RegisteredModel(Model):
         ]
         tree = jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
         return self._adapter.apply(tree, {k: batch[k] for k in self.definition.inputs})
+
+    def decoding(self, mesh: Mesh | None, dtype: Any = None) -> Decoding:
+        """Generation that computes the whole row for each token.
+
+        Raises:
+          OperandError: [T401] a dtype is given, and there is no cache.
+        """
+        if dtype is not None:
+            raise OperandError(
+                "a registered model has no cache whose dtype could be chosen",
+                got=f"cache_dtype={dtype}",
+                fix="leave cache_dtype out",
+            )
+        return RecomputedDecoding(self, place=self.place(mesh))
 
     def loss(
         self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str

@@ -5,12 +5,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 
-from tessera.models.decoder.model import DecoderModel
 from tessera.models.generation import generate
 from tessera.training.build_run import Run
 from tessera.training.data import Corpus
@@ -78,7 +77,7 @@ def sample(run: Run, corpus: Corpus, state: TrainState) -> tuple[str, str]:
     prompt, shown = _prompt(training.sample_prompt, corpus)
     key = jax.random.fold_in(jax.random.key(training.seed), training.steps)
     ids = generate(
-        cast(DecoderModel, run.model),
+        run.model,
         state.params,
         prompt[None],
         training.sample_length,

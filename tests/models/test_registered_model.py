@@ -20,13 +20,14 @@ from tessera.errors import (
     DimTableError,
     ModelDefinitionError,
     ModelShapeError,
+    OperandError,
     SettingConflictError,
     ShardDivisibilityError,
     UnknownModelError,
 )
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
-from tessera.models import register_model
+from tessera.models import Sampler, generate, register_model
 from tessera.models.definition import ModelOptions, definition_of, registered_model
 from tessera.models.partition_rules import NO_MESH
 from tessera.tree import named_leaves
@@ -150,6 +151,50 @@ def test_two_dims_over_one_axis_are_refused_by_the_name_of_the_parameter():
     registered(pooled, init=init_function, dims=dims)
     with pytest.raises(AxisReusedError, match=r"'table'[\s\S]*'vocab', 'heads'"):
         model_of(pooled).layouts(MESH)
+
+
+# --- generation
+
+
+def continued(model, params, row, count):
+    """The most likely tokens, by the logits of a row that grows."""
+    row = list(row)
+    for _ in range(count):
+        tokens = np.array([row], np.int32)
+        inputs = {
+            "tokens": tokens,
+            "segment_ids": np.ones_like(tokens),
+            "positions": np.arange(len(row), dtype=np.int32)[None],
+        }
+        logits = model.logits(params, inputs, NO_MESH)[0, -1]
+        row.append(int(np.argmax(logits)))
+    return row
+
+
+@pytest.mark.parametrize("mesh", [None, MESH])
+def test_prompts_of_different_lengths_continue_as_each_does_alone(mesh):
+    model = model_of(function_model, vocab_size=32)
+    params = model.init(KEY, mesh)
+    prompts = [[1, 2, 3, 4, 5], [6, 7]]
+    found = generate(model, params, prompts, 6, KEY, mesh=mesh, temperature=0.0)
+    alone = model.init(KEY)
+    wanted = [continued(model, alone, prompt, 6) for prompt in prompts]
+    assert [[t for t in row if t >= 0] for row in found.tolist()] == wanted
+
+
+def test_a_model_that_does_not_know_where_prompts_begin_takes_one_length():
+    registered(bigram, init=init_function, dims={"table": "- -", "head/0": "- -"})
+    model = model_of(bigram)
+    found = generate(model, model.init(KEY), [[1], [2]], 2, KEY, temperature=0.0)
+    assert found.shape == (2, 3)
+    with pytest.raises(OperandError, match="positions and segment_ids"):
+        generate(model, model.init(KEY), [[1], [2, 3]], 2, KEY)
+    with pytest.raises(OperandError, match="cache_dtype"):
+        Sampler(model, model.init(KEY), cache_dtype="bf16")
+
+
+def bigram(sizes, params, tokens):
+    return params["table"][tokens] @ params["head"][0]
 
 
 # --- what is refused

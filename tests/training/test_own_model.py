@@ -101,7 +101,7 @@ def test_options_of_the_step_compile_for_it(overrides):
 
 
 def test_it_trains_saves_and_resumes_on_another_mesh(tmp_path, capfd):
-    command = [*SMALL, "training.sample_length=0", f"hydra.run.dir={tmp_path}/run"]
+    command = [*SMALL, "training.sample_length=4", f"hydra.run.dir={tmp_path}/run"]
     assert main([*command, "training.steps=2"]) == 0
     again = ["training.steps=4", "training.resume=auto"]
     mesh = ["model.mesh_shape=[[1,2],[fsdp,tp]]"]

@@ -25,32 +25,28 @@ from tessera.models.decoder.layers import Attend
 from tessera.models.decoder.model import DecoderModel
 from tessera.models.decoder.placement import decoder_placement
 from tessera.models.decoder.remat import NONE
-from tessera.models.partition_rules import Placement
+from tessera.models.decoding import Decoding, Logits, Pads
 from tessera.tree import Tree
 
 # The keys and values of each layer.
 Cache: TypeAlias = list[tuple[Array, Array]]
-Logits: TypeAlias = Float[Array, "batch vocab"]
-Pads: TypeAlias = Int[Array, " batch"] | None
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """The functions of one model that are compiled to generate text.
+class CachedDecoding(Decoding):
+    """The functions of a decoder that are compiled to generate text.
 
     Attributes:
       model: Without pipeline stages, and dropless: with a capacity, what a token's
         experts compute would depend on how many tokens are computed together.
-      place: Shards the batch and the heads; sequences are whole.
       dtype: Dtype of the cache; None is that of the keys.
     """
 
     model: DecoderModel
-    place: Placement
     dtype: Any = None
 
     @classmethod
-    def of(cls, model: DecoderModel, mesh: Mesh | None, dtype: Any) -> "Decoding":
+    def of(cls, model: DecoderModel, mesh: Mesh | None, dtype: Any) -> "CachedDecoding":
         """Those of a model as it is trained, whatever its stages and sequence axes.
 
         Raises:
@@ -60,7 +56,7 @@ class Decoding:
         place = decoder_placement(config, mesh)
         place = replace(place, whole=place.whole | {"context"})
         plain = replace(model, config=config, remat=NONE, split=None)
-        return cls(plain, place, dtype)
+        return cls(plain, dtype, place=place)
 
     def unstack(self, params: Tree) -> tuple[list[Tree], Tree]:
         """The parameters of each layer, and those outside of the layers.

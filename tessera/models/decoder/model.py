@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from tessera.errors import ParameterTreeError
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
 from tessera.models.decoder.config import DecoderConfig
@@ -26,11 +25,12 @@ from tessera.models.decoder.decoder import RESIDUAL, Decoder
 from tessera.models.decoder.placement import decoder_placement
 from tessera.models.decoder.remat import NONE, policies_of
 from tessera.models.decoder.router_metrics import ROUTER_METRICS, router_sums
+from tessera.models.decoding import Decoding
 from tessera.models.model import Batch, DimNames, StagedModel, Sums, num_targets
 from tessera.models.partition_rules import Placement
 from tessera.models.pipeline_stages import StageSplit
 from tessera.ops.attention.context_parallel_variants import Method
-from tessera.tree import Tree, named_leaves
+from tessera.tree import Tree
 
 # Nested dicts; the leaves are arrays, shapes, specs or layouts.
 
@@ -201,17 +201,15 @@ class DecoderModel(StagedModel):
         self.check_params(params)
         return self.merge(self.plain(params))
 
-    def check_params(self, params: Tree) -> None:
-        """Check that a tree has the parameters of this model.
-
-        Raises:
-          ParameterTreeError: [T306] names or shapes are not those of this model.
-        """
-        _check_params(params, self.abstract())
-
     def merge(self, params: Tree) -> Decoder:
         """The nnx module with these parameters, which may be of some layers only."""
         return nnx.merge(self._parts[0], nnx.State(params))
+
+    def decoding(self, mesh: Mesh | None, dtype: Any = None) -> Decoding:
+        """The decoder with a cache of keys and values of a dtype; see ``generate``."""
+        from tessera.models.decoder.decoding import CachedDecoding
+
+        return CachedDecoding.of(self, mesh, dtype)
 
     def loss(
         self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str
@@ -369,23 +367,3 @@ def _map_params(
         else _map_params(node, function, f"{prefix}{name}/")
         for name, node in state.items()
     }
-
-
-def _check_params(params: Tree, expected: Tree) -> None:
-    actual, declared = (
-        {name: leaf.shape for name, leaf in named_leaves(tree).items()}
-        for tree in (params, expected)
-    )
-    if actual == declared:
-        return
-    problems = [
-        f"{path!r}: {actual.get(path, 'missing')}, expected "
-        f"{declared.get(path, 'no such parameter')}"
-        for path in sorted(actual.keys() | declared.keys())
-        if actual.get(path) != declared.get(path)
-    ]
-    raise ParameterTreeError(
-        "these are not the parameters of this model",
-        got="\n".join(problems),
-        fix="create them with model.init(key), or compare with model.abstract()",
-    )
