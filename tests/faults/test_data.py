@@ -118,7 +118,6 @@ CASES = {
             f"[T606] the data file {name!r} is not text\n  got: {name}: {got}\n",
         )
         for name, got in {
-            "table.parquet": "a table, by its suffix .parquet",
             "table.csv": "a table, by its suffix .csv",
             "array.json": "JSON, by its suffix .json",
             "texts.zip": "an archive, by its suffix .zip",
@@ -127,6 +126,10 @@ CASES = {
             "bytes",
         }.items()
     },
+    "table.parquet, which is no table": (
+        ["data.path=table.parquet"],
+        "[T606] the data file 'table.parquet' cannot be read as parquet\n",
+    ),
     **{
         f"{name}, which is not gzip": (
             [f"data.path={name}"],

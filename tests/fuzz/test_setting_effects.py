@@ -107,6 +107,8 @@ OTHERS = {
     "data.path": ("books",),
     "data.format": ("jsonl",),
     "data.text_key": ("body",),
+    "data.messages_key": ("messages",),
+    "data.loss_on": ("answers",),
     "data.max_bad_records": ("5",),
     "data.tokenizer": ("words.json",),
     "data.sources": ("{a: {path: books}}",),

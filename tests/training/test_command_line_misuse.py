@@ -259,8 +259,8 @@ def test_what_a_file_holds_is_judged_like_the_command_line(tmp_path, monkeypatch
         "[T501] there is no setting 'data.paht'\n"
         "  got: In 'data/mine'\n"
         "  fix: did you mean 'path'? Known: 'name', 'path', 'format', "
-        "'text_key', 'max_bad_records', 'tokenizer', 'validation_fraction', "
-        "'prefetch', 'synthetic'\n"
+        "'text_key', 'messages_key', 'loss_on', 'max_bad_records', 'tokenizer', "
+        "'validation_fraction', 'prefetch', 'synthetic'\n"
         "  docs: docs/errors/T501.md"
     )
     assert said_of("name: text\n_target_: os.system\n").startswith("[T50")

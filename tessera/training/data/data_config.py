@@ -63,9 +63,12 @@ class DataConfig:
       path: For text: a file, a folder or a glob.
       format: For text: how files are read; auto depends on the suffix, jsonl reads a
         JSON object from each line, text reads all bytes as they are.
-      text_key: For JSON lines: the key of the text.
-      max_bad_records: For JSON lines: how many records may be skipped because they
-        have no text.
+      text_key: For JSON lines and tables: the key of the text.
+      messages_key: For JSON lines and tables: the key of a list of messages with role
+        and content, instead of a text; the tokenizer's chat template writes them.
+      loss_on: For messages: which tokens are learned.
+      max_bad_records: For text: how many records may be skipped because they have no
+        text or no messages.
       tokenizer: bytes, the path of a tokenizers file (.json) or of a sentencepiece
         model (.model).
       validation_fraction: The share of the data for validation; 0 disables it.
@@ -82,6 +85,8 @@ class DataConfig:
     path: str = ""
     format: str = setting("auto", choices=FORMATS)
     text_key: str = "text"
+    messages_key: str = ""
+    loss_on: str = setting("all", choices=("all", "answers"))
     max_bad_records: int = setting(0, least=0, most=MOST_COUNT)
     tokenizer: str = "bytes"
     validation_fraction: float = setting(0.05, least=0, below=1)
@@ -128,10 +133,31 @@ def _misplaced(config: DataConfig) -> Iterator[SettingValueError]:
             got=f"data.text_key={config.text_key}",
             fix="use data.format=jsonl, or leave data.text_key out",
         )
+    if config.messages_key and config.text_key != DataConfig.text_key:
+        yield SettingValueError(
+            "data.text_key and data.messages_key exclude each other",
+            got=f"data.text_key={config.text_key}, "
+            f"data.messages_key={config.messages_key}",
+            fix="leave one of them out",
+        )
+    if config.messages_key and config.format == "text":
+        yield SettingValueError(
+            "data.format=text does not use data.messages_key",
+            got=f"data.messages_key={config.messages_key}",
+            fix="use data.format=jsonl, or leave data.messages_key out",
+        )
+    if config.loss_on != "all" and not config.messages_key:
+        yield SettingValueError(
+            "data.loss_on needs data.messages_key",
+            got=f"data.loss_on={config.loss_on}",
+            fix="add data.messages_key=<name>, or leave data.loss_on out",
+        )
     owners = {
         "path": ("text",),
         "format": ("text",),
         "text_key": ("text",),
+        "messages_key": ("text",),
+        "loss_on": ("text",),
         "max_bad_records": ("mixture", "text"),
         "tokenizer": ("stdlib", "mixture", "text"),
         "num_workers": ("stdlib", "mixture", "text"),

@@ -7,6 +7,7 @@ same text in the same split.
 """
 
 import glob
+import json
 import os
 import sys
 import sysconfig
@@ -16,10 +17,16 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Final
 
-from tessera.errors import DataNotFoundError, EmptyDataError, SettingConflictError
-from tessera.regular_files import is_kernel_file
+from tessera.errors import (
+    DataFormatError,
+    DataNotFoundError,
+    EmptyDataError,
+    SettingConflictError,
+)
+from tessera.regular_files import check_regular, is_kernel_file
 from tessera.training.data.data_config import DataConfig
 from tessera.training.data.records import not_text
+from tessera.training.data.tables import ARROW, PARQUET, TABLES
 from tessera.training.data.units import (
     COMPRESSIONS,
     JSON_LINES,
@@ -30,14 +37,15 @@ from tessera.training.data.units import (
 )
 
 TEXT_SUFFIXES: Final = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson")
+_FOLDER_SUFFIXES: Final = (*TEXT_SUFFIXES, ".parquet")
 _FORMATS: Final[Mapping[str, str]] = MappingProxyType(
-    dict.fromkeys((".jsonl", ".ndjson"), JSON_LINES)
+    {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".parquet": PARQUET, ".arrow": ARROW}
 )
 _REFUSED: Final[Mapping[str, str]] = MappingProxyType(
     {
         **dict.fromkeys((".json",), "JSON"),
         **dict.fromkeys((".csv", ".tsv", ".xlsx", ".xls", ".ods"), "a table"),
-        **dict.fromkeys((".parquet", ".arrow", ".feather", ".orc", ".avro"), "a table"),
+        **dict.fromkeys((".feather", ".orc", ".avro"), "a table"),
         **dict.fromkeys((".db", ".sqlite", ".sqlite3", ".duckdb"), "a database"),
         **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "an archive"),
         **dict.fromkeys((".bz2", ".xz", ".lz4"), "compressed"),
@@ -113,14 +121,20 @@ def units_of(config: DataConfig) -> tuple[list[Unit], list[Unit]]:
 
 
 def _check_keys(config: DataConfig, files: list[Unit]) -> None:
-    if config.text_key == DataConfig.text_key or any(u.format != TEXT for u in files):
-        return
-    raise SettingConflictError(
-        "data.text_key has no effect in this run",
-        got=f"data.text_key={config.text_key}, and every file of {config.path!r} is "
-        "read as one text",
-        fix="leave it out, or use data.format=jsonl",
-    )
+    texts = [unit for unit in files if unit.format == TEXT]
+    if config.messages_key and texts:
+        raise SettingConflictError(
+            "data.messages_key needs records, and a file is read as one text",
+            got=f"data.messages_key={config.messages_key}, and {str(texts[0].path)!r}",
+            fix="use a narrower data.path, data.format=jsonl, or data.text_key",
+        )
+    if config.text_key != DataConfig.text_key and len(texts) == len(files):
+        raise SettingConflictError(
+            "data.text_key has no effect in this run",
+            got=f"data.text_key={config.text_key}, and every file of {config.path!r} "
+            "is read as one text",
+            fix="leave it out, or use data.format=jsonl",
+        )
 
 
 def list_files(path: str, format_setting: str = "auto") -> list[Unit]:
@@ -128,7 +142,8 @@ def list_files(path: str, format_setting: str = "auto") -> list[Unit]:
 
     Args:
       path: A file of any kind; a folder, in which all files at any depth with a suffix
-        in ``TEXT_SUFFIXES`` are taken; or a glob, in which ``**`` matches any depth.
+        in ``TEXT_SUFFIXES`` or .parquet are taken, and folders of datasets; or a glob,
+        in which ``**`` matches any depth.
         Folders and wildcards skip names that start with a dot.
       format_setting: ``data.format``.
 
@@ -149,7 +164,8 @@ def list_files(path: str, format_setting: str = "auto") -> list[Unit]:
             raise EmptyDataError(
                 f"the folder {path!r} has no text files",
                 got=f"no file with a suffix {', '.join(TEXT_SUFFIXES)}, or one of "
-                f"these and {' or '.join(COMPRESSIONS)}, at any depth",
+                f"these and {' or '.join(COMPRESSIONS)}, no .parquet "
+                "file and no folder of datasets, at any depth",
                 fix=f"use a glob for other files: data.path='{path}/**/*.html'",
             )
         got = _first_missing_part(root.absolute())
@@ -169,7 +185,10 @@ def _format(unit: Unit, setting: str) -> str:
     suffix = PurePath(_decompressed_name(unit.name)).suffix
     if suffix in _REFUSED:
         raise not_text(unit, f"{_REFUSED[suffix]}, by its suffix {suffix}")
-    return _FORMATS.get(suffix, TEXT)
+    kind = _FORMATS.get(suffix, TEXT)
+    if kind in TABLES and unit.compression:
+        raise not_text(unit, "a compressed table, by its suffixes")
+    return kind
 
 
 def _decompressed_name(name: str) -> str:
@@ -179,7 +198,7 @@ def _decompressed_name(name: str) -> str:
 
 def _files_at(path: Path) -> list[Unit]:
     if path.is_dir():
-        return list(_walk(path, TEXT_SUFFIXES))
+        return list(_walk(path, _FOLDER_SUFFIXES))
     if path.exists():
         return [Unit(path.name, path)]
     is_glob = glob.has_magic(str(path)) and "\0" not in str(path)
@@ -197,6 +216,7 @@ def _walk(
             for name in subfolders
             if name not in skip and name != "site-packages" and name[0] != "."
         ]
+        paths += _saved_arrow_files(Path(folder), files)
         paths += [
             Path(folder, name)
             for name in files
@@ -204,6 +224,33 @@ def _walk(
         ]
     named = {path.relative_to(root).as_posix(): path for path in paths}
     return (Unit(name, named[name]) for name in sorted(named))
+
+
+def _saved_arrow_files(folder: Path, files: list[str]) -> list[Path]:
+    """The files of a folder that ``Dataset.save_to_disk`` of datasets wrote.
+
+    Other Arrow files in it are caches, which have the same rows again.
+    """
+    if "dataset_dict.json" in files:
+        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        raise DataFormatError(
+            "the folder has several splits of a data set, such as one for tests",
+            got=f"{folder}: {', '.join(splits)}",
+            fix=f"choose one: data.path={folder / 'train'}",
+        )
+    if "state.json" not in files or "dataset_info.json" not in files:
+        return []
+    state = folder / "state.json"
+    try:
+        check_regular(state)
+        parts = json.loads(state.read_bytes())["_data_files"]
+        return [folder / PurePath(part["filename"]).name for part in parts]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataFormatError(
+            "the files of a saved data set cannot be listed",
+            got=f"{state}: {error}",
+            fix="save it again with Dataset.save_to_disk",
+        ) from error
 
 
 def _raise_unreadable(error: OSError) -> None:

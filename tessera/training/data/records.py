@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the records of a unit one after another: documents of text.
+"""Reads the records of a unit one after another, in bounded memory.
 
 A text file is one record, or several of ``MOST_TEXT_BYTES`` each. JSON lines have one
-in each line. At most one record is in memory.
+in each line, tables one in each row: a text, or the messages of a conversation.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from tessera.errors import BadRecordError, DataFormatError, did_you_mean
+from tessera.regular_files import check_regular
 from tessera.training.data.bad_records import BadRecords
 from tessera.training.data.data_config import DataConfig
+from tessera.training.data.tables import read_column
 from tessera.training.data.units import JSON_LINES, MOST_TEXT_BYTES, TEXT, Unit
 
 _MOST_LINE_BYTES: Final = 64 * 2**20
@@ -37,12 +40,14 @@ class Record(NamedTuple):
     Attributes:
       unit: The unit that it is in.
       offset: Where it begins: its first byte in the decompressed file, or its row.
-      text: The text; bytes of text files are not decoded.
+      text: The text; bytes of text files are not decoded. Empty if there are messages.
+      messages: The messages of a conversation, each with ``role`` and ``content``.
     """
 
     unit: Unit
     offset: int
     text: str | bytes
+    messages: list[dict[str, Any]] | None = None
 
     @property
     def name(self) -> str:
@@ -75,7 +80,7 @@ def read_records(
 
     Args:
       unit: What to read.
-      config: The settings ``format`` and ``text_key``.
+      config: The settings ``format``, ``text_key`` and ``messages_key``.
       bad_records: Counts the records that are skipped.
 
     Raises:
@@ -86,12 +91,17 @@ def read_records(
     if unit.format == TEXT:
         yield from _read_text(unit, check=config.format == "auto")
         return
-    for offset, line in _read_lines(unit):
+    values = _read_lines if unit.format == JSON_LINES else _read_rows
+    for offset, parse in values(unit, config.messages_key or config.text_key):
         try:
-            yield Record(unit, offset, _text_of(_parsed(line), config.text_key))
+            value = parse()
+            if config.messages_key:
+                yield Record(unit, offset, "", _messages(value, config.messages_key))
+            else:
+                yield Record(unit, offset, _text(value, config.text_key))
         except UnusableRecordError as error:
             kind, reason = error.args
-            bad_records.skip(kind, _bad_record(unit, offset, reason, config))
+            bad_records.skip(kind, bad_record(unit, offset, reason, config))
 
 
 # --- text
@@ -151,8 +161,12 @@ def not_text(unit: Unit, got: str) -> DataFormatError:
 # --- JSON lines
 
 
-def _read_lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
-    """The offset and content of each line that is not blank."""
+# The value under the key, or an UnusableRecordError.
+_Parse: TypeAlias = Callable[[], Any]
+
+
+def _read_lines(unit: Unit, key: str) -> Iterator[tuple[int, _Parse]]:
+    """The offset and value of each line that is not blank."""
     offset = unit.begin
     with unit.open(unit.begin) as stream:
         while unit.end is None or offset < unit.end:
@@ -169,16 +183,16 @@ def _read_lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
             if not offset:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if line.strip():
-                yield offset, line.removesuffix(b"\n")
+                yield offset, partial(_value_in, line.removesuffix(b"\n"), key)
             offset += size
 
 
-def _parsed(line: bytes) -> Any:
+def _value_in(line: bytes, key: str) -> Any:
     if len(line) > _MOST_LINE_BYTES:
         most = f"{_MOST_LINE_BYTES // 2**20} MiB"
         raise UnusableRecordError("too long", f"it is longer than {most}")
     try:
-        return json.loads(line.decode())
+        record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         byte = line[error.start]
         raise UnusableRecordError(
@@ -192,41 +206,91 @@ def _parsed(line: bytes) -> Any:
         raise UnusableRecordError("invalid JSON", reason) from error
     except ValueError as error:  # a number of too many digits
         raise UnusableRecordError("invalid JSON", str(error)) from error
-
-
-def _text_of(record: Any, key: str) -> str:
     if not isinstance(record, dict):
         reason = f"it is {_kind(record)}, not an object"
         raise UnusableRecordError("wrong type", reason)
     if key not in record:
         near = did_you_mean(key, [str(name)[:40] for name in list(record)[:12]])
         raise UnusableRecordError("missing key", f"it has no key {key!r}; {near}")
-    text = record[key]
-    if not isinstance(text, str):
-        reason = f"its {key!r} is {_kind(text)}, not text"
-        raise UnusableRecordError("null" if text is None else "wrong type", reason)
+    return record[key]
+
+
+def _read_rows(unit: Unit, key: str) -> Iterator[tuple[int, _Parse]]:
+    """The number and value of each row of a table."""
+    with unit.coded_errors():
+        check_regular(unit.path)
+        try:
+            for row, value in read_column(
+                unit.path, unit.format, key, unit.begin, unit.end
+            ):
+                yield row, partial(_value_of_row, value)
+        except KeyError as error:
+            (names,) = error.args
+            raise BadRecordError(
+                f"the data file {unit.name!r} has no column {key!r}",
+                got=f"{unit.path} has {', '.join(names)}",
+                fix="set data.text_key or data.messages_key to a column; "
+                + did_you_mean(key, names[:12]),
+            ) from error
+
+
+def _value_of_row(value: Any) -> Any:
+    if isinstance(value, UnicodeDecodeError):
+        byte = value.object[value.start]
+        raise UnusableRecordError("not UTF-8", f"it is not UTF-8: byte 0x{byte:02x}")
+    return value
+
+
+def _text(value: Any, key: str) -> str:
+    if not isinstance(value, str):
+        reason = f"its {key!r} is {_kind(value)}, not text"
+        raise UnusableRecordError("null" if value is None else "wrong type", reason)
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError as error:
         reason = "its text has half of a surrogate pair, which is not a character"
         raise UnusableRecordError("not UTF-8", reason) from error
-    return text
+    return value
+
+
+def _messages(value: Any, key: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        reason = f"its {key!r} is {_kind(value)}, not a list of messages"
+        raise UnusableRecordError("null" if value is None else "wrong type", reason)
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict):
+            reason = f"message {number} of its {key!r} is {_kind(message)}"
+            raise UnusableRecordError("wrong type", f"{reason}, not an object")
+        for name in ("role", "content"):
+            if name not in message:
+                reason = f"message {number} of its {key!r} has no {name!r}"
+                raise UnusableRecordError("missing key", reason)
+            _text(message[name], f"{key}[{number - 1}].{name}")
+    return value
 
 
 def _kind(value: Any) -> str:
+    if value == []:
+        return "an empty array"
     kinds = {list: "an array", dict: "an object", bool: "true or false", str: "text"}
     return "null" if value is None else kinds.get(type(value), "a number")
 
 
-def _bad_record(
+def bad_record(
     unit: Unit, offset: int, reason: str, config: DataConfig
 ) -> BadRecordError:
+    """The error for a record that cannot be used."""
     position = _position(unit, offset).removeprefix(", ")
-    return BadRecordError(
-        f"{position} of the data file {unit.name!r} has no text",
-        got=f"{unit.path}, {position}: {reason}",
-        fix=f'write one JSON object a line, with its text under "{config.text_key}"\n'
-        "or use another key: data.text_key=<name>\n"
-        "or skip such records: data.max_bad_records=<count>\n"
+    what = "messages" if config.messages_key else "text"
+    key = config.messages_key or config.text_key
+    fixes = [
+        f'write one JSON object a line, with its {what} under "{key}"',
+        f"or use another key: data.{what}_key=<name>",
+        "or skip such records: data.max_bad_records=<count>",
         "or train on the raw lines: data.format=text",
+    ]
+    return BadRecordError(
+        f"{position} of the data file {unit.name!r} has no {what}",
+        got=f"{unit.path}, {position}: {reason}",
+        fix="\n".join(fixes if unit.format == JSON_LINES else fixes[1:3]),
     )

@@ -20,6 +20,13 @@ from typing import BinaryIO, Final, cast
 from tessera.errors import DataFormatError, DataNotFoundError
 from tessera.regular_files import check_regular
 from tessera.training.data.extras import import_extra
+from tessera.training.data.tables import (
+    ARROW,
+    PARQUET,
+    TABLES,
+    row_count,
+    row_group_ends,
+)
 
 TEXT: Final = "text"
 JSON_LINES: Final = "jsonl"
@@ -104,12 +111,14 @@ class Unit:
         except (OSError, EOFError, zlib.error) as error:
             # pyarrow raises OSError without a number.
             number = getattr(error, "errno", None)
-            if self.compression and number is None:
+            is_table = self.format in TABLES
+            if number is None and (self.compression or is_table):
+                verb = f"read as {self.format}" if is_table else "decompressed"
                 raise DataFormatError(
-                    f"the data file {self.name!r} cannot be decompressed",
-                    got=f"{self.path}: {error}",
-                    fix="check that it was copied completely, or remove the suffix "
-                    f"{self.compression}",
+                    f"the data file {self.name!r} cannot be {verb}",
+                    got=f"{self.path}: {' '.join(str(error).split())}",
+                    fix="check that it was copied completely, or correct the suffix "
+                    f"{self.path.suffix}",
                 ) from error
             raise DataNotFoundError(
                 f"the data file {self.name!r} cannot be read",
@@ -182,6 +191,8 @@ def _rank(unit: Unit) -> float:
 def _cut(unit: Unit, fraction: float) -> int:
     size = _size(unit)
     cut = int(size * (1 - fraction))
+    if unit.format in TABLES:
+        return max(min(cut, size - 1), min(1, size))
     if unit.format == JSON_LINES:
         return _line_after(unit, cut)
     # At least half of the validation text is left.
@@ -189,7 +200,11 @@ def _cut(unit: Unit, fraction: float) -> int:
 
 
 def _size(unit: Unit) -> int:
-    """Bytes of the decompressed file."""
+    """Bytes of the decompressed file, or rows of a table."""
+    if unit.format in TABLES:
+        with unit.coded_errors():
+            check_regular(unit.path)
+            return row_count(unit.path, unit.format)
     with unit.open() as stream:
         if not unit.compression:
             return stream.seek(0, os.SEEK_END)
@@ -235,10 +250,33 @@ def _continuation_bytes(content: bytes) -> int:
 def divide(unit: Unit, unit_bytes: int = _UNIT_BYTES) -> list[Unit]:
     """Cut a unit into smaller ones that can be read in parallel.
 
-    Compressed files stay whole: a reader has to decompress all that comes before.
+    Compressed and Arrow files stay whole: a reader has to go through all that comes
+    before.
     """
-    if unit.compression:
+    if unit.compression or unit.format == ARROW:
         return [unit]
+    find_cuts = _group_cuts if unit.format == PARQUET else _byte_cuts
+    cuts = [unit.begin, *find_cuts(unit, unit_bytes)]
+    ends = [*cuts[1:], unit.end]
+    return [replace(unit, begin=a, end=b) for a, b in zip(cuts, ends, strict=True)]
+
+
+def _group_cuts(unit: Unit, unit_bytes: int) -> list[int]:
+    """Rows at the ends of row groups."""
+    with unit.coded_errors():
+        check_regular(unit.path)
+        groups = row_group_ends(unit.path)
+    cuts: list[int] = []
+    size = 0
+    for end, group_bytes in groups[:-1]:
+        size += group_bytes
+        if size >= unit_bytes and unit.begin < end < (unit.end or groups[-1][0]):
+            cuts.append(end)
+            size = 0
+    return cuts
+
+
+def _byte_cuts(unit: Unit, unit_bytes: int) -> list[int]:
     end = _size(unit) if unit.end is None else unit.end
     cuts = [unit.begin]
     while cuts[-1] + unit_bytes < end:
@@ -251,6 +289,4 @@ def divide(unit: Unit, unit_bytes: int = _UNIT_BYTES) -> list[Unit]:
         if cut >= end:
             break
         cuts.append(cut)
-    ends = [*cuts[1:], unit.end]
-    parts = [replace(unit, begin=a, end=b) for a, b in zip(cuts, ends, strict=True)]
-    return [part for part in parts if part.begin != part.end or len(parts) == 1]
+    return cuts[1:]

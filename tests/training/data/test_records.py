@@ -114,12 +114,13 @@ def test_what_is_compressed_gives_the_same_tokens(tmp_path, name):
 
 
 def test_a_folder_gives_its_json_lines_too(tmp_path):
-    for name in ("a.jsonl", "b.jsonl.gz", "c.txt", "d.json", "e.parquet"):
+    for name in ("a.jsonl", "b.jsonl.gz", "c.txt", "d.json", "e.parquet", "f.arrow"):
         (tmp_path / name).touch()
     assert [document.name for document in list_files(str(tmp_path))] == [
         "a.jsonl",
         "b.jsonl.gz",
         "c.txt",
+        "e.parquet",
     ]
 
 

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads one column of a table in batches: Parquet files, and Arrow files of datasets.
+
+``OSError`` without a number stands for a file that is not such a table.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from tessera.errors import DataFormatError
+from tessera.training.data.extras import import_extra
+
+PARQUET: Final = "parquet"
+ARROW: Final = "arrow"
+TABLES: Final = (PARQUET, ARROW)
+
+_BATCH_ROWS: Final = 64
+_BUFFER_BYTES: Final = 2**20
+
+
+def row_count(path: Path, kind: str) -> int:
+    """The number of rows of a file."""
+    if kind == PARQUET:
+        with _parquet(path) as file:
+            return file.metadata.num_rows
+    with _arrow(path) as batches:
+        return sum(len(batch) for batch in batches)
+
+
+def row_group_ends(path: Path) -> list[tuple[int, int]]:
+    """The row after each row group of a Parquet file, and the group's size in bytes."""
+    with _parquet(path) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        ends: list[tuple[int, int]] = []
+        end = 0
+        for group in groups:
+            end += group.num_rows
+            ends.append((end, group.total_byte_size))
+        return ends
+
+
+def read_column(
+    path: Path, kind: str, key: str, begin: int, end: int | None
+) -> Iterator[tuple[int, Any]]:
+    """The rows of a column in ``[begin, end)``: their numbers and values.
+
+    A value that is not UTF-8 is the ``UnicodeDecodeError``.
+
+    Raises:
+      KeyError: There is no such column; has the names of the others.
+    """
+    batches = _parquet_batches if kind == PARQUET else _arrow_batches
+    for row, names, batch in batches(path, key, begin):
+        if key not in names:
+            raise KeyError(names)
+        if end is not None and row >= end:
+            return
+        part = slice(max(begin - row, 0), None if end is None else end - row)
+        column = batch.column(key)[part]
+        yield from enumerate(_values(column), row + part.start)
+
+
+def _values(column: Any) -> Iterator[Any]:
+    try:
+        yield from column.to_pylist()
+    except UnicodeDecodeError:
+        for scalar in column:
+            try:
+                yield scalar.as_py()
+            except UnicodeDecodeError as error:
+                yield error
+
+
+def _parquet_batches(
+    path: Path, key: str, begin: int
+) -> Iterator[tuple[int, list[str], Any]]:
+    with _parquet(path) as file:
+        names = file.schema_arrow.names
+        row = 0
+        for number in range(file.num_row_groups):
+            rows = file.metadata.row_group(number).num_rows
+            if row + rows > begin or key not in names:
+                # One group at a time, so that its rows have known numbers.
+                for batch in file.iter_batches(
+                    _BATCH_ROWS, row_groups=[number], columns=[key], use_threads=False
+                ):
+                    yield row, names, batch
+                    row += len(batch)
+            else:
+                row += rows
+
+
+def _arrow_batches(
+    path: Path, key: str, begin: int
+) -> Iterator[tuple[int, list[str], Any]]:
+    del key, begin  # a stream is read from its beginning, with all columns
+    row = 0
+    with _arrow(path) as batches:
+        for whole in batches:
+            for start in range(0, len(whole), _BATCH_ROWS):
+                batch = whole.slice(start, _BATCH_ROWS)
+                yield row, whole.schema.names, batch
+                row += len(batch)
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    parquet = import_extra("pyarrow.parquet", path.name, "data", DataFormatError)
+    with (
+        _errors(path),
+        # Pages are read one after another, not a whole column of a group.
+        parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file,
+    ):
+        yield file
+
+
+@contextmanager
+def _arrow(path: Path) -> Iterator[Iterator[Any]]:
+    """The record batches of an Arrow file or, as datasets writes them, stream."""
+    arrow = import_extra("pyarrow", path.name, "data", DataFormatError)
+    # Not memory-mapped: pages of the file would count as memory of the process.
+    with _errors(path), arrow.OSFile(str(path)) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if is_file:
+            reader = arrow.ipc.open_file(source)
+            yield (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            yield iter(arrow.ipc.open_stream(source))
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    arrow = import_extra("pyarrow", path.name, "data", DataFormatError)
+    try:
+        yield
+    except arrow.ArrowInvalid as error:
+        raise OSError(str(error)) from error

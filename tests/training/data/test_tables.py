@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts and messages of Parquet files, and of folders that datasets wrote."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tessera.errors import BadRecordError, DataFormatError, SettingConflictError
+from tessera.training.data import DataConfig, tables
+from tessera.training.data.bad_records import BadRecords
+from tessera.training.data.files import list_files, units_of
+from tessera.training.data.records import read_records
+from tessera.training.data.units import divide, split
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+TEXTS = [f"text {i}" for i in range(200)]
+
+
+def write_parquet(path, values, row_group_size=30, **columns):
+    table = arrow.table({"id": range(len(values)), "text": values, **columns})
+    parquet.write_table(table, path, row_group_size=row_group_size)
+
+
+def write_stream(path, values):
+    """A file as ``Dataset.save_to_disk`` writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = arrow.table({"text": values})
+    with arrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=70)
+
+
+def save(folder, parts):
+    names = [f"data-{i:05}-of-{len(parts):05}.arrow" for i in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        write_stream(folder / name, part)
+    state = {"_data_files": [{"filename": name} for name in names]}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def read(units, bad_records=None, **settings):
+    config = DataConfig(name="text", path="x", **settings)
+    bad_records = bad_records or BadRecords()
+    return [r for unit in units for r in read_records(unit, config, bad_records)]
+
+
+def write_file(path, kind):
+    if kind == "parquet":
+        write_parquet(path, TEXTS)
+    elif kind == "stream":
+        write_stream(path, TEXTS)
+    else:
+        table = arrow.table({"text": TEXTS})
+        with arrow.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=70)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream", "file"])
+@pytest.mark.parametrize("fraction", [0.001, 0.27, 0.999])
+def test_each_row_is_a_document_once_also_of_a_part(tmp_path, kind, fraction):
+    path = tmp_path / ("a.parquet" if kind == "parquet" else "a.arrow")
+    write_file(path, kind)
+    (whole,) = list_files(str(path))
+    sides = split([whole], fraction)
+    records = [read([part]) for side in sides for part in divide(side[0], 1)]
+    assert [r.text for part in records for r in part] == TEXTS
+    assert [r.offset for part in records for r in part] == [*range(200)]
+    assert records[-1][-1].name == f"{path.name}, row 200"
+    assert all(read(side) for side in sides)
+    if kind == "parquet":
+        # Row groups of 30 rows: no part begins inside of one, except at the cut.
+        begins = {part.begin for side in sides for part in divide(side[0], 1)}
+        assert begins == {0, sides[1][0].begin, *range(0, 200, 30)}
+
+
+def test_a_saved_data_set_has_the_files_that_its_state_names(tmp_path):
+    save(tmp_path / "web", [TEXTS[:90], TEXTS[90:]])
+    write_stream(tmp_path / "web" / "cache-123.arrow", TEXTS)
+    for path in (tmp_path, tmp_path / "web"):
+        assert [r.text for r in read(list_files(str(path)))] == TEXTS
+
+
+def test_several_splits_in_a_folder_are_not_mixed(tmp_path):
+    for name in ("train", "test"):
+        save(tmp_path / name, [TEXTS])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataFormatError) as caught:
+        list_files(str(tmp_path))
+    assert str(caught.value) == (
+        "[T606] the folder has several splits of a data set, such as one for tests\n"
+        f"  got: {tmp_path}: test, train\n"
+        f"  fix: choose one: data.path={tmp_path}/train\n"
+        "  docs: docs/errors/T606.md"
+    )
+    assert len(list_files(str(tmp_path / "train"))) == 1
+
+
+def test_a_column_that_does_not_exist_names_the_others(tmp_path):
+    write_parquet(tmp_path / "a.parquet", TEXTS)
+    with pytest.raises(BadRecordError) as caught:
+        read(list_files(str(tmp_path)), text_key="body", max_bad_records=9)
+    assert "has no column 'body'\n  got: " in str(caught.value)
+    assert "a.parquet has id, text\n" in str(caught.value)
+
+
+def test_rows_without_a_text_are_counted(tmp_path):
+    texts = ["one", None, "three", "x" * 7, "five"]
+    path = tmp_path / "a.parquet"
+    write_parquet(path, texts)
+    # A text that is not UTF-8, which Arrow does not check.
+    path.write_bytes(path.read_bytes().replace(b"x" * 7, b"\xff" * 7))
+    bad_records = BadRecords(2)
+    assert [r.text for r in read(list_files(str(path)), bad_records)] == [
+        *("one", "three", "five")
+    ]
+    assert bad_records.counts == {"null": 1, "not UTF-8": 1}
+    assert f"{path}, row 2: its 'text' is null, not text" in str(bad_records)
+    with pytest.raises(BadRecordError, match="row 1 of the data file"):
+        read(list_files(str(path)), text_key="id")
+
+
+def test_messages_are_read_from_rows_and_lines(tmp_path):
+    messages = [
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],
+        [{"role": "user", "content": "why?"}],
+    ]
+    write_parquet(tmp_path / "a.parquet", ["", ""], messages=messages)
+    lines = [json.dumps({"messages": one}) for one in messages]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    records = read(list_files(str(tmp_path)), messages_key="messages")
+    assert [r.messages for r in records] == messages * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (None, "null"),
+        ([], "wrong type"),
+        ("hi", "wrong type"),
+        (["hi"], "wrong type"),
+        ([{"role": "user"}], "missing key"),
+        ([{"content": "hi"}], "missing key"),
+        ([{"role": "user", "content": None}], "null"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "wrong type"),
+    ],
+)
+def test_a_list_that_has_no_messages_is_a_bad_record(tmp_path, value, kind):
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": value}))
+    bad_records = BadRecords(1)
+    assert not read(list_files(str(tmp_path)), bad_records, messages_key="messages")
+    assert bad_records.counts == {kind: 1}
+
+
+def test_messages_need_records(tmp_path):
+    (tmp_path / "a.txt").write_text("hi")
+    config = DataConfig(name="text", path=str(tmp_path), messages_key="messages")
+    with pytest.raises(SettingConflictError, match="needs records, and a file is"):
+        units_of(config)
+    (tmp_path / "b.jsonl").write_text("{}")
+    with pytest.raises(SettingConflictError, match="needs records, and a file is"):
+        units_of(replace(config, validation_fraction=0))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"ARROW1", b"x" * 99])
+def test_a_file_that_is_no_table_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataFormatError, match=r"T606.* cannot be read as "):
+        read(list_files(str(tmp_path / name)))
+
+
+def test_a_table_is_read_in_small_batches(tmp_path):
+    write_file(tmp_path / "a.parquet", "parquet")
+    rows = tables.read_column(tmp_path / "a.parquet", "parquet", "text", 130, 140)
+    assert [*rows] == [*enumerate(TEXTS[130:140], 130)]
