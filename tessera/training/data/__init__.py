@@ -4,9 +4,13 @@
 data_config    the settings
 files          finds files
 units          cuts files into train and validation, and into parts for workers
-records        reads the texts of a part: plain text or JSON lines
+records        reads the texts or conversations of a part
+tables         reads a column of Parquet and Arrow files
 bad_records    counts the records that cannot be used
 tokenization   text -> ids and back
+tokenizer_folder
+               special tokens and chat template, as Hugging Face stores them
+chat_template  conversations -> text, and where the answers are
 vocabulary     checks ids against the model's vocabulary
 encoding       records -> ids
 extras         imports optional libraries

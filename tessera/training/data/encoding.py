@@ -2,16 +2,22 @@
 """Turns records into token ids, with a mask of the tokens that are learned."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import EmptyDataError, TokenizerError, TokenRangeError
 from tessera.training.data.bad_records import BadRecords
+from tessera.training.data.chat_template import ChatTemplate, ConversationError, Span
 from tessera.training.data.data_config import DataConfig
-from tessera.training.data.records import Record
-from tessera.training.data.tokenization import Ids, load_tokenizer
+from tessera.training.data.records import Record, bad_record
+from tessera.training.data.tokenization import (
+    Ids,
+    JsonTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from tessera.training.data.vocabulary import (
     check_separator,
     check_tokens,
@@ -38,10 +44,10 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """The tokenizer of a run.
+    """The tokenizer of a run, and for messages its chat template.
 
     Args:
-      config: The settings ``tokenizer`` and ``max_bad_records``.
+      config: The settings ``tokenizer``, ``messages_key`` and ``loss_on``.
       vocab_size: The model's vocabulary size.
 
     Attributes:
@@ -49,15 +55,22 @@ class Encoder:
       separator: The id before every document, or None.
 
     Raises:
-      TokenizerError: [T605] the tokenizer does not exist or cannot be read.
+      TokenizerError: [T605] the tokenizer does not exist, cannot be read, or has no
+        chat template.
       VocabularyError: [T603] the model does not have the separator.
     """
 
     def __init__(self, config: DataConfig, vocab_size: int) -> None:
         self.tokenizer = load_tokenizer(config.tokenizer)
-        self.separator = self.tokenizer.separator
-        self._vocab_size = vocab_size
-        check_separator(self.tokenizer, vocab_size)
+        self.separator: int | None = self.tokenizer.separator
+        self._config, self._vocab_size = config, vocab_size
+        self._template: ChatTemplate | None = None
+        if config.messages_key:
+            self._template = _chat_template(self.tokenizer, config)
+            # A template begins conversations itself.
+            self.separator = None
+        else:
+            check_separator(self.tokenizer, vocab_size)
 
     def encode(self, record: Record, bad_records: BadRecords) -> Encoded | None:
         """The tokens of a record; None if it cannot be used.
@@ -72,22 +85,44 @@ class Encoder:
           TokenizerError: [T605] the tokenizer has no ids for it.
           BadRecordError: [T607] too many records cannot be used.
         """
+        loss_mask: npt.NDArray[np.bool_] | None = None
         try:
-            ids = self.tokenizer.encode(record.text)
+            if record.messages is None:
+                text = record.text
+                ids = self.tokenizer.encode(text)
+            else:
+                text, ids, loss_mask = self._encode_chat(record.messages)
         except UnicodeDecodeError as error:
             bad_records.skip("not UTF-8", _not_utf8(record, error))
             return None
-        content = record.text
+        except ConversationError as error:
+            unit, offset = record.unit, record.offset
+            bad = bad_record(unit, offset, str(error), self._config)
+            bad_records.skip("unusable conversation", bad)
+            return None
         if out_of_vocabulary(ids, self._vocab_size).size:
             check_tokens(
                 record.name,
-                content,
+                text,
                 ids,
                 self.tokenizer,
                 self._vocab_size,
                 first_line=record.first_line,
             )
-        return Encoded(ids, None, _size(record))
+        size = len(text.encode() if isinstance(text, str) else text)
+        return Encoded(ids, loss_mask, size)
+
+    def _encode_chat(
+        self, messages: list[dict[str, Any]]
+    ) -> tuple[str, Ids, npt.NDArray[np.bool_] | None]:
+        assert self._template is not None
+        assert isinstance(self.tokenizer, JsonTokenizer)
+        if self._config.loss_on == "all":
+            text = self._template.render(messages)
+            return text, self.tokenizer.encode_chat(text)[0], None
+        text, answers = self._template.render_answers(messages)
+        ids, characters = self.tokenizer.encode_chat(text)
+        return text, ids, _overlapping(characters, answers)
 
     def encode_all(
         self, records: Iterable[Record], bad_records: BadRecords
@@ -97,6 +132,10 @@ class Encoder:
         Raises:
           TesseraError: As ``encode``.
         """
+        if self._template is not None:
+            each = (self.encode(record, bad_records) for record in records)
+            yield from (one for one in each if one is not None)
+            return
         for batch in _batches(records):
             try:
                 encoded = self._encode_batch(batch)
@@ -135,6 +174,37 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
 def _size(record: Record) -> int:
     text = record.text
     return len(text.encode() if isinstance(text, str) else text)
+
+
+def _chat_template(tokenizer: Tokenizer, config: DataConfig) -> ChatTemplate:
+    # sentencepiece does not tell special tokens in a text from their names.
+    if not isinstance(tokenizer, JsonTokenizer):
+        raise TokenizerError(
+            "data.messages_key needs a tokenizer with a chat template",
+            got=f"data.tokenizer={config.tokenizer}, of the kind {tokenizer.kind}",
+            fix="use the folder of a chat model, with tokenizer.json",
+        )
+    folder = tokenizer.folder
+    if not folder.chat_template:
+        raise TokenizerError(
+            "the tokenizer has no chat template",
+            got=f"data.tokenizer={config.tokenizer}: no chat_template.jinja, and no "
+            "chat_template in tokenizer_config.json",
+            fix="use the tokenizer of a chat model, or write chat_template.jinja",
+        )
+    return ChatTemplate(folder.chat_template, folder.special_tokens)
+
+
+def _overlapping(
+    characters: npt.NDArray[np.int64], spans: Sequence[Span]
+) -> npt.NDArray[np.bool_]:
+    """Which tokens have characters of a span, [tokens]; empty ones between them too."""
+    mask = np.zeros(len(characters), bool)
+    for begin, end in spans:
+        (inside,) = np.nonzero((characters[:, 0] < end) & (characters[:, 1] > begin))
+        if inside.size:
+            mask[inside[0] : inside[-1] + 1] = True
+    return mask
 
 
 def _not_utf8(record: Record, error: UnicodeDecodeError) -> EmptyDataError:

@@ -143,7 +143,7 @@ def _settings_fingerprint(config: DataConfig) -> str:
     digest.update(repr((FORMAT, sorted(settings.items()))).encode())
     for path in tokenizer_files(config.tokenizer):
         digest.update(hashlib.blake2b(path.read_bytes()).digest())
-        for library in ("tokenizers", "sentencepiece"):
+        for library in ("tokenizers", "sentencepiece", "jinja2"):
             with contextlib.suppress(metadata.PackageNotFoundError):
                 digest.update(f"{library} {metadata.version(library)}".encode())
     return digest.hexdigest()

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers: bytes, ``tokenizers`` JSON files and sentencepiece models.
+"""Tokenizers: bytes, ``tokenizers`` JSON files, sentencepiece models, their folders.
 
 The two libraries are the optional extra ``tessera[tokenizers]`` and are imported when
 one of their files is used. Nothing is ever downloaded.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,11 @@ import numpy.typing as npt
 from tessera.errors import TokenizerError, did_you_mean
 from tessera.regular_files import check_regular
 from tessera.training.data.extras import import_extra
+from tessera.training.data.tokenizer_folder import (
+    TOKENIZER_FILES,
+    folder_files,
+    read_folder,
+)
 
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
@@ -105,19 +111,46 @@ class JsonTokenizer:
     def __init__(self, path: Path) -> None:
         library = import_extra("tokenizers", path.name, "tokenizers", TokenizerError)
         self._path = path
+        self.folder = read_folder(path)
         try:
             self._tokenizer: Any = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise _unreadable(path, "tokenizers", error) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # It would add special tokens, and cut spaces off the offsets of tokens.
+        self._tokenizer.post_processor = None
+        self._add_tokens(library)
+        self._chat_tokenizer: Any = library.Tokenizer.from_str(self._tokenizer.to_str())
         self._tokenizer.encode_special_tokens = True
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         # The number of entries would be too small if ids have gaps.
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
+        named = self.folder.separator
+        if named is not None and named not in vocab:
+            raise _no_token(path, named)
+        names = _SEPARATORS if named is None else (named,)
         self.separator: int | None = next(
-            (vocab[name] for name in _SEPARATORS if name in vocab), None
+            (vocab[name] for name in names if name in vocab), None
         )
+
+    def _add_tokens(self, library: ModuleType) -> None:
+        """Add the tokens of ``tokenizer_config.json`` that the file itself lacks."""
+        present = self._tokenizer.get_added_tokens_decoder()
+        for number, values in sorted(self.folder.added_tokens.items()):
+            names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            flags = {name: values[name] for name in names if name in values}
+            token = library.AddedToken(values["content"], **flags)
+            if present.get(number) != token:
+                self._tokenizer.add_tokens([token])
+            if self._tokenizer.token_to_id(values["content"]) != number:
+                raise TokenizerError(
+                    "the files of the tokenizer contradict each other",
+                    got=f"tokenizer_config.json: {values['content']!r} is id {number}\n"
+                    f"{self._path.name}: it is id "
+                    f"{self._tokenizer.token_to_id(values['content'])}",
+                    fix="use the files of one tokenizer",
+                )
 
     def encode(self, text: str | bytes) -> Ids:
         """Token ids of UTF-8 text."""
@@ -126,18 +159,29 @@ class JsonTokenizer:
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
         """Token ids of several texts in UTF-8."""
         contents = [text if isinstance(text, str) else text.decode() for text in texts]
+        # Fast: without the offsets of the tokens in the text.
+        encodings = self._call(self._tokenizer.encode_batch_fast, contents)
+        return [_as_ids(encoding.ids) for encoding in encodings]
+
+    def encode_chat(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """Token ids of what a chat template wrote, in which special tokens are such.
+
+        Returns:
+          The ids, and the characters of each token, [tokens, 2]: begin and end.
+        """
+        encoding = self._call(self._chat_tokenizer.encode, text)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        return _as_ids(encoding.ids), offsets
+
+    def _call(self, encode: Callable[..., Any], text: str | list[str]) -> Any:
         try:
-            # Fast: without the offsets of the tokens in the text.
-            encodings = self._tokenizer.encode_batch_fast(
-                contents, add_special_tokens=False
-            )
+            return encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(
                 f"the tokenizer {str(self._path)!r} has no ids for this text",
                 got=" ".join(str(error).split()),
                 fix="add an unknown token to its vocabulary, or use another tokenizer",
             ) from error
-        return [_as_ids(encoding.ids) for encoding in encodings]
 
     def token(self, number: int) -> str:
         """The token's name."""
@@ -164,6 +208,10 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.get_piece_size()
         ends = (self._processor.bos_id(), self._processor.eos_id())
         self.separator: int | None = next((i for i in ends if i >= 0), None)
+        if (named := read_folder(path).separator) is not None:
+            self.separator = self._processor.piece_to_id(named)
+            if self._processor.id_to_piece(self.separator) != named:
+                raise _no_token(path, named)
 
     def encode(self, text: str | bytes) -> Ids:
         """Token ids of UTF-8 text."""
@@ -187,7 +235,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer of ``data.tokenizer``.
 
     Args:
-      name: ``bytes``, or the path of a .json or .model file.
+      name: ``bytes``, the path of a .json or .model file, or a folder with
+        tokenizer.json or tokenizer.model. What tokenizer_config.json beside such a file
+        says is used.
 
     Raises:
       TokenizerError: [T605] there is no such tokenizer or file, it cannot be read, or
@@ -201,6 +251,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     try:
         path = Path(name).expanduser()
+        if path.is_dir():
+            path = _file_in(path)
         if exists := path.is_file():
             check_regular(path)
     # A name that is too long, an unreadable folder, ~ of a user who does not exist.
@@ -214,7 +266,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"there is no tokenizer {name!r}",
             got=f"data.tokenizer={name}",
             fix=did_you_mean(name, ["bytes"]) + ", the path of a tokenizers file "
-            "(.json) or of a sentencepiece model (.model)",
+            "(.json), of a sentencepiece model (.model) or of a folder with one",
         )
     if not exists:
         raise TokenizerError(
@@ -228,7 +280,30 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def tokenizer_files(name: str) -> list[Path]:
     """The files whose content decides the ids of ``data.tokenizer``."""
-    return [] if name == "bytes" else [Path(name).expanduser()]
+    if name == "bytes":
+        return []
+    path = Path(name).expanduser()
+    path = _file_in(path) if path.is_dir() else path
+    return [path, *folder_files(path)]
+
+
+def _file_in(folder: Path) -> Path:
+    files = [folder / name for name in TOKENIZER_FILES]
+    if found := [file for file in files if file.exists()]:
+        return found[0]
+    raise TokenizerError(
+        f"the folder {str(folder)!r} has no tokenizer",
+        got=f"no {' and no '.join(TOKENIZER_FILES)}",
+        fix="save the tokenizer there with Hugging Face Transformers' save_pretrained",
+    )
+
+
+def _no_token(path: Path, name: str) -> TokenizerError:
+    return TokenizerError(
+        "the tokenizer does not have the token that begins its texts",
+        got=f"tokenizer_config.json: {name!r}, which {path.name} does not have",
+        fix="use the files of one tokenizer",
+    )
 
 
 def _as_ids(numbers: list[int]) -> Ids:

@@ -103,7 +103,8 @@ def test_a_folder_without_text_files_says_which_it_looked_for(tmp_path):
     assert str(caught.value) == (
         f"[T602] the folder '{tmp_path}' has no text files\n"
         "  got: no file with a suffix .txt, .md, .rst, .py, .jsonl, .ndjson, or one of "
-        "these and .gz or .zst, no .parquet file and no folder of datasets, at any depth\n"
+        "these and .gz or .zst, no .parquet file and no folder of datasets, at any "
+        "depth\n"
         f"  fix: use a glob for other files: data.path='{tmp_path}/**/*.html'\n"
         "  docs: docs/errors/T602.md"
     )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers: there and back, and every way in which they cannot be had."""
 
+import json
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -101,7 +103,7 @@ def test_an_unknown_name_lists_what_there_is():
         "[T605] there is no tokenizer 'byte'\n"
         "  got: data.tokenizer=byte\n"
         "  fix: did you mean 'bytes'? Known: 'bytes', the path of a tokenizers file "
-        "(.json) or of a sentencepiece model (.model)\n"
+        "(.json), of a sentencepiece model (.model) or of a folder with one\n"
         "  docs: docs/errors/T605.md"
     )
 
@@ -149,3 +151,87 @@ def test_a_broken_file_names_it_and_its_library(
     with pytest.raises(TokenizerError, match=f"^{what}[^\n]+\n  fix: use a .json"):
         load_tokenizer(str(path))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def folder(json_file, tmp_path):
+    shutil.copy(json_file, tmp_path / "tokenizer.json")
+    return tmp_path
+
+
+def write_config(folder, **values):
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("path", ["", "tokenizer.json"])
+def test_the_separator_is_the_one_that_the_folder_names(folder, path):
+    assert load_tokenizer(f"{folder}/{path}").separator == 1  # <bos>, by its name
+    write_config(folder, bos_token=None, eos_token="<pad>")
+    assert load_tokenizer(f"{folder}/{path}").separator == 0
+    write_config(folder, bos_token={"content": "<bos>"}, eos_token="<pad>")
+    assert load_tokenizer(f"{folder}/{path}").separator == 1
+
+
+def test_the_separator_of_a_sentencepiece_folder_is_the_one_that_it_names(
+    model_file, tmp_path
+):
+    shutil.copy(model_file, tmp_path / "tokenizer.model")
+    assert load_tokenizer(str(tmp_path)).separator == 1
+    write_config(tmp_path, eos_token="</s>")
+    assert load_tokenizer(str(tmp_path)).separator == 2
+    write_config(tmp_path, eos_token="<no such token>")
+    with pytest.raises(TokenizerError, match="'<no such token>', which"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_tokens_that_were_added_later_are_added(folder):
+    size = load_tokenizer(str(folder)).vocab_size
+    added = {str(size): {"content": "<turn>", "special": True}}
+    write_config(folder, added_tokens_decoder=added, bos_token="<turn>")
+    tokenizer = load_tokenizer(str(folder))
+    assert (tokenizer.vocab_size, tokenizer.separator) == (size + 1, size)
+    assert size not in tokenizer.encode("a<turn>")
+    assert tokenizer.encode_chat("a<turn>")[0][-1] == size
+    added = {str(size + 5): {"content": "<turn>", "special": True}}
+    write_config(folder, added_tokens_decoder=added)
+    with pytest.raises(TokenizerError, match=f"is id {size + 5}\n.*it is id {size}\n"):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (b"{", "Expecting property name"),
+        (b"[]", "has no attribute"),
+        (b'{"bos_token": 1}', "1 is not the name of a token"),
+        (b'{"bos_token": "<none>"}', "'<none>', which tokenizer.json does not have"),
+        (b'{"chat_template": 1}', "chat_template is not text"),
+        (b'{"added_tokens_decoder": {"a": {}}}', "invalid literal"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_named(folder, content, got):
+    (folder / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(TokenizerError, match=re.escape(got)):
+        load_tokenizer(str(folder))
+
+
+def test_a_template_is_in_its_own_file_or_in_the_settings(folder):
+    write_config(folder, chat_template="one")
+    assert load_tokenizer(str(folder)).folder.chat_template == "one"
+    named = [{"name": "tool", "template": "x"}, {"name": "default", "template": "two"}]
+    write_config(folder, chat_template=named)
+    assert load_tokenizer(str(folder)).folder.chat_template == "two"
+    (folder / "chat_template.jinja").write_text("three")
+    assert load_tokenizer(str(folder)).folder.chat_template == "three"
+
+
+def test_a_folder_without_a_tokenizer_says_what_it_lacks(tmp_path):
+    with pytest.raises(TokenizerError) as caught:
+        load_tokenizer(str(tmp_path))
+    assert str(caught.value) == (
+        f"[T605] the folder '{tmp_path}' has no tokenizer\n"
+        "  got: no tokenizer.json and no tokenizer.model\n"
+        "  fix: save the tokenizer there with Hugging Face Transformers' "
+        "save_pretrained\n"
+        "  docs: docs/errors/T605.md"
+    )

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes conversations by a tokenizer's template; run where Transformers is.
+
+python apply_chat_template.py FOLDER < CONVERSATIONS.json
+"""
+
+import json
+import sys
+
+
+def main(folder: str) -> None:
+    """Print the text, ids and mask of each conversation, or null."""
+    import jinja2
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    results = []
+    for conversation in json.load(sys.stdin):
+        try:
+            encoded = tokenizer.apply_chat_template(
+                conversation,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+            text = tokenizer.apply_chat_template(conversation, tokenize=False)
+            prompt = tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.TemplateError:
+            results.append(None)
+            continue
+        ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+        results.append({"text": text, "prompt": prompt, "ids": ids, "mask": mask})
+    print(json.dumps(results))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

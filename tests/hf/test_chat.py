@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations have the tokens and masks that Transformers gives them.
+
+``make test-hf`` runs it; see ``test_export.py``.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.training.data.chat_folders import CONVERSATIONS, TEMPLATES, write_folder
+from tests.training.data.test_encoding import GOLDEN, encoded, rendered
+
+PYTHON = os.environ.get("TESSERA_HF_PYTHON")
+pytestmark = pytest.mark.skipif(PYTHON is None, reason="make test-hf has Transformers")
+
+
+def transformers_results(folder: Path):
+    script = Path(__file__).with_name("apply_chat_template.py")
+    done = subprocess.run(
+        [str(PYTHON), str(script), str(folder)],
+        input=json.dumps([*CONVERSATIONS.values()]),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CONVERSATIONS, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_tokens_and_masks_are_those_of_transformers(tmp_path, family):
+    # Where offsets are trimmed, Transformers has no mask for an answer that begins with
+    # a space: it finds no token at its first character.
+    folder = write_folder(tmp_path, family, marked=True, trim_offsets=False)
+    expected = transformers_results(folder)
+    for name, conversation in CONVERSATIONS.items():
+        result, text = expected[name], rendered(folder, conversation)
+        if result is None:
+            assert text is None, name
+            continue
+        prompt = rendered(folder, conversation, add_generation_prompt=True)
+        assert (text, prompt) == (result["text"], result["prompt"]), name
+        assert encoded(folder, conversation, "all").ids.tolist() == result["ids"], name
+        made = encoded(folder, conversation, "answers")
+        if made is None:
+            assert not any(result["mask"]), name
+        else:
+            assert made.ids.tolist() == result["ids"], name
+            assert made.loss_mask.astype(int).tolist() == result["mask"], name
+    golden = {name: one and one["text"] for name, one in expected.items()}
+    assert json.loads(GOLDEN.read_text())[family] == golden
