@@ -206,8 +206,9 @@ class Corpus:
 
     def describe(self) -> str:
         """A few lines for the log: the tokenizer, the sources and their splits."""
-        separator = self.tokenizer.separator
-        between = "no separator" if separator is None else f"separator {separator}"
+        between = "no separator"
+        if any(source.train_rows.stream.is_separated for source in self.sources):
+            between = f"separator {self.tokenizer.separator}"
         unused = f", {self.num_unused_ids:,} of them not in the model's vocabulary"
         lines = [line for source in self.sources for line in source.describe()]
         tokenizer = (

@@ -135,7 +135,7 @@ def test_targets_are_the_answers_alone(tmp_path):
         **{"messages_key": "chat", "loss_on": "answers", "validation_fraction": 0},
     )
     made = load(config, sequence_length=10, seed=0, vocab_size=300)
-    rows = made.train_split.rows
+    rows = made.sources[0].train_rows
     rows = [rows[i] for i in range(len(rows))]
     tokens = np.concatenate([row["tokens"] for row in rows])
     targets = np.concatenate([row["targets"] for row in rows])
@@ -149,9 +149,9 @@ def test_targets_are_the_answers_alone(tmp_path):
     kept = np.flatnonzero(targets[:-1] != -100)
     np.testing.assert_array_equal(tokens[kept + 1], targets[kept])
     # No separator: the template begins each conversation itself.
-    assert np.flatnonzero(tokens == tokens[0]).tolist() == [
-        *made.train_split.rows.stream.starts[:2]
-    ]
+    first = encoded(tmp_path, lines[0], "all").ids.size
+    assert np.flatnonzero(tokens == tokens[0]).tolist() == [0, first]
+    assert "no separator" in made.describe()
 
 
 def test_a_conversation_without_an_answer_is_a_bad_record(tmp_path):
