@@ -134,7 +134,7 @@ def test_an_optimizer_takes_its_own_settings_only():
             "data=wikipedia",
             "[T502] there is no data 'wikipedia'\n"
             "  got: data=wikipedia\n"
-            "  fix: Known: 'stdlib', 'synthetic', 'text'\n",
+            "  fix: Known: 'mixture', 'stdlib', 'synthetic', 'text'\n",
         ),
     ],
 )
