@@ -8,7 +8,7 @@ yielded as they are computed.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, TypeAlias
 
 import jax
@@ -136,7 +136,14 @@ class Sampler:
         dtype = None if cache_dtype is None else as_dtype(cache_dtype)
         self._decoding = model.decoding(mesh, dtype)
         self._vocab_size = model.vocab_size
-        self._weights = _unstack(self._decoding, model, params)
+        self._given: tuple[Model, Tree] | None = (model, params)
+
+    @cached_property
+    def _weights(self) -> Any:
+        assert self._given is not None
+        weights = _unstack(self._decoding, *self._given)
+        self._given = None  # a caller may free them
+        return weights
 
     def stream(
         self,

@@ -53,21 +53,14 @@ def export_checkpoint(
       OutputPathError: [T504] the folder exists and is not empty.
       OSError: The file cannot be written.
     """
-    newest = find_newest(Path(path))
-    checkpoint = read_checkpoint(newest)
-    if not isinstance(checkpoint, Checkpoint):
-        raise CheckpointNotFoundError(
-            f"the checkpoint {newest} is damaged",
-            got=checkpoint,
-            fix="export the checkpoint before it",
-        )
+    checkpoint = open_checkpoint(path)
     metadata = checkpoint.metadata
-    params = _Params(checkpoint)
+    params = CheckpointParams(checkpoint)
     if not as_folder:
         header = {"format": "tessera", "step": str(metadata.step)}
         layouts = params.layouts
         return write_weights(file, layouts, params.read, dtype=dtype, metadata=header)
-    config = _settings(checkpoint)
+    config = settings_of_checkpoint(checkpoint)
     tokens, files = tokenizer_files(config.data)
     to = np.dtype(as_dtype(dtype or "f32"))
     return write_folder(
@@ -80,18 +73,41 @@ def export_checkpoint(
     )
 
 
-def _settings(checkpoint: Checkpoint) -> Config:
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """The newest checkpoint at a path, whose bytes agree with its manifest.
+
+    Raises:
+      CheckpointNotFoundError: [T801] there is none, or the newest is damaged.
+      CheckpointMismatchError: [T802] a newer Tessera wrote it.
+    """
+    newest = find_newest(Path(path))
+    checkpoint = read_checkpoint(newest)
+    if not isinstance(checkpoint, Checkpoint):
+        raise CheckpointNotFoundError(
+            f"the checkpoint {newest} is damaged",
+            got=checkpoint,
+            fix="name the folder of the checkpoint before it",
+        )
+    return checkpoint
+
+
+def settings_of_checkpoint(checkpoint: Checkpoint) -> Config:
+    """The settings of the run that saved it.
+
+    Raises:
+      CheckpointMismatchError: [T802] this Tessera does not understand them.
+    """
     try:
         return settings_of_text(checkpoint.metadata.config)
     except ValueError as error:
         raise CheckpointMismatchError(
             "this Tessera does not understand the configuration of the checkpoint",
             got=str(error),
-            fix="export it with the version that wrote it",
+            fix="use the version of Tessera that wrote it",
         ) from error
 
 
-class _Params:
+class CheckpointParams:
     """The parameters of a checkpoint, without pipeline stages."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -183,6 +183,11 @@ class JsonTokenizer:
                 fix="add an unknown token to its vocabulary, or use another tokenizer",
             ) from error
 
+    @property
+    def prefix(self) -> list[int]:
+        """The special tokens that the file puts before a text."""
+        return self._tokenizer.encode("", add_special_tokens=True).ids
+
     def token(self, number: int) -> str:
         """The token's name."""
         return self._tokenizer.id_to_token(number)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``TrainedModel``: a run, a checkpoint or a published folder, ready to be used."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import jax
+import yaml
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from tessera.device_grid import checked_axes, checked_shape
+from tessera.errors import (
+    CheckpointMismatchError,
+    MeshShapeError,
+    TokenizerError,
+    did_you_mean,
+)
+from tessera.mesh import Mesh
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.decoder.model import DecoderModel
+from tessera.models.model_folder import ModelFolder
+from tessera.models.weights import import_weights
+from tessera.models.write_folder import GENERATION_FILE
+from tessera.regular_files import check_regular
+from tessera.runtime.devices import prepare_devices
+from tessera.training.checkpoints.export_checkpoint import (
+    CheckpointParams,
+    open_checkpoint,
+    settings_of_checkpoint,
+)
+from tessera.training.config import MESH_AXES
+from tessera.training.data.tokenization import (
+    JsonTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
+from tessera.tree import Tree, named_leaves, nest
+from tessera.untrusted_text import parse_json
+
+_LONGEST = 2**24
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model with its tokenizer, before its parameters are read.
+
+    Attributes:
+      model: The model; its experts are dropless.
+      tokenizer_name: The tokenizer, as ``data.tokenizer`` names it.
+      tokenizer: The same, loaded.
+      prefix: The tokens before every text.
+      stop_tokens: The tokens that end a text.
+      read: Reads the parameters onto a mesh.
+    """
+
+    model: DecoderModel
+    tokenizer_name: str
+    tokenizer: Tokenizer
+    prefix: tuple[int, ...]
+    stop_tokens: tuple[int, ...]
+    read: Callable[[Mesh | None], Tree]
+
+
+def open_trained(path: str | Path) -> TrainedModel:
+    """What is at a path; no parameter is read yet.
+
+    Args:
+      path: The folder of a run, of its checkpoints, or of one of them; or a folder of
+        Hugging Face.
+
+    Raises:
+      CheckpointNotFoundError: [T801] there is none, or the newest is damaged.
+      CheckpointMismatchError: [T802] the checkpoint is of a newer Tessera, or its model
+        is no decoder.
+      ModelFolderError: [T806] the folder's ``config.json`` cannot be used.
+      TokenizerError: [T605] there is no tokenizer, or it cannot be read.
+    """
+    path = Path(path).expanduser()
+    return _folder(path) if (path / "config.json").is_file() else _checkpoint(path)
+
+
+def mesh_of(text: str | None) -> Mesh | None:
+    """The mesh of a command line, ``[[1,4],[fsdp,tp]]``, with its devices prepared.
+
+    Raises:
+      MeshShapeError: [T101] it is not sizes and axes that models know.
+      TesseraError: [T701], [T702] the machine does not have the devices.
+    """
+    if text is None:
+        prepare_devices(1)
+        return None
+    try:
+        sizes, names = yaml.safe_load(text)
+        axes = checked_axes(names)
+        shape = checked_shape(sizes, axes)
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        if isinstance(error, MeshShapeError):
+            raise
+        raise MeshShapeError(
+            "a mesh shape is a pair of sizes and axis names",
+            got=f"--mesh={text}",
+            fix="write --mesh='[[1,4],[fsdp,tp]]'",
+        ) from error
+    for axis in axes:
+        if axis not in MESH_AXES:
+            raise MeshShapeError(
+                f"no layout of a model uses a mesh axis {axis!r}",
+                got=f"--mesh={text}",
+                fix=did_you_mean(axis, MESH_AXES),
+            )
+    least = prod(size for size in shape if size != -1)
+    prepare_devices(least, axes=dict(zip(axes, shape, strict=True)))
+    return Mesh.from_shape([shape, axes])
+
+
+def _checkpoint(path: Path) -> TrainedModel:
+    checkpoint = open_checkpoint(path)
+    settings = settings_of_checkpoint(checkpoint)
+    if not isinstance(settings.model.config, DecoderConfig):
+        raise CheckpointMismatchError(
+            "the model of this checkpoint cannot be decoded",
+            got=f"{path}: {type(settings.model.config).__name__}",
+            fix="use a checkpoint of the built-in decoder",
+        )
+    if settings.data.name == "synthetic":
+        raise TokenizerError(
+            "the model of this run was trained on no text",
+            got=f"{path}: data=synthetic, whose tokens have no text",
+            fix="use a run with data=stdlib or data=text",
+        )
+    tokenizer = load_tokenizer(settings.data.tokenizer)
+    ends = () if tokenizer.separator is None else (tokenizer.separator,)
+    model = DecoderModel(replace(settings.model.config, capacity_factor=None))
+
+    def read(mesh: Mesh | None) -> Tree:
+        params = CheckpointParams(checkpoint)
+        shapes = {
+            name.replace(".", "/"): jax.ShapeDtypeStruct(shape, dtype)
+            for name, (dtype, shape) in params.layouts.items()
+        }
+        model.check_params(nest(shapes))
+        specs = {} if mesh is None else named_leaves(model.layouts(mesh))
+        device = SingleDeviceSharding(jax.local_devices()[0])
+
+        def put(name: str) -> jax.Array:
+            sharding = device if mesh is None else NamedSharding(mesh.jax, specs[name])
+            return jax.device_put(params.read(name.replace("/", ".")), sharding)
+
+        return nest({name: put(name) for name in shapes})
+
+    return TrainedModel(model, settings.data.tokenizer, tokenizer, ends, ends, read)
+
+
+def _folder(path: Path) -> TrainedModel:
+    config = ModelFolder(path).config
+    model = DecoderModel(replace(config, capacity_factor=None))
+    names = [n for n in ("tokenizer.json", "tokenizer.model") if (path / n).is_file()]
+    if not names:
+        raise TokenizerError(
+            f"the folder {str(path)!r} has no tokenizer",
+            got="neither tokenizer.json nor tokenizer.model",
+            fix="put the tokenizer there that the model was published with",
+        )
+    name = str(path / names[0])
+    tokenizer = load_tokenizer(name)
+    separator = () if tokenizer.separator is None else (tokenizer.separator,)
+    # A tokenizer.json says which tokens precede a text; for Qwen there are none.
+    is_json = isinstance(tokenizer, JsonTokenizer)
+    prefix = tuple(tokenizer.prefix) if is_json else separator
+    return TrainedModel(
+        model,
+        name,
+        tokenizer,
+        prefix,
+        _ends(path),
+        partial(import_weights, path, model),
+    )
+
+
+def _ends(path: Path) -> tuple[int, ...]:
+    """The tokens that end a text, by the first file that says so."""
+    for name in (GENERATION_FILE, "config.json"):
+        if not (path / name).is_file():
+            continue
+        check_regular(path / name)
+        values = parse_json((path / name).read_bytes(), longest=_LONGEST)
+        ends = values.get("eos_token_id") if isinstance(values, dict) else None
+        if ends is not None:
+            return tuple(ends) if isinstance(ends, list) else (ends,)
+    return ()

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was trained is opened again: by ``tessera generate``, on any mesh."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from tessera.errors import (
+    CheckpointNotFoundError,
+    MeshShapeError,
+    TokenizerError,
+)
+from tessera.generate import main
+from tessera.mesh import Mesh
+from tessera.models import generate
+from tessera.training.build_run import Run
+from tessera.training.checkpoints.saving import Checkpoints
+from tessera.training.command_line import compose
+from tessera.training.data.cursor import Cursor
+from tessera.training.main import configs_dir
+from tessera.training.train_state import init_state
+from tessera.training.trained_model import mesh_of, open_trained
+from tests.models.published_folders import GEMMA3, gemma3_tensors, write_folder
+
+SMALL = (
+    *("model.vocab_size=260", "model.d_model=16", "model.num_layers=3"),
+    *("model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=4"),
+    *("model.mlp_dim=32", "model.window=8", "model.query_pre_attn_scalar=4"),
+    *("training.sequence_length=16", "training.micro_batch_size=2"),
+    *("model.global_every=2", "training.gradient_accumulation_steps=2"),
+)
+MESH = "[[1,4],[fsdp,tp]]"
+
+
+def save_run(folder: Path, *overrides: str) -> Run:
+    composed = compose([*SMALL, *overrides], configs_dir())
+    run = Run(composed.config, Mesh.from_shape(composed.config.model.mesh_shape))
+    state = init_state(
+        run.model, run.step_config.optimizer, jax.random.key(0), run.mesh
+    )
+    with Checkpoints(run, folder / "checkpoints", composed.text) as checkpoints:
+        checkpoints.save(4, state, Cursor(16, {}))
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    save_run(folder)
+    return folder
+
+
+def written(capsys: Any, *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["[[2,2],[fsdp,tp]]", pytest.param("[[2,2],[pp,fsdp]]", marks=pytest.mark.full)],
+)
+def test_parameters_are_read_from_a_run_on_any_mesh(tmp_path: Path, mesh: str) -> None:
+    run = save_run(tmp_path, f"model.mesh_shape={mesh}")
+    expected = run.model.plain(run.model.init(jax.random.key(0)))
+    trained = open_trained(tmp_path)
+    for read in (trained.read(None), trained.read(mesh_of(MESH))):
+        jax.tree.map(np.testing.assert_array_equal, read, expected)
+    assert trained.prefix == trained.stop_tokens == (256,)
+
+
+def test_one_prompt_is_continued_as_text(run_folder: Path, capsys: Any) -> None:
+    arguments = (str(run_folder), "hé", "--max-tokens=8", "--temperature=0.5")
+    text = written(capsys, *arguments)
+    trained = open_trained(run_folder)
+    prompt = [256, *"hé".encode()]
+    ids = generate(
+        trained.model,
+        trained.read(None),
+        [prompt],
+        8,
+        jax.random.key(0),
+        temperature=0.5,
+        stop_tokens=[256],
+    )[0, len(prompt) :]
+    assert text == trained.tokenizer.decode(ids) + "\n"
+
+
+@pytest.mark.full
+def test_the_text_depends_on_the_seed_and_not_on_the_mesh(
+    run_folder: Path, capsys: Any
+) -> None:
+    arguments = (str(run_folder), "hé", "--max-tokens=8", "--temperature=0.5")
+    text = written(capsys, *arguments)
+    assert written(capsys, *arguments, f"--mesh={MESH}") == text
+    assert written(capsys, *arguments, "--seed=1") != text
+
+
+def test_several_prompts_are_lines_of_json(
+    run_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "prompts").write_text("two\nthree and more\n")
+    options = ("--max-tokens=6", "--temperature=0", "--prompts-file")
+    text = written(capsys, str(run_folder), "one", *options, str(tmp_path / "prompts"))
+    lines = [*map(json.loads, text.splitlines())]
+    assert [line["prompt"] for line in lines] == ["one", "two", "three and more"]
+    alone = written(capsys, str(run_folder), "two", *options[:2])
+    assert lines[1]["text"] == alone[:-1]
+    # Any character of it may be the stop text.
+    stop = lines[1]["text"][2]
+    cut = written(capsys, str(run_folder), "two", *options[:2], f"--stop={stop}")
+    assert cut[:-1] == lines[1]["text"].partition(stop)[0]
+
+
+def test_a_published_folder_brings_its_tokenizer(tmp_path: Path, capsys: Any) -> None:
+    values = {**GEMMA3, "eos_token_id": [3, 4]}
+    folder = write_folder(tmp_path / "gemma", gemma3_tensors(values), values)
+    with pytest.raises(TokenizerError, match="T605"):
+        open_trained(folder)
+    words = {"<unk>": 0, "<bos>": 1, "one": 2, "two": 3, "three": 4, "four": 5}
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(words, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<bos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    # Nothing precedes a text unless the file says so.
+    assert open_trained(folder).prefix == ()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    trained = open_trained(folder)
+    assert trained.prefix == (1,)
+    assert trained.stop_tokens == (3, 4)
+    assert written(capsys, str(folder), "one two", "--max-tokens=3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["no/such/run", "x"], CheckpointNotFoundError.code),
+        (["RUN"], "T401"),
+        (["RUN", "x", "--stop="], "T401"),
+        (["RUN", "x", "--top-p=2"], "T401"),
+        (["RUN", "x", "--mesh=[[2],[foo]]"], MeshShapeError.code),
+        (["RUN", "x", "--mesh=4"], MeshShapeError.code),
+        (["RUN", "x", "--mesh=[[1,3],[fsdp,tp]]"], "T402"),
+        (["RUN", "x", "--prompts-file=no/such/file"], "T601"),
+    ],
+)
+def test_a_mistake_is_a_coded_error(
+    run_folder: Path, capsys: Any, arguments: list[str], code: str
+) -> None:
+    words = [str(run_folder) if word == "RUN" else word for word in arguments]
+    assert main(words) != 0
+    assert capsys.readouterr().err.startswith(f"[{code}] ")
+
+
+def test_synthetic_tokens_have_no_text(tmp_path: Path) -> None:
+    save_run(tmp_path, "data=synthetic")
+    with pytest.raises(TokenizerError, match="data=synthetic"):
+        open_trained(tmp_path)
