@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``tessera`` command: train, launch, export, generate, doctor.
+"""The ``tessera`` command: train, launch, export, generate, evaluate, doctor.
 
     tessera train model=tiny training.steps=100
     tessera launch --nprocs=2 tessera train 'model.mesh_shape=[[2],[fsdp]]'
@@ -20,6 +20,7 @@ _COMMANDS = {
     "launch": ("tessera.launch", "start a program in several processes"),
     "export": ("tessera.export", "write the weights of a run for others to load"),
     "generate": ("tessera.generate", "continue prompts with a trained model"),
+    "evaluate": ("tessera.evaluate", "the perplexity of a trained model on text"),
     "doctor": ("tessera.doctor", "show versions, devices, and what is wrong"),
 }
 

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from tessera.device_grid import checked_axes, checked_shape
 from tessera.errors import (
-    CheckpointMismatchError,
     MeshShapeError,
     TokenizerError,
     did_you_mean,
@@ -21,6 +20,8 @@ from tessera.errors import (
 from tessera.mesh import Mesh
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.decoder.model import DecoderModel
+from tessera.models.definition import ModelOptions
+from tessera.models.model import Model
 from tessera.models.model_folder import ModelFolder
 from tessera.models.weights import import_weights
 from tessera.models.write_folder import GENERATION_FILE
@@ -56,7 +57,7 @@ class TrainedModel:
       read: Reads the parameters onto a mesh.
     """
 
-    model: DecoderModel
+    model: Model
     tokenizer_name: str
     tokenizer: Tokenizer
     prefix: tuple[int, ...]
@@ -73,8 +74,7 @@ def open_trained(path: str | Path) -> TrainedModel:
 
     Raises:
       CheckpointNotFoundError: [T801] there is none, or the newest is damaged.
-      CheckpointMismatchError: [T802] the checkpoint is of a newer Tessera, or its model
-        is no decoder.
+      CheckpointMismatchError: [T802] the checkpoint is of a newer Tessera.
       ModelFolderError: [T806] the folder's ``config.json`` cannot be used.
       TokenizerError: [T605] there is no tokenizer, or it cannot be read.
     """
@@ -119,12 +119,6 @@ def mesh_of(text: str | None) -> Mesh | None:
 def _checkpoint(path: Path) -> TrainedModel:
     checkpoint = open_checkpoint(path)
     settings = settings_of_checkpoint(checkpoint)
-    if not isinstance(settings.model.config, DecoderConfig):
-        raise CheckpointMismatchError(
-            "the model of this checkpoint cannot be decoded",
-            got=f"{path}: {type(settings.model.config).__name__}",
-            fix="use a checkpoint of the built-in decoder",
-        )
     if settings.data.name == "synthetic":
         raise TokenizerError(
             "the model of this run was trained on no text",
@@ -133,12 +127,17 @@ def _checkpoint(path: Path) -> TrainedModel:
         )
     tokenizer = load_tokenizer(settings.data.tokenizer)
     ends = () if tokenizer.separator is None else (tokenizer.separator,)
-    model = DecoderModel(replace(settings.model.config, capacity_factor=None))
+    model = settings.model.kind.build(settings.model.config, ModelOptions(), None)
+    if isinstance(model, DecoderModel):
+        model = _dropless(model.config)
 
     def read(mesh: Mesh | None) -> Tree:
         params = CheckpointParams(checkpoint)
+        names = {
+            name.replace("/", "."): name for name in named_leaves(model.abstract())
+        }
         shapes = {
-            name.replace(".", "/"): jax.ShapeDtypeStruct(shape, dtype)
+            names.get(name, name): jax.ShapeDtypeStruct(shape, dtype)
             for name, (dtype, shape) in params.layouts.items()
         }
         model.check_params(nest(shapes))
@@ -154,9 +153,14 @@ def _checkpoint(path: Path) -> TrainedModel:
     return TrainedModel(model, settings.data.tokenizer, tokenizer, ends, ends, read)
 
 
+def _dropless(config: DecoderConfig) -> DecoderModel:
+    """With a capacity, a token's experts would depend on the tokens around it."""
+    return DecoderModel(replace(config, capacity_factor=None))
+
+
 def _folder(path: Path) -> TrainedModel:
     config = ModelFolder(path).config
-    model = DecoderModel(replace(config, capacity_factor=None))
+    model = _dropless(config)
     names = [n for n in ("tokenizer.json", "tokenizer.model") if (path / n).is_file()]
     if not names:
         raise TokenizerError(
