@@ -44,7 +44,8 @@ def write_folder(
       layouts: The parameters, and the dtype that each is written in.
       read: Returns a parameter by name; called once for each, in order.
       tokens: Ids of special tokens: ``bos_token_id``, ``eos_token_id``,
-        ``pad_token_id``; those that are absent are null.
+        ``pad_token_id``; those that are absent are null. Without any, there is no
+        ``generation_config.json``.
       files: Other files by name: each a file to copy, or the values of a JSON object.
       shard_bytes: A file of weights holds no more than this, or one tensor.
 
@@ -72,7 +73,7 @@ def write_folder(
     with _complete_folder(Path(folder)) as partial:
         size = writer.write_shards(partial, tensors, shard_bytes)
         for name, content in {
-            GENERATION_FILE: ids,
+            **({GENERATION_FILE: ids} if tokens else {}),
             **(files or {}),
             CONFIG_FILE: values,
         }.items():

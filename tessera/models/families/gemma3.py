@@ -6,6 +6,7 @@ Source: Gemma 3 Technical Report, arXiv 2503.19786.
 
 from typing import Any, Final
 
+from tessera.errors import ModelFolderError
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.families.config_keys import ConfigKeys, read_rope
 from tessera.models.families.family import Family, Tensor
@@ -70,6 +71,13 @@ def _layer_types(num_layers: int, every: int) -> list[str]:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
+    if config.d_model % config.num_heads:
+        raise ModelFolderError(
+            "Transformers loads no Gemma 3 of these sizes",
+            got=f"d_model = {config.d_model} is no multiple of num_heads = "
+            f"{config.num_heads}",
+            fix="export it without --format=hf",
+        )
     whole: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scale_global != 1:
         whole = {"rope_type": "linear", "factor": config.rope_scale_global}
@@ -91,7 +99,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "intermediate_size": config.mlp_dim,
         "sliding_window": config.window,
         "layer_types": _layer_types(config.num_layers, config.global_every),
-        "query_pre_attn_scalar": config.query_pre_attn_scalar,
+        # Transformers refuses a float; a fraction does not read back, so it is refused.
+        "query_pre_attn_scalar": int(config.query_pre_attn_scalar),
         "rms_norm_eps": config.norm_epsilon,
         "rope_parameters": {
             "full_attention": {**whole, "rope_theta": config.rope_base_global},

@@ -190,10 +190,24 @@ def test_what_is_written_reads_back_or_is_refused(config):
     assert not differences(config, GEMMA3.config(values))
 
 
-def test_a_configuration_that_no_family_has_is_not_written():
-    limited = dataclasses.replace(CONFIG, num_experts=4, capacity_factor=1.0)
-    with pytest.raises(ModelFolderError, match=r"capacity_factor = 1\.0, not None"):
-        family_for(limited)
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"num_experts": 4, "capacity_factor": 1.0}, "capacity_factor = 1.0, not None"),
+        ({"query_pre_attn_scalar": 6.5}, "query_pre_attn_scalar = 6.5, not 6.0"),
+        ({"d_model": 18}, "d_model = 18 is no multiple of num_heads = 4"),
+    ],
+)
+def test_a_configuration_that_no_family_has_is_not_written(changes, line):
+    with pytest.raises(ModelFolderError) as caught:
+        family_for(dataclasses.replace(CONFIG, **changes))
+    assert line in caught.value.got
+
+
+def test_numbers_have_the_types_that_transformers_checks():
+    """Settings of the command line are floats, where a file has integers."""
+    config = dataclasses.replace(CONFIG, query_pre_attn_scalar=6.0)
+    assert type(GEMMA3.values(config)["query_pre_attn_scalar"]) is int
 
 
 def test_a_model_of_another_kind_is_not_written():

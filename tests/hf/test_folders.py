@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers loads what Tessera exports, and computes the same logits.
+"""Transformers and Tessera load what the other has written: equal logits.
 
 ``make test-hf`` runs it: the libraries are in an environment of their own, which
 ``TESSERA_HF_PYTHON`` names.
@@ -17,8 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tessera.export import main as export
 from tessera.mesh import Mesh
-from tessera.models import DecoderConfig, DecoderModel, save_pretrained
+from tessera.models import (
+    DecoderConfig,
+    DecoderModel,
+    from_pretrained,
+    save_pretrained,
+)
+from tessera.models.families.gemma3 import GEMMA3 as GEMMA3_FAMILY
+from tessera.models.families.registry import differences
+from tessera.training.main import main as train
 
 PYTHON = os.environ.get("TESSERA_HF_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="make test-hf has Transformers")
@@ -55,13 +64,14 @@ def random_params(model: DecoderModel, mesh: Mesh | None = None) -> Any:
     return jax.tree.map(vary, params)
 
 
-def load(folder: Path) -> tuple[np.ndarray, dict[str, Any]]:
+def run_transformers(mode: str, folder: Path, *rest: str) -> tuple[Any, dict[str, Any]]:
     """The logits that Transformers computes, and what it loaded."""
     tokens, logits = folder.with_name("tokens.npy"), folder.with_name("logits.npy")
     np.save(tokens, TOKENS)
-    script = Path(__file__).with_name("load_folder.py")
+    script = Path(__file__).with_name("transformers_models.py")
+    files = map(str, (folder, tokens, logits))
     done = subprocess.run(
-        [str(PYTHON), str(script), str(folder), str(tokens), str(logits)],
+        [str(PYTHON), str(script), mode, *files, *rest],
         capture_output=True,
         text=True,
         check=False,
@@ -69,6 +79,11 @@ def load(folder: Path) -> tuple[np.ndarray, dict[str, Any]]:
     )
     assert done.returncode == 0, done.stderr
     return np.load(logits), json.loads(done.stdout.splitlines()[-1])
+
+
+def load(folder: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """The same for a folder that Tessera has written."""
+    return run_transformers("load", folder)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -116,3 +131,67 @@ def test_every_constant_of_the_configuration_arrives(change: Any, tmp_path: Path
     largest = np.abs(theirs).max()
     assert np.abs(other - theirs).max() > 1e-4 * largest
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * largest, rtol=0)
+
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+TEXT = GEMMA3_FAMILY.values(GEMMA3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("Gemma3ForCausalLM", TEXT),
+        ("Gemma3TextModel", TEXT),
+        (
+            "Gemma3ForConditionalGeneration",
+            {"text_config": TEXT, "vision_config": VISION, "mm_tokens_per_image": 4},
+        ),
+    ],
+)
+def test_folders_that_transformers_writes_are_read(name, values, dtype, tmp_path):
+    config = tmp_path / "values.json"
+    config.write_text(json.dumps(values))
+    theirs, _ = run_transformers("save", tmp_path / "model", name, str(config), dtype)
+    model, params = from_pretrained(tmp_path / "model")
+    assert not differences(model.config, GEMMA3)
+    ours = np.asarray(jax.jit(model.apply)(params, jnp.asarray(TOKENS)))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=0)
+
+
+def test_a_folder_is_trained_by_commands_and_loaded_again(tmp_path: Path):
+    tokenizers = pytest.importorskip("tokenizers")
+    save_pretrained(
+        random_params(DecoderModel(GEMMA3)),
+        tmp_path / "published",
+        model=DecoderModel(GEMMA3),
+    )
+    vocab = {"<bos>": 0, "ab": 1, "ba": 2}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="ab"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "published" / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("ab ba ba ab " * 2000)
+    settings = [
+        f"model={tmp_path / 'published'}",
+        "model.mesh_shape=[[2,2],[fsdp,tp]]",
+        f"data.tokenizer={tmp_path / 'published' / 'tokenizer.json'}",
+        *("data=text", f"data.path={tmp_path / 'text.txt'}", "training.steps=3"),
+        *("training.sequence_length=16", "training.sample_length=0"),
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
+    assert train(settings) == 0
+    assert export([str(tmp_path / "run"), str(tmp_path / "out"), "--format=hf"]) == 0
+    theirs, what = load(tmp_path / "out")
+    assert what["ids"] == [1, 2]
+    assert what["problems"] == {}
+    assert what["eos"] == 0
+    model, params = from_pretrained(tmp_path / "out")
+    ours = np.asarray(jax.jit(model.apply)(params, jnp.asarray(TOKENS)))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=0)
