@@ -135,6 +135,11 @@ def test_the_run_table_is_aligned_and_wraps_on_a_terminal():
 def test_validation_is_one_line(terminal):
     seen, _ = run(lambda c: c.show_validation(100, 2.25), terminal=terminal)
     assert seen == "validation after step 100: loss 2.2500\n"
+    each = {"web": 2.5, "books": 1.5}
+    seen, _ = run(lambda c: c.show_validation(100, 2.25, each), terminal=terminal)
+    assert seen == (
+        "validation after step 100: loss 2.2500 (web 2.5000, books 1.5000)\n"
+    )
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -25,7 +25,7 @@ from tessera.training.config import (
 )
 from tessera.training.console import Console
 from tessera.training.data import Corpus
-from tessera.training.data.data_config import DataConfig
+from tessera.training.data.data_config import DataConfig, SourceConfig
 from tessera.training.metrics import MetricWriter
 from tessera.training.optimizers import SgdConfig
 from tessera.training.run_folder import open_run_folder
@@ -115,6 +115,27 @@ def test_the_wait_for_data_is_a_fraction_of_the_step(ran, tmp_path, monkeypatch)
     for line in waiting.steps[1:]:
         assert 0.5 < line["data_wait_fraction"] < 1.01
         assert f"data_wait_fraction {line['data_wait_fraction']:.4g}" in waiting.seen
+
+
+def test_each_source_of_a_mixture_has_its_validation_loss(ran, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 900)
+    sources = {
+        n: SourceConfig(str(tmp_path / f"{n}.txt"), w) for n, w in (("a", 1), ("b", 3))
+    }
+    data = DataConfig(name="mixture", sources=sources, validation_fraction=0.2)
+    training = dataclasses.replace(
+        ran.run.config.training, steps=3, validate_every=0, sample_length=0
+    )
+    settings = settings_of(data=data, training=training)
+    (line,) = (
+        one
+        for one in train(with_program_of(ran, settings), tmp_path / "run").lines
+        if "val_loss" in one
+    )
+    a, b = line["val_loss/a"], line["val_loss/b"]
+    assert a != b
+    assert line["val_loss"] == pytest.approx((a + 3 * b) / 4)
 
 
 def test_a_machine_whose_peak_is_unknown_has_no_mfu(ran):

@@ -49,7 +49,7 @@ _NO_CHANGE_OF_TOKENS: Final = frozenset(
     {"path", "sources", "tokenizer", "validation_fraction", "max_bad_records"}
     | {"prefetch", "num_workers", "cache_dir", "synthetic"}
 )
-_BLOCK_BYTES: Final = 32 * 2**20
+_BLOCK_BYTES: Final = 16 * 2**20
 # Less text than this is encoded before another process has started.
 _WORKER_BYTES: Final = 16 * 2**20
 _POLL_SECONDS: Final = 0.2

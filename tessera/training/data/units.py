@@ -34,7 +34,7 @@ COMPRESSIONS: Final = (".gz", ".zst")
 
 # A text file that is larger is read as several documents.
 MOST_TEXT_BYTES: Final = 4 * 2**20
-_UNIT_BYTES: Final = 32 * 2**20
+_UNIT_BYTES: Final = 16 * 2**20
 _BUFFER_BYTES: Final = 2**20
 
 
