@@ -12,8 +12,8 @@ processes.
         [--megabytes 64] [--processes 2] [--rounds 3] [--folder FOLDER] [--train]
 
 ``--peer-python`` has the packages ``datasets`` and ``tokenizers``; without it only
-Tessera is measured, also with the tokenizer ``bytes``. ``--train`` then trains 20 steps on the prepared tokens, in a new
-process.
+Tessera is measured, also with the tokenizer ``bytes``. ``--train`` then trains 20 steps
+on the prepared tokens, in a new process.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     assert len({one["tokens"] for each in runs.values() for one in each}) == 1
     rows = [_row(name, each, runs["tessera"]) for name, each in runs.items()]
     if options.train:
-        rows.append(_train(options, lines, cache))
+        report.print_table("training", [_train(options, lines, cache)])
     return rows
 
 
@@ -166,8 +166,7 @@ def _train(options: argparse.Namespace, lines: Path, cache: Path) -> dict[str, A
     waits = [json.loads(line).get("data_wait_fraction") for line in metrics]
     waits = [wait for wait in waits[1:] if wait is not None]
     return {
-        "program": "tessera, training",
-        "seconds with reading": round(seconds, 1),
+        "seconds": round(seconds, 1),
         "peak MB": round(peak),
         "data_wait_fraction": round(statistics.mean(waits), 5),
     }

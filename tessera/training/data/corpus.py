@@ -280,11 +280,11 @@ def load(
     if config.name == "synthetic":
         tokenizer, sources = _make_synthetic(config, sequence_length, seed, vocab_size)
     else:
-        encoder = Encoder(config, vocab_size)
-        tokenizer = encoder.tokenizer
+        encoders = [Encoder(own, vocab_size) for _, _, own in _sources_of(config)]
+        tokenizer = encoders[0].tokenizer
         sources = [
             _read_source(source, encoder, sequence_length, vocab_size)
-            for source in _sources_of(config)
+            for source, encoder in zip(_sources_of(config), encoders, strict=True)
         ]
     for source in sources:
         _check_text(source, config.validation_fraction)
