@@ -13,6 +13,7 @@ from tessera.training.setting_fields import MOST_COUNT, joined, problems_of, set
 
 SOURCES = ("stdlib", "text", "mixture", "synthetic")
 FORMATS = ("auto", "text", "jsonl")
+LOSS_ON = ("all", "answers")
 
 
 # Not frozen: OmegaConf would refuse to override a frozen dataclass.
@@ -40,12 +41,16 @@ class SourceConfig:
       weight: Its part of the training rows, relative to the weights of the others.
       format: As data.format.
       text_key: As data.text_key.
+      messages_key: As data.messages_key.
+      loss_on: As data.loss_on.
     """
 
     path: str = ""
     weight: float = setting(1.0, above=0)
     format: str = setting("auto", choices=FORMATS)
     text_key: str = "text"
+    messages_key: str = ""
+    loss_on: str = setting("all", choices=LOSS_ON)
 
     def as_text(self, config: "DataConfig") -> "DataConfig":
         """The same source as ``data=text``, with the other settings of ``config``."""
@@ -73,7 +78,7 @@ class DataConfig:
         model (.model).
       validation_fraction: The share of the data for validation; 0 disables it.
       sources: For mixture: the sources by name, each with path and weight, and with
-        format and text_key where they differ from the default.
+        format, text_key, messages_key and loss_on where they differ from the default.
       num_workers: Processes that make tokens; null is one for each usable core.
       cache_dir: The folder of prepared tokens; null is tessera/tokens in the user's
         cache folder.
@@ -86,7 +91,7 @@ class DataConfig:
     format: str = setting("auto", choices=FORMATS)
     text_key: str = "text"
     messages_key: str = ""
-    loss_on: str = setting("all", choices=("all", "answers"))
+    loss_on: str = setting("all", choices=LOSS_ON)
     max_bad_records: int = setting(0, least=0, most=MOST_COUNT)
     tokenizer: str = "bytes"
     validation_fraction: float = setting(0.05, least=0, below=1)

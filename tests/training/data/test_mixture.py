@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several sources: proportions, epochs, resumption, validation and settings."""
 
+import json
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tessera.errors import EmptyDataError, SettingValueError
 from tessera.training.command_line import compose
 from tessera.training.data import DataConfig, load
 from tessera.training.data.data_config import SourceConfig
+from tests.training.data.chat_folders import turns, write_folder
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -128,6 +130,35 @@ def test_a_source_without_a_row_is_refused(folder, tmp_path):
     (tmp_path / "b.txt").write_text("b" * 99)
     with pytest.raises(EmptyDataError, match="source 'a' is smaller than one row"):
         corpus(tmp_path, {"a": 1, "b": 1}).train(2)
+
+
+def test_texts_and_conversations_are_encoded_each_in_its_way(tmp_path):
+    pytest.importorskip("jinja2")
+    (tmp_path / "model").mkdir()
+    tokenizer = write_folder(tmp_path / "model", "gemma", marked=True)
+    (tmp_path / "a.txt").write_text("hello all " * 50)
+    line = json.dumps({"messages": turns("hello", "all hello")}) + "\n"
+    (tmp_path / "b.jsonl").write_text(line * 20)
+    sources = {
+        "text": SourceConfig(str(tmp_path / "a.txt")),
+        "chat": SourceConfig(
+            str(tmp_path / "b.jsonl"), messages_key="messages", loss_on="answers"
+        ),
+    }
+    config = DataConfig(
+        name="mixture",
+        sources=sources,
+        tokenizer=str(tokenizer),
+        validation_fraction=0,
+    )
+    made = load(config, sequence_length=16, seed=0, vocab_size=2**20)
+    text, chat = (source.train_rows for source in made.sources)
+    assert text.stream.is_separated
+    assert not chat.stream.is_separated
+    assert text[0]["targets"].min() >= 0
+    targets = np.concatenate([chat[i]["targets"] for i in range(len(chat))])
+    learned = made.tokenizer.decode(targets[targets != -100])
+    assert set(learned.split("\n")[:-1]) == {"all hello"}  # the last row is dropped
 
 
 # --- settings
