@@ -94,6 +94,15 @@ def test_a_tokenizer_is_copied_with_what_stands_beside_it(tokenizer):
     }
 
 
+def test_a_folder_is_the_tokenizer_in_it(tokenizer):
+    by_file, by_folder = (
+        tokenizer_files(DataConfig(name="text", path="x", tokenizer=str(path)))
+        for path in (tokenizer, tokenizer.parent)
+    )
+    assert by_folder == by_file
+    assert by_folder[1]["tokenizer.json"] == tokenizer
+
+
 def test_a_tokenizer_of_another_name_stands_alone(tokenizer):
     tokenizer.with_name("generation_config.json").touch()
     mine = tokenizer.rename(tokenizer.with_name("mine.json"))
