@@ -121,7 +121,6 @@ class JsonTokenizer:
         # It would add special tokens, and cut spaces off the offsets of tokens.
         self._tokenizer.post_processor = None
         self._add_tokens(library)
-        self._chat_tokenizer: Any = library.Tokenizer.from_str(self._tokenizer.to_str())
         self._tokenizer.encode_special_tokens = True
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         # The number of entries would be too small if ids have gaps.
@@ -169,7 +168,11 @@ class JsonTokenizer:
         Returns:
           The ids, and the characters of each token, [tokens, 2]: begin and end.
         """
-        encoding = self._call(self._chat_tokenizer.encode, text)
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encoding = self._call(self._tokenizer.encode, text)
+        finally:
+            self._tokenizer.encode_special_tokens = True
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         return _as_ids(encoding.ids), offsets
 

@@ -72,7 +72,7 @@ def learned(folder, made):
     tokenizer = load_tokenizer(str(folder))
     edges = np.flatnonzero(np.diff(np.pad(made.loss_mask.astype(int), 1)))
     return [
-        tokenizer._chat_tokenizer.decode(made.ids[a:b], skip_special_tokens=False)
+        tokenizer._tokenizer.decode(made.ids[a:b], skip_special_tokens=False)
         for a, b in edges.reshape(-1, 2)
     ]
 
@@ -139,7 +139,7 @@ def test_targets_are_the_answers_alone(tmp_path):
     rows = [rows[i] for i in range(len(rows))]
     tokens = np.concatenate([row["tokens"] for row in rows])
     targets = np.concatenate([row["targets"] for row in rows])
-    text = made.tokenizer._chat_tokenizer.decode(
+    text = made.tokenizer._tokenizer.decode(
         targets[targets != -100], skip_special_tokens=False
     )
     expected = "hello<end_of_turn>\nall<end_of_turn>\nhello all<end_of_turn>\n"
