@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random decoders and prompts: cached logits are those of the whole sequence."""
+
+from dataclasses import fields
+from random import Random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tessera.models import DecoderConfig, DecoderModel
+from tessera.models.decoder.decoding import CachedDecoding
+
+# Fields that are drawn; the others change nothing that a cache could get wrong.
+DRAWN = {
+    *("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads"),
+    *("head_dim", "mlp_dim", "window", "query_pre_attn_scalar", "global_every"),
+    *("rope_base_local", "rope_base_global", "rope_scale_global"),
+    *("num_experts", "experts_per_token", "capacity_factor"),
+}
+SAME = {
+    *("norm_epsilon", "scan_unroll", "router_balance_weight", "router_z_weight"),
+}
+
+
+def drawn_config(draw: Random) -> DecoderConfig:
+    kv_heads = draw.choice([1, 2])
+    config: dict[str, Any] = {
+        "vocab_size": draw.randint(4, 12),
+        "d_model": 8,
+        "num_layers": draw.randint(1, 4),
+        "num_kv_heads": kv_heads,
+        "num_heads": kv_heads * draw.choice([1, 2]),
+        "head_dim": draw.choice([2, 4]),
+        "mlp_dim": 8,
+        "window": draw.randint(1, 9),
+        "query_pre_attn_scalar": 4,
+        "global_every": draw.randint(1, 5),
+        "rope_base_local": draw.choice([10.0, 100.0]),
+        "rope_base_global": draw.choice([50.0, 1000.0]),
+        "rope_scale_global": draw.choice([1.0, 8.0]),
+    }
+    if draw.random() < 0.3:
+        config |= {"num_experts": 3, "experts_per_token": draw.randint(1, 3)}
+        config |= {"capacity_factor": draw.choice([None, 0.5])}
+    return DecoderConfig(**config)
+
+
+def test_every_field_is_drawn_or_cannot_matter() -> None:
+    assert {field.name for field in fields(DecoderConfig)} == DRAWN | SAME
+
+
+@pytest.mark.fuzz(sample=5, whole=500)
+def test_cached_logits_are_those_of_the_whole_sequence(seed: int) -> None:
+    draw = Random(seed)
+    config = drawn_config(draw)
+    model = DecoderModel(config)
+    values = np.random.default_rng(seed)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(values.normal(size=leaf.shape), jnp.float32),
+        model.abstract(),
+    )
+    rows, longest, new = draw.randint(1, 2), draw.randint(1, 8), draw.randint(1, 8)
+    pads = np.array([0, *(draw.randrange(longest) for _ in range(rows - 1))], np.int32)
+    tokens = values.integers(0, config.vocab_size, (rows, longest + new))
+    decoding = CachedDecoding.of(model, None, None)
+    weights = jax.jit(decoding.unstack)(params)
+    # The same model without a limit on its experts.
+    reference = jax.jit(decoding.model.apply)
+    step = jax.jit(decoding.step)
+    padding = pads if pads.any() or draw.random() < 0.5 else None
+    logits, cache = jax.jit(decoding.prefill, static_argnums=3)(
+        weights, tokens[:, :longest], padding, longest + new - draw.randint(0, 1)
+    )
+    expected = [
+        reference(params, row[None, pad:])[0]
+        for row, pad in zip(tokens, pads, strict=True)
+    ]
+    for slot in range(longest - 1, longest + new - 1):
+        if slot >= longest:
+            last = np.int32(slot)
+            logits, cache = step(weights, cache, tokens[:, slot], last, padding)
+        for row, pad in enumerate(pads):
+            np.testing.assert_allclose(
+                logits[row], expected[row][slot - pad], rtol=2e-4, atol=2e-4
+            )
