@@ -118,6 +118,8 @@ class JsonTokenizer:
             raise _unreadable(path, "tokenizers", error) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # The special tokens that the file puts before a text.
+        self.prefix: list[int] = self._tokenizer.encode("").ids
         # It would add special tokens, and cut spaces off the offsets of tokens.
         self._tokenizer.post_processor = None
         self._add_tokens(library)
@@ -185,11 +187,6 @@ class JsonTokenizer:
                 got=" ".join(str(error).split()),
                 fix="add an unknown token to its vocabulary, or use another tokenizer",
             ) from error
-
-    @property
-    def prefix(self) -> list[int]:
-        """The special tokens that the file puts before a text."""
-        return self._tokenizer.encode("", add_special_tokens=True).ids
 
     def token(self, number: int) -> str:
         """The token's name."""
