@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ts.nn``: activations, softmax, and dropout with an explicit key."""
 
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -140,3 +143,9 @@ def dropout(
     return jnp.where(
         is_kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype)
     )
+
+
+# Of the gates of gated MLPs, by the names that configurations have for them.
+GATES: Final[Mapping[str, Callable[[jax.Array], jax.Array]]] = MappingProxyType(
+    {"gelu_tanh": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu}
+)

@@ -72,8 +72,10 @@ def _whole_attention(
         return jnp.swapaxes(out_BHSK, 1, 2)
 
     def select(is_global: Bool[Array, ""]) -> Attend:
-        if config.window >= length:
+        if config.window is None or config.window >= length:
             return partial(attend, window=None)
+        if "global" not in config.layer_kinds:
+            return partial(attend, window=config.window)
         if _supports_traced_windows():
             window = jnp.where(is_global, NO_WINDOW, config.window)
             return partial(attend, window=window)

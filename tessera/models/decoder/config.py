@@ -1,15 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a Gemma 3 text model, validated when constructed.
+"""The sizes and features of a decoder, validated when constructed.
 
 A configuration is a frozen dataclass: it can be hashed and compared, and counts
-parameters without allocating any. The published sizes are in ``registry.py``.
+parameters without allocating any. Its defaults are the features of Gemma 3.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any, Final
 
 from tessera.errors import ModelShapeError, nearest
 
+ACTIVATIONS: Final = ("gelu_tanh", "silu")
+ROPE_KINDS: Final = ("linear", "llama3", "yarn")
+LAYER_TYPES: Final = ("local", "global")
+_CHOICES: Final = {"activation": ACTIVATIONS, "rope_kind": ROPE_KINDS}
+# The kinds of rotary scaling that read a setting; others refuse it.
+_ROPE_KINDS_OF: Final = {
+    "rope_original_length": ("llama3", "yarn"),
+    "rope_low_rotations": ("llama3", "yarn"),
+    "rope_high_rotations": ("llama3", "yarn"),
+    "rope_truncate": ("yarn",),
+    "rope_attention_factor": ("yarn",),
+}
 _MAY_BE_ZERO = ("num_experts", "router_balance_weight", "router_z_weight")
 # Far above every model: anything larger is a typing error that would fill the memory.
 _MOST = {"num_layers": 10_000, "num_heads": 2**16, "num_kv_heads": 2**16}
@@ -20,9 +34,18 @@ _MOST_COUNT = 2**31 - 1  # of a 32-bit integer, as positions and token ids are
 _LEAST_FLOAT, _MOST_FLOAT = 2.0**-126, 3.4028234663852886e38
 
 
-def _out_of_range(name: str, value: float | None) -> tuple[str, str] | None:
-    """The problem with one number and its fix, or None."""
-    if value is None or (value == 0 and name in _MAY_BE_ZERO):
+# What is wrong, and how to mend it.
+Problem = tuple[str, str]
+
+
+def _out_of_range(name: str, value: Any) -> Problem | None:
+    """The problem with one field by itself and its fix, or None."""
+    if choices := _CHOICES.get(name):
+        words = ", ".join(choices)
+        return None if value in choices else (f"{name} = {value!r}", f"use {words}")
+    if value is None or isinstance(value, (bool, tuple)):
+        return None
+    if value == 0 and name in _MAY_BE_ZERO:
         return None
     if isinstance(value, int):
         most = _MOST.get(name, _MOST_COUNT)
@@ -41,27 +64,53 @@ def _out_of_range(name: str, value: float | None) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and constants of one Gemma 3 text model.
+    """Sizes, features and constants of one decoder.
 
     Attributes:
-      vocab_size: Rows of the embedding table, which is also the output head.
+      vocab_size: Rows of the embedding table, and of the output head.
       d_model: Width of the residual stream.
       num_layers: Number of blocks.
       num_heads: Query heads.
       num_kv_heads: Key and value heads; each serves num_heads / num_kv_heads queries.
       head_dim: Width of one head; even, because rope rotates halves.
       mlp_dim: Hidden width of the gated MLP, or of each expert.
-      window: Tokens that a local layer attends to, including its own.
-      query_pre_attn_scalar: Queries are scaled by this to the power -1/2.
-      global_every: Layer i is global iff (i + 1) % global_every == 0.
+      window: Tokens that a local layer attends to, including its own; null if every
+        layer is global.
+      query_pre_attn_scalar: Queries are scaled by this to the power -1/2; null is
+        head_dim.
+      global_every: Layer i is global iff (i + 1) % global_every == 0; null makes every
+        layer local.
+      layer_types: Whether each layer is local or global, instead of global_every.
       rope_base_local: Base of the rotary frequencies of local layers.
       rope_base_global: Base of the rotary frequencies of global layers.
-      rope_scale_global: Global layers divide positions by this.
+      rope_scale_local: Factor of the context length of local layers; 1 is no scaling.
+      rope_scale_global: Factor of the context length of global layers.
+      rope_kind: What a factor divides; linear divides all rotary frequencies, llama3
+        and yarn the low ones.
+      rope_original_length: Tokens of the context before scaling.
+      rope_low_rotations: Frequencies with fewer rotations in the original length are
+        divided by the factor.
+      rope_high_rotations: Frequencies with more rotations in the original length stay;
+        between the two, llama3 interpolates by rotations and yarn by dims.
+      rope_truncate: Whether yarn rounds the dims between which it interpolates outward.
+      rope_attention_factor: Factor of rotated queries and keys of scaled layers with
+        yarn; null is 0.1 ln(scale) + 1.
       norm_epsilon: Added to the mean square in every RMSNorm.
+      norm_unit_offset: Whether norms multiply by 1 + w, or by w.
+      post_norms: Whether attention and MLP have a norm after them, too.
+      qk_norm: Whether the queries and keys of each head are normalized.
+      qkv_bias: Whether the projections to queries, keys and values have biases.
+      output_bias: Whether the projection of attention's output has a bias.
+      activation: Of the MLP's gate; gelu_tanh or silu.
+      scale_embedding: Whether embeddings are multiplied by the root of d_model.
+      tied_head: Whether the embedding table is the output head, too.
+      logit_soft_cap: Logits x become cap * tanh(x / cap); null is none.
       scan_unroll: Layers in one step of the scan over layers.
       num_experts: Experts (gated MLPs) of each layer; 0 is one dense MLP. The following
         attributes only apply with experts.
       experts_per_token: Experts that process each token.
+      renormalize_experts: Whether the weights of a token's experts add up to 1, or are
+        their probabilities among all experts.
       capacity_factor: None is dropless: every expert computes all tokens routed to it.
         A number limits an expert's tokens of a sequence, in multiples of its even
         share.
@@ -70,14 +119,15 @@ class DecoderConfig:
       router_z_weight: Weight in the training loss of each layer's router z-loss.
 
     Raises:
-      ModelShapeError: [T405] sizes are out of range or inconsistent; lists all.
+      ModelShapeError: [T405] sizes are out of range or inconsistent, or a feature would
+        change nothing; lists all.
 
     Example:
       >>> from tessera.models.registry import config_of
       >>> f"{config_of('gemma3_270m').num_params:,}"
       '268,098,176'
 
-    Source: Gemma 3 Technical Report, arXiv 2503.19786.
+    Source: Gemma 3 Technical Report, arXiv 2503.19786; YaRN, arXiv 2309.00071.
     """
 
     vocab_size: int
@@ -87,22 +137,46 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     mlp_dim: int
-    window: int
-    query_pre_attn_scalar: float
-    global_every: int = 6
+    window: int | None = None
+    query_pre_attn_scalar: float | None = None
+    global_every: int | None = 6
+    layer_types: tuple[str, ...] | None = None
     rope_base_local: float = 10_000.0
     rope_base_global: float = 1_000_000.0
+    rope_scale_local: float = 1.0
     rope_scale_global: float = 1.0
+    rope_kind: str = "linear"
+    rope_original_length: int | None = None
+    rope_low_rotations: float = 1.0
+    rope_high_rotations: float = 32.0
+    rope_truncate: bool = True
+    rope_attention_factor: float | None = None
     norm_epsilon: float = 1e-6
+    norm_unit_offset: bool = True
+    post_norms: bool = True
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    output_bias: bool = False
+    activation: str = "gelu_tanh"
+    scale_embedding: bool = True
+    tied_head: bool = True
+    logit_soft_cap: float | None = None
     scan_unroll: int = 1
     num_experts: int = 0
     experts_per_token: int = 2
+    renormalize_experts: bool = True
     capacity_factor: float | None = None
     router_balance_weight: float = 0.01
     router_z_weight: float = 0.001
 
     def __post_init__(self) -> None:
-        problems = self._problems()
+        if self.layer_types is not None:  # a list is not hashable; a configuration is
+            object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        problems = [
+            problem
+            for field in fields(self)
+            if (problem := _out_of_range(field.name, getattr(self, field.name)))
+        ] or [*self._size_problems(), *self._layer_problems(), *self._rope_problems()]
         if problems:
             raise ModelShapeError(
                 "these sizes do not make a model",
@@ -110,47 +184,93 @@ class DecoderConfig:
                 fix="\n".join(fix for _, fix in problems),
             )
 
-    def _problems(self) -> list[tuple[str, str]]:
-        """Every problem and its fix."""
-        problems = [
-            problem
-            for field in fields(self)
-            if (problem := _out_of_range(field.name, getattr(self, field.name)))
-        ]
-        if problems:
-            return problems
+    def _size_problems(self) -> Iterator[Problem]:
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        legal = (n for n in range(1, heads + 1) if not heads % n)
-        checks = (
-            (
-                heads % kv_heads,
+        if remainder := heads % kv_heads:
+            legal = (n for n in range(1, heads + 1) if not heads % n)
+            yield (
                 f"num_heads = {heads}, num_kv_heads = {kv_heads},"
-                f" remainder {heads % kv_heads}",
+                f" remainder {remainder}",
                 f"use num_kv_heads {nearest(legal, kv_heads)}",
-            ),
-            (
-                self.head_dim % 2,
+            )
+        if self.head_dim % 2:
+            yield (
                 f"head_dim = {self.head_dim} is odd, but rope rotates halves",
                 f"use head_dim {self.head_dim - 1 or 2} or {self.head_dim + 1}",
-            ),
-            (
-                0 < self.num_experts < self.experts_per_token,
+            )
+        if 0 < self.num_experts < self.experts_per_token:
+            yield (
                 f"experts_per_token = {self.experts_per_token}, "
                 f"num_experts = {self.num_experts}",
                 f"use experts_per_token {self.num_experts} or less",
-            ),
-        )
-        return [(got, fix) for is_wrong, got, fix in checks if is_wrong]
+            )
+        if not self.num_experts and not self.renormalize_experts:
+            yield (
+                "renormalize_experts = False, num_experts = 0",
+                "use num_experts 1 or more, or leave out renormalize_experts",
+            )
+
+    def _layer_problems(self) -> Iterator[Problem]:
+        types, count = self.layer_types, self.num_layers
+        if types is not None:
+            if self.global_every != DecoderConfig.global_every:
+                yield (
+                    f"layer_types and global_every = {self.global_every}",
+                    "leave out one of the two: layer_types lists all layers",
+                )
+            if len(types) != count or not {*types} <= {*LAYER_TYPES}:
+                yield (
+                    f"layer_types = {[*types]}, num_layers = {count}",
+                    f"list {count} of {' and '.join(LAYER_TYPES)}",
+                )
+                return
+        if self.window is None and "local" in self.layer_kinds:
+            first = next(i for i in range(count) if not self.is_global(i))
+            yield (
+                f"window = None, but layer {first} is local",
+                "use a window, or global_every 1",
+            )
+
+    def _rope_problems(self) -> Iterator[Problem]:
+        for name, kinds in _ROPE_KINDS_OF.items():
+            value = getattr(self, name)
+            if self.rope_kind not in kinds and value != getattr(DecoderConfig, name):
+                yield (
+                    f"{name} = {value}, rope_kind = {self.rope_kind!r}",
+                    f"use rope_kind {' or '.join(kinds)}, or leave out {name}",
+                )
+        if self.rope_kind == "linear":
+            return
+        if self.rope_scale_local == self.rope_scale_global == 1:
+            yield (
+                f"rope_kind = {self.rope_kind!r}, but no layer is scaled",
+                "use a rope_scale_global or rope_scale_local above 1, or leave out "
+                "rope_kind",
+            )
+        if self.rope_original_length is None:
+            yield (
+                f"rope_kind = {self.rope_kind!r}, rope_original_length = None",
+                "use the context length before scaling as rope_original_length",
+            )
+        if self.rope_low_rotations >= self.rope_high_rotations:
+            yield (
+                f"rope_low_rotations = {self.rope_low_rotations}, "
+                f"rope_high_rotations = {self.rope_high_rotations}",
+                "use rope_low_rotations below rope_high_rotations",
+            )
 
     @property
     def num_params(self) -> int:
-        """Number of trained scalars; the tied output head counts once."""
+        """Number of trained scalars; a tied output head counts once."""
         d, heads = self.d_model, self.num_heads + self.num_kv_heads
         mlp = 3 * d * self.mlp_dim
         if self.num_experts:
             mlp = self.num_experts * (mlp + d)
-        block = 2 * d * self.head_dim * heads + mlp
-        return self.vocab_size * d + self.num_layers * block + self.num_norm_params
+        biases = self.qkv_bias * self.head_dim * (heads + self.num_kv_heads)
+        block = 2 * d * self.head_dim * heads + mlp + biases + self.output_bias * d
+        tables = 1 if self.tied_head else 2
+        rest = self.num_layers * block + self.num_norm_params
+        return tables * self.vocab_size * d + rest
 
     @property
     def num_active_params(self) -> int:
@@ -163,8 +283,22 @@ class DecoderConfig:
     @property
     def num_norm_params(self) -> int:
         """Number of parameters that are scales of norms."""
-        block = 4 * self.d_model + 2 * self.head_dim
+        norms = 4 if self.post_norms else 2
+        block = norms * self.d_model + 2 * self.qk_norm * self.head_dim
         return self.num_layers * block + self.d_model
+
+    def is_global(self, layer: int) -> bool:
+        """Whether a layer (counted from 0) attends to the whole sequence."""
+        if self.layer_types is not None:
+            return self.layer_types[layer] == "global"
+        return self.global_every is not None and (layer + 1) % self.global_every == 0
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """``local`` or ``global`` for each layer."""
+        return tuple(
+            "global" if self.is_global(i) else "local" for i in range(self.num_layers)
+        )
 
     @property
     def layer_costs(self) -> tuple[list[float], float]:
@@ -176,6 +310,7 @@ class DecoderConfig:
         layer = self.d_model * (heads + mlp)
         return [layer / 1e6] * self.num_layers, self.d_model * self.vocab_size / 1e6
 
-    def is_global(self, layer: int) -> bool:
-        """Whether a layer (counted from 0) attends to the whole sequence."""
-        return (layer + 1) % self.global_every == 0
+    @property
+    def query_scale(self) -> float:
+        """The factor of queries before attention."""
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5

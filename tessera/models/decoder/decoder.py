@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gemma 3 text model: one block, scanned over layers.
+"""A decoder-only transformer: one block, scanned over layers.
 
 The block's parameters are stacked along a leading ``layers`` dim, which ``lax.scan``
 iterates over, so the program that XLA compiles has the same size for 34 layers as for
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from tessera.models.decoder.attention_inputs import layer_attention
 from tessera.models.decoder.config import DecoderConfig
@@ -26,6 +26,7 @@ from tessera.models.decoder.remat import (
     policies_of_stage,
     scan_layers,
 )
+from tessera.models.decoder.rotary import Rotation, rotation
 from tessera.models.partition_rules import NO_MESH, Placement
 from tessera.ops.chunked_loss import Head, Split, Terms, fused_loss
 from tessera.ops.embedding import look_up
@@ -39,38 +40,44 @@ Statistics: TypeAlias = dict[str, Array]
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP or experts; each between two norms, with a residual."""
+    """Attention, then an MLP or experts; each after a norm, with a residual."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         shape, names = (config.num_layers, config.d_model), ("layers", "norm")
-        self.pre_attention_norm = RMSNorm(shape, names, config.norm_epsilon)
+        self.pre_attention_norm = RMSNorm(shape, names, config)
         self.attention = Attention(config, rngs=rngs)
-        self.post_attention_norm = RMSNorm(shape, names, config.norm_epsilon)
-        self.pre_mlp_norm = RMSNorm(shape, names, config.norm_epsilon)
+        self.pre_mlp_norm = RMSNorm(shape, names, config)
         if config.num_experts:
             self.experts = Experts(config, rngs=rngs)
         else:
             self.mlp = MLP(config, rngs=rngs)
-        self.post_mlp_norm = RMSNorm(shape, names, config.norm_epsilon)
+        self.has_post_norms = config.post_norms
+        if config.post_norms:
+            self.post_attention_norm = RMSNorm(shape, names, config)
+            self.post_mlp_norm = RMSNorm(shape, names, config)
 
     def __call__(
         self,
         x_BSD: Float[Array, "batch seq d_model"],
-        angles_BSK: Float[Array, "#batch seq half_head_dim"],
+        rotation: Rotation,
         attend: Attend,
         place: Placement,
     ) -> tuple[Float[Array, "batch seq d_model"], Statistics]:
         """The residual after one layer, and its router's statistics."""
         with jax.named_scope("attention"):
             inner = place.constrain(self.pre_attention_norm(x_BSD), *GATHERED)
-            inner = self.attention(inner, angles_BSK, attend, place)
+            inner = self.attention(inner, rotation, attend, place)
             inner = place.constrain(inner, *RESIDUAL)
-            x_BSD = x_BSD + self.post_attention_norm(inner)
+            if self.has_post_norms:
+                inner = self.post_attention_norm(inner)
+            x_BSD = x_BSD + inner
         with jax.named_scope("mlp"):
             inner = place.constrain(self.pre_mlp_norm(x_BSD), *GATHERED)
             inner, statistics = self._transformed(inner, place)
             inner = place.constrain(inner, *RESIDUAL)
-            x_BSD = x_BSD + self.post_mlp_norm(inner)
+            if self.has_post_norms:
+                inner = self.post_mlp_norm(inner)
+            x_BSD = x_BSD + inner
         return place.constrain(x_BSD, *RESIDUAL), statistics
 
     def _transformed(
@@ -100,8 +107,12 @@ class Decoder(nnx.Module):
         shape = (config.vocab_size, config.d_model)
         table = init(rngs.params(), shape, jnp.float32)
         self.embedding = parameter(table, "vocab", "table")
+        if not config.tied_head:
+            self.head = parameter(
+                init(rngs.params(), shape, jnp.float32), "vocab", "table"
+            )
         self.decoder = Block(config, rngs=rngs)
-        self.final_norm = RMSNorm((config.d_model,), ("norm",), config.norm_epsilon)
+        self.final_norm = RMSNorm((config.d_model,), ("norm",), config)
 
     def __call__(
         self,
@@ -153,7 +164,9 @@ class Decoder(nnx.Module):
             rows, split = place.axes("vocab"), GATHERED[:2]
             split = place.resolve(split, tokens.shape, "tokens")
             x_BSD = look_up(table, tokens, rows=rows, split=split)
-            return place.constrain(x_BSD * self.config.d_model**0.5, *RESIDUAL)
+            if self.config.scale_embedding:
+                x_BSD = x_BSD * self.config.d_model**0.5
+            return place.constrain(x_BSD, *RESIDUAL)
 
     def decode(
         self,
@@ -184,13 +197,14 @@ class Decoder(nnx.Module):
         graphdef, layers = nnx.split(self.decoder)
         if numbers is None:
             numbers = jnp.arange(self.config.num_layers)
-        is_global = (numbers + 1) % self.config.global_every == 0
+        kinds = [kind == "global" for kind in self.config.layer_kinds]
+        is_global = jnp.take(jnp.array(kinds), numbers, mode="clip")
 
         def apply(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
             state, is_global, _ = layer
             block = nnx.merge(graphdef, state)
-            angles_BSK = self.angles(positions, is_global)
-            return block(x_BSD, angles_BSK, attention(is_global), place)
+            turn = rotation(self.config, positions, is_global)
+            return block(x_BSD, turn, attention(is_global), place)
 
         def skip(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
             _, statistics = jax.eval_shape(apply, x_BSD, layer)
@@ -223,14 +237,16 @@ class Decoder(nnx.Module):
         *,
         place: Placement = NO_MESH,
     ) -> Float[Array, "batch seq vocab"]:
-        """Logits of every token, float32, by the tied embedding table."""
+        """Logits of every token, float32."""
         with jax.named_scope("logits"):
             scores = jnp.einsum(
                 "bsd,vd->bsv",
                 hidden,
-                self.embedding[...],
+                self._head,
                 preferred_element_type=jnp.float32,
             )
+            if (cap := self.config.logit_soft_cap) is not None:
+                scores = cap * jnp.tanh(scores / cap)
             return place.constrain(scores, "batch", "context", "vocab")
 
     def loss(
@@ -263,8 +279,8 @@ class Decoder(nnx.Module):
             split = Split(place.mesh, tokens, place.axes("vocab"))
         with jax.named_scope("logits"):
             return fused_loss(
-                Terms(ignore_index),
-                Head(place.constrain(self.embedding[...], "vocab", None)),
+                Terms(ignore_index, soft_cap=self.config.logit_soft_cap),
+                Head(place.constrain(self._head, "vocab", None)),
                 hidden,
                 targets,
                 split,
@@ -272,18 +288,10 @@ class Decoder(nnx.Module):
                 None if chunk == "auto" else int(chunk),
             )
 
-    def angles(
-        self, positions: Int[Array, "#batch seq"], is_global: Bool[Array, ""]
-    ) -> Float[Array, "#batch seq half_head_dim"]:
-        """Rotary angles of one layer, in radians."""
-        config = self.config
-        exponent = (
-            jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-        )
-        local_K = config.rope_base_local**-exponent
-        global_K = config.rope_base_global**-exponent / config.rope_scale_global
-        frequency_K = jnp.where(is_global, global_K, local_K)
-        return positions[..., None].astype(jnp.float32) * frequency_K
+    @property
+    def _head(self) -> Float[Array, "vocab d_model"]:
+        """The weights of the logits: the embedding table, if they are tied."""
+        return (self.embedding if self.config.tied_head else self.head)[...]
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> Array:

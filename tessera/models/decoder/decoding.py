@@ -25,6 +25,7 @@ from tessera.models.decoder.layers import Attend
 from tessera.models.decoder.model import DecoderModel
 from tessera.models.decoder.placement import decoder_placement
 from tessera.models.decoder.remat import NONE
+from tessera.models.decoder.rotary import rotation
 from tessera.models.decoding import Decoding, Logits, Pads
 from tessera.tree import Tree
 
@@ -154,9 +155,8 @@ class CachedDecoding(Decoding):
         x_BSD = modules[0].embed(tokens, place=self.place)
         for number, module in enumerate(modules):
             is_global = jnp.asarray(self.model.config.is_global(number))
-            angles_BSK = module.angles(positions, is_global)
-            block = module.decoder
-            x_BSD, _ = block(x_BSD, angles_BSK, attention(number), self.place)
+            turn = rotation(self.model.config, positions, is_global)
+            x_BSD, _ = module.decoder(x_BSD, turn, attention(number), self.place)
         hidden = modules[0].normalized(x_BSD[:, -1:], place=self.place)
         return modules[0].logits(hidden, place=self.place)[:, 0]
 
@@ -167,7 +167,8 @@ class CachedDecoding(Decoding):
     def _size(self, layer: int, length: int) -> int:
         """Slots that a layer keeps."""
         config = self.model.config
-        return length if config.is_global(layer) else min(config.window, length)
+        window = None if config.is_global(layer) else config.window
+        return length if window is None else min(window, length)
 
     def _filled(self, x_BSGK: Array, size: int) -> Array:
         """The cache of one layer after the prompts: their last ``size`` slots."""

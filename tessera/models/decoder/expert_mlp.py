@@ -48,7 +48,10 @@ class Experts(nnx.Module):
             "embed",
         )
         self.options = RoutingOptions(
-            top_k=config.experts_per_token, capacity_factor=config.capacity_factor
+            top_k=config.experts_per_token,
+            renormalize=config.renormalize_experts,
+            capacity_factor=config.capacity_factor,
+            activation=config.activation,
         )
 
     def __call__(

@@ -17,7 +17,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from tessera.models.decoder.config import DecoderConfig
+from tessera.models.decoder.rotary import Rotation
 from tessera.models.partition_rules import Placement
+from tessera.ops.activations import GATES
 from tessera.ops.norms import rms_norm
 from tessera.shard import ShardSpec
 
@@ -52,25 +54,29 @@ def fan_in_init(
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last dim, scaled by 1 + w; float32 inside.
+    """Root-mean-square norm over the last dim, with a scale; float32 inside.
 
     Args:
       shape: Shape of the scale; the last dim is the normalized one.
       names: Logical names of its dims.
-      epsilon: Added to the mean square.
+      config: For ``norm_epsilon``, which is added to the mean square, and
+        ``norm_unit_offset``: whether the factor is 1 + scale.
 
     Source: arXiv 1910.07467.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], names: tuple[str, ...], epsilon: float
+        self, shape: tuple[int, ...], names: tuple[str, ...], config: DecoderConfig
     ) -> None:
-        self.scale = parameter(jnp.zeros(shape, jnp.float32), *names)
-        self.epsilon = epsilon
+        self.epsilon, self.offset = config.norm_epsilon, config.norm_unit_offset
+        initial = jnp.zeros if self.offset else jnp.ones
+        self.scale = parameter(initial(shape, jnp.float32), *names)
 
     def __call__(self, x: Float[Array, "*dims last"]) -> Float[Array, "*dims last"]:
         """``x`` normalized, in its own dtype."""
-        weight = 1.0 + self.scale[...].astype(jnp.float32)
+        weight = self.scale[...].astype(jnp.float32)
+        if self.offset:
+            weight = 1.0 + weight
         return rms_norm(x, weight, eps=self.epsilon)
 
 
@@ -82,6 +88,7 @@ class Projection(nnx.Module):
       inputs: Logical name and size of each contracted dim.
       outputs: Logical name and size of each output dim.
       rngs: Source of the initial values; see ``fan_in_init``.
+      bias: Whether a bias is added, zero at first.
     """
 
     def __init__(
@@ -91,6 +98,7 @@ class Projection(nnx.Module):
         outputs: dict[str, int],
         *,
         rngs: nnx.Rngs,
+        bias: bool = False,
     ) -> None:
         self.num_inputs = len(inputs)
         last = self.num_inputs + len(outputs) + 1
@@ -99,55 +107,66 @@ class Projection(nnx.Module):
         shape = (num_layers, *inputs.values(), *outputs.values())
         value = init(rngs.params(), shape, jnp.float32)
         self.kernel = parameter(value, "layers", *inputs, *outputs)
+        if bias:
+            zeros = jnp.zeros((num_layers, *outputs.values()), jnp.float32)
+            self.bias = parameter(zeros, "layers", *outputs)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """``x`` with its trailing dims replaced by the output dims."""
-        return jnp.tensordot(x, self.kernel[...], axes=self.num_inputs)
+        y = jnp.tensordot(x, self.kernel[...], axes=self.num_inputs)
+        return y + self.bias[...].astype(y.dtype) if hasattr(self, "bias") else y
 
 
 def rotate(
     x_BSHK: Float[Array, "batch seq heads head_dim"],
-    angles_BSK: Float[Array, "#batch seq half_head_dim"],
+    rotation: Rotation,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotate each pair (k, k + head_dim / 2) by its angle in radians; float32 inside.
+    """Rotate each pair (k, k + head_dim / 2) by its angle; float32 inside.
 
     Source: arXiv 2104.09864.
     """
-    cos, sin = jnp.cos(angles_BSK)[:, :, None], jnp.sin(angles_BSK)[:, :, None]
+    cos, sin = (f(rotation.angles)[:, :, None] for f in (jnp.cos, jnp.sin))
     first, second = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x_BSHK.dtype)
+    out_BSHK = jnp.concatenate(rotated, axis=-1)
+    if rotation.factor is not None:
+        out_BSHK = out_BSHK * rotation.factor
+    return out_BSHK.astype(x_BSHK.dtype)
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention with normalized queries and keys."""
+    """Grouped-query self-attention."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         layers, self.config = config.num_layers, config
         embed = {"embed": config.d_model}
         heads = {"heads": config.num_heads, "head_dim": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-        self.query = Projection(layers, embed, heads, rngs=rngs)
-        self.key = Projection(layers, embed, kv_heads, rngs=rngs)
-        self.value = Projection(layers, embed, kv_heads, rngs=rngs)
-        self.output = Projection(layers, heads, embed, rngs=rngs)
-        scale = ((layers, config.head_dim), ("layers", "head_dim"), config.norm_epsilon)
-        self.query_norm = RMSNorm(*scale)
-        self.key_norm = RMSNorm(*scale)
+        bias = config.qkv_bias
+        self.query = Projection(layers, embed, heads, rngs=rngs, bias=bias)
+        self.key = Projection(layers, embed, kv_heads, rngs=rngs, bias=bias)
+        self.value = Projection(layers, embed, kv_heads, rngs=rngs, bias=bias)
+        bias = config.output_bias
+        self.output = Projection(layers, heads, embed, rngs=rngs, bias=bias)
+        if config.qk_norm:
+            shape, names = (layers, config.head_dim), ("layers", "head_dim")
+            self.query_norm = RMSNorm(shape, names, config)
+            self.key_norm = RMSNorm(shape, names, config)
 
     def __call__(
         self,
         x_BSD: Float[Array, "batch seq d_model"],
-        angles_BSK: Float[Array, "#batch seq half_head_dim"],
+        rotation: Rotation,
         attend: Attend,
         place: Placement,
     ) -> Float[Array, "batch seq d_model"]:
         """The attention outputs of each position; ``attend`` applies the mask."""
         q_BSHK = place.constrain(self.query(x_BSD), *HEADS)
-        q_BSHK = rotate(self.query_norm(q_BSHK), angles_BSK)
-        q_BSHK = q_BSHK * self.config.query_pre_attn_scalar**-0.5
         k_BTGK = place.constrain(self.key(x_BSD), *KV_HEADS)
-        k_BTGK = rotate(self.key_norm(k_BTGK), angles_BSK)
+        if self.config.qk_norm:
+            q_BSHK, k_BTGK = self.query_norm(q_BSHK), self.key_norm(k_BTGK)
+        q_BSHK = rotate(q_BSHK, rotation) * self.config.query_scale
+        k_BTGK = rotate(k_BTGK, rotation)
         v_BTGK = place.constrain(self.value(x_BSD), *KV_HEADS)
         copies = place.size("heads") // self.config.num_kv_heads
         if copies > 1:
@@ -159,7 +178,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The gated MLP of GeGLU, with gelu's tanh approximation.
+    """The gated MLP of GeGLU, with gelu's tanh approximation, or of SwiGLU.
 
     Source: arXiv 2002.05202.
     """
@@ -170,11 +189,12 @@ class MLP(nnx.Module):
         self.gate = Projection(layers, embed, mlp, rngs=rngs)
         self.up = Projection(layers, embed, mlp, rngs=rngs)
         self.down = Projection(layers, mlp, embed, rngs=rngs)
+        self.activation = config.activation
 
     def __call__(
         self, x_BSD: Float[Array, "batch seq d_model"], place: Placement
     ) -> Float[Array, "batch seq d_model"]:
-        """Each position by itself, through ``gelu(gate) * up``."""
-        gate_BSF = jax.nn.gelu(self.gate(x_BSD), approximate=True)
+        """Each position by itself, through ``activation(gate) * up``."""
+        gate_BSF = GATES[self.activation](self.gate(x_BSD))
         hidden_BSF = gate_BSF * self.up(x_BSD)
         return self.down(place.constrain(hidden_BSF, "batch", "context", "mlp"))

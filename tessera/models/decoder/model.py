@@ -172,12 +172,12 @@ class DecoderModel(StagedModel):
     def _unused_notes(self) -> Iterator[str]:
         """Sizes that no layer of this model reads."""
         config = self.config
-        kinds = {config.is_global(layer) for layer in range(config.num_layers)}
+        kinds = {*config.layer_kinds}
         scaled = config.rope_base_global, config.rope_scale_global
         usual = DecoderConfig.rope_base_global, DecoderConfig.rope_scale_global
-        if kinds == {True}:
+        if kinds == {"global"} and config.window is not None:
             yield "window and rope_base_local change nothing: every layer is global"
-        if kinds == {False} and scaled != usual:
+        if kinds == {"local"} and scaled != usual:
             yield (
                 "rope_base_global and rope_scale_global change nothing: no layer is "
                 "global"
@@ -343,7 +343,7 @@ class DecoderModel(StagedModel):
         return place.constrain(logits, "batch", "context", "vocab")
 
 
-def _context_note(window: int, method: Method, mesh: Mesh) -> str:
+def _context_note(window: int | None, method: Method, mesh: Mesh) -> str:
     cp = mesh.shape["cp"]
     how = {
         "ring": f"in zigzag order; its {cp} devices pass keys and values around a ring",
@@ -351,9 +351,12 @@ def _context_note(window: int, method: Method, mesh: Mesh) -> str:
     }[method]
     if method == "ring" and mesh.shape.get("pp", 1) > 1:
         how = f"in zigzag order; stages gather the keys and values of its {cp} devices"
+    note = f"sequences are sharded over 'cp' {how}"
+    if window is None:
+        return note
     return (
-        f"sequences are sharded over 'cp' {how}; local layers exchange only a halo of "
-        f"{window - 1} tokens, if chunks are that long"
+        f"{note}; local layers exchange only a halo of {window - 1} tokens, if chunks "
+        "are that long"
     )
 
 

@@ -12,6 +12,7 @@ from tessera.models.families.config_keys import ConfigKeys, read_rope
 from tessera.models.families.family import Family, Tensor
 
 _LAYER: Final = "model.layers.{layer}."
+_TYPES: Final = {"local": "sliding", "global": "full"}
 
 
 def _read(keys: ConfigKeys) -> DecoderConfig:
@@ -98,9 +99,9 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "intermediate_size": config.mlp_dim,
         "sliding_window": config.window,
-        "layer_types": _layer_types(config.num_layers, config.global_every),
+        "layer_types": [f"{_TYPES[kind]}_attention" for kind in config.layer_kinds],
         # Transformers refuses a float; a fraction does not read back, so it is refused.
-        "query_pre_attn_scalar": int(config.query_pre_attn_scalar),
+        "query_pre_attn_scalar": int(config.query_pre_attn_scalar or config.head_dim),
         "rms_norm_eps": config.norm_epsilon,
         "rope_parameters": {
             "full_attention": {**whole, "rope_theta": config.rope_base_global},

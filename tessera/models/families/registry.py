@@ -10,13 +10,16 @@ from tessera.errors import ModelFolderError, TesseraError, did_you_mean
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.families.family import Family
 from tessera.models.families.gemma3 import GEMMA3
+from tessera.models.families.llama3 import LLAMA3
+from tessera.models.families.mistral import MISTRAL
+from tessera.models.families.qwen3 import QWEN3, QWEN3_MOE
 from tessera.regular_files import check_regular
 from tessera.untrusted_text import parse_json
 
 CONFIG_FILE: Final = "config.json"
 _LONGEST: Final = 2**24
 
-FAMILIES: Final[tuple[Family, ...]] = (GEMMA3,)
+FAMILIES: Final[tuple[Family, ...]] = (GEMMA3, LLAMA3, MISTRAL, QWEN3, QWEN3_MOE)
 
 # Fields that a folder does not have: they change training or speed, not the model.
 _OF_TRAINING: Final = frozenset(
@@ -99,6 +102,8 @@ def differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
 
 def _computation(config: DecoderConfig) -> dict[str, Any]:
     values = {one.name: getattr(config, one.name) for one in fields(config)}
-    every = range(config.num_layers)
-    values["global_every"] = tuple(i for i in every if config.is_global(i))
+    # Fields that say the same in several ways.
+    values["layer_types"] = config.layer_kinds
+    values["query_pre_attn_scalar"] = config.query_scale
+    del values["global_every"]
     return {name: value for name, value in values.items() if name not in _OF_TRAINING}

@@ -47,7 +47,7 @@ def with_capacity(
     token_BX = jnp.full((B, E * C), S).at[row_B11, slot_BSK].set(token_BSK, mode="drop")
     rows_BXD = x_BSD.at[row_B11[..., 0], token_BX].get(mode="fill", fill_value=0)
     rows_EXD = jnp.moveaxis(rows_BXD.reshape(B, E, C, D), 1, 0).reshape(E, B * C, D)
-    out_EXD = _apply_experts(rows_EXD, weights, axes)
+    out_EXD = _apply_experts(rows_EXD, weights, axes, options.activation)
     out_BXD = jnp.moveaxis(out_EXD.reshape(E, B, C, D), 1, 0).reshape(B, E * C, D)
     out_BSKD = out_BXD.at[row_B11, slot_BSK].get(mode="fill", fill_value=0)
     weighted = routes.weights[..., None] * out_BSKD.astype(jnp.float32)
@@ -76,14 +76,17 @@ def slots(experts_BSK: Array, num_experts: int, capacity: int) -> Array:
     return jnp.swapaxes(slot_BX.reshape(B, K, S), 1, 2)
 
 
-def _apply_experts(rows_EXD: Array, weights: Weights, axes: tuple[str, ...]) -> Array:
+def _apply_experts(
+    rows_EXD: Array, weights: Weights, axes: tuple[str, ...], activation: str
+) -> Array:
     """Apply the experts to ``[E, X, D]``, rows for all experts."""
     if not axes:
-        return batched(rows_EXD, weights)
+        return batched(rows_EXD, weights, activation)
     (E, X, D), P = rows_EXD.shape, num_devices(axes)
     with jax.named_scope("dispatch"):
         received_PEXD = all_to_all(rows_EXD.reshape(P, E // P, X, D), axes)
     rows = jnp.moveaxis(received_PEXD, 0, 1).reshape(E // P, P * X, D)
-    out = jnp.moveaxis(batched(rows, weights).reshape(E // P, P, X, D), 1, 0)
+    out = batched(rows, weights, activation)
+    out = jnp.moveaxis(out.reshape(E // P, P, X, D), 1, 0)
     with jax.named_scope("combine"):
         return all_to_all(out, axes, reverse=True).reshape(E, X, D)

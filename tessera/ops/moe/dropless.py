@@ -36,12 +36,13 @@ def dropless(
       x_TD: This device's tokens.
       routes: Of these tokens, ``[T, K]`` and ``[T, E]``.
       weights: Of this device's experts.
-      options: For the size of a round.
+      options: For the size of a round, and the activation.
       axes: The axes that the experts are split over.
     """
+    experts = _Experts(weights, options.activation)
     if not axes:
-        return _without_exchange(x_TD, routes, weights)
-    devices, local = num_devices(axes), weights.gate.shape[0]
+        return _without_exchange(x_TD, routes, experts)
+    devices, local = num_devices(axes), experts.number
     rows, rounds = round_sizes(x_TD.shape[0], devices, local, options)
     order_A = jnp.argsort(routes.experts.reshape(-1), stable=True)
     device_A = routes.experts.reshape(-1) // local
@@ -56,7 +57,7 @@ def dropless(
     )
 
     def one_round(number: Array) -> Array:
-        return _round(x_TD, routes.weights, weights, plan, rows, number, axes)
+        return _round(x_TD, routes.weights, experts, plan, rows, number, axes)
 
     out_TD = one_round(jnp.int32(0))
     if rounds == 1:
@@ -98,6 +99,27 @@ def round_sizes(
     return rows, -(-most // rows)
 
 
+class _Experts(NamedTuple):
+    """This device's experts."""
+
+    weights: Weights
+    activation: str
+
+    @property
+    def number(self) -> int:
+        """How many."""
+        return self.weights.gate.shape[0]
+
+    def __call__(self, rows_RD: Array, expert_R: Array) -> Array:
+        """Each row through its own expert; rows of expert E are empty slots."""
+        order_R = jnp.argsort(expert_R, stable=True)
+        counts = jnp.bincount(expert_R, length=self.number + 1)[: self.number]
+        sizes_E = counts.astype(jnp.int32)
+        sorted_RD = _permuted(rows_RD, order_R)
+        out_RD = grouped(sorted_RD, sizes_E, self.weights, self.activation)
+        return _permuted(out_RD, _inverse(order_R))
+
+
 class _Plan(NamedTuple):
     """The destinations of this device's assignments.
 
@@ -121,7 +143,7 @@ class _Plan(NamedTuple):
 def _round(
     x_TD: Array,
     weight_TK: Array,
-    weights: Weights,
+    experts: _Experts,
     plan: _Plan,
     rows: int,
     number: Array,
@@ -129,7 +151,7 @@ def _round(
 ) -> Array:
     """What the assignments of one round add to each token, f32 ``[T, D]``."""
     empty, choices = plan.expert_A.size, weight_TK.shape[1]
-    devices, local = plan.count_P.size, weights.gate.shape[0]
+    devices, local = plan.count_P.size, experts.number
     first = number * rows
     nth_C = first + jnp.arange(rows, dtype=jnp.int32)
     rank_PC = plan.start_P[:, None] + nth_C
@@ -149,9 +171,7 @@ def _round(
     with jax.named_scope("dispatch"):
         own_PC = all_to_all(own_PC, axes)
         received_PCD = all_to_all(sent_PCD, axes)
-    out_RD = _by_expert(
-        received_PCD.reshape(-1, x_TD.shape[1]), own_PC.reshape(-1), weights
-    )
+    out_RD = experts(received_PCD.reshape(-1, x_TD.shape[1]), own_PC.reshape(-1))
     with jax.named_scope("combine"):
         returned_PCD = all_to_all(
             out_RD.reshape(received_PCD.shape), axes, reverse=True
@@ -168,21 +188,12 @@ def _round(
     return _weighted(out_AD, weight_TK)
 
 
-def _without_exchange(x_TD: Array, routes: Routes, weights: Weights) -> Array:
+def _without_exchange(x_TD: Array, routes: Routes, experts: _Experts) -> Array:
     """The layer on a device that has all experts."""
     choices = routes.experts.shape[1]
     rows_AD = jnp.repeat(x_TD, choices, axis=0)
-    out_AD = _by_expert(rows_AD, routes.experts.reshape(-1), weights)
+    out_AD = experts(rows_AD, routes.experts.reshape(-1))
     return _weighted(out_AD, routes.weights).astype(x_TD.dtype)
-
-
-def _by_expert(rows_RD: Array, expert_R: Array, weights: Weights) -> Array:
-    """Each row through its own expert; rows of expert E are empty slots."""
-    local = weights.gate.shape[0]
-    order_R = jnp.argsort(expert_R, stable=True)
-    sizes_E = jnp.bincount(expert_R, length=local + 1)[:local].astype(jnp.int32)
-    out_RD = grouped(_permuted(rows_RD, order_R), sizes_E, weights)
-    return _permuted(out_RD, _inverse(order_R))
 
 
 def _weighted(out_AD: Array, weight_TK: Array) -> Array:

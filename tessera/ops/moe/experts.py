@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from tessera.ops.activations import GATES
 from tessera.ops.moe.routing import RoutingOptions, route
 
 
@@ -50,13 +51,13 @@ def reference(x: Array, weights: Weights, options: RoutingOptions) -> Array:
     for expert in range(weights.router.shape[-1]):
         chosen = jnp.where(routes.experts == expert, routes.weights, 0.0)
         weight = chosen.sum(axis=-1, keepdims=True)
-        gate = jax.nn.gelu(x @ weights.gate[expert], approximate=True)
+        gate = GATES[options.activation](x @ weights.gate[expert])
         expert_out = (gate * (x @ weights.up[expert])) @ weights.down[expert]
         out = out + weight.astype(x.dtype) * expert_out
     return out
 
 
-def grouped(rows_RD: Array, sizes_E: Array, weights: Weights) -> Array:
+def grouped(rows_RD: Array, sizes_E: Array, weights: Weights, activation: str) -> Array:
     """Each expert on its own group of rows, by ragged matmuls.
 
     Args:
@@ -64,23 +65,27 @@ def grouped(rows_RD: Array, sizes_E: Array, weights: Weights) -> Array:
       sizes_E: int32, the number of rows of each expert. The results of rows after the
         last group are undefined.
       weights: Of these experts.
+      activation: Of the gates, by its name.
 
     Returns:
       ``[R, D]``.
 
     Source: MegaBlocks, arXiv 2211.15841; GeGLU, arXiv 2002.05202.
     """
-    return _geglu(rows_RD, weights, partial(lax.ragged_dot, group_sizes=sizes_E))
+    matmul = partial(lax.ragged_dot, group_sizes=sizes_E)
+    return _gated_mlp(rows_RD, weights, matmul, activation)
 
 
-def batched(rows_ECD: Array, weights: Weights) -> Array:
+def batched(rows_ECD: Array, weights: Weights, activation: str) -> Array:
     """Each expert on the same number of rows: ``[E, C, D]`` to ``[E, C, D]``."""
-    return _geglu(rows_ECD, weights, jnp.matmul)
+    return _gated_mlp(rows_ECD, weights, jnp.matmul, activation)
 
 
-def _geglu(rows: Array, weights: Weights, matmul: Callable[..., Array]) -> Array:
+def _gated_mlp(
+    rows: Array, weights: Weights, matmul: Callable[..., Array], activation: str
+) -> Array:
     gate, up = matmul(rows, weights.gate), matmul(rows, weights.up)
-    return matmul(jax.nn.gelu(gate, approximate=True) * up, weights.down)
+    return matmul(GATES[activation](gate) * up, weights.down)
 
 
 def num_devices(axes: tuple[str, ...]) -> int:

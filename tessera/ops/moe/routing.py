@@ -37,12 +37,14 @@ class RoutingOptions:
       buffer_factor: Of a dropless exchange: rows that a device sends to another in one
         round, relative to what it sends if all experts are equally popular. The rest is
         sent in further rounds; nothing is dropped.
+      activation: Of the experts' gates, of ``ops.activations.GATES``.
     """
 
     top_k: int
     renormalize: bool = True
     capacity_factor: float | None = None
     buffer_factor: float = 2.0
+    activation: str = "gelu_tanh"
 
     def capacity(self, length: int, experts: int) -> int:
         """The most tokens of one sequence that an expert computes, at least one.

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama 3, and the Llamas before it, which have the same keys.
+
+Source: The Llama 3 Herd of Models, arXiv 2407.21783.
+"""
+
+from typing import Final
+
+from tessera.models.decoder.config import DecoderConfig
+from tessera.models.families.config_keys import ConfigKeys
+from tessera.models.families.dense import TABLE, TIED, read_sizes, write_sizes
+from tessera.models.families.family import Family
+
+
+def _read(keys: ConfigKeys) -> DecoderConfig:
+    return DecoderConfig(**read_sizes(keys), qk_norm=False)
+
+
+LLAMA3: Final = Family(
+    name="llama3",
+    model_types=("llama",),
+    architecture="LlamaForCausalLM",
+    read_config=_read,
+    write_config=write_sizes,
+    tensors=TABLE,
+    tied=TIED,
+)

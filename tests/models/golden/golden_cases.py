@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models whose golden numbers are in this folder; imports NumPy alone.
+
+Each is the ``config.json`` of a tiny model. Weights, tokens and the probes of gradients
+follow formulas, so that only results are stored.
+"""
+
+import math
+import zlib
+
+import numpy as np
+
+BATCH, LENGTH = 2, 40
+
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "max_position_embeddings": 128,
+}
+_LLAMA = {**_SIZES, "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+_QWEN = {**_SIZES, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+_BASE = {"rope_theta": 500.0}
+
+CASES = {
+    "gemma3": {
+        **_SIZES,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 12,
+        "layer_types": ["sliding_attention"] * 5
+        + ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "linear",
+                "factor": 8.0,
+                "rope_theta": 1_000_000.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    "llama3": {
+        **_LLAMA,
+        "rope_parameters": {
+            **_BASE,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "llama_linear": {
+        **_LLAMA,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rope_parameters": {**_BASE, "rope_type": "linear", "factor": 4.0},
+    },
+    "llama_yarn": {
+        **_LLAMA,
+        "rope_parameters": {
+            **_BASE,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "mistral": {
+        **_LLAMA,
+        "model_type": "mistral",
+        "sliding_window": 7,
+        "rope_parameters": {**_BASE, "rope_type": "default"},
+    },
+    "qwen3": {
+        **_QWEN,
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+        "rope_parameters": {**_BASE, "rope_type": "default"},
+    },
+    "qwen3_moe": {
+        **_QWEN,
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "rope_parameters": {**_BASE, "rope_type": "default"},
+    },
+}
+
+
+def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Evenly spread numbers from a hash of (name, index), about 1 for norms."""
+    mask = np.uint64(0xFFFFFFFF)
+    h = np.arange(math.prod(shape), dtype=np.uint64) * np.uint64(2654435761)
+    h = (h + np.uint64(zlib.crc32(name.encode()))) & mask
+    h ^= h >> np.uint64(15)
+    h = (h * np.uint64(2246822519)) & mask
+    h ^= h >> np.uint64(13)
+    scale = 0.6 if len(shape) == 1 else math.sqrt(12 / shape[1])
+    center = float(name.endswith("norm.weight"))
+    return (center + scale * (h / 2**32 - 0.5)).reshape(shape).astype(np.float32)
+
+
+def tokens() -> np.ndarray:
+    """The batch, int64 ``[BATCH, LENGTH]``."""
+    numbers = (np.arange(BATCH * LENGTH) ** 2 * 7 + 3) % _SIZES["vocab_size"]
+    return numbers.reshape(BATCH, LENGTH)
+
+
+def summary(name: str, gradient: np.ndarray) -> list[float]:
+    """A gradient's product with fixed numbers, and its norm."""
+    probe = weight(f"probe of {name}", gradient.shape).astype(np.float64)
+    wide = gradient.astype(np.float64)
+    return [float((probe * wide).sum()), float(np.sqrt((wide * wide).sum()))]

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each family computes what Hugging Face Transformers computes with the same weights.
+
+``golden/golden.json`` has logits, the loss, and two numbers for the gradient of each
+tensor. The weights go through a folder, so that ``config.json`` and the names of tensors
+are tested too. The bar is 1e-4 of the largest number; most are ten times nearer.
+"""
+
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tessera.labels import IGNORE_INDEX
+from tessera.mesh import Mesh
+from tessera.models import DecoderModel, from_pretrained
+from tessera.models.families.registry import family_for, family_of
+from tessera.models.partition_rules import NO_MESH
+from tessera.tree import named_leaves
+from tests.models.golden.golden_cases import CASES, summary, tokens, weight
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "golden.json").read_text())
+EXACT = 2e-5  # of the largest number
+FSDP_TP = Mesh(["fsdp", "tp"], devices=range(4), shape=(2, 2))
+EXPERTS = Mesh(["ep", "tp"], devices=range(4), shape=(2, 2))
+QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder of each case."""
+
+    @cache
+    def make(name):
+        path = tmp_path_factory.mktemp(name)
+        (path / "config.json").write_text(json.dumps(CASES[name]))
+        family = family_of(CASES[name])
+        model = DecoderModel(family.config(CASES[name]))
+        leaves = named_leaves(model.abstract())
+        shapes = {key.replace("/", "."): leaf.shape for key, leaf in leaves.items()}
+        tensors = {
+            part: weight(part, row.shape(shapes[row.path]))
+            for row in family.rows(shapes)
+            for part in row.tensor_names(shapes[row.path])
+        }
+        assert tensors.keys() == GOLDEN["cases"][name]["gradients"].keys()
+        safetensors.numpy.save_file(tensors, path / "model.safetensors")
+        return path
+
+    return make
+
+
+def batch_of():
+    ids = tokens().astype(np.int32)
+    targets = np.pad(ids[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORE_INDEX)
+    rows, length = ids.shape
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), ids.shape)
+    return {
+        "tokens": ids,
+        "targets": targets,
+        "segment_ids": np.ones((rows, length), np.int32),
+        "positions": positions,
+    }
+
+
+def computed(model, params, mesh):
+    """Loss, gradients and logits of the batch."""
+    batch, place = batch_of(), NO_MESH if mesh is None else model.place(mesh)
+    if mesh is not None:
+        spec = P(place.axes("batch") or None)
+        batch = jax.device_put(batch, NamedSharding(mesh.jax, spec))
+
+    def loss(params: Any, batch: Any) -> Any:
+        _, sums = model.loss(params, batch, place, chunk="none")
+        return sums["loss"]
+
+    def both(params: Any, batch: Any) -> Any:
+        logits = model.apply(params, batch["tokens"], mesh=mesh)
+        return *jax.value_and_grad(loss)(params, batch), logits
+
+    return jax.jit(both, compiler_options=QUICK)(params, batch)
+
+
+def near(found, wanted, what):
+    wanted = np.asarray(wanted)
+    bound = EXACT * np.abs(wanted).max()
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=bound, err_msg=what)
+
+
+def summaries(name, model, gradients):
+    """The two numbers of each tensor's gradient, in the folder's names."""
+    leaves = {k.replace("/", "."): np.asarray(v) for k, v in gradients.items()}
+    found = {}
+    for row in family_of(CASES[name]).rows(leaves):
+        leaf = leaves[row.path]
+        for index in np.ndindex(leaf.shape[: row.num_stacked]):
+            part = row.tensor_name(index)
+            found[part] = summary(part, row.to_tensor(leaf, index))
+    return found
+
+
+def cases():
+    for name in CASES:
+        is_fast = name in ("gemma3", "llama3", "qwen3_moe")
+        for mesh in (None, EXPERTS if name == "qwen3_moe" else FSDP_TP):
+            marks = () if is_fast and mesh is None else pytest.mark.full
+            label = "one device" if mesh is None else str(mesh.topology)
+            yield pytest.param(name, mesh, id=f"{name}-{label}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "mesh"), [*cases()])
+def test_logits_loss_and_gradients_are_those_of_transformers(folder, name, mesh):
+    model, params = from_pretrained(folder(name), mesh)
+    golden = GOLDEN["cases"][name]
+    loss, gradients, logits = computed(model, params, mesh)
+    near(np.asarray(logits)[:, ::3], golden["logits"], "logits")
+    near(loss, golden["loss"], "loss")
+    found = summaries(name, model, named_leaves(gradients))
+    assert found.keys() == golden["gradients"].keys()
+    for part, wanted in golden["gradients"].items():
+        near(found[part], wanted, part)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gemma3", {"window": 6}),
+        ("gemma3", {"rope_scale_global": 1.0}),
+        ("gemma3", {"global_every": 5}),
+        ("llama3", {"rope_kind": "linear"}),
+        ("llama3", {"norm_unit_offset": True}),
+        ("llama_yarn", {"rope_attention_factor": 1.0}),
+        ("llama_yarn", {"rope_truncate": False}),
+        ("mistral", {"window": 8}),
+        ("qwen3", {"activation": "gelu_tanh"}),
+        ("qwen3_moe", {"renormalize_experts": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.full
+def test_the_comparison_notices_a_wrong_constant(folder, name, change):
+    model, params = from_pretrained(folder(name))
+    defaults = {"rope_original_length": None, "rope_low_rotations": 1.0}
+    if change.get("rope_kind") == "linear":
+        change = change | defaults | {"rope_high_rotations": 32.0}
+    wrong = DecoderModel(dataclasses.replace(model.config, **change))
+    logits = jax.jit(wrong.apply, compiler_options=QUICK)(params, jnp.asarray(tokens()))
+    wanted = np.array(GOLDEN["cases"][name]["logits"])
+    off = np.abs(np.asarray(logits)[:, ::3] - wanted).max() / np.abs(wanted).max()
+    assert off > 50 * EXACT
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_configuration_is_written_as_it_was_read(name):
+    family = family_of(CASES[name])
+    config = family.config(CASES[name])
+    assert family.config(family.values(config)) == config
+    assert family_for(config) is family
