@@ -3,7 +3,7 @@
 
 ``golden/golden.json`` has logits, the loss, and two numbers for the gradient of each
 tensor. The weights go through a folder, so that ``config.json`` and the names of tensors
-are tested too. The bar is 1e-4 of the largest number; most are ten times nearer.
+are tested too.
 """
 
 import dataclasses

@@ -104,6 +104,6 @@ def _computation(config: DecoderConfig) -> dict[str, Any]:
     values = {one.name: getattr(config, one.name) for one in fields(config)}
     # Fields that say the same in several ways.
     values["layer_types"] = config.layer_kinds
-    values["query_pre_attn_scalar"] = config.query_scale
+    values["query_pre_attn_scalar"] = config.query_pre_attn_scalar or config.head_dim
     del values["global_every"]
     return {name: value for name, value in values.items() if name not in _OF_TRAINING}
