@@ -18,10 +18,15 @@ DRAWN = {
     *("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads"),
     *("head_dim", "mlp_dim", "window", "query_pre_attn_scalar", "global_every"),
     *("rope_base_local", "rope_base_global", "rope_scale_global"),
-    *("num_experts", "experts_per_token", "capacity_factor"),
+    *("num_experts", "experts_per_token", "capacity_factor", "renormalize_experts"),
+    *("layer_types", "rope_scale_local", "rope_kind", "rope_original_length"),
+    *("norm_unit_offset", "post_norms", "qk_norm", "qkv_bias", "output_bias"),
+    *("activation", "scale_embedding", "tied_head", "logit_soft_cap"),
 }
 SAME = {
     *("norm_epsilon", "scan_unroll", "router_balance_weight", "router_z_weight"),
+    *("rope_low_rotations", "rope_high_rotations", "rope_truncate"),
+    *("rope_attention_factor",),
 }
 
 
@@ -36,13 +41,28 @@ def drawn_config(draw: Random) -> DecoderConfig:
         "head_dim": draw.choice([2, 4]),
         "mlp_dim": 8,
         "window": draw.randint(1, 9),
-        "query_pre_attn_scalar": 4,
-        "global_every": draw.randint(1, 5),
+        "query_pre_attn_scalar": draw.choice([4, None]),
+        "global_every": draw.choice([*range(1, 6), None]),
         "rope_base_local": draw.choice([10.0, 100.0]),
         "rope_base_global": draw.choice([50.0, 1000.0]),
         "rope_scale_global": draw.choice([1.0, 8.0]),
     }
+    switches = "norm_unit_offset", "post_norms", "qk_norm", "qkv_bias", "output_bias"
+    for name in (*switches, "scale_embedding", "tied_head"):
+        config[name] = draw.random() < 0.5
+    config["activation"] = draw.choice(["gelu_tanh", "silu"])
+    config["logit_soft_cap"] = draw.choice([None, 2.0])
+    if draw.random() < 0.2:
+        config |= {"global_every": 1, "window": None}
+    elif draw.random() < 0.3:
+        del config["global_every"]
+        kinds = (draw.choice(["local", "global"]) for _ in range(config["num_layers"]))
+        config["layer_types"] = tuple(kinds)
+    if draw.random() < 0.5:
+        config |= {"rope_kind": draw.choice(["llama3", "yarn"])}
+        config |= {"rope_original_length": 8, "rope_scale_local": 4.0}
     if draw.random() < 0.3:
+        config |= {"renormalize_experts": draw.random() < 0.5}
         config |= {"num_experts": 3, "experts_per_token": draw.randint(1, 3)}
         config |= {"capacity_factor": draw.choice([None, 0.5])}
     return DecoderConfig(**config)

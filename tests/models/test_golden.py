@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each family computes what Hugging Face Transformers computes with the same weights.
 
-``golden/golden.json`` has logits, the loss, and two numbers for the gradient of each
-tensor. The weights go through a folder, so that ``config.json`` and the names of tensors
-are tested too.
+The file ``golden/golden.json`` has logits, losses, and two numbers for the gradient of
+each tensor. The weights go through a folder, so that ``config.json`` and the names of
+tensors are tested too.
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tessera.models.decoder.attention_inputs import layer_attention
 from tessera.models.decoder.config import DecoderConfig
@@ -197,8 +197,7 @@ class Decoder(nnx.Module):
         graphdef, layers = nnx.split(self.decoder)
         if numbers is None:
             numbers = jnp.arange(self.config.num_layers)
-        kinds = [kind == "global" for kind in self.config.layer_kinds]
-        is_global = jnp.take(jnp.array(kinds), numbers, mode="clip")
+        is_global = _are_global(self.config, numbers)
 
         def apply(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
             state, is_global, _ = layer
@@ -292,6 +291,20 @@ class Decoder(nnx.Module):
     def _head(self) -> Float[Array, "vocab d_model"]:
         """The weights of the logits: the embedding table, if they are tied."""
         return (self.embedding if self.config.tied_head else self.head)[...]
+
+
+def _are_global(
+    config: DecoderConfig, numbers: Int[Array, " layers"]
+) -> Bool[Array, " layers"]:
+    """Whether layers are global, by their index in the model."""
+    every = config.global_every
+    if config.layer_types is None and every is not None:
+        return (numbers + 1) % every == 0
+    result = jnp.zeros(numbers.shape, bool)
+    for layer, kind in enumerate(config.layer_kinds):
+        if kind == "global":
+            result |= numbers == layer
+    return result
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> Array:

@@ -172,12 +172,19 @@ class DecoderModel(StagedModel):
     def _unused_notes(self) -> Iterator[str]:
         """Sizes that no layer of this model reads."""
         config = self.config
-        kinds = {*config.layer_kinds}
+        kinds, usual = {*config.layer_kinds}, DecoderConfig
+        names = ["window"] * (config.window is not None)
+        local = config.rope_base_local, config.rope_scale_local
+        if names or local != (usual.rope_base_local, usual.rope_scale_local):
+            names += ["rope_base_local", "rope_scale_local"]
+        if kinds == {"global"} and names:
+            shown = ", ".join(names[:-1])
+            yield f"{shown} and {names[-1]} change nothing: every layer is global"
         scaled = config.rope_base_global, config.rope_scale_global
-        usual = DecoderConfig.rope_base_global, DecoderConfig.rope_scale_global
-        if kinds == {"global"} and config.window is not None:
-            yield "window and rope_base_local change nothing: every layer is global"
-        if kinds == {"local"} and scaled != usual:
+        if kinds == {"local"} and scaled != (
+            usual.rope_base_global,
+            usual.rope_scale_global,
+        ):
             yield (
                 "rope_base_global and rope_scale_global change nothing: no layer is "
                 "global"

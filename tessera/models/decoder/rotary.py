@@ -9,7 +9,6 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tessera.models.decoder.config import DecoderConfig
@@ -43,7 +42,7 @@ def rotation(
     return Rotation(angles, jnp.where(is_global, *factors))
 
 
-def frequencies(config: DecoderConfig, kind: str) -> tuple[np.ndarray, float]:
+def frequencies(config: DecoderConfig, kind: str) -> tuple[Array, float]:
     """The rotary frequencies of one kind of layer, and the factor of what they rotate.
 
     Args:
@@ -56,18 +55,18 @@ def frequencies(config: DecoderConfig, kind: str) -> tuple[np.ndarray, float]:
     Example:
       >>> from tessera.models.registry import config_of
       >>> slow, _ = frequencies(config_of("gemma3_4b"), "global")
-      >>> slow[:2].round(4).tolist()
-      [0.125, 0.1122]
+      >>> print(slow[:2].round(4))
+      [0.125  0.1122]
     """
     base, scale = (
         (config.rope_base_global, config.rope_scale_global)
         if kind == "global"
         else (config.rope_base_local, config.rope_scale_local)
     )
-    dims = np.arange(0, config.head_dim, 2, dtype=np.float64)
+    dims = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32)
     unscaled = base ** -(dims / config.head_dim)
     if config.rope_kind == "linear" or scale == 1:
-        return (unscaled / scale).astype(np.float32), 1.0
+        return unscaled / scale, 1.0
     length = config.rope_original_length
     assert length is not None, "DecoderConfig has checked this"
     bounds = config.rope_low_rotations, config.rope_high_rotations
@@ -82,9 +81,9 @@ def frequencies(config: DecoderConfig, kind: str) -> tuple[np.ndarray, float]:
         factor = config.rope_attention_factor
         if factor is None:
             factor = 0.1 * math.log(scale) + 1.0 if scale > 1 else 1.0
-    unscaled_share = np.clip(unscaled_share, 0, 1)
+    unscaled_share = jnp.clip(unscaled_share, 0, 1)
     scaled = unscaled / scale * (1 - unscaled_share) + unscaled * unscaled_share
-    return scaled.astype(np.float32), factor
+    return scaled, factor
 
 
 def _ramp_dims(config: DecoderConfig, base: float, length: int) -> tuple[float, float]:
