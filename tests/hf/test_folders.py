@@ -25,6 +25,7 @@ from tessera.models import (
     from_pretrained,
     save_pretrained,
 )
+from tessera.models.families.dense import FEATURES
 from tessera.models.families.gemma3 import GEMMA3 as GEMMA3_FAMILY
 from tessera.models.families.registry import differences
 from tessera.training.main import main as train
@@ -48,7 +49,48 @@ GEMMA3 = DecoderConfig(
     rope_scale_global=4.0,
     norm_epsilon=1e-5,
 )
-CONFIGS = {"Gemma3ForCausalLM": GEMMA3}
+# Norms before attention and MLP alone, by the scale itself; gates of silu.
+LLAMA3 = dataclasses.replace(
+    GEMMA3,
+    **FEATURES,
+    window=None,
+    query_pre_attn_scalar=None,
+    global_every=1,
+    rope_base_local=DecoderConfig.rope_base_local,
+    rope_kind="llama3",
+    rope_original_length=32,
+    rope_high_rotations=4.0,
+    qk_norm=False,
+    tied_head=False,
+)
+QWEN3 = dataclasses.replace(
+    LLAMA3,
+    qk_norm=True,
+    tied_head=True,
+    qkv_bias=True,
+    output_bias=True,
+    rope_kind="yarn",
+    rope_truncate=False,
+)
+CONFIGS = {
+    "Gemma3ForCausalLM": GEMMA3,
+    "LlamaForCausalLM": LLAMA3,
+    "MistralForCausalLM": dataclasses.replace(
+        LLAMA3,
+        window=7,
+        global_every=None,
+        rope_base_local=100.0,
+        rope_base_global=DecoderConfig.rope_base_global,
+        rope_scale_global=1.0,
+        rope_kind="linear",
+        rope_original_length=None,
+        rope_high_rotations=32.0,
+    ),
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": dataclasses.replace(
+        QWEN3, num_experts=6, experts_per_token=2, tied_head=False
+    ),
+}
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 40)).astype(np.int32)
 
 
