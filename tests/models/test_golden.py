@@ -20,6 +20,7 @@ import safetensors.numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tessera.errors import ModelFolderError
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
 from tessera.models import DecoderModel, from_pretrained
@@ -165,3 +166,12 @@ def test_the_configuration_is_written_as_it_was_read(name):
     config = family.config(CASES[name])
     assert family.config(family.values(config)) == config
     assert family_for(config) is family
+
+
+def test_a_mistral_with_biases_is_refused_as_transformers_would_leave_them_out():
+    with pytest.raises(ModelFolderError, match="attention_bias = True: only False"):
+        family_of(CASES["mistral"]).config({**CASES["mistral"], "attention_bias": True})
+    config = family_of(CASES["mistral"]).config(CASES["mistral"])
+    biased = dataclasses.replace(config, qkv_bias=True, output_bias=True)
+    with pytest.raises(ModelFolderError, match="no family"):
+        family_for(biased)

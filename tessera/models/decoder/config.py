@@ -258,6 +258,12 @@ class DecoderConfig:
                 f"rope_high_rotations = {self.rope_high_rotations}",
                 "use rope_low_rotations below rope_high_rotations",
             )
+        least = min(self.rope_base_local, self.rope_base_global)
+        if self.rope_kind == "yarn" and least <= 1:
+            yield (
+                f"rope_kind = 'yarn', and a base of {least}",
+                "use rope_base_local and rope_base_global above 1",
+            )
 
     @property
     def num_params(self) -> int:

@@ -15,6 +15,8 @@ _WINDOW: Final = 4096
 
 
 def _read(keys: ConfigKeys) -> DecoderConfig:
+    # Transformers ignores this key of a Mistral: it would leave out the biases.
+    keys.expect("attention_bias", False)
     sizes = read_sizes(keys)
     window = None
     # The default is a window: only null says that there is none.

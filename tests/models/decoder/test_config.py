@@ -123,3 +123,10 @@ def test_build_takes_a_name_or_a_configuration() -> None:
     assert nnx.state(by_name) == nnx.state(by_config)
     with pytest.raises(UnknownModelError):
         build("small", key)
+
+
+@pytest.mark.parametrize("base", ["rope_base_local", "rope_base_global"])
+def test_yarn_needs_a_base_above_one(base: str) -> None:
+    yarn = {"rope_kind": "yarn", "rope_scale_global": 4.0, "rope_original_length": 32}
+    with pytest.raises(ModelShapeError, match=r"a base of 1\.0"):
+        dataclasses.replace(config_of("tiny"), **yarn, **{base: 1.0})
