@@ -57,7 +57,7 @@ test-all: $(DEV_READY) ## Run all tests: pytest $(ARGS)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-hf: $(DEV_READY) $(HF_READY) ## Compare with Hugging Face Transformers: pytest $(ARGS)
-	$(HF_VENV)/bin/python tests/models/golden/make_golden.py --check
+	$(HF_VENV)/bin/python -m tests.models.golden.make_golden --check
 	TESSERA_HF_PYTHON=$(abspath $(HF_VENV))/bin/python $(BIN)/python -m pytest $(or $(ARGS),tests/hf)
 
 durations: $(DEV_READY) ## Measure each test anew, for tests/durations.json

@@ -15,9 +15,10 @@ import by_hand
 from tessera.mesh import Mesh
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.decoder.model import DecoderModel
+from tessera.models.pipeline_stages import split_of
 from tessera.models.registry import config_of
 from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.pipelined_model import schedule_of, split_of
+from tessera.training.pipelined_model import schedule_of
 from tessera.training.step import StepConfig
 
 

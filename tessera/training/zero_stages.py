@@ -41,7 +41,7 @@ class Zero:
         3 also the parameters.
 
     Example:
-      >>> from tessera.models.registry import config_of
+      >>> from tessera.models import DecoderModel, config_of
       >>> model = DecoderModel(config_of("tiny"))
       >>> zero = Zero(model, Mesh(["dp"], devices=range(8)), stage=1)
       >>> zero.optimizer_state["decoder"]["mlp"]["up"]["kernel"]

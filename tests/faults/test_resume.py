@@ -145,7 +145,7 @@ def curve(folder: Path) -> list[dict[str, Any]]:
         {
             name: value
             for name, value in json.loads(line).items()
-            if "second" not in name
+            if "second" not in name and "wait" not in name
         }
         for line in lines
     ]

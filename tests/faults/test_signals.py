@@ -115,7 +115,11 @@ def curve(folder: Path) -> list[dict[str, Any]]:
     """What the run learnt, without what depends on the clock."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [
-        {name: value for name, value in line.items() if "second" not in name}
+        {
+            name: value
+            for name, value in line.items()
+            if "second" not in name and "wait" not in name
+        }
         for line in lines
     ]
 

@@ -11,7 +11,7 @@ import pytest
 import tessera as ts
 from tessera import _jax
 from tessera.errors import SettingValueError
-from tessera.models import remat as models_remat
+from tessera.models.decoder import remat as models_remat
 from tessera.ops import rematerialization
 from tessera.ops.rematerialization import POLICIES, remat
 

@@ -3,7 +3,7 @@
 
 ``make test-hf`` runs it with --check in an environment of its own, where torch is:
 
-    python make_golden.py [--check]
+    python -m tests.models.golden.make_golden [--check]
 """
 
 import json
@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from golden_cases import CASES, summary, tokens, weight
+
+from tests.models.golden.golden_cases import CASES, summary, tokens, weight
 
 PATH = Path(__file__).with_name("golden.json")
 
