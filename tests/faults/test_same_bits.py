@@ -37,7 +37,10 @@ def arguments(folder: Path, devices: int) -> list[str]:
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """What a run learnt, without what depends on the clock."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if "second" not in k} for line in lines]
+    return [
+        {k: v for k, v in line.items() if "second" not in k and "wait" not in k}
+        for line in lines
+    ]
 
 
 @pytest.mark.full
