@@ -8,6 +8,7 @@ described by a table, and read by one mechanism: files are mapped, and each devi
 slice is copied from them.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -217,7 +218,7 @@ def check_weights(path: str | Path, model: Model) -> SafetensorsFile | ModelFold
       ModelFolderError: [T806] the folder's ``config.json`` is of another model.
     """
     source: SafetensorsFile | ModelFolder
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         source = ModelFolder(path)
         source.check_config(model.config)
     else:

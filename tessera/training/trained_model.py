@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``TrainedModel``: a run, a checkpoint or a published folder, ready to be used."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,7 +80,7 @@ def open_trained(path: str | Path) -> TrainedModel:
       TokenizerError: [T605] there is no tokenizer, or it cannot be read.
     """
     path = Path(path).expanduser()
-    return _folder(path) if (path / "config.json").is_file() else _checkpoint(path)
+    return _folder(path) if os.path.isfile(path / "config.json") else _checkpoint(path)
 
 
 def mesh_of(text: str | None) -> Mesh | None:

@@ -202,7 +202,7 @@ def test_a_run_has_a_folder_of_its_own_or_none(refuse, tmp_path, override):
 @pytest.mark.parametrize(
     ("override", "code"),
     [
-        ("model=../../etc/passwd", "T403"),
+        ("model=../../etc/passwd", "T806"),
         ("data=/etc/passwd", "T502"),
         ("runtime=..", "T502"),
         (f"training={LONG}", "T502"),
@@ -214,7 +214,7 @@ def test_a_run_has_a_folder_of_its_own_or_none(refuse, tmp_path, override):
         ("training.init_from=/dev/zero", "T805"),
         ("training.init_from=pipe", "T805"),
         ("training.init_from=/proc/kmsg", "T805"),
-        ("training.init_from=open", "T805"),
+        ("training.init_from=open", "T806"),
         ("training.resume=pipe", "T801"),
         ("hydra.run.dir=pipe/run", "T504"),
         ("runtime.compile_cache=pipe", "T709"),

@@ -77,6 +77,7 @@ def stepped(run):
         run.mesh,
         zero_stage=config.zero_stage,
     )
+    state = dataclasses.replace(state, residual=config.exchange.first_residual())
     before = named_leaves(jax.tree.map(np.asarray, run.model.plain(state.params)))
     tokens = np.random.default_rng(0).integers(0, 64, (8, 17), np.int32)
     batch = {
