@@ -23,6 +23,17 @@ FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
     }
 )
 
+# The matmuls of a layer: parameter, tensor, and how many dims are contracted.
+PROJECTIONS: Final = (
+    ("attention.query", "self_attn.q_proj", 1),
+    ("attention.key", "self_attn.k_proj", 1),
+    ("attention.value", "self_attn.v_proj", 1),
+    ("attention.output", "self_attn.o_proj", 2),
+    ("mlp.gate", "mlp.gate_proj", 1),
+    ("mlp.up", "mlp.up_proj", 1),
+    ("mlp.down", "mlp.down_proj", 1),
+)
+
 TABLE: Final = (
     Tensor("embedding", "model.embed_tokens.weight"),
     Tensor("head", "lm_head.weight"),
@@ -33,15 +44,7 @@ TABLE: Final = (
     Tensor("decoder.attention.key_norm.scale", f"{LAYER}self_attn.k_norm.weight"),
     *(
         Tensor(f"decoder.{path}.{part}", f"{LAYER}{name}.{suffix}", inputs)
-        for path, name, num_inputs in (
-            ("attention.query", "self_attn.q_proj", 1),
-            ("attention.key", "self_attn.k_proj", 1),
-            ("attention.value", "self_attn.v_proj", 1),
-            ("attention.output", "self_attn.o_proj", 2),
-            ("mlp.gate", "mlp.gate_proj", 1),
-            ("mlp.up", "mlp.up_proj", 1),
-            ("mlp.down", "mlp.down_proj", 1),
-        )
+        for path, name, num_inputs in PROJECTIONS
         for part, suffix, inputs in (
             ("kernel", "weight", num_inputs),
             ("bias", "bias", 0),

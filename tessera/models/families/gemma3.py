@@ -9,9 +9,9 @@ from typing import Any, Final
 from tessera.errors import ModelFolderError
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.families.config_keys import ConfigKeys, read_rope
+from tessera.models.families.dense import LAYER, PROJECTIONS
 from tessera.models.families.family import Family, Tensor
 
-_LAYER: Final = "model.layers.{layer}."
 _TYPES: Final = {"local": "sliding", "global": "full"}
 
 
@@ -126,7 +126,7 @@ GEMMA3: Final = Family(
         Tensor("embedding", "model.embed_tokens.weight"),
         Tensor("final_norm.scale", "model.norm.weight"),
         *(
-            Tensor(f"decoder.{path}.scale", f"{_LAYER}{name}.weight")
+            Tensor(f"decoder.{path}.scale", f"{LAYER}{name}.weight")
             for path, name in {
                 "pre_attention_norm": "input_layernorm",
                 "post_attention_norm": "post_attention_layernorm",
@@ -137,16 +137,8 @@ GEMMA3: Final = Family(
             }.items()
         ),
         *(
-            Tensor(f"decoder.{path}.kernel", f"{_LAYER}{name}.weight", inputs)
-            for path, name, inputs in (
-                ("attention.query", "self_attn.q_proj", 1),
-                ("attention.key", "self_attn.k_proj", 1),
-                ("attention.value", "self_attn.v_proj", 1),
-                ("attention.output", "self_attn.o_proj", 2),
-                ("mlp.gate", "mlp.gate_proj", 1),
-                ("mlp.up", "mlp.up_proj", 1),
-                ("mlp.down", "mlp.down_proj", 1),
-            )
+            Tensor(f"decoder.{path}.kernel", f"{LAYER}{name}.weight", inputs)
+            for path, name, inputs in PROJECTIONS
         ),
     ),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
