@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.analysis.flops import count
@@ -86,6 +87,9 @@ class Run:
             clip_norm=training.clip_norm,
             world_size=Placement(self.mesh).size("batch"),
         )
+        if training.eval_only:  # a state without arrays beside the parameters
+            optimizer, off = optax.identity(), {"offload_optimizer": False}
+            training = replace(training, gradient_compression="none", **off)
         return StepConfig(
             model=self.model,
             optimizer=optimizer,
@@ -119,7 +123,9 @@ class Run:
 
     @cached_property
     def compiled(self) -> Compiled:
-        """The compiled step, which the first call of ``step`` finds."""
+        """The compiled step, which its first call finds; or the only evaluation."""
+        if self.config.training.eval_only:
+            return self._compiled_evaluation
         return self.step.compile(self.abstract_state, self.abstract_batch)
 
     @cached_property
@@ -137,15 +143,18 @@ class Run:
 
         A run that is asked to end cannot do so in the middle of a compilation.
         """
-        if not corpus.has_validation:
-            return
+        if corpus.has_validation:
+            _ = self._compiled_evaluation
+
+    @cached_property
+    def _compiled_evaluation(self) -> Compiled:
         rows = self.config.rows_per_microbatch(self.mesh)
         shape = rows, self.config.training.sequence_length
         struct = self._struct(
             jax.ShapeDtypeStruct(shape, jnp.int32), self.validation_spec
         )
         batch = dict.fromkeys(_BATCH, struct)
-        self.evaluate.compile(self.abstract_state.params, batch)
+        return self.evaluate.compile(self.abstract_state.params, batch)
 
     @property
     def validation_spec(self) -> PartitionSpec:
@@ -285,14 +294,15 @@ class Run:
             seed=training.seed,
             vocab_size=self.model.vocab_size,
         )
-        self._check_prompt(corpus)
         part = self.host_shard.index, self.host_shard.count
         # The loop would raise the same errors, but after the step was compiled.
-        corpus.train(
-            self.config.rows_per_step(self.mesh),
-            *part,
-            microbatches=training.gradient_accumulation_steps,
-        ).close()
+        if not training.eval_only:
+            self._check_prompt(corpus)
+            corpus.train(
+                self.config.rows_per_step(self.mesh),
+                *part,
+                microbatches=training.gradient_accumulation_steps,
+            ).close()
         corpus.validation(self.config.rows_per_microbatch(self.mesh), *part)
         return corpus
 

@@ -110,6 +110,8 @@ class TrainingConfig:
       profile_wait: Steps before it is begun; the first is slower than the others.
       profile_warmup: Steps that are then traced and forgotten, as in torch.profiler.
       profile_active: Steps that are measured after these.
+      eval_only: Evaluate the validation data once with the parameters of init_from or
+        resume, and stop: nothing is trained, and no optimizer state or checkpoint made.
       dry_run: Compile, print memory per device and the collectives, and stop; also for
         a mesh that this machine does not have.
     """
@@ -149,6 +151,7 @@ class TrainingConfig:
     profile_wait: int = setting(1, least=0, most=MOST_COUNT)
     profile_warmup: int = setting(1, least=0, most=MOST_COUNT)
     profile_active: int = setting(3, least=1, most=1000)
+    eval_only: bool = setting(False)
     dry_run: bool = setting(False)
 
 

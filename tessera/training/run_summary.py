@@ -15,7 +15,13 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
     """Mesh, parameters, batch and memory per device; compiles, allocates nothing."""
     settings, mesh = run.config, run.mesh
     memory, ledger = run.compiled.memory, run.compiled.collectives
-    rows = settings.rows_per_step(mesh)
+    training = settings.training
+    rows, unit = settings.rows_per_step(mesh), "step"
+    tokens = f"{training.sequence_length:,} tokens"
+    if training.eval_only:
+        rows, unit = settings.rows_per_microbatch(mesh), "batch"
+    else:
+        tokens += f" in {training.gradient_accumulation_steps} microbatches"
     state = inspect(run.abstract_state)
     sent = [
         f"{'×'.join(axes)}: {total.calls} calls, {format_bytes(total.nbytes)}"
@@ -37,18 +43,14 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
         ),
         ("held per device", _held(run)),
         *(("recomputed", text) for text in run.model.remat_notes()),
-        (
-            "batch",
-            f"{rows:,} sequences of {settings.training.sequence_length:,} tokens "
-            f"in {settings.training.gradient_accumulation_steps} microbatches",
-        ),
+        ("batch", f"{rows:,} sequences of {tokens}"),
         (
             "memory per device",
             f"{format_bytes(memory.peak)}: state and batch "
             f"{format_bytes(memory.arguments)}, temporaries "
             f"{format_bytes(memory.temporaries)}",
         ),
-        ("sent per step", "; ".join(sent) or "nothing: one device"),
+        (f"sent per {unit}", "; ".join(sent) or "nothing: one device"),
     ]
 
 
@@ -63,11 +65,10 @@ def _parameters(model: Model) -> str:
 def _held(run: Run) -> str:
     """What of the state and of the gradients one device holds."""
     state, zero = run.abstract_state, run.step_config.zero
-    trees = {
-        "parameters": state.params,
-        "gradients": zero.abstract_gradients,
-        "optimizer": state.optimizer,
-    }
+    trees = {"parameters": state.params}
+    if not run.config.training.eval_only:
+        trees["gradients"] = zero.abstract_gradients
+        trees["optimizer"] = state.optimizer
     held = ", ".join(
         f"{name} {format_bytes(inspect(tree).local_nbytes)}"
         for name, tree in trees.items()

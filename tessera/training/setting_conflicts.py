@@ -39,6 +39,7 @@ def conflicts(config: Config, sizes: Sizes | None) -> Iterator[TesseraError]:
     training = config.training
     yield from _resume_conflicts(training)
     yield from _step_conflicts(training)
+    yield from _evaluation_conflicts(config)
     yield from _compression_conflicts(training, {"dp": 1} if sizes is None else sizes)
     if sizes is not None:
         if "pp" in sizes:
@@ -79,6 +80,37 @@ def _step_conflicts(training: TrainingConfig) -> Iterator[TesseraError]:
             fix=f"use training.steps={before + training.profile_active} or more, or "
             "training.profile_wait=0 training.profile_warmup=0",
         )
+
+
+def _evaluation_conflicts(config: Config) -> Iterator[TesseraError]:
+    training = config.training
+    if not training.eval_only:
+        return
+    yield from _incompatible(
+        "this run has nothing to evaluate",
+        "training.eval_only=true",
+        "training.eval_only=false",
+        (
+            training.resume == "none" and training.init_from is None,
+            "no parameters that were trained",
+            "name a run, training.resume=<folder>, or training.init_from=<weights>",
+        ),
+        (
+            training.resume == "auto",
+            "training.resume=auto, and its own folder has no checkpoints",
+            "name the run: training.resume=<folder>",
+        ),
+        (
+            config.data.validation_fraction == 0,
+            "data.validation_fraction=0",
+            "use data.validation_fraction=0.05",
+        ),
+        (
+            training.profile_communication,
+            "training.profile_communication=true, which measures steps",
+            "use training.profile_communication=false",
+        ),
+    )
 
 
 def _compression_conflicts(

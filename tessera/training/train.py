@@ -71,7 +71,8 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
             log.warning("%s", line)
         log.info("%s", "\n".join(messages))
         log.info("%s", corpus.describe())
-        log.info("%s", corpus.describe_epochs(run.num_training_rows))
+        if not settings.training.eval_only:
+            log.info("%s", corpus.describe_epochs(run.num_training_rows))
         log.info("compiling the step")
         here.watchdog.enter("compile")
         console.show_run_table(run_rows(run))

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from tessera.errors import EmptyDataError
 from tessera.models.weights import import_weights
 from tessera.training.build_run import Run
 from tessera.training.checkpoints.checkpoint_folder import Checkpoint
@@ -113,9 +114,12 @@ class Trainer:
     def train(self) -> TrainState:
         """Train for all steps that are left, validate, and show a sample.
 
+        With ``training.eval_only``, validate alone.
+
         Raises:
           CheckpointMismatchError: [T802] the checkpoint holds other arrays.
           DataChangedError: [T803] the checkpoint is of other data.
+          EmptyDataError: [T602] there is nothing to validate with eval_only.
           LossScaleError: [T506] fp16 overflows at the smallest loss scale.
           NonFiniteError: [T508] too many steps in a row were skipped.
           CheckpointWriteError: [T804] a run that is stopped cannot save.
@@ -132,6 +136,8 @@ class Trainer:
 
     def _take_steps(self) -> bool:
         """Take the steps that are left; False where the run stops before."""
+        if self.run.config.training.eval_only:
+            return self._validate(self._at.step, self._at.state)
         steps, done = self.run.config.training.steps, self._at.step
         most = self.run.config.runtime.max_steps_in_flight
         self._metrics.restart_clock()
@@ -216,9 +222,9 @@ class Trainer:
         run = self.run
         if self._resumed is not None:
             metadata = self._resumed.metadata
-            resume_data = run.config.training.resume_data
-            cursor = metadata.cursor.resumed(self.corpus, resume_data)
-            state = Restoration(metadata, run).restore(self._resumed)
+            restoration = Restoration(metadata, run)
+            cursor = restoration.cursor(self.corpus)
+            state = restoration.restore(self._resumed)
             self._saved = metadata.step
             self._validated = metadata.step - (not metadata.is_validated)
             return Position(metadata.step, state, cursor)
@@ -290,6 +296,12 @@ class Trainer:
         losses = validation_losses(self.run, self.corpus, state, self._should_continue)
         if losses is None:
             return False
+        if not losses and self.run.config.training.eval_only:
+            raise EmptyDataError(
+                "there is nothing to evaluate",
+                got="no token of the validation data has a loss",
+                fix="use a larger data.validation_fraction, or other data",
+            )
         with self._interrupts.deferred():
             if losses:
                 weights = {s.name: s.weight for s in self.corpus.sources}
@@ -306,6 +318,6 @@ class Trainer:
 
     def _sample(self, state: TrainState) -> None:
         training = self.run.config.training
-        if training.sample_length:
+        if training.sample_length and not training.eval_only:
             self._on_phase("evaluation", training.steps)
             self._console.show_sample(*sample(self.run, self.corpus, state))

@@ -122,6 +122,7 @@ OTHERS = {
     "training.pipeline_schedule": ("gpipe",),
     "training.pipeline_chunks": ("2", "4"),
     "training.clip_norm": ("0.5",),
+    "training.eval_only": ("true",),
     "training.trainable": ("[embedding]",),
     "training.frozen": ("[embedding]",),
     "data.name": ("stdlib", "synthetic"),

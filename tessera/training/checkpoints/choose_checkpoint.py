@@ -18,7 +18,7 @@ import yaml
 from jax.experimental import multihost_utils
 
 from tessera import errors
-from tessera.errors import CheckpointNotFoundError, TesseraError
+from tessera.errors import CheckpointNotFoundError, OutputPathError, TesseraError
 from tessera.training.build_run import Run
 from tessera.training.checkpoints.checkpoint_folder import (
     Checkpoint,
@@ -82,13 +82,22 @@ class Choice:
         Raises:
           CheckpointMismatchError: [T802] the checkpoint holds other arrays.
           DataChangedError: [T803] the run that saved it was reading other data.
+          OutputPathError: [T504] an evaluation would write into that run.
         """
         if self.checkpoint is None:
             return []
         metadata, training = self.checkpoint.metadata, run.config.training
         restoration = Restoration(metadata, run)
         restoration.check()
-        cursor = metadata.cursor.resumed(corpus, training.resume_data)
+        cursor = restoration.cursor(corpus)
+        if training.eval_only:
+            if self.own_step is not None:
+                raise OutputPathError(
+                    "an evaluation does not write into the run that it evaluates",
+                    got=f"{self.output_dir}",
+                    fix="leave out hydra.run.dir, or name another folder",
+                )
+            return [f"evaluating {self.checkpoint.path}", *restoration.notes()]
         lines = [f"resuming from {self.checkpoint.path}, at row {cursor.rows:,}"]
         if changed := list(changed_settings(metadata.config, config)):
             lines.append("changed settings: " + "; ".join(changed))

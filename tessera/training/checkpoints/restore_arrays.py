@@ -24,6 +24,8 @@ from tessera.training.build_run import Run
 from tessera.training.checkpoints import storage
 from tessera.training.checkpoints.checkpoint_folder import Checkpoint
 from tessera.training.checkpoints.metadata import Metadata, Stored
+from tessera.training.data import Corpus
+from tessera.training.data.cursor import Cursor
 from tessera.training.train_state import TrainState
 from tessera.tree import named_leaves
 
@@ -86,13 +88,29 @@ class Restoration:
     def _saved_split(self) -> StageSplit | None:
         return split_of(self.metadata)
 
+    @property
+    def _optional(self) -> dict[str, str]:
+        if self.run.config.training.eval_only:
+            return _OPTIONAL | {"optimizer": "training.eval_only"}
+        return _OPTIONAL
+
+    def cursor(self, corpus: Corpus) -> Cursor:
+        """Where the run continues in its data; an evaluation may have other data.
+
+        Raises:
+          DataChangedError: [T803] the order of the data differs.
+        """
+        training = self.run.config.training
+        how = "restart" if training.eval_only else training.resume_data
+        return self.metadata.cursor.resumed(corpus, how)
+
     def differences(self) -> list[str]:
         """Every array whose dtype or shape differs, or that only one side has."""
         saved, targets = self.metadata.arrays, self._targets
         lines: list[str] = []
         for name in sorted(saved.keys() | targets.keys()):
             is_in_both = name in saved and name in targets
-            if _part(name) in _OPTIONAL and not is_in_both:
+            if _part(name) in self._optional and not is_in_both:
                 continue
             before = _described(self._saved_split, name, saved.get(name))
             target = targets.get(name)
@@ -110,7 +128,7 @@ class Restoration:
             f"the checkpoint has no {part}, which {setting} needs: it is initialized"
             if part in targets
             else f"{setting} does not use the checkpoint's {part}: it is dropped"
-            for part, setting in _OPTIONAL.items()
+            for part, setting in self._optional.items()
             if (part in saved) != (part in targets)
         ]
         if any(restore.change == "spread" for restore in self.arrays.values()):

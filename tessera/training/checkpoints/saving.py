@@ -109,7 +109,8 @@ class Checkpoints:
     @property
     def is_enabled(self) -> bool:
         """Whether the run writes checkpoints at all."""
-        return self._run.config.training.checkpoint_every is not None
+        training = self._run.config.training
+        return training.checkpoint_every is not None and not training.eval_only
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be saved after this step."""
