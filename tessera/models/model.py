@@ -3,8 +3,8 @@
 
 A model is pure functions of a parameter tree. A subclass says how its parameters are
 initialized, the logical names of their dims, and the loss of a batch. Shapes, layouts
-and sharded initialization follow from these. A model whose blocks repeat may also have
-stages, which pipelines run.
+and sharded initialization follow from these. A model whose blocks repeat is a
+``StagedModel``.
 """
 
 import math
@@ -251,60 +251,6 @@ class Model(ABC):
             return self.stored(self.new_params(key))
 
         return jax.jit(make, out_shardings=shardings)(key)
-
-
-class StagedModel(Model):
-    """A model whose blocks repeat, which a pipeline runs in stages."""
-
-    @property
-    @abstractmethod
-    def stage_costs(self) -> tuple[list[float], float]:
-        """Multiplications per token of each block and of the logits, in millions."""
-
-    @abstractmethod
-    def divide(self, params: Tree) -> tuple[Tree, Tree]:
-        """The parameters that are stored by stage, and those that several stages read.
-
-        Also of trees like the parameters, such as their layouts.
-        """
-
-    @abstractmethod
-    def join(self, staged: Tree, shared: Tree) -> Tree:
-        """Undo ``divide``."""
-
-    @abstractmethod
-    def wire(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
-        """What a stage sends to the next for so many sequences."""
-
-    @abstractmethod
-    def constrain_wire(self, wire: Array, place: Placement) -> Array:
-        """What a stage sends, in its layout."""
-
-    @abstractmethod
-    def run_stage(
-        self,
-        params: tuple[Tree, Tree],
-        wire: Array,
-        batch: Batch,
-        index: Int[Array, ""],
-        place: Placement,
-        *,
-        chunk: int | str,
-    ) -> tuple[Array, Float[Array, ""], Sums]:
-        """One virtual stage on one microbatch.
-
-        Args:
-          params: As from ``divide``; of the staged ones the stage's own ``[depth, …]``.
-          wire: What the stage before has sent; the first one reads ``batch``.
-          batch: See ``loss``.
-          index: The number of the stage.
-          place: See ``loss``.
-          chunk: See ``loss``.
-
-        Returns:
-          What is sent to the next stage, and the stage's share of both results of
-          ``loss``, which are added up over stages.
-        """
 
 
 def freeze(

@@ -21,8 +21,9 @@ from tessera.compiler.pipelining.balance_stages import describe
 from tessera.compiler.pipelining.microbatches import fewer_microbatches_warning
 from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.mesh import Mesh
-from tessera.models.model import Model, StagedModel
+from tessera.models.model import Model
 from tessera.models.partition_rules import Placement
+from tessera.models.staged_model import StagedModel
 from tessera.models.weights import check_weights
 from tessera.ops.loss_scale import LossScale
 from tessera.training import optimizer_offload
@@ -237,7 +238,7 @@ class Run:
         if schedule is None or split is None or not isinstance(model, StagedModel):
             return []
         fewer_microbatches_warning(schedule)
-        costs, head = model.stage_costs
+        costs, head = model.layer_costs
         return [describe(split.layers, costs, last=head), schedule.summary()]
 
     def _unused_notes(self) -> Iterator[str]:

@@ -24,8 +24,9 @@ from tessera.compiler.pipelining.named_schedules import schedule
 from tessera.compiler.pipelining.schedule_loop import Pipeline
 from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.mesh import Mesh
-from tessera.models.model import StagedModel, Sums
+from tessera.models.model import Sums
 from tessera.models.partition_rules import Placement
+from tessera.models.staged_model import StagedModel
 from tessera.scope import autocast, constrain
 from tessera.shard_spec import axes_of_dims
 from tessera.tree import Tree

@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec
 
 from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.mesh import Mesh
-from tessera.models.model import Model, StagedModel
+from tessera.models.model import Model
 from tessera.models.partition_rules import Placement
+from tessera.models.staged_model import StagedModel
 from tessera.training.deterministic_numerics import FixedOrder
 from tessera.training.gradient_compression import CompressedExchange
 from tessera.training.optimizers import Schedule as LearningRate

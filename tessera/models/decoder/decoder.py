@@ -20,13 +20,13 @@ from tessera.models.decoder.attention_inputs import layer_attention
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.decoder.expert_mlp import Experts
 from tessera.models.decoder.layers import MLP, Attend, Attention, RMSNorm, parameter
-from tessera.models.decoder.remat import (
+from tessera.models.decoder.rotary import Rotation, rotation
+from tessera.models.layer_scan import (
     NONE,
     policies_of,
     policies_of_stage,
     scan_layers,
 )
-from tessera.models.decoder.rotary import Rotation, rotation
 from tessera.models.partition_rules import NO_MESH, Placement
 from tessera.ops.chunked_loss import Head, Split, Terms, fused_loss
 from tessera.ops.embedding import look_up
@@ -94,14 +94,14 @@ class Decoder(nnx.Module):
     Args:
       config: Sizes.
       rngs: Its ``params`` stream draws the initial values.
-      remat: The rematerialization policies; see ``remat.policies_of``.
+      remat: The rematerialization policies; see ``policies_of``.
     """
 
     def __init__(
         self, config: DecoderConfig, *, rngs: nnx.Rngs, remat: Any = NONE
     ) -> None:
         self.config = config
-        self.remat = nnx.static(policies_of(remat, config))
+        self.remat = nnx.static(policies_of(remat, config.layer_kinds))
         # Unit-variance inputs after the scaling by sqrt(d_model), unit-variance logits.
         init = jax.nn.initializers.normal(config.d_model**-0.5)
         shape = (config.vocab_size, config.d_model)
@@ -199,28 +199,19 @@ class Decoder(nnx.Module):
             numbers = jnp.arange(self.config.num_layers)
         is_global = _are_global(self.config, numbers)
 
-        def apply(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
-            state, is_global, _ = layer
+        def body(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
+            state, is_global = layer
             block = nnx.merge(graphdef, state)
             turn = rotation(self.config, positions, is_global)
             return block(x_BSD, turn, attention(is_global), place)
-
-        def skip(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
-            _, statistics = jax.eval_shape(apply, x_BSD, layer)
-            return x_BSD, jax.tree.map(_zeros, statistics)
-
-        def body(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
-            if not has_fillers:
-                return apply(x_BSD, layer)
-            exists = layer[2] < self.config.num_layers
-            return jax.lax.cond(exists, apply, skip, x_BSD, layer)
 
         with jax.named_scope("decoder"):
             return scan_layers(
                 body,
                 x_BSD,
-                (layers, is_global, numbers),
+                (layers, is_global),
                 policies_of_stage(self.remat, len(numbers)),
+                exists=numbers < self.config.num_layers if has_fillers else None,
                 unroll=self.config.scan_unroll,
             )
 
@@ -305,10 +296,6 @@ def _are_global(
         if kind == "global":
             result |= numbers == layer
     return result
-
-
-def _zeros(shape: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(shape.shape, shape.dtype)
 
 
 def default_positions(

@@ -24,9 +24,9 @@ from tessera.models.decoder.decoder import Decoder
 from tessera.models.decoder.layers import Attend
 from tessera.models.decoder.model import DecoderModel
 from tessera.models.decoder.placement import decoder_placement
-from tessera.models.decoder.remat import NONE
 from tessera.models.decoder.rotary import rotation
 from tessera.models.decoding import Decoding, Logits, Pads
+from tessera.models.layer_scan import NONE
 from tessera.tree import Tree
 
 # The keys and values of each layer.

@@ -40,7 +40,7 @@ class DecoderDefinition(ModelDefinition):
     ) -> Iterator[TesseraError]:
         """T402 for heads, T502 and T507 for policies of ``remat``, T311 for stages."""
         from tessera.models.decoder.placement import decoder_placement
-        from tessera.models.decoder.remat import policies_of, policies_of_stage
+        from tessera.models.layer_scan import policies_of, policies_of_stage
         from tessera.models.pipeline_stages import split_of
 
         def check_heads() -> None:
@@ -48,7 +48,7 @@ class DecoderDefinition(ModelDefinition):
             decoder_placement(config, mesh, context_parallel=method)
 
         def check_remat() -> None:
-            policies = policies_of(options.remat, config)
+            policies = policies_of(options.remat, config.layer_kinds)
             if "pp" in mesh.axes:
                 stages = mesh.shape["pp"] * options.pipeline_chunks
                 policies_of_stage(policies, config.num_layers // stages)

@@ -7,7 +7,6 @@ module to any such tree. The tree is nested plain dicts, with leaves such as
 ``params["decoder"]["mlp"]["up"]["kernel"]``.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,12 +22,11 @@ from tessera.mesh import Mesh
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.decoder.decoder import RESIDUAL, Decoder
 from tessera.models.decoder.placement import decoder_placement
-from tessera.models.decoder.remat import NONE, policies_of
 from tessera.models.decoder.router_metrics import ROUTER_METRICS, router_sums
 from tessera.models.decoding import Decoding
-from tessera.models.model import Batch, DimNames, StagedModel, Sums, num_targets
+from tessera.models.model import Batch, DimNames, Sums, num_targets
 from tessera.models.partition_rules import Placement
-from tessera.models.pipeline_stages import StageSplit
+from tessera.models.staged_model import StagedModel
 from tessera.ops.attention.context_parallel_variants import Method
 from tessera.tree import Tree
 
@@ -47,9 +45,6 @@ class DecoderModel(StagedModel):
         an all-gather (arXiv 2205.05198).
       context_parallel: The attention over sequences that ``cp`` shards: ``ring`` passes
         keys and values around, ``all_to_all`` exchanges sequence shards for heads.
-      remat: The rematerialization policies of the layers; see ``remat.policies_of``.
-      split: The pipeline stages of the layers; the parameters under ``decoder`` are
-        then stored by stage, see ``StageSplit``.
 
     Example:
       >>> from tessera.models.registry import config_of
@@ -61,13 +56,8 @@ class DecoderModel(StagedModel):
     config: DecoderConfig
     sequence_parallel: bool = False
     context_parallel: Method = "ring"
-    remat: Any = NONE
-    split: StageSplit | None = None
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.remat, str):  # a list is not hashable; a model is
-            policies = policies_of(self.remat, self.config)
-            object.__setattr__(self, "remat", policies)
+    blocks = "decoder"
 
     @cached_property
     def _parts(self) -> tuple[nnx.GraphDef[Decoder], nnx.State[str, Any]]:
@@ -102,26 +92,13 @@ class DecoderModel(StagedModel):
         """Newly initialized float32 parameters without stages."""
         return nnx.to_pure_dict(nnx.split(self._new(key))[1])
 
-    def dim_names(self) -> Tree:
-        """The logical names of each parameter's dims as it is stored."""
+    def plain_dim_names(self) -> Tree:
+        """The logical names of each parameter's dims, as the module declares them."""
 
-        def names(path: str, param: nnx.Variable[Any]) -> DimNames:
-            is_staged = self.split is not None and path.startswith("decoder/")
-            return (None, "stages") * is_staged + param.shard_spec.mesh_axes
+        def names(_: str, param: nnx.Variable[Any]) -> DimNames:
+            return param.shard_spec.mesh_axes
 
         return _map_params(self._parts[1], names)
-
-    def stored(self, params: Tree) -> Tree:
-        """Convert parameters without stages to the form of ``init``."""
-        if self.split is None:
-            return params
-        return {**params, "decoder": self.split.stack(params["decoder"])}
-
-    def plain(self, params: Tree) -> Tree:
-        """Convert parameters from the form of ``init`` to that without stages."""
-        if self.split is None:
-            return params
-        return {**params, "decoder": self.split.unstack(params["decoder"])}
 
     def place(self, mesh: Mesh | None) -> Placement:
         """The placement of this model on a mesh.
@@ -190,15 +167,6 @@ class DecoderModel(StagedModel):
                 "global"
             )
 
-    def remat_notes(self) -> list[str]:
-        """Which layers the backward pass computes again."""
-        policies = Counter(policies_of(self.remat, self.config))
-        return [
-            f"{name} in {count} of {self.config.num_layers} layers"
-            for name, count in policies.items()
-            if name != NONE
-        ]
-
     def module(self, params: Tree) -> Decoder:
         """The nnx module with these parameters.
 
@@ -218,43 +186,15 @@ class DecoderModel(StagedModel):
 
         return CachedDecoding.of(self, mesh, dtype)
 
-    def loss(
-        self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str
-    ) -> tuple[Float[Array, ""], Sums]:
-        """See ``Model.loss``; the routers' losses are trained beside it.
-
-        They are means over one batch, weighted by its number of targets.
-        """
-        module = self.module(params)
-        hidden, statistics = module.hidden(
-            batch["tokens"],
-            positions=batch["positions"],
-            segment_ids=batch["segment_ids"],
-            place=place,
-        )
-        loss = module.loss(
-            hidden,
-            batch["targets"],
-            ignore_index=IGNORE_INDEX,
-            chunk=chunk,
-            place=place,
-        )
-        routers = router_sums(self.config, statistics, num_targets(batch))
-        return loss + routers.get("router_loss", 0.0), {"loss": loss, **routers}
+    @property
+    def block_kinds(self) -> tuple[str, ...]:
+        """``local`` or ``global`` for each layer."""
+        return self.config.layer_kinds
 
     @property
-    def stage_costs(self) -> tuple[list[float], float]:
+    def layer_costs(self) -> tuple[list[float], float]:
         """Multiplications per token of each layer and of the logits, in millions."""
         return self.config.layer_costs
-
-    def divide(self, params: Tree) -> tuple[Tree, Tree]:
-        """The blocks' parameters, and the others."""
-        shared = {name: part for name, part in params.items() if name != "decoder"}
-        return params["decoder"], shared
-
-    def join(self, staged: Tree, shared: Tree) -> Tree:
-        """Undo ``divide``."""
-        return {**shared, "decoder": staged}
 
     def wire(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
         """The residual, float32 ``[B, S, D]``."""
@@ -264,49 +204,51 @@ class DecoderModel(StagedModel):
         """The residual in its layout."""
         return place.constrain(wire, *RESIDUAL)
 
-    def run_stage(
+    def embed(self, params: Tree, batch: Batch, place: Placement) -> Array:
+        """See ``StagedModel.embed``."""
+        return self.merge(params).embed(batch["tokens"], place=place)
+
+    def run_blocks(
         self,
-        params: tuple[Tree, Tree],
-        wire: Array,
+        params: Tree,
+        hidden: Array,
         batch: Batch,
-        index: Int[Array, ""],
+        place: Placement,
+        numbers: Int[Array, " layers"] | None = None,
+    ) -> tuple[Array, Float[Array, ""] | float, Sums]:
+        """See ``StagedModel.run_blocks``; the routers' losses are trained beside it.
+
+        They are means over one batch, weighted by its number of targets.
+        """
+        hidden, statistics = self.merge(params).decode(
+            hidden,
+            positions=batch["positions"],
+            segment_ids=batch["segment_ids"],
+            numbers=numbers,
+            has_fillers=numbers is not None and not self.is_even,
+            place=place,
+        )
+        routers = router_sums(self.config, statistics, num_targets(batch))
+        return hidden, routers.get("router_loss", 0.0), routers
+
+    def head_loss(
+        self,
+        params: Tree,
+        hidden: Array,
+        batch: Batch,
         place: Placement,
         *,
         chunk: int | str,
-    ) -> tuple[Array, Float[Array, ""], Sums]:
-        """See ``StagedModel.run_stage``."""
-        split = self.split
-        assert split is not None, "the model of a pipeline has stages"
-        module = self.merge(self.join(*params))
-        numbers = jnp.asarray(split.numbers.reshape(-1, split.depth))
-        x_BSD = jax.lax.cond(
-            index == 0,
-            lambda: module.embed(batch["tokens"], place=place),
-            lambda: wire,
-        )
-        x_BSD, statistics = module.decode(
-            x_BSD,
-            positions=batch["positions"],
-            segment_ids=batch["segment_ids"],
-            numbers=jax.lax.dynamic_index_in_dim(numbers, index, 0, keepdims=False),
-            has_fillers=not split.is_even,
+    ) -> Float[Array, ""]:
+        """See ``StagedModel.head_loss``."""
+        module = self.merge(params)
+        return module.loss(
+            module.normalized(hidden, place=place),
+            batch["targets"],
+            ignore_index=IGNORE_INDEX,
+            chunk=chunk,
             place=place,
         )
-
-        def last() -> Float[Array, ""]:
-            return module.loss(
-                module.normalized(x_BSD, place=place),
-                batch["targets"],
-                ignore_index=IGNORE_INDEX,
-                chunk=chunk,
-                place=place,
-            )
-
-        is_last = index == len(split.layers) - 1
-        loss = jax.lax.cond(is_last, last, lambda: jnp.float32(0.0))
-        routers = router_sums(self.config, statistics, num_targets(batch))
-        trained = loss + routers.get("router_loss", 0.0)
-        return x_BSD, trained, {"loss": loss, **routers}
 
     def apply(
         self,

@@ -12,7 +12,7 @@ import pytest
 
 from tessera.errors import SettingConflictError, SettingValueError
 from tessera.models import DecoderModel
-from tessera.models.decoder.remat import (
+from tessera.models.layer_scan import (
     POLICIES,
     policies_of,
     policies_of_stage,
@@ -43,7 +43,7 @@ FORWARD = 9
     ],
 )
 def test_every_layer_has_a_policy(remat, expected):
-    assert policies_of(remat, CONFIG) == expected
+    assert policies_of(remat, CONFIG.layer_kinds) == expected
 
 
 def test_a_model_with_any_form_of_it_is_hashable():
@@ -99,13 +99,13 @@ def test_the_names_of_jax_are_its_policies():
 )
 def test_a_policy_that_is_none_is_refused(remat, message):
     with pytest.raises(SettingValueError) as caught:
-        policies_of(remat, CONFIG)
+        policies_of(remat, CONFIG.layer_kinds)
     assert str(caught.value) == message
 
 
 def test_the_layers_of_a_stage_share_a_policy():
     assert policies_of_stage(("full",) * 4, 2) == ("full", "full")
-    mixed = policies_of({"global": "full"}, CONFIG)
+    mixed = policies_of({"global": "full"}, CONFIG.layer_kinds)
     assert policies_of_stage(mixed, 4) == mixed
     with pytest.raises(SettingConflictError) as caught:
         policies_of_stage(mixed, 2)

@@ -14,8 +14,8 @@ from typing import Any, Final, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from tessera.compiler.pipelining.ring_buffers import zeros
 from tessera.errors import SettingConflictError, SettingValueError, did_you_mean
-from tessera.models.decoder.config import DecoderConfig
 from tessera.ops.rematerialization import NONE as NONE
 from tessera.ops.rematerialization import POLICIES as POLICIES
 
@@ -25,7 +25,7 @@ Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 _KINDS: Final = ("global", "local")
 
 
-def policies_of(remat: Any, config: DecoderConfig) -> Policies:
+def policies_of(remat: Any, kinds: Sequence[str]) -> Policies:
     """The policy of every layer.
 
     Args:
@@ -34,7 +34,7 @@ def policies_of(remat: Any, config: DecoderConfig) -> Policies:
         the results of matmuls; any other name is a policy of
         ``jax.checkpoint_policies``. A list has one name for each layer, a dict one for
         ``global`` and one for ``local`` layers.
-      config: The model's sizes.
+      kinds: The kind of each layer: ``global`` or ``local``, or one without a name.
 
     Raises:
       SettingValueError: [T502] a policy does not exist, or there is not one for
@@ -42,14 +42,14 @@ def policies_of(remat: Any, config: DecoderConfig) -> Policies:
 
     Example:
       >>> from tessera.models.registry import config_of
-      >>> policies_of({"global": "full"}, config_of("tiny"))
+      >>> policies_of({"global": "full"}, config_of("tiny").layer_kinds)
       ('none', 'none', 'none', 'none', 'none', 'full')
     """
-    count = config.num_layers
+    count = len(kinds)
     if isinstance(remat, Mapping):
         for kind in remat:
-            _check_name(kind, _KINDS, "kind of layer", remat)
-        kinds = ("global" if config.is_global(i) else "local" for i in range(count))
+            names = _KINDS if kinds[0] in _KINDS else ()
+            _check_name(kind, names, "kind of layer", remat)
         policies = tuple(remat.get(kind, NONE) for kind in kinds)
     elif isinstance(remat, Sequence) and not isinstance(remat, str):
         policies = tuple(remat)
@@ -61,8 +61,8 @@ def policies_of(remat: Any, config: DecoderConfig) -> Policies:
         raise SettingValueError(
             "a list of remat policies needs one for each layer",
             got=f"remat={_shown(remat)}: {len(policies)} policies, {count} layers",
-            fix=f"give {count}, or one name for all layers, or "
-            "{global: full, local: none}",
+            fix=f"give {count}, or one name for all layers"
+            + ", or {global: full, local: none}" * (kinds[0] in _KINDS),
         )
     return policies
 
@@ -85,7 +85,13 @@ def policies_of_stage(policies: Policies, depth: int) -> Policies:
 
 
 def scan_layers(
-    body: Body, carry: Any, layers: Any, policies: Policies, *, unroll: int = 1
+    body: Body,
+    carry: Any,
+    layers: Any,
+    policies: Policies,
+    *,
+    exists: jax.Array | None = None,
+    unroll: int = 1,
 ) -> tuple[Any, Any]:
     """``jax.lax.scan`` over layers with a rematerialization policy for each.
 
@@ -94,11 +100,15 @@ def scan_layers(
       carry: The input of the first layer.
       layers: Tree of arrays ``[layers, ...]``.
       policies: One for each layer, as ``policies_of`` gives them.
+      exists: bool ``[layers]``: whether each is a layer, or padding, which leaves the
+        carry as it is and whose results are zeros; None has no padding.
       unroll: Layers in one step of a scan.
 
     Returns:
       The last carry, and the results of all layers stacked.
     """
+    if exists is not None:
+        body, layers = _skipping_padding(body), (layers, exists)
     runs = [(name, len(list(same))) for name, same in groupby(policies)]
     if len(runs) == 1:
         return _scan(body, carry, layers, runs[0], unroll)
@@ -110,6 +120,17 @@ def scan_layers(
         carry, result = _scan(body, carry, jax.tree.unflatten(tree, piece), run, unroll)
         results.append(result)
     return carry, jax.tree.map(_concatenated, *results)
+
+
+def _skipping_padding(body: Body) -> Body:
+    def skip(carry: Any, layer: Any) -> tuple[Any, Any]:
+        return carry, zeros(jax.eval_shape(body, carry, layer)[1])
+
+    def body_or_skip(carry: Any, layer: Any) -> tuple[Any, Any]:
+        layer, exists = layer
+        return jax.lax.cond(exists, body, skip, carry, layer)
+
+    return body_or_skip
 
 
 def _concatenated(*parts: jax.Array) -> jax.Array:
