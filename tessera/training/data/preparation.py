@@ -43,12 +43,12 @@ from tessera.training.data.units import Unit
 
 _log: Final = logging.getLogger("tessera")
 
-# Small files share a block of this size; larger ones come as units of about as much.
 # All other settings do. The tokenizer counts by the content of its files.
 _NO_CHANGE_OF_TOKENS: Final = frozenset(
     {"path", "sources", "tokenizer", "validation_fraction", "max_bad_records"}
     | {"prefetch", "num_workers", "cache_dir", "synthetic"}
 )
+# Small files share a block of this size; larger ones come as units of about as much.
 _BLOCK_BYTES: Final = 16 * 2**20
 # Less text than this is encoded before another process has started.
 _WORKER_BYTES: Final = 16 * 2**20
@@ -226,20 +226,26 @@ def _make_block(task: Task, config: DataConfig, encoder: Encoder) -> bool:
     lock_path = task.folder.with_name(f"{task.folder.name}.lock")
     with _writing(task.folder), lock_path.open("ab") as file:
         is_locked = lock(file.fileno())
-        # Another process may have made it since.
-        if is_locked is False or task.folder.exists():
+        if is_locked is False:
             return False
-        bad_records = BadRecords(config.max_bad_records)
-        with new_block(task.folder, is_locked=bool(is_locked)) as folder:
-            writer = BlockWriter(
-                folder, encoder.separator, encoder.tokenizer.vocab_size
-            )
-            for encoded in _encode(task, config, encoder, bad_records):
-                writer.add(*encoded)
-            writer.finish(dataclasses.asdict(bad_records))
+        # Another process may have made it since.
+        is_missing = not task.folder.exists()
+        if is_missing:
+            _write_block(task, config, encoder, is_locked=bool(is_locked))
         # Whoever has opened the file before finds the block when it gets the lock.
         lock_path.unlink(missing_ok=True)
-    return True
+    return is_missing
+
+
+def _write_block(
+    task: Task, config: DataConfig, encoder: Encoder, *, is_locked: bool
+) -> None:
+    bad_records = BadRecords(config.max_bad_records)
+    with new_block(task.folder, is_locked=is_locked) as folder:
+        writer = BlockWriter(folder, encoder.separator, encoder.tokenizer.vocab_size)
+        for encoded in _encode(task, config, encoder, bad_records):
+            writer.add(*encoded)
+        writer.finish(dataclasses.asdict(bad_records))
 
 
 def _encode(

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def corpus(folder, cache, *, vocab_size=257, num_workers=1, **settings):
 
 
 def files_of(cache) -> dict[str, bytes]:
-    paths = (path for path in cache.rglob("*") if path.is_file())
+    """The files of the blocks; a process that was killed may leave the lock of one."""
+    paths = cache.glob("*/[!.]*/*")
     return {str(path.relative_to(cache)): path.read_bytes() for path in paths}
 
 
@@ -131,6 +133,22 @@ def test_processes_make_what_one_makes(folder, tmp_path):
     three = corpus(folder, tmp_path / "three", num_workers=3)
     assert three.fingerprint == one.fingerprint
     assert files_of(tmp_path / "three") == files_of(tmp_path / "one")
+
+
+def test_a_block_that_another_process_completes_meanwhile_leaves_no_lock(
+    folder, tmp_path, monkeypatch
+):
+    corpus(folder, tmp_path / "other")
+    (made,) = (tmp_path / "other").iterdir()
+
+    def lock_after_the_other(descriptor):
+        shutil.copytree(made, tmp_path / "cache" / made.name, dirs_exist_ok=True)
+        return lock(descriptor)
+
+    lock = preparation.lock
+    monkeypatch.setattr(preparation, "lock", lock_after_the_other)
+    corpus(folder, tmp_path / "cache")
+    assert not list(tmp_path.glob("cache/*/*.lock"))
 
 
 def test_the_cache_is_private(folder, tmp_path):
@@ -255,5 +273,6 @@ def test_runs_at_the_same_time_share_the_work(tmp_path):
     made = [int(run.communicate()[0]) for run in runs]
     assert sum(made) == len(blocks_of(cache)) == count
     assert sum(number > 0 for number in made) > 1
+    assert not list(cache.glob("*/*.lock"))
     corpus(folder, tmp_path / "undisturbed")
     assert files_of(cache) == files_of(tmp_path / "undisturbed")
