@@ -27,8 +27,13 @@ Structs: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 # The smallest share, in bytes, of a replicated array that one device writes.
 _MIN_SLICE: Final = 1 << 24
 
-# The path as well as the package, as a user's folder may be called orbax, too.
-_ORBAX: Final = ("orbax.checkpoint", str(Path(ocp.__file__).parent))
+# The path as well as the package, as a user's folder may be called orbax, too. Errors
+# of TensorStore have no traceback, but name a file in the folder that Orbax writes to.
+_ORBAX: Final = (
+    "orbax.checkpoint",
+    str(Path(ocp.__file__).parent),
+    ".orbax-checkpoint-tmp/",
+)
 
 
 class ArrayWrite:

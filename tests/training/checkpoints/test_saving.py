@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints behind the loop: what is safe when, how many stay, what fails how."""
 
+import asyncio
+import gc
 import logging
 import resource
 import threading
@@ -206,3 +208,19 @@ def test_orbax_s_own_errors_are_ours(job, state, tmp_path, caplog, small_files):
         checkpoints.wait()
     assert {record.name for record in caplog.records} == {"tessera"}
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [("/runs/2/state.orbax-checkpoint-tmp/d/ab", set()), ("/orbax/ab", {"asyncio"})],
+)
+def test_an_array_whose_error_nobody_awaits_is_logged_unless_it_is_orbax_s(
+    job, state, tmp_path, caplog, path, names
+):
+    with Checkpoints(job, tmp_path, "") as checkpoints:
+        checkpoints.save(2, state, CURSOR)
+    loop = asyncio.new_event_loop()
+    loop.create_future().set_exception(ValueError(f"Failed writing: {path}"))
+    loop.close()
+    gc.collect()
+    assert {record.name for record in caplog.records} == names
