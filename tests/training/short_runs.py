@@ -79,6 +79,15 @@ class Ran:
     def validations(self) -> list[dict[str, Any]]:
         return [line for line in self.lines if "val_loss" in line]
 
+    @property
+    def numbers(self) -> list[dict[str, Any]]:
+        """Every line without what a clock said."""
+        clock = {"tokens_per_second", "step_seconds", "data_wait_fraction"}
+        return [
+            {name: value for name, value in line.items() if name not in clock}
+            for line in self.lines
+        ]
+
 
 def train(run: Run, path: Path) -> Ran:
     corpus, folder, seen = run.load_data(), open_run_folder(path, ""), io.StringIO()
