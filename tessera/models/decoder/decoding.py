@@ -83,14 +83,7 @@ class CachedDecoding(Decoding):
         pads: Pads,
         length: int,
     ) -> tuple[Logits, Cache]:
-        """The logits after the prompts, and their keys and values.
-
-        Args:
-          weights: As from ``unstack``.
-          tokens: The prompts, padded on the left.
-          pads: How much padding each row has; None if there is none.
-          length: Slots of the global layers' caches, at least those of the prompts.
-        """
+        """See ``Decoding``; ``length`` is the slots of the global layers' caches."""
         slots = jnp.arange(tokens.shape[1])
         segment_ids = None
         if pads is not None:  # padding attends to padding alone
@@ -119,15 +112,7 @@ class CachedDecoding(Decoding):
         slot: Int[Array, ""],
         pads: Pads,
     ) -> tuple[Logits, Cache]:
-        """The logits after one more token of each row, and the cache with it.
-
-        Args:
-          weights: As from ``unstack``.
-          cache: Of the slots before.
-          tokens: The tokens at ``slot``.
-          slot: Where the tokens are in their padded rows.
-          pads: As for ``prefill``.
-        """
+        """See ``Decoding``."""
         new = Cache()
 
         def attention(number: int) -> Attend:
