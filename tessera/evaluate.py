@@ -51,6 +51,7 @@ def _parser() -> ArgumentParser:
     add("--data", action="append", required=True, help="a source; repeatable")
     add("--text-key", default="text", help="of JSON lines: the key of the text; text")
     add("--length", type=int, default=1024, help="tokens of a window; 1024")
+    add("--module", action="append", default=[], help="imported first; repeatable")
     add("--mesh", help="sizes and axes, such as [[1,4],[fsdp,tp]]; one device")
     add("--json", action="store_true", help="write each source as a line of JSON")
     return parser
@@ -63,7 +64,7 @@ def _lines(options: Namespace) -> Iterator[str]:
     from tessera.training.trained_model import mesh_of, open_trained
 
     mesh = mesh_of(options.mesh)
-    trained = open_trained(options.model)
+    trained = open_trained(options.model, options.module)
     # Everything is read before anything is compiled.
     sources = {
         path: list(_documents(path, options.text_key, trained)) for path in options.data

@@ -47,6 +47,7 @@ def _parser() -> ArgumentParser:
     add("--top-p", type=float, help="sample from those with this probability together")
     add("--seed", type=int, default=0, help="of the samples; 0")
     add("--stop", action="append", default=[], help="end before this text; repeatable")
+    add("--module", action="append", default=[], help="imported first; repeatable")
     add("--mesh", help="sizes and axes, such as [[1,4],[fsdp,tp]]; one device")
     add("--cache-dtype", choices=("f32", "bf16", "f16"), help="of keys and values")
     return parser
@@ -84,7 +85,7 @@ def _texts(options: Namespace, prompts: list[str]) -> Iterator[str]:
     from tessera.training.trained_model import mesh_of, open_trained
 
     mesh = mesh_of(options.mesh)
-    trained = open_trained(options.model)
+    trained = open_trained(options.model, options.module)
     rows: list[list[int]] = []
     for prompt in prompts:
         ids = trained.tokenizer.encode(prompt)

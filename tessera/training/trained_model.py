@@ -2,7 +2,7 @@
 """``TrainedModel``: a run, a checkpoint or a published folder, ready to be used."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -21,7 +21,7 @@ from tessera.errors import (
 from tessera.mesh import Mesh
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.decoder.model import DecoderModel
-from tessera.models.definition import ModelOptions
+from tessera.models.definition import ModelOptions, import_module
 from tessera.models.model import Model
 from tessera.models.model_folder import ModelFolder
 from tessera.models.weights import import_weights
@@ -66,19 +66,24 @@ class TrainedModel:
     read: Callable[[Mesh | None], Tree]
 
 
-def open_trained(path: str | Path) -> TrainedModel:
+def open_trained(path: str | Path, modules: Sequence[str] = ()) -> TrainedModel:
     """What is at a path; no parameter is read yet.
 
     Args:
       path: The folder of a run, of its checkpoints, or of one of them; or a folder of
         Hugging Face.
+      modules: Imported first: those that register the model of the run. What a run's
+        own files name is never imported.
 
     Raises:
+      UnknownModelError: [T403] none of the modules registers the model of the run.
       CheckpointNotFoundError: [T801] there is none, or the newest is damaged.
       CheckpointMismatchError: [T802] the checkpoint is of a newer Tessera.
       ModelFolderError: [T806] the folder's ``config.json`` cannot be used.
       TokenizerError: [T605] there is no tokenizer, or it cannot be read.
     """
+    for module in modules:
+        import_module(module)
     path = Path(path).expanduser()
     return _folder(path) if os.path.isfile(path / "config.json") else _checkpoint(path)
 

@@ -9,9 +9,18 @@ import jax
 import numpy as np
 import pytest
 
-from tessera.errors import SettingConflictError, TesseraError, UnknownModelError
+from tessera.errors import (
+    ModelFolderError,
+    SettingConflictError,
+    TesseraError,
+    UnknownModelError,
+)
+from tessera.evaluate import main as evaluate
+from tessera.generate import main as generate
 from tessera.mesh import Mesh
+from tessera.models import definition
 from tessera.training.build_run import Run
+from tessera.training.checkpoints.export_checkpoint import export_checkpoint
 from tessera.training.command_line import compose
 from tessera.training.config_schema import settings_of_text
 from tessera.training.main import configs_dir, main
@@ -109,6 +118,32 @@ def test_it_trains_saves_and_resumes_on_another_mesh(tmp_path, capfd):
     out = capfd.readouterr().out
     assert "step 4/4" in out
     assert "step 2/4" not in out
+
+
+def test_what_was_trained_is_used_with_the_module_that_defines_it(
+    tmp_path, capsys, monkeypatch
+):
+    run, text = f"{tmp_path}/run", tmp_path / "notes.txt"
+    text.write_text("some text " * 50)
+    data = ["data=text", f"data.path={text}", f"data.cache_dir={tmp_path}/cache"]
+    data += ["data.validation_fraction=0", "training.sample_length=0"]
+    command = [*SMALL[:-2], *data, "training.steps=1", f"hydra.run.dir={run}"]
+    assert main(command) == 0
+    uses = (
+        (generate, [run, "text", "--max-tokens=2"]),
+        (evaluate, [run, "--data", str(text), "--length=16"]),
+    )
+    for use, arguments in uses:
+        assert use([*arguments, "--module=own_decoder"]) == 0
+        with monkeypatch.context() as patch:  # a process that has not imported it
+            patch.delitem(definition._DEFINITIONS, "own_decoder:Decoder")
+            patch.delitem(sys.modules, "own_decoder")
+            assert use(arguments) != 0
+            with pytest.raises(ModelFolderError, match="--format=safetensors"):
+                export_checkpoint(run, tmp_path / "folder", as_folder=True)
+        error = capsys.readouterr().err
+        assert error.startswith("[T403]")
+        assert "fix: import it: --module own_decoder" in error
 
 
 @pytest.mark.parametrize(

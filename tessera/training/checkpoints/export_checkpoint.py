@@ -9,7 +9,12 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from tessera.dtypes import as_dtype
-from tessera.errors import CheckpointMismatchError, CheckpointNotFoundError
+from tessera.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ModelFolderError,
+    UnknownModelError,
+)
 from tessera.models.weights import write_weights
 from tessera.models.write_folder import write_folder
 from tessera.training.checkpoints import storage
@@ -60,7 +65,14 @@ def export_checkpoint(
         header = {"format": "tessera", "step": str(metadata.step)}
         layouts = params.layouts
         return write_weights(file, layouts, params.read, dtype=dtype, metadata=header)
-    config = settings_of_checkpoint(checkpoint)
+    try:
+        config = settings_of_checkpoint(checkpoint)
+    except UnknownModelError as error:
+        raise ModelFolderError(
+            "no family of Transformers computes a registered model",
+            got=error.got,
+            fix="export its parameters by their own names: --format=safetensors",
+        ) from error
     tokens, files = tokenizer_files(config.data)
     to = np.dtype(as_dtype(dtype or "f32"))
     return write_folder(
@@ -95,10 +107,13 @@ def settings_of_checkpoint(checkpoint: Checkpoint) -> Config:
     """The settings of the run that saved it.
 
     Raises:
+      UnknownModelError: [T403] no module that was imported registers its model.
       CheckpointMismatchError: [T802] this Tessera does not understand them.
     """
     try:
         return settings_of_text(checkpoint.metadata.config)
+    except UnknownModelError:
+        raise
     except ValueError as error:
         raise CheckpointMismatchError(
             "this Tessera does not understand the configuration of the checkpoint",
