@@ -15,12 +15,17 @@ from tessera.runtime.exit_codes import exit_on_stop_signals
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Launch what the command line asks for; returns the exit code of the whole run."""
-    exit_on_stop_signals()  # before the other imports, which take a while
+    with exit_on_stop_signals():
+        return _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    # Here, because these imports take a while.
     from tessera.runtime.launch_options import make_plan
     from tessera.runtime.launcher import Launcher
 
     try:
-        plan = make_plan(sys.argv[1:] if arguments is None else arguments, os.environ)
+        plan = make_plan(arguments, os.environ)
     except TesseraError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -7,8 +7,11 @@ for a different reaction has its own code.
 
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from signal import SIGINT, SIGTERM, SIGUSR2
-from typing import Final
+from typing import Any, Final
 
 SUCCESS: Final = 0
 FAILURE: Final = 1
@@ -31,14 +34,27 @@ STOP_SIGNALS: Final = {SIGTERM: REQUEUE, SIGUSR2: REQUEUE, SIGINT: INTERRUPTED}
 to jobs that were submitted with submitit."""
 
 
-def exit_on_stop_signals() -> None:
+@contextmanager
+def exit_on_stop_signals() -> Iterator[None]:
     """Exit immediately on these signals, as long as there is nothing to save.
 
-    Ignored signals stay ignored. ``StopRequests`` installs its own handlers later.
+    Ignored signals stay ignored, and outside of the main thread all stay as they are.
+    ``StopRequests`` installs its own handlers for a time within the block.
     """
-    for number, code in STOP_SIGNALS.items():
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_, code=code: os._exit(code))
+    before = dict[signal.Signals, Any]()
+    if threading.current_thread() is threading.main_thread():
+        # None is a handler that is not Python's.
+        kept = (signal.SIG_IGN, None)
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        before = {number: it for number, it in handlers.items() if it not in kept}
+    for number in before:
+        code = STOP_SIGNALS[number]
+        signal.signal(number, lambda *_, code=code: os._exit(code))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def shell_exit_code(returncode: int) -> int:

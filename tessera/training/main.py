@@ -31,13 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
       failed ends here instead, because the threads of an unfinished checkpoint would
       keep Python from its end.
     """
-    exit_on_stop_signals()  # before the imports below: there is nothing to save yet
+    with exit_on_stop_signals():  # there is nothing to save yet
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    # Here, because these imports take seconds.
     from tessera.training.command_line import read_command_line, run_composed
 
     composed = read_command_line(configs_dir(), arguments)
     if isinstance(composed, int):
         return composed
-    # These imports take seconds.
     from tessera.runtime.process_exit import exit_now
     from tessera.training.train import run
 
