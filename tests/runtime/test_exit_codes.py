@@ -30,7 +30,7 @@ with exit_on_stop_signals():
     [
         (train, ["--cfg", "job"], 0),
         (train, ["no=setting"], 2),
-        (launch, ["--nprocs=0", "x"], 2),
+        (launch, ["no_such_file.py"], 2),
     ],
 )
 def test_a_notebook_that_calls_a_command_keeps_its_handlers(command, arguments, code):
