@@ -2,8 +2,8 @@
 """Analyzes programs and arrays: layouts, communication, memory and cost.
 
     hlo, source_lines               the text of a compiled program, as objects
-    dataflow, trip_counts,
-    hlo_walk, device_variance       one walker: definitions, uses, executions, variance
+    hlo_walk, dataflow,
+    device_variance                 one walker: executions, definitions, uses, variance
     ledger, budget                  every collective, with axes, bytes and source line
     memory                          bytes per device
     flops                           operations, counted on the jaxpr

@@ -9,7 +9,7 @@ every matmul with its sizes and every scan with its length.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -130,23 +130,6 @@ def format_flops(number: float) -> str:
         if number >= size:
             return f"{number / size:.2f} {prefix}"
     return f"{number:.0f}"
-
-
-class _HasCosts(Protocol):
-    def cost_analysis(self) -> Any: ...
-
-
-def bytes_accessed(compiled: _HasCosts) -> float | None:
-    """Bytes that one device's program reads and writes, by XLA's own estimate.
-
-    It counts a loop's body once and does not model caches: use it only to compare
-    programs with the same loops.
-
-    Returns:
-      Bytes, or None where the platform has no estimate.
-    """
-    costs = compiled.cost_analysis()
-    return costs.get("bytes accessed") if isinstance(costs, dict) else None
 
 
 def _count(program: _jax.Program) -> Flops:

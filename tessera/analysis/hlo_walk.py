@@ -5,6 +5,8 @@ XLA nests computations in loops, branches, fusions and asynchronous wrappers. He
 are unrolled into one sequence, each instruction with the calls that lead to it.
 """
 
+import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,6 +21,8 @@ Names: TypeAlias = tuple[tuple[str, str], ...]
 # Instructions whose result is that of the computation they run.
 CALLS = ("fusion", "call", "async-start")
 _RUNS = (*CALLS, "call-start", "custom-call", "conditional")
+# XLA records how often a loop runs that counts up to a constant, as of ``lax.scan``.
+_TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,17 @@ class Node:
     def is_conditional(self) -> bool:
         """Whether a branch may skip it."""
         return any(outer.opcode == "conditional" for _, outer in self.path[:-1])
+
+    @property
+    def calls(self) -> int | None:
+        """How often one execution of the program runs it.
+
+        None inside a loop whose length is known only at run time.
+        """
+        loops = [outer for _, outer in self.path[:-1] if outer.opcode == "while"]
+        configs = [loop.attributes.get("backend_config", "") for loop in loops]
+        counts = [int(match[1]) for match in map(_TRIP_COUNT.search, configs) if match]
+        return math.prod(counts) if len(counts) == len(loops) else None
 
     @property
     def names(self) -> Names:

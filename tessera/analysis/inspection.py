@@ -111,10 +111,6 @@ class LeafLayout:
         ids = enumerate(self.mesh.device_ids)
         return tuple((device, self._block(position)) for position, device in ids)
 
-    def device_at(self, position: int) -> int:
-        """The id of the device at a position."""
-        return self.blocks[position][0]
-
     def block_at(self, position: int) -> Block:
         """The (start, stop) of every dim that the device at a position has."""
         return self.blocks[position][1]

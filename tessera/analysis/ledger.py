@@ -29,7 +29,6 @@ from tessera.analysis.planned_collectives import LAYOUT, BoundaryAxes, Reasons
 from tessera.analysis.sharding_constraints import DeclaredLayout, spec_axes
 from tessera.analysis.source_lines import short, user_line
 from tessera.analysis.tables import aligned, html_lines, html_section, html_table
-from tessera.analysis.trip_counts import calls
 from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
 
@@ -294,7 +293,7 @@ def _row(flow: Dataflow, node: Node, mesh: Mesh) -> Collective | None:
         if pairs
         else len(groups[0]),
         arrays=_moved(node, kind),
-        calls=calls(flow, node),
+        calls=node.calls,
         conditional=node.is_conditional,
         op_name=origin.op_name,
         source=user_line(flow.module.frames(origin)),

@@ -8,13 +8,11 @@ allocated, and for meshes that this machine does not have.
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
+
+import jax
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-class _Compiled(Protocol):
-    def memory_analysis(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class Memory:
         return {**asdict(self), "peak": self.peak}
 
 
-def memory(compiled: _Compiled) -> Memory:
+def memory(compiled: jax.stages.Compiled) -> Memory:
     """The memory that a compiled program needs on each device.
 
     Args:
@@ -74,7 +72,7 @@ def memory(compiled: _Compiled) -> Memory:
     Returns:
       Bytes per device.
     """
-    stats = compiled.memory_analysis()
+    stats: Any = compiled.memory_analysis()
     return Memory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,

@@ -97,16 +97,14 @@ def html_lines(texts: Iterable[str]) -> str:
     return f"<pre>{escape(_first(texts))}</pre>"
 
 
-def html_section(title: str, body: str, *, is_open: bool = False) -> str:
+def html_section(title: str, body: str) -> str:
     """A section that folds under its title.
 
     Args:
       title: Text.
       body: HTML.
-      is_open: Whether it starts unfolded.
     """
-    opened = " open" * is_open
-    return f"<details{opened}><summary>{escape(title)}</summary>{body}</details>"
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
 
 
 def html_diff(text: str) -> str:

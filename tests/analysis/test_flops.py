@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from tessera.analysis.flops import Flops, bytes_accessed, count
+from tessera.analysis.flops import Flops, count
 from tessera.mesh import Mesh
 
 
@@ -217,19 +217,6 @@ def test_a_region_that_is_manual_over_one_axis_has_the_others_whole():
     )
     # Two blocks of 8 rows, each against itself.
     assert flops(jax.jit(region), ones(16, 4)).matmul == 2 * (2 * 8 * 8 * 4)
-
-
-def test_bytes_accessed_is_xlas_estimate():
-    compiled = jax.jit(lambda x: x + 1.0).lower(ones(256)).compile()
-    assert bytes_accessed(compiled) == 2 * 1024
-
-
-def test_bytes_accessed_is_unknown_where_the_platform_does_not_say():
-    class Silent:
-        def cost_analysis(self):
-            return None
-
-    assert bytes_accessed(Silent()) is None
 
 
 def test_the_text_names_both_parts():

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tessera.analysis import hlo
 from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo_walk import cause, executions
-from tessera.analysis.trip_counts import calls
 
 LINE = 'metadata={op_name="%s" source_file="me.py" source_line=%d}'
 
@@ -12,7 +13,7 @@ LINE = 'metadata={op_name="%s" source_file="me.py" source_line=%d}'
 def runs(text, opcode):
     flow = Dataflow(hlo.parse("HloModule m\n" + text))
     return [
-        (calls(flow, each), each.is_conditional)
+        (each.calls, each.is_conditional)
         for each in flow.nodes
         if each.instruction.opcode == opcode
     ]
@@ -40,6 +41,37 @@ ENTRY e {{
   ROOT z = f32[2] while(y), condition=c, body=outer, {trips(3)}
 }}"""
     assert runs(text, "negate") == [(1, False), (12, False)]
+
+
+def calls_in_loop(function, *arguments):
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    nodes = executions(hlo.parse(text))
+    return {n.calls for n in nodes if "while" in [o.opcode for _, o in n.path[:-1]]}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_xla_records_how_often_a_scan_and_its_gradient_run(reverse):
+    def scanned(x):
+        carried, rows = jax.lax.scan(
+            lambda c, _: (jnp.tanh(c), c.sum()), x, None, length=6, reverse=reverse
+        )
+        return carried.sum() + rows.sum()
+
+    assert calls_in_loop(jax.grad(scanned), jnp.ones((4, 4))) == {6}
+
+
+def test_xla_records_how_often_a_loop_between_constants_runs():
+    def doubled(x):
+        return jax.lax.fori_loop(2, 7, lambda i, y: y * 2.0 + i, x)
+
+    assert calls_in_loop(doubled, jnp.ones(3)) == {5}
+
+
+def test_a_loop_until_a_value_is_reached_is_unknown():
+    def doubled(x):
+        return jax.lax.while_loop(lambda y: y.sum() < 9.0, lambda y: y * 2.0, x)
+
+    assert calls_in_loop(doubled, jnp.ones(3)) == {None}
 
 
 def test_a_loop_of_unknown_length_makes_its_body_unknown():

@@ -94,7 +94,7 @@ def test_slices_are_those_that_jax_gives_the_devices(grid_mesh, shape, spec):
     for position, device in enumerate(grid_mesh.jax.devices.flat):
         slices = x.sharding.devices_indices_map(shape)[device]
         bounds = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=True)]
-        assert leaf.device_at(position) == device.id
+        assert leaf.blocks[position][0] == device.id
         assert leaf.block_at(position) == tuple(bounds)
     assert leaf.local_shape == x.sharding.shard_shape(shape)
     assert leaf.copies * leaf.nbytes == 8 * leaf.local_nbytes
@@ -103,7 +103,7 @@ def test_slices_are_those_that_jax_gives_the_devices(grid_mesh, shape, spec):
 def test_devices_are_named_by_their_ids():
     mesh = Mesh(["dp"], devices=[6, 4])
     (leaf,) = inspect(on(mesh, np.zeros(4, np.float32), "dp")).leaves
-    assert [leaf.device_at(position) for position in range(2)] == [6, 4]
+    assert [device for device, _ in leaf.blocks[:2]] == [6, 4]
 
 
 def test_a_tree_has_a_row_per_leaf_and_totals(grid_mesh):
