@@ -21,8 +21,7 @@ from tessera import _jax, scope
 from tessera.api.function import Function
 from tessera.compiler.differentiation import differentiated
 from tessera.compiler.gradient_primitive import grad, gradient_taken_p
-from tessera.compiler.pipelining.pipeline_primitive import pipeline_p
-from tessera.compiler.rewriting import contains
+from tessera.compiler.pipelining.pipeline_primitive import has_pipeline
 from tessera.compiler.trace.declared_layouts import Options, is_number
 from tessera.errors import ArgumentError, did_you_mean
 from tessera.object_arguments import changes_in_place, is_object, parameters_of
@@ -236,7 +235,7 @@ class _OwnProgram:
     @property
     def has_pipeline(self) -> bool:
         """Whether it has a pipelined call, which only the step's passes can expand."""
-        return contains(self._program, lambda e, _: e.primitive is pipeline_p)
+        return has_pipeline(self._program)
 
     def run(self) -> Any:
         """The call's result and its gradients."""

@@ -122,10 +122,6 @@ class Graph:
             captured=(*self.captured, *found),
         )
 
-    def scheduled(self) -> "Graph":
-        """The same graph without the program of one microbatch, which is used up."""
-        return replace(self, microbatch=None)
-
     def with_outputs(self, outputs: Sequence[Value]) -> "Graph":
         """The same graph with other descriptions of its outputs."""
         return replace(self, outputs=tuple(outputs))

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces each pipelined call by a loop over microbatches."""
 
-from tessera import _jax
-from tessera.compiler import rewriting
 from tessera.compiler.ir import Graph
-from tessera.compiler.pipelining.pipeline_primitive import pipeline_p
+from tessera.compiler.pipelining.pipeline_primitive import has_pipeline
 
 
 def schedule_pipelines(graph: Graph) -> Graph:
@@ -21,13 +19,9 @@ def schedule_pipelines(graph: Graph) -> Graph:
     Raises:
       PipelineFormError: [T312] the loss cannot be computed microbatch by microbatch.
     """
-    if not rewriting.contains(graph.program, _is_call):
+    if not has_pipeline(graph.program):
         return graph
     # Imported here: most programs have no pipeline, and it is a large part of Tessera.
     from tessera.compiler.pipelining.insert_pipeline_loop import insert_pipeline_loops
 
     return insert_pipeline_loops(graph)
-
-
-def _is_call(equation: _jax.Equation, _: str = "") -> bool:
-    return equation.primitive is pipeline_p

@@ -73,13 +73,7 @@ class Stages:
         return jax.lax.switch(index, branches, *operands)
 
 
-def _dataclass_tree(*fields: str) -> Callable[[type], type]:
-    return partial(
-        jax.tree_util.register_dataclass, data_fields=list(fields), meta_fields=[]
-    )
-
-
-@_dataclass_tree("loss", "statistics", "weights", "shared", "micros", "outputs")
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Gradients:
     """The results of a pipelined step, each a sum over microbatches.
@@ -101,7 +95,7 @@ class Gradients:
     outputs: Tree
 
 
-@_dataclass_tree("activation", "cotangent", "inputs", "cotangents", "residuals", "sums")
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Carry:
     """The state of a device between two ticks.

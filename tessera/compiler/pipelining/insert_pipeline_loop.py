@@ -23,7 +23,11 @@ from tessera.compiler.pipelining.loss_decomposition import (
     LossDecomposition,
     decompose_loss,
 )
-from tessera.compiler.pipelining.pipeline_primitive import PipelineCall, pipeline_p
+from tessera.compiler.pipelining.pipeline_primitive import (
+    PipelineCall,
+    has_pipeline,
+    pipeline_p,
+)
 from tessera.errors import PipelineFormError
 
 
@@ -38,16 +42,12 @@ def insert_pipeline_loops(graph: Graph) -> Graph:
     def run(*values: Any) -> list[Any]:
         return _Interpreter(whole, plans, values).run()
 
-    return graph.with_program(_jax.retrace(run, whole)).scheduled()
-
-
-def _is_call(equation: _jax.Equation, _: str = "") -> bool:
-    return equation.primitive is pipeline_p
+    return replace(graph.with_program(_jax.retrace(run, whole)), microbatch=None)
 
 
 def _check_not_nested(program: _jax.Program) -> None:
     for equation in _jax.equations(program):
-        if any(rewriting.contains(p, _is_call) for p in _jax.inner_programs(equation)):
+        if any(map(has_pipeline, _jax.inner_programs(equation))):
             line = _jax.source_line(equation)
             raise PipelineFormError(
                 f"a pipelined function is called inside {equation.primitive.name}",
@@ -93,7 +93,7 @@ def _loop_plans(whole: _jax.Program, micro: _jax.Program) -> dict[int, _LoopPlan
     plans: dict[int, _LoopPlan] = {}
     planned: set[int] = set()
     for index, equation in enumerate(equations):
-        if not _is_call(equation):
+        if equation.primitive is not pipeline_p:
             continue
         gradients = _gradients_of(equations, index)
         if len(gradients) > 1 or not planned.isdisjoint(gradients):

@@ -28,6 +28,7 @@ from tessera.compiler.pipelining.pipeline_primitive import (
     PipelineCall,
     bind,
     check_results,
+    first_line,
     struct_of,
 )
 from tessera.compiler.pipelining.split_stages import split_stages
@@ -172,7 +173,7 @@ class SplitCall:
         except TesseraError:
             raise
         except (TypeError, ValueError) as error:  # it could be traced for the batch
-            problem = f"{part} of {call.rows} rows: {_first_line(error)}"
+            problem = f"{part} of {call.rows} rows: {first_line(error)}"
             raise self._undecided(problem) from error
         finally:
             self.here.is_whole_batch = True
@@ -203,17 +204,13 @@ class SplitCall:
         try:
             larger = self._of_batch(rows, before)
         except (TypeError, ValueError) as error:
-            return f"for {rows} rows: {_first_line(error)}"
+            return f"for {rows} rows: {first_line(error)}"
         return self._problem(larger, whole, 2)
 
     def _undecided(self, problem: str) -> TesseraError:
         pairs = zip(self.call.by_row, self.decision.by_row, strict=True)
         by_row = tuple(None if row else declared for declared, row in pairs)
         return replace(self.call, by_row=by_row).undecided(problem)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _traced(function: Any, arrays: Sequence[Any]) -> Traced:

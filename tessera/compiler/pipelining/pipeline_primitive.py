@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from tessera import _jax
 from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.compiler.pipelining.split_stages import StagedProgram
+from tessera.compiler.rewriting import contains
 from tessera.errors import (
     OutsideTraceError,
     PipelineFormError,
@@ -155,6 +156,11 @@ def bind(call: PipelineCall, arguments: Sequence[Any], weights: Sequence[Any]) -
     return pipeline_p.bind(*arguments, *weights, call=call)
 
 
+def has_pipeline(program: _jax.Program) -> bool:
+    """Whether a program calls a pipelined function."""
+    return contains(program, lambda equation, _: equation.primitive is pipeline_p)
+
+
 def argument_rows(program: _jax.Program) -> dict[str, bool]:
     """Which arguments of a program's pipelined calls have rows, where decided."""
     by_path: dict[str, bool] = {}
@@ -171,6 +177,11 @@ def argument_rows(program: _jax.Program) -> dict[str, bool]:
 def first_of(paths: Sequence[str]) -> str:
     """The first few of some paths, for an error."""
     return ", ".join(paths[:_LISTED]) + ", …" * (len(paths) > _LISTED)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error that JAX raised, for the message of another one."""
+    return str(error).partition("\n")[0]
 
 
 def check_results(avals: Sequence[Any], rows: int | None) -> None:

@@ -27,20 +27,16 @@ from tessera.compiler.pipelining.pipeline_primitive import (
     Decision,
     PipelineCall,
     check_results,
+    first_line,
     pipeline_p,
 )
-from tessera.compiler.rewriting import contains, inline_jits
+from tessera.compiler.rewriting import inline_jits
 from tessera.compiler.trace.argument_roles import GradientUses, gradient_uses, views_of
 from tessera.errors import PipelineFormError, TesseraError
 from tessera.scope import Scope
 from tessera.shard_spec import check_even
 
 Retrace: TypeAlias = Callable[[Sequence[Value], Scope], _jax.Program]
-
-
-def has_pipeline(program: _jax.Program) -> bool:
-    """Whether a step calls a pipelined function."""
-    return contains(program, lambda equation, _: equation.primitive is pipeline_p)
 
 
 def require_even_rows(graph: Graph) -> None:
@@ -98,7 +94,7 @@ class BatchRows:
         except Exception as error:
             # An error after the last of these calls does not matter.
             if len(here.pipelined) <= max(undecided):
-                problem = f"{factor} times as many rows: {_first_line(error)}"
+                problem = f"{factor} times as many rows: {first_line(error)}"
                 raise undecided[max(undecided)].call.undecided(problem) from error
         return {
             number: arguments.decision(here.pipelined[number], factor)
@@ -164,7 +160,7 @@ class BatchRows:
         except TesseraError:
             raise
         except (TypeError, ValueError) as error:
-            raise _no_rows_of_a_batch(first, size, _first_line(error)) from error
+            raise _no_rows_of_a_batch(first, size, first_line(error)) from error
         for _, _, call in self._calls():
             types = zip(call.by_row, here.pipelined[call.number], strict=True)
             for count in {aval.shape[0] for has_rows, aval in types if has_rows}:
@@ -369,10 +365,6 @@ def _is_like(value: Value, weights: Sequence[Value]) -> bool:
         value.aval.shape == weight.aval.shape or f"/{weight.name}/" in f"/{value.name}/"
         for weight in weights
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _no_rows_of_a_batch(

@@ -22,7 +22,11 @@ from tessera import _jax, scope
 from tessera.annotations import Binding, bind
 from tessera.compiler.gradient_primitive import gradient_p, unreached_error
 from tessera.compiler.ir import Graph, Value
-from tessera.compiler.pipelining.pipeline_primitive import Decision, argument_rows
+from tessera.compiler.pipelining.pipeline_primitive import (
+    Decision,
+    argument_rows,
+    has_pipeline,
+)
 from tessera.compiler.trace.argument_roles import gradient_uses
 from tessera.compiler.trace.arguments import Call, Leaf, is_in
 from tessera.compiler.trace.control_flow.autograph import (
@@ -38,11 +42,7 @@ from tessera.compiler.trace.declared_layouts import (
     parameter_value,
 )
 from tessera.compiler.trace.mesh_inference import common_mesh, meshes_used
-from tessera.compiler.trace.microbatch_trace import (
-    BatchRows,
-    has_pipeline,
-    require_even_rows,
-)
+from tessera.compiler.trace.microbatch_trace import BatchRows, require_even_rows
 from tessera.compiler.trace.strategy_roles import BATCH
 from tessera.compiler.trace.torch_transpose import enable_torch_transpose
 from tessera.compiler.trace.write_back import MutationTracker, Write, write_values

@@ -13,7 +13,6 @@ experts' axes, C rows of a buffer, F hidden.
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -92,17 +91,7 @@ def route(x: Array, router_DE: Array, options: RoutingOptions) -> Routes:
     return Routes(experts, weights, logits, probabilities)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "load_balancing_loss",
-        "z_loss",
-        "entropy",
-        "dropped_fraction",
-        "tokens_per_expert",
-    ],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RouterStatistics:
     """Statistics of a router, over all tokens of all devices.

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.compiler.pipelining import Op, Schedule, check, one_f_one_b, schedule
-from tessera.compiler.pipelining.named_schedules import NAMES
+from tessera.compiler.pipelining import Op, Schedule, schedule
+from tessera.compiler.pipelining.legality import check
+from tessera.compiler.pipelining.named_schedules import NAMES, one_f_one_b
 from tessera.compiler.pipelining.schedule_table import KINDS
 from tessera.errors import ScheduleError
 

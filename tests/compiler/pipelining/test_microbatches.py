@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 
-from tessera.compiler.pipelining import (
+from tessera.compiler.pipelining import schedule
+from tessera.compiler.pipelining.microbatches import (
     check_batch,
     fewer_microbatches_warning,
-    schedule,
 )
 from tessera.errors import BatchSizeError, TesseraWarning
 

@@ -6,17 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from tessera.compiler.pipelining import (
-    Op,
-    check,
-    custom,
+from tessera.compiler.pipelining import Op, custom, schedule
+from tessera.compiler.pipelining.legality import check
+from tessera.compiler.pipelining.named_schedules import (
+    NAMES,
     gpipe,
     interleaved,
     one_f_one_b,
-    schedule,
     zero_bubble,
 )
-from tessera.compiler.pipelining.named_schedules import NAMES
 from tessera.errors import PipelineSizeError, ScheduleError, UnknownScheduleError
 from tests.api.pipelines import cases
 
