@@ -2,13 +2,18 @@
 """The model of ``examples/own_model``, trained from a command line like any other."""
 
 import dataclasses
+import re
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from tessera.__main__ import main as tessera
 from tessera.errors import (
     ModelFolderError,
     SettingConflictError,
@@ -144,6 +149,24 @@ def test_what_was_trained_is_used_with_the_module_that_defines_it(
         error = capsys.readouterr().err
         assert error.startswith("[T403]")
         assert "fix: import it: --module own_decoder" in error
+
+
+@pytest.mark.full
+def test_the_commands_of_the_guide_are_enough(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "examples/own_model/own_decoder.py", tmp_path)
+    guide = (ROOT / "docs/guides/own-model.md").read_text()
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", guide, re.M | re.S)
+    for command in block.replace("\\\n", "").splitlines():
+        program, *arguments = shlex.split(command)
+        assert program == "tessera"
+        assert tessera(arguments) == 0
+    out = capfd.readouterr().out
+    assert "step 20/20" in out
+    assert "step 30/30" in out
+    assert "perplexity" in out
+    names = load_file(tmp_path / "own.safetensors")
+    assert "blocks.0.up.kernel" in names
 
 
 @pytest.mark.parametrize(
