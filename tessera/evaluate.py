@@ -9,11 +9,12 @@ file or a record of JSON lines. The standard error is over the documents of a so
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tessera.errors import EmptyDataError, OperandError, TesseraError
+from tessera.errors import EmptyDataError, OperandError
+from tessera.model_command import model_parser, open_model, run_command
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,48 +24,28 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate what the command line asks for; the exit code."""
-    options = _parser().parse_args(arguments)
-    try:
-        if options.length < 1:
-            raise OperandError(
-                "a window has tokens",
-                got=f"--length={options.length}",
-                fix="use 1 or more",
-            )
-        for line in _lines(options):
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
-    except TesseraError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    return 0
+    return run_command(_parser(), _lines, arguments)
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        "tessera evaluate",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = model_parser("evaluate", __doc__)
     add = parser.add_argument
-    add("model", help="a run, its checkpoints, one of them, or a folder")
     add("--data", action="append", required=True, help="a source; repeatable")
     add("--text-key", default="text", help="of JSON lines: the key of the text; text")
     add("--length", type=int, default=1024, help="tokens of a window; 1024")
-    add("--module", action="append", default=[], help="imported first; repeatable")
-    add("--mesh", help="sizes and axes, such as [[1,4],[fsdp,tp]]; one device")
     add("--json", action="store_true", help="write each source as a line of JSON")
     return parser
 
 
 def _lines(options: Namespace) -> Iterator[str]:
     """A line for each source, once it is evaluated."""
-    # Here, because they import JAX: --help and wrong options do not wait for it.
+    if options.length < 1:
+        raise OperandError(
+            "a window has tokens", got=f"--length={options.length}", fix="use 1 or more"
+        )
+    trained, mesh = open_model(options)
     from tessera.training.perplexity import perplexity
-    from tessera.training.trained_model import mesh_of, open_trained
 
-    mesh = mesh_of(options.mesh)
-    trained = open_trained(options.model, options.module)
     # Everything is read before anything is compiled.
     sources = {
         path: list(_documents(path, options.text_key, trained)) for path in options.data
@@ -83,13 +64,14 @@ def _lines(options: Namespace) -> Iterator[str]:
             figures = {"perplexity": result.value, "error": result.error}
             figures = {"data": path, **figures, **vars(result)}
             # JSON has no NaN, which is the error of one document.
-            yield json.dumps({k: v if v == v else None for k, v in figures.items()})
+            figures = {k: v if v == v else None for k, v in figures.items()}
+            yield f"{json.dumps(figures)}\n"
         else:
             error = f"{result.error:.3g}" if result.documents > 1 else "unknown"
             yield (
                 f"{path}: perplexity {result.value:.4g}, standard error {error}; "
                 f"{result.nats:.4f} nats per token, {result.tokens:,} tokens, "
-                f"{result.documents:,} documents"
+                f"{result.documents:,} documents\n"
             )
 
 

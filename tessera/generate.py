@@ -3,6 +3,7 @@
 
 tessera generate outputs/mine "def main(" --max-tokens=100 --temperature=0.8
 tessera generate folder "One." "Two." --mesh='[[1,4],[fsdp,tp]]'
+tessera generate folder --chat --system="Be brief." "Who are you?"
 
 The text of one prompt is written as it is generated. Of several prompts, each is a line
 of JSON with its prompt and its text, in the order of the prompts.
@@ -10,45 +11,34 @@ of JSON with its prompt and its text, in the order of the prompts.
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from tessera.errors import DataNotFoundError, OperandError, TesseraError
+from tessera.errors import DataNotFoundError, OperandError
+from tessera.model_command import model_parser, open_model, run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Generate what the command line asks for; the exit code."""
-    options = _parser().parse_args(arguments)
-    try:
-        prompts = _prompts(options)
-        for text in _texts(options, prompts):
-            sys.stdout.write(text)
-            sys.stdout.flush()
-    except TesseraError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    return 0
+    return run_command(_parser(), _texts, arguments)
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        "tessera generate",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = model_parser("generate", __doc__)
     add = parser.add_argument
-    add("model", help="a run, its checkpoints, one of them, or a folder")
     add("prompts", nargs="*", metavar="prompt", help="several make a batch")
     add("--prompts-file", help="a file with one prompt in each line")
+    add("--chat", action="store_true", help="answer prompts by the chat template")
+    add("--system", help="with --chat, a message before each prompt")
+    add("--messages-file", help="with --chat, conversations as lines of JSON")
     add("--max-tokens", type=int, default=128, help="the most that are added; 128")
     add("--temperature", type=float, default=1.0, help="0 takes the likeliest token")
     add("--top-k", type=int, help="sample from the k likeliest tokens")
     add("--top-p", type=float, help="sample from those with this probability together")
     add("--seed", type=int, default=0, help="of the samples; 0")
     add("--stop", action="append", default=[], help="end before this text; repeatable")
-    add("--module", action="append", default=[], help="imported first; repeatable")
-    add("--mesh", help="sizes and axes, such as [[1,4],[fsdp,tp]]; one device")
     add("--cache-dtype", choices=("f32", "bf16", "f16"), help="of keys and values")
     return parser
 
@@ -65,33 +55,62 @@ def _prompts(options: Namespace) -> list[str]:
                 fix="name a UTF-8 file with one prompt in each line",
             ) from error
         prompts += content.splitlines()
-    if not prompts or "" in options.stop:
+    of_chats = options.system, options.messages_file
+    mistakes = {
+        "no prompt": not prompts and options.messages_file is None,
+        "an empty --stop, which every text has": "" in options.stop,
+        "--system or --messages-file without --chat": not options.chat
+        and of_chats != (None, None),
+    }
+    if got := [mistake for mistake, is_made in mistakes.items() if is_made]:
         raise OperandError(
             "there is nothing to generate",
-            got="no prompt" if not prompts else "an empty --stop, which every text has",
-            fix="write a prompt after the model, and stop texts that are not empty",
+            got="\n".join(got),
+            fix="write a prompt after the model, and stop texts that are not empty; "
+            "use --chat for conversations",
         )
     return prompts
 
 
-def _texts(options: Namespace, prompts: list[str]) -> Iterator[str]:
+def _conversations(
+    options: Namespace, prompts: list[str]
+) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    """Each prompt or conversation, and the messages that are to be answered."""
+    from tessera.training.data.bad_records import BadRecords
+    from tessera.training.data.data_config import DataConfig
+    from tessera.training.data.files import list_files
+    from tessera.training.data.records import read_records
+
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    for prompt in prompts:
+        yield prompt, [*system, {"role": "user", "content": prompt}]
+    if (path := options.messages_file) is not None:
+        config = DataConfig(name="text", path=path, messages_key="messages")
+        for unit in list_files(path, "jsonl"):
+            for record in read_records(unit, config, BadRecords()):
+                messages = record.messages or []
+                yield messages, [*system, *messages]
+
+
+def _texts(options: Namespace) -> Iterator[str]:
     """What is written, in parts."""
-    # Here, because they import JAX: --help and wrong options do not wait for it.
+    prompts: list[Any] = _prompts(options)
+    trained, mesh = open_model(options)
     import jax
 
     from tessera.models.generation import Sampler
     from tessera.training.data.text_stream import TextStream
-    from tessera.training.data.vocabulary import check_tokens
-    from tessera.training.trained_model import mesh_of, open_trained
 
-    mesh = mesh_of(options.mesh)
-    trained = open_trained(options.model, options.module)
-    rows: list[list[int]] = []
-    for prompt in prompts:
-        ids = trained.tokenizer.encode(prompt)
-        size = trained.model.vocab_size
-        check_tokens("the prompt", prompt, ids, trained.tokenizer, size)
-        rows.append([*trained.prefix, *ids.tolist()])
+    if options.chat:
+        conversations = [*_conversations(options, prompts)]
+        prompts = [prompt for prompt, _ in conversations]
+        chats = [messages for _, messages in conversations]
+        rows, stops = (
+            [*map(trained.encode_chat, chats)],
+            trained.chat_stop_tokens(chats),
+        )
+    else:
+        rows, stops = [*map(trained.encode, prompts)], trained.stop_tokens
     streams = [TextStream(trained.tokenizer, row, options.stop) for row in rows]
     sampler = Sampler(
         trained.model, trained.read(mesh), mesh, cache_dtype=options.cache_dtype
@@ -103,12 +122,12 @@ def _texts(options: Namespace, prompts: list[str]) -> Iterator[str]:
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
-        stop_tokens=trained.stop_tokens,
+        stop_tokens=stops,
     )
     parts: list[list[str]] = [[] for _ in rows]
     for tokens in steps:
         for token, stream, part in zip(tokens.tolist(), streams, parts, strict=True):
-            if token >= 0 and token not in trained.stop_tokens:
+            if token >= 0 and token not in stops:
                 part.append(stream.push(token))
         if len(rows) == 1:
             yield parts[0].pop() if parts[0] else ""

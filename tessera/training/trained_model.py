@@ -2,9 +2,9 @@
 """``TrainedModel``: a run, a checkpoint or a published folder, ready to be used."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 
@@ -34,11 +34,15 @@ from tessera.training.checkpoints.export_checkpoint import (
     settings_of_checkpoint,
 )
 from tessera.training.config import MESH_AXES
+from tessera.training.data.chat_prompts import ChatPrompts
+from tessera.training.data.chat_template import Message
 from tessera.training.data.tokenization import (
+    Ids,
     JsonTokenizer,
     Tokenizer,
     load_tokenizer,
 )
+from tessera.training.data.vocabulary import check_tokens
 from tessera.tree import Tree, named_leaves, nest
 from tessera.untrusted_text import parse_json
 
@@ -64,6 +68,44 @@ class TrainedModel:
     prefix: tuple[int, ...]
     stop_tokens: tuple[int, ...]
     read: Callable[[Mesh | None], Tree]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that is to be continued.
+
+        Raises:
+          TokenRangeError: [T604] the model does not have one of them.
+        """
+        ids = self.tokenizer.encode(text)
+        return [*self.prefix, *self._checked(text, ids)]
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation that is to be answered.
+
+        Raises:
+          TokenizerError: [T605] there is no chat template.
+          OperandError: [T401] the template does not accept the conversation.
+          TokenRangeError: [T604] the model does not have one of the tokens.
+        """
+        text = self._chat.render(messages)
+        return self._checked(text, self._chat.tokenizer.encode_chat(text)[0])
+
+    def chat_stop_tokens(self, chats: Iterable[Sequence[Message]]) -> tuple[int, ...]:
+        """The tokens that end an answer; raises as ``encode_chat`` does.
+
+        They are those that end a text, the tokenizer's ``eos_token``, and what the
+        template writes after an answer, such as ``<end_of_turn>``.
+        """
+        ends = {end for messages in chats for end in self._chat.ends(messages)}
+        return tuple(sorted(ends.union(self.stop_tokens)))
+
+    @cached_property
+    def _chat(self) -> ChatPrompts:
+        return ChatPrompts(self.tokenizer, self.tokenizer_name)
+
+    def _checked(self, text: str, ids: Ids) -> list[int]:
+        size = self.model.vocab_size
+        check_tokens("the prompt", text, ids, self.tokenizer, size)
+        return ids.tolist()
 
 
 def open_trained(path: str | Path, modules: Sequence[str] = ()) -> TrainedModel:

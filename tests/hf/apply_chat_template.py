@@ -27,11 +27,23 @@ def main(folder: str) -> None:
             prompt = tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=True
             )
+            prompt_ids = tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
         except jinja2.TemplateError:
             results.append(None)
             continue
         ids, mask = encoded["input_ids"], encoded["assistant_masks"]
-        results.append({"text": text, "prompt": prompt, "ids": ids, "mask": mask})
+        added = tokenizer.added_tokens_decoder
+        special = {number for number, token in added.items() if token.special}
+        answer = [i for i, is_answer in zip(ids, mask, strict=True) if is_answer]
+        results.append(
+            {
+                **{"text": text, "prompt": prompt, "ids": ids, "mask": mask},
+                **{"prompt_ids": prompt_ids, "eos": tokenizer.eos_token_id},
+                "ends": [i for i in answer if i in special],
+            }
+        )
     print(json.dumps(results))  # noqa: T201
 
 

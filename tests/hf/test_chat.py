@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tessera.training.data.chat_prompts import ChatPrompts
+from tessera.training.data.tokenization import load_tokenizer
 from tests.training.data.chat_folders import CONVERSATIONS, TEMPLATES, write_folder
 from tests.training.data.test_encoding import GOLDEN, encoded, rendered
 
@@ -30,6 +32,18 @@ def transformers_results(folder: Path):
     )
     assert done.returncode == 0, done.stderr
     return dict(zip(CONVERSATIONS, json.loads(done.stdout), strict=True))
+
+
+def assert_answers_are_asked_for_and_end_alike(folder, expected):
+    chat = ChatPrompts(load_tokenizer(str(folder)), str(folder))
+    for name, conversation in CONVERSATIONS.items():
+        if (result := expected[name]) is None:
+            continue
+        ids = chat.tokenizer.encode_chat(chat.render(conversation))[0]
+        assert ids.tolist() == result["prompt_ids"], name
+    result = expected["one turn"]
+    (end,) = result["ends"]
+    assert chat.ends(CONVERSATIONS["one turn"][:1]) == {end, result["eos"]}
 
 
 @pytest.mark.full
@@ -53,5 +67,6 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path, family):
         else:
             assert made.ids.tolist() == result["ids"], name
             assert made.loss_mask.astype(int).tolist() == result["mask"], name
+    assert_answers_are_asked_for_and_end_alike(folder, expected)
     golden = {name: one and one["text"] for name, one in expected.items()}
     assert json.loads(GOLDEN.read_text())[family] == golden

@@ -26,6 +26,7 @@ from tessera.training.main import configs_dir
 from tessera.training.train_state import init_state
 from tessera.training.trained_model import mesh_of, open_trained
 from tests.models.published_folders import GEMMA3, gemma3_tensors, write_folder
+from tests.training.data import chat_folders
 
 SMALL = (
     *("model.vocab_size=260", "model.d_model=16", "model.num_layers=3"),
@@ -140,9 +141,49 @@ def test_a_published_folder_brings_its_tokenizer(tmp_path: Path, capsys: Any) ->
     assert written(capsys, str(folder), "one two", "--max-tokens=3")
 
 
+def test_a_chat_is_answered_until_its_turn_ends(tmp_path: Path, capsys: Any) -> None:
+    values = {**GEMMA3, "eos_token_id": 3, "vocab_size": 300}
+    folder = write_folder(tmp_path / "gemma", gemma3_tensors(values), values)
+    chat_folders.write_folder(folder, "gemma", marked=False)
+    trained = open_trained(folder)
+    tokens = trained.tokenizer.special_tokens
+    turns = chat_folders.turns("hi", "hello", "all?", system="Be well.")
+    stops = trained.chat_stop_tokens([turns])
+    assert {*stops} == {3, tokens["<eos>"], tokens["<end_of_turn>"]}
+    rows = [trained.encode_chat([turns[0], turns[3]]), trained.encode_chat(turns)]
+    # The template begins a conversation itself: nothing precedes what it writes.
+    begin, model = tokens["<bos>"], tokens["<start_of_turn>"]
+    assert [row.count(begin) for row in rows] == [1, 1]
+    assert [row.count(model) for row in rows] == [2, 4]
+    ids = generate(
+        trained.model,
+        trained.read(None),
+        rows,
+        40,
+        jax.random.key(26),
+        stop_tokens=stops,
+    )[:, len(rows[1]) :]
+    assert tokens["<end_of_turn>"] in ids
+    assert ids[:, -1].tolist() == [-1, -1]  # both have ended before
+    expected = [trained.tokenizer.decode(row[row >= 0]) for row in ids]
+    (tmp_path / "chats").write_text(json.dumps({"messages": turns[1:]}) + "\n")
+    options = ("--chat", "--seed=26", "--max-tokens=40", "--system=Be well.")
+    text = written(
+        capsys, str(folder), *options, f"--messages-file={tmp_path / 'chats'}", "all?"
+    )
+    lines = [*map(json.loads, text.splitlines())]
+    assert lines == [
+        {"prompt": prompt, "text": text}
+        for prompt, text in zip(["all?", turns[1:]], expected, strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
+        (["RUN", "x", "--chat"], "T605"),
+        (["RUN", "x", "--system=y"], "T401"),
+        (["RUN", "x", "--messages-file=y"], "T401"),
         (["no/such/run", "x"], CheckpointNotFoundError.code),
         (["RUN"], "T401"),
         (["RUN", "x", "--stop="], "T401"),

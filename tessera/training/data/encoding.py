@@ -66,7 +66,7 @@ class Encoder:
         self._config, self._vocab_size = config, vocab_size
         self._template: ChatTemplate | None = None
         if config.messages_key:
-            self._template = _chat_template(self.tokenizer, config)
+            _, self._template = chat_template_of(self.tokenizer, config.tokenizer)
             # A template begins conversations itself.
             self.separator = None
         else:
@@ -176,23 +176,34 @@ def _size(record: Record) -> int:
     return len(text.encode() if isinstance(text, str) else text)
 
 
-def _chat_template(tokenizer: Tokenizer, config: DataConfig) -> ChatTemplate:
+def chat_template_of(
+    tokenizer: Tokenizer, name: str
+) -> tuple[JsonTokenizer, ChatTemplate]:
+    """A tokenizer with its chat template.
+
+    Args:
+      tokenizer: The tokenizer.
+      name: Its name, as ``data.tokenizer`` has it.
+
+    Raises:
+      TokenizerError: [T605] it has none.
+    """
     # sentencepiece does not tell special tokens in a text from their names.
     if not isinstance(tokenizer, JsonTokenizer):
         raise TokenizerError(
-            "data.messages_key needs a tokenizer with a chat template",
-            got=f"data.tokenizer={config.tokenizer}, of the kind {tokenizer.kind}",
+            "conversations need a tokenizer with a chat template",
+            got=f"the tokenizer {name}, of the kind {tokenizer.kind}",
             fix="use the folder of a chat model, with tokenizer.json",
         )
     folder = tokenizer.folder
     if not folder.chat_template:
         raise TokenizerError(
             "the tokenizer has no chat template",
-            got=f"data.tokenizer={config.tokenizer}: no chat_template.jinja, and no "
+            got=f"the tokenizer {name}: no chat_template.jinja, and no "
             "chat_template in tokenizer_config.json",
             fix="use the tokenizer of a chat model, or write chat_template.jinja",
         )
-    return ChatTemplate(folder.chat_template, folder.special_tokens)
+    return tokenizer, ChatTemplate(folder.chat_template, folder.special_tokens)
 
 
 def _overlapping(

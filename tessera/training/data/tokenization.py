@@ -178,6 +178,12 @@ class JsonTokenizer:
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         return _as_ids(encoding.ids), offsets
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of special tokens by their names."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {one.content: number for number, one in added.items() if one.special}
+
     def _call(self, encode: Callable[..., Any], text: str | list[str]) -> Any:
         try:
             return encode(text, add_special_tokens=False)
