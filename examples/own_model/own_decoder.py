@@ -46,18 +46,24 @@ class Block(nnx.Module):
         return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
 
 
-@register_model(
-    config=Sizes,
-    dims={
-        "tokens/embedding": "vocab embed",
-        "positions/embedding": "- embed",
-        "*/out/kernel": "heads - embed",
-        "*/up/kernel": "embed mlp",
-        "*/down/kernel": "mlp embed",
-        "*/kernel": "embed heads -",
-        "*norm*/scale": "norm",
-    },
-)
+def attends(segment_ids: jax.Array) -> jax.Array:
+    """Which token attends to which: the mask, [batch, 1, sequence, sequence]."""
+    same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    return same & jnp.tril(jnp.ones(same.shape[-2:], bool))
+
+
+DIMS = {
+    "tokens/embedding": "vocab embed",
+    "positions/embedding": "- embed",
+    "*/out/kernel": "heads - embed",
+    "*/up/kernel": "embed mlp",
+    "*/down/kernel": "mlp embed",
+    "*/kernel": "embed heads -",
+    "*norm*/scale": "norm",
+}
+
+
+@register_model(config=Sizes, dims=DIMS)
 class Decoder(nnx.Module):
     """Predicts each next token."""
 
@@ -72,8 +78,6 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Logits [batch, sequence, vocabulary]."""
         x = self.tokens(tokens) + self.positions(positions)
-        same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-        causal = jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1]), bool))
         for block in self.blocks:
-            x = block(x, same & causal)
+            x = block(x, attends(segment_ids))
         return self.tokens.attend(self.norm(x))

@@ -42,6 +42,7 @@ class StageSplit:
       stages: Devices along the pipeline.
       layers: The range of layers of each virtual stage, in order; as many as
         ``stages``, or a multiple.
+      blocks: The entry of the parameters that is stored so.
 
     Example:
       >>> split = StageSplit(2, (range(0, 3), range(3, 5)))
@@ -51,6 +52,7 @@ class StageSplit:
 
     stages: int
     layers: tuple[range, ...]
+    blocks: str = "decoder"
 
     @classmethod
     def of(cls, config: HasLayerCosts, stages: int, chunks: int = 1) -> "StageSplit":

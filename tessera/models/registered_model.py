@@ -26,12 +26,13 @@ from tessera.errors import (
     TesseraError,
 )
 from tessera.mesh import Mesh
+from tessera.models.block_methods import check_methods
 from tessera.models.decoding import Decoding
 from tessera.models.definition import ModelDefinition, ModelOptions, define
 from tessera.models.dim_table import dim_names
 from tessera.models.model import Batch, DimNames, Model, Sums
 from tessera.models.module_adapters import Adapter, Inputs, adapt
-from tessera.models.partition_rules import Placement
+from tessera.models.partition_rules import NO_MESH, Placement
 from tessera.models.recomputed_decoding import RecomputedDecoding
 from tessera.ops.losses import cross_entropy
 from tessera.tree import Tree, named_leaves, nest
@@ -56,6 +57,7 @@ def register_model(
     dims: Mapping[str, str],
     inputs: Sequence[str] = INPUTS,
     init: Callable[..., Tree] | None = None,
+    blocks: str | None = None,
 ) -> Callable[[Target], Target]:
     """A decorator that lets configurations name a model.
 
@@ -64,6 +66,23 @@ def register_model(
     called with the inputs by name; or a function ``(config, params, **inputs)``. The
     result is logits, floating-point ``[B, S, V]``. Parameters are float32.
 
+    A model that names its repeated ``blocks`` has three methods in the place of the
+    call, which are static methods of a class for functions. Each takes by name what it
+    reads of the inputs, and ``block`` may take ``index``, the number of the block:
+
+    ================== ====================== ================================
+    method             of a module            of functions
+    ================== ====================== ================================
+    the hidden state   ``embed(self)``        ``embed(config, params)``
+    after a block      ``block(self, block,   ``block(config, params, block,
+                       hidden)``              hidden)``
+    the logits         ``head(self, hidden)`` ``head(config, params, hidden)``
+    ================== ====================== ================================
+
+    The blocks are then scanned, ``training.remat`` applies to each, and pipelines run
+    them in stages. Their parameters are stacked: ``layers/0/up`` and ``layers/1/up``
+    are ``layers/up``, whose first dim is that of the layers.
+
     Args:
       config: A dataclass, whose fields become the settings of the group ``model``.
       dims: The logical names of each parameter's dims, by patterns of its name; see
@@ -71,6 +90,8 @@ def register_model(
       inputs: What the model reads of a batch, of ``INPUTS``. Rows hold several
         documents: without ``segment_ids`` tokens attend to other documents.
       init: For a function: ``(config, key) -> params``.
+      blocks: The attribute, or for functions the entry of the parameters, that is the
+        list of blocks; they differ in nothing but the values of their parameters.
 
     Raises:
       ModelDefinitionError: [T407] the arguments do not fit each other.
@@ -84,8 +105,14 @@ def register_model(
         )
 
     def register(target: Target) -> Target:
-        _check_call(target, init, inputs)
-        definition = RegisteredDefinition(target, config, dims, tuple(inputs), init)
+        if blocks is None:
+            _check_call(target, init, inputs)
+        else:
+            owner = ("self",) if init is None else ("config", "params")
+            check_methods(target, inputs, owner)
+        definition = RegisteredDefinition(
+            target, config, dims, tuple(inputs), init, blocks
+        )
         define(definition)
         return target
 
@@ -102,36 +129,44 @@ class RegisteredDefinition(ModelDefinition):
         dims: Mapping[str, str],
         inputs: tuple[str, ...],
         init: Callable[..., Tree] | None,
+        blocks: str | None = None,
     ) -> None:
         self.name = f"{target.__module__}:{target.__name__}"
         self.config_class = config
         self.target, self.dims, self.inputs, self.init = target, dims, inputs, init
+        self.blocks = blocks
 
     def build(
         self, config: Any, options: ModelOptions, mesh: Mesh | None
     ) -> "RegisteredModel":
-        """The model; the same for all meshes."""
-        del options, mesh
-        return RegisteredModel(config, self)
+        """The model, with the stages of a mesh that has ``pp``."""
+        if self.blocks is None:
+            return RegisteredModel(config, self)
+        from tessera.models.registered_blocks import RegisteredBlocks
+
+        return RegisteredBlocks.of(config, self, options, mesh)
 
     def problems(
         self, config: Any, options: ModelOptions, mesh: Mesh
     ) -> Iterator[TesseraError]:
-        """Every setting that needs more of a model than this one has."""
-        default = ModelOptions()
+        """Settings that need more of a model than this one has, T311, T407, T408."""
+        default, has_blocks = ModelOptions(), self.blocks is not None
+        axes = (*_MESH_AXES, "pp") if has_blocks else _MESH_AXES
         values = {
             "model.sequence_parallel": options.sequence_parallel,
             "model.context_parallel": options.context_parallel != "ring",
-            "training.remat": options.remat != default.remat,
+            "training.remat": not has_blocks and options.remat != default.remat,
             "training.loss_chunk": isinstance(options.loss_chunk, int),
         }
         lacking = [name for name, is_set in values.items() if is_set]
-        lacking += [f"mesh axis {a!r}" for a in mesh.axes if a not in _MESH_AXES]
+        lacking += [f"mesh axis {a!r}" for a in mesh.axes if a not in axes]
         for what in lacking:
             yield SettingConflictError(
                 f"a registered model has no use for {what}",
                 got=f"{self.name}, {what}",
-                fix=f"leave it out; mesh axes are {', '.join(_MESH_AXES)}",
+                fix=f"leave it out; mesh axes are {', '.join(axes)}"
+                + "; pp and training.remat need register_model(blocks=)"
+                * (not has_blocks),
             )
         try:
             self.build(config, options, mesh).check()
@@ -154,7 +189,7 @@ class RegisteredModel(Model):
     @cached_property
     def _adapter(self) -> Adapter:
         of = self.definition
-        return adapt(of.target, of.init, self.config, of.inputs)
+        return adapt(of.target, of.init, self.config, of.inputs, of.blocks)
 
     @cached_property
     def _shapes(self) -> Tree:
@@ -163,9 +198,14 @@ class RegisteredModel(Model):
 
     @cached_property
     def _logits(self) -> jax.ShapeDtypeStruct:
-        struct = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-        inputs = dict.fromkeys(self.definition.inputs, struct)
-        return jax.eval_shape(self._adapter.apply, self._shapes, inputs)
+        def logits(params: Tree, inputs: Inputs) -> Array:
+            return self.logits(params, inputs, NO_MESH)
+
+        return jax.eval_shape(logits, self._plain, self._abstract_inputs(2, 8))
+
+    def _abstract_inputs(self, rows: int, length: int) -> dict[str, Any]:
+        struct = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+        return dict.fromkeys(self.definition.inputs, struct)
 
     def check(self) -> None:
         """Check the parameters, the table of their dims, and the logits.
@@ -236,17 +276,32 @@ class RegisteredModel(Model):
         Parameters that ``dp`` or ``fsdp`` shard are gathered where they are used: XLA
         is not left to choose between them and the batch, which the same axes shard.
         """
-        gathering = frozenset(("dp", "fsdp"))
-        gathered = replace(place, vmapped_axes=place.vmapped_axes | gathering)
-        named, names = named_leaves(params), self._dim_names
+        tree = self._gathered(
+            named_leaves(params), self._dim_names, self._shapes, place
+        )
+        return self._adapter.bind(tree)(**self._inputs(batch))
+
+    def _inputs(self, batch: Inputs) -> dict[str, Array]:
+        """What the model reads of a batch."""
+        return {name: batch[name] for name in self.definition.inputs}
+
+    def _gathered(
+        self,
+        named: Mapping[str, Array],
+        dims: Mapping[str, DimNames],
+        like: Tree,
+        place: Placement,
+    ) -> Tree:
+        """Parameters as a tree of the adapter, gathered over the axes of the data."""
+        gathering = frozenset(("dp", "fsdp", "pp"))
+        place = replace(place, vmapped_axes=place.vmapped_axes | gathering)
         leaves = [
             named[name]
-            if _STACKED & set(names[name])
-            else gathered.constrain(named[name], *names[name])
-            for name in named_leaves(self._shapes)
+            if _STACKED & set(dims[name])
+            else place.constrain(named[name], *dims[name])
+            for name in named_leaves(like)
         ]
-        tree = jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
-        return self._adapter.apply(tree, {k: batch[k] for k in self.definition.inputs})
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def decoding(self, mesh: Mesh | None, dtype: Any = None) -> Decoding:
         """Generation that computes the whole row for each token.

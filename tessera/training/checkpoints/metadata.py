@@ -63,6 +63,7 @@ class Metadata:
       random: Seed and implementation of the random keys.
       config: The run's configuration, YAML.
       versions: Versions of Tessera, JAX and other libraries that wrote it.
+      blocks: The entry of the parameters that is stored by stage.
       is_validated: Whether the evaluation that is due after the step has run.
       schema: Version of the checkpoint format.
     """
@@ -76,6 +77,7 @@ class Metadata:
     random: Mapping[str, str | int]
     config: str
     versions: Mapping[str, str]
+    blocks: str = "decoder"
     is_validated: bool = True
     schema: Count = SCHEMA
 

@@ -215,7 +215,7 @@ def _has_stage_dims(
     split: StageSplit | None, name: str, shape: tuple[int, ...]
 ) -> bool:
     """Whether an array has the three leading dims of layers stored by stage."""
-    if split is None or "/decoder/" not in name:
+    if split is None or f"/{split.blocks}/" not in name:
         return False
     return shape[:3] == (split.chunks, split.stages, split.depth)
 
@@ -225,7 +225,7 @@ def split_of(metadata: Metadata) -> StageSplit | None:
     if metadata.stages is None:
         return None
     stages, runs = metadata.stages
-    return StageSplit(stages, tuple(range(*run) for run in runs))
+    return StageSplit(stages, tuple(range(*run) for run in runs), metadata.blocks)
 
 
 def plain_shape(

@@ -294,9 +294,10 @@ class Checkpoints:
 def metadata_of(run: Run, step: int, cursor: Cursor, config: str) -> Metadata:
     """The description of a run's checkpoint."""
     split = run.model.split
-    stages = None
+    stages, blocks = None, Metadata.blocks
     if split is not None:
         stages = split.stages, tuple((run.start, run.stop) for run in split.layers)
+        blocks = split.blocks
     return Metadata(
         step=step,
         arrays={
@@ -305,6 +306,7 @@ def metadata_of(run: Run, step: int, cursor: Cursor, config: str) -> Metadata:
         mesh={axis: run.mesh.shape[axis] for axis in run.mesh.axes},
         processes=jax.process_count(),
         stages=stages,
+        blocks=blocks,
         cursor=cursor,
         random={
             "seed": run.config.training.seed,

@@ -1,0 +1,582 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registered models with repeated blocks: scanned, recomputed, and run in stages.
+
+They are compared with a loop over layers in plain JAX on one device.
+"""
+
+import math
+from functools import cache, partial
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tessera.api.function import function
+from tessera.errors import (
+    DimTableError,
+    ModelDefinitionError,
+    PipelineSizeError,
+    SettingConflictError,
+    SettingValueError,
+)
+from tessera.labels import IGNORE_INDEX
+from tessera.mesh import Mesh
+from tessera.models import generate, register_model
+from tessera.models.definition import ModelOptions, definition_of
+from tessera.models.partition_rules import NO_MESH
+from tessera.training.pipelined_model import PipelinedModel, schedule_of
+from tessera.tree import named_leaves
+from tests.models.block_models import (
+    ALL,
+    EquinoxBlocks,
+    FunctionBlocks,
+    LinenBlocks,
+    NnxBlocks,
+    Sizes,
+    init_function,
+    plain_logits,
+)
+
+KEY = jax.random.key(3)
+
+
+def mesh_of(**sizes):
+    devices = range(math.prod(sizes.values()))
+    return Mesh([*sizes], devices=devices, shape=[*sizes.values()])
+
+
+MESH = mesh_of(fsdp=2, tp=2)
+
+
+def model_of(target, mesh=None, *, remat="none", chunks=1, **sizes):
+    definition = definition_of(f"{target.__module__}:{target.__name__}")
+    options = ModelOptions(remat=remat, pipeline_chunks=chunks)
+    return definition.build(definition.configure(sizes), options, mesh)
+
+
+@cache
+def batch_of(rows=8, length=6):
+    """Two documents in each row, and one position without a target."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 16, (rows, length), np.int32)
+    targets = rng.integers(0, 16, (rows, length), np.int32)
+    targets[:, 2] = IGNORE_INDEX
+    column = np.arange(length, dtype=np.int32)
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "segment_ids": np.broadcast_to(1 + column // 3, tokens.shape),
+        "positions": np.broadcast_to(column % 3, tokens.shape),
+    }
+
+
+def by_role(tree):
+    """Table, kernels and biases of stacked parameters, whatever their names."""
+    leaves = {name.rpartition("/")[2]: x for name, x in named_leaves(tree).items()}
+    table = leaves.get("table", leaves.get("embedding"))
+    return table, leaves["kernel"], leaves["bias"]
+
+
+def plain_loss(roles, batch):
+    scores = jax.nn.log_softmax(plain_logits(*roles, batch))
+    counts = batch["targets"] != IGNORE_INDEX
+    labels = jnp.where(counts, batch["targets"], 0)
+    of_label = jnp.take_along_axis(scores, labels[..., None], -1)[..., 0]
+    return -jnp.where(counts, of_label, 0.0).sum()
+
+
+@cache
+def expected(target, layers=3):
+    """Stacked parameters, and the loss and gradients of the loop over layers."""
+    params = jax.device_get(model_of(target, layers=layers).init(KEY))
+    gradients = jax.jit(jax.value_and_grad(plain_loss))
+    return params, *jax.device_get(gradients(by_role(params), batch_of()))
+
+
+def assert_expected(target, loss, gradients, layers=3):
+    _, want, wanted = expected(target, layers)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    for one, other in zip(by_role(gradients), wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def loss_of(model, place, params, batch):
+    return model.loss(params, batch, place, chunk="auto")[0]
+
+
+def gradients_on(target, mesh, remat="none"):
+    model = model_of(target, mesh, remat=remat)
+    batch, params = batch_of(), expected(target)[0]
+    step = jax.value_and_grad(partial(loss_of, model, model.place(mesh)))
+    if mesh is None:
+        return jax.jit(step)(params, batch)
+    layouts = jax.tree.map(partial(NamedSharding, mesh.jax), model.layouts(mesh))
+    rows = P(model.place(mesh).axes("batch") or None)
+    with mesh:
+        placed = jax.device_put(batch, NamedSharding(mesh.jax, rows))
+        return jax.jit(step)(jax.device_put(params, layouts), placed)
+
+
+# --- scan and remat
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_loss_and_gradients_are_those_of_a_loop_over_layers(target):
+    assert_expected(target, *gradients_on(target, None))
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_a_mesh_changes_neither_loss_nor_gradients(target):
+    assert_expected(target, *gradients_on(target, MESH))
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", ["full", "none", "dots"]])
+def test_recomputed_blocks_have_the_same_gradients(remat):
+    assert_expected(NnxBlocks, *gradients_on(NnxBlocks, None, remat))
+
+
+def test_a_policy_is_what_it_is_for_the_decoder():
+    def matmuls(remat):
+        model = model_of(NnxBlocks, remat=remat)
+        step = jax.grad(partial(loss_of, model, NO_MESH))
+        text = str(jax.make_jaxpr(step)(model.abstract(), batch_of()))
+        return text.count("dot_general[")
+
+    # Of the one block that is traced: mixed and dense; dots saves both.
+    assert matmuls("full") - matmuls("none") == 2
+    assert matmuls("dots") == matmuls("none")
+    assert model_of(NnxBlocks, remat="full").remat_notes() == ["full in 3 of 3 layers"]
+
+
+def test_one_block_is_compiled_for_any_number():
+    def length(layers):
+        model = model_of(NnxBlocks, layers=layers)
+        program = jax.make_jaxpr(partial(loss_of, model, NO_MESH))
+        return str(program(model.abstract(), batch_of())).count("\n")
+
+    assert length(2) == length(9)
+
+
+def test_parameters_are_stacked_under_the_name_of_the_list():
+    names = [sorted(named_leaves(model_of(target).abstract())) for target in ALL]
+    dense = ["layers/dense/bias", "layers/dense/kernel", "table/embedding"]
+    plain = ["layers/bias", "layers/kernel", "table"]
+    assert names == [dense, dense, plain, plain]
+    model = model_of(EquinoxBlocks)
+    assert model.abstract()["layers"]["kernel"].shape == (3, 8, 8)
+    assert model.layouts(MESH)["layers"]["kernel"] == P(None, "fsdp", "tp")
+
+
+def test_each_layer_begins_with_the_values_that_the_model_gives_it():
+    stacked = model_of(FunctionBlocks).init(KEY)["layers"]["kernel"]
+    layers = init_function(Sizes(), KEY)["layers"]
+    for one, layer in zip(stacked, layers, strict=True):
+        np.testing.assert_allclose(one, layer["kernel"], rtol=1e-6)
+
+
+def test_it_generates_as_the_loop_would():
+    model, row = model_of(FunctionBlocks), [1, 5, 7]
+    params = expected(FunctionBlocks)[0]
+    found = generate(model, params, [row], 4, KEY, temperature=0.0).tolist()[0]
+    for _ in range(4):
+        tokens = np.array([row], np.int32)
+        batch = {
+            "tokens": tokens,
+            "segment_ids": np.ones_like(tokens),
+            "positions": np.arange(len(row), dtype=np.int32)[None],
+        }
+        row = [*row, int(plain_logits(*by_role(params), batch)[0, -1].argmax())]
+    assert found == row
+
+
+# --- pipelines
+
+
+def pipelined(target, mesh, schedule="1f1b", chunks=1, remat="none", layers=3):
+    """Loss and gradients, without stages, of four microbatches."""
+    model = model_of(target, mesh, chunks=chunks, remat=remat, layers=layers)
+    table = schedule_of(mesh, schedule, chunks, 4)
+    step = PipelinedModel(model, mesh, table)
+    layouts = jax.tree.map(partial(NamedSharding, mesh.jax), model.layouts(mesh))
+    stored = jax.device_get(model.stored(expected(target, layers)[0]))
+    params = jax.device_put(stored, layouts)
+    micros = {name: x.reshape(4, 2, -1) for name, x in batch_of().items()}
+    rows = P(None, model.place(mesh).axes("batch") or None)
+
+    @function(mesh=mesh, in_specs={"micros": rows})
+    def run(params, micros):
+        return step.gradients(params, micros, jnp.float32(1.0))
+
+    sums, gradients = run(params, micros)
+    return sums["loss"], model.plain(jax.device_get(gradients))
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_stages_have_the_gradients_of_the_loop(target):
+    """Three blocks on two stages; both read the tied table, whose gradient is a sum."""
+    assert_expected(target, *pipelined(target, mesh_of(pp=2)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "options"),
+    [
+        ({"pp": 2, "fsdp": 2}, "1f1b", {}),
+        ({"pp": 2, "fsdp": 2, "tp": 2}, "zero_bubble", {"remat": "full"}),
+        ({"dp": 2, "pp": 2}, "gpipe", {}),
+        ({"pp": 2}, "interleaved", {"chunks": 2, "layers": 5}),
+    ],
+)
+def test_stages_on_larger_meshes_and_by_other_schedules(sizes, schedule, options):
+    found = pipelined(NnxBlocks, mesh_of(**sizes), schedule, **options)
+    assert_expected(NnxBlocks, *found, layers=options.get("layers", 3))
+
+
+def test_stages_are_of_about_equal_cost():
+    model = model_of(FunctionBlocks, mesh_of(pp=2), layers=4)
+    costs, head = model.layer_costs
+    # A block: the mixing of 8 tokens and a matmul of 8 x 8; the head: one of 8 x 16.
+    assert costs[0] == pytest.approx((8 * 8 + 8 * 8) / 1e6, rel=0.6)
+    assert head == pytest.approx(8 * 16 / 1e6, rel=0.01)
+    assert sum(map(len, model.split.layers)) == 4
+    assert model.abstract()["layers"]["kernel"].shape[:2] == (1, 2)
+
+
+# --- what is refused
+
+
+def problems(target, mesh=MESH, **options):
+    definition = definition_of(f"{target.__module__}:{target.__name__}")
+    return [*definition.problems(Sizes(), ModelOptions(**options), mesh)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sequence_parallel": True},
+        {"loss_chunk": 64},
+        {"context_parallel": "all_to_all"},
+    ],
+)
+def test_options_that_blocks_do_not_help(options):
+    (error,) = problems(NnxBlocks, **options)
+    assert isinstance(error, SettingConflictError)
+
+
+def test_stages_and_policies_that_do_not_exist():
+    (error,) = problems(NnxBlocks, mesh_of(pp=4))
+    assert isinstance(error, PipelineSizeError)
+    (error,) = problems(NnxBlocks, remat="ful")
+    assert isinstance(error, SettingValueError)
+    (error,) = problems(NnxBlocks, remat={"global": "full"})
+    assert isinstance(error, SettingValueError)
+    (error,) = problems(NnxBlocks, mesh_of(pp=2), remat=["full", "none", "none"])
+    assert isinstance(error, SettingConflictError)
+    (error,) = problems(NnxBlocks, mesh_of(cp=2))
+    assert isinstance(error, SettingConflictError)
+
+
+class Methods:
+    def embed(self, tokens):
+        return self.table(tokens)
+
+    def block(self, block, hidden):
+        return block(hidden)
+
+    def head(self, hidden):
+        return self.table.attend(hidden)
+
+
+def nnx_model(make_blocks):
+    """A model whose blocks a function makes from itself."""
+
+    class Model(Methods, nnx.Module):
+        def __init__(self, sizes, *, rngs):
+            self.table = nnx.Embed(sizes.vocab_size, sizes.width, rngs=rngs)
+            self.layers = nnx.List(make_blocks(self, rngs))
+
+    return refusal(Model)
+
+
+def refusal(cls, **arguments):
+    defaults = {
+        "config": Sizes,
+        "dims": {"*kernel": "- -", "*": "*"},
+        "inputs": ("tokens",),
+        "blocks": "layers",
+    }
+    arguments = defaults | arguments
+    if "dims" not in arguments:
+        arguments["dims"] = {}
+    register_model(**arguments)(cls)
+    (error,) = problems(cls)
+    return error
+
+
+class Scaled(nnx.Module):
+    def __init__(self, rngs, *, width=8, factor=1.0, table=None, function=jnp.tanh):
+        self.dense = nnx.Linear(8, width, use_bias=False, rngs=rngs)
+        self.factor, self.function = factor, function
+        if table is not None:
+            self.table = table
+
+    def __call__(self, hidden):
+        return hidden + self.function(self.dense(hidden) * self.factor)
+
+
+def test_blocks_of_other_shapes_are_refused_by_their_first_difference():
+    error = nnx_model(lambda _, rngs: [Scaled(rngs), Scaled(rngs, width=9)])
+    assert isinstance(error, ModelDefinitionError)
+    assert error.got == (
+        "block 0 and block 1: dense/kernel is float32[8, 8] and float32[8, 9]"
+    )
+
+
+def test_blocks_with_other_parameters_are_refused_by_their_first_difference():
+    def blocks(_, rngs):
+        own = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+        return [Scaled(rngs), Scaled(rngs, table=own)]
+
+    error = nnx_model(blocks)
+    assert "table/kernel is none and float32[8, 8]" in error.got
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "got"),
+    [
+        ("factor", (1.0, 2.0), "factor=1.0 and factor=2.0"),
+        ("function", (jnp.tanh, jnp.sin), "function="),
+        ("function", (lambda x: x, lambda x: x), "function="),
+    ],
+)
+def test_blocks_of_other_static_attributes_are_refused(option, values, got):
+    error = nnx_model(lambda _, rngs: [Scaled(rngs, **{option: v}) for v in values])
+    assert isinstance(error, ModelDefinitionError)
+    assert got in error.got
+
+
+@pytest.mark.parametrize("owner", ["the rest of the model", "block 0"])
+def test_a_parameter_of_two_blocks_or_of_the_rest_is_refused(owner):
+    """In a stack it would be as many parameters as there are blocks."""
+
+    def blocks(model, rngs):
+        table = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+        if owner != "block 0":
+            table = model.table
+        return [Scaled(rngs, table=table), Scaled(rngs, table=table)]
+
+    error = nnx_model(blocks)
+    assert isinstance(error, ModelDefinitionError)
+    assert owner in error.got
+
+
+def test_state_in_a_block_is_refused():
+    class Dropped(nnx.Module):
+        def __init__(self, rngs):
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, hidden):
+            return self.dropout(hidden)
+
+    error = nnx_model(lambda _, rngs: [Dropped(rngs), Dropped(rngs)])
+    assert isinstance(error, ModelDefinitionError)
+    assert "layers/0/dropout" in error.got
+
+
+class LinenBlock(nn.Module):
+    factor: float
+
+    @nn.compact
+    def __call__(self, hidden):
+        return hidden + self.factor * nn.Dense(8, use_bias=False)(hidden)
+
+
+def test_linen_blocks_of_other_fields_are_refused():
+    class Model(Methods, nn.Module):
+        sizes: Sizes
+
+        def setup(self):
+            self.table = nn.Embed(16, 8)
+            self.layers = [LinenBlock(factor) for factor in (1.0, 2.0)]
+
+    error = refusal(Model)
+    assert error.got == "block 0 and block 1: factor = 1.0 and factor = 2.0"
+
+
+def test_a_linen_block_that_another_owns_has_no_parameters_to_stack():
+    class Model(Methods, nn.Module):
+        sizes: Sizes
+
+        def setup(self):
+            self.table = nn.Embed(16, 8)
+            self.one = LinenBlock(1.0)
+            self.layers = [self.one, self.one]
+
+    assert "without parameters" in refusal(Model).got
+
+
+class EquinoxBlock(eqx.Module):
+    kernel: jax.Array
+    window: int = eqx.field(static=True)
+    factor: float = 1.0
+
+    def __call__(self, hidden):
+        return hidden + hidden @ self.kernel * self.factor * self.window
+
+
+@pytest.mark.parametrize(
+    ("blocks", "got"),
+    [
+        ([(1, 1.0), (2, 1.0)], "window=1 and window=2"),
+        ([(1, 1.0), (1, 2.0)], "factor=2.0"),
+    ],
+)
+def test_equinox_blocks_of_other_static_values_are_refused(blocks, got):
+    class Model(eqx.Module):
+        table: jax.Array
+        layers: list[EquinoxBlock]
+
+        def __init__(self, sizes, *, key):
+            self.table = jax.random.normal(key, (16, 8))
+            self.layers = [EquinoxBlock(jnp.eye(8), *block) for block in blocks]
+
+        def embed(self, tokens):
+            return self.table[tokens]
+
+        def block(self, block, hidden):
+            return block(hidden)
+
+        def head(self, hidden):
+            return hidden @ self.table.T
+
+    assert got in refusal(Model).got
+
+
+def functions(embed=None, block=None, head=None):
+    class Model:
+        def embed(sizes, params, tokens):
+            return params["table"][tokens]
+
+        def block(sizes, params, block, hidden):
+            return hidden @ block["kernel"] + block["bias"]
+
+        def head(sizes, params, hidden):
+            return hidden @ params["table"].T
+
+    for name, method in {"embed": embed, "block": block, "head": head}.items():
+        if method is not None:
+            setattr(Model, name, method)
+    return Model
+
+
+FUNCTIONS = {
+    "init": init_function,
+    "dims": {"table": "- -", "*kernel": "- -", "*": "-"},
+}
+
+
+@pytest.mark.parametrize(
+    ("methods", "got"),
+    [
+        ({"embed": lambda s, p, tokens: tokens}, "int32[2, 8] for tokens"),
+        (
+            {"embed": lambda s, p, tokens: (p["table"][tokens],) * 2},
+            "float32[2, 8, 8], ",
+        ),
+        (
+            {"embed": lambda s, p, tokens: p["table"][tokens].sum(1)},
+            "float32[2, 8] for",
+        ),
+        (
+            {"block": lambda s, p, b, x: x.astype(jnp.bfloat16)},
+            "float32[2, 8, 8] before, bfloat16[2, 8, 8] after",
+        ),
+    ],
+)
+def test_a_hidden_state_has_one_form(methods, got):
+    error = refusal(functions(**methods), **FUNCTIONS)
+    assert isinstance(error, ModelDefinitionError)
+    assert got in error.got
+
+
+@pytest.mark.parametrize(
+    ("methods", "got"),
+    [
+        ({"block": lambda s, p, b, x, segment_id=None: x}, "segment_id"),
+        ({"block": lambda s, p, b: b}, "block(s, p, b)"),
+        ({"embed": lambda s, p, tokens, index: tokens}, "index"),
+        ({"head": lambda s, p, x, *more: x}, "more"),
+        ({"embed": lambda s, p: p}, "tokens"),
+    ],
+)
+def test_methods_take_nothing_that_a_batch_does_not_have(methods, got):
+    with pytest.raises(ModelDefinitionError, match="T407") as caught:
+        refusal(functions(**methods), **FUNCTIONS)
+    assert got in caught.value.got
+
+
+def test_a_method_that_is_missing_is_refused():
+    with pytest.raises(ModelDefinitionError, match="no method head"):
+        refusal(
+            type("Model", (), {"embed": functions().embed, "block": functions().block}),
+            **FUNCTIONS,
+        )
+
+
+@pytest.mark.parametrize("layers", [0, None])
+def test_a_list_without_blocks_is_refused(layers):
+    def init(sizes, key):
+        params = init_function(sizes, key)
+        return {"table": params["table"], "layers": [] if layers == 0 else params}
+
+    error = refusal(functions(), **FUNCTIONS | {"init": init})
+    assert isinstance(error, ModelDefinitionError)
+    assert "'layers'" in error.got
+
+
+def test_a_table_that_lays_out_blocks_differently_is_refused():
+    dims = {"table": "- -", "layers/1/kernel": "embed -", "*kernel": "- -", "*": "-"}
+    error = refusal(functions(), **FUNCTIONS | {"dims": dims})
+    assert isinstance(error, DimTableError)
+    assert "layers/1/kernel" in error.got
+
+
+ARRAY = jnp.linspace(0.0, 1.0, 8)
+
+
+@pytest.mark.parametrize("mesh", [None, mesh_of(pp=2)])
+def test_a_block_may_close_over_an_array(mesh):
+    def block(sizes, params, block, hidden):
+        return hidden @ block["kernel"] + block["bias"] * ARRAY
+
+    Model = functions(block=block)
+    register_model(config=Sizes, inputs=("tokens",), blocks="layers", **FUNCTIONS)(
+        Model
+    )
+    params = model_of(Model).init(KEY)
+    hidden = params["table"][batch_of()["tokens"]]
+    for kernel, bias in zip(
+        *(params["layers"][n] for n in ("kernel", "bias")), strict=True
+    ):
+        hidden = hidden @ kernel + bias * ARRAY
+    scores = jax.nn.log_softmax(hidden @ params["table"].T)
+    targets = batch_of()["targets"]
+    of_label = jnp.take_along_axis(scores, targets[..., None] % 16, -1)[..., 0]
+    want = -jnp.where(targets == IGNORE_INDEX, 0.0, of_label).sum()
+    if mesh is None:
+        found = loss_of(model_of(Model), NO_MESH, params, batch_of())
+    else:
+        model = model_of(Model, mesh)
+        step = PipelinedModel(model, mesh, schedule_of(mesh, "1f1b", 1, 4))
+        run = function(step.loss, mesh=mesh)
+        found = run(model.stored(params), batch_of())
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+def test_blocks_of_functions_and_linen_keep_the_rest_of_the_model():
+    assert model_of(LinenBlocks).num_params == model_of(NnxBlocks).num_params

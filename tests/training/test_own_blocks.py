@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repeated block of ``examples/own_model``: scanned, in stages, and resumed."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tessera.errors import CheckpointMismatchError
+from tessera.mesh import Mesh
+from tessera.training.build_run import Run
+from tessera.training.checkpoints.checkpoint_folder import read_checkpoint
+from tessera.training.checkpoints.export_checkpoint import CheckpointParams
+from tessera.training.checkpoints.restore_arrays import Restoration
+from tessera.training.checkpoints.saving import Checkpoints, metadata_of
+from tessera.training.command_line import compose
+from tessera.training.data.cursor import Cursor
+from tessera.training.main import configs_dir, main
+from tessera.training.run_summary import run_rows
+from tessera.training.train_state import init_state
+from tessera.tree import named_leaves
+
+CURSOR = Cursor(1, {"text": "a", "seed": 0})
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "model.width=16",
+    "model.layers=3",
+    "training.sequence_length=16",
+    "training.micro_batch_size=2",
+    "data=synthetic",
+    "data.synthetic.tokens=4000",
+)
+LAYERS = ("model=own_decoder:Decoder", *SMALL)
+BLOCKS = ("model=own_blocks:BlockDecoder", *SMALL)
+
+
+@pytest.fixture(autouse=True)
+def in_the_folder_of_the_example(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples" / "own_model")
+
+
+def run_of(*overrides):
+    settings = compose([*overrides], configs_dir()).config
+    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+
+
+def losses(run, steps=3, microbatches=1):
+    config = run.step_config
+    state = init_state(
+        run.model, config.optimizer, jax.random.key(0), run.mesh, zero_stage=0
+    )
+    corpus, found = run.load_data(), []
+    batches = corpus.train(run.config.rows_per_step(run.mesh))
+    for batch, _ in zip(batches, range(steps), strict=False):
+        rows = {
+            name: x.reshape(microbatches, -1, x.shape[-1]) for name, x in batch.items()
+        }
+        state, metrics = run.step(state, rows)
+        found.append(float(metrics["loss"]))
+    batches.close()
+    return found
+
+
+def state_of(run):
+    optimizer = run.step_config.optimizer
+    return init_state(run.model, optimizer, jax.random.key(0), run.mesh)
+
+
+@pytest.mark.full
+def test_blocks_in_a_scan_learn_what_the_layers_do():
+    want = losses(run_of(*LAYERS))
+    np.testing.assert_allclose(losses(run_of(*BLOCKS)), want, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_stages_learn_what_one_device_does():
+    """Three blocks on two stages, of which one has padding."""
+    alone = losses(run_of(*BLOCKS, "training.micro_batch_size=4"))
+    mesh = "model.mesh_shape=[[2,2],[pp,fsdp]]"
+    options = "training.gradient_accumulation_steps=2", "training.remat=full"
+    staged = run_of(*BLOCKS, mesh, *options, "training.micro_batch_size=1")
+    np.testing.assert_allclose(losses(staged, microbatches=2), alone, rtol=1e-5)
+    rows = [row[1] for row in run_rows(staged) if row[0] == "layout"]
+    assert any("stage 0: layers 0-1" in row for row in rows)
+
+
+@pytest.mark.full
+def test_blocks_resume_on_a_mesh_with_stages_and_without(tmp_path, capfd):
+    folder = f"hydra.run.dir={tmp_path}/run"
+    command = [*BLOCKS, "training.sample_length=4", folder, "training.resume=auto"]
+    staged = ["model.mesh_shape=[[2,2],[pp,fsdp]]", "training.micro_batch_size=1"]
+    command.append("training.gradient_accumulation_steps=2")
+    assert main([*command, "training.steps=1"]) == 0
+    assert main([*command, "training.steps=2", *staged]) == 0
+    assert main([*command, "training.steps=3"]) == 0
+    out = capfd.readouterr().out
+    assert all(f"step {n}/{n}" in out for n in (1, 2, 3))
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_stages_has_the_values_of_the_blocks(tmp_path):
+    alone = run_of(*BLOCKS)
+    mesh = "model.mesh_shape=[[2],[pp]]"
+    staged = run_of(*BLOCKS, mesh, "training.gradient_accumulation_steps=2")
+    saved = state_of(staged)
+    with Checkpoints(staged, tmp_path, "") as checkpoints:
+        checkpoints.save(1, saved, CURSOR)
+    checkpoint = read_checkpoint(tmp_path / "1")
+    state = Restoration(checkpoint.metadata, alone).restore(checkpoint)
+    want = named_leaves(state_of(alone).params)
+    assert want["blocks/up/kernel"].shape == (3, 16, 64)
+    exported = CheckpointParams(checkpoint)
+    for name, array in named_leaves(state.params).items():
+        np.testing.assert_allclose(array, want[name], rtol=1e-6)
+        np.testing.assert_array_equal(exported.read(name.replace("/", ".")), array)
+
+
+def test_layers_that_were_not_stacked_are_no_checkpoint_of_blocks():
+    metadata = metadata_of(run_of(*LAYERS), 1, CURSOR, "")
+    with pytest.raises(CheckpointMismatchError, match="blocks/0/up/kernel"):
+        Restoration(metadata, run_of(*BLOCKS)).check()
