@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
-from types import TracebackType
 from typing import Any, NoReturn, Self
 from weakref import WeakValueDictionary
 
@@ -284,12 +283,7 @@ class Mesh:
         _opened.set((*_opened.get(), self))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _opened.set(_opened.get()[:-1])
 
     def __eq__(self, other: object) -> bool:

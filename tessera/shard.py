@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -437,3 +437,12 @@ def _check_init(
             got=f"declared {dtype.name}{list(shape)}, init returns {result}",
             fix="return an array of the shape and dtype that init is called with",
         )
+
+
+# The types that Tessera takes for arrays.
+ARRAYS: Final = (jax.Array, np.ndarray, np.generic, DistTensor)
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value is a ``DistTensor``, which is one leaf of a tree."""
+    return isinstance(value, DistTensor)

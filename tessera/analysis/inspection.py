@@ -22,7 +22,7 @@ from tessera.analysis.layout_figures import Picture, draw, listed_ids
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned, html_lines, html_section, html_table
 from tessera.mesh import Mesh
-from tessera.shard import DistTensor, local_shape
+from tessera.shard import DistTensor, is_tensor, local_shape
 from tessera.shard_spec import axes_of_dims, stored_shape
 
 __all__ = ["Inspection", "LeafLayout", "inspect"]
@@ -256,12 +256,8 @@ def inspect(tree: Any) -> Inspection:
       >>> table.leaves[0].block_at(3)
       ((5000000, 10000000), (0, 4096))
     """
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_tensor)
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_tensor)
     return Inspection(tuple(_leaf(jax.tree_util.keystr(p), leaf) for p, leaf in leaves))
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, DistTensor)
 
 
 def _leaf(path: str, value: Any) -> LeafLayout:

@@ -9,7 +9,6 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from tessera.annotations.dims import dim_of
@@ -37,15 +36,10 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Annotation]:
       [('3*D_head*H', 3, ('D_head', 'H'))]
     """
     annotations: dict[str, Annotation] = {}
-    defaults = _defaults(function)
     for name, hint in hints_of(function).items():
-        members = union_members(hint)
-        tensors = [a for a in map(annotation_of, members) if a is not None]
+        tensors = [a for a in map(annotation_of, union_members(hint)) if a is not None]
         if len(tensors) == 1:
-            optional = types.NoneType in members or (
-                name in defaults and defaults[name] is None
-            )
-            annotations[name] = replace(tensors[0], optional=optional)
+            annotations[name] = tensors[0]
     return annotations
 
 
@@ -141,11 +135,3 @@ def _unwrapped(function: Any) -> Any:
 
 def _is_tessera_object(function: Any) -> bool:
     return type(function).__module__.startswith("tessera.")
-
-
-def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    return {p.name: p.default for p in parameters if p.default is not p.empty}

@@ -22,15 +22,12 @@ class Annotation:
       dims: One for each dim; at most one of them is variadic. ``ts.Tensor`` alone has
         ``...``.
       dtype: The dtype, or None for any.
-      optional: Whether None is allowed: the default is None, or the annotation is a
-        union with None.
       dtypes: Names of the allowed dtypes, for jaxtyping's classes of several dtypes,
         such as ``Float``.
     """
 
     dims: tuple[Dim, ...] = _ANY_SHAPE
     dtype: np.dtype[Any] | None = None
-    optional: bool = False
     dtypes: tuple[str, ...] = ()
 
     @property

@@ -41,6 +41,7 @@ from tessera.errors import (
 )
 from tessera.mesh import Mesh
 from tessera.shard import ShardSpec
+from tessera.tree import partition
 
 
 def pipeline(
@@ -326,29 +327,26 @@ class _ArrayFunction:
             if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
         ]
         arguments = (tuple(args), dict(kwargs))
-        leaves, self._tree = jax.tree_util.tree_flatten_with_path(arguments)
-        self._leaves = [leaf for _, leaf in leaves]
-        self._array_indices = [
-            i for i, leaf in enumerate(self._leaves) if is_number(leaf)
-        ]
-        self.arrays = [jnp.asarray(self._leaves[i]) for i in self._array_indices]
-        self.paths = tuple(_path(names, leaves[i][0]) for i in self._array_indices)
+        arrays, self._rest = partition(arguments, is_number)
+        self.arrays = list(map(jnp.asarray, arrays))
+        leaves, _ = jax.tree_util.tree_flatten_with_path(arguments)
+        self.paths = tuple(_path(names, path) for path, x in leaves if is_number(x))
         self.results: Any = None
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        leaves = list(self._leaves)
-        for index, array in zip(self._array_indices, arrays, strict=True):
-            leaves[index] = array
-        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        args, kwargs = self._rest.combine(arrays)
+        before = jax.tree.leaves((args, kwargs))
         results, self.results = jax.tree.flatten(self._body(*args, **kwargs))
         now, tree = jax.tree.flatten((args, kwargs))
-        if tree != self._tree or not all(map(operator.is_, now, leaves)):
-            raise self._changed(now, leaves)
+        if tree != self._rest.structure or not all(map(operator.is_, now, before)):
+            raise self._changed(now, arrays)
         return [jnp.asarray(leaf) for leaf in results]
 
-    def _changed(self, now: Sequence[Any], before: Sequence[Any]) -> WriteBackError:
-        pairs = zip(self.paths, self._array_indices, strict=True)
-        names = [path for path, i in pairs if i >= len(now) or now[i] is not before[i]]
+    def _changed(self, now: Sequence[Any], arrays: Sequence[Any]) -> WriteBackError:
+        count, statics = self._rest.structure.num_leaves, self._rest.statics
+        indices = [i for i in range(count) if i not in statics]
+        known = zip(self.paths, indices, arrays, strict=True)
+        names = [path for path, i, x in known if i >= len(now) or now[i] is not x]
         name = getattr(self._body, "__name__", "pipeline")
         return WriteBackError(
             f"the pipelined function {name!r} changes its arguments, which cannot be "

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core.primitives import copy_p
 
 from tessera import _jax, scope
@@ -26,14 +25,12 @@ from tessera.compiler.trace.declared_layouts import Options, is_number
 from tessera.errors import ArgumentError, did_you_mean
 from tessera.object_arguments import changes_in_place, is_object, parameters_of
 from tessera.ops.operand_layouts import layout_of
-from tessera.shard import DistTensor
+from tessera.shard import ARRAYS, is_tensor
 from tessera.tree import partition
 
 __all__ = ["value_and_grad"]
 
 Which: TypeAlias = int | str
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic, DistTensor)
 
 
 def value_and_grad(
@@ -143,7 +140,7 @@ class _GradientRequest:
 
     def weights(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Every array that is differentiated by."""
-        leaves = jax.tree.leaves(self._chosen(args, kwargs), is_leaf=_is_tensor)
+        leaves = jax.tree.leaves(self._chosen(args, kwargs), is_leaf=is_tensor)
         return list(map(jnp.asarray, leaves))
 
     def _chosen(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -221,7 +218,7 @@ class _OwnProgram:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> None:
-        own, arguments = partition((args, kwargs), _is_any_array, is_leaf=_is_tensor)
+        own, arguments = partition((args, kwargs), _is_array, is_leaf=is_tensor)
         self._arrays = list(map(jnp.asarray, own))
 
         def of_arrays(*arrays: Any) -> list[Any]:
@@ -243,16 +240,12 @@ class _OwnProgram:
         return self._result.combine(results)
 
 
-def _is_any_array(value: object) -> bool:
-    return isinstance(value, _ARRAYS)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, DistTensor)
+def _is_array(value: object) -> bool:
+    return isinstance(value, ARRAYS)
 
 
 def _is_whole(value: object) -> bool:
-    return _is_tensor(value) or is_object(value)
+    return is_tensor(value) or is_object(value)
 
 
 def _unless_object(change: Callable[[Any], Any], leaf: Any) -> Any:

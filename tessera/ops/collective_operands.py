@@ -30,7 +30,7 @@ from tessera.ops.operand_layouts import (
     is_unplaced,
     map_blocks,
 )
-from tessera.shard import DistTensor
+from tessera.shard import is_tensor
 from tessera.shard_spec import axes_of_dims, spec_of_axes
 
 Axis: TypeAlias = str | Sequence[str]
@@ -169,7 +169,7 @@ def each(one: Callable[[Operand], Array], x: Any, axis: Axis) -> Any:
     def leaf(value: Any) -> Array:
         return one(_operand(value, axes))
 
-    return jax.tree.map(leaf, x, is_leaf=_is_tensor)
+    return jax.tree.map(leaf, x, is_leaf=is_tensor)
 
 
 def _operand(value: Any, axes: tuple[str, ...]) -> Operand:
@@ -220,7 +220,3 @@ def _check_manual(axes: tuple[str, ...], manual: Any) -> None:
             got=f"this region is manual over {', '.join(map(repr, manual))}",
             fix=did_you_mean(axis, manual),
         )
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, DistTensor)

@@ -18,7 +18,6 @@ from typing import Any, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
@@ -42,8 +41,9 @@ from tessera.ops.operand_layouts import (
     placed,
     region_mesh,
 )
-from tessera.shard import DistTensor, ShardSpec, capturing
+from tessera.shard import ARRAYS, DistTensor, ShardSpec, capturing, is_tensor
 from tessera.shard_spec import check_even
+from tessera.tree import Skeleton
 
 
 @overload
@@ -129,7 +129,7 @@ class Kernel:
         bound = bind_call(self._signature, args, kwargs, name=name)
         bound.apply_defaults()
         self._refuse_objects(bound.arguments)
-        paths, tree = jax.tree.flatten_with_path(bound.arguments, is_leaf=_is_tensor)
+        paths, tree = jax.tree.flatten_with_path(bound.arguments, is_leaf=is_tensor)
         leaves = [_Leaf(path, value) for path, value in paths]
         arrays = [leaf for leaf in leaves if leaf.is_array]
         self._check_visible(arrays)
@@ -137,13 +137,12 @@ class Kernel:
         specs = tuple(self._spec_of(leaf, mesh) for leaf in arrays)
         values = [as_array(leaf.value) for leaf in arrays]
         # The compiled body outlives the call: it must not keep its arrays alive.
-        template = [_BLOCK if leaf.is_array else leaf.value for leaf in leaves]
+        template = Skeleton(
+            tree, {i: leaf.value for i, leaf in enumerate(leaves) if not leaf.is_array}
+        )
 
         def body(*blocks: jax.Array) -> Any:
-            remaining = iter(blocks)
-            leaves = [next(remaining) if x is _BLOCK else x for x in template]
-            arguments = jax.tree.unflatten(tree, leaves)
-            call = inspect.BoundArguments(self._signature, arguments)
+            call = inspect.BoundArguments(self._signature, template.combine(blocks))
             with capturing(_refuse_closure):
                 function = scope.resolve_callee(self._function)
                 return function(*call.args, **call.kwargs)
@@ -189,8 +188,6 @@ class Kernel:
             )
 
 
-_BLOCK = object()
-
 _HIDDEN = (
     "traced by a transformation that hides layouts",
     "or compile with ts.jit, which keeps the layouts of its arguments",
@@ -221,7 +218,7 @@ class _Leaf:
     @property
     def is_array(self) -> bool:
         """Whether devices get blocks of it; other leaves are constants."""
-        return isinstance(self.value, (jax.Array, np.ndarray, np.generic, DistTensor))
+        return isinstance(self.value, ARRAYS)
 
     @property
     def constant(self) -> tuple[object, ...]:
@@ -362,7 +359,3 @@ def _refuse_closure(tensor: DistTensor) -> NoReturn:
         got=f"{tensor!r}",
         fix="pass it as an argument: every device gets its block",
     )
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, DistTensor)

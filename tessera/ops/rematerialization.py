@@ -17,6 +17,7 @@ from tessera.errors import SettingValueError, did_you_mean
 from tessera.object_arguments import is_object
 from tessera.object_arguments import remat as remat_with_objects
 from tessera.primitive_properties import MATMULS
+from tessera.tree import partition
 
 NONE: Final = "none"
 # The name, for ``jax.ad_checkpoint``, of the residuals of attention.
@@ -100,21 +101,17 @@ def remat(
 
     @functools.wraps(function)
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-        traced = [i for i, x in enumerate(leaves) if _is_array(x) or is_object(x)]
-        is_plain = not any(map(is_object, leaves))
+        traced, rest = partition((args, kwargs), _is_traced, is_leaf=is_object)
+        is_plain = not any(map(is_object, traced))
 
         # A new function in every call: JAX caches traces by function, and with the
         # trace it would reuse the parameters that the operations inside declared.
         def body(*arrays: Any) -> Any:
-            by_index = dict(zip(traced, arrays, strict=True))
-            values = [by_index.get(i, leaf) for i, leaf in enumerate(leaves)]
-            args, kwargs = jax.tree.unflatten(tree, values)
+            args, kwargs = rest.combine(arrays)
             return scope.resolve_callee(function)(*args, **kwargs)
 
         transform: Any = jax.checkpoint if is_plain else remat_with_objects
-        recomputed = transform(body, policy=rule, prevent_cse=prevent_cse)
-        return recomputed(*(leaves[i] for i in traced))
+        return transform(body, policy=rule, prevent_cse=prevent_cse)(*traced)
 
     return rematerialized
 
@@ -135,5 +132,6 @@ def _rule(policy: str | Callable[..., Any]) -> Callable[..., Any] | None:
     return POLICIES.get(policy)
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray) or hasattr(leaf, "__jax_array__")
+def _is_traced(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array | np.ndarray)
+    return is_array or hasattr(leaf, "__jax_array__") or is_object(leaf)

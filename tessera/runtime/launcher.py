@@ -151,7 +151,7 @@ class Launcher:
         seconds = failure.ended_at - first.started_at
         self._log(f"failed first, {seconds:.1f} s after its start: {failure}")
         prefix = f"[rank {failure.rank}] "
-        for line in relevant_lines(first.last_lines(2)):
+        for line in relevant_lines(first.last_errors()):
             self._show(2, f"{prefix}{line}\n".encode(errors="backslashreplace"))
 
     @contextmanager

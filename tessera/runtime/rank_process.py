@@ -54,9 +54,7 @@ class RankProcess:
         self.ended_at: float | None = None
         self.started_at = time.monotonic()
         self._show, self._on_exit = show, on_exit
-        self._lines: dict[int, deque[bytes]] = {
-            stream: deque(maxlen=_MAX_LINES) for stream in (1, 2)
-        }
+        self._errors: deque[bytes] = deque(maxlen=_MAX_LINES)
         start = (sys.executable, "-I", "-S", str(_START), str(os.getpid()))
         status, status_writer = os.pipe()
         self._process = subprocess.Popen(
@@ -112,16 +110,17 @@ class RankProcess:
         for thread in self._readers:
             thread.join(timeout=2)
 
-    def last_lines(self, stream: int) -> list[str]:
-        """The last lines of one of its streams, 1 or 2."""
-        return [line.decode(errors="backslashreplace") for line in self._lines[stream]]
+    def last_errors(self) -> list[str]:
+        """The last lines of its standard error."""
+        return [line.decode(errors="backslashreplace") for line in self._errors]
 
     def _read_output(self, stream: int, pipe: IO[bytes]) -> None:
         prefix = f"[rank {self.rank}] ".encode()
         with pipe:
             while line := pipe.readline(_MAX_LINE):
                 line = line.rstrip(b"\r\n")
-                self._lines[stream].append(line)
+                if stream == 2:
+                    self._errors.append(line)
                 self._show(stream, prefix + line + b"\n")
 
     def _read_status(self, pipe: IO[bytes]) -> None:

@@ -24,9 +24,10 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from types import FrameType, TracebackType
-from typing import Any, Final, Protocol
+from types import FrameType
+from typing import Any, Final
 
+from tessera._jax_processes import Board
 from tessera.runtime import exit_codes
 from tessera.runtime.exit_codes import STOP_SIGNALS
 from tessera.runtime.process_exit import Deadline, exit_now
@@ -42,17 +43,6 @@ _LAST_RESORT: Final = 3.0
 _REQUEST: Final = re.compile(r"(\d{1,3}) (\d{1,15})")
 _REQUESTS: Final = "tessera/stop"
 _GONE: Final = "tessera/gone"
-
-
-class Board(Protocol):
-    """Texts that all ranks can read."""
-
-    def put(self, key: str, text: str) -> None:
-        """Write one."""
-
-    def texts(self, folder: str) -> dict[str, str]:
-        """Those below a folder, by the rest of their keys."""
-        ...
 
 
 class StopRequests:
@@ -137,12 +127,7 @@ class StopRequests:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         if not self._keeps_deadline:
             self._deadline.clear()

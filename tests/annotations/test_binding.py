@@ -371,7 +371,7 @@ def test_a_step_with_a_pipeline_may_say_how_many_rows_there_are():
             return model(x)
 
         step = ts.graph.training_step(lambda x: jnp.mean(loss_of(x)), mesh=mesh)
-        assert step.trace(array(8, 3)).graph.scheduled
+        assert step.trace(array(8, 3)).graph.microbatch is None
         with pytest.raises(AnnotationError, match=r"x \(dim 0\) is 16, not 8"):
             step.trace(array(16, 3))
 

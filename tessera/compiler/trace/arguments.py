@@ -23,14 +23,14 @@ from tessera.compiler.trace.static_values import StaticValue
 from tessera.errors import ArgumentError
 from tessera.mesh import Mesh
 from tessera.object_arguments import STRUCTURE, Structure
-from tessera.shard import DistTensor
+from tessera.shard import ARRAYS, DistTensor
 from tessera.shard_spec import axes_of_dims, spec_of_axes
-from tessera.tree import named_leaves, path_name
+from tessera.tree import Skeleton, named_leaves, path_name
 
 # The mesh axis of an array that is committed to one device.
 ONE_DEVICE = "device"
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, DistTensor, jax.ShapeDtypeStruct)
+_ARRAYS = (*ARRAYS, jax.ShapeDtypeStruct)
 
 
 class ProgramMismatch(Exception):
@@ -211,13 +211,8 @@ class Argument:
 
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
         """The argument with other arrays, such as tracers, in place of its own."""
-        rest = iter(arrays)
         fixed = {index: static.value for index, static in self.statics}
-        total = len(arrays) + len(fixed)
-        return jax.tree.unflatten(
-            self.tree,
-            [fixed[i] if i in fixed else next(rest) for i in range(total)],
-        )
+        return Skeleton(self.tree, fixed).combine(arrays)
 
     def key(self) -> tuple[Any, ...]:
         """What a program is specialized to in this argument."""

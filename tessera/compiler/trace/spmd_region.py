@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from tessera import _jax, scope
@@ -29,7 +28,7 @@ from tessera.errors import ShardDivisibilityError, StrategyError
 from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.object_arguments import holds_objects
 from tessera.ops.operand_layouts import region_mesh
-from tessera.shard import DistTensor, ShardSpec
+from tessera.shard import ARRAYS, ShardSpec, is_tensor
 from tessera.tree import Skeleton, named_leaves, partition
 
 
@@ -176,8 +175,8 @@ class _Region:
             if holds_objects(value):
                 raise self._takes_no_object(name, value)
         arguments = dict(bound.arguments)
-        self._tree = jax.tree.structure(arguments, is_leaf=_is_tensor)
-        self._leaves = named_leaves(arguments, is_leaf=_is_tensor)
+        self._tree = jax.tree.structure(arguments, is_leaf=is_tensor)
+        self._leaves = named_leaves(arguments, is_leaf=is_tensor)
         first = strategy.common_dims(self._binding.dim_names) or ()
         self._common = [s for n in first if n != "..." for s in Dim(n).symbols]
         self._splits = self._splits_of_arguments()
@@ -242,9 +241,9 @@ class _Region:
         call = inspect.BoundArguments(self._signature, arguments)
         result = scope.resolve_callee(self._body)(*call.args, **call.kwargs)
         self._refuse_writes(arguments, filled)
-        found, skeleton = partition(result, is_number, is_leaf=_is_tensor)
+        found, skeleton = partition(result, is_number, is_leaf=is_tensor)
         arrays = list(map(jnp.asarray, found))
-        named = named_leaves(result, "result", is_leaf=_is_tensor)
+        named = named_leaves(result, "result", is_leaf=is_tensor)
         paths = [path for path, leaf in named.items() if is_number(leaf)]
         names = self._binding.result_dim_names(result)
         splits = [
@@ -255,7 +254,7 @@ class _Region:
 
     def _refuse_writes(self, arguments: Any, given: Sequence[Any]) -> None:
         """Raise [T313] where the body put something into one of its arguments."""
-        after = jax.tree.leaves(arguments, is_leaf=_is_tensor)
+        after = jax.tree.leaves(arguments, is_leaf=is_tensor)
         if len(after) == len(given) and all(map(operator.is_, after, given)):
             return
         raise StrategyError(
@@ -269,7 +268,7 @@ class _Region:
     def _splits_of_arguments(self) -> dict[str, Split | None]:
         """For each array among the arguments its split dim, or None."""
         names = self._binding.dim_names
-        arrays = {path: x for path, x in self._leaves.items() if _is_array(x)}
+        arrays = {path: x for path, x in self._leaves.items() if isinstance(x, ARRAYS)}
         unknown = [path for path in arrays if arrays[path].ndim and path not in names]
         if unknown:
             raise StrategyError(
@@ -331,11 +330,3 @@ def _apart(split: Split | None, array: Any) -> Any:
 
 def _together(split: Split | None, array: Any) -> Any:
     return array if split is None else split.together(array)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, DistTensor))
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, DistTensor)

@@ -75,10 +75,6 @@ def _is(first: Any, second: Any) -> bool:
     return False
 
 
-def _keywords(**named: Any) -> dict[str, Any]:
-    return named
-
-
 def converted_call(
     function: Any,
     args: tuple[Any, ...],
@@ -295,7 +291,7 @@ def _recorded(operator: Callable[..., Any]) -> Callable[..., Any]:
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "call": converted_call,
     "iterated_call": _iterated_call,
-    "keywords": _keywords,
+    "keywords": dict,
     "returned": _returned,
     "load": _load,
     "written": check_assignment,
