@@ -11,7 +11,7 @@ import pytest
 import tessera as ts
 from tessera import _jax
 from tessera.errors import SettingValueError
-from tessera.models.decoder import remat as models_remat
+from tessera.models import layer_scan
 from tessera.ops import rematerialization
 from tessera.ops.rematerialization import POLICIES, remat
 
@@ -187,7 +187,7 @@ def test_checkpoint_is_an_alias():
 
 
 def test_models_and_functions_share_one_table():
-    assert models_remat.POLICIES is rematerialization.POLICIES
+    assert layer_scan.POLICIES is rematerialization.POLICIES
     assert remat(layer, policy="none") is layer
 
 
