@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from tessera.models.model import Model
 
 DECODER: Final = "decoder"
+# Settings of the group ``model`` that every model has; the others are its sizes.
+MODEL_SETTINGS: Final = frozenset(
+    {"name", "definition", "mesh_shape", "sequence_parallel", "context_parallel"}
+)
 
 
 @dataclass(frozen=True)

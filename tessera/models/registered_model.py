@@ -28,7 +28,12 @@ from tessera.errors import (
 from tessera.mesh import Mesh
 from tessera.models.block_methods import check_methods
 from tessera.models.decoding import Decoding
-from tessera.models.definition import ModelDefinition, ModelOptions, define
+from tessera.models.definition import (
+    MODEL_SETTINGS,
+    ModelDefinition,
+    ModelOptions,
+    define,
+)
 from tessera.models.dim_table import dim_names
 from tessera.models.model import Batch, DimNames, Model, Sums
 from tessera.models.module_adapters import Adapter, Inputs, adapt
@@ -40,10 +45,6 @@ from tessera.tree import Tree, named_leaves, nest
 INPUTS: Final = ("tokens", "segment_ids", "positions")
 """What a model may read of a batch, int32 ``[B, S]`` each."""
 
-# Settings of the group ``model`` that every model has.
-_RESERVED: Final = frozenset(
-    {"name", "definition", "mesh_shape", "sequence_parallel", "context_parallel"}
-)
 # Names of dims whose parameters are stacked: a scan takes one layer at a time.
 _STACKED: Final = frozenset({"layers"})
 _MESH_AXES: Final = ("dp", "fsdp", "tp", "ep_outer", "ep")
@@ -330,7 +331,7 @@ class RegisteredModel(Model):
 def _check_config(config: type) -> None:
     if not is_dataclass(config) or not isinstance(config, type):
         got, fix = f"{config!r}", "give a class that @dataclass decorates"
-    elif clash := [one.name for one in fields(config) if one.name in _RESERVED]:
+    elif clash := [one.name for one in fields(config) if one.name in MODEL_SETTINGS]:
         got, fix = f"{config.__name__}.{clash[0]}", "give the field another name"
     else:
         return

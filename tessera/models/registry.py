@@ -1,82 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations of named models."""
+"""The configurations of named models, which are the files of ``configs/model``."""
 
-from collections.abc import Mapping
-from dataclasses import replace
-from types import MappingProxyType
-from typing import Final
-
-import jax
-from flax import nnx
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from tessera.errors import UnknownModelError, did_you_mean
 from tessera.models.decoder.config import DecoderConfig
-from tessera.models.decoder.decoder import Decoder
+from tessera.models.definition import DECODER, MODEL_SETTINGS, definition_of
 
-# Bytes and eight special tokens.
-_TINY: Final = DecoderConfig(
-    vocab_size=264,
-    d_model=128,
-    num_layers=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    mlp_dim=512,
-    window=64,
-    query_pre_attn_scalar=32,
-)
-_GEMMA3_270M: Final = DecoderConfig(
-    vocab_size=262_144,
-    d_model=640,
-    num_layers=18,
-    num_heads=4,
-    num_kv_heads=1,
-    head_dim=256,
-    mlp_dim=2048,
-    window=512,
-    query_pre_attn_scalar=256,
-)
-CONFIGS: Final[Mapping[str, DecoderConfig]] = MappingProxyType(
-    {
-        "tiny": _TINY,
-        # Eight narrow experts instead of each MLP, two of them for each token.
-        "moe_tiny": replace(_TINY, mlp_dim=128, num_experts=8),
-        "gemma3_270m": _GEMMA3_270M,
-        "gemma3_1b": replace(_GEMMA3_270M, d_model=1152, num_layers=26, mlp_dim=6912),
-        "gemma3_4b": replace(
-            _GEMMA3_270M,
-            # 64 rows more than the others: the image tokens of the multimodal model.
-            vocab_size=262_208,
-            d_model=2560,
-            num_layers=34,
-            num_heads=8,
-            num_kv_heads=4,
-            mlp_dim=10_240,
-            window=1024,
-            rope_scale_global=8.0,
-        ),
-    }
-)
+if TYPE_CHECKING:
+    import jax
+
+    from tessera.models.decoder.decoder import Decoder
+
+_PACKAGE: Final = Path(__file__).parents[1]
 
 
+def configs_dir() -> Path:
+    """The folder of ``config.yaml``: in the wheel in the package, else beside it."""
+    installed = _PACKAGE / "configs"
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+
+
+def model_names() -> list[str]:
+    """The names of all models that have a file."""
+    return sorted(file.stem for file in (configs_dir() / "model").glob("*.yaml"))
+
+
+@cache
 def config_of(name: str) -> DecoderConfig:
     """The configuration of a named model.
 
+    Args:
+      name: Of a file in ``configs/model``, without its ending.
+
     Raises:
       UnknownModelError: [T403] there is no such model.
+      ModelShapeError: [T405] the file has unknown keys, or sizes that do not make a
+        model.
 
     Example:
       >>> config_of("tiny").num_heads
       4
     """
-    if name not in CONFIGS:
+    if name not in (names := model_names()):
         raise UnknownModelError(
-            f"there is no model {name!r}", fix=did_you_mean(name, CONFIGS)
+            f"there is no model {name!r}", fix=did_you_mean(name, names)
         )
-    return CONFIGS[name]
+    from omegaconf import OmegaConf  # as Hydra does, so that 1e6 is a number
+
+    file = OmegaConf.load(configs_dir() / "model" / f"{name}.yaml")
+    values = cast(dict[str, Any], OmegaConf.to_container(file))
+    sizes = {key: values[key] for key in values.keys() - MODEL_SETTINGS}
+    return definition_of(DECODER).configure(sizes)
 
 
-def build(model: str | DecoderConfig, key: jax.Array) -> Decoder:
+def build(model: str | DecoderConfig, key: "jax.Array") -> "Decoder":
     """An nnx module with newly initialized parameters on the default device.
 
     ``Model(config).init(key, mesh)`` creates the same values already sharded.
@@ -88,5 +68,9 @@ def build(model: str | DecoderConfig, key: jax.Array) -> Decoder:
     Raises:
       UnknownModelError: [T403] there is no such model.
     """
+    from flax import nnx
+
+    from tessera.models.decoder.decoder import Decoder
+
     config = config_of(model) if isinstance(model, str) else model
     return Decoder(config, rngs=nnx.Rngs(params=key))

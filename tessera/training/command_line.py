@@ -292,9 +292,7 @@ def _compose_files(
             texts[at] = texts[at] if model is None else f"model={_OWN}"
     _store_schemas(definition_of(DECODER) if model is None else model.definition)
     if model is not None:
-        mesh_shape = [[1, 1], ["fsdp", "tp"]]
-        node = {"mesh_shape": mesh_shape, **model.values}
-        ConfigStore.instance().store(group="model", name=_OWN, node=node)
+        ConfigStore.instance().store(group="model", name=_OWN, node=model.values)
     folder = str(config_dir.resolve())
     try:
         with hydra.initialize_config_dir(folder, version_base="1.3"):

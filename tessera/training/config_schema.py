@@ -23,7 +23,10 @@ from tessera.training.optimizer_config import OPTIMIZERS, OptimizerConfig
 class _Model:
     name: str
     definition: str = DECODER
-    mesh_shape: list[Any]  # of two types, which OmegaConf has no list for
+    # Of two types, which OmegaConf has no list for.
+    mesh_shape: list[Any] = field(
+        default_factory=lambda: [[*part] for part in ModelConfig.mesh_shape]
+    )
     sequence_parallel: bool = ModelConfig.sequence_parallel
     context_parallel: str = ModelConfig.context_parallel
 

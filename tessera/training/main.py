@@ -6,18 +6,9 @@ settings are reported before JAX is imported, which takes seconds.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Final
 
+from tessera.models.registry import configs_dir
 from tessera.runtime.exit_codes import exit_on_stop_signals
-
-_PACKAGE: Final = Path(__file__).parents[1]
-
-
-def configs_dir() -> Path:
-    """The folder of ``config.yaml``: in the wheel in the package, else beside it."""
-    installed = _PACKAGE / "configs"
-    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
