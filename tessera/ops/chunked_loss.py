@@ -29,10 +29,10 @@ from jax.sharding import PartitionSpec
 
 from tessera import scope
 from tessera.labels import IGNORE_INDEX
-from tessera.mesh import Mesh, manual_axes
+from tessera.mesh import Mesh
 from tessera.ops.attention.blockwise import varying_alike, varying_as
 from tessera.ops.losses import Reduction, as_labels, reduced
-from tessera.ops.operand_layouts import is_traced, region_mesh
+from tessera.ops.operand_layouts import is_traced, map_free_axes, region_mesh
 from tessera.shard_spec import axes_of_dims
 
 _CHUNK_BYTES: Final = 16 << 20
@@ -209,18 +209,11 @@ def _sharded(call: _Call, operands: _Operands, *, differentiate: bool) -> Any:
     vocabulary: Any = split.vocabulary or None
     dims = (None, vocabulary) if call.terms.vocab_dim else (vocabulary, None)
     head = Head(PartitionSpec(*dims), PartitionSpec(vocabulary))
-    manual, mesh = manual_axes(), region_mesh(split.mesh)
-    if manual:
-        mesh = jax.sharding.get_abstract_mesh()
     gradients = _Operands(split.tokens, head) if differentiate else None
-    return jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(_Operands(split.tokens, head, split.tokens, split.tokens),),
-        out_specs=(split.tokens, gradients),
-        axis_names=set(mesh.axis_names) - set(manual),
-        check_vma=False,
-    )(operands)
+    in_specs = (_Operands(split.tokens, head, split.tokens, split.tokens),)
+    results = (split.tokens, gradients)
+    mesh = region_mesh(split.mesh)
+    return map_free_axes(on_device, mesh, in_specs, results)(operands)
 
 
 def _on_device(call: _Call, differentiate: bool, operands: _Operands) -> Any:

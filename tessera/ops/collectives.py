@@ -13,7 +13,7 @@ of axes, outer first; ranks then count along all of them, the last fastest. An o
 may be a tree of arrays: each leaf is an operand by itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -201,14 +201,7 @@ def scatter(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Any:
       DimError: [T203] the array has no such dim.
       CollectiveError: [T206] the axis has no such rank.
     """
-
-    def one(operand: Operand) -> Array:
-        along = operand.dim(dim)
-        return operand.run(
-            device_collectives.scatter, operand.rank(root), along, out_dim=along
-        )
-
-    return each(one, x, axis)
+    return _by_root(device_collectives.scatter, x, axis, root, dim)
 
 
 def gather(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Any:
@@ -228,14 +221,7 @@ def gather(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Any:
       DimError: [T203] the array has no such dim.
       CollectiveError: [T206] the axis has no such rank.
     """
-
-    def one(operand: Operand) -> Array:
-        along = operand.dim(dim)
-        return operand.run(
-            device_collectives.gather, operand.rank(root), along, out_dim=along
-        )
-
-    return each(one, x, axis)
+    return _by_root(device_collectives.gather, x, axis, root, dim)
 
 
 def send(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
@@ -255,15 +241,7 @@ def send(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
       UnknownAxisError: [T103] the mesh has no such axis.
       CollectiveError: [T206] ranks that do not exist or do not pair up.
     """
-
-    def one(operand: Operand) -> Array:
-        return operand.run(
-            device_collectives.permuted,
-            _pairs(operand, source, destination),
-            out_dim="same",
-        )
-
-    return each(one, x, axis)
+    return _transferred(device_collectives.permuted, x, axis, source, destination)
 
 
 def recv(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
@@ -282,15 +260,7 @@ def recv(x: Any, axis: Axis, source: Ranks, destination: Ranks) -> Any:
       UnknownAxisError: [T103] the mesh has no such axis.
       CollectiveError: [T206] ranks that do not exist or do not pair up.
     """
-
-    def one(operand: Operand) -> Array:
-        return operand.run(
-            device_collectives.recv,
-            _pairs(operand, source, destination),
-            out_dim="same",
-        )
-
-    return each(one, x, axis)
+    return _transferred(device_collectives.recv, x, axis, source, destination)
 
 
 def recv_from(source: int, what: Any, axis: Axis | None = None) -> Any:
@@ -364,6 +334,25 @@ def barrier(x: Any = None, axis: Axis | None = None) -> Any:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("tessera.barrier")
     return x
+
+
+def _by_root(
+    function: Callable[..., Array], x: Any, axis: Axis, root: int, dim: int
+) -> Any:
+    def one(operand: Operand) -> Array:
+        along = operand.dim(dim)
+        return operand.run(function, operand.rank(root), along, out_dim=along)
+
+    return each(one, x, axis)
+
+
+def _transferred(
+    function: Callable[..., Array], x: Any, axis: Axis, source: Ranks, to: Ranks
+) -> Any:
+    def one(operand: Operand) -> Array:
+        return operand.run(function, _pairs(operand, source, to), out_dim="same")
+
+    return each(one, x, axis)
 
 
 def _hold_back(operand: Operand) -> Array:

@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from tessera.errors import OperandError
-from tessera.ops.operand_layouts import as_array
+from tessera.ops.operand_layouts import as_array, map_free_axes
 
 
 def embedding(numbers: Any, table: Any) -> Array:
@@ -81,13 +81,7 @@ def look_up(
         out = jnp.where(is_own[..., None], out, 0)
         return jax.lax.psum(out, rows) if rows else out
 
-    out = jax.shard_map(
-        own_rows,
-        mesh=region,
-        in_specs=(PartitionSpec(rows or None), split),
-        out_specs=split,
-        axis_names=set(free),
-        check_vma=False,
-    )(table, numbers)
+    specs = PartitionSpec(rows or None), split
+    out = map_free_axes(own_rows, region, specs, split)(table, numbers)
     exists = (numbers >= 0) & (numbers < table.shape[0])
     return jnp.where(exists[..., None], out, jnp.nan)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
 from tessera.errors import LayoutMismatchError, OperandError
-from tessera.mesh import AUTO_AXES, Mesh
+from tessera.mesh import AUTO_AXES, Mesh, manual_axes
 from tessera.shard import DistTensor
 from tessera.shard_spec import check_even
 
@@ -88,6 +88,29 @@ def region_mesh(mesh: Mesh, *, explicit: bool = False) -> JaxMesh | AbstractMesh
             fix=AUTO_AXES,
         )
     return mesh.abstract if mesh.is_abstract else mesh.jax
+
+
+def map_free_axes(
+    function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """``jax.shard_map`` over all axes but those of the region that it is called in.
+
+    Args:
+      function: What each device runs.
+      mesh: A JAX mesh; inside a region, the mesh of that region is used.
+      in_specs: Layouts of the operands over the other axes.
+      out_specs: Layouts of the results.
+    """
+    manual = set(manual_axes())
+    region = jax.sharding.get_abstract_mesh() if manual else mesh
+    return jax.shard_map(
+        function,
+        mesh=region,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(region.axis_names) - manual,
+        check_vma=False,
+    )
 
 
 def placed(value: jax.Array, sharding: NamedSharding) -> jax.Array:

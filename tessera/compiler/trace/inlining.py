@@ -19,7 +19,7 @@ from tessera.compiler.trace.declared_layouts import (
     is_number,
     output_values,
 )
-from tessera.compiler.trace.write_back import MutationTracker
+from tessera.compiler.trace.write_back import MutationTracker, write_back
 from tessera.mesh import Mesh
 from tessera.tree import partition
 
@@ -64,7 +64,7 @@ def inline(
     names = [argument.name for argument in call.arguments]
     watch = MutationTracker([*args, *kwargs.values()], names)
     result = function(*args, **kwargs)
-    watch.write_back(given)
+    write_back(*watch.changes(), given)
     binding.check_result(result)
     names = binding.result_dim_names(result)
     results, skeleton = partition(result, is_number)

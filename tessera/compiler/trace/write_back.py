@@ -126,17 +126,6 @@ class MutationTracker:
             writes.append(Write(argument, path, name, *keys, skeleton))
         return writes, arrays
 
-    def write_back(self, values: Sequence[Any]) -> None:
-        """Apply the changes to the caller's arguments, entry by entry."""
-        found = [
-            (_at(values, argument, path), holder, entries)
-            for argument, path, _, holder, before in self._seen
-            if (entries := _changed(holder, before)) is not None
-        ]
-        for theirs, holder, entries in found:
-            now = dict(_content(holder))
-            _put(theirs, {key: now[key] for key in entries}, tuple(now))
-
 
 def _content(holder: Any) -> Iterator[tuple[Any, Any]]:
     return iter(holder.items() if isinstance(holder, dict) else enumerate(holder))

@@ -19,12 +19,12 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from tessera import scope
-from tessera.mesh import manual_axes
 from tessera.ops.attention.all_to_all import AllToAll
 from tessera.ops.attention.context_parallel_residuals import ContextVariant, Residuals
 from tessera.ops.attention.halo import Gather, Halo
 from tessera.ops.attention.ring import Ring
 from tessera.ops.attention.zigzag import ContextSharding
+from tessera.ops.operand_layouts import map_free_axes
 
 Method: TypeAlias = Literal["ring", "all_to_all"]
 METHODS: Final = ("ring", "all_to_all")
@@ -164,19 +164,10 @@ def attend_in_region(
       segments: int32 ``[B, S]``, or None.
       sees_all: bool scalar, or None.
     """
-    manual = manual_axes()
-    region = jax.sharding.get_abstract_mesh() if manual else mesh
     # Arguments that are None have no leaves, so their spec is not used.
     specs = (spec, spec, spec, PartitionSpec(spec[0]), PartitionSpec())
 
     def body(*blocks: Any) -> Array:
         return attend_on_device(plan, *blocks)
 
-    return jax.shard_map(
-        body,
-        mesh=region,
-        in_specs=specs,
-        out_specs=spec,
-        axis_names=set(region.axis_names) - set(manual),
-        check_vma=False,
-    )(*operands, segments, sees_all)
+    return map_free_axes(body, mesh, specs, spec)(*operands, segments, sees_all)

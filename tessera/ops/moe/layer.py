@@ -26,6 +26,7 @@ from tessera.ops.moe.routing import (
     route,
     statistics,
 )
+from tessera.ops.operand_layouts import map_free_axes
 
 Axes = tuple[str, ...]
 
@@ -97,13 +98,11 @@ def expert_layer(
         return _on_device(x_BSD, weights, options, ExpertLayout())
     manual = set(manual_axes())
     assert not manual & layout.axes, f"{manual} are manual already: {layout}"
-    region = jax.shard_map(
+    region = map_free_axes(
         partial(_on_device, options=options, layout=layout),
-        mesh=jax.sharding.get_abstract_mesh() if manual else layout.mesh,
-        axis_names=set(layout.mesh.axis_names) - manual,
-        in_specs=(layout.tokens, layout.weights),
-        out_specs=(layout.tokens, P()),
-        check_vma=False,
+        layout.mesh,
+        (layout.tokens, layout.weights),
+        (layout.tokens, P()),
     )
     return region(x_BSD, weights)
 
