@@ -3,10 +3,13 @@
 
 A model is a chain of drawn layers on the embedding: matmuls of two or three dims, with
 or without a bias, norms, products of two parts. The table of dims gives each parameter
-drawn names, among them none, and the mesh has drawn axes.
+drawn names, among them none, and the mesh has drawn axes. A chain may also be a block
+that repeats, which is scanned, recomputed and run in stages.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +18,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tessera.api.function import function
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
 from tessera.models import register_model
 from tessera.models.definition import ModelOptions, definition_of
+from tessera.training.pipelined_model import PipelinedModel, schedule_of
 from tessera.tree import named_leaves
 
 MESHES = [
@@ -69,8 +74,12 @@ def init(seed, key):
 
 
 def forward(seed, params, tokens):
-    x = params["table"][tokens]
-    for (kind, _), layer in zip(layers_of(seed.number), params["layers"], strict=True):
+    x = through_layers(seed, params["layers"], params["table"][tokens])
+    return x @ params["head"]
+
+
+def through_layers(seed, layers, x):
+    for (kind, _), layer in zip(layers_of(seed.number), layers, strict=True):
         if kind == "norm":
             x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-3)
             x = x * layer["scale"]
@@ -81,22 +90,35 @@ def forward(seed, params, tokens):
             x = jnp.tanh(x @ layer["gate"]) * (x @ layer["kernel"])
         else:
             x = x @ layer["kernel"] + layer.get("bias", 0.0)
-    return x @ params["head"]
+    return x
 
 
-def plain_loss(seed, params, batch):
-    scores = jax.nn.log_softmax(forward(seed, params, batch["tokens"]))
+def loss_of_logits(logits, batch, params):
+    scores = jax.nn.log_softmax(logits(params, batch["tokens"]))
     counts = batch["targets"] != IGNORE_INDEX
     labels = jnp.where(counts, batch["targets"], 0)[..., None]
     return -jnp.where(counts, jnp.take_along_axis(scores, labels, -1)[..., 0], 0).sum()
 
 
-def drawn_model(seed, rng):
-    shapes = named_leaves(jax.eval_shape(lambda: init(Seed(seed), jax.random.key(0))))
+def drawn_dims(new, rng):
     dims = {}
-    for name, leaf in shapes.items():
+    for name, leaf in named_leaves(jax.eval_shape(new, jax.random.key(0))).items():
         kinds = rng.permutation(len(KINDS))[: len(leaf.shape)]
         dims[name] = " ".join(str(rng.choice(KINDS[kind])) for kind in kinds)
+    return dims
+
+
+def drawn_batch(rng):
+    batch = {
+        "tokens": rng.integers(0, 16, (8, 4), np.int32),
+        "targets": rng.integers(0, 16, (8, 4), np.int32),
+    }
+    batch["targets"][rng.random((8, 4)) < 0.2] = IGNORE_INDEX
+    return batch
+
+
+def drawn_model(seed, rng):
+    dims = drawn_dims(partial(init, Seed(seed)), rng)
     register = register_model(config=Seed, dims=dims, inputs=("tokens",), init=init)
     definition = definition_of(f"{__name__}:{register(forward).__name__}")
     return definition.build(Seed(seed), ModelOptions(), None)
@@ -106,13 +128,10 @@ def drawn_model(seed, rng):
 def test_a_mesh_changes_neither_loss_nor_gradients(seed):
     rng = np.random.default_rng(seed)
     model, mesh = drawn_model(seed, rng), MESHES[rng.integers(len(MESHES))]
-    batch = {
-        "tokens": rng.integers(0, 16, (8, 4), np.int32),
-        "targets": rng.integers(0, 16, (8, 4), np.int32),
-    }
-    batch["targets"][rng.random((8, 4)) < 0.2] = IGNORE_INDEX
+    batch = drawn_batch(rng)
     alone = init(Seed(seed), jax.random.key(seed))
-    want, wanted = jax.value_and_grad(lambda p: plain_loss(Seed(seed), p, batch))(alone)
+    plain_loss = partial(loss_of_logits, partial(forward, Seed(seed)), batch)
+    want, wanted = jax.value_and_grad(plain_loss)(alone)
 
     place = model.place(mesh)
     rows = jax.device_put(
@@ -129,3 +148,109 @@ def test_a_mesh_changes_neither_loss_nor_gradients(seed):
     wanted = named_leaves(wanted)
     for name, gradient in named_leaves(gradients).items():
         np.testing.assert_allclose(gradient, wanted[name], rtol=1e-4, atol=1e-5)
+
+
+# --- with repeated blocks
+
+BLOCK_MESHES = [
+    None,
+    *MESHES[:2],
+    Mesh(["pp"], devices=range(2)),
+    Mesh(["pp", "fsdp"], devices=range(4), shape=(2, 2)),
+    Mesh(["dp", "tp", "pp"], devices=range(8), shape=(2, 2, 2)),
+]
+SCHEDULES = ["gpipe", "1f1b", "zero_bubble"]
+POLICIES = ["none", "full", "dots"]
+
+
+@dataclass(frozen=True)
+class BlockSeed(Seed):
+    count: int = 2
+
+
+def init_blocks(seed, key):
+    """Blocks of drawn layers, each of which returns to the width of the residual."""
+    first, *keys = jax.random.split(key, seed.count + 1)
+    params = init(Seed(seed.number), first)
+
+    def block(key):
+        own = init(Seed(seed.number), key)
+        shape = own["head"].shape[0], 8
+        return {"layers": own["layers"], "back": jax.random.normal(key, shape) / 9}
+
+    table = {"table": params["table"], "head": params["table"].T[:, :16]}
+    return {**table, "blocks": [block(key) for key in keys]}
+
+
+class Blocks:
+    def embed(seed, params, tokens):
+        return params["table"][tokens]
+
+    def block(seed, params, block, hidden, index):
+        inner = through_layers(Seed(seed.number), block["layers"], hidden)
+        inner = inner @ block["back"] + params["table"][index % 16]
+        return hidden + inner / (2 + index).astype(hidden.dtype)
+
+    def head(seed, params, hidden):
+        return hidden @ params["head"] + hidden @ params["table"].T
+
+
+def loop_over_blocks(seed, params, tokens):
+    hidden = Blocks.embed(seed, params, tokens)
+    for index, block in enumerate(params["blocks"]):
+        hidden = Blocks.block(seed, params, block, hidden, jnp.int32(index))
+    return Blocks.head(seed, params, hidden)
+
+
+def drawn_blocks(seed, rng, mesh):
+    """A model of drawn blocks, whose dims have the same names in each."""
+    config = BlockSeed(seed, int(rng.integers(2, 6)))
+    dims = {
+        name.replace("blocks/0/", "blocks/*/"): names
+        for name, names in drawn_dims(partial(init_blocks, config), rng).items()
+        if not name.startswith("blocks/") or name.startswith("blocks/0/")
+    }
+    options = {"config": BlockSeed, "inputs": ("tokens",), "init": init_blocks}
+    register_model(**options, dims=dims, blocks="blocks")(Blocks)
+    definition = definition_of(f"{__name__}:Blocks")
+    remat = ModelOptions(remat=str(rng.choice(POLICIES)))
+    return config, definition.build(config, remat, mesh)
+
+
+@pytest.mark.fuzz(sample=5, whole=300)
+def test_blocks_in_a_scan_or_in_stages_have_the_gradients_of_a_loop(seed):
+    rng = np.random.default_rng(seed)
+    mesh = BLOCK_MESHES[rng.integers(len(BLOCK_MESHES))]
+    config, model = drawn_blocks(seed, rng, mesh)
+    batch, key = drawn_batch(rng), jax.random.key(seed)
+    alone = init_blocks(config, key)
+    loss = partial(loss_of_logits, partial(loop_over_blocks, config), batch)
+    want, wanted = jax.jit(jax.value_and_grad(loss))(alone)
+    wanted = {name: np.asarray(leaf) for name, leaf in named_leaves(wanted).items()}
+
+    params, place = model.init(key, mesh), model.place(mesh)
+    if model.split is None:
+
+        def scanned(params, batch):
+            return model.loss(params, batch, place, chunk="auto")[0]
+
+        with mesh or nullcontext():
+            found, gradients = jax.jit(jax.value_and_grad(scanned))(params, batch)
+    else:
+        schedule = schedule_of(mesh, str(rng.choice(SCHEDULES)), 1, 4)
+        pipeline = PipelinedModel(model, mesh, schedule)
+        micros = {name: array.reshape(4, 2, -1) for name, array in batch.items()}
+        rows = P(None, place.axes("batch") or None)
+
+        @function(mesh=mesh, in_specs={"micros": rows})
+        def step(params, micros):
+            return pipeline.gradients(params, micros, jnp.float32(1.0))
+
+        sums, gradients = step(params, micros)
+        found = sums["loss"]
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+    for name, gradient in named_leaves(model.plain(jax.device_get(gradients))).items():
+        entry, slash, rest = name.partition("/")
+        names = [f"blocks/{i}/{rest}" for i in range(config.count)]
+        of_loop = np.stack([wanted[n] for n in names]) if slash else wanted[entry]
+        np.testing.assert_allclose(gradient, of_loop, rtol=1e-4, atol=1e-4)

@@ -5,6 +5,7 @@ They are compared with a loop over layers in plain JAX on one device.
 """
 
 import math
+import re
 from functools import cache, partial
 
 import equinox as eqx
@@ -195,6 +196,21 @@ def test_it_generates_as_the_loop_would():
     assert found == row
 
 
+def test_fsdp_gathers_the_weights_of_one_block_at_a_time():
+    model = model_of(FunctionBlocks, vocab_size=64, width=32)
+    mesh = mesh_of(fsdp=4)
+    rows = NamedSharding(mesh.jax, P("fsdp"))
+    with mesh:
+        step = jax.jit(partial(loss_of, model, model.place(mesh)))
+        batch = jax.device_put(batch_of(), rows)
+        text = step.lower(model.init(KEY, mesh), batch).compile().as_text()
+    gathers = [line for line in text.splitlines() if " all-gather(" in line]
+    shapes = {re.search(r"= (\S+?)\{", line).group(1) for line in gathers}
+    assert shapes <= {"f32[64,32]", "f32[32,64]", "f32[32,32]", "f32[1,32,32]"}
+    assert len(shapes) >= 2
+    assert " all-to-all(" not in text
+
+
 # --- pipelines
 
 
@@ -235,6 +251,20 @@ def test_stages_have_the_gradients_of_the_loop(target):
 def test_stages_on_larger_meshes_and_by_other_schedules(sizes, schedule, options):
     found = pipelined(NnxBlocks, mesh_of(**sizes), schedule, **options)
     assert_expected(NnxBlocks, *found, layers=options.get("layers", 3))
+
+
+def test_a_table_that_stages_share_is_stored_by_all_of_them():
+    """Each stores a part of its width, which is gathered once in a step."""
+    dims = {"table": "vocab table", "*kernel": "embed mlp", "*bias": "mlp"}
+    options = {"init": init_function, "dims": dims, "blocks": "layers"}
+
+    class Shared(FunctionBlocks):
+        pass
+
+    register_model(config=Sizes, **options)(Shared)
+    mesh = mesh_of(pp=2, fsdp=2)
+    assert model_of(Shared, mesh).layouts(mesh)["table"] == P(None, ("fsdp", "pp"))
+    assert_expected(Shared, *pipelined(Shared, mesh))
 
 
 def test_stages_are_of_about_equal_cost():

@@ -156,14 +156,18 @@ def test_the_commands_of_the_guide_are_enough(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "examples/own_model/own_decoder.py", tmp_path)
     guide = (ROOT / "docs/guides/own-model.md").read_text()
-    (block,) = re.findall(r"^```sh\n(.*?)^```$", guide, re.M | re.S)
-    for command in block.replace("\\\n", "").splitlines():
+    shutil.copy(ROOT / "examples/own_model/own_blocks.py", tmp_path)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", guide, re.M | re.S)
+    assert len(blocks) == 2
+    for command in "".join(blocks).replace("\\\n", "").splitlines():
         program, *arguments = shlex.split(command)
         assert program == "tessera"
         assert tessera(arguments) == 0
     out = capfd.readouterr().out
     assert "step 20/20" in out
     assert "step 30/30" in out
+    assert "step 5/5" in out
+    assert "step 10/10" in out
     assert "perplexity" in out
     names = load_file(tmp_path / "own.safetensors")
     assert "blocks.0.up.kernel" in names
