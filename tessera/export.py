@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a run as a safetensors file, or as a folder for Transformers.
+"""The weights of a run as a safetensors file, or a folder for Transformers or PEFT.
 
 python -m tessera.export outputs/mine weights.safetensors --dtype=bf16
 python -m tessera.export outputs/mine folder --format=hf
+python -m tessera.export outputs/mine adapters --format=peft
 """
 
 import os
@@ -21,9 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", help="where to, such as weights.safetensors")
     parser.add_argument(
         "--format",
-        choices=("safetensors", "hf"),
+        choices=("safetensors", "hf", "peft"),
         default="safetensors",
-        help="hf makes a folder that Hugging Face Transformers loads",
+        help="hf makes a folder that Hugging Face Transformers loads, with adapters "
+        "merged into the weights; peft makes one of the adapters alone",
     )
     parser.add_argument("--dtype", choices=("f32", "bf16", "f16"), help="round to it")
     options = parser.parse_args(arguments)
@@ -47,7 +49,7 @@ def _export(options: Namespace) -> str:
     file = options.file
     try:
         size = export_checkpoint(
-            options.checkpoint, file, dtype=options.dtype, as_folder=_is_folder(options)
+            options.checkpoint, file, dtype=options.dtype, kind=options.format
         )
     except OSError as error:
         raise _cannot_write(file, error.strerror or str(error)) from error
@@ -55,7 +57,7 @@ def _export(options: Namespace) -> str:
 
 
 def _is_folder(options: Namespace) -> bool:
-    return options.format == "hf"
+    return options.format != "safetensors"
 
 
 def _check_file(file: str, *, is_folder: bool) -> None:

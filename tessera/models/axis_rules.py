@@ -32,6 +32,7 @@ RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "router": (),
         "head_dim": (),
         "layers": (),
+        "lora_rank": (),
         "stages": ("pp",),
         # At most a few thousandths of a model: gathering costs more than it saves.
         "norm": (),

@@ -11,8 +11,8 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any, Final, get_type_hints
 
 from tessera.errors import (
     ModelShapeError,
@@ -68,13 +68,19 @@ class ModelDefinition(ABC):
         return self.name.rpartition(":")[2]
 
     def configure(self, sizes: Mapping[str, Any]) -> Any:
-        """The configuration with these values.
+        """The configuration with these values; a nested dataclass has a mapping.
 
         Raises:
           ModelShapeError: [T405] the class refuses them.
         """
+        hints = get_type_hints(self.config_class)
+
+        def build(name: str, value: Any) -> Any:
+            is_nested = isinstance(value, Mapping) and is_dataclass(hints.get(name))
+            return hints[name](**value) if is_nested else value
+
         try:
-            return self.config_class(**sizes)
+            return self.config_class(**{k: build(k, v) for k, v in sizes.items()})
         except (TypeError, ValueError) as error:
             if isinstance(error, TesseraError):
                 raise
@@ -103,6 +109,16 @@ class ModelDefinition(ABC):
         """What makes a row's loss depend on other rows; None where nothing does."""
         del config
         return None
+
+    def incompatibilities(self, config: Any, saved: Any) -> Iterator[str]:
+        """How parameters of equal shapes that a run saved mean something else here.
+
+        Args:
+          config: The configuration of this run.
+          saved: That of the run.
+        """
+        del config, saved
+        yield from ()
 
     def unused_settings(self, config: Any) -> Iterator[tuple[str, str, str]]:
         """Settings that this configuration does not read, why, and the fix."""

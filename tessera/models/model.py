@@ -118,6 +118,11 @@ class Model(ABC):
         return ("loss",)
 
     @property
+    def adapters(self) -> frozenset[str]:
+        """Names of parameters that are trained beside weights that exist."""
+        return frozenset()
+
+    @property
     def couples_rows(self) -> bool:
         """Whether the loss of a row depends on the other rows of its batch."""
         return False
@@ -261,13 +266,14 @@ def freeze(
     Args:
       model: Whose parameters.
       trainable: Patterns of the names that are trained, as ``fnmatch`` matches them;
-        None trains all.
+        None trains the model's adapters, or all parameters of a model without any.
       frozen: Patterns of those that are not, although ``trainable`` has them.
 
     Raises:
-      SettingValueError: [T502] a pattern matches no parameter, or nothing is trained.
+      SettingValueError: [T502] a pattern matches no parameter, nothing is trained, or
+        no adapter of a model that has some.
     """
-    if trainable is None and not frozen:
+    if trainable is None and not frozen and not model.adapters:
         return model
     names = set(named_leaves(model.abstract()))
     patterns = [*(trainable or ()), *frozen]
@@ -278,17 +284,16 @@ def freeze(
             got=", ".join(map(repr, unused)),
             fix="\n".join(did_you_mean(p, sorted(names)) for p in unused),
         )
-    kept = {
-        name
-        for name in names
-        if trainable is None or any(fnmatchcase(name, p) for p in trainable)
-    }
+    kept = {*(model.adapters or names)}
+    if trainable is not None:
+        kept = {name for name in names if any(fnmatchcase(name, p) for p in trainable)}
     kept -= {name for name in kept if any(fnmatchcase(name, p) for p in frozen)}
-    if not kept:
+    if not kept & (model.adapters or names):
+        example = "lora" if model.adapters else "norm"
         raise SettingValueError(
-            "no parameter is left to train",
+            f"no {'adapter' if model.adapters else 'parameter'} is left to train",
             got=f"training.trainable={trainable}, training.frozen={[*frozen]}",
-            fix="use patterns that leave some, such as training.trainable=['*norm*']",
+            fix=f"use patterns that leave some, as training.trainable=['*{example}*']",
         )
     return replace(model, frozen=frozenset(names - kept))
 

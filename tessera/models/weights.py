@@ -22,6 +22,7 @@ from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
 from tessera.models.decoder.model import DecoderModel
 from tessera.models.families.family import Tensor
+from tessera.models.merge_adapters import merge_adapters
 from tessera.models.model import Model
 from tessera.models.model_folder import ModelFolder
 from tessera.models.parameter_slices import ParameterSlices, assemble
@@ -55,7 +56,8 @@ def export_weights(
     Args:
       params: A tree of arrays, as from ``Model.init``; whole in this process.
       path: The file; an existing one is replaced once the new one is complete.
-      model: The model of the parameters, if they are stored by pipeline stage.
+      model: The model of the parameters, if they are stored by pipeline stage or have
+        adapters, which are added to their weights.
       dtype: What to round them to, such as ``"bf16"``; None keeps their dtype.
       metadata: Text for the file's header.
 
@@ -67,13 +69,12 @@ def export_weights(
     """
     arrays = _by_name(params if model is None else model.plain(params))
     layouts = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    return write_weights(
-        path,
+    layouts, read = merge_adapters(
+        None if model is None else model.config,
         layouts,
         lambda name: np.asarray(arrays[name]),
-        dtype=dtype,
-        metadata=metadata,
     )
+    return write_weights(path, layouts, read, dtype=dtype, metadata=metadata)
 
 
 def save_pretrained(
@@ -87,7 +88,8 @@ def save_pretrained(
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads.
 
     Args:
-      params: A tree of arrays, as from ``model.init``; whole in this process.
+      params: A tree of arrays, as from ``model.init``; whole in this process. Adapters
+        are added to their weights.
       folder: Must not exist, or be empty; it appears once everything is written.
       model: The model of the parameters.
       dtype: What to round them to, such as ``"bf16"``; None keeps their dtype.
@@ -107,13 +109,10 @@ def save_pretrained(
         name: (rounded_to or np.dtype(array.dtype), array.shape)
         for name, array in arrays.items()
     }
-    return write_folder(
-        folder,
-        model.config,
-        layouts,
-        lambda name: np.asarray(arrays[name]),
-        shard_bytes=shard_bytes,
+    layouts, read = merge_adapters(
+        model.config, layouts, lambda name: np.asarray(arrays[name])
     )
+    return write_folder(folder, model.config, layouts, read, shard_bytes=shard_bytes)
 
 
 def write_weights(
@@ -163,6 +162,7 @@ def import_weights(
     *,
     layouts: Tree = None,
     dtype: Any = None,
+    adapters: Tree = None,
 ) -> Tree:
     """Read parameters from files; each device reads only its own slices.
 
@@ -175,6 +175,8 @@ def import_weights(
       mesh: Where to put the parameters; None is the default device.
       layouts: PartitionSpecs other than ``model.layouts(mesh)``.
       dtype: What to round them to, such as ``"bf16"``; None is float32.
+      adapters: A tree as from ``model.init``, for the adapters of a model that has
+        some: no file has them.
 
     Returns:
       A tree as from ``model.init``.
@@ -187,12 +189,15 @@ def import_weights(
     """
     source = check_weights(path, model)
     rounded_to = None if dtype is None else np.dtype(as_dtype(dtype))
-    plain = _by_name(jax.eval_shape(model.plain, model.abstract()))
+    plain = _without_adapters(model)
+    initial = _by_name(adapters)
     rows = {row.path: row for row in _table(source, plain)}
 
     def read(
         name: str, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec | None = None
     ) -> jax.Array:
+        if name not in rows:
+            return initial[name].astype(rounded_to or leaf.dtype)
         shape, to = plain[name].shape, rounded_to or np.dtype(leaf.dtype)
         slices = ParameterSlices(source, rows[name], shape, to, model.split)
         copy = slices.read if leaf.shape == shape else slices.read_staged
@@ -209,7 +214,7 @@ def import_weights(
 
 
 def check_weights(path: str | Path, model: Model) -> SafetensorsFile | ModelFolder:
-    """Check that a file or folder holds the parameters of a model.
+    """Check that a file or folder holds the parameters of a model but its adapters.
 
     Reads only headers, and both of two tensors that have to be equal.
 
@@ -223,7 +228,7 @@ def check_weights(path: str | Path, model: Model) -> SafetensorsFile | ModelFold
         source.check_config(model.config)
     else:
         source = SafetensorsFile(path)
-    plain = _by_name(jax.eval_shape(model.plain, model.abstract()))
+    plain = _without_adapters(model)
     lines = sorted([*source.problems, *_differences(source, plain)])
     if lines:
         raise WeightFileError(
@@ -233,6 +238,14 @@ def check_weights(path: str | Path, model: Model) -> SafetensorsFile | ModelFold
             "model.abstract()",
         )
     return source
+
+
+def _without_adapters(model: Model) -> dict[str, Any]:
+    """The abstract parameters that files hold, by name."""
+    plain = _by_name(jax.eval_shape(model.plain, model.abstract()))
+    for name in model.adapters:
+        del plain[name.replace("/", ".")]
+    return plain
 
 
 def _table(

@@ -1,36 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a folder that Hugging Face Transformers loads, one parameter at a time."""
+"""Writes a folder that Transformers or PEFT loads, one parameter at a time."""
 
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
-from tessera.errors import OutputPathError
+from tessera.errors import ModelFolderError, OutputPathError
 from tessera.models.families.family import Tensor
 from tessera.models.families.registry import CONFIG_FILE, family_for
+from tessera.models.merge_adapters import Layouts, Read, adapters_of
 from tessera.models.model_folder import INDEX, WEIGHTS
 from tessera.models.safetensors import write_file
-
-# Dtype and shape of each parameter by name, ``decoder.mlp.up.kernel``.
-Layouts: TypeAlias = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 GENERATION_FILE: Final = "generation_config.json"
 # What Hugging Face's own writers take, in bytes.
 SHARD_BYTES: Final = 5 * 10**9
+# What PEFT calls its files, and what it puts before the names of modules.
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+_PEFT_PREFIX: Final = "base_model.model."
 
 
 def write_folder(
     folder: str | Path,
     config: Any,
     layouts: Layouts,
-    read: Callable[[str], np.ndarray],
+    read: Read,
     *,
     tokens: Mapping[str, Any] | None = None,
     files: Mapping[str, Path | Mapping[str, Any]] | None = None,
@@ -41,7 +44,7 @@ def write_folder(
     Args:
       folder: Must not exist, or be empty; it appears once everything is written.
       config: The configuration; one of another kind than a decoder's is refused.
-      layouts: The parameters, and the dtype that each is written in.
+      layouts: The parameters, and the dtype that each is written in; without adapters.
       read: Returns a parameter by name; called once for each, in order.
       tokens: Ids of special tokens: ``bos_token_id``, ``eos_token_id``,
         ``pad_token_id``; those that are absent are null. Without any, there is no
@@ -59,12 +62,7 @@ def write_folder(
     """
     family = family_for(config)
     writer = _Writer(layouts, read)
-    tensors = {
-        name: (row, index)
-        for row in family.rows(layouts)
-        for index in np.ndindex(layouts[row.path][1][: row.num_stacked])
-        for name in [row.tensor_name(index)]
-    }
+    tensors = writer.tensors(family.rows(layouts))
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     ids |= tokens or {}
     values = family.values(config) | ids
@@ -84,22 +82,90 @@ def write_folder(
     return size
 
 
+def write_adapters(
+    folder: str | Path, config: Any, layouts: Layouts, read: Read, *, base: str | None
+) -> int:
+    """Write the adapters alone in PEFT's format, for a model of Transformers.
+
+    Args:
+      folder: See ``write_folder``.
+      config: See ``write_folder``.
+      layouts: The parameters, and the dtype that each is written in.
+      read: See ``write_folder``.
+      base: The folder or name of the weights that the adapters are for, if it is known.
+
+    Returns:
+      Bytes of the adapters.
+
+    Raises:
+      ModelFolderError: [T806] there are no adapters, or no family of Transformers
+        computes this model.
+      OutputPathError: [T504] the folder exists and is not empty.
+      OSError: It cannot be written.
+    """
+    family = family_for(config)
+    pairs = adapters_of(layouts)
+    rows: list[Tensor] = []
+    for row in family.rows(pairs):
+        module = row.name.removesuffix(".weight")
+        a, b = pairs[row.path]
+        for path, part, inputs in ((a, "lora_A", row.inputs), (b, "lora_B", 1)):
+            rows.append(Tensor(path, f"{_PEFT_PREFIX}{module}.{part}.weight", inputs))
+    if not rows:
+        raise ModelFolderError(
+            "the model has no adapters to write",
+            got="model.lora.rank=0",
+            fix="use --format=hf, which writes all weights",
+        )
+    lora = config.lora
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.scale * lora.rank,
+        "target_modules": [*config.lora_targets],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    writer = _Writer(layouts, read)
+    with _complete_folder(Path(folder)) as partial:
+        tensors = writer.tensors(rows)
+        size = writer.write_shards(partial, tensors, sys.maxsize, ADAPTER_WEIGHTS)
+        _write_json(partial / ADAPTER_CONFIG, values)
+    return size
+
+
 @dataclass
 class _Writer:
     """Writes tensors, and holds the parameter of the last one."""
 
     layouts: Layouts
-    read: Callable[[str], np.ndarray]
+    read: Read
     path: str = ""
     parameter: np.ndarray | None = None
+
+    def tensors(
+        self, rows: Iterable[Tensor]
+    ) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+        """Where each tensor is, by its name: a row and an index of its parameter."""
+        return {
+            row.tensor_name(index): (row, index)
+            for row in rows
+            for index in np.ndindex(self.layouts[row.path][1][: row.num_stacked])
+        }
 
     def write_shards(
         self,
         folder: Path,
         tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]],
         shard_bytes: int,
+        weights: str = WEIGHTS,
     ) -> int:
-        """Write all tensors to one file, or to several with an index."""
+        """Write all tensors to the file ``weights``, or to several with an index."""
         shapes = {
             name: (self.layouts[row.path][0], row.shape(self.layouts[row.path][1]))
             for name, (row, _) in tensors.items()
@@ -119,7 +185,7 @@ class _Writer:
         files: dict[str, str] = {}
         for i, names in enumerate(shards):
             file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-            file = WEIGHTS if len(shards) == 1 else file
+            file = weights if len(shards) == 1 else file
             part = {name: shapes[name] for name in names}
             write_file(
                 folder / file,

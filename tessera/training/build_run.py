@@ -216,7 +216,17 @@ class Run:
             *self._optimizer_notes(),
             *self._pipeline_notes(),
             *self._unused_notes(),
+            *self._adapter_notes(),
         ]
+
+    def _adapter_notes(self) -> Iterator[str]:
+        training = self.config.training
+        begins = training.resume == "none" and training.init_from is None
+        if self.model.adapters and begins:
+            yield (
+                "the weights that adapters are added to are random: there is no "
+                "training.init_from"
+            )
 
     def _optimizer_notes(self) -> Iterator[str]:
         """Where the optimizer's state makes a setting change nothing."""

@@ -145,5 +145,7 @@ _Dumper.add_representer(str, _Dumper.quoted)
 
 
 def _frozen(value: Any) -> Any:
-    """Nested lists as nested tuples."""
+    """Nested lists as nested tuples, also in dicts."""
+    if isinstance(value, dict):
+        return {name: _frozen(inner) for name, inner in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

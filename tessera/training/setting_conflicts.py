@@ -317,10 +317,12 @@ def unused_problems(
 
 def _value_and_default(settings: Config, name: str) -> tuple[Any, Any]:
     """Of a setting by its dotted name; a model's sizes are one level down."""
-    group, _, last = name.partition(".")
+    group, *path, last = name.split(".")
     config = getattr(settings, group)
-    if group == "model" and not hasattr(config, last):
+    if group == "model" and not hasattr(config, [*path, last][0]):
         config = config.config
+    for part in path:
+        config = getattr(config, part)
     return getattr(config, last), type(config).__dataclass_fields__[last].default
 
 

@@ -240,7 +240,9 @@ class Trainer:
         state = replace(state, residual=run.step_config.exchange.first_residual())
         if (path := run.config.training.init_from) is not None:
             layouts = run.step_config.zero.params
-            params = import_weights(path, run.model, run.mesh, layouts=layouts)
+            params = import_weights(
+                path, run.model, run.mesh, layouts=layouts, adapters=state.params
+            )
             state = replace(state, params=params)
         return Position(0, state, Cursor.start(self.corpus))
 

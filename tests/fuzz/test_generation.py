@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tessera.models import DecoderConfig, DecoderModel
+from tessera.models.decoder.config import LoraConfig
 from tessera.models.decoder.decoding import CachedDecoding
 
 # Fields that are drawn; the others change nothing that a cache could get wrong.
@@ -21,7 +22,7 @@ DRAWN = {
     *("num_experts", "experts_per_token", "capacity_factor", "renormalize_experts"),
     *("layer_types", "rope_scale_local", "rope_kind", "rope_original_length"),
     *("norm_unit_offset", "post_norms", "qk_norm", "qkv_bias", "output_bias"),
-    *("activation", "scale_embedding", "tied_head", "logit_soft_cap"),
+    *("activation", "scale_embedding", "tied_head", "logit_soft_cap", "lora"),
 }
 SAME = {
     *("norm_epsilon", "scan_unroll", "router_balance_weight", "router_z_weight"),
@@ -65,6 +66,12 @@ def drawn_config(draw: Random) -> DecoderConfig:
         config |= {"renormalize_experts": draw.random() < 0.5}
         config |= {"num_experts": 3, "experts_per_token": draw.randint(1, 3)}
         config |= {"capacity_factor": draw.choice([None, 0.5])}
+    if draw.random() < 0.3:
+        # No projection of these sizes is narrower than two.
+        targets = draw.choice([None, ("k_proj",), ("q_proj", "o_proj")])
+        config["lora"] = LoraConfig(
+            draw.randint(1, 2), draw.choice([3.0, None]), targets
+        )
     return DecoderConfig(**config)
 
 

@@ -56,6 +56,7 @@ RUNS = {
     "lion": ("optimizer=lion",),
     "adafactor": ("optimizer=adafactor",),
     "a constant rate": ("optimizer.schedule=constant",),
+    "adapters": ("model.lora.rank=2", "model.mesh_shape=[[2],[fsdp]]"),
     "the standard library": (
         *("data=stdlib", "data.synthetic.tokens=2000000", "model.vocab_size=264"),
     ),
@@ -103,6 +104,9 @@ OTHERS = {
     "model.capacity_factor": ("1.25",),
     "model.router_balance_weight": ("0.5",),
     "model.router_z_weight": ("0.5",),
+    "model.lora.rank": ("3",),
+    "model.lora.alpha": ("5",),
+    "model.lora.targets": ("[q_proj]",),
     "model.mesh_shape": ("[[2,2],[dp,fsdp]]",),
     "training.steps": ("7",),
     "training.seed": ("7",),

@@ -7,10 +7,11 @@ parameters without allocating any. Its defaults are the features of Gemma 3.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from tessera.errors import ModelShapeError, nearest
+from tessera.errors import ModelShapeError, did_you_mean, nearest
+from tessera.models.decoder.lora import ATTENTION_TARGETS, MLP_TARGETS, LoraConfig
 
 ACTIVATIONS: Final = ("gelu_tanh", "silu")
 ROPE_KINDS: Final = ("linear", "llama3", "yarn")
@@ -24,7 +25,7 @@ _ROPE_KINDS_OF: Final = {
     "rope_truncate": ("yarn",),
     "rope_attention_factor": ("yarn",),
 }
-_MAY_BE_ZERO = ("num_experts", "router_balance_weight", "router_z_weight")
+_MAY_BE_ZERO = ("num_experts", "router_balance_weight", "router_z_weight", "lora.rank")
 # Far above every model: anything larger is a typing error that would fill the memory.
 _MOST = {"num_layers": 10_000, "num_heads": 2**16, "num_kv_heads": 2**16}
 _MOST |= {"num_experts": 2**16, "experts_per_token": 2**16, "head_dim": 2**16}
@@ -43,7 +44,7 @@ def _out_of_range(name: str, value: Any) -> Problem | None:
     if choices := _CHOICES.get(name):
         words = ", ".join(choices)
         return None if value in choices else (f"{name} = {value!r}", f"use {words}")
-    if value is None or isinstance(value, (bool, tuple)):
+    if value is None or isinstance(value, (bool, tuple, LoraConfig)):
         return None
     if value == 0 and name in _MAY_BE_ZERO:
         return None
@@ -117,6 +118,7 @@ class DecoderConfig:
       router_balance_weight: Weight in the training loss of each layer's load-balancing
         loss.
       router_z_weight: Weight in the training loss of each layer's router z-loss.
+      lora: Adapters of the matmuls; see ``LoraConfig``.
 
     Raises:
       ModelShapeError: [T405] sizes are out of range or inconsistent, or a feature would
@@ -168,15 +170,22 @@ class DecoderConfig:
     capacity_factor: float | None = None
     router_balance_weight: float = 0.01
     router_z_weight: float = 0.001
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         if self.layer_types is not None:  # a list is not hashable; a configuration is
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
         problems = [
             problem
-            for field in fields(self)
-            if (problem := _out_of_range(field.name, getattr(self, field.name)))
-        ] or [*self._size_problems(), *self._layer_problems(), *self._rope_problems()]
+            for prefix, group in (("", self), ("lora.", self.lora))
+            for one in fields(group)
+            if (problem := _out_of_range(prefix + one.name, getattr(group, one.name)))
+        ] or [
+            *self._size_problems(),
+            *self._layer_problems(),
+            *self._rope_problems(),
+            *self._lora_problems(),
+        ]
         if problems:
             raise ModelShapeError(
                 "these sizes do not make a model",
@@ -265,17 +274,60 @@ class DecoderConfig:
                 "use rope_base_local and rope_base_global above 1",
             )
 
+    def _lora_problems(self) -> Iterator[Problem]:
+        lora, sizes = self.lora, self.projections
+        if lora.targets is not None and not lora.targets:
+            yield "lora.targets = ()", "use lora.rank 0 for no adapters"
+        unknown = [name for name in self.lora_targets if name not in sizes]
+        for name in unknown:
+            fix = did_you_mean(name, sizes)
+            if self.num_experts and name in MLP_TARGETS:
+                fix = f"{fix}; experts have no adapters"
+            yield f"lora.targets has {name!r}", fix
+        for name in sizes:
+            most = min(sizes[name])
+            if name in self.lora_targets and lora.rank > most:
+                yield (
+                    f"lora.rank = {lora.rank} is more than the rank of {name}, whose "
+                    f"weight is a matrix of {' x '.join(map(str, sizes[name]))}",
+                    f"use lora.rank {most} or less, or lora.targets without {name}",
+                )
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """How many numbers enter and leave each matmul of a layer, without experts."""
+        d, f = self.d_model, self.mlp_dim
+        q, k = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sizes = dict(
+            zip(ATTENTION_TARGETS, ((d, q), (d, k), (d, k), (q, d)), strict=True)
+        )
+        if not self.num_experts:
+            sizes |= zip(MLP_TARGETS, ((d, f), (d, f), (f, d)), strict=True)
+        return sizes
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The matmuls that have adapters."""
+        if not self.lora.rank:
+            return ()
+        targets = self.lora.targets
+        return tuple(self.projections if targets is None else dict.fromkeys(targets))
+
+    @property
+    def num_adapter_params(self) -> int:
+        """Number of parameters of all adapters."""
+        widths = sum(sum(self.projections[name]) for name in self.lora_targets)
+        return self.num_layers * self.lora.rank * widths
+
     @property
     def num_params(self) -> int:
-        """Number of trained scalars; a tied output head counts once."""
-        d, heads = self.d_model, self.num_heads + self.num_kv_heads
-        mlp = 3 * d * self.mlp_dim
-        if self.num_experts:
-            mlp = self.num_experts * (mlp + d)
-        biases = self.qkv_bias * self.head_dim * (heads + self.num_kv_heads)
-        block = 2 * d * self.head_dim * heads + mlp + biases + self.output_bias * d
+        """Number of scalars; a tied output head counts once."""
+        d, heads = self.d_model, self.num_heads + 2 * self.num_kv_heads
+        block = sum(first * last for first, last in self.projections.values())
+        block += self.num_experts * (3 * d * self.mlp_dim + d)
+        block += self.qkv_bias * self.head_dim * heads + self.output_bias * d
         tables = 1 if self.tied_head else 2
-        rest = self.num_layers * block + self.num_norm_params
+        rest = self.num_layers * block + self.num_norm_params + self.num_adapter_params
         return tables * self.vocab_size * d + rest
 
     @property
@@ -309,11 +361,11 @@ class DecoderConfig:
     @property
     def layer_costs(self) -> tuple[list[float], float]:
         """Multiplications per token of each layer, and of the logits, in millions."""
-        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        mlp = 3 * self.mlp_dim
+        layer = sum(first * last for first, last in self.projections.values())
+        layer += self.num_adapter_params // self.num_layers
         if self.num_experts:
-            mlp = self.experts_per_token * mlp + self.num_experts
-        layer = self.d_model * (heads + mlp)
+            experts = 3 * self.experts_per_token * self.mlp_dim + self.num_experts
+            layer += self.d_model * experts
         return [layer / 1e6] * self.num_layers, self.d_model * self.vocab_size / 1e6
 
     @property

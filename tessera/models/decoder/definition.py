@@ -77,8 +77,26 @@ class DecoderDefinition(ModelDefinition):
             return None
         return f"num_experts={config.num_experts}, whose routers balance a whole batch"
 
+    def incompatibilities(
+        self, config: DecoderConfig, saved: DecoderConfig
+    ) -> Iterator[str]:
+        """The scale of adapters."""
+        if config.lora.rank and config.lora.rank == saved.lora.rank:
+            scales = saved.lora.scale, config.lora.scale
+            if scales[0] != scales[1]:
+                yield (
+                    f"alpha / rank of model.lora: saved {scales[0]:g}, this run "
+                    f"{scales[1]:g}"
+                )
+
     def unused_settings(self, config: DecoderConfig) -> Iterator[tuple[str, str, str]]:
-        """What is about experts, in a model without them."""
+        """What is about experts or adapters, in a model without them."""
+        if not config.lora.rank:
+            yield (
+                "model.lora.alpha model.lora.targets",
+                "model.lora.rank=0",
+                "use a model with adapters: model.lora.rank=8",
+            )
         if not config.num_experts:
             yield (
                 "model.experts_per_token model.capacity_factor "

@@ -9,6 +9,7 @@ heads, G key/value heads, K head_dim.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final, TypeAlias
 
 import jax
@@ -31,10 +32,12 @@ KV_HEADS: Final = ("batch", "context", "kv_heads", None)
 Attend: TypeAlias = Callable[[Array, Array, Array], Array]
 
 
-def parameter(value: Array, *names: str) -> nnx.Param[Array]:
+def parameter(
+    value: Array, *names: str, kind: type[nnx.Param[Array]] = nnx.Param
+) -> nnx.Param[Array]:
     """A parameter with the logical name of each of its dims."""
     spec = ShardSpec(partition=tuple(range(len(names))), mesh_axes=names)
-    return nnx.Param(value, shard_spec=spec)
+    return kind(value, shard_spec=spec)
 
 
 def fan_in_init(
@@ -84,7 +87,8 @@ class Projection(nnx.Module):
     """A matmul that contracts the dims ``inputs`` and adds the dims ``outputs``.
 
     Args:
-      num_layers: Size of the leading dim.
+      name: What ``config.lora.targets`` calls it.
+      config: Of the decoder.
       inputs: Logical name and size of each contracted dim.
       outputs: Logical name and size of each output dim.
       rngs: Source of the initial values; see ``fan_in_init``.
@@ -93,27 +97,52 @@ class Projection(nnx.Module):
 
     def __init__(
         self,
-        num_layers: int,
+        name: str,
+        config: DecoderConfig,
         inputs: dict[str, int],
         outputs: dict[str, int],
         *,
         rngs: nnx.Rngs,
         bias: bool = False,
     ) -> None:
+        layers, key = {"layers": config.num_layers}, rngs.params()
         self.num_inputs = len(inputs)
         last = self.num_inputs + len(outputs) + 1
         first = self.num_inputs + 1
+
+        def new(
+            init: jax.nn.initializers.Initializer,
+            key: jax.Array,
+            dims: dict[str, int],
+            kind: type[nnx.Param[Array]] = nnx.Param,
+        ) -> nnx.Param[Array]:
+            value = init(key, tuple(dims.values()), jnp.float32)
+            return parameter(value, *dims, kind=kind)
+
         init = fan_in_init(tuple(range(1, first)), tuple(range(first, last)))
-        shape = (num_layers, *inputs.values(), *outputs.values())
-        value = init(rngs.params(), shape, jnp.float32)
-        self.kernel = parameter(value, "layers", *inputs, *outputs)
+        zeros = jax.nn.initializers.zeros
+        self.kernel = new(init, key, layers | inputs | outputs)
         if bias:
-            zeros = jnp.zeros((num_layers, *outputs.values()), jnp.float32)
-            self.bias = parameter(zeros, "layers", *outputs)
+            self.bias = new(zeros, key, layers | outputs)
+        self.scale: float | None = None
+        if name in config.lora_targets:
+            self.scale = config.lora.scale
+            rank = {"lora_rank": config.lora.rank}
+            # Uniform up to 1 / sqrt(fan-in), as PEFT initializes A.
+            uniform = jax.nn.initializers.variance_scaling(
+                *(1 / 3, "fan_in", "uniform", tuple(range(1, first)), first, 0)
+            )
+            # A key of its own: the weights are those of the model without adapters.
+            key = jax.random.fold_in(key, 1)
+            self.lora_a = new(uniform, key, layers | inputs | rank, nnx.LoRAParam)
+            self.lora_b = new(zeros, key, layers | rank | outputs, nnx.LoRAParam)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """``x`` with its trailing dims replaced by the output dims."""
         y = jnp.tensordot(x, self.kernel[...], axes=self.num_inputs)
+        if self.scale is not None:
+            low = self.scale * jnp.tensordot(x, self.lora_a[...], axes=self.num_inputs)
+            y = y + jnp.tensordot(low, self.lora_b[...], axes=1)
         return y + self.bias[...].astype(y.dtype) if hasattr(self, "bias") else y
 
 
@@ -138,18 +167,20 @@ class Attention(nnx.Module):
     """Grouped-query self-attention."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        layers, self.config = config.num_layers, config
+        self.config = config
         embed = {"embed": config.d_model}
         heads = {"heads": config.num_heads, "head_dim": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        new = partial(Projection, config=config, rngs=rngs)
         bias = config.qkv_bias
-        self.query = Projection(layers, embed, heads, rngs=rngs, bias=bias)
-        self.key = Projection(layers, embed, kv_heads, rngs=rngs, bias=bias)
-        self.value = Projection(layers, embed, kv_heads, rngs=rngs, bias=bias)
+        self.query = new("q_proj", inputs=embed, outputs=heads, bias=bias)
+        self.key = new("k_proj", inputs=embed, outputs=kv_heads, bias=bias)
+        self.value = new("v_proj", inputs=embed, outputs=kv_heads, bias=bias)
         bias = config.output_bias
-        self.output = Projection(layers, heads, embed, rngs=rngs, bias=bias)
+        self.output = new("o_proj", inputs=heads, outputs=embed, bias=bias)
         if config.qk_norm:
-            shape, names = (layers, config.head_dim), ("layers", "head_dim")
+            shape = config.num_layers, config.head_dim
+            names = "layers", "head_dim"
             self.query_norm = RMSNorm(shape, names, config)
             self.key_norm = RMSNorm(shape, names, config)
 
@@ -184,11 +215,10 @@ class MLP(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        layers = config.num_layers
         embed, mlp = {"embed": config.d_model}, {"mlp": config.mlp_dim}
-        self.gate = Projection(layers, embed, mlp, rngs=rngs)
-        self.up = Projection(layers, embed, mlp, rngs=rngs)
-        self.down = Projection(layers, mlp, embed, rngs=rngs)
+        self.gate = Projection("gate_proj", config, embed, mlp, rngs=rngs)
+        self.up = Projection("up_proj", config, embed, mlp, rngs=rngs)
+        self.down = Projection("down_proj", config, mlp, embed, rngs=rngs)
         self.activation = config.activation
 
     def __call__(

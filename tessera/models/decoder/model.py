@@ -88,6 +88,18 @@ class DecoderModel(StagedModel):
         """The loss and, with experts, ``ROUTER_METRICS``."""
         return ("loss", *(ROUTER_METRICS if self.config.num_experts else ()))
 
+    @cached_property
+    def adapters(self) -> frozenset[str]:
+        """The names of the parameters of LoRA."""
+        names: set[str] = set()
+
+        def add(path: str, param: nnx.Variable[Any]) -> None:
+            if isinstance(param, nnx.LoRAParam):
+                names.add(path)
+
+        _map_params(self._parts[1], add)
+        return frozenset(names)
+
     def new_params(self, key: jax.Array) -> Tree:
         """Newly initialized float32 parameters without stages."""
         return nnx.to_pure_dict(nnx.split(self._new(key))[1])

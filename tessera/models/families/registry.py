@@ -21,9 +21,10 @@ _LONGEST: Final = 2**24
 
 FAMILIES: Final[tuple[Family, ...]] = (GEMMA3, LLAMA3, MISTRAL, QWEN3, QWEN3_MOE)
 
-# Fields that a folder does not have: they change training or speed, not the model.
+# Fields that a folder does not have: they change training or speed, not the model; and
+# adapters, which an export merges into the weights.
 _OF_TRAINING: Final = frozenset(
-    ("scan_unroll", "router_balance_weight", "router_z_weight")
+    ("scan_unroll", "router_balance_weight", "router_z_weight", "lora")
 )
 
 

@@ -2,7 +2,7 @@
 """Exports the parameters of a checkpoint to a file or folder (``tessera.export``)."""
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import jax
 import numpy as np
@@ -15,8 +15,16 @@ from tessera.errors import (
     ModelFolderError,
     UnknownModelError,
 )
+from tessera.mesh import Mesh
+from tessera.models.families.registry import CONFIG_FILE, family_of, read_config_file
+from tessera.models.merge_adapters import (
+    Layouts,
+    Read,
+    adapters_of,
+    merge_adapters,
+)
 from tessera.models.weights import write_weights
-from tessera.models.write_folder import write_folder
+from tessera.models.write_folder import write_adapters, write_folder
 from tessera.training.checkpoints import storage
 from tessera.training.checkpoints.checkpoint_folder import (
     Checkpoint,
@@ -27,12 +35,18 @@ from tessera.training.checkpoints.restore_arrays import plain_shape, split_of
 from tessera.training.checkpoints.tokenizer_files import tokenizer_files
 from tessera.training.config import Config
 from tessera.training.config_schema import settings_of_text
+from tessera.training.layout_checks import build_model
+from tessera.tree import named_leaves
 
 _PARAMS: Final = "params/"
 
 
 def export_checkpoint(
-    path: str | Path, file: str | Path, *, dtype: Any = None, as_folder: bool = False
+    path: str | Path,
+    file: str | Path,
+    *,
+    dtype: Any = None,
+    kind: Literal["safetensors", "hf", "peft"] = "safetensors",
 ) -> int:
     """Write the parameters of a checkpoint to a safetensors file, or to a folder.
 
@@ -44,8 +58,9 @@ def export_checkpoint(
       file: The file; an existing one is replaced once the new one is complete. As a
         folder, it must not exist, or be empty.
       dtype: What to round the parameters to, such as ``"bf16"``; None keeps float32.
-      as_folder: Write a folder that Hugging Face Transformers loads, with the run's
-        tokenizer.
+      kind: ``hf`` writes a folder that Hugging Face Transformers loads, with the run's
+        tokenizer; ``peft`` one with the adapters alone. Otherwise they are added to
+        their weights.
 
     Returns:
       Bytes of the file, or of the folder's weights.
@@ -53,7 +68,8 @@ def export_checkpoint(
     Raises:
       CheckpointNotFoundError: [T801] there is none, or the newest is damaged.
       CheckpointMismatchError: [T802] a newer Tessera wrote it.
-      ModelFolderError: [T806] no family of Transformers computes the run's model.
+      ModelFolderError: [T806] no family of Transformers computes the run's model, or
+        adapters alone are not what the run has trained.
       TokenizerError: [T605] the run's tokenizer is not there any more.
       OutputPathError: [T504] the folder exists and is not empty.
       OSError: The file cannot be written.
@@ -61,28 +77,62 @@ def export_checkpoint(
     checkpoint = open_checkpoint(path)
     metadata = checkpoint.metadata
     params = CheckpointParams(checkpoint)
-    if not as_folder:
-        header = {"format": "tessera", "step": str(metadata.step)}
-        layouts = params.layouts
-        return write_weights(file, layouts, params.read, dtype=dtype, metadata=header)
+    header = {"format": "tessera", "step": str(metadata.step)}
+
+    def write_file(layouts: Layouts, read: Read) -> int:
+        return write_weights(file, layouts, read, dtype=dtype, metadata=header)
+
+    if kind == "safetensors" and not adapters_of(params.layouts):
+        return write_file(params.layouts, params.read)
     try:
         config = settings_of_checkpoint(checkpoint)
     except UnknownModelError as error:
+        if kind == "safetensors":  # adapters of a registered model are its own
+            return write_file(params.layouts, params.read)
         raise ModelFolderError(
             "no family of Transformers computes a registered model",
             got=error.got,
             fix="export its parameters by their own names: --format=safetensors",
         ) from error
-    tokens, files = tokenizer_files(config.data)
     to = np.dtype(as_dtype(dtype or "f32"))
-    return write_folder(
-        file,
-        config.model.config,
-        {name: (to, shape) for name, (_, shape) in params.layouts.items()},
-        params.read,
-        tokens=tokens,
-        files=files,
-    )
+    layouts = {name: (to, shape) for name, (_, shape) in params.layouts.items()}
+    decoder = config.model.config
+    if kind == "peft":
+        _check_adapters(config)
+        base = config.training.init_from
+        return write_adapters(file, decoder, layouts, params.read, base=base)
+    layouts, read = merge_adapters(decoder, layouts, params.read)
+    if kind == "safetensors":
+        return write_file(layouts, read)
+    tokens, files = tokenizer_files(config.data)
+    return write_folder(file, decoder, layouts, read, tokens=tokens, files=files)
+
+
+def _check_adapters(config: Config) -> None:
+    """Check that a run's adapters, and the weights that it began with, are its model.
+
+    Raises:
+      ModelFolderError: [T806] it has trained other parameters, too, or began with a
+        part of a larger model, in which the adapters' modules have other names.
+    """
+    model = build_model(config, Mesh.from_shape(((1,), ("fsdp",))))
+    trained = named_leaves(model.abstract()).keys() - model.frozen - model.adapters
+    if model.adapters and trained:
+        raise ModelFolderError(
+            "the run has trained more than its adapters",
+            got=", ".join(sorted(trained)),
+            fix="use --format=hf, which writes all weights with the adapters in them",
+        )
+    base = Path(config.training.init_from or "")
+    if not (base / CONFIG_FILE).is_file():
+        return
+    values = read_config_file(base)
+    if values["model_type"] != (text := family_of(values).model_types[0]):
+        raise ModelFolderError(
+            "the adapters are for the text model of a folder with a larger one",
+            got=f"{base} has model_type = {values['model_type']!r}, not {text!r}",
+            fix="use --format=hf, or begin with the weights of the text model",
+        )
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -8,7 +8,8 @@ array at a time. And gradient compression keeps a residual for each device along
 if their number changes, the sum of the residuals is divided evenly among the new ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -24,6 +25,7 @@ from tessera.training.build_run import Run
 from tessera.training.checkpoints import storage
 from tessera.training.checkpoints.checkpoint_folder import Checkpoint
 from tessera.training.checkpoints.metadata import Metadata, Stored
+from tessera.training.config_schema import settings_of_text
 from tessera.training.data import Corpus
 from tessera.training.data.cursor import Cursor
 from tessera.training.train_state import TrainState
@@ -105,7 +107,10 @@ class Restoration:
         return self.metadata.cursor.resumed(corpus, how)
 
     def differences(self) -> list[str]:
-        """Every array whose dtype or shape differs, or that only one side has."""
+        """Every array whose dtype or shape differs, or that only one side has.
+
+        And settings by which equal arrays would make another model.
+        """
         saved, targets = self.metadata.arrays, self._targets
         lines: list[str] = []
         for name in sorted(saved.keys() | targets.keys()):
@@ -118,7 +123,18 @@ class Restoration:
             now = _described(self.run.model.split, name, stored)
             if before != now:
                 lines.append(f"{name}: saved {before}, this run {now}")
-        return lines
+        return [*lines, *self._adapter_differences()]
+
+    def _adapter_differences(self) -> Iterator[str]:
+        """What adapters of the same shapes are multiplied with."""
+        model = self.run.config.model
+        if not self.run.model.adapters:
+            return
+        with suppress(ValueError):
+            # A configuration that is not understood is that of other arrays.
+            saved = settings_of_text(self.metadata.config).model
+            if saved.definition == model.definition:
+                yield from model.kind.incompatibilities(model.config, saved.config)
 
     def notes(self) -> list[str]:
         """What is initialized or dropped because of a setting of this run."""

@@ -50,7 +50,7 @@ def test_a_run_on_any_mesh_is_the_same_folder(filled, tmp_path, mesh, capsys):
 
 def test_the_tokens_that_begin_and_end_documents_are_named(filled, tmp_path):
     save_run(tmp_path, filled)
-    export_checkpoint(tmp_path, tmp_path / "hf", as_folder=True, dtype="bf16")
+    export_checkpoint(tmp_path, tmp_path / "hf", kind="hf", dtype="bf16")
     ids = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
     assert ids == {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": None}
     values = json.loads((tmp_path / "hf" / "config.json").read_text())

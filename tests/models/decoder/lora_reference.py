@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder with adapters, and the one without them that computes the same."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tessera.labels import IGNORE_INDEX
+from tessera.mesh import Mesh
+from tessera.models import DecoderConfig, DecoderModel
+from tessera.models.decoder.config import LoraConfig
+from tessera.models.partition_rules import NO_MESH
+from tessera.tree import named_leaves, nest
+
+# Of the largest number, in float32.
+EXACT = 2e-5
+
+
+def with_lora(config: DecoderConfig, **lora: Any) -> DecoderConfig:
+    return dataclasses.replace(config, lora=LoraConfig(**lora))
+
+
+def random_params(model: DecoderModel, seed: int = 0) -> Any:
+    """Parameters of which none is zero; those of adapters are large enough to see."""
+    draw = np.random.default_rng(seed)
+
+    def value(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        width = max(leaf.shape[-1], 1) ** -0.5
+        return jnp.asarray(draw.normal(size=leaf.shape) * width, jnp.float32)
+
+    return jax.tree.map(value, model.abstract())
+
+
+def merged(model: DecoderModel, params: Any) -> tuple[DecoderModel, Any]:
+    """The model without adapters on W + s A B, written with plain einsums."""
+    leaves = dict(named_leaves(params))
+    for name in sorted(model.adapters):
+        if not name.endswith("lora_a"):
+            continue
+        kernel = name.replace("lora_a", "kernel")
+        a, b = leaves.pop(name), leaves.pop(name.replace("lora_a", "lora_b"))
+        layers, rank = a.shape[0], a.shape[-1]
+        flat = jnp.einsum(
+            "lir,lro->lio", a.reshape(layers, -1, rank), b.reshape(layers, rank, -1)
+        )
+        scale = (model.config.lora.alpha or rank) / rank
+        leaves[kernel] = leaves[kernel] + scale * flat.reshape(leaves[kernel].shape)
+    plain = dataclasses.replace(model.config, lora=LoraConfig())
+    return dataclasses.replace(model, config=plain, frozen=frozenset()), nest(leaves)
+
+
+def assert_same_as_merged(
+    model: DecoderModel, mesh: Mesh | None = None, seed: int = 0
+) -> None:
+    """Logits, loss and gradients, on a mesh, are those of plain JAX on one device."""
+    params = random_params(model, seed)
+    reference, weights = merged(model, params)
+    batch = random_batch(model.config.vocab_size, seed)
+
+    def computed(model: DecoderModel, params: Any, mesh: Mesh | None) -> Any:
+        place = NO_MESH if mesh is None else model.place(mesh)
+        if mesh is not None:
+            shardings = jax.tree.map(
+                lambda spec: NamedSharding(mesh.jax, spec), model.layouts(mesh)
+            )
+            params = jax.device_put(params, shardings)
+            rows = NamedSharding(mesh.jax, P(place.axes("batch") or None))
+            inputs = jax.device_put(batch, rows)
+        else:
+            inputs = batch
+
+        def loss(params: Any, batch: Any) -> Any:
+            arranged = {name: place.arranged(x) for name, x in batch.items()}
+            return model.loss(params, arranged, place, chunk="none")[0]
+
+        def both(params: Any, batch: Any) -> Any:
+            logits = model.apply(params, batch["tokens"], mesh=mesh)
+            return logits, *jax.value_and_grad(loss)(params, batch)
+
+        return jax.device_get(jax.jit(both)(params, inputs))
+
+    ours, theirs = computed(model, params, mesh), computed(reference, weights, None)
+    assert_close(ours[0], theirs[0], "logits")
+    assert_close(ours[1], theirs[1], "loss")
+    gradients, whole = named_leaves(ours[2]), named_leaves(theirs[2])
+    leaves = named_leaves(params)
+    for name, gradient in gradients.items():
+        if name in model.adapters:
+            expected = chain_rule(model, name, leaves, whole)
+        else:
+            expected = whole[name]
+        assert_close(gradient, expected, name)
+
+
+def chain_rule(model: DecoderModel, name: str, params: Any, whole: Any) -> np.ndarray:
+    """The gradient of A or B from that of the merged weight."""
+    module = name.removesuffix(name[-6:])
+    rank = model.config.lora.rank
+    scale = (model.config.lora.alpha or rank) / rank
+    a, b = (np.asarray(params[f"{module}lora_{x}"]) for x in "ab")
+    layers = len(a)
+    g = whole[f"{module}kernel"].reshape(layers, a[0].size // rank, -1)
+    if name.endswith("lora_a"):
+        return scale * (g @ b.reshape(layers, rank, -1).mT).reshape(a.shape)
+    return scale * (a.reshape(layers, -1, rank).mT @ g).reshape(b.shape)
+
+
+def assert_close(ours: Any, theirs: Any, what: str) -> None:
+    largest = np.abs(theirs).max()
+    assert largest > 0, what
+    np.testing.assert_allclose(ours, theirs, atol=EXACT * largest, rtol=0, err_msg=what)
+
+
+def random_batch(vocab_size: int, seed: int, rows: int = 4, length: int = 16) -> Any:
+    draw = np.random.default_rng(seed)
+    tokens = draw.integers(0, vocab_size, (rows, length), np.int32)
+    targets = np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORE_INDEX)
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "segment_ids": np.ones((rows, length), np.int32),
+        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
+    }
