@@ -270,24 +270,17 @@ def freeze(
       frozen: Patterns of those that are not, although ``trainable`` has them.
 
     Raises:
-      SettingValueError: [T502] a pattern matches no parameter, nothing is trained, or
-        no adapter of a model that has some.
+      SettingValueError: [T502] a pattern matches no parameter, one of ``frozen`` none
+        that would be trained, nothing is left to train, or no adapter of a model that
+        has some.
     """
     if trainable is None and not frozen and not model.adapters:
         return model
     names = set(named_leaves(model.abstract()))
-    patterns = [*(trainable or ()), *frozen]
-    unused = [p for p in patterns if not any(fnmatchcase(n, p) for n in names)]
-    if unused:
-        raise SettingValueError(
-            "a pattern of training.trainable or training.frozen matches no parameter",
-            got=", ".join(map(repr, unused)),
-            fix="\n".join(did_you_mean(p, sorted(names)) for p in unused),
-        )
-    kept = {*(model.adapters or names)}
+    kept = set(model.adapters) or names
     if trainable is not None:
-        kept = {name for name in names if any(fnmatchcase(name, p) for p in trainable)}
-    kept -= {name for name in kept if any(fnmatchcase(name, p) for p in frozen)}
+        kept = _matches("trainable", trainable, names, "")
+    kept = kept - _matches("frozen", frozen, kept, " that would be trained")
     if not kept & (model.adapters or names):
         example = "lora" if model.adapters else "norm"
         raise SettingValueError(
@@ -296,6 +289,20 @@ def freeze(
             fix=f"use patterns that leave some, as training.trainable=['*{example}*']",
         )
     return replace(model, frozen=frozenset(names - kept))
+
+
+def _matches(
+    setting: str, patterns: Sequence[str], names: set[str], which: str
+) -> set[str]:
+    """The names that a setting's patterns match; each has to match one."""
+    found = {p: {name for name in names if fnmatchcase(name, p)} for p in patterns}
+    if unused := [p for p in patterns if not found[p]]:
+        raise SettingValueError(
+            f"a pattern of training.{setting} matches no parameter{which}",
+            got=", ".join(map(repr, unused)),
+            fix="\n".join(did_you_mean(p, sorted(names)) for p in unused),
+        )
+    return {name for matched in found.values() for name in matched}
 
 
 def num_targets(batch: Batch) -> Float[Array, ""]:

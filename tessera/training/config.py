@@ -94,8 +94,10 @@ class TrainingConfig:
         sets it; null makes them from the seed.
       trainable: Patterns of the names of the parameters that are trained, such as
         [*norm*, embedding]; the others keep their values, and have no gradients and no
-        optimizer state. null trains all.
-      frozen: Patterns of the names of parameters that are not trained; null is none.
+        optimizer state. null trains all, or the adapters alone where model.lora.rank
+        is not 0.
+      frozen: Patterns of the names of parameters that are not trained, although
+        trainable has them; null is none.
       checkpoint_every: Steps between two checkpoints; 0 keeps one after the last step
         only, null none at all.
       keep: Checkpoints that are kept, the newest ones; null keeps all. With 1 there is

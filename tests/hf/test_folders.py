@@ -25,10 +25,14 @@ from tessera.models import (
     from_pretrained,
     save_pretrained,
 )
+from tessera.models.decoder.config import LoraConfig
 from tessera.models.families.dense import FEATURES
 from tessera.models.families.gemma3 import GEMMA3 as GEMMA3_FAMILY
 from tessera.models.families.registry import differences
+from tessera.models.write_folder import write_adapters, write_folder
 from tessera.training.main import main as train
+from tessera.training.trained_model import open_trained
+from tessera.tree import named_leaves
 
 PYTHON = os.environ.get("TESSERA_HF_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="make test-hf has Transformers")
@@ -208,27 +212,76 @@ def test_folders_that_transformers_writes_are_read(name, values, dtype, tmp_path
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=0)
 
 
-def test_a_folder_is_trained_by_commands_and_loaded_again(tmp_path: Path):
+ADAPTED = ("Gemma3ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
+
+
+@pytest.mark.parametrize("name", [*ADAPTED, "Qwen3MoeForCausalLM"])
+def test_peft_adds_adapters_as_tessera_does(name: str, tmp_path: Path):
+    """Base and adapters in PEFT, the merged folder, and Tessera: equal logits."""
+    targets = None if name in ADAPTED else ("q_proj", "o_proj")
+    lora = LoraConfig(rank=3, alpha=7.0, targets=targets)
+    model = DecoderModel(dataclasses.replace(CONFIGS[name], lora=lora))
+    params = random_params(model)
+    leaves = {key.replace("/", "."): x for key, x in named_leaves(params).items()}
+    layouts = {key: (np.dtype("f4"), x.shape) for key, x in leaves.items()}
+
+    def read(path: str) -> np.ndarray:
+        return np.asarray(leaves[path])
+
+    write_adapters(tmp_path / "peft", model.config, layouts, read, base=None)
+    save_pretrained(params, tmp_path / "merged", model=model)
+    base = [key for key in leaves if not key.endswith(("lora_a", "lora_b"))]
+    base_layouts = {key: layouts[key] for key in base}
+    write_folder(tmp_path / "base", model.config, base_layouts, read)
+    ours = np.asarray(jax.jit(model.apply)(params, jnp.asarray(TOKENS)))
+    close = {"atol": 1e-5 * np.abs(ours).max(), "rtol": 0}
+    adapters = str(tmp_path / "peft")
+    adapted, what = run_transformers("peft", tmp_path / "base", adapters)
+    assert what["problems"] == {}
+    assert what["warnings"] == []
+    assert what["adapters"] == 2 * len(model.config.lora_targets) * 4
+    np.testing.assert_allclose(adapted, ours, **close)
+    np.testing.assert_allclose(load(tmp_path / "merged")[0], ours, **close)
+    # Negative controls: without adapters, and with another scale.
+    assert np.abs(load(tmp_path / "base")[0] - ours).max() > 100 * close["atol"]
+    config = tmp_path / "peft" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 7.1}))
+    other, _ = run_transformers("peft", tmp_path / "base", adapters)
+    assert np.abs(other - ours).max() > 10 * close["atol"]
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A folder with a tokenizer, and ``text.txt`` beside it."""
     tokenizers = pytest.importorskip("tokenizers")
     save_pretrained(
         random_params(DecoderModel(GEMMA3)),
         tmp_path / "published",
         model=DecoderModel(GEMMA3),
     )
-    vocab = {"<bos>": 0, "ab": 1, "ba": 2}
+    vocab = {"<bos>": 0, "ab": 1, "ba": 2, "<unk>": 3}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="ab"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "published" / "tokenizer.json"))
     (tmp_path / "text.txt").write_text("ab ba ba ab " * 2000)
+    return tmp_path / "published"
+
+
+def train_on_text(tmp_path: Path, *more: str) -> None:
     settings = [
         f"model={tmp_path / 'published'}",
         "model.mesh_shape=[[2,2],[fsdp,tp]]",
         f"data.tokenizer={tmp_path / 'published' / 'tokenizer.json'}",
         *("data=text", f"data.path={tmp_path / 'text.txt'}", "training.steps=3"),
         *("training.sequence_length=16", "training.sample_length=0"),
-        f"hydra.run.dir={tmp_path / 'run'}",
+        *(f"hydra.run.dir={tmp_path / 'run'}", *more),
     ]
     assert train(settings) == 0
+
+
+@pytest.mark.usefixtures("published")
+def test_a_folder_is_trained_by_commands_and_loaded_again(tmp_path: Path):
+    train_on_text(tmp_path)
     assert export([str(tmp_path / "run"), str(tmp_path / "out"), "--format=hf"]) == 0
     theirs, what = load(tmp_path / "out")
     assert what["ids"] == [1, 2]
@@ -237,3 +290,23 @@ def test_a_folder_is_trained_by_commands_and_loaded_again(tmp_path: Path):
     model, params = from_pretrained(tmp_path / "out")
     ours = np.asarray(jax.jit(model.apply)(params, jnp.asarray(TOKENS)))
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=0)
+
+
+def test_adapters_are_trained_by_commands_and_loaded_by_peft(
+    published: Path, tmp_path: Path
+):
+    lora = "model.lora.rank=4", "model.lora.alpha=64", "optimizer.learning_rate=0.05"
+    train_on_text(tmp_path, *lora, "optimizer.warmup_steps=0")
+    run, adapters = str(tmp_path / "run"), str(tmp_path / "adapters")
+    assert export([run, adapters, "--format=peft"]) == 0
+    assert export([run, str(tmp_path / "merged"), "--format=hf"]) == 0
+    adapted, what = run_transformers("peft", published, adapters)
+    assert what["warnings"] == []
+    theirs, _ = load(tmp_path / "merged")
+    trained = open_trained(run)
+    params = trained.read(None)
+    ours = np.asarray(jax.jit(trained.model.apply)(params, jnp.asarray(TOKENS)))
+    close = {"atol": 1e-5 * np.abs(ours).max(), "rtol": 0}
+    np.testing.assert_allclose(adapted, ours, **close)
+    np.testing.assert_allclose(theirs, ours, **close)
+    assert np.abs(load(published)[0] - ours).max() > 100 * close["atol"]

@@ -3,6 +3,7 @@
 
 python transformers_models.py load FOLDER TOKENS.npy LOGITS.npy
 python transformers_models.py save FOLDER TOKENS.npy LOGITS.npy CLASS CONFIG.json DTYPE
+python transformers_models.py peft FOLDER TOKENS.npy LOGITS.npy ADAPTERS
 """
 
 import json
@@ -52,12 +53,28 @@ def load(folder: str) -> Any:
     return model, what
 
 
+def peft(folder: str, adapters: str) -> Any:
+    """A folder with adapters of PEFT, and what PEFT warned of."""
+    import warnings
+
+    from peft import PeftModel
+
+    model, what = load(folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adapted = PeftModel.from_pretrained(model, adapters)
+    names = [name for name, _ in adapted.named_parameters() if "lora_" in name]
+    caught = [one for one in caught if issubclass(one.category, UserWarning)]
+    told = {"warnings": [str(one.message) for one in caught], "adapters": len(names)}
+    return adapted, what | told
+
+
 def main(mode: str, folder: str, tokens: str, logits: str, *rest: str) -> None:
     """Write the logits, and print what was loaded."""
     import numpy as np
     import torch
 
-    model, what = {"save": save, "load": load}[mode](folder, *rest)
+    model, what = {"save": save, "load": load, "peft": peft}[mode](folder, *rest)
     model.eval()
     with torch.no_grad():
         scores = model(torch.from_numpy(np.load(tokens)).long()).logits

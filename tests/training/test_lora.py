@@ -169,6 +169,7 @@ def test_a_step_trains_adapters_as_on_one_device(
     folder: Path, on_one_device: Any, mesh: str
 ) -> None:
     run = run_of(folder, *MESHES[mesh])
+    assert not run.compiled.collectives.unplanned
     before, after = stepped(run)
     for name, values in after.items():
         expected = on_one_device[1][name]

@@ -132,17 +132,27 @@ class Projection(nnx.Module):
             uniform = jax.nn.initializers.variance_scaling(
                 *(1 / 3, "fan_in", "uniform", tuple(range(1, first)), first, 0)
             )
+            self.gathered = tuple(
+                tuple(None if name == "embed" else name for name in dims)
+                for dims in (inputs | rank, rank | outputs)
+            )
             # A key of its own: the weights are those of the model without adapters.
             key = jax.random.fold_in(key, 1)
             self.lora_a = new(uniform, key, layers | inputs | rank, nnx.LoRAParam)
             self.lora_b = new(zeros, key, layers | rank | outputs, nnx.LoRAParam)
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    def __call__(
+        self, x: Float[Array, "batch seq ..."], place: Placement
+    ) -> Float[Array, "batch seq ..."]:
         """``x`` with its trailing dims replaced by the output dims."""
         y = jnp.tensordot(x, self.kernel[...], axes=self.num_inputs)
         if self.scale is not None:
-            low = self.scale * jnp.tensordot(x, self.lora_a[...], axes=self.num_inputs)
-            y = y + jnp.tensordot(low, self.lora_b[...], axes=1)
+            # Gathered along fsdp, as W is; XLA would permute matrices that are so small.
+            a = place.constrain(self.lora_a[...], *self.gathered[0])
+            b = place.constrain(self.lora_b[...], *self.gathered[1])
+            low = self.scale * jnp.tensordot(x, a, axes=self.num_inputs)
+            low = place.constrain(low, "batch", "context", "lora_rank")
+            y = y + jnp.tensordot(low, b, axes=1)
         return y + self.bias[...].astype(y.dtype) if hasattr(self, "bias") else y
 
 
@@ -192,20 +202,20 @@ class Attention(nnx.Module):
         place: Placement,
     ) -> Float[Array, "batch seq d_model"]:
         """The attention outputs of each position; ``attend`` applies the mask."""
-        q_BSHK = place.constrain(self.query(x_BSD), *HEADS)
-        k_BTGK = place.constrain(self.key(x_BSD), *KV_HEADS)
+        q_BSHK = place.constrain(self.query(x_BSD, place), *HEADS)
+        k_BTGK = place.constrain(self.key(x_BSD, place), *KV_HEADS)
         if self.config.qk_norm:
             q_BSHK, k_BTGK = self.query_norm(q_BSHK), self.key_norm(k_BTGK)
         q_BSHK = rotate(q_BSHK, rotation) * self.config.query_scale
         k_BTGK = rotate(k_BTGK, rotation)
-        v_BTGK = place.constrain(self.value(x_BSD), *KV_HEADS)
+        v_BTGK = place.constrain(self.value(x_BSD, place), *KV_HEADS)
         copies = place.size("heads") // self.config.num_kv_heads
         if copies > 1:
             # Fewer key/value heads than tp: each device gets the head of its queries.
             k_BTGK = place.constrain(jnp.repeat(k_BTGK, copies, axis=2), *HEADS)
             v_BTGK = place.constrain(jnp.repeat(v_BTGK, copies, axis=2), *HEADS)
         out_BSHK = attend(q_BSHK, k_BTGK, v_BTGK)
-        return self.output(place.constrain(out_BSHK, *HEADS))
+        return self.output(place.constrain(out_BSHK, *HEADS), place)
 
 
 class MLP(nnx.Module):
@@ -225,6 +235,7 @@ class MLP(nnx.Module):
         self, x_BSD: Float[Array, "batch seq d_model"], place: Placement
     ) -> Float[Array, "batch seq d_model"]:
         """Each position by itself, through ``activation(gate) * up``."""
-        gate_BSF = GATES[self.activation](self.gate(x_BSD))
-        hidden_BSF = gate_BSF * self.up(x_BSD)
-        return self.down(place.constrain(hidden_BSF, "batch", "context", "mlp"))
+        gate_BSF = GATES[self.activation](self.gate(x_BSD, place))
+        hidden_BSF = gate_BSF * self.up(x_BSD, place)
+        hidden_BSF = place.constrain(hidden_BSF, "batch", "context", "mlp")
+        return self.down(hidden_BSF, place)

@@ -26,14 +26,16 @@ def with_lora(config: DecoderConfig, **lora: Any) -> DecoderConfig:
 
 
 def random_params(model: DecoderModel, seed: int = 0) -> Any:
-    """Parameters of which none is zero; those of adapters are large enough to see."""
-    draw = np.random.default_rng(seed)
-
-    def value(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        width = max(leaf.shape[-1], 1) ** -0.5
-        return jnp.asarray(draw.normal(size=leaf.shape) * width, jnp.float32)
-
-    return jax.tree.map(value, model.abstract())
+    """Parameters none of which is zero; ``s A B`` is half as large as W."""
+    draw, lora = np.random.default_rng(seed), model.config.lora
+    params = named_leaves(model.init(jax.random.key(seed)))
+    for name, leaf in params.items():
+        size = 0.1
+        if name.endswith("lora_b"):
+            size = 1 / (lora.scale * lora.rank**0.5)
+        noise = jnp.asarray(draw.normal(size=leaf.shape) * size, jnp.float32)
+        params[name] = leaf + noise
+    return nest(params)
 
 
 def merged(model: DecoderModel, params: Any) -> tuple[DecoderModel, Any]:

@@ -146,6 +146,11 @@ def test_adapters_that_nothing_would_train_are_refused(patterns: Any) -> None:
         freeze(DecoderModel(with_lora(SMALL, rank=2)), *patterns)
 
 
+def test_freezing_what_is_not_trained_is_refused() -> None:
+    with pytest.raises(SettingValueError, match="'embedding'"):
+        freeze(DecoderModel(with_lora(SMALL, rank=2)), None, ["embedding"])
+
+
 def test_the_merged_reference_can_differ() -> None:
     """A negative control: another alpha is seen."""
     model = DecoderModel(with_lora(SMALL, rank=3, alpha=5.0))
