@@ -147,7 +147,7 @@ class Projection(nnx.Module):
         """``x`` with its trailing dims replaced by the output dims."""
         y = jnp.tensordot(x, self.kernel[...], axes=self.num_inputs)
         if self.scale is not None:
-            # Gathered along fsdp, as W is; XLA would permute matrices that are so small.
+            # Gathered along fsdp as W is: XLA would permute matrices so small.
             a = place.constrain(self.lora_a[...], *self.gathered[0])
             b = place.constrain(self.lora_b[...], *self.gathered[1])
             low = self.scale * jnp.tensordot(x, a, axes=self.num_inputs)
