@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from tessera.errors import TesseraError
 from tessera.runtime.accelerators import find_accelerators
+from tessera.runtime.rank_consistency import installed
 from tessera.version import __version__
 
 _LIBRARIES: Final = (
@@ -122,17 +123,12 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {
+    return {
         "tessera": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "OS": platform.platform(),
+        **installed(_LIBRARIES),
     }
-    for name in _LIBRARIES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
 
 
 def _missing_libraries() -> Iterator[tuple[str, str]]:

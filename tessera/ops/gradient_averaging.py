@@ -117,20 +117,16 @@ def compressed_mean(
     if compression == "top_k":
         return optax.GradientTransformation(*_error_feedback(axis, ratio))
 
-    def init(params: Tree) -> Any:
-        del params
-        return optax.EmptyState()
-
-    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+    def averaged(updates: Tree, params: Tree = None) -> Tree:
         del params
         operands, tree = _unreduced(updates, axis)
         if not operands:
-            return updates, state
+            return updates
         values = [operand.value for operand in operands]
-        averaged = compressed.means(values, operands[0].axes, compression)
-        return jax.tree.unflatten(tree, averaged), state
+        means = compressed.means(values, operands[0].axes, compression)
+        return jax.tree.unflatten(tree, means)
 
-    return optax.GradientTransformation(init, update)
+    return optax.stateless(averaged)
 
 
 def per_device(x: Any, axis: Axis) -> Any:

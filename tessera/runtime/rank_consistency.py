@@ -12,7 +12,8 @@ import hashlib
 import platform
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -59,12 +60,15 @@ _MEANINGS: Final = {
 
 def version_fingerprint() -> dict[str, str]:
     """The versions of Python and of the libraries that a program depends on."""
-    versions = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
+    return {"python": platform.python_version(), **installed(_LIBRARIES)}
+
+
+def installed(libraries: Iterable[str]) -> dict[str, str]:
+    """The versions of the libraries that are installed."""
+    versions: dict[str, str] = {}
+    for name in libraries:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions
 
 

@@ -40,7 +40,7 @@ class AllToAll:
     def forward(
         self, q: Array, k: Array, v: Array, segments: Array | None, window: Array
     ) -> tuple[Array, Residuals]:
-        """The output of this device's queries; see ``ContextVariant.forward``."""
+        """The output of this device's queries; see ``KeyExchange.forward``."""
         q_whole, k_whole, v_whole = (self._to_heads(x) for x in (q, k, v))
         queries, keys, tiling = self._blocks(q_whole, k_whole, v_whole, segments)
         out, lse = attend_blocks(queries, keys, Mask(self.sharding.causal, window))
@@ -61,7 +61,7 @@ class AllToAll:
         segments: Array | None,
         window: Array,
     ) -> tuple[Array, Array, Array]:
-        """Gradients of queries, keys and values; see ``ContextVariant.backward``."""
+        """Gradients of queries, keys and values; see ``KeyExchange.backward``."""
         q, k, v, lse = residuals
         is_copied = self._copies(k.shape[2]) > 1
         k_whole, v_whole = (

@@ -8,7 +8,7 @@ of them at run time without saving the residuals of both.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,39 +44,6 @@ class Residuals(NamedTuple):
     k: Array
     v: Array
     lse: Array
-
-
-class ContextVariant(Protocol):
-    """One way to compute attention over sequences that are split over an axis."""
-
-    def forward(
-        self, q: Array, k: Array, v: Array, segments: Array | None, window: Array
-    ) -> tuple[Array, Residuals]:
-        """The output of this device's queries, in an SPMD region.
-
-        Args:
-          q: ``[B, S, H, K]``, scaled; S are the tokens of this device.
-          k: ``[B, S, G, K]``, G dividing H.
-          v: ``[B, S, G, K]``.
-          segments: int32 ``[B, n · S]``: of all tokens in the order of the devices.
-          window: int32 scalar: how many positions back a query attends, including its
-            own.
-
-        Returns:
-          ``[B, S, H, K]``, and the residuals for :meth:`backward`.
-        """
-        ...
-
-    def backward(
-        self,
-        residuals: Residuals,
-        out: Array,
-        dout: Array,
-        segments: Array | None,
-        window: Array,
-    ) -> tuple[Array, Array, Array]:
-        """Gradients of ``q``, ``k`` and ``v``, from the output and its gradient."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -123,7 +90,19 @@ class KeyExchange(ABC):
     def forward(
         self, q: Array, k: Array, v: Array, segments: Array | None, window: Array
     ) -> tuple[Array, Residuals]:
-        """The output of this device's queries; see ``ContextVariant.forward``."""
+        """The output of this device's queries, in an SPMD region.
+
+        Args:
+          q: ``[B, S, H, K]``, scaled; S are the tokens of this device.
+          k: ``[B, S, G, K]``, G dividing H.
+          v: ``[B, S, G, K]``.
+          segments: int32 ``[B, n · S]``: of all tokens in the order of the devices.
+          window: int32 scalar: how many positions back a query attends, including its
+            own.
+
+        Returns:
+          ``[B, S, H, K]``, and the residuals for :meth:`backward`.
+        """
         (tiling, rows), (key_tiling, key_rows) = self.blocks(q.shape[1], segments)
         mask = Mask(self.sharding.causal, window)
         queries = Queries(tiling.heads(q, k.shape[2]), rows)
@@ -150,7 +129,7 @@ class KeyExchange(ABC):
         segments: Array | None,
         window: Array,
     ) -> tuple[Array, Array, Array]:
-        """Gradients of queries, keys and values; see ``ContextVariant.backward``."""
+        """Gradients of ``q``, ``k`` and ``v``, from the output and its gradient."""
         q, k, v, lse = residuals
         (tiling, rows), (key_tiling, key_rows) = self.blocks(q.shape[1], segments)
         mask, groups = Mask(self.sharding.causal, window), k.shape[2]

@@ -20,12 +20,13 @@ from jax.sharding import PartitionSpec
 
 from tessera import scope
 from tessera.ops.attention.all_to_all import AllToAll
-from tessera.ops.attention.context_parallel_residuals import ContextVariant, Residuals
+from tessera.ops.attention.context_parallel_residuals import KeyExchange, Residuals
 from tessera.ops.attention.halo import Gather, Halo
 from tessera.ops.attention.ring import Ring
 from tessera.ops.attention.zigzag import ContextSharding
 from tessera.ops.operand_layouts import map_free_axes
 
+ContextVariant: TypeAlias = AllToAll | KeyExchange
 Method: TypeAlias = Literal["ring", "all_to_all"]
 METHODS: Final = ("ring", "all_to_all")
 # More than the distance of any two tokens of a sequence.
