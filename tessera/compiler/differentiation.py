@@ -114,7 +114,7 @@ class _Plan:
 def _plan(program: _jax.Program, index: int, ancestors: set[_jax.Atom]) -> _Plan:
     equations = _jax.equations(program)
     gradient = equations[index]
-    weights = [v for v in _variables(gradient.invars[1:]) if v in ancestors]
+    weights = [v for v in rewriting.variables(gradient.invars[1:]) if v in ancestors]
     moved: set[_jax.Atom] = set()
     while True:
         before, region, after = _sorted(equations[:index], weights, ancestors, moved)
@@ -124,8 +124,8 @@ def _plan(program: _jax.Program, index: int, ancestors: set[_jax.Atom]) -> _Plan
         moved |= references  # what the region mutates, it has to create as well
     after += equations[index + 1 :]
     made = dict.fromkeys(v for equation in region for v in equation.outvars)
-    used = {v for equation in after for v in _variables(equation.invars)}
-    used.update(_variables(_jax.outputs(program)))
+    used = {v for equation in after for v in rewriting.variables(equation.invars)}
+    used.update(rewriting.variables(_jax.outputs(program)))
     return _Plan(
         gradient=gradient,
         outer_weights=[weight for weight in weights if weight not in made],
@@ -147,7 +147,9 @@ def _sorted(
     before, region, after = list[Any](), list[Any](), list[Any]()
     dependent = {*weights, *moved}
     for equation in equations:
-        if dependent.isdisjoint((*_variables(equation.invars), *equation.outvars)):
+        if dependent.isdisjoint(
+            (*rewriting.variables(equation.invars), *equation.outvars)
+        ):
             before.append(equation)
             continue
         dependent.update(equation.outvars, _jax.references(equation))
@@ -156,11 +158,6 @@ def _sorted(
         )
         (region if leads_to_loss else after).append(equation)
     return before, region, after
-
-
-def _variables(atoms: Sequence[_jax.Atom]) -> list[_jax.Atom]:
-    """The variables among some atoms, each once."""
-    return list(dict.fromkeys(a for a in atoms if not isinstance(a, _jax.Literal)))
 
 
 def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:

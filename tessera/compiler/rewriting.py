@@ -56,6 +56,11 @@ class Environment:
         return Environment.of(self._values)
 
 
+def variables(atoms: Iterable[_jax.Atom]) -> list[Any]:
+    """The atoms that are no literals, each once."""
+    return list(dict.fromkeys(a for a in atoms if not isinstance(a, _jax.Literal)))
+
+
 def contains(program: _jax.Program, where: Where, scopes: str = "") -> bool:
     """Whether ``where`` selects some equation, in nested programs too."""
     for equation in _jax.equations(program):

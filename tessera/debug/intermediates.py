@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tessera import _jax
-from tessera.compiler.rewriting import interpret
+from tessera.compiler.rewriting import interpret, variables
 from tessera.primitive_properties import (
     BROADCASTS,
     CALLS,
@@ -368,7 +368,7 @@ def _read_atoms(program: _jax.Program, public: bool) -> set[_jax.Atom]:
         is_call = equation.primitive.name in CALLS
         if not (public and (is_call or _jax.is_shard_map(equation))):
             atoms += equation.invars
-    return {atom for atom in atoms if not isinstance(atom, _jax.Literal)}
+    return set(variables(atoms))
 
 
 def _computed_by(region: _jax.Equation, result: int) -> str:

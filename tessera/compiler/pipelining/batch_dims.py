@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from tessera import _jax
+from tessera.compiler.rewriting import variables
 from tessera.primitive_properties import SIZE_PRESERVING
 
 # The parameter that names the dim along which results depend on several entries.
@@ -220,11 +221,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str, np.dtype))
-
-
-def variables(atoms: Iterable[_jax.Atom]) -> list[Any]:
-    """The atoms that are no literals."""
-    return [atom for atom in atoms if not isinstance(atom, _jax.Literal)]
 
 
 def _is_alike(equation: _jax.Equation, dim: int) -> bool:

@@ -17,7 +17,6 @@ from tessera import _jax
 from tessera.compiler import rewriting
 from tessera.compiler.gradient_primitive import gradient_p
 from tessera.compiler.ir import Graph
-from tessera.compiler.pipelining.batch_dims import variables
 from tessera.compiler.pipelining.loop_stages import Execution, Operands
 from tessera.compiler.pipelining.loss_decomposition import (
     LossDecomposition,
@@ -28,6 +27,7 @@ from tessera.compiler.pipelining.pipeline_primitive import (
     has_pipeline,
     pipeline_p,
 )
+from tessera.compiler.rewriting import variables
 from tessera.errors import PipelineFormError
 
 

@@ -25,8 +25,8 @@ from tessera.compiler.pipelining.batch_dims import (
     BatchDims,
     have_same_equations,
     have_same_parameters,
-    variables,
 )
+from tessera.compiler.rewriting import variables
 from tessera.errors import PipelineFormError
 from tessera.primitive_properties import LINEAR
 

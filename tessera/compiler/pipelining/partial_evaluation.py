@@ -33,7 +33,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from tessera import _jax
-from tessera.compiler.rewriting import Environment, bind_with_nested, contains
+from tessera.compiler.rewriting import (
+    Environment,
+    bind_with_nested,
+    contains,
+    variables,
+)
 from tessera.primitive_properties import ARITHMETIC, BROADCASTS, EXPENSIVE, RESHAPES
 
 Variables: TypeAlias = set[Any]
@@ -142,7 +147,7 @@ class _Naming:
         return checkpoint_name(value, RESIDUAL) if is_residual else value
 
     def _classify(self, equation: _jax.Equation) -> None:
-        operands, results = _variables(equation.invars), set(equation.outvars)
+        operands, results = set(variables(equation.invars)), set(equation.outvars)
         is_elementwise = equation.primitive.name in _ELEMENTWISE
         is_free = not equation.effects and not _is_expensive(equation)
         if is_free and operands <= self.shared:
@@ -168,7 +173,7 @@ class _Naming:
         self.residuals |= carried
         results = bind_with_nested(loop.equation, operands, self.interpret)
         for number, (atom, y) in enumerate(loop.ys, len(loop.carries)):
-            if _is_variable(atom) and atom in loop.slices:
+            if not isinstance(atom, _jax.Literal) and atom in loop.slices:
                 # A stack of slices that exists needs no loop.
                 results[number] = operands[loop.slices[atom]]
             if _is_among(atom, self.shared):
@@ -190,11 +195,11 @@ class _Naming:
                 for number, atom in enumerate(equation.invars)
                 if _is_among(atom, self.shared) == side
             ]
-            variables = {equation.outvars[number] for number in own}
+            passing = {equation.outvars[number] for number in own}
             if side:
-                self.shared |= variables
-            self.available |= variables & self.known
-            self.residuals |= variables & self.known - self.shared
+                self.shared |= passing
+            self.available |= passing & self.known
+            self.residuals |= passing & self.known - self.shared
             with _jax.source_context(equation):
                 passed = lax.optimization_barrier([operands[number] for number in own])
             results.update(zip(own, passed, strict=True))
@@ -247,14 +252,6 @@ def _is_expensive(equation: _jax.Equation, scopes: str = "") -> bool:
     inner = _jax.inner_programs(equation)
     is_one = equation.primitive.name in EXPENSIVE
     return is_one or any(contains(p, _is_expensive) for p in inner)
-
-
-def _variables(atoms: Iterable[_jax.Atom]) -> Variables:
-    return set(filter(_is_variable, atoms))
-
-
-def _is_variable(atom: _jax.Atom) -> bool:
-    return not isinstance(atom, _jax.Literal)
 
 
 def _is_among(atom: _jax.Atom, variables: Variables) -> bool:

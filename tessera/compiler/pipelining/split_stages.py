@@ -16,8 +16,7 @@ import jax.numpy as jnp
 
 from tessera import _jax
 from tessera.compiler.pipelining import manual_axis
-from tessera.compiler.pipelining.batch_dims import variables
-from tessera.compiler.rewriting import Environment, inline_jits
+from tessera.compiler.rewriting import Environment, inline_jits, variables
 from tessera.errors import OutsideTraceError, PipelineFormError
 
 stage_end_p = _jax.Primitive("stage_end")

@@ -37,7 +37,12 @@ from tessera.compiler.pipelining.partial_evaluation import (
     SplitProgram,
     split_outputs,
 )
-from tessera.compiler.rewriting import at_line_of, bind_with_nested, interpret
+from tessera.compiler.rewriting import (
+    at_line_of,
+    bind_with_nested,
+    interpret,
+    variables,
+)
 from tessera.primitive_properties import CALLS
 from tessera.tree import Tree
 
@@ -258,7 +263,7 @@ def _read_by_some(program: _jax.Program) -> frozenset[Any]:
     """The variables that a program's equations read, and its outputs."""
     atoms = [atom for e in _jax.equations(program) for atom in e.invars]
     atoms += _jax.outputs(program)
-    return frozenset(a for a in atoms if not isinstance(a, _jax.Literal))
+    return frozenset(variables(atoms))
 
 
 def _is_recomputation(equation: _jax.Equation) -> bool:
