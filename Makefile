@@ -130,7 +130,8 @@ $(GPU_READY): $(DEV_READY)
 $(HF_READY):
 	@$(PYTHON) -m venv --clear $(HF_VENV)
 	@$(HF_VENV)/bin/python -m pip --disable-pip-version-check --quiet install torch \
-	  transformers peft safetensors --extra-index-url https://download.pytorch.org/whl/cpu
+	  transformers peft safetensors 'lm_eval[hf]' \
+	  --extra-index-url https://download.pytorch.org/whl/cpu
 	@touch $@
 
 $(TORCH_READY):

@@ -99,7 +99,7 @@ def _texts(options: Namespace) -> Iterator[str]:
     import jax
 
     from tessera.models.generation import Sampler
-    from tessera.training.data.text_stream import TextStream
+    from tessera.training.data.text_stream import TextStream, stream_texts
 
     if options.chat:
         conversations = [*_conversations(options, prompts)]
@@ -124,19 +124,17 @@ def _texts(options: Namespace) -> Iterator[str]:
         top_p=options.top_p,
         stop_tokens=stops,
     )
-    parts: list[list[str]] = [[] for _ in rows]
-    for tokens in steps:
-        for token, stream, part in zip(tokens.tolist(), streams, parts, strict=True):
-            if token >= 0 and token not in stops:
-                part.append(stream.push(token))
+    texts = [""] * len(rows)
+    for parts in stream_texts(steps, streams, stops):
         if len(rows) == 1:
-            yield parts[0].pop() if parts[0] else ""
-        if all(stream.is_ended for stream in streams):
-            break
-    for prompt, stream, part in zip(prompts, streams, parts, strict=True):
-        text = "".join([*part, stream.finish()])
+            yield parts[0]
+        texts = [text + part for text, part in zip(texts, parts, strict=True)]
+    if len(rows) == 1:
+        yield "\n"
+        return
+    for prompt, text in zip(prompts, texts, strict=True):
         line = {"prompt": prompt, "text": text}
-        yield (text if len(rows) == 1 else json.dumps(line, ensure_ascii=False)) + "\n"
+        yield json.dumps(line, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

@@ -155,6 +155,7 @@ class Sampler:
         top_k: int | None = None,
         top_p: float | None = None,
         stop_tokens: Sequence[int] = (),
+        length: int = 0,
     ) -> Iterator[np.ndarray]:
         """Continue prompts, and yield tokens as they are computed.
 
@@ -173,6 +174,7 @@ class Sampler:
             after ``top_k``; at least one. None samples from all.
           stop_tokens: A row ends with the first of these; the iterator ends with the
             last row.
+          length: Pad prompts to this length, so that a program serves all shorter ones.
 
         Returns:
           An iterator of int32 ``[B]``, one array for each token; -1 for a row that has
@@ -182,7 +184,7 @@ class Sampler:
           OperandError: [T401] a prompt that is empty or has tokens that the model
             lacks, or a setting out of range.
         """
-        tokens, pads = _padded(prompt)
+        tokens, pads = _padded(prompt, length)
         rows = len(tokens)
         if not key.shape:
             key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
@@ -269,10 +271,10 @@ def _until_stopped(
             return
 
 
-def _padded(prompt: Prompts) -> tuple[np.ndarray, np.ndarray]:
+def _padded(prompt: Prompts, length: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The prompts padded on the left, and how much padding each one has."""
     rows = [np.asarray(row, np.int64).reshape(-1) for row in prompt]
-    pads = max(map(len, rows), default=0) - np.array([*map(len, rows)], np.int32)
+    pads = max(length, *map(len, rows), 0) - np.array([*map(len, rows)], np.int32)
     padded = [np.pad(row, (pad, 0)) for row, pad in zip(rows, pads, strict=True)]
     return np.array(padded), pads.astype(np.int32)
 

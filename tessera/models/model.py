@@ -93,6 +93,15 @@ class Model(ABC):
         """
 
     @abstractmethod
+    def logits(
+        self, params: Tree, batch: Batch, place: Placement
+    ) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token after each one; arguments as for ``loss``.
+
+        Sequences are in their own order: ``place`` does not shard them.
+        """
+
+    @abstractmethod
     def decoding(self, mesh: Mesh | None, dtype: Any = None) -> Decoding:
         """What generation needs of the model.
 

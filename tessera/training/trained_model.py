@@ -22,6 +22,7 @@ from tessera.mesh import Mesh
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.decoder.model import DecoderModel
 from tessera.models.definition import ModelOptions, import_module
+from tessera.models.families.registry import read_config_file
 from tessera.models.model import Model
 from tessera.models.model_folder import ModelFolder
 from tessera.models.weights import import_weights
@@ -59,6 +60,7 @@ class TrainedModel:
       tokenizer: The same, loaded.
       prefix: The tokens before every text.
       stop_tokens: The tokens that end a text.
+      max_length: Tokens of the sequences that it was trained on, if it says so.
       read: Reads the parameters onto a mesh.
     """
 
@@ -67,6 +69,7 @@ class TrainedModel:
     tokenizer: Tokenizer
     prefix: tuple[int, ...]
     stop_tokens: tuple[int, ...]
+    max_length: int | None
     read: Callable[[Mesh | None], Tree]
 
     def encode(self, text: str) -> list[int]:
@@ -86,8 +89,18 @@ class TrainedModel:
           OperandError: [T401] the template does not accept the conversation.
           TokenRangeError: [T604] the model does not have one of the tokens.
         """
-        text = self._chat.render(messages)
-        return self._checked(text, self._chat.tokenizer.encode_chat(text)[0])
+        return self.encode_special(self.chat.render(messages))
+
+    def encode_special(self, text: str) -> list[int]:
+        """The tokens of a text in which the names of special tokens are such.
+
+        Raises:
+          TokenRangeError: [T604] the model does not have one of them.
+        """
+        tokenizer, ids = self.tokenizer, None
+        if isinstance(tokenizer, JsonTokenizer):
+            ids, _ = tokenizer.encode_chat(text)
+        return self._checked(text, tokenizer.encode(text) if ids is None else ids)
 
     def chat_stop_tokens(self, chats: Iterable[Sequence[Message]]) -> tuple[int, ...]:
         """The tokens that end an answer; raises as ``encode_chat`` does.
@@ -95,11 +108,12 @@ class TrainedModel:
         They are those that end a text, the tokenizer's ``eos_token``, and what the
         template writes after an answer, such as ``<end_of_turn>``.
         """
-        ends = {end for messages in chats for end in self._chat.ends(messages)}
+        ends = {end for messages in chats for end in self.chat.ends(messages)}
         return tuple(sorted(ends.union(self.stop_tokens)))
 
     @cached_property
-    def _chat(self) -> ChatPrompts:
+    def chat(self) -> ChatPrompts:
+        """The chat template; [T605] if there is none."""
         return ChatPrompts(self.tokenizer, self.tokenizer_name)
 
     def _checked(self, text: str, ids: Ids) -> list[int]:
@@ -198,7 +212,8 @@ def _checkpoint(path: Path) -> TrainedModel:
 
         return nest({name: put(name) for name in shapes})
 
-    return TrainedModel(model, settings.data.tokenizer, tokenizer, ends, ends, read)
+    length, name = settings.training.sequence_length, settings.data.tokenizer
+    return TrainedModel(model, name, tokenizer, ends, ends, length, read)
 
 
 def _dropless(config: DecoderConfig) -> DecoderModel:
@@ -228,8 +243,15 @@ def _folder(path: Path) -> TrainedModel:
         tokenizer,
         prefix,
         _ends(path),
+        _max_length(path),
         partial(import_weights, path, model),
     )
+
+
+def _max_length(path: Path) -> int | None:
+    values = read_config_file(path)
+    length = {**values, **values.get("text_config", {})}.get("max_position_embeddings")
+    return length if isinstance(length, int) else None
 
 
 def _ends(path: Path) -> tuple[int, ...]:

@@ -262,6 +262,17 @@ class DecoderModel(StagedModel):
             place=place,
         )
 
+    def logits(
+        self, params: Tree, batch: Batch, place: Placement
+    ) -> Float[Array, "batch seq vocab"]:
+        """See ``Model.logits``; float32."""
+        return self.merge(self.plain(params))(
+            batch["tokens"],
+            positions=batch["positions"],
+            segment_ids=batch["segment_ids"],
+            place=place,
+        )
+
     def apply(
         self,
         params: Tree,

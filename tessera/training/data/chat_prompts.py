@@ -46,6 +46,17 @@ class ChatPrompts:
                 fix="use the roles that the template knows, in the order that it wants",
             ) from error
 
+    def render_unfinished(self, messages: Sequence[Message]) -> str:
+        """The text up to the end of the last message, which an answer continues.
+
+        Raises:
+          OperandError: [T401] the template does not accept these messages.
+        """
+        *before, last = messages
+        marked = {**last, "content": f"{last['content']}{_ANSWER}"}
+        text = self.render([*before, marked], add_generation_prompt=False)
+        return text.partition(_ANSWER)[0]
+
     def ends(self, messages: Sequence[Message]) -> set[int]:
         """The tokens that end an answer to these messages.
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``TextStream``: text from tokens that arrive one by one."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import numpy as np
 
 from tessera.training.data.tokenization import Tokenizer
 
@@ -82,3 +84,25 @@ class TextStream:
         return not size or any(
             tail is not None and stop.startswith(tail) for stop in self._stops
         )
+
+
+def stream_texts(
+    steps: Iterable[np.ndarray],
+    streams: Sequence[TextStream],
+    stop_tokens: Collection[int],
+) -> Iterator[list[str]]:
+    """The new text of each row after each token, and at last what was held back.
+
+    Args:
+      steps: As from ``Sampler.stream``.
+      streams: That of each row; the steps end with the last of them.
+      stop_tokens: These have no text.
+    """
+    for tokens in steps:
+        yield [
+            stream.push(token) if token >= 0 and token not in stop_tokens else ""
+            for token, stream in zip(tokens.tolist(), streams, strict=True)
+        ]
+        if all(stream.is_ended for stream in streams):
+            break
+    yield [stream.finish() for stream in streams]

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-likelihoods of continuations: what benchmarks compare a model's answers by."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from tessera.errors import OperandError
+from tessera.labels import IGNORE_INDEX
+from tessera.mesh import Mesh
+from tessera.models.model import Batch, Model
+from tessera.models.partition_rules import Placement
+from tessera.ops.losses import cross_entropy
+from tessera.tree import Tree
+
+# A context and its continuation, token ids.
+Pair: TypeAlias = tuple[Sequence[int], Sequence[int]]
+
+_SHORTEST: Final = 32
+
+
+def bucket(length: int, most: int) -> int:
+    """The length to which rows are padded: few of them, so few programs are compiled.
+
+    Example:
+      >>> [bucket(length, 100) for length in (1, 33, 64, 65, 100)]
+      [32, 64, 64, 100, 100]
+    """
+    return min(max(_SHORTEST, 1 << (length - 1).bit_length()), most)
+
+
+def log_likelihoods(
+    model: Model,
+    params: Tree,
+    pairs: Sequence[Pair],
+    *,
+    max_length: int,
+    batch_size: int = 1,
+    mesh: Mesh | None = None,
+) -> list[tuple[float, bool]]:
+    """The log-likelihood of each continuation after its context.
+
+    A context that is too long loses its first tokens. Rows of similar lengths are
+    computed together; padding on the right is another document.
+
+    Args:
+      model: The model; rows do not depend on each other.
+      params: As from ``model.init``.
+      pairs: Token ids of contexts and continuations, at least one of each.
+      max_length: The most tokens that the model reads at a time.
+      batch_size: Rows of one call. Their logits are float32 ``[rows, length, V]``.
+      mesh: The mesh of the parameters. Activations are sharded over ``tp`` only.
+
+    Returns:
+      For each pair nats, summed over the continuation, and whether each of its tokens
+      is the most likely one.
+
+    Raises:
+      OperandError: [T401] a context or continuation is empty, or a continuation longer
+        than ``max_length``.
+    """
+    for context, continuation in pairs:
+        if not context or not 1 <= len(continuation) <= max_length:
+            raise OperandError(
+                "a continuation cannot be scored",
+                got=f"{len(context)} tokens of context, {len(continuation)} of the "
+                f"continuation, max_length = {max_length}",
+                fix="use at least one token of each, and a larger max_length if the "
+                "model has it",
+            )
+    place = model.place(mesh)
+    place = replace(place, whole=place.whole | {"batch", "context", "sequence"})
+    lengths = [min(len(c) + len(k) - 1, max_length) for c, k in pairs]
+    order = sorted(range(len(pairs)), key=lengths.__getitem__, reverse=True)
+    results = [(0.0, True)] * len(pairs)
+    for start in range(0, len(order), batch_size):
+        numbers = order[start : start + batch_size]
+        length = bucket(lengths[numbers[0]], max_length)
+        rows = [_row(*pairs[number], length) for number in numbers]
+        rows += [_row((0,), (), length)] * (batch_size - len(rows))
+        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        sums, greedy = map(np.asarray, _scores(model, place, params, batch))
+        for number, nats, is_greedy in zip(numbers, sums, greedy, strict=False):
+            results[number] = float(nats), bool(is_greedy)
+    return results
+
+
+def _row(
+    context: Sequence[int], continuation: Sequence[int], length: int
+) -> dict[str, np.ndarray]:
+    """The last tokens that fit; targets are those of the continuation alone."""
+    ids = np.array([*context, *continuation][-(length + 1) :], np.int32)
+    index, count = np.arange(length, dtype=np.int32), len(ids) - 1
+    row = {
+        "tokens": np.zeros(length, np.int32),
+        "targets": np.full(length, IGNORE_INDEX, np.int32),
+        "segment_ids": (index < count).astype(np.int32),
+        "positions": index,
+    }
+    row["tokens"][:count] = ids[:-1]
+    row["targets"][count - len(continuation) : count] = ids[
+        len(ids) - len(continuation) :
+    ]
+    return row
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _scores(
+    model: Model, place: Placement, params: Tree, batch: Batch
+) -> tuple[Float[Array, " rows"], Bool[Array, " rows"]]:
+    logits = model.logits(params, batch, place).astype(jnp.float32)
+    targets = batch["targets"]
+    losses = cross_entropy(logits, targets, reduction="none")
+    is_likeliest = (jnp.argmax(logits, axis=-1) == targets) | (targets == IGNORE_INDEX)
+    return -losses.sum(axis=1), is_likeliest.all(axis=1)
