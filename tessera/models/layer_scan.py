@@ -8,6 +8,7 @@ Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.0
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, Final, TypeAlias
 
@@ -91,6 +92,7 @@ def scan_layers(
     policies: Policies,
     *,
     exists: jax.Array | None = None,
+    regathered: bool = False,
     unroll: int = 1,
 ) -> tuple[Any, Any]:
     """``jax.lax.scan`` over layers with a rematerialization policy for each.
@@ -102,6 +104,9 @@ def scan_layers(
       policies: One for each layer, as ``policies_of`` gives them.
       exists: bool ``[layers]``: whether each is a layer, or padding, which leaves the
         carry as it is and whose results are zeros; None has no padding.
+      regathered: Whether ``none`` saves no array that a sharding constraint gives: the
+        backward pass gathers the weights of each layer again, and not all of them are
+        in memory at once.
       unroll: Layers in one step of a scan.
 
     Returns:
@@ -110,14 +115,15 @@ def scan_layers(
     if exists is not None:
         body, layers = _skipping_padding(body), (layers, exists)
     runs = [(name, len(list(same))) for name, same in groupby(policies)]
+    scan = partial(_scan, body, regathered=regathered, unroll=unroll)
     if len(runs) == 1:
-        return _scan(body, carry, layers, runs[0], unroll)
+        return scan(carry, layers, runs[0])
     leaves, tree = jax.tree.flatten(layers)
     # Its transpose concatenates; that of slices would add gradients of full size.
     pieces = [jax.lax.split(leaf, [count for _, count in runs]) for leaf in leaves]
     results = []
     for run, piece in zip(runs, zip(*pieces, strict=True), strict=True):
-        carry, result = _scan(body, carry, jax.tree.unflatten(tree, piece), run, unroll)
+        carry, result = scan(carry, jax.tree.unflatten(tree, piece), run)
         results.append(result)
     return carry, jax.tree.map(_concatenated, *results)
 
@@ -137,15 +143,25 @@ def _concatenated(*parts: jax.Array) -> jax.Array:
     return jnp.concatenate(parts)
 
 
+def _unless_constrained(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name != "sharding_constraint"
+
+
 def _scan(
-    body: Body, carry: Any, layers: Any, run: tuple[str, int], unroll: int
+    body: Body,
+    carry: Any,
+    layers: Any,
+    run: tuple[str, int],
+    *,
+    regathered: bool,
+    unroll: int,
 ) -> tuple[Any, Any]:
     """A scan over adjacent layers that share a policy."""
     name, count = run
-    if name != NONE:
+    if name != NONE or regathered:
         body = jax.checkpoint(
             body,
-            policy=POLICIES[name],
+            policy=POLICIES.get(name, _unless_constrained),
             # XLA does not merge computations across a loop, but may in a single step.
             prevent_cse=count <= unroll,
         )

@@ -231,7 +231,14 @@ class RegisteredBlocks(StagedModel, RegisteredModel):
         numbers = jnp.arange(total, dtype=jnp.int32) if numbers is None else numbers
         layers = named_leaves(params[self.blocks]), numbers
         policies = policies_of_stage(self.policies, len(numbers))
-        hidden, _ = scan_layers(body, hidden, layers, policies, exists=exists)
+        hidden, _ = scan_layers(
+            body,
+            hidden,
+            layers,
+            policies,
+            exists=exists,
+            regathered=place.mesh is not None,
+        )
         return hidden, 0.0, {}
 
     def head_loss(

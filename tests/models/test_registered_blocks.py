@@ -211,6 +211,23 @@ def test_fsdp_gathers_the_weights_of_one_block_at_a_time():
     assert " all-to-all(" not in text
 
 
+def test_the_gathered_weights_of_all_blocks_are_never_in_memory_together():
+    """The backward pass gathers them again, although nothing else is recomputed."""
+    model = model_of(FunctionBlocks, width=128, layers=16)
+    mesh = mesh_of(fsdp=4)
+    layouts = jax.tree.map(partial(NamedSharding, mesh.jax), model.layouts(mesh))
+    params = jax.device_put(jax.device_get(model.init(KEY)), layouts)
+    with mesh:
+        gradients = jax.grad(partial(loss_of, model, model.place(mesh)))
+        step = jax.jit(gradients, out_shardings=layouts)
+        batch = jax.device_put(batch_of(), NamedSharding(mesh.jax, P("fsdp")))
+        compiled = step.lower(params, batch).compile()
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes
+        < params["layers"]["kernel"].nbytes
+    )
+
+
 # --- pipelines
 
 
