@@ -23,6 +23,7 @@ DRAWN = {
     *("layer_types", "rope_scale_local", "rope_kind", "rope_original_length"),
     *("norm_unit_offset", "post_norms", "qk_norm", "qkv_bias", "output_bias"),
     *("activation", "scale_embedding", "tied_head", "logit_soft_cap", "lora"),
+    "attention_soft_cap",
 }
 SAME = {
     *("norm_epsilon", "scan_unroll", "router_balance_weight", "router_z_weight"),
@@ -53,6 +54,7 @@ def drawn_config(draw: Random) -> DecoderConfig:
         config[name] = draw.random() < 0.5
     config["activation"] = draw.choice(["gelu_tanh", "silu"])
     config["logit_soft_cap"] = draw.choice([None, 2.0])
+    config["attention_soft_cap"] = draw.choice([None, 1.0])
     if draw.random() < 0.2:
         config |= {"global_every": 1, "window": None}
     elif draw.random() < 0.3:

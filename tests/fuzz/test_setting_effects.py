@@ -95,6 +95,7 @@ OTHERS = {
     "model.activation": ("silu",),
     "model.scale_embedding": ("false",),
     "model.tied_head": ("false",),
+    "model.attention_soft_cap": ("0.1",),
     "model.logit_soft_cap": ("2",),
     "model.renormalize_experts": ("false",),
     "model.definition": ("other",),

@@ -27,7 +27,7 @@ from tessera.models import (
 )
 from tessera.models.decoder.config import LoraConfig
 from tessera.models.families.dense import FEATURES
-from tessera.models.families.gemma3 import GEMMA3 as GEMMA3_FAMILY
+from tessera.models.families.gemma import GEMMA3 as GEMMA3_FAMILY
 from tessera.models.families.registry import differences
 from tessera.models.write_folder import write_adapters, write_folder
 from tessera.training.main import main as train

@@ -20,18 +20,25 @@ import safetensors.numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tessera.api.function import function
 from tessera.errors import ModelFolderError
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
 from tessera.models import DecoderModel, from_pretrained
 from tessera.models.families.registry import family_for, family_of
 from tessera.models.partition_rules import NO_MESH
+from tessera.models.pipeline_stages import split_of
+from tessera.models.weights import import_weights
+from tessera.training.pipelined_model import PipelinedModel, schedule_of
 from tessera.tree import named_leaves
 from tests.models.golden.golden_cases import CASES, summary, tokens, weight
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "golden.json").read_text())
 EXACT = 2e-5  # of the largest number
 FSDP_TP = Mesh(["fsdp", "tp"], devices=range(4), shape=(2, 2))
+CP_TP = Mesh(["cp", "tp"], devices=range(4), shape=(2, 2))
+PP_TP = Mesh(["pp", "tp"], devices=range(4), shape=(2, 2))
+PP_CP = Mesh(["pp", "cp"], devices=range(4), shape=(2, 2))
 EXPERTS = Mesh(["ep", "tp"], devices=range(4), shape=(2, 2))
 QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile
 
@@ -81,6 +88,7 @@ def computed(model, params, mesh):
         batch = jax.device_put(batch, NamedSharding(mesh.jax, spec))
 
     def loss(params: Any, batch: Any) -> Any:
+        batch = {name: place.arranged(array) for name, array in batch.items()}
         _, sums = model.loss(params, batch, place, chunk="none")
         return sums["loss"]
 
@@ -109,10 +117,22 @@ def summaries(name, model, gradients):
     return found
 
 
+def assert_golden(name, model, loss, gradients):
+    golden = GOLDEN["cases"][name]
+    near(loss, golden["loss"], "loss")
+    found = summaries(name, model, named_leaves(gradients))
+    assert found.keys() == golden["gradients"].keys()
+    for part, wanted in golden["gradients"].items():
+        near(found[part], wanted, part)
+
+
 def cases():
     for name in CASES:
-        is_fast = name in ("gemma3", "llama3", "qwen3_moe")
-        for mesh in (None, EXPERTS if name == "qwen3_moe" else FSDP_TP):
+        is_fast = name in ("gemma3", "gemma2", "llama3", "qwen3_moe")
+        meshes = [None, EXPERTS if name == "qwen3_moe" else FSDP_TP]
+        if name in ("gemma2", "mistral_yarn"):
+            meshes.append(CP_TP)
+        for mesh in meshes:
             marks = () if is_fast and mesh is None else pytest.mark.full
             label = "one device" if mesh is None else str(mesh.topology)
             yield pytest.param(name, mesh, id=f"{name}-{label}", marks=marks)
@@ -121,14 +141,41 @@ def cases():
 @pytest.mark.parametrize(("name", "mesh"), [*cases()])
 def test_logits_loss_and_gradients_are_those_of_transformers(folder, name, mesh):
     model, params = from_pretrained(folder(name), mesh)
-    golden = GOLDEN["cases"][name]
     loss, gradients, logits = computed(model, params, mesh)
-    near(np.asarray(logits)[:, ::3], golden["logits"], "logits")
-    near(loss, golden["loss"], "loss")
-    found = summaries(name, model, named_leaves(gradients))
-    assert found.keys() == golden["gradients"].keys()
-    for part, wanted in golden["gradients"].items():
-        near(found[part], wanted, part)
+    near(np.asarray(logits)[:, ::3], GOLDEN["cases"][name]["logits"], "logits")
+    assert_golden(name, model, loss, gradients)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "mesh", "method"),
+    [
+        ("gemma3", PP_TP, "ring"),
+        ("gemma2", PP_CP, "all_to_all"),
+        ("qwen3_windows", PP_CP, "ring"),
+    ],
+    ids=str,
+)
+def test_a_pipeline_has_the_loss_and_gradients_of_transformers(
+    folder, name, mesh, method
+):
+    config = family_of(CASES[name]).config(CASES[name])
+    split = split_of(mesh, config, 1)
+    model = DecoderModel(config, context_parallel=method, split=split)
+    params, place = import_weights(folder(name), model, mesh), model.place(mesh)
+    schedule = schedule_of(mesh, "1f1b", 1, len(tokens()))
+    assert schedule is not None
+    pipeline = PipelinedModel(model, mesh, schedule)
+    micros = {name: array[:, None] for name, array in batch_of().items()}
+
+    @function(mesh=mesh, in_specs={"micros": P()})
+    def step(params: Any, micros: Any) -> Any:
+        arranged = {name: place.arranged(array) for name, array in micros.items()}
+        return pipeline.gradients(params, arranged, jnp.float32(1))
+
+    sums, gradients = step(params, micros)
+    plain = model.plain(jax.tree.map(np.asarray, gradients))
+    assert_golden(name, model, sums["loss"], plain)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +188,18 @@ def test_logits_loss_and_gradients_are_those_of_transformers(folder, name, mesh)
         ("llama3", {"norm_unit_offset": True}),
         ("llama_yarn", {"rope_attention_factor": 1.0}),
         ("llama_yarn", {"rope_truncate": False}),
+        ("gemma3_soft_cap", {"logit_soft_cap": None}),
+        ("gemma3_soft_cap", {"layer_types": ("local", "global", "local")}),
+        ("gemma2", {"attention_soft_cap": None}),
+        ("gemma2", {"logit_soft_cap": None}),
+        ("gemma2", {"global_every": 3}),
         ("mistral", {"window": 8}),
+        ("mistral_yarn", {"window": 8}),
+        ("mistral_yarn", {"rope_attention_factor": None}),
+        ("mistral_yarn", {"rope_base_local": 400.0}),
+        ("qwen3_windows", {"window": 8}),
+        ("qwen3_windows", {"rope_scale_local": 1.0}),
+        ("qwen3_windows", {"layer_types": ("local", "global", "local")}),
         ("qwen3", {"activation": "gelu_tanh"}),
         ("qwen3_moe", {"renormalize_experts": False}),
     ],

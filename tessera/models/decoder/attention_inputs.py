@@ -43,7 +43,7 @@ def layer_attention(
     """The attention of a model's layers for sequences of ``length`` tokens.
 
     Args:
-      config: The model's sizes, of which the window is used.
+      config: The model's sizes, for the window and the soft cap.
       length: Tokens of a sequence, over all devices.
       segment_ids: A token attends to its own segment, a run of equal ids; in the order
         in which devices hold the sequence.
@@ -67,6 +67,7 @@ def _whole_attention(
             causal=True,
             scale=1.0,
             window=window,
+            soft_cap=config.attention_soft_cap,
             segment_ids=segment_ids,
         )
         return jnp.swapaxes(out_BHSK, 1, 2)
@@ -112,7 +113,13 @@ def _sharded_attention(
         wire = wire_of(q_BSHK.dtype)
         # In a pipeline's stage, other devices may be elsewhere in the program.
         divergent = bool(manual_axes())
-        sharding = ContextSharding(axis, arrangement, wire=wire, divergent=divergent)
+        sharding = ContextSharding(
+            axis,
+            arrangement,
+            wire=wire,
+            divergent=divergent,
+            soft_cap=config.attention_soft_cap,
+        )
         plan = Plan.of(place.context_parallel, sharding, length, config.window)
         layout = place.resolve(HEADS, q_BSHK.shape, "queries")
         operands = q_BSHK, k_BTGK, v_BTGK

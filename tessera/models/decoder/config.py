@@ -105,6 +105,7 @@ class DecoderConfig:
       activation: Of the MLP's gate; gelu_tanh or silu.
       scale_embedding: Whether embeddings are multiplied by the root of d_model.
       tied_head: Whether the embedding table is the output head, too.
+      attention_soft_cap: Attention scores x become cap * tanh(x / cap); null is none.
       logit_soft_cap: Logits x become cap * tanh(x / cap); null is none.
       scan_unroll: Layers in one step of the scan over layers.
       num_experts: Experts (gated MLPs) of each layer; 0 is one dense MLP. The following
@@ -162,6 +163,7 @@ class DecoderConfig:
     activation: str = "gelu_tanh"
     scale_embedding: bool = True
     tied_head: bool = True
+    attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     scan_unroll: int = 1
     num_experts: int = 0

@@ -19,7 +19,14 @@ from jaxtyping import Array, Bool, Float, Int
 from tessera.models.decoder.attention_inputs import layer_attention
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.decoder.expert_mlp import Experts
-from tessera.models.decoder.layers import MLP, Attend, Attention, RMSNorm, parameter
+from tessera.models.decoder.layers import (
+    MLP,
+    Attend,
+    Attention,
+    RMSNorm,
+    parameter,
+    soft_capped,
+)
 from tessera.models.decoder.rotary import Rotation, rotation
 from tessera.models.layer_scan import (
     NONE,
@@ -235,8 +242,7 @@ class Decoder(nnx.Module):
                 self._head,
                 preferred_element_type=jnp.float32,
             )
-            if (cap := self.config.logit_soft_cap) is not None:
-                scores = cap * jnp.tanh(scores / cap)
+            scores = soft_capped(scores, self.config.logit_soft_cap)
             return place.constrain(scores, "batch", "context", "vocab")
 
     def loss(

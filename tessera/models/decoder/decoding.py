@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from tessera.mesh import Mesh
 from tessera.models.decoder.attention_inputs import layer_attention
 from tessera.models.decoder.decoder import Decoder
-from tessera.models.decoder.layers import Attend
+from tessera.models.decoder.layers import Attend, soft_capped
 from tessera.models.decoder.model import DecoderModel
 from tessera.models.decoder.placement import decoder_placement
 from tessera.models.decoder.rotary import rotation
@@ -120,7 +120,8 @@ class CachedDecoding(Decoding):
                 stored = zip(cache[number], (k_BSGK, v_BSGK), strict=True)
                 k_BGTK, v_BGTK = (self._stored(old, x, slot) for old, x in stored)
                 new.append((k_BGTK, v_BGTK))
-                return _attend(q_BSHK, k_BGTK, v_BGTK, slot, pads)
+                cap = self.model.config.attention_soft_cap
+                return _attend(q_BSHK, k_BGTK, v_BGTK, slot, pads, cap)
 
             return attend
 
@@ -189,6 +190,7 @@ def _attend(
     v_BGTK: Float[Array, "batch kv_heads slots head_dim"],
     slot: Int[Array, ""],
     pads: Pads,
+    soft_cap: float | None,
 ) -> Float[Array, "batch 1 heads head_dim"]:
     """Attention of the query at ``slot`` to the slots of a ring buffer."""
     batch, _, heads, width = q_BSHK.shape
@@ -200,6 +202,7 @@ def _attend(
     scores = jnp.einsum(
         "bghk,bgtk->bght", q, k_BGTK, preferred_element_type=jnp.float32
     )
+    scores = soft_capped(scores, soft_cap)
     weights = jax.nn.softmax(jnp.where(slots >= first, scores, -jnp.inf), axis=-1)
     out = jnp.einsum("bght,bgtk->bghk", weights.astype(v_BGTK.dtype), v_BGTK)
     return out.reshape(q_BSHK.shape).astype(q_BSHK.dtype)

@@ -218,6 +218,11 @@ class Attention(nnx.Module):
         return self.output(place.constrain(out_BSHK, *HEADS), place)
 
 
+def soft_capped(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """``cap * tanh(x / cap)``; without a cap, ``x``."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 class MLP(nnx.Module):
     """The gated MLP of GeGLU, with gelu's tanh approximation, or of SwiGLU.
 

@@ -70,6 +70,13 @@ class ConfigKeys:
             )
         return kind(value)  # type: ignore[call-arg]
 
+    def take_nullable(self, name: str, kind: type[T], default: T) -> T | None:
+        """The value of a key whose null is not its default, but means none."""
+        if name in self.values and self.values[name] is None:
+            self._read.add(name)
+            return None
+        return self.take(name, kind, default)
+
     def take_part(self, name: str) -> "ConfigKeys":
         """The keys of an object in this one; none if it is absent or null."""
         if name not in self._parts:

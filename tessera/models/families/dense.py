@@ -4,10 +4,12 @@
 They normalize before attention and MLP only, by the scale itself, and gate with silu.
 """
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from tessera.errors import ModelFolderError
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.families.config_keys import ConfigKeys, read_rope
 from tessera.models.families.family import Tensor
@@ -22,6 +24,9 @@ FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
         "scale_embedding": False,
     }
 )
+
+# Transformers' names of the kinds of layers.
+_KINDS: Final = {"sliding_attention": "local", "full_attention": "global"}
 
 # The matmuls of a layer: parameter, tensor, and how many dims are contracted.
 PROJECTIONS: Final = (
@@ -54,14 +59,25 @@ TABLE: Final = (
 TIED: Final = MappingProxyType({"lm_head.weight": "model.embed_tokens.weight"})
 
 
-def read_sizes(keys: ConfigKeys, *, head_dim: int | None = None) -> dict[str, Any]:
-    """The fields of ``DecoderConfig`` that all of these families have.
+def read_sizes(
+    keys: ConfigKeys,
+    *,
+    features: Mapping[str, Any] = FEATURES,
+    head_dim: int | None = None,
+    num_kv_heads: int | None = None,
+    tied_head: bool = False,
+) -> dict[str, Any]:
+    """The fields that all of these families have, but for which layers have windows.
 
     Args:
       keys: The configuration.
+      features: Fields that no key decides.
       head_dim: The default; None is d_model / num_heads.
+      num_kv_heads: The default; None is the number of heads.
+      tied_head: The default.
     """
-    keys.expect("hidden_act", "silu")
+    if features["activation"] == "silu":
+        keys.expect("hidden_act", "silu")
     keys.expect("attention_dropout", 0.0, None)
     keys.expect("mlp_bias", False)
     keys.expect("pretraining_tp", 1)
@@ -69,23 +85,71 @@ def read_sizes(keys: ConfigKeys, *, head_dim: int | None = None) -> dict[str, An
     heads = keys.take("num_attention_heads", int)
     bias = keys.take("attention_bias", bool, False)
     rope = read_rope(keys)
+    theta = rope.take("rope_theta", float, 10_000.0)
+    scaling = _read_scaling(keys, rope)
+    scale = scaling.pop("factor", 1.0)
     return {
-        **FEATURES,
+        **features,
         "vocab_size": keys.take("vocab_size", int),
         "d_model": width,
         "num_layers": keys.take("num_hidden_layers", int),
         "num_heads": heads,
-        "num_kv_heads": keys.take("num_key_value_heads", int, heads),
+        "num_kv_heads": keys.take_nullable(
+            "num_key_value_heads", int, num_kv_heads or heads
+        )
+        or heads,
         "head_dim": keys.take("head_dim", int, head_dim or width // max(heads, 1)),
         "mlp_dim": keys.take("intermediate_size", int),
         "norm_epsilon": keys.take("rms_norm_eps", float, 1e-6),
         "qkv_bias": bias,
         "output_bias": bias,
-        "tied_head": keys.take("tie_word_embeddings", bool, False),
-        "global_every": 1,
-        "rope_base_global": rope.take("rope_theta", float, 10_000.0),
-        **_read_scaling(keys, rope),
+        "tied_head": keys.take("tie_word_embeddings", bool, tied_head),
+        "rope_base_local": theta,
+        "rope_base_global": theta,
+        "rope_scale_local": scale,
+        "rope_scale_global": scale,
+        **scaling,
     }
+
+
+def read_layer_types(keys: ConfigKeys, num_layers: int) -> dict[str, Any]:
+    """The fields that say which layers have a window; none if the key is absent."""
+    types = keys.take("layer_types", list, [])
+    if not types:
+        return {}
+    if len(types) != num_layers or any(kind not in [*_KINDS] for kind in types):
+        keys.refuse("layer_types", f"not {num_layers} of {' and '.join(_KINDS)}")
+        return {"global_every": 1}
+    kinds = tuple(_KINDS[kind] for kind in types)
+    every = kinds.index("global") + 1 if "global" in kinds else num_layers + 1
+    regular = tuple(
+        "local" if i % every else "global" for i in range(1, num_layers + 1)
+    )
+    if kinds != regular:
+        return {"layer_types": kinds}
+    # A distance is valid for another number of layers, too.
+    return {"global_every": every if "global" in kinds else None}
+
+
+def write_layer_types(config: DecoderConfig) -> list[str]:
+    """The value of the key ``layer_types``."""
+    names = {kind: name for name, kind in _KINDS.items()}
+    return [names[kind] for kind in config.layer_kinds]
+
+
+def check_width(config: DecoderConfig) -> None:
+    """Check what Transformers checks of Llama and Gemma, but not of other families.
+
+    Raises:
+      ModelFolderError: [T806] d_model is no multiple of the number of heads.
+    """
+    if config.d_model % config.num_heads:
+        raise ModelFolderError(
+            "Transformers loads no model of this family and these sizes",
+            got=f"d_model = {config.d_model} is no multiple of num_heads = "
+            f"{config.num_heads}",
+            fix="export it without --format=hf",
+        )
 
 
 def _read_scaling(keys: ConfigKeys, rope: ConfigKeys) -> dict[str, Any]:
@@ -94,7 +158,7 @@ def _read_scaling(keys: ConfigKeys, rope: ConfigKeys) -> dict[str, Any]:
     if kind == "default":
         return {}
     rope.expect("rope_type", "linear", "llama3", "yarn")
-    fields: dict[str, Any] = {"rope_scale_global": rope.take("factor", float)}
+    fields: dict[str, Any] = {"factor": rope.take("factor", float)}
     if kind == "linear":
         return fields
     fields["rope_kind"] = kind if kind in ("llama3", "yarn") else "linear"
@@ -106,20 +170,34 @@ def _read_scaling(keys: ConfigKeys, rope: ConfigKeys) -> dict[str, Any]:
         fields["rope_low_rotations"] = rope.take("low_freq_factor", float)
         fields["rope_high_rotations"] = rope.take("high_freq_factor", float)
     elif kind == "yarn":
-        rope.expect("mscale", None)
-        rope.expect("mscale_all_dim", None)
         fields["rope_low_rotations"] = rope.take("beta_slow", float, 1.0)
         fields["rope_high_rotations"] = rope.take("beta_fast", float, 32.0)
         fields["rope_truncate"] = rope.take("truncate", bool, True)
-        fields["rope_attention_factor"] = rope.take("attention_factor", float, None)
+        fields["rope_attention_factor"] = _attention_factor(rope, fields["factor"])
     return fields
 
 
+def _attention_factor(rope: ConfigKeys, scale: float) -> float | None:
+    """The factor of yarn's queries and keys; None is that of the scale alone."""
+    names = "attention_factor", "mscale", "mscale_all_dim"
+    factor, first, second = (rope.take(name, float, None) for name in names)
+    if factor is not None or not (first and second):
+        return factor
+    growth = 0.1 * math.log(scale) if scale > 1 else 0.0
+    return (growth * first + 1) / (growth * second + 1)
+
+
 def write_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """The keys that ``read_sizes`` reads, in both spellings of the rotary ones."""
+    """The keys that ``read_sizes`` reads, in both spellings of the rotary ones.
+
+    Layers of different rotations do not read back as they were.
+    """
     rope: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scale_global != 1:
-        rope = {"rope_type": config.rope_kind, "factor": config.rope_scale_global}
+    theta, scale = config.rope_base_global, config.rope_scale_global
+    if "global" not in config.layer_kinds:
+        theta, scale = config.rope_base_local, config.rope_scale_local
+    if scale != 1:
+        rope = {"rope_type": config.rope_kind, "factor": scale}
     if config.rope_kind != "linear":
         low, high = "low_freq_factor", "high_freq_factor"
         if config.rope_kind == "yarn":
@@ -144,7 +222,7 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": config.qkv_bias,
         "tie_word_embeddings": config.tied_head,
-        "rope_theta": config.rope_base_global,
+        "rope_theta": theta,
         "rope_scaling": rope if "factor" in rope else None,
-        "rope_parameters": {**rope, "rope_theta": config.rope_base_global},
+        "rope_parameters": {**rope, "rope_theta": theta},
     }

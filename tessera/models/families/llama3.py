@@ -4,16 +4,27 @@
 Source: The Llama 3 Herd of Models, arXiv 2407.21783.
 """
 
-from typing import Final
+from typing import Any, Final
 
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.families.config_keys import ConfigKeys
-from tessera.models.families.dense import TABLE, TIED, read_sizes, write_sizes
+from tessera.models.families.dense import (
+    TABLE,
+    TIED,
+    check_width,
+    read_sizes,
+    write_sizes,
+)
 from tessera.models.families.family import Family
 
 
 def _read(keys: ConfigKeys) -> DecoderConfig:
-    return DecoderConfig(**read_sizes(keys), qk_norm=False)
+    return DecoderConfig(**read_sizes(keys), global_every=1, qk_norm=False)
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    check_width(config)
+    return write_sizes(config)
 
 
 LLAMA3: Final = Family(
@@ -21,7 +32,7 @@ LLAMA3: Final = Family(
     model_types=("llama",),
     architecture="LlamaForCausalLM",
     read_config=_read,
-    write_config=write_sizes,
+    write_config=_write,
     tensors=TABLE,
     tied=TIED,
 )

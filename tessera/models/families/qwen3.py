@@ -8,31 +8,51 @@ from typing import Any, Final
 
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.families.config_keys import ConfigKeys
-from tessera.models.families.dense import LAYER, TABLE, TIED, read_sizes, write_sizes
+from tessera.models.families.dense import (
+    LAYER,
+    TABLE,
+    TIED,
+    read_layer_types,
+    read_sizes,
+    write_layer_types,
+    write_sizes,
+)
 from tessera.models.families.family import Family, Tensor
 
-
-def _sizes(keys: ConfigKeys) -> dict[str, Any]:
-    keys.expect("use_sliding_window", False)
-    # Without windows these have no effect.
-    keys.skip("sliding_window", "max_window_layers")
-    types = keys.take("layer_types", list, [])
-    if any(kind != "full_attention" for kind in types):
-        keys.refuse("layer_types", "only full_attention is supported")
-    return read_sizes(keys, head_dim=128)
+# More than any model has, which DecoderConfig refuses.
+_MOST_LAYERS: Final = 2**16
 
 
 def _read(keys: ConfigKeys) -> DecoderConfig:
-    return DecoderConfig(**_sizes(keys))
+    sizes = read_sizes(keys, head_dim=128, num_kv_heads=32)
+    count = sizes["num_layers"]
+    window = keys.take_nullable("sliding_window", int, 4096)
+    first = keys.take("max_window_layers", int, 28)
+    layers = read_layer_types(keys, count)
+    if not keys.take("use_sliding_window", bool, False):
+        if layers and layers != {"global_every": 1}:
+            keys.refuse("layer_types", "windows, but use_sliding_window is false")
+        window = None
+        layers.clear()
+    elif not layers and window is not None and first < count <= _MOST_LAYERS:
+        kinds = ("global",) * first + ("local",) * (count - first)
+        layers = {"layer_types": kinds} if first > 0 else {"global_every": None}
+    return DecoderConfig(**sizes, **layers or {"global_every": 1}, window=window)
 
 
 def _read_experts(keys: ConfigKeys) -> DecoderConfig:
+    # Versions of Transformers differ in which layers then have a window.
+    keys.expect("use_sliding_window", False)
+    keys.skip("sliding_window", "max_window_layers")
+    types = keys.take("layer_types", list, [])
+    keys.expect("layer_types", None, ["full_attention"] * len(types))
     keys.expect("decoder_sparse_step", 1)
     keys.expect("mlp_only_layers", [])
     keys.skip("router_aux_loss_coef", "output_router_logits")
-    sizes = _sizes(keys)
+    sizes = read_sizes(keys, num_kv_heads=4)
     return DecoderConfig(
         **sizes | {"mlp_dim": keys.take("moe_intermediate_size", int, 768)},
+        global_every=1,
         num_experts=keys.take("num_experts", int, 128),
         experts_per_token=keys.take("num_experts_per_tok", int, 8),
         renormalize_experts=keys.take("norm_topk_prob", bool, False),
@@ -40,12 +60,18 @@ def _read_experts(keys: ConfigKeys) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    return {**write_sizes(config), "use_sliding_window": False}
+    return {
+        **write_sizes(config),
+        "use_sliding_window": "local" in config.layer_kinds,
+        "sliding_window": config.window,
+        "layer_types": write_layer_types(config),
+    }
 
 
 def _write_experts(config: DecoderConfig) -> dict[str, Any]:
     return {
-        **_write(config),
+        **write_sizes(config),
+        "use_sliding_window": False,
         "moe_intermediate_size": config.mlp_dim,
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,

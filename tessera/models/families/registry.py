@@ -9,7 +9,7 @@ from typing import Any, Final
 from tessera.errors import ModelFolderError, TesseraError, did_you_mean
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.families.family import Family
-from tessera.models.families.gemma3 import GEMMA3
+from tessera.models.families.gemma import GEMMA2, GEMMA3
 from tessera.models.families.llama3 import LLAMA3
 from tessera.models.families.mistral import MISTRAL
 from tessera.models.families.qwen3 import QWEN3, QWEN3_MOE
@@ -19,13 +19,20 @@ from tessera.untrusted_text import parse_json
 CONFIG_FILE: Final = "config.json"
 _LONGEST: Final = 2**24
 
-FAMILIES: Final[tuple[Family, ...]] = (GEMMA3, LLAMA3, MISTRAL, QWEN3, QWEN3_MOE)
+FAMILIES: Final[tuple[Family, ...]] = (
+    *(GEMMA3, GEMMA2, LLAMA3, MISTRAL, QWEN3, QWEN3_MOE),
+)
 
 # Fields that a folder does not have: they change training or speed, not the model; and
 # adapters, which an export merges into the weights.
 _OF_TRAINING: Final = frozenset(
     ("scan_unroll", "router_balance_weight", "router_z_weight", "lora")
 )
+# Fields that only layers of one kind read.
+_OF_KIND: Final = {
+    "local": ("window", "rope_base_local", "rope_scale_local"),
+    "global": ("rope_base_global", "rope_scale_global"),
+}
 
 
 def read_config_file(folder: str | Path) -> dict[str, Any]:
@@ -107,4 +114,8 @@ def _computation(config: DecoderConfig) -> dict[str, Any]:
     values["layer_types"] = config.layer_kinds
     values["query_pre_attn_scalar"] = config.query_pre_attn_scalar or config.head_dim
     del values["global_every"]
+    # Fields of a kind that no layer has.
+    for kind, names in _OF_KIND.items():
+        if kind not in config.layer_kinds:
+            values |= dict.fromkeys(names)
     return {name: value for name, value in values.items() if name not in _OF_TRAINING}

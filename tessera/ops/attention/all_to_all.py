@@ -15,14 +15,13 @@ from jax import Array, lax
 
 from tessera.ops.attention.blockwise import (
     Keys,
-    Mask,
     OutputGradients,
     Queries,
     attend_blocks,
     block_gradients,
     delta_of,
 )
-from tessera.ops.attention.context_parallel_residuals import Residuals
+from tessera.ops.attention.context_parallel_residuals import Residuals, mask_of
 from tessera.ops.attention.tiling import Rows, Tiling
 from tessera.ops.attention.zigzag import ContextSharding
 
@@ -43,7 +42,7 @@ class AllToAll:
         """The output of this device's queries; see ``KeyExchange.forward``."""
         q_whole, k_whole, v_whole = (self._to_heads(x) for x in (q, k, v))
         queries, keys, tiling = self._blocks(q_whole, k_whole, v_whole, segments)
-        out, lse = attend_blocks(queries, keys, Mask(self.sharding.causal, window))
+        out, lse = attend_blocks(queries, keys, mask_of(self.sharding, window))
         # Copied heads are not saved: they are larger than the operands.
         is_copied = k_whole.size > k.size
         return self._to_sequence(tiling.unheads(out).astype(q.dtype)), Residuals(
@@ -77,7 +76,7 @@ class AllToAll:
             self._as_whole(lse[..., None])[..., 0],
             self._exchange(delta_of(out, dout)[..., None])[..., 0],
         )
-        mask = Mask(self.sharding.causal, window)
+        mask = mask_of(self.sharding, window)
         gradients = block_gradients(queries, outputs, keys, mask)
         dq, dk, dv = map(tiling.unheads, gradients)
         return (

@@ -46,6 +46,11 @@ class Residuals(NamedTuple):
     lse: Array
 
 
+def mask_of(sharding: ContextSharding, window: Array) -> Mask:
+    """The mask of a layer with this window."""
+    return Mask(sharding.causal, window, soft_cap=sharding.soft_cap)
+
+
 @dataclass(frozen=True)
 class KeyExchange(ABC):
     """A variant whose queries stay on their device, which receives keys and values.
@@ -104,7 +109,7 @@ class KeyExchange(ABC):
           ``[B, S, H, K]``, and the residuals for :meth:`backward`.
         """
         (tiling, rows), (key_tiling, key_rows) = self.blocks(q.shape[1], segments)
-        mask = Mask(self.sharding.causal, window)
+        mask = mask_of(self.sharding, window)
         queries = Queries(tiling.heads(q, k.shape[2]), rows)
 
         def fold_in(state: Softmax, wire: Array, hop: Any) -> Softmax:
@@ -132,7 +137,7 @@ class KeyExchange(ABC):
         """Gradients of ``q``, ``k`` and ``v``, from the output and its gradient."""
         q, k, v, lse = residuals
         (tiling, rows), (key_tiling, key_rows) = self.blocks(q.shape[1], segments)
-        mask, groups = Mask(self.sharding.causal, window), k.shape[2]
+        mask, groups = mask_of(self.sharding, window), k.shape[2]
         queries = Queries(tiling.heads(q, groups), rows)
         outputs = OutputGradients.of(tiling, groups, dout, lse, delta_of(out, dout))
 

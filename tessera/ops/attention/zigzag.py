@@ -110,6 +110,7 @@ class ContextSharding:
       wire: The dtype in which operands of matmuls are sent; None is their own.
       divergent: Whether the devices of the axis may be in a branch of the program that
         other devices are not in, as the stages of a pipeline are.
+      soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; None leaves them.
     """
 
     axis: str
@@ -117,3 +118,4 @@ class ContextSharding:
     causal: bool = True
     wire: str | None = None
     divergent: bool = False
+    soft_cap: float | None = None

@@ -44,6 +44,23 @@ CASES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
     },
+    "gemma3_soft_cap": {
+        **_SIZES,
+        "model_type": "gemma3_text",
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 8,
+        "final_logit_softcapping": 2.0,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "gemma2": {
+        **_SIZES,
+        "model_type": "gemma2",
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {**_BASE, "rope_type": "default"},
+    },
     "llama3": {
         **_LLAMA,
         "rope_parameters": {
@@ -77,6 +94,29 @@ CASES = {
         "model_type": "mistral",
         "sliding_window": 7,
         "rope_parameters": {**_BASE, "rope_type": "default"},
+    },
+    "mistral_yarn": {
+        **_LLAMA,
+        "model_type": "mistral",
+        "num_hidden_layers": 2,
+        "sliding_window": 7,
+        "rope_parameters": {
+            **_BASE,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 4.0,
+            "mscale": 2.0,
+            "mscale_all_dim": 0.5,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen3_windows": {
+        **_QWEN,
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+        "rope_parameters": {**_BASE, "rope_type": "linear", "factor": 4.0},
     },
     "qwen3": {
         **_QWEN,

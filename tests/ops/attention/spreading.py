@@ -25,11 +25,14 @@ def plain(
     causal: bool = True,
     window: int | None = None,
     segment_ids: Any = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Attention on one device, with a mask as large as the square of the sequence."""
     copies, length = q.shape[2] // k.shape[2], q.shape[1]
     k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
     scores = jnp.einsum("bshk,bthk->bhst", q, k) * np.float32(q.shape[-1] ** -0.5)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     distance = np.arange(length)[:, None] - np.arange(length)
     seen = np.ones((1, length, length), bool)
     if causal:

@@ -240,12 +240,12 @@ def test_sequences_may_be_split_along_with_heads():
 def test_a_flag_chooses_between_the_whole_sequence_and_the_window(
     method, local, divergent
 ):
-    mesh, given, window = mesh_of(4), operands(), 4
+    mesh, given, window, cap = mesh_of(4), operands(), 4, 2.0
     arrangement = Arrangement("zigzag", 4)
     ids = segments()
 
     def read(q: Any, k: Any, v: Any) -> Any:
-        sharding = ContextSharding("cp", arrangement, divergent=divergent)
+        sharding = ContextSharding("cp", arrangement, divergent=divergent, soft_cap=cap)
         plan = Plan.of(method, sharding, LENGTH, window)
         assert isinstance(plan.windowed, Halo)
         rows, sees_all = arrangement.apply(ids, 1), jnp.array(not local)
@@ -253,7 +253,8 @@ def test_a_flag_chooses_between_the_whole_sequence_and_the_window(
 
     def plainly(q: Any, k: Any, v: Any) -> Any:
         q = q * np.float32(WIDTH**0.5)
-        return plain(q, k, v, window=window if local else None, segment_ids=ids)
+        seen = {"window": window if local else None, "segment_ids": ids}
+        return plain(q, k, v, **seen, soft_cap=cap)
 
     want, pull_back = jax.vjp(plainly, *given[:3])
     wanted = [want, *pull_back(given[3])]

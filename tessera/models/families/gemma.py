@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3, the text model.
+"""Gemma 3, the text model, and Gemma 2.
 
-Source: Gemma 3 Technical Report, arXiv 2503.19786.
+Sources: Gemma 3 Technical Report, arXiv 2503.19786; Gemma 2, arXiv 2408.00118.
 """
 
 from typing import Any, Final
 
-from tessera.errors import ModelFolderError
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.families.config_keys import ConfigKeys, read_rope
-from tessera.models.families.dense import LAYER, PROJECTIONS
+from tessera.models.families.dense import (
+    LAYER,
+    PROJECTIONS,
+    TIED,
+    check_width,
+    read_layer_types,
+    read_sizes,
+    write_layer_types,
+    write_sizes,
+)
 from tessera.models.families.family import Family, Tensor
 
-_TYPES: Final = {"local": "sliding", "global": "full"}
+# Whose other features are the defaults of DecoderConfig.
+_GEMMA2: Final = {"qk_norm": False, "activation": "gelu_tanh"}
 
 
 def _read(keys: ConfigKeys) -> DecoderConfig:
@@ -27,8 +36,10 @@ def _read(keys: ConfigKeys) -> DecoderConfig:
     keys.expect("attention_dropout", 0.0, None)
     keys.expect("use_bidirectional_attention", False, None)
     keys.expect("tie_word_embeddings", True)
+    # Transformers ignores this key of a Gemma 3.
     keys.expect("attn_logit_softcapping", None)
-    keys.expect("final_logit_softcapping", None)
+    every = keys.take("sliding_window_pattern", int, 6)
+    every = keys.take("_sliding_window_pattern", int, every)
     if keys.values.get("sliding_window", 0) is None:
         keys.refuse("sliding_window", "local layers need a window")
     is_scaled = whole.take("rope_type", str, "default") == "linear"
@@ -42,43 +53,17 @@ def _read(keys: ConfigKeys) -> DecoderConfig:
         mlp_dim=keys.take("intermediate_size", int, 9216),
         window=keys.take("sliding_window", int, 4096),
         query_pre_attn_scalar=keys.take("query_pre_attn_scalar", float, 256.0),
-        global_every=_global_every(keys, num_layers),
         rope_base_local=local.take("rope_theta", float, 10_000.0),
         rope_base_global=whole.take("rope_theta", float, 1_000_000.0),
         rope_scale_global=whole.take("factor", float) if is_scaled else 1.0,
         norm_epsilon=keys.take("rms_norm_eps", float, 1e-6),
+        logit_soft_cap=keys.take("final_logit_softcapping", float, None),
+        **read_layer_types(keys, num_layers) or {"global_every": every},
     )
 
 
-def _global_every(keys: ConfigKeys, num_layers: int) -> int:
-    """After how many layers one is global; ``layer_types`` says so since 4.53."""
-    every = keys.take("sliding_window_pattern", int, 6)
-    every = keys.take("_sliding_window_pattern", int, every)
-    types = keys.take("layer_types", list, [])
-    if not types:
-        return every
-    first = [*types, "full_attention"].index("full_attention") + 1
-    for distance in (every, first):
-        is_count = len(types) == num_layers and distance > 0
-        if is_count and types == _layer_types(num_layers, distance):
-            return distance
-    keys.refuse("layer_types", "global layers are not at a regular distance")
-    return 1
-
-
-def _layer_types(num_layers: int, every: int) -> list[str]:
-    kinds = "sliding_attention", "full_attention"
-    return [kinds[(i + 1) % every == 0] for i in range(num_layers)]
-
-
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    if config.d_model % config.num_heads:
-        raise ModelFolderError(
-            "Transformers loads no Gemma 3 of these sizes",
-            got=f"d_model = {config.d_model} is no multiple of num_heads = "
-            f"{config.num_heads}",
-            fix="export it without --format=hf",
-        )
+    check_width(config)
     whole: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scale_global != 1:
         whole = {"rope_type": "linear", "factor": config.rope_scale_global}
@@ -88,7 +73,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "rope_theta": config.rope_base_global,
         "rope_local_base_freq": config.rope_base_local,
         "rope_scaling": whole if "factor" in whole else None,
-        "sliding_window_pattern": config.global_every,
+        "sliding_window_pattern": None if config.layer_types else config.global_every,
     }
     return older | {
         "vocab_size": config.vocab_size,
@@ -99,7 +84,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "intermediate_size": config.mlp_dim,
         "sliding_window": config.window,
-        "layer_types": [f"{_TYPES[kind]}_attention" for kind in config.layer_kinds],
+        "layer_types": write_layer_types(config),
         # Transformers refuses a float; a fraction does not read back, so it is refused.
         "query_pre_attn_scalar": int(config.query_pre_attn_scalar or config.head_dim),
         "rms_norm_eps": config.norm_epsilon,
@@ -110,11 +95,73 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
         "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
+        "final_logit_softcapping": config.logit_soft_cap,
         "use_bidirectional_attention": False,
         "tie_word_embeddings": True,
     }
 
+
+def _read2(keys: ConfigKeys) -> DecoderConfig:
+    keys.expect("hidden_activation", "gelu_pytorch_tanh")
+    keys.expect("use_bidirectional_attention", False, None)
+    keys.skip("hidden_act")
+    sizes = read_sizes(
+        keys, features=_GEMMA2, head_dim=256, num_kv_heads=4, tied_head=True
+    )
+    layers = read_layer_types(keys, sizes["num_layers"]) or {"global_every": 2}
+    return DecoderConfig(
+        **sizes,
+        **layers,
+        window=keys.take_nullable("sliding_window", int, 4096),
+        query_pre_attn_scalar=keys.take("query_pre_attn_scalar", float, 256.0),
+        attention_soft_cap=keys.take_nullable("attn_logit_softcapping", float, 50.0),
+        logit_soft_cap=keys.take_nullable("final_logit_softcapping", float, 30.0),
+    )
+
+
+def _write2(config: DecoderConfig) -> dict[str, Any]:
+    check_width(config)
+    return {
+        **write_sizes(config),
+        "sliding_window": config.window,
+        "layer_types": write_layer_types(config),
+        "query_pre_attn_scalar": int(config.query_pre_attn_scalar or config.head_dim),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.logit_soft_cap,
+    }
+
+
+_TABLE: Final = (
+    Tensor("embedding", "model.embed_tokens.weight"),
+    Tensor("final_norm.scale", "model.norm.weight"),
+    *(
+        Tensor(f"decoder.{path}.scale", f"{LAYER}{name}.weight")
+        for path, name in {
+            "pre_attention_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "pre_mlp_norm": "pre_feedforward_layernorm",
+            "post_mlp_norm": "post_feedforward_layernorm",
+            "attention.query_norm": "self_attn.q_norm",
+            "attention.key_norm": "self_attn.k_norm",
+        }.items()
+    ),
+    *(
+        Tensor(f"decoder.{path}.kernel", f"{LAYER}{name}.weight", inputs)
+        for path, name, inputs in PROJECTIONS
+    ),
+)
+
+GEMMA2: Final = Family(
+    name="gemma2",
+    model_types=("gemma2",),
+    architecture="Gemma2ForCausalLM",
+    read_config=_read2,
+    write_config=_write2,
+    tensors=_TABLE,
+    tied=TIED,
+)
 
 GEMMA3: Final = Family(
     name="gemma3",
@@ -122,26 +169,8 @@ GEMMA3: Final = Family(
     architecture="Gemma3ForCausalLM",
     read_config=_read,
     write_config=_write,
-    tensors=(
-        Tensor("embedding", "model.embed_tokens.weight"),
-        Tensor("final_norm.scale", "model.norm.weight"),
-        *(
-            Tensor(f"decoder.{path}.scale", f"{LAYER}{name}.weight")
-            for path, name in {
-                "pre_attention_norm": "input_layernorm",
-                "post_attention_norm": "post_attention_layernorm",
-                "pre_mlp_norm": "pre_feedforward_layernorm",
-                "post_mlp_norm": "post_feedforward_layernorm",
-                "attention.query_norm": "self_attn.q_norm",
-                "attention.key_norm": "self_attn.k_norm",
-            }.items()
-        ),
-        *(
-            Tensor(f"decoder.{path}.kernel", f"{LAYER}{name}.weight", inputs)
-            for path, name, inputs in PROJECTIONS
-        ),
-    ),
-    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    tensors=_TABLE,
+    tied=TIED,
     ignored=(
         *("vision_tower.*", "multi_modal_projector.*"),
         *("model.vision_tower.*", "model.multi_modal_projector.*"),

@@ -8,7 +8,7 @@ import pytest
 
 from tessera.errors import ModelFolderError, ModelShapeError
 from tessera.models import DecoderConfig, config_of, model_names
-from tessera.models.families.gemma3 import GEMMA3
+from tessera.models.families.gemma import GEMMA3
 from tessera.models.families.registry import (
     differences,
     family_for,
@@ -96,6 +96,33 @@ def test_defaults_are_those_of_transformers():
     assert family_of(values).config(values) == config_of("gemma3_4b")
 
 
+def test_layers_in_any_order_are_read():
+    order = ["full_attention", "full_attention", "sliding_attention"]
+    assert read(layer_types=order).layer_kinds == ("global", "global", "local")
+
+
+GEMMA2 = {
+    "model_type": "gemma2",
+    **{key: VALUES[key] for key in ("vocab_size", "hidden_size", "intermediate_size")},
+    **{"num_hidden_layers": 3, "num_attention_heads": 8},
+}
+
+
+def test_keys_that_a_gemma2_leaves_out_have_the_values_of_transformers():
+    config = family_of(GEMMA2).config(GEMMA2)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (50, 30)
+    assert (config.num_kv_heads, config.head_dim, config.window) == (4, 256, 4096)
+    assert config.layer_kinds == ("local", "global", "local")
+    assert config.tied_head
+
+
+def test_a_gemma2_without_soft_caps_has_none():
+    caps = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+    config = family_of(GEMMA2).config({**GEMMA2, **caps})
+    assert config.attention_soft_cap is config.logit_soft_cap is None
+    assert family_for(config).name == "gemma2"
+
+
 def test_rope_without_scaling_is_not_scaled():
     assert read(**OLDER_ROPE, rope_scaling=None).rope_scale_global == 1
 
@@ -103,7 +130,7 @@ def test_rope_without_scaling_is_not_scaled():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: only"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0: only"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ({"hidden_activation": "relu"}, "hidden_activation = 'relu': only"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1: only"),
@@ -145,9 +172,9 @@ def test_a_key_that_changes_the_computation_is_never_ignored(changes, line):
 
 
 def test_all_problems_are_listed_at_once():
-    got = refusal(a_new_key=3, another={"x": 1}, final_logit_softcapping=30.0)
+    got = refusal(a_new_key=3, another={"x": 1}, attn_logit_softcapping=30.0)
     assert [line.split()[0] for line in got.splitlines()] == [
-        "final_logit_softcapping",
+        "attn_logit_softcapping",
         "a_new_key",
         "another",
     ]
@@ -171,7 +198,7 @@ def test_sizes_are_checked_as_those_of_any_model(changes):
 
 def test_an_unknown_family_names_those_that_are_known():
     with pytest.raises(ModelFolderError, match="'gemma3_text'"):
-        family_of({"model_type": "gemma2"})
+        family_of({"model_type": "gemma"})
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff"])
