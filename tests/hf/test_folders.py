@@ -76,23 +76,45 @@ QWEN3 = dataclasses.replace(
     rope_kind="yarn",
     rope_truncate=False,
 )
+# Of layers with a window, too.
+SCALED = {"rope_base_local": 1000.0, "rope_scale_local": 4.0}
 CONFIGS = {
-    "Gemma3ForCausalLM": GEMMA3,
-    "LlamaForCausalLM": LLAMA3,
-    "MistralForCausalLM": dataclasses.replace(
-        LLAMA3,
-        window=7,
-        global_every=None,
-        rope_base_local=100.0,
-        rope_base_global=DecoderConfig.rope_base_global,
-        rope_scale_global=1.0,
-        rope_kind="linear",
-        rope_original_length=None,
-        rope_high_rotations=32.0,
+    "gemma3": ("Gemma3ForCausalLM", GEMMA3),
+    "gemma3_irregular": (
+        "Gemma3ForCausalLM",
+        dataclasses.replace(
+            GEMMA3,
+            global_every=6,
+            layer_types=("global", "local", "local", "global"),
+            logit_soft_cap=2.0,
+        ),
     ),
-    "Qwen3ForCausalLM": QWEN3,
-    "Qwen3MoeForCausalLM": dataclasses.replace(
-        QWEN3, num_experts=6, experts_per_token=2, tied_head=False
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        dataclasses.replace(
+            GEMMA3,
+            qk_norm=False,
+            rope_base_local=1000.0,
+            rope_scale_global=1.0,
+            attention_soft_cap=1.5,
+            logit_soft_cap=3.0,
+        ),
+    ),
+    "llama3": ("LlamaForCausalLM", LLAMA3),
+    # Transformers loads no Llama of this width.
+    "llama3_heads": ("MistralForCausalLM", dataclasses.replace(LLAMA3, d_model=30)),
+    "mistral": (
+        "MistralForCausalLM",
+        dataclasses.replace(LLAMA3, **SCALED, window=7, global_every=None),
+    ),
+    "qwen3": ("Qwen3ForCausalLM", QWEN3),
+    "qwen3_windows": (
+        "Qwen3ForCausalLM",
+        dataclasses.replace(QWEN3, **SCALED, window=7, global_every=3),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        dataclasses.replace(QWEN3, num_experts=6, experts_per_token=2, tied_head=False),
     ),
 }
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 40)).astype(np.int32)
@@ -134,13 +156,14 @@ def load(folder: Path) -> tuple[np.ndarray, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_equal_after_an_export_from_a_mesh(name: str, tmp_path: Path):
-    model = DecoderModel(CONFIGS[name])
+    architecture, config = CONFIGS[name]
+    model = DecoderModel(config)
     params = random_params(model, Mesh(["fsdp", "tp"], range(4), (2, 2)))
     save_pretrained(params, tmp_path / "out", model=model, shard_bytes=20_000)
     assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1
     theirs, what = load(tmp_path / "out")
     assert what == {
-        "class": name,
+        "class": architecture,
         "problems": {},
         "dtype": "torch.float32",
         "eos": None,
@@ -212,15 +235,15 @@ def test_folders_that_transformers_writes_are_read(name, values, dtype, tmp_path
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=0)
 
 
-ADAPTED = ("Gemma3ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
+ADAPTED = ("gemma3", "llama3", "qwen3")
 
 
-@pytest.mark.parametrize("name", [*ADAPTED, "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("name", [*ADAPTED, "qwen3_moe"])
 def test_peft_adds_adapters_as_tessera_does(name: str, tmp_path: Path):
     """Base and adapters in PEFT, the merged folder, and Tessera: equal logits."""
     targets = None if name in ADAPTED else ("q_proj", "o_proj")
     lora = LoraConfig(rank=3, alpha=7.0, targets=targets)
-    model = DecoderModel(dataclasses.replace(CONFIGS[name], lora=lora))
+    model = DecoderModel(dataclasses.replace(CONFIGS[name][1], lora=lora))
     params = random_params(model)
     leaves = {key.replace("/", "."): x for key, x in named_leaves(params).items()}
     layouts = {key: (np.dtype("f4"), x.shape) for key, x in leaves.items()}
@@ -251,14 +274,12 @@ def test_peft_adds_adapters_as_tessera_does(name: str, tmp_path: Path):
 
 
 @pytest.fixture
-def published(tmp_path: Path) -> Path:
+def published(request: Any, tmp_path: Path) -> Path:
     """A folder with a tokenizer, and ``text.txt`` beside it."""
     tokenizers = pytest.importorskip("tokenizers")
-    save_pretrained(
-        random_params(DecoderModel(GEMMA3)),
-        tmp_path / "published",
-        model=DecoderModel(GEMMA3),
-    )
+    _, config = CONFIGS[getattr(request, "param", "gemma3")]
+    model = DecoderModel(config)
+    save_pretrained(random_params(model), tmp_path / "published", model=model)
     vocab = {"<bos>": 0, "ab": 1, "ba": 2, "<unk>": 3}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="ab"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -279,11 +300,22 @@ def train_on_text(tmp_path: Path, *more: str) -> None:
     assert train(settings) == 0
 
 
+FAMILIES = ("gemma3", "gemma2", "llama3", "mistral", "qwen3", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("published", "architecture"),
+    [(name, CONFIGS[name][0]) for name in FAMILIES],
+    indirect=["published"],
+)
 @pytest.mark.usefixtures("published")
-def test_a_folder_is_trained_by_commands_and_loaded_again(tmp_path: Path):
+def test_a_folder_is_trained_by_commands_and_loaded_again(
+    architecture: str, tmp_path: Path
+):
     train_on_text(tmp_path)
     assert export([str(tmp_path / "run"), str(tmp_path / "out"), "--format=hf"]) == 0
     theirs, what = load(tmp_path / "out")
+    assert what["class"] == architecture
     assert what["ids"] == [1, 2]
     assert what["problems"] == {}
     assert what["eos"] == 0

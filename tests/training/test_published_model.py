@@ -64,9 +64,9 @@ def test_weights_may_be_made_anew_or_read_from_elsewhere(folder, tmp_path):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ModelFolderError, match=r"config\.json cannot be read"):
         composed(tmp_path)
-    values = {**GEMMA3, "final_logit_softcapping": 30.0}
+    values = {**GEMMA3, "attn_logit_softcapping": 30.0}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ModelFolderError, match="final_logit_softcapping = 30"):
+    with pytest.raises(ModelFolderError, match="attn_logit_softcapping = 30"):
         composed(tmp_path)
 
 
