@@ -19,11 +19,12 @@ from tessera.errors import (
     SettingConflictError,
     TesseraError,
     UnknownModelError,
+    UnknownSettingError,
 )
 from tessera.evaluate import main as evaluate
 from tessera.generate import main as generate
 from tessera.mesh import Mesh
-from tessera.models import definition
+from tessera.models import definition, register_model
 from tessera.training.build_run import Run
 from tessera.training.checkpoints.export_checkpoint import export_checkpoint
 from tessera.training.command_line import compose
@@ -82,6 +83,38 @@ def test_its_settings_are_those_of_its_dataclass():
         "heads": 4,
         "layers": 1,
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    scale: float = 1.0
+    widths: tuple[int, ...] = (2, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    vocab_size: int = 264
+    head: Head = dataclasses.field(default_factory=Head)
+
+
+def new_table(config, key):
+    return {"table": jax.random.normal(key, (config.vocab_size, config.vocab_size))}
+
+
+@register_model(
+    config=Nested, dims={"table": "vocab -"}, inputs=["tokens"], init=new_table
+)
+def nested(config, params, tokens):
+    return config.head.scale * params["table"][tokens]
+
+
+def test_settings_may_be_in_a_dataclass_of_their_own():
+    words = "model=nested", "model.head.scale=2", "model.head.widths=[4]"
+    given = compose([*words, "data=synthetic"], configs_dir())
+    assert given.config.model.config == Nested(head=Head(2.0, (4,)))
+    assert settings_of_text(given.text) == given.config
+    with pytest.raises(UnknownSettingError, match=r"model\.head\.scael"):
+        compose(["model=nested", "model.head.scael=2"], configs_dir())
 
 
 def test_the_saved_configuration_reads_back():
@@ -145,7 +178,7 @@ def test_what_was_trained_is_used_with_the_module_that_defines_it(
             patch.delitem(sys.modules, "own_decoder")
             assert use(arguments) != 0
             with pytest.raises(ModelFolderError, match="--format=safetensors"):
-                export_checkpoint(run, tmp_path / "folder", as_folder=True)
+                export_checkpoint(run, tmp_path / "folder", kind="hf")
         error = capsys.readouterr().err
         assert error.startswith("[T403]")
         assert "fix: import it: --module own_decoder" in error

@@ -262,7 +262,7 @@ def test_a_logical_name_without_a_rule() -> None:
         "[T404] there is no rule for a dim called 'head'\n"
         "  fix: did you mean 'heads'? Known: 'batch', 'context', 'sequence', 'vocab', "
         "'embed', 'table', 'heads', 'kv_heads', 'mlp', 'experts', 'router', "
-        "'head_dim', 'layers', 'stages', 'norm'\n"
+        "'head_dim', 'layers', 'lora_rank', 'stages', 'norm'\n"
         "  docs: docs/errors/T404.md"
     )
 
