@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tessera.errors import ModelFolderError
 from tessera.models.decoder.config import DecoderConfig
-from tessera.models.families.config_keys import ConfigKeys, read_rope
+from tessera.models.families.config_keys import REQUIRED, ConfigKeys, read_rope
 from tessera.models.families.family import Tensor
 
 LAYER: Final = "model.layers.{layer}."
@@ -24,6 +24,10 @@ FEATURES: Final[Mapping[str, Any]] = MappingProxyType(
         "scale_embedding": False,
     }
 )
+
+NO_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({})
+
+_ACTIVATIONS: Final = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 # Transformers' names of the kinds of layers.
 _KINDS: Final = {"sliding_attention": "local", "full_attention": "global"}
@@ -63,53 +67,66 @@ def read_sizes(
     keys: ConfigKeys,
     *,
     features: Mapping[str, Any] = FEATURES,
-    head_dim: int | None = None,
-    num_kv_heads: int | None = None,
-    tied_head: bool = False,
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
 ) -> dict[str, Any]:
-    """The fields that all of these families have, but for which layers have windows.
+    """The fields of sizes, heads and norms.
 
     Args:
       keys: The configuration.
       features: Fields that no key decides.
-      head_dim: The default; None is d_model / num_heads.
-      num_kv_heads: The default; None is the number of heads.
-      tied_head: The default.
+      defaults: Values of keys that may be left out.
     """
-    if features["activation"] == "silu":
-        keys.expect("hidden_act", "silu")
+
+    def take(name: str, kind: type[Any]) -> Any:
+        return keys.take(name, kind, defaults.get(name, REQUIRED))
+
     keys.expect("attention_dropout", 0.0, None)
     keys.expect("mlp_bias", False)
     keys.expect("pretraining_tp", 1)
-    width = keys.take("hidden_size", int)
-    heads = keys.take("num_attention_heads", int)
+    width, heads = take("hidden_size", int), take("num_attention_heads", int)
     bias = keys.take("attention_bias", bool, False)
+    kv_heads = defaults.get("num_key_value_heads", heads)
+    kv_heads = keys.take_nullable("num_key_value_heads", int, kv_heads)
+    head_dim = defaults.get("head_dim", width // max(heads, 1))
+    return {
+        **features,
+        "vocab_size": take("vocab_size", int),
+        "d_model": width,
+        "num_layers": take("num_hidden_layers", int),
+        "num_heads": heads,
+        "num_kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": keys.take("head_dim", int, head_dim),
+        "mlp_dim": take("intermediate_size", int),
+        "norm_epsilon": keys.take("rms_norm_eps", float, 1e-6),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "tied_head": keys.take(
+            "tie_word_embeddings", bool, defaults.get("tie_word_embeddings", False)
+        ),
+    }
+
+
+def read_rotation(keys: ConfigKeys) -> dict[str, Any]:
+    """The rotary fields of a family whose layers all rotate alike."""
     rope = read_rope(keys)
     theta = rope.take("rope_theta", float, 10_000.0)
     scaling = _read_scaling(keys, rope)
     scale = scaling.pop("factor", 1.0)
     return {
-        **features,
-        "vocab_size": keys.take("vocab_size", int),
-        "d_model": width,
-        "num_layers": keys.take("num_hidden_layers", int),
-        "num_heads": heads,
-        "num_kv_heads": keys.take_nullable(
-            "num_key_value_heads", int, num_kv_heads or heads
-        )
-        or heads,
-        "head_dim": keys.take("head_dim", int, head_dim or width // max(heads, 1)),
-        "mlp_dim": keys.take("intermediate_size", int),
-        "norm_epsilon": keys.take("rms_norm_eps", float, 1e-6),
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "tied_head": keys.take("tie_word_embeddings", bool, tied_head),
         "rope_base_local": theta,
         "rope_base_global": theta,
         "rope_scale_local": scale,
         "rope_scale_global": scale,
         **scaling,
     }
+
+
+def read_dense(
+    keys: ConfigKeys, defaults: Mapping[str, Any] = NO_DEFAULTS
+) -> dict[str, Any]:
+    """The fields of a Llama, a Mistral or a Qwen, but for windows and experts."""
+    keys.expect("hidden_act", "silu")
+    return read_sizes(keys, defaults=defaults) | read_rotation(keys)
 
 
 def read_layer_types(keys: ConfigKeys, num_layers: int) -> dict[str, Any]:
@@ -188,7 +205,7 @@ def _attention_factor(rope: ConfigKeys, scale: float) -> float | None:
 
 
 def write_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """The keys that ``read_sizes`` reads, in both spellings of the rotary ones.
+    """The keys of sizes and rotations, in both spellings of the rotary ones.
 
     Layers of different rotations do not read back as they were.
     """
@@ -219,7 +236,7 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "intermediate_size": config.mlp_dim,
         "rms_norm_eps": config.norm_epsilon,
-        "hidden_act": "silu",
+        "hidden_act": _ACTIVATIONS[config.activation],
         "attention_bias": config.qkv_bias,
         "tie_word_embeddings": config.tied_head,
         "rope_theta": theta,

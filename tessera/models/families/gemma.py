@@ -14,122 +14,106 @@ from tessera.models.families.dense import (
     TIED,
     check_width,
     read_layer_types,
+    read_rotation,
     read_sizes,
     write_layer_types,
     write_sizes,
 )
 from tessera.models.families.family import Family, Tensor
 
-# Whose other features are the defaults of DecoderConfig.
-_GEMMA2: Final = {"qk_norm": False, "activation": "gelu_tanh"}
+# What files leave out has the values of Gemma2Config and Gemma3TextConfig.
+_DEFAULTS: Final = {
+    "vocab_size": 256_000,
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 9216,
+    "tie_word_embeddings": True,
+}
 
 
-def _read(keys: ConfigKeys) -> DecoderConfig:
-    # The defaults are those of Gemma3TextConfig: published files leave keys out.
-    num_layers = keys.take("num_hidden_layers", int, 26)
-    local = read_rope(keys, "sliding_attention", theta="rope_local_base_freq")
-    whole = read_rope(keys, "full_attention")
-    local.expect("rope_type", "default")
-    whole.expect("rope_type", "default", "linear")
+def _read(keys: ConfigKeys, every: int, **defaults: Any) -> dict[str, Any]:
+    """The fields that both have, but the rotary ones; a layer in ``every`` is global.
+
+    Other features are the defaults of DecoderConfig.
+    """
     keys.expect("hidden_activation", "gelu_pytorch_tanh")
-    keys.expect("attention_bias", False)
-    keys.expect("attention_dropout", 0.0, None)
+    keys.skip("hidden_act")
     keys.expect("use_bidirectional_attention", False, None)
-    keys.expect("tie_word_embeddings", True)
-    # Transformers ignores this key of a Gemma 3.
-    keys.expect("attn_logit_softcapping", None)
-    every = keys.take("sliding_window_pattern", int, 6)
-    every = keys.take("_sliding_window_pattern", int, every)
     if keys.values.get("sliding_window", 0) is None:
         keys.refuse("sliding_window", "local layers need a window")
-    is_scaled = whole.take("rope_type", str, "default") == "linear"
-    return DecoderConfig(
-        vocab_size=keys.take("vocab_size", int, 262_208),
-        d_model=keys.take("hidden_size", int, 2304),
-        num_layers=num_layers,
-        num_heads=keys.take("num_attention_heads", int, 8),
-        num_kv_heads=keys.take("num_key_value_heads", int, 4),
-        head_dim=keys.take("head_dim", int, 256),
-        mlp_dim=keys.take("intermediate_size", int, 9216),
-        window=keys.take("sliding_window", int, 4096),
-        query_pre_attn_scalar=keys.take("query_pre_attn_scalar", float, 256.0),
-        rope_base_local=local.take("rope_theta", float, 10_000.0),
-        rope_base_global=whole.take("rope_theta", float, 1_000_000.0),
-        rope_scale_global=whole.take("factor", float) if is_scaled else 1.0,
-        norm_epsilon=keys.take("rms_norm_eps", float, 1e-6),
-        logit_soft_cap=keys.take("final_logit_softcapping", float, None),
-        **read_layer_types(keys, num_layers) or {"global_every": every},
-    )
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    check_width(config)
-    whole: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scale_global != 1:
-        whole = {"rope_type": "linear", "factor": config.rope_scale_global}
-    # Both spellings: older versions overlook rope_parameters.
-    local = {"rope_type": "default", "rope_theta": config.rope_base_local}
-    older = {
-        "rope_theta": config.rope_base_global,
-        "rope_local_base_freq": config.rope_base_local,
-        "rope_scaling": whole if "factor" in whole else None,
-        "sliding_window_pattern": None if config.layer_types else config.global_every,
-    }
-    return older | {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.d_model,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp_dim,
-        "sliding_window": config.window,
-        "layer_types": write_layer_types(config),
-        # Transformers refuses a float; a fraction does not read back, so it is refused.
-        "query_pre_attn_scalar": int(config.query_pre_attn_scalar or config.head_dim),
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_parameters": {
-            "full_attention": {**whole, "rope_theta": config.rope_base_global},
-            "sliding_attention": local,
-        },
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": config.logit_soft_cap,
-        "use_bidirectional_attention": False,
-        "tie_word_embeddings": True,
-    }
-
-
-def _read2(keys: ConfigKeys) -> DecoderConfig:
-    keys.expect("hidden_activation", "gelu_pytorch_tanh")
-    keys.expect("use_bidirectional_attention", False, None)
-    keys.skip("hidden_act")
-    sizes = read_sizes(
-        keys, features=_GEMMA2, head_dim=256, num_kv_heads=4, tied_head=True
-    )
-    layers = read_layer_types(keys, sizes["num_layers"]) or {"global_every": 2}
-    return DecoderConfig(
-        **sizes,
+    sizes = read_sizes(keys, features={}, defaults=_DEFAULTS | defaults)
+    layers = read_layer_types(keys, sizes["num_layers"]) or {"global_every": every}
+    return sizes | {
+        "window": keys.take("sliding_window", int, 4096),
+        "query_pre_attn_scalar": keys.take("query_pre_attn_scalar", float, 256.0),
         **layers,
-        window=keys.take_nullable("sliding_window", int, 4096),
-        query_pre_attn_scalar=keys.take("query_pre_attn_scalar", float, 256.0),
+    }
+
+
+def _read_gemma2(keys: ConfigKeys) -> DecoderConfig:
+    return DecoderConfig(
+        **_read(keys, 2),
+        **read_rotation(keys),
+        qk_norm=False,
         attention_soft_cap=keys.take_nullable("attn_logit_softcapping", float, 50.0),
         logit_soft_cap=keys.take_nullable("final_logit_softcapping", float, 30.0),
     )
 
 
-def _write2(config: DecoderConfig) -> dict[str, Any]:
+def _read_gemma3(keys: ConfigKeys) -> DecoderConfig:
+    local = read_rope(keys, "sliding_attention", theta="rope_local_base_freq")
+    whole = read_rope(keys, "full_attention")
+    local.expect("rope_type", "default")
+    whole.expect("rope_type", "default", "linear")
+    keys.expect("attention_bias", False)
+    keys.expect("tie_word_embeddings", True)
+    # Transformers ignores this key of a Gemma 3.
+    keys.expect("attn_logit_softcapping", None)
+    every = keys.take("sliding_window_pattern", int, 6)
+    every = keys.take("_sliding_window_pattern", int, every)
+    is_scaled = whole.take("rope_type", str, "default") == "linear"
+    return DecoderConfig(
+        **_read(keys, every, vocab_size=262_208),
+        rope_base_local=local.take("rope_theta", float, 10_000.0),
+        rope_base_global=whole.take("rope_theta", float, 1_000_000.0),
+        rope_scale_global=whole.take("factor", float) if is_scaled else 1.0,
+        logit_soft_cap=keys.take("final_logit_softcapping", float, None),
+    )
+
+
+def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:
     check_width(config)
     return {
         **write_sizes(config),
         "sliding_window": config.window,
         "layer_types": write_layer_types(config),
+        # Transformers refuses a float; a fraction does not read back, so it is refused.
         "query_pre_attn_scalar": int(config.query_pre_attn_scalar or config.head_dim),
         "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_act": "gelu_pytorch_tanh",
         "attn_logit_softcapping": config.attention_soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
+        "use_bidirectional_attention": False,
+    }
+
+
+def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
+    whole: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scale_global != 1:
+        whole = {"rope_type": "linear", "factor": config.rope_scale_global}
+    # Both spellings: older versions overlook rope_parameters.
+    local = {"rope_type": "default", "rope_theta": config.rope_base_local}
+    return _write_gemma2(config) | {
+        "rope_theta": config.rope_base_global,
+        "rope_local_base_freq": config.rope_base_local,
+        "rope_scaling": whole if "factor" in whole else None,
+        "rope_parameters": {
+            "full_attention": {**whole, "rope_theta": config.rope_base_global},
+            "sliding_attention": local,
+        },
+        "sliding_window_pattern": None if config.layer_types else config.global_every,
     }
 
 
@@ -157,8 +141,8 @@ GEMMA2: Final = Family(
     name="gemma2",
     model_types=("gemma2",),
     architecture="Gemma2ForCausalLM",
-    read_config=_read2,
-    write_config=_write2,
+    read_config=_read_gemma2,
+    write_config=_write_gemma2,
     tensors=_TABLE,
     tied=TIED,
 )
@@ -167,8 +151,8 @@ GEMMA3: Final = Family(
     name="gemma3",
     model_types=("gemma3_text", "gemma3"),
     architecture="Gemma3ForCausalLM",
-    read_config=_read,
-    write_config=_write,
+    read_config=_read_gemma3,
+    write_config=_write_gemma3,
     tensors=_TABLE,
     tied=TIED,
     ignored=(

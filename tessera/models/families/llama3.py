@@ -12,14 +12,14 @@ from tessera.models.families.dense import (
     TABLE,
     TIED,
     check_width,
-    read_sizes,
+    read_dense,
     write_sizes,
 )
 from tessera.models.families.family import Family
 
 
 def _read(keys: ConfigKeys) -> DecoderConfig:
-    return DecoderConfig(**read_sizes(keys), global_every=1, qk_norm=False)
+    return DecoderConfig(**read_dense(keys), global_every=1, qk_norm=False)
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:

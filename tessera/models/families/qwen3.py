@@ -12,8 +12,8 @@ from tessera.models.families.dense import (
     LAYER,
     TABLE,
     TIED,
+    read_dense,
     read_layer_types,
-    read_sizes,
     write_layer_types,
     write_sizes,
 )
@@ -24,7 +24,7 @@ _MOST_LAYERS: Final = 2**16
 
 
 def _read(keys: ConfigKeys) -> DecoderConfig:
-    sizes = read_sizes(keys, head_dim=128, num_kv_heads=32)
+    sizes = read_dense(keys, {"head_dim": 128, "num_key_value_heads": 32})
     count = sizes["num_layers"]
     window = keys.take_nullable("sliding_window", int, 4096)
     first = keys.take("max_window_layers", int, 28)
@@ -49,7 +49,7 @@ def _read_experts(keys: ConfigKeys) -> DecoderConfig:
     keys.expect("decoder_sparse_step", 1)
     keys.expect("mlp_only_layers", [])
     keys.skip("router_aux_loss_coef", "output_router_logits")
-    sizes = read_sizes(keys, num_kv_heads=4)
+    sizes = read_dense(keys, {"num_key_value_heads": 4})
     return DecoderConfig(
         **sizes | {"mlp_dim": keys.take("moe_intermediate_size", int, 768)},
         global_every=1,
