@@ -19,8 +19,8 @@ from tessera.models.partition_rules import Placement
 from tessera.ops.losses import cross_entropy
 from tessera.tree import Tree
 
-# A context and its continuation, token ids.
-Pair: TypeAlias = tuple[Sequence[int], Sequence[int]]
+Ids: TypeAlias = Sequence[int] | np.ndarray
+Row: TypeAlias = dict[str, np.ndarray]
 
 _SHORTEST: Final = 32
 
@@ -38,7 +38,7 @@ def bucket(length: int, most: int) -> int:
 def log_likelihoods(
     model: Model,
     params: Tree,
-    pairs: Sequence[Pair],
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
     max_length: int,
     batch_size: int = 1,
@@ -74,27 +74,42 @@ def log_likelihoods(
                 fix="use at least one token of each, and a larger max_length if the "
                 "model has it",
             )
-    place = model.place(mesh)
-    place = replace(place, whole=place.whole | {"batch", "context", "sequence"})
+    place = row_placement(model, mesh)
     lengths = [min(len(c) + len(k) - 1, max_length) for c, k in pairs]
     order = sorted(range(len(pairs)), key=lengths.__getitem__, reverse=True)
     results = [(0.0, True)] * len(pairs)
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
         length = bucket(lengths[numbers[0]], max_length)
-        rows = [_row(*pairs[number], length) for number in numbers]
-        rows += [_row((0,), (), length)] * (batch_size - len(rows))
-        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        rows = [target_row(*pairs[number], length) for number in numbers]
+        batch = stacked(rows, batch_size)
         sums, greedy = map(np.asarray, _scores(model, place, params, batch))
         for number, nats, is_greedy in zip(numbers, sums, greedy, strict=False):
             results[number] = float(nats), bool(is_greedy)
     return results
 
 
-def _row(
-    context: Sequence[int], continuation: Sequence[int], length: int
-) -> dict[str, np.ndarray]:
-    """The last tokens that fit; targets are those of the continuation alone."""
+def row_placement(model: Model, mesh: Mesh | None) -> Placement:
+    """The layout of batches of rows that are whole: only ``tp`` shards activations."""
+    place = model.place(mesh)
+    return replace(place, whole=place.whole | {"batch", "context", "sequence"})
+
+
+def stacked(rows: Sequence[Row], count: int) -> Row:
+    """A batch of ``count`` rows; those that are missing are padding."""
+    padding = target_row((0,), (), len(rows[0]["tokens"]))
+    rows = [*rows, *[padding] * (count - len(rows))]
+    return {name: np.stack([row[name] for row in rows]) for name in padding}
+
+
+def target_row(context: Ids, continuation: Ids, length: int) -> Row:
+    """A row whose targets are those of the continuation alone.
+
+    Args:
+      context: Token ids, at least one; the first are left out where they do not fit.
+      continuation: Token ids, at most ``length``.
+      length: Of the row; its padding is a segment of its own.
+    """
     ids = np.array([*context, *continuation][-(length + 1) :], np.int32)
     index, count = np.arange(length, dtype=np.int32), len(ids) - 1
     row = {

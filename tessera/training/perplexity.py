@@ -7,7 +7,7 @@ the delta method (Cochran, Sampling Techniques, 1977, chapter 6).
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -19,6 +19,7 @@ from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
 from tessera.models.model import Batch, Model
 from tessera.models.partition_rules import Placement
+from tessera.training.log_likelihood import row_placement, stacked, target_row
 from tessera.tree import Tree
 
 # Rows of one call of the program, which computes them one after another.
@@ -71,14 +72,12 @@ def perplexity(
       length: Tokens of a window.
       mesh: The mesh of the parameters. Activations are sharded over ``tp`` only.
     """
-    place = model.place(mesh)
-    place = replace(place, whole=place.whole | {"batch", "context", "sequence"})
+    place = row_placement(model, mesh)
     sums: dict[int, np.ndarray] = {}
     windows = _windows(documents, length)
     while rows := list(islice(windows, _ROWS)):
         numbers = [number for number, _ in rows]
-        padding = [_window(np.zeros(1, np.int32), length)] * (_ROWS - len(rows))
-        batch = jax.tree.map(_stacked, *(row for _, row in rows), *padding)
+        batch = stacked([row for _, row in rows], _ROWS)
         losses = np.asarray(_row_losses(model, place, params, batch), np.float64)
         counts = (batch["targets"] != IGNORE_INDEX).sum(axis=1)
         for number, loss, count in zip(numbers, losses, counts, strict=False):
@@ -99,31 +98,17 @@ def _row_losses(
     return jax.lax.map(loss, batch)
 
 
-def _stacked(*rows: np.ndarray) -> np.ndarray:
-    return np.stack(rows)
-
-
 def _windows(
     documents: Iterable[np.ndarray], length: int
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     """The number of each window's document, and its row."""
     for number, ids in enumerate(documents):
         for start in range(0, len(ids) - 1, length):
-            yield number, _window(ids[start : start + length + 1], length)
-
-
-def _window(ids: np.ndarray, length: int) -> dict[str, np.ndarray]:
-    """A row of a batch; padding is a segment of its own."""
-    count = len(ids) - 1
-    index = np.arange(length, dtype=np.int32)
-    row = {
-        "tokens": np.zeros(length, np.int32),
-        "targets": np.full(length, IGNORE_INDEX, np.int32),
-        "segment_ids": (index < count).astype(np.int32),
-        "positions": index,
-    }
-    row["tokens"][:count], row["targets"][:count] = ids[:-1], ids[1:]
-    return row
+            context, targets = (
+                ids[start : start + 1],
+                ids[start + 1 : start + length + 1],
+            )
+            yield number, target_row(context, targets, length)
 
 
 def _summary(sums: np.ndarray) -> Perplexity:
