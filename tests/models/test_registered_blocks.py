@@ -455,6 +455,57 @@ def test_linen_blocks_of_other_fields_are_refused():
     assert error.got == "block 0 and block 1: factor = 1.0 and factor = 2.0"
 
 
+class SharingBlock(nn.Module):
+    shared: nn.Module
+
+    @nn.compact
+    def __call__(self, hidden):
+        return hidden + nn.Dense(8, use_bias=False)(jnp.tanh(self.shared(hidden)))
+
+
+def test_linen_blocks_may_share_a_module_of_the_model():
+    """It is stored once, and its gradient is the sum of both blocks'."""
+
+    class Model(Methods, nn.Module):
+        sizes: Sizes
+
+        def setup(self):
+            self.table = nn.Embed(16, 8)
+            self.shared = nn.Dense(8)
+            self.layers = [SharingBlock(self.shared) for _ in range(2)]
+
+        def __call__(self, tokens):
+            hidden = self.embed(tokens)
+            for block in self.layers:
+                hidden = self.block(block, hidden)
+            return self.head(hidden)
+
+    dims = {"*embedding": "- -", "*kernel": "- -", "*bias": "-"}
+    register_model(config=Sizes, dims=dims, inputs=("tokens",), blocks="layers")(Model)
+    model = model_of(Model)
+    params, tokens = model.init(KEY), {"tokens": batch_of()["tokens"]}
+
+    def alone(params):
+        rest = {name: part for name, part in params.items() if name != "layers"}
+        layers = {
+            f"layers_{i}": jax.tree.map(partial(jnp.take, indices=i, axis=0), own)
+            for i, own in enumerate([params["layers"]] * 2)
+        }
+        return Model(Sizes()).apply({"params": {**rest, **layers}}, **tokens)
+
+    def scanned(params):
+        return model.logits(params, tokens, NO_MESH)
+
+    def gradients(logits):
+        return jax.grad(lambda params: jnp.square(logits(params)).mean())(params)
+
+    assert params["shared"]["kernel"].shape == (8, 8)
+    for one, other in zip(
+        *map(jax.tree.leaves, map(gradients, (scanned, alone))), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_a_linen_block_that_another_owns_has_no_parameters_to_stack():
     class Model(Methods, nn.Module):
         sizes: Sizes

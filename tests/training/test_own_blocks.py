@@ -86,6 +86,21 @@ def test_stages_learn_what_one_device_does():
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        (["training.sync_gradients_every=2", "model.mesh_shape=[[2,2],[dp,tp]]"], 1e-5),
+        (["training.mixed_precision=bf16", "model.mesh_shape=[[2,2],[pp,ep]]"], 1e-3),
+    ],
+)
+def test_options_of_the_step_learn_what_one_device_does(options, tolerance):
+    alone = losses(run_of(*BLOCKS, "training.micro_batch_size=4"))
+    halves = "training.micro_batch_size=1", "training.gradient_accumulation_steps=2"
+    found = losses(run_of(*BLOCKS, *options, *halves), microbatches=2)
+    np.testing.assert_allclose(found, alone, rtol=tolerance)
+
+
+@pytest.mark.full
 def test_blocks_resume_on_a_mesh_with_stages_and_without(tmp_path, capfd):
     folder = f"hydra.run.dir={tmp_path}/run"
     command = [*BLOCKS, "training.sample_length=4", folder, "training.resume=auto"]
