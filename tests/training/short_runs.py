@@ -4,6 +4,8 @@
 import dataclasses
 import io
 import json
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,13 @@ def settings_of(**changed: Any) -> Config:
 
 def run_of(settings: Config) -> Run:
     return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+
+
+@cache
+def short_run() -> "Ran":
+    """The run of ``settings_of()``, which tests of several modules share."""
+    with tempfile.TemporaryDirectory() as folder:
+        return train(run_of(settings_of()), Path(folder))
 
 
 def with_program_of(ran: "Ran", settings: Config) -> Run:

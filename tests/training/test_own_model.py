@@ -147,6 +147,7 @@ def test_options_of_the_step_compile_for_it(overrides):
     assert "all-reduce" in dry_run_text(run)
 
 
+@pytest.mark.full
 def test_it_trains_saves_and_resumes_on_another_mesh(tmp_path, capfd):
     command = [*SMALL, "training.sample_length=4", f"hydra.run.dir={tmp_path}/run"]
     assert main([*command, "training.steps=2"]) == 0

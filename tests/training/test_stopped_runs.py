@@ -21,16 +21,14 @@ from tessera.training.training_loop import Callbacks, Trainer
 from tests.training.short_runs import (
     STEPS,
     Ran,
-    run_of,
-    settings_of,
-    train,
+    short_run,
     with_program_of,
 )
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> Ran:
-    return train(run_of(settings_of()), tmp_path_factory.mktemp("run"))
+@pytest.fixture
+def ran() -> Ran:
+    return short_run()
 
 
 class Interrupted:
@@ -57,6 +55,7 @@ class InterruptedWriter(MetricWriter):
         super().write(step, values)
 
 
+@pytest.mark.full
 def test_ctrl_c_leaves_the_state_and_going_on_is_exact(ran, tmp_path):
     """In a step, in an evaluation, where numbers are written, in the last step."""
     run = with_program_of(ran, ran.run.config)

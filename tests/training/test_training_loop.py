@@ -33,14 +33,15 @@ from tests.training.short_runs import (
     Ran,
     run_of,
     settings_of,
+    short_run,
     train,
     with_program_of,
 )
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> Ran:
-    return train(run_of(settings_of()), tmp_path_factory.mktemp("run"))
+def ran() -> Ran:
+    return short_run()
 
 
 @pytest.fixture(scope="module")
