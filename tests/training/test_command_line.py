@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines: what they mean, and what the process does with them."""
 
+import shlex
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -50,9 +51,13 @@ def test_the_defaults_are_those_of_the_classes():
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_a_named_model_is_the_same_to_the_trainer(name):
-    model = composed(f"model={name}").config.model
-    assert model == ModelConfig(name=name, config=config_of(name))
+def test_the_command_of_a_model_file_chooses_the_named_model(name):
+    text = (CONFIGS_DIR / "model" / f"{name}.yaml").read_text().partition("\n\n")[0]
+    command = text.partition("# Command: python run_training.py")[2].replace("#", " ")
+    arguments = [one for one in shlex.split(command) if not one.startswith("data")]
+    model = composed(*arguments).config.model
+    expected = ModelConfig(name=name, config=config_of(name))
+    assert replace(model, mesh_shape=expected.mesh_shape) == expected
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
