@@ -164,14 +164,21 @@ def registered_model(name: str) -> ModelDefinition | None:
         module that was imported before.
 
     Raises:
-      UnknownModelError: [T403] there is no such module, or it registers no such model.
+      UnknownModelError: [T403] there is no such module, it registers no such model, or
+        several modules do.
     """
     module, colon, _ = name.partition(":")
     if colon:
         import_module(module)
         return definition_of(name)
-    labels = {each.label: each for each in _DEFINITIONS.values() if ":" in each.name}
-    return labels.get(name)
+    found = [full for full in _DEFINITIONS if full.endswith(f":{name}")]
+    if len(found) > 1:
+        raise UnknownModelError(
+            f"several modules register a model {name!r}",
+            got=f"model={name}: {', '.join(found)}",
+            fix=f"name the module, too: model={found[0]}",
+        )
+    return _DEFINITIONS[found[0]] if found else None
 
 
 def definition_of(name: str) -> ModelDefinition:

@@ -239,6 +239,14 @@ def test_a_module_that_registers_models_is_imported_by_a_flag(capfd):
     assert "definition: own_decoder:Decoder" in capfd.readouterr().out
 
 
+def test_the_name_of_two_registered_models_needs_its_module(monkeypatch):
+    one = definition.definition_of(composed().config.model.definition)
+    monkeypatch.setitem(definition._DEFINITIONS, "other:Decoder", one)
+    with pytest.raises(UnknownModelError, match="own_decoder:Decoder, other:Decoder"):
+        composed("model=Decoder")
+    assert composed().config.model.definition == "own_decoder:Decoder"
+
+
 def test_a_saved_configuration_imports_nothing():
     """A file would run what it names otherwise."""
     text = composed().text.replace("own_decoder", "never_imported")
