@@ -8,6 +8,7 @@ many threads; the two take turns. Times include the prefill, but no compilation.
     python benchmarks/generation.py [--quick] [--transformers PYTHON] [--json PATH]
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -70,7 +71,8 @@ def main() -> None:
     runs = {"tessera": ours}
     peer = None
     if options.transformers:
-        peer = Peer(options.transformers, vars(config) | {"threads": os.cpu_count()})
+        sizes = dataclasses.asdict(config) | {"threads": os.cpu_count()}
+        peer = Peer(options.transformers, sizes)
         runs["transformers"] = peer.generate
     seconds: dict[tuple[str, int], list[float]] = {}
     for turn in range(rounds + 1):
