@@ -62,7 +62,7 @@ class Task:
     Attributes:
       units: The units, in the order of the text.
       folder: The folder of the block.
-      num_bytes: About the size of the files.
+      num_bytes: About their size in the files, to choose the number of processes.
     """
 
     units: tuple[Unit, ...]
@@ -156,19 +156,20 @@ def _tasks(units: Iterable[Unit], folder: Path) -> Iterator[Task]:
         is_whole = not unit.begin and unit.end is None
         unit_size = unit.status.st_size if is_whole else _BLOCK_BYTES
         if group and size + unit_size > _BLOCK_BYTES:
-            yield _task(group, folder, size)
+            yield _task(group, folder)
             group = list[Unit]()
             size = 0
         group.append(unit)
         size += unit_size
     if group:
-        yield _task(group, folder, size)
+        yield _task(group, folder)
 
 
-def _task(units: Sequence[Unit], folder: Path, num_bytes: int) -> Task:
+def _task(units: Sequence[Unit], folder: Path) -> Task:
     digest = hashlib.blake2b(digest_size=16)
     for unit in units:
         digest.update(f"{unit.identity}\n".encode())
+    num_bytes = sum(min(unit.status.st_size, _BLOCK_BYTES) for unit in units)
     return Task(tuple(units), folder / digest.hexdigest(), num_bytes)
 
 
@@ -287,7 +288,11 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _run_workers(job: Job, count: int) -> None:
-    """Make blocks in processes of their own; they end when this one does."""
+    """Make blocks in processes of their own; they end when this one does.
+
+    Raises:
+      TesseraError: As ``make_blocks`` would raise it in one process.
+    """
     # Not multiprocessing, which would run an unguarded main module again.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     workers = [
@@ -301,18 +306,29 @@ def _run_workers(job: Job, count: int) -> None:
         for _ in range(count)
     ]
     content = pickle.dumps(job)
+    error = None
     with ThreadPoolExecutor(count) as threads:
         results = [threads.submit(_result, worker, content) for worker in workers]
         try:
-            for result in as_completed(results):
-                result.result()
+            error = next(
+                filter(None, (r.result() for r in as_completed(results))), None
+            )
         finally:
             for worker in workers:
                 worker.kill()
+    if error is not None:
+        # An earlier text may have an error too, which another worker had not reached.
+        missing = [task for task in job.tasks if not task.folder.exists()]
+        make_blocks(dataclasses.replace(job, tasks=missing[:count]))
+        raise error
 
 
-def _result(worker: "subprocess.Popen[bytes]", content: bytes) -> None:
-    """Wait for a worker, and raise its error."""
+def _result(worker: "subprocess.Popen[bytes]", content: bytes) -> TesseraError | None:
+    """Wait for a worker; its error, if the data have one.
+
+    Raises:
+      TokenCacheError: [T608] the worker was killed.
+    """
     assert worker.stdin is not None
     assert worker.stdout is not None
     answer = b""
@@ -330,9 +346,10 @@ def _result(worker: "subprocess.Popen[bytes]", content: bytes) -> None:
             fix="start again to make the others; if memory ran out, with fewer "
             "processes: data.num_workers=1",
         )
-    if (error := pickle.loads(answer)) is not None:
-        cls, what, got, fix = error
-        raise cls(what, got=got, fix=fix)
+    if (error := pickle.loads(answer)) is None:
+        return None
+    cls, what, got, fix = error
+    return cls(what, got=got, fix=fix)
 
 
 def describe_error(error: TesseraError | None) -> bytes:

@@ -171,6 +171,15 @@ def test_an_error_of_a_process_is_raised_as_it_is(tmp_path):
     assert messages[0] == messages[1]
 
 
+def test_the_first_error_of_the_text_is_raised_not_the_first_in_time(tmp_path):
+    folder = write_files(tmp_path / "text", 8, "jsonl")
+    (folder / "2.jsonl").write_text('{"text": "a"}\n' * 100_000 + '{"text": 1}\n')
+    for later in range(3, 8):
+        (folder / f"{later}.jsonl").write_text('{"text": 1}\n')
+    with pytest.raises(BadRecordError, match="100001 of the data file '2\\.jsonl'"):
+        corpus(folder, tmp_path / "cache", num_workers=2, validation_fraction=0)
+
+
 def test_a_process_that_is_killed_is_an_error(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(TokenCacheError, match=r"has died\n  got: exit code 1; "):
