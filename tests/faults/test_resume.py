@@ -208,6 +208,7 @@ def test_a_kill_leaves_the_newest_checkpoint_complete(killed):
     assert isinstance(checkpoint, Checkpoint), checkpoint
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_bit_for_bit(killed, start):
     """Its steps before the kill, of which some are taken again, are the reference."""
     checkpoints = killed / "checkpoints"

@@ -97,7 +97,7 @@ def test_dropless_experts_route_each_token_by_itself() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "kv_heads"),
-    [((1, 4), 2), ((2, 2), 2), pytest.param((2, 2), 1, marks=pytest.mark.full)],
+    [((1, 4), 2), *(pytest.param((2, 2), n, marks=pytest.mark.full) for n in (1, 2))],
 )
 def test_a_mesh_gives_the_same_tokens(sizes: tuple[int, int], kv_heads: int) -> None:
     # Three rows over two devices of fsdp; with 4 of tp, key/value heads are repeated.

@@ -260,8 +260,11 @@ def test_stages_have_the_gradients_of_the_loop(target):
     ("sizes", "schedule", "options"),
     [
         ({"pp": 2, "fsdp": 2}, "1f1b", {}),
-        ({"pp": 2, "fsdp": 2, "tp": 2}, "zero_bubble", {"remat": "full"}),
-        ({"dp": 2, "pp": 2}, "gpipe", {}),
+        pytest.param(
+            *({"pp": 2, "fsdp": 2, "tp": 2}, "zero_bubble", {"remat": "full"}),
+            marks=pytest.mark.full,
+        ),
+        pytest.param({"dp": 2, "pp": 2}, "gpipe", {}, marks=pytest.mark.full),
         ({"pp": 2}, "interleaved", {"chunks": 2, "layers": 5}),
     ],
 )

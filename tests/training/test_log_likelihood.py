@@ -61,7 +61,10 @@ def plain(params: Any, context: list[int], continuation: list[int]) -> tuple[Any
 
 @pytest.mark.parametrize(
     ("sizes", "batch_size"),
-    [(None, 4), ((1, 4), 3), pytest.param((2, 2), 3, marks=pytest.mark.full)],
+    [
+        (None, 4),
+        *(pytest.param(n, 3, marks=pytest.mark.full) for n in ((1, 4), (2, 2))),
+    ],
 )
 def test_each_is_that_of_its_row_alone(
     params: Any, pairs: Any, sizes: Any, batch_size: int

@@ -190,6 +190,7 @@ def flops(run: Run) -> int:
     return count(traced.graph.program).total
 
 
+@pytest.mark.full
 def test_nothing_is_kept_or_computed_for_the_base(folder: Path) -> None:
     momentum = (*MESHES["one device"], "optimizer.momentum=0.9")
     run = run_of(folder, *momentum)
@@ -344,6 +345,7 @@ def test_adapters_of_a_part_of_a_larger_model_are_refused(
     assert export([str(tmp_path), str(tmp_path / "out"), "--format=hf"]) == 0
 
 
+@pytest.mark.full
 def test_a_run_generates_with_its_adapters(trained: Any, capsys: Any) -> None:
     path, model, params = trained
     words = ["a b", "--max-tokens=8", "--temperature=0"]
@@ -365,6 +367,7 @@ def test_a_run_generates_with_its_adapters(trained: Any, capsys: Any) -> None:
     assert np.abs(other - model.apply(params, tokens)).max() > 0.1
 
 
+@pytest.mark.full
 def test_a_run_is_evaluated_with_its_adapters(
     trained: Any, tmp_path: Path, capsys: Any
 ) -> None:

@@ -133,7 +133,10 @@ def test_four_devices_learn_what_one_does():
     "overrides",
     [
         ("training.mixed_precision=bf16",),
-        ("training.zero_stage=3", "model.mesh_shape=[[4],[dp]]"),
+        pytest.param(
+            ("training.zero_stage=3", "model.mesh_shape=[[4],[dp]]"),
+            marks=pytest.mark.full,
+        ),
         ("training.gradient_accumulation_steps=2", "training.sync_gradients_every=2"),
     ],
 )

@@ -104,6 +104,7 @@ def test_equal_documents_have_no_error_and_one_document_has_an_unknown_one() -> 
     assert np.isnan(_summary(np.array([[4.0, 2.0]])).nats_error)
 
 
+@pytest.mark.full
 def test_each_source_of_a_run_has_its_perplexity(tmp_path: Path, capsys: Any) -> None:
     save_run(tmp_path / "run")
     (tmp_path / "one.txt").write_text("hello")

@@ -57,7 +57,6 @@ from tests.training.compiled_steps import (
 
 # The second is also split along the sequence, which changes nothing that is tested.
 SELDOM = [{"sync_every": 2}, {"sync_every": 4, "sequence_parallel": True}]
-SELDOM_ONE_FAST = [SELDOM[0], pytest.param(SELDOM[1], marks=pytest.mark.full)]
 
 
 @pytest.mark.full
@@ -79,7 +78,7 @@ def test_an_accumulated_step_has_the_gradients_of_the_full_batch(mesh, options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", SELDOM_ONE_FAST)
+@pytest.mark.parametrize("options", SELDOM)
 def test_syncing_less_often_gives_the_same_gradients(options):
     often, seldom = run(CUBE), run(CUBE, **options)
     apart = distances(seldom.gradients, jax.tree.map(np.asarray, often.gradients))
@@ -151,7 +150,8 @@ def local_bytes(mesh: Mesh) -> int:
     return total
 
 
-@pytest.mark.parametrize("options", SELDOM_ONE_FAST)
+@pytest.mark.full
+@pytest.mark.parametrize("options", SELDOM)
 def test_gradients_are_sent_once_in_so_many_microbatches(options):
     calls, sent = gradient_reductions(run(CUBE, **options))
     assert calls == MICROBATCHES // options["sync_every"]

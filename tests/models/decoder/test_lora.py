@@ -40,9 +40,8 @@ def test_logits_and_gradients_are_those_of_the_merged_weights() -> None:
     assert_same_as_merged(DecoderModel(config))
 
 
-@pytest.mark.parametrize(
-    "axes", [("fsdp", "tp"), pytest.param(("dp", "cp"), marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("axes", [("fsdp", "tp"), ("dp", "cp")])
 def test_a_mesh_computes_the_same(axes: tuple[str, ...]) -> None:
     mesh = Mesh(axes, devices=range(4), shape=(2, 2))
     assert_same_as_merged(DecoderModel(with_lora(SMALL, rank=2, alpha=3.0)), mesh)

@@ -42,7 +42,15 @@ def names_of(made, batch_size, steps, **arguments):
     return [bytes(row.tolist()).decode() for row in taken]
 
 
-@pytest.mark.parametrize("weights", [(1, 1, 1), (3, 1, 2), (0.7, 0.2, 0.1), (50, 1, 9)])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        (1, 1, 1),
+        (0.7, 0.2, 0.1),
+        pytest.param((3, 1, 2), marks=pytest.mark.full),
+        pytest.param((50, 1, 9), marks=pytest.mark.full),
+    ],
+)
 def test_weights_are_the_fractions_of_rows(folder, weights):
     made = corpus(folder, dict(zip("abc", weights, strict=True)))
     rows = "".join(names_of(made, 6, 200))
