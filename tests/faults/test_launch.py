@@ -194,6 +194,7 @@ def test_a_rank_that_is_killed_ends_the_others(run, phase):
     assert f"rank 1: killed by SIGKILL in phase '{where}'" in outcome.err
 
 
+@pytest.mark.full
 def test_a_rank_that_sleeps_for_ever_is_ended_with_the_stacks_of_all(run):
     outcome = run("fault=sleep", "deadline=3")
     assert outcome.code == 124
@@ -289,6 +290,7 @@ def test_a_busy_port_is_named(start_ranks):
 # --- restarts and signals
 
 
+@pytest.mark.full
 def test_a_failed_run_is_started_again_and_keeps_what_it_shares(run):
     outcome = run("fault=raise", "attempts=1", flags=("--max-restarts=2",))
     assert outcome.code == 0, outcome.err
@@ -305,6 +307,7 @@ def test_a_failed_run_is_started_again_and_keeps_what_it_shares(run):
     assert len({said for _, said in shared}) == 1
 
 
+@pytest.mark.full
 def test_signals_reach_the_ranks_which_are_killed_when_they_do_not_end(launch):
     given = ["--nprocs=2", "--grace=2", str(PROGRAM), "fault=listen"]
     started = launch(*given)

@@ -58,6 +58,7 @@ def test_adapters_compute_what_merged_weights_compute(seed: int) -> None:
     assert_same_as_merged(model, mesh, seed)
 
 
+@pytest.mark.full
 def test_a_wrong_scale_is_found(monkeypatch: Any) -> None:
     model, _ = drawn_model(Random(0))
     monkeypatch.setattr(LoraConfig, "scale", 1.01 * model.config.lora.scale)

@@ -85,6 +85,7 @@ def test_samples_are_those_of_the_logits_of_the_whole_sequence() -> None:
         assert row[0, 5 + number] == token
 
 
+@pytest.mark.full
 def test_dropless_experts_route_each_token_by_itself() -> None:
     config = replace(CONFIG, num_experts=4, experts_per_token=2)
     model = DecoderModel(config)

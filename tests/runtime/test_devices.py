@@ -67,6 +67,7 @@ print(float(abs(x).max()) < 4)
 """
 
 
+@pytest.mark.full
 def test_two_thousand_queued_collectives_on_eight_devices_do_not_starve():
     said, bounded = in_new_process(LOOP_OF_COLLECTIVES).splitlines()
     assert said == (

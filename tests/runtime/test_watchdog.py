@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from tessera.runtime.launcher_protocol import ParentLauncher, Status, end_attempt
 from tessera.runtime.watchdog import Watchdog
 
@@ -58,6 +60,7 @@ def test_a_phase_that_takes_too_long_ends_the_process_and_tells_where_all_are():
     assert "  got: rank 2: step 7, for 1.2 s\n  got: rank 3: step 7, for 2." in error
 
 
+@pytest.mark.full
 def test_time_that_the_process_was_stopped_for_is_no_phases():
     """As by Ctrl-Z, or a lid that is closed."""
     # With the stop counted, the phase would have lasted as long as that and more.

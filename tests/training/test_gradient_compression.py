@@ -214,10 +214,9 @@ def test_top_k_loses_nothing_over_several_steps():
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "options",
-    [pytest.param({"compression": "int8"}, marks=FULL), TOP],
-    ids=["int8", "top_k"],
+    "options", [{"compression": "int8"}, TOP], ids=["int8", "top_k"]
 )
 def test_a_compressed_run_learns(options):
     ran = run(DP, **options)

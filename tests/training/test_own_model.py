@@ -122,6 +122,7 @@ def test_the_saved_configuration_reads_back():
     assert settings_of_text(given.text) == given.config
 
 
+@pytest.mark.full
 def test_four_devices_learn_what_one_does():
     alone = losses(run_of("training.micro_batch_size=4"))
     mesh = "model.mesh_shape=[[2,2],[fsdp,tp]]"
