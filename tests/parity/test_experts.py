@@ -76,7 +76,7 @@ def train(
     model = DecoderModel(
         dataclasses.replace(CONFIG, **config), split=split_of(mesh, CONFIG, 1)
     )
-    adamw = AdamWConfig(epsilon=1e-6)
+    adamw = AdamWConfig(epsilon=1e-4)
     optimizer, rate = make_optimizer(adamw, steps=STEPS, clip_norm=1.0)
     config = StepConfig(
         model=model,

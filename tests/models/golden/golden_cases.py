@@ -136,8 +136,12 @@ CASES = {
 }
 
 
-def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Evenly spread numbers from a hash of (name, index), about 1 for norms."""
+def weight(name: str, shape: tuple[int, ...], *, is_gemma: bool = False) -> np.ndarray:
+    """Evenly spread numbers from a hash of (name, index).
+
+    Norms scale by about 1. Those of Gemma add 1 to their weight: twice that scale, in
+    each norm of seven layers, would multiply the rounding of both sides by ten.
+    """
     mask = np.uint64(0xFFFFFFFF)
     h = np.arange(math.prod(shape), dtype=np.uint64) * np.uint64(2654435761)
     h = (h + np.uint64(zlib.crc32(name.encode()))) & mask
@@ -145,7 +149,7 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     h = (h * np.uint64(2246822519)) & mask
     h ^= h >> np.uint64(13)
     scale = 0.6 if len(shape) == 1 else math.sqrt(12 / shape[1])
-    center = float(name.endswith("norm.weight"))
+    center = float(name.endswith("norm.weight") and not is_gemma)
     return (center + scale * (h / 2**32 - 0.5)).reshape(shape).astype(np.float32)
 
 

@@ -49,10 +49,12 @@ def compute(values: dict) -> dict:
         config, attn_implementation="eager", dtype=torch.float32
     ).eval()
     names = dict(model.named_parameters())
+    is_gemma = values["model_type"].startswith("gemma")
     with torch.no_grad():
         for name, parameter in names.items():
             parts = {
-                n: weight(n, s) for n, s in published(name, parameter.shape).items()
+                n: weight(n, s, is_gemma=is_gemma)
+                for n, s in published(name, parameter.shape).items()
             }
             parameter.copy_(torch.from_numpy(joined(parts, tuple(parameter.shape))))
     ids = torch.from_numpy(tokens())
