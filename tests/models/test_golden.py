@@ -55,9 +55,8 @@ def folder(tmp_path_factory):
         model = DecoderModel(family.config(CASES[name]))
         leaves = named_leaves(model.abstract())
         shapes = {key.replace("/", "."): leaf.shape for key, leaf in leaves.items()}
-        is_gemma = CASES[name]["model_type"].startswith("gemma")
         tensors = {
-            part: weight(part, row.shape(shapes[row.path]), is_gemma=is_gemma)
+            part: weight(name, part, row.shape(shapes[row.path]))
             for row in family.rows(shapes)
             for part in row.tensor_names(shapes[row.path])
         }
@@ -216,7 +215,7 @@ def test_the_comparison_notices_a_wrong_constant(folder, name, change):
     logits = jax.jit(wrong.apply, compiler_options=QUICK)(params, jnp.asarray(tokens()))
     wanted = np.array(GOLDEN["cases"][name]["logits"])
     off = np.abs(np.asarray(logits)[:, ::3] - wanted).max() / np.abs(wanted).max()
-    assert off > 50 * EXACT
+    assert off > 100 * EXACT
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -136,12 +136,18 @@ CASES = {
 }
 
 
-def weight(name: str, shape: tuple[int, ...], *, is_gemma: bool = False) -> np.ndarray:
-    """Evenly spread numbers from a hash of (name, index).
+def weight(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor of a case; norms scale by about 1.
 
-    Norms scale by about 1. Those of Gemma add 1 to their weight: twice that scale, in
-    each norm of seven layers, would multiply the rounding of both sides by ten.
+    Those of Gemma add 1 to their weight: twice that scale, in each norm of seven
+    layers, would multiply the rounding of both sides by ten.
     """
+    adds_one = CASES[case]["model_type"].startswith("gemma")
+    return spread(name, shape, float(name.endswith("norm.weight") and not adds_one))
+
+
+def spread(name: str, shape: tuple[int, ...], center: float) -> np.ndarray:
+    """Numbers evenly spread around a center, from a hash of (name, index)."""
     mask = np.uint64(0xFFFFFFFF)
     h = np.arange(math.prod(shape), dtype=np.uint64) * np.uint64(2654435761)
     h = (h + np.uint64(zlib.crc32(name.encode()))) & mask
@@ -149,7 +155,6 @@ def weight(name: str, shape: tuple[int, ...], *, is_gemma: bool = False) -> np.n
     h = (h * np.uint64(2246822519)) & mask
     h ^= h >> np.uint64(13)
     scale = 0.6 if len(shape) == 1 else math.sqrt(12 / shape[1])
-    center = float(name.endswith("norm.weight") and not is_gemma)
     return (center + scale * (h / 2**32 - 0.5)).reshape(shape).astype(np.float32)
 
 
@@ -161,6 +166,7 @@ def tokens() -> np.ndarray:
 
 def summary(name: str, gradient: np.ndarray) -> list[float]:
     """A gradient's product with fixed numbers, and its norm."""
-    probe = weight(f"probe of {name}", gradient.shape).astype(np.float64)
+    center = float(name.endswith("norm.weight"))
+    probe = spread(f"probe of {name}", gradient.shape, center).astype(np.float64)
     wide = gradient.astype(np.float64)
     return [float((probe * wide).sum()), float(np.sqrt((wide * wide).sum()))]

@@ -39,21 +39,20 @@ def joined(parts: dict[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([x.reshape(-1) for x in parts.values()]).reshape(shape)
 
 
-def compute(values: dict) -> dict:
+def compute(case: str) -> dict:
     import torch
     import transformers
 
-    config = transformers.AutoConfig.for_model(**values)
+    config = transformers.AutoConfig.for_model(**CASES[case])
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     ).eval()
     names = dict(model.named_parameters())
-    is_gemma = values["model_type"].startswith("gemma")
     with torch.no_grad():
         for name, parameter in names.items():
             parts = {
-                n: weight(n, s, is_gemma=is_gemma)
+                n: weight(case, n, s)
                 for n, s in published(name, parameter.shape).items()
             }
             parameter.copy_(torch.from_numpy(joined(parts, tuple(parameter.shape))))
@@ -85,7 +84,7 @@ def main() -> int:
     import torch
     import transformers
 
-    made = {name: compute(values) for name, values in CASES.items()}
+    made = {case: compute(case) for case in CASES}
     if "--check" in sys.argv[1:]:
         golden = json.loads(PATH.read_text())["cases"]
         for name, numbers in made.items():
