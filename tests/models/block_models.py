@@ -6,6 +6,7 @@ a matmul, scaled by its number, and a part of the embedding table's mean, which 
 blocks share.
 """
 
+import math
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -14,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tessera.mesh import Mesh
 from tessera.models import register_model
+from tessera.models.definition import ModelOptions, definition_of
 from tests.models.own_models import mixed
 
 
@@ -177,3 +180,55 @@ class FunctionBlocks:
 
 
 ALL = (NnxBlocks, LinenBlocks, EquinoxBlocks, FunctionBlocks)
+
+
+def mesh_of(**sizes):
+    devices = range(math.prod(sizes.values()))
+    return Mesh([*sizes], devices=devices, shape=[*sizes.values()])
+
+
+MESH = mesh_of(fsdp=2, tp=2)
+
+
+def model_of(target, mesh=None, *, remat="none", chunks=1, **sizes):
+    definition = definition_of(f"{target.__module__}:{target.__name__}")
+    options = ModelOptions(remat=remat, pipeline_chunks=chunks)
+    return definition.build(definition.configure(sizes), options, mesh)
+
+
+class Methods:
+    """The three methods of a model with a table that is also its head."""
+
+    def embed(self, tokens):
+        return self.table(tokens)
+
+    def block(self, block, hidden):
+        return block(hidden)
+
+    def head(self, hidden):
+        return self.table.attend(hidden)
+
+
+def functions(embed=None, block=None, head=None):
+    """A model of plain functions, of which a test may exchange any."""
+
+    class Model:
+        def embed(sizes, params, tokens):
+            return params["table"][tokens]
+
+        def block(sizes, params, block, hidden):
+            return hidden @ block["kernel"] + block["bias"]
+
+        def head(sizes, params, hidden):
+            return hidden @ params["table"].T
+
+    for name, method in {"embed": embed, "block": block, "head": head}.items():
+        if method is not None:
+            setattr(Model, name, method)
+    return Model
+
+
+FUNCTIONS = {
+    "init": init_function,
+    "dims": {"table": "- -", "*kernel": "- -", "*": "-"},
+}
