@@ -7,7 +7,6 @@ jaxpr with its constants is ``ClosedJaxpr`` in 0.10 and ``Jaxpr`` in 0.12: outsi
 module its type is ``Program``.
 """
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,6 @@ import jax
 import jax.extend.core as jex
 from jax._src import config, core, dtypes, source_info_util
 from jax._src.interpreters import ad, batching, partial_eval
-from jax._src.lib import xla_client
 from jax._src.named_sharding import UNSPECIFIED
 from jax._src.state.types import RefEffect
 from jax.extend.core.primitives import jit_p
@@ -417,16 +415,6 @@ def all_gather_invariant(value: Any, axes: tuple[str, ...], dim: int) -> Any:
 def backend_started() -> bool:
     """Whether JAX has created its devices, after which their number is fixed."""
     return jax._src.xla_bridge.backends_are_initialized()
-
-
-@functools.cache
-def compile_only_cpu_devices(count: int) -> list[jax.Device]:
-    """Devices of a CPU client that programs are compiled for and never run on.
-
-    They let a mesh of 72 devices be lowered, compiled and inspected on any machine.
-    They have a separate client, so the process's default devices do not change.
-    """
-    return xla_client.make_cpu_client(num_devices=count).devices()
 
 
 # --- array-likes that are no jax.Array

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, NoReturn, Self
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from jax import Array, Device
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import Mesh as JaxMesh
 
-from tessera import _jax
+from tessera import _jax, _jax_targets
 from tessera.device_grid import (
     checked_axes,
     checked_shape,
@@ -41,6 +41,9 @@ from tessera.errors import (
     UnknownAxisError,
     did_you_mean,
 )
+from tessera.mesh_devices import default_ids, find_devices
+from tessera.targets.device_layout import device_grid
+from tessera.targets.target import Target
 
 __all__ = ("Mesh", "auto", "current")
 
@@ -51,8 +54,10 @@ AUTO_AXES = (
 )
 _logger = logging.getLogger("tessera.mesh")
 # The Tessera mesh of each JAX mesh. It cannot be reconstructed if ids are positions,
-# see _find_devices.
+# see find_devices.
 _mesh_of_jax: WeakValueDictionary[JaxMesh, "Mesh"] = WeakValueDictionary()
+# The target of each JAX mesh that has one: its devices do not say so.
+_target_of_jax: WeakKeyDictionary[JaxMesh, Target] = WeakKeyDictionary()
 _opened: ContextVar[tuple["Mesh", ...]] = ContextVar("tessera_meshes", default=())
 
 
@@ -69,12 +74,16 @@ class Mesh:
         as evenly as the names of the axes allow: ``tp``, ``pp``, ``ep``, ``cp`` and
         ``sp`` get powers of two, the others what is left over. See
         ``grid.even_sizes``.
+      target: A machine to compile for that need not be here, such as ``h100:2x8``.
+        Without ``devices`` the axes are laid onto its links, inner axes onto the
+        fastest.
 
     Raises:
       MeshShapeError: [T101] axes, nesting and shape do not describe one grid, or one of
         more than 2**20 devices.
       DuplicateAxisError: [T102] an axis name is repeated or is not a name.
       DeviceIdError: [T104] a device id is repeated or is not an id.
+      TargetError: [T711] there is no such target, or it has too few devices.
 
     Example:
       >>> mesh = Mesh(axes=["tp", "pp", "dp"], devices=range(72))
@@ -89,14 +98,19 @@ class Mesh:
         axes: Sequence[str] | str,
         devices: Any = None,
         shape: Sequence[int] | None = None,
+        target: Target | str | None = None,
     ) -> None:
         self.axes: tuple[str, ...] = checked_axes(axes)
+        self.target = Target.parse(target) if isinstance(target, str) else target
         ids, nesting = read_devices(devices)
         if shape is not None:
             shape = checked_shape(shape, self.axes)
         if devices is None:
-            ids = _default_ids(shape)
+            ids = default_ids(shape, self.target)
         self._sizes = fold(self.axes, len(ids), nesting, shape)
+        if self.target is not None:
+            chosen = None if devices is None else ids
+            ids = device_grid(self.target, self._sizes, chosen)
         self.device_ids: tuple[int, ...] = ids
         # Axes of a JAX mesh may be Explicit: then array types include their layout.
         self.axis_types: tuple[AxisType, ...] = (AxisType.Auto,) * len(self.axes)
@@ -105,13 +119,18 @@ class Mesh:
 
     @classmethod
     def from_shape(
-        cls, mesh_shape: Sequence[Any], num_devices: int | None = None
+        cls,
+        mesh_shape: Sequence[Any],
+        num_devices: int | None = None,
+        target: Target | None = None,
     ) -> "Mesh":
         """A mesh from the notation of configurations: sizes, then names.
 
         Args:
           mesh_shape: ``[[4, 2], ["fsdp", "tp"]]``; one size may be -1.
-          num_devices: Total to infer a -1 from; None is JAX's device count.
+          num_devices: Total to infer a -1 from; None is the target's device count, or
+            JAX's.
+          target: The machine to compile for, where it is not this one.
 
         Raises:
           MeshShapeError: [T101] not a pair of sizes and names, or sizes that do not
@@ -131,9 +150,11 @@ class Mesh:
         axes = checked_axes(parts[1])
         sizes = checked_shape(parts[0], axes)
         if -1 in sizes:
-            total = jax.device_count() if num_devices is None else num_devices
-            sizes = inferred(axes, sizes, total)
-        return cls(axes, devices=range(math.prod(sizes)), shape=sizes)
+            if num_devices is None:
+                num_devices = target.num_devices if target else jax.device_count()
+            sizes = inferred(axes, sizes, num_devices)
+        devices = None if target else range(math.prod(sizes))
+        return cls(axes, devices=devices, shape=sizes, target=target)
 
     @classmethod
     def of(cls, mesh: JaxMesh | AbstractMesh) -> "Mesh":
@@ -149,7 +170,9 @@ class Mesh:
         ids: Sequence[int] = range(mesh.size)
         if isinstance(mesh, JaxMesh):
             ids = [device.id for device in mesh.devices.flat]
-        result = cls(mesh.axis_names, devices=ids, shape=tuple(mesh.shape.values()))
+        target = _target_of_jax.get(mesh) if isinstance(mesh, JaxMesh) else None
+        sizes = tuple(mesh.shape.values())
+        result = cls(mesh.axis_names, devices=ids, shape=sizes, target=target)
         # Axes are Manual only inside the region that the array was created in.
         result.axis_types = tuple(
             kind if kind is AxisType.Explicit else AxisType.Auto
@@ -187,12 +210,16 @@ class Mesh:
     @property
     def is_abstract(self) -> bool:
         """Whether this machine lacks some of the devices. Starts JAX's backend."""
-        return self._is_region or _find_devices(self.device_ids) is None
+        if self._is_region or self.target is not None:
+            return True
+        return find_devices(self.device_ids) is None
 
     @property
     def idle_device_ids(self) -> tuple[int, ...]:
         """Ids of existing devices that are not in the mesh. Starts JAX's backend."""
-        devices = _find_devices(self.device_ids)
+        if self.target is not None:
+            return tuple(sorted({*range(self.target.num_devices)} - {*self.device_ids}))
+        devices = find_devices(self.device_ids)
         used = {device.id for device in devices or ()}
         return tuple(d.id for d in jax.devices() if d.id not in used)
 
@@ -209,8 +236,8 @@ class Mesh:
         Raises:
           AbstractMeshError: [T105] this machine lacks some of the devices.
         """
-        devices = _find_devices(self.device_ids)
-        if devices is None or self._is_region:
+        devices = None if self.is_abstract else find_devices(self.device_ids)
+        if devices is None:
             self._refuse_to_run()
         if idle := self.idle_device_ids:
             _logger.info(
@@ -233,12 +260,20 @@ class Mesh:
     def compile_mesh(self) -> JaxMesh:
         """A JAX mesh for lowering and compiling.
 
-        It is :attr:`jax` if the devices exist; otherwise its devices belong to a client
-        that compiles for the CPU and cannot run.
+        It is :attr:`jax` if the devices exist; otherwise its devices are those of the
+        target, or belong to a client that compiles for the CPU, and cannot run.
+
+        Raises:
+          TargetCompilerError: [T712] the compiler of the target is not installed.
         """
         if not self.is_abstract:
             return self.jax
-        return self._grid_of(_jax.compile_only_cpu_devices(self.size))
+        if self.target is not None:
+            devices = self.target.devices
+            mesh = self._grid_of([devices[i] for i in self.device_ids])
+            _target_of_jax[mesh] = self.target
+            return mesh
+        return self._grid_of(_jax_targets.cpu_devices(self.size))
 
     def axis_tuple(self, axis: str | Sequence[str]) -> tuple[str, ...]:
         """One or several axis names as a tuple; checks that the mesh has them.
@@ -295,10 +330,12 @@ class Mesh:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
         notes = [f"devices {listed(self.device_ids)}"]
+        if self.target is not None:
+            notes.insert(0, f"target {self.target}")
         if explicit := self.explicit_axes:
             notes.insert(0, f"Explicit axes {', '.join(explicit)}")
         # A repr must not start a backend.
-        if _jax.backend_started():
+        if _jax.backend_started() and self.target is None:
             if self.is_abstract:
                 notes.append(f"abstract: {jax.device_count()} devices here")
             elif idle := self.idle_device_ids:
@@ -307,7 +344,8 @@ class Mesh:
 
     @property
     def _key(self) -> tuple[object, ...]:
-        return (self.axes, self._sizes, self.device_ids, self.axis_types)
+        parts = self.axes, self._sizes, self.device_ids, self.axis_types
+        return (*parts, self.target)
 
     def _grid_of(self, devices: Sequence[Device]) -> JaxMesh:
         grid = np.array(devices, dtype=object).reshape(self._sizes)
@@ -319,6 +357,13 @@ class Mesh:
                 "inside a manual region there is no mesh to place arrays on",
                 got=f"the region is manual over {self.topology}",
                 fix="place arrays outside the region and pass them in as arguments",
+            )
+        if self.target is not None:
+            raise AbstractMeshError(
+                "this mesh is of a target, which programs are compiled for and not run",
+                got=f"{self.topology} on {self.target}",
+                fix="leave target= out where the machine is; traces, compiling, "
+                "memory and the ledger work as it is",
             )
         here = tuple(device.id for device in jax.devices())
         needed = max(self.size, max(self.device_ids) + 1)
@@ -385,27 +430,3 @@ def manual_axes() -> Mapping[str, int]:
     region = jax.sharding.get_abstract_mesh()
     manual = set(region.manual_axes)
     return {axis: region.shape[axis] for axis in region.axis_names if axis in manual}
-
-
-def _find_devices(ids: tuple[int, ...]) -> list[Device] | None:
-    """The devices with these ids, or None if some do not exist.
-
-    CPU clients of several processes number devices with gaps. Then ids below the device
-    count are positions, so that a mesh counts from zero everywhere.
-    """
-    devices = sorted(jax.devices(), key=lambda device: device.id)
-    by_id = {device.id: device for device in devices}
-    if all(i in by_id for i in ids):
-        return [by_id[i] for i in ids]
-    if all(i < len(devices) for i in ids):
-        return [devices[i] for i in ids]
-    return None
-
-
-def _default_ids(shape: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Ids of all devices, or of as many as the shape has, even if too few exist."""
-    here = tuple(device.id for device in jax.devices())
-    if shape is None or -1 in shape:
-        return here
-    size = math.prod(shape)
-    return here[:size] if size <= len(here) else tuple(range(size))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import OutsideTraceError, ParameterNameError, TensorFormError
-from tessera.mesh import Mesh
+from tessera.mesh import Mesh, opened_or_none
 from tessera.shard import DistTensor, ShardSpec, as_dtype, capturing, tensor
 from tessera.shard_spec import is_padded, spec_over
 
@@ -262,6 +262,32 @@ def layout_of(value: Any, *, of_gradient: bool = False) -> Layout | None:
 # The name scope of constraints that may pad. An output under one is stored padded; any
 # other constraint that does not divide an output is an error.
 PADDED = "tessera_padded"
+
+
+def device() -> jax.Device:
+    """A device that the code being traced will run on.
+
+    It is one of the step's mesh, or else of the open mesh, which may be of a target
+    that is not here; without a mesh it is JAX's default device.
+    """
+    if mesh := _step_mesh():
+        return mesh.compile_mesh.devices.flat[0]
+    default = getattr(jax.config, "jax_default_device", None)
+    if isinstance(default, jax.Device):
+        return default
+    return jax.local_devices(backend=default)[0]
+
+
+def num_devices() -> int:
+    """How many devices the code being traced may be split over."""
+    mesh = _step_mesh()
+    return jax.device_count() if mesh is None else mesh.size
+
+
+def _step_mesh() -> Mesh | None:
+    scope = _open.get()
+    mesh = scope.mesh if scope is not None else None
+    return mesh or opened_or_none()
 
 
 def constrain(

@@ -25,6 +25,7 @@ class Memory:
       temporaries: Buffers that the program allocates and frees again.
       aliased: Outputs in the buffers of donated inputs; counted in both.
       code: The compiled program, where the platform keeps it in device memory.
+      compiled_for: The kind of device, as JAX calls it, if it is known.
     """
 
     arguments: int
@@ -32,6 +33,7 @@ class Memory:
     temporaries: int
     aliased: int
     code: int
+    compiled_for: str = ""
 
     @property
     def peak(self) -> int:
@@ -53,21 +55,24 @@ class Memory:
             code        0 B
             peak        5.50 MiB
         """
-        parts = self.as_json().items()
-        lines = [f"  {name:<11} {format_bytes(size)}" for name, size in parts]
-        return "\n".join(["memory per device", *lines])
+        parts = {**asdict(self), "peak": self.peak}
+        kind = parts.pop("compiled_for")
+        title = "memory per device" + f", compiled for {kind}" * bool(kind)
+        lines = [f"  {name:<11} {format_bytes(size)}" for name, size in parts.items()]
+        return "\n".join([title, *lines])
 
-    def as_json(self) -> dict[str, int]:
-        """The parts and the peak, in bytes, by name."""
+    def as_json(self) -> dict[str, int | str]:
+        """The parts and the peak, in bytes, and the kind of device, by name."""
         return {**asdict(self), "peak": self.peak}
 
 
-def memory(compiled: jax.stages.Compiled) -> Memory:
+def memory(compiled: jax.stages.Compiled, compiled_for: str = "") -> Memory:
     """The memory that a compiled program needs on each device.
 
     Args:
       compiled: From ``jax.jit(f).lower(...).compile()``. The figures are those of the
         platform it was compiled for: a CPU program's temporaries are not a GPU's.
+      compiled_for: The kind of device that it was compiled for.
 
     Returns:
       Bytes per device.
@@ -79,6 +84,7 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
         temporaries=stats.temp_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
+        compiled_for=compiled_for,
     )
 
 

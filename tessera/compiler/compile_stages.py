@@ -24,9 +24,10 @@ from tessera.compiler.lower.stage_collectives import check_stages
 from tessera.compiler.pass_runner import PassRecord, check_names, run_passes
 from tessera.compiler.trace.arguments import Call
 from tessera.compiler.trace.tracer import Trace
-from tessera.errors import OutsideTraceError
+from tessera.errors import DeviceMemoryError, OutsideTraceError
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, capturing, stored_tensor
+from tessera.targets.target import Target
 
 if TYPE_CHECKING:
     from tessera.analysis.ledger import Ledger
@@ -122,12 +123,31 @@ class Lowered:
         Raises:
           LayoutMismatchError: [T205] a compiled layout is not the declared one.
           StageCollectiveError: [T314] a pipeline would deadlock.
+          DeviceMemoryError: [T509] the devices of the mesh's target do not hold it.
         """
         graph = self.traced.graph
-        compiled = self.jax.compile(compiler_options(graph) or None)
+        try:
+            compiled = self.jax.compile(compiler_options(graph) or None)
+        except jax.errors.JaxRuntimeError as error:
+            if graph.mesh is None or graph.mesh.target is None:
+                raise
+            raise _not_compiled(error, graph.mesh.target) from error
         check_layouts(graph, compiled)
         check_stages(graph, compiled)
         return Compiled(self.traced, compiled)
+
+
+def _not_compiled(error: Exception, target: Target) -> Exception:
+    """T509 where the compiler of a target says that memory is exceeded."""
+    text = str(error).partition("\n")[0]
+    if "RESOURCE_EXHAUSTED" not in text:
+        return error
+    return DeviceMemoryError(
+        f"the program does not fit into the memory of a device of {target}",
+        got=text.replace("RESOURCE_EXHAUSTED: ", ""),
+        fix="use training.remat=full, a smaller microbatch, or a mesh that splits the "
+        "model over more devices with fsdp or tp",
+    )
 
 
 @dataclass(frozen=True)
@@ -157,7 +177,7 @@ class Compiled:
     @cached_property
     def memory(self) -> Memory:
         """Bytes per device: arguments, outputs, temporaries, peak."""
-        return memory(self.jax)
+        return memory(self.jax, self.traced.graph.device_kind)
 
     @cached_property
     def captured(self) -> tuple[Any, ...]:

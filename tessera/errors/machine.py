@@ -66,3 +66,15 @@ class FolderInUseError(TesseraError, ValueError):
     """Another run writes to the folder of this one."""
 
     code = "T710"
+
+
+class TargetError(TesseraError, ValueError):
+    """A target is unknown, or there is no such size of it."""
+
+    code = "T711"
+
+
+class TargetCompilerError(TesseraError, ValueError):
+    """The compiler of a target is not installed, or does not start."""
+
+    code = "T712"

@@ -2,9 +2,9 @@
 """The configurations of named models, which are the files of ``configs/model``."""
 
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from tessera.config_files import configs_dir
 from tessera.errors import UnknownModelError, did_you_mean
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.definition import DECODER, MODEL_SETTINGS, definition_of
@@ -13,14 +13,6 @@ if TYPE_CHECKING:
     import jax
 
     from tessera.models.decoder.decoder import Decoder
-
-_PACKAGE: Final = Path(__file__).parents[1]
-
-
-def configs_dir() -> Path:
-    """The folder of ``config.yaml``: in the wheel in the package, else beside it."""
-    installed = _PACKAGE / "configs"
-    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
 
 
 def model_names() -> list[str]:

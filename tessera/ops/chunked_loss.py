@@ -374,7 +374,7 @@ def _over_chunks(call: _Call, function: Any, carry: Any, tokens: _Operands) -> A
     The last chunk is padded with ignored tokens.
     """
     count, words = len(tokens.hidden), tokens.head.weight.shape[call.terms.vocab_dim]
-    size = call.chunk_size or chunk_rows(count, words, jax.default_backend())
+    size = call.chunk_size or chunk_rows(count, words, scope.device().platform)
     chunks = max(-(-count // size), 1)
     if chunks == 1:
         return function(carry, tokens)

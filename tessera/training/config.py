@@ -162,6 +162,10 @@ class RuntimeConfig:
     """The machine.
 
     Attributes:
+      target: A machine that a dry run compiles for and that need not be here, such as
+        h100:2x8, hosts and devices of each, or v5e:4x4; null is this machine.
+      target_compiler: Which compiler that takes: native is the machine's own, cpu
+        stands in for one that is not installed, and its figures are not the target's.
       platform: What to run on; auto takes what JAX prefers. On cpu, the devices that
         the mesh asks for are simulated.
       compile_cache: A folder, private to the user, for what takes longer than a second
@@ -194,6 +198,8 @@ class RuntimeConfig:
         less than what its scheduler and the launcher's --grace leave it.
     """
 
+    target: str | None = setting(None)
+    target_compiler: str = setting("native", choices=("native", "cpu"))
     platform: str = setting("auto", choices=("auto", "cpu", "gpu", "tpu"))
     compile_cache: str | None = setting(None)
     xla_flags: str | None = setting(None)

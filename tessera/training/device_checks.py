@@ -17,7 +17,11 @@ def check_compilable(mesh: Mesh) -> None:
     Raises:
       DeviceCountError: [T702] its devices are not here, and are too many for CPU
         devices to stand in for them.
+      TargetCompilerError: [T712] the compiler of its target is not installed.
     """
+    if mesh.target is not None:
+        _ = mesh.compile_mesh  # its compiler starts, or raises
+        return
     if mesh.is_abstract and mesh.size > _jax.MOST_CPU_DEVICES:
         raise DeviceCountError(
             "the mesh has more devices than can be compiled for where they are not",

@@ -14,6 +14,7 @@ from tessera.errors import BatchSizeError, PipelineSizeError, TesseraError, near
 from tessera.mesh import Mesh
 from tessera.models.model import Model, freeze
 from tessera.models.partition_rules import Placement
+from tessera.targets.target import Target
 from tessera.training.config import Config
 
 # Entries of a schedule's table, stages times microbatches: some seconds to make.
@@ -23,14 +24,18 @@ _LARGEST_TABLE: Final = 2**18
 def layout_problems(settings: Config) -> list[TesseraError]:
     """Every mistake that is seen once a mesh is known; starts no backend.
 
-    T402 for heads, T502 for policies of ``remat``, T503 for sequences, T311 and T507
-    for stages. A size of -1 counts as 1.
+    T711 for the target, T402 for heads, T502 for policies of ``remat``, T503 for
+    sequences, T311 and T507 for stages. A size of -1 counts as 1.
 
     Args:
       settings: Against which ``checks.check`` has nothing.
     """
     sizes, axes = settings.model.mesh_shape
-    mesh = Mesh.from_shape([[max(size, 1) for size in sizes], axes])
+    try:
+        target = target_of(settings)
+        mesh = Mesh.from_shape([[max(size, 1) for size in sizes], axes], target=target)
+    except TesseraError as error:
+        return [error]
     model, options = settings.model, settings.model_options
     errors = list(model.kind.problems(model.config, options, mesh))
     try:
@@ -44,6 +49,19 @@ def layout_problems(settings: Config) -> list[TesseraError]:
     except TesseraError as error:
         return [error]
     return list(_check_sequences(settings, place))
+
+
+def target_of(settings: Config) -> Target | None:
+    """The machine that the run is compiled for, where it is not this one.
+
+    Raises:
+      TargetError: [T711] there is no such target.
+    """
+    runtime = settings.runtime
+    if runtime.target is None:
+        return None
+    compiler = None if runtime.target_compiler == "native" else runtime.target_compiler
+    return Target.parse(runtime.target, compiler)
 
 
 def build_model(settings: Config, mesh: Mesh) -> Model:

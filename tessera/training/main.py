@@ -7,7 +7,7 @@ settings are reported before JAX is imported, which takes seconds.
 
 from collections.abc import Sequence
 
-from tessera.models.registry import configs_dir
+from tessera.config_files import configs_dir
 from tessera.runtime.exit_codes import exit_on_stop_signals
 
 

@@ -7,6 +7,7 @@ import jax
 
 from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
+from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.training.build_run import Run
 
@@ -32,7 +33,7 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
         found = f"{len(ledger.unplanned)} collectives, {format_bytes(size)}"
         sent.append(f"of these unplanned: {found}")
     return [
-        ("mesh", f"{mesh.topology}{', abstract' if mesh.is_abstract else ''}"),
+        ("mesh", f"{mesh.topology}{_place(mesh)}"),
         ("model", settings.model.name),
         ("parameters", _parameters(run.model)),
         *(("layout", note) for note in run.layout_notes()),
@@ -52,6 +53,14 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
         ),
         (f"sent per {unit}", "; ".join(sent) or "nothing: one device"),
     ]
+
+
+def _place(mesh: Mesh) -> str:
+    """Where a mesh is that is not here."""
+    if mesh.target is not None:
+        other = ", compiled for the CPU instead" * mesh.target.is_stand_in
+        return f", of target {mesh.target}{other}"
+    return ", abstract" * mesh.is_abstract
 
 
 def _parameters(model: Model) -> str:

@@ -37,6 +37,14 @@ def conflicts(config: Config, sizes: Sizes | None) -> Iterator[TesseraError]:
       sizes: Of the mesh's axes, by name; None where they are not known.
     """
     training = config.training
+    if config.runtime.target is not None and not training.dry_run:
+        yield SettingConflictError(
+            "a target is a machine to compile for, and nothing runs on it",
+            got=f"{config.runtime.target=!s}, training.dry_run=false".replace(
+                "config.", ""
+            ),
+            fix="use training.dry_run=true, or leave runtime.target out",
+        )
     yield from _resume_conflicts(training)
     yield from _step_conflicts(training)
     yield from _evaluation_conflicts(config)
@@ -351,6 +359,12 @@ def _features(
             f"model.mesh_shape={as_yaml(settings.model.mesh_shape)} has no axis {axis}",
             f"use a mesh with an axis {axis}",
         )
+    yield (
+        settings.runtime.target is None,
+        "runtime.target_compiler",
+        "runtime.target=null",
+        "name a runtime.target",
+    )
     yield (
         not training.profile_communication,
         "training.profile_wait training.profile_warmup training.profile_active",

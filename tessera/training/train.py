@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from tessera import _jax_targets
 from tessera.mesh import Mesh
 from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.compile_cache import make_compile_cache, open_compile_cache
@@ -22,6 +23,7 @@ from tessera.training.command_line import Composed
 from tessera.training.config import Config
 from tessera.training.console import Console, log
 from tessera.training.folder_lock import FolderLock
+from tessera.training.layout_checks import target_of
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
 from tessera.training.run_folder import open_run_folder
@@ -40,7 +42,8 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
     """This process's part of the run, in a folder that is its own."""
     settings = composed.config
     messages = [str(here.cluster), prepare(settings, here.count)]
-    run = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    target = target_of(settings)
+    run = Run(settings, Mesh.from_shape(settings.model.mesh_shape, target=target))
     run.check()
     if settings.training.dry_run:
         make_compile_cache()
@@ -120,6 +123,11 @@ def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Process
 
 def prepare(settings: Config, num_processes: int) -> str:
     """Find the devices that the mesh asks for, or simulate them; what the log says."""
+    platform = settings.runtime.platform
+    if settings.runtime.target is not None:
+        # Nothing runs, and plugins without devices would complain.
+        platform = "cpu"
+        _jax_targets.prepare()
     open_compile_cache(settings.runtime.compile_cache)
     if settings.runtime.optimization_level is not None:
         level = settings.runtime.optimization_level
@@ -128,7 +136,7 @@ def prepare(settings: Config, num_processes: int) -> str:
     devices = prepare_devices(
         # A dry run compiles for devices that need not exist, on a platform that must.
         1 if settings.training.dry_run else settings.model.num_devices,
-        settings.runtime.platform,
+        platform,
         axes=dict(zip(axes, sizes, strict=True)),
         num_processes=num_processes,
     )

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera import _jax
+from tessera import _jax_targets
 from tessera.analysis.ledger import collectives
 from tessera.analysis.memory import memory
 from tessera.mesh import Mesh
@@ -55,5 +55,5 @@ def test_nothing_is_allocated(compiled, mesh):
 
 
 def test_the_devices_of_one_count_are_made_once():
-    assert _jax.compile_only_cpu_devices(72) is _jax.compile_only_cpu_devices(72)
-    assert len(_jax.compile_only_cpu_devices(72)) == 72
+    assert _jax_targets.cpu_devices(72) is _jax_targets.cpu_devices(72)
+    assert len(_jax_targets.cpu_devices(72)) == 72

@@ -79,7 +79,7 @@ def test_the_summary_has_phases_collectives_by_axis_and_memory(traced):
         assert re.search(row, text, re.MULTILINE), phase
     assert "axes  collective  operations  calls  bytes per device\n" in text
     assert re.search(r"^tp  all-reduce  \d+  \d+  [\d.]+ \w+$", text, re.MULTILINE)
-    assert "memory per device\n" in text
+    assert "memory per device, compiled for cpu\n" in text
     # What takes pages is not in it.
     assert "tanh" not in text
     assert len(text.splitlines()) < 30

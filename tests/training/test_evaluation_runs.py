@@ -120,7 +120,7 @@ def test_it_needs_neither_steps_nor_a_compiled_step(weights, tmp_path):
     assert rows["held per device"].startswith("parameters ")
     assert rows["held per device"].count(",") == 0
     assert rows["sent per batch"] == "nothing: one device"
-    assert dry_run_text(ran.run).startswith("memory per device\n")
+    assert dry_run_text(ran.run).startswith("memory per device, compiled for cpu\n")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

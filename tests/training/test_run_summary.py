@@ -92,7 +92,7 @@ def test_a_dry_run_shows_memory_and_every_collective(run):
     text = dry_run_text(run)
     compiled = run.compiled
     assert text == f"{compiled.memory.as_text()}\n\n{compiled.collectives.as_text()}"
-    assert text.startswith("memory per device\n  arguments ")
+    assert text.startswith("memory per device, compiled for cpu\n  arguments ")
     assert "all-reduce" in text
 
 

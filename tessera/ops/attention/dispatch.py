@@ -36,6 +36,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 import jax
 from jax import Array
 
+from tessera import scope
 from tessera.errors import ImplementationError, did_you_mean
 
 Name: TypeAlias = Literal["cudnn", "pallas", "xla", "reference"]
@@ -115,11 +116,8 @@ class Device:
 
     @classmethod
     def here(cls) -> "Device":
-        """The default device of JAX."""
-        default = getattr(jax.config, "jax_default_device", None)
-        if isinstance(default, jax.Device):
-            return cls.of(default)
-        return cls.of(jax.local_devices(backend=default)[0])
+        """The device that the code being traced will run on; see ``scope.device``."""
+        return cls.of(scope.device())
 
 
 def fastest(operands: Operands, options: Options, device: Device) -> Name:
@@ -178,7 +176,7 @@ def check_supported(
 
 def attend(name: Name, operands: Operands, options: Options) -> Array:
     """The output of the queries, by the implementation of that name."""
-    return _program(name)(operands, options)
+    return _program(name)(operands, options, Device.here())
 
 
 def _module(name: str) -> Any:
@@ -186,12 +184,13 @@ def _module(name: str) -> Any:
 
 
 @cache
-def _program(name: str) -> Callable[[Operands, Options], Array]:
+def _program(name: str) -> Callable[[Operands, Options, Device], Array]:
     """One compiled program per implementation: eager calls share it."""
 
-    def program(operands: Operands, options: Options) -> Array:
+    def program(operands: Operands, options: Options, device: Device) -> Array:
+        del device  # what is traced depends on it
         with jax.named_scope(program.__name__):
             return _module(name).attend(operands, options)
 
     program.__name__ = f"flash_attention_{name}"
-    return jax.jit(program, static_argnums=1)
+    return jax.jit(program, static_argnums=(1, 2))

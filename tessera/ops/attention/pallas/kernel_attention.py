@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from tessera import scope
 from tessera._jax_traces import HAS_MOSAIC_GPU_KERNELS
 from tessera.ops.attention.blockwise import (
     OutputGradients,
@@ -51,7 +52,7 @@ def unsupported_reason(
 def slow_reason(operands: Operands, options: Options, device: Device) -> str | None:
     """Why such a call should use a kernel only if it asks for it by name; or None."""
     del operands, options, device
-    if jax.device_count() > 1 and not _in_spmd_region():
+    if scope.num_devices() > 1 and not _in_spmd_region():
         return "its operands may be split over devices, and XLA cannot split a kernel"
     return None
 

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the compilers of devices that are not there, through JAX's plugins.
+
+The compilers of NVIDIA GPUs and TPUs run without their devices. JAX has the call that
+describes such devices, and refuses to register the plugins without hardware.
+"""
+
+import functools
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import jax
+from jax._src.lib import xla_client
+from jax.experimental import topologies
+
+# Without them the CUDA plugin asks the driver for devices, and libtpu a metadata
+# server for the machine's name.
+_ENVIRONMENT = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1"}
+
+# What libtpu would otherwise miss, and complain about; no topology depends on it.
+_NO_TPU = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+
+
+@functools.cache
+def cpu_devices(count: int) -> Sequence[jax.Device]:
+    """Devices of a CPU client that programs are compiled for and never run on.
+
+    They let a mesh of 72 devices be lowered, compiled and inspected on any machine.
+    They have a separate client, so the process's default devices do not change.
+    """
+    return xla_client.make_cpu_client(num_devices=count).devices()
+
+
+@functools.cache
+def cuda_devices(hosts: int, per_host: int, config: str) -> Sequence[jax.Device]:
+    """NVIDIA GPUs that are not there, host by host.
+
+    Args:
+      hosts: Hosts.
+      per_host: GPUs of each.
+      config: XLA's ``GpuTargetConfigProto`` of the device in text form.
+
+    Raises:
+      Exception: Of any class, where the plugin is missing or does not start.
+    """
+    options = {"topology": f"1x{hosts}x{per_host}", "target_config": config}
+    prepare()
+    try:
+        found = topologies.get_topology_desc("target", "cuda", **options)
+    except NotImplementedError:
+        # The plugin was imported before, without the variable that lets it register.
+        import_module("jax_plugins.xla_cuda12").initialize()
+        found = topologies.get_topology_desc("target", "cuda", **options)
+    return sorted(found.devices, key=lambda device: device.id)
+
+
+@functools.cache
+def tpu_devices(topology: str, chip_config: str) -> Sequence[jax.Device]:
+    """TPU devices that are not there.
+
+    Args:
+      topology: Such as ``v5e:4x4``, in chips.
+      chip_config: libtpu's name: ``default``, or ``megacore`` for one device a chip.
+
+    Raises:
+      Exception: Of any class, where libtpu is missing or has no such topology.
+    """
+    prepare()
+    options: dict[str, Any] = {}
+    if chip_config != "default":
+        options["chip_config_name"] = chip_config
+    found = topologies.get_topology_desc(topology, "tpu", **options)
+    return sorted(found.devices, key=lambda device: device.id)
+
+
+def prepare() -> None:
+    """Let the plugins register without devices; to be called before JAX's backend."""
+    variables = dict(_ENVIRONMENT)
+    if jax.config.values["jax_platforms"] == "cpu":  # this process uses no TPU of its own
+        variables |= _NO_TPU
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts how long collectives take on the links of a target.
+
+A group of devices is summarized by how it lies on the links (``Span``): how many of it
+share the fast links of a host, or along which dims of a torus it extends. The formulas
+are those of "How to Scale Your Model", chapters 3 and 12 (jax-ml.github.io/
+scaling-book), with a latency for each step.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tessera.targets.machine import Link, Machine
+from tessera.targets.target import Target
+
+
+@dataclass(frozen=True)
+class Span:
+    """How a group of devices lies on the links of its target.
+
+    Attributes:
+      size: Devices of the group.
+      inside: Devices of it that share a domain of the fastest links.
+      rings: On a torus, the rings or lines that it extends along: how many of its
+        devices are on each, and the share of a ring's bandwidth that they have.
+    """
+
+    size: int
+    inside: int
+    rings: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def domains(self) -> int:
+        """Domains of the fastest links that the group extends over."""
+        return -(-self.size // self.inside)
+
+
+def span(target: Target, group: Sequence[int]) -> Span:
+    """How devices lie on the links.
+
+    Args:
+      target: The machine.
+      group: Ids of devices of the target.
+    """
+    if target.machine.is_torus:
+        return _torus_span(target, group)
+    size = target.machine.links[0].devices or target.num_devices
+    domains = [device // size for device in group]
+    inside = max(domains.count(domain) for domain in set(domains))
+    return Span(len(group), inside)
+
+
+def _torus_span(target: Target, group: Sequence[int]) -> Span:
+    machine = target.machine
+    places = [target.coordinates[device] for device in group]
+    rings = []
+    for dim, length in enumerate(target.shape):
+        used = sorted({place[dim] for place in places})
+        if len(used) == 1:
+            continue
+        # Members that are not neighbors share the links with those between them.
+        stride = max(1, (used[-1] - used[0]) // (len(used) - 1))
+        is_ring = len(used) * stride == length and length % machine.ring_multiple == 0
+        rings.append((len(used), (1.0 if is_ring else 0.5) / stride))
+    return Span(len(group), len(group), tuple(rings))
+
+
+def collective_seconds(
+    machine: Machine, kind: str, nbytes: float, where: Span
+) -> float:
+    """Predicted seconds of one call of a collective.
+
+    V is the size of the array that a group has together, n its devices, of which g
+    share the fastest links, in h domains; W and w are the rates of the links inside
+    and outside. On a switch the slower of the two levels decides, as they work at the
+    same time and every device has links outside of its own:
+
+        all-gather, reduce-scatter   max(V / W · (n − 1) / n, V / (g w) · (h − 1) / h)
+        all-reduce                   twice that
+        all-to-all                   max(v / W · (g − 1) / n, v / w · (n − g) / n)
+        permute, broadcast           v / W, or v / w between domains
+
+    On a torus W is the sum over the rings that the group extends along; an all-to-all
+    takes V / 4 W and a permute has one direction of one ring.
+
+    Args:
+      machine: Whose links.
+      kind: XLA's name, such as ``all-reduce``.
+      nbytes: V for all-gather, reduce-scatter and all-reduce; v, the array on one
+        device, for the others.
+      where: How the group lies on the links.
+    """
+    if where.size == 1:
+        return 0.0
+    fast, slow = machine.links[0], machine.links[-1]
+    if machine.is_torus:
+        return _torus_seconds(fast, kind, nbytes, where)
+    n, g, h = where.size, where.inside, where.domains
+    latency = fast.latency * math.ceil(math.log2(g)) + (
+        slow.latency * math.ceil(math.log2(h)) if h > 1 else 0.0
+    )
+    match kind:
+        case "all-to-all" | "ragged-all-to-all":
+            inner, outer = nbytes * (g - 1) / n, nbytes * (n - g) / n
+        case "collective-permute" | "collective-broadcast":
+            inner, outer = (nbytes, 0.0) if h == 1 else (0.0, nbytes)
+            latency = slow.latency if h > 1 else fast.latency
+        case _:
+            times = 2 if kind == "all-reduce" else 1
+            inner = times * nbytes * (n - 1) / n
+            outer = times * nbytes * (h - 1) / h / g
+            latency *= times
+    return max(inner / fast.rate, outer / slow.rate) + latency
+
+
+def _torus_seconds(link: Link, kind: str, nbytes: float, where: Span) -> float:
+    n = where.size
+    rings = where.rings or ((n, 1.0),)  # the devices of one chip
+    rate = link.rate * sum(share for _, share in rings)
+    hops = sum(length // 2 for length, _ in rings)
+    match kind:
+        case "all-to-all" | "ragged-all-to-all":
+            return nbytes * n / (4 * rate) + hops * link.latency
+        case "collective-permute" | "collective-broadcast":
+            return 2 * nbytes / (link.rate * min(s for _, s in rings)) + link.latency
+        case _:
+            times = 2 if kind == "all-reduce" else 1
+            sent = times * nbytes * (n - 1) / n
+            return sent / rate + times * hops * link.latency

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Target``: a machine of some size, such as ``h100:2x8``, that need not be there."""
+
+import itertools
+import math
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Final
+
+import jax
+
+from tessera import _jax_targets
+from tessera.errors import TargetCompilerError, TargetError
+from tessera.targets.machine import PLATFORMS as PLATFORMS
+from tessera.targets.machine import Machine, machine
+
+_SIZES: Final = re.compile(r"\d+(x\d+)*")
+# The packages that each compiler needs.
+_PACKAGES: Final = {
+    "cpu": (),
+    "cuda12": ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc"),
+    "tpu": ("libtpu",),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine of some size.
+
+    Attributes:
+      machine: Its devices and links.
+      shape: Hosts and devices of each; of a torus the chips along each dim; of ``cpu``
+        the devices.
+      compiler: What compiles for it: that of the machine, or ``cpu`` to stand in.
+
+    Example:
+      >>> target = Target.parse("h100:2x8")
+      >>> target.num_devices, target.machine.platform
+      (16, 'gpu')
+    """
+
+    machine: Machine
+    shape: tuple[int, ...]
+    compiler: str
+
+    @classmethod
+    def parse(cls, text: str, compiler: str | None = None) -> "Target":
+        """The target of a text such as ``h100:2x8``, ``v5p:4x4x4`` or ``cpu:8``.
+
+        Args:
+          text: The machine's name or file, a colon, and its size: hosts × devices of
+            each, or the chips of a torus along each dim. The hosts may be left out.
+          compiler: ``cpu`` compiles for CPU devices instead; None is the machine's own.
+
+        Raises:
+          TargetError: [T711] there is no such machine, or none of that size.
+        """
+        name, colon, size = str(text).strip().rpartition(":")
+        found = machine(name if colon else size)
+        if compiler not in (None, "cpu", found.compiler):
+            raise TargetError(
+                f"{found.name} has no compiler {compiler!r}",
+                got=f"compiler={compiler!r}",
+                fix=f"use 'cpu' or {found.compiler!r}",
+            )
+        if not colon or not _SIZES.fullmatch(size):
+            raise _size_error(found, text, "there is no size", _example(found))
+        sizes = tuple(map(int, size.split("x")))
+        return cls(found, _checked(found, sizes, text), compiler or found.compiler)
+
+    @property
+    def name(self) -> str:
+        """The text that ``parse`` reads."""
+        return f"{self.machine.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def num_devices(self) -> int:
+        """JAX devices."""
+        return math.prod(self.shape) * self.machine.devices_per_chip
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of the platform that programs are compiled for."""
+        return PLATFORMS[self.compiler]
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether another compiler stands in for that of the machine."""
+        return self.compiler != self.machine.compiler
+
+    @cached_property
+    def devices(self) -> Sequence[jax.Device]:
+        """Devices to compile for and never to run on, in the order of their ids.
+
+        Raises:
+          TargetCompilerError: [T712] the compiler is not installed, or does not start.
+          TargetError: [T711] the compiler knows no slice of that shape.
+        """
+        if missing := self._missing_packages():
+            raise TargetCompilerError(
+                f"the compiler of target {self.name} is not installed",
+                got=f"no package {', '.join(missing)}",
+                fix=f"pip install 'tessera[targets-{self.compiler}]'\n"
+                "or compile for CPU devices instead, whose memory and collectives are "
+                "not those of the target: runtime.target_compiler=cpu",
+            )
+        try:
+            return self._topology()
+        except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
+            lines = str(error).splitlines() or [type(error).__name__]
+            # libtpu says so of shapes that no slice has.
+            if "INVALID_ARGUMENT" in lines[0] and self.compiler == "tpu":
+                raise _size_error(self.machine, self.name, lines[0]) from error
+            raise TargetCompilerError(
+                f"the compiler of target {self.name} does not start",
+                got=lines[0],
+                fix=f"pip install --upgrade 'tessera[targets-{self.compiler}]', whose "
+                f"packages are of the version of JAX, which is {jax.__version__}",
+            ) from error
+
+    def _missing_packages(self) -> list[str]:
+        def is_missing(package: str) -> bool:
+            try:
+                return find_spec(package) is None
+            except ModuleNotFoundError:
+                return True
+
+        return [each for each in _PACKAGES[self.compiler] if is_missing(each)]
+
+    def _topology(self) -> Sequence[jax.Device]:
+        found = self.machine
+        if self.compiler == "cpu":
+            return _jax_targets.cpu_devices(self.num_devices)
+        if self.compiler == "tpu":
+            size = "x".join(map(str, self.shape))
+            topology = f"{found.topology}:{size}"
+            return _jax_targets.tpu_devices(topology, found.chip_config)
+        hosts, per_host = self.shape
+        return _jax_targets.cuda_devices(hosts, per_host, found.compiler_config)
+
+    @cached_property
+    def coordinates(self) -> tuple[tuple[int, ...], ...]:
+        """Where each device is, in the order of their ids.
+
+        Of a torus the chip along each dim; else the host, then the device in it.
+        """
+        if not self.machine.is_torus:
+            sizes = self.shape if len(self.shape) == 2 else (1, *self.shape)
+            return tuple(itertools.product(*map(range, sizes)))
+        # The first dim varies fastest; the devices of a chip are next to each other.
+        chips = itertools.product(*map(range, reversed(self.shape)))
+        copies = self.machine.devices_per_chip
+        return tuple(tuple(reversed(chip)) for chip in chips for _ in range(copies))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _checked(found: Machine, sizes: tuple[int, ...], text: str) -> tuple[int, ...]:
+    if 0 in sizes:
+        raise _size_error(found, text, "a size is 0", _example(found))
+    if found.is_torus:
+        return _checked_torus(found, sizes, text)
+    if found.compiler == "cpu":
+        if len(sizes) > 1 or sizes[0] > found.devices_per_host:
+            most = f"cpu:{found.devices_per_host}"
+            raise _size_error(found, text, "CPU devices are of one host", most)
+        return sizes
+    if len(sizes) > 2:
+        got = f"{len(sizes)} sizes; a target of hosts has hosts × devices of each"
+        raise _size_error(found, text, got, _example(found))
+    hosts, devices = sizes if len(sizes) == 2 else (1, *sizes)
+    most = found.devices_per_host
+    if devices > most:
+        near = max(1, round(hosts * devices / most))
+        got = f"{devices} devices in a host, and it has {most}"
+        raise _size_error(found, text, got, f"{found.name}:{near}x{most}")
+    return hosts, devices
+
+
+def _checked_torus(
+    found: Machine, sizes: tuple[int, ...], text: str
+) -> tuple[int, ...]:
+    largest = found.largest_torus
+    if len(sizes) != len(largest):
+        got = f"{len(sizes)} sizes, and the torus has {len(largest)} dims"
+        raise _size_error(found, text, got, _example(found))
+    if any(map(operator.gt, sorted(sizes), sorted(largest))):
+        most = "x".join(map(str, largest))
+        got = f"the largest slice is {most}"
+        raise _size_error(found, text, got, f"{found.name}:{most}")
+    if sizes[0] % 2 or sizes[1] % 2:
+        even = [size + size % 2 for size in sizes[:2]]
+        near = "x".join(map(str, (*even, *sizes[2:])))
+        got = "hosts have 2 × 2 chips, so the first two sizes are even"
+        raise _size_error(found, text, got, f"{found.name}:{near}")
+    return sizes
+
+
+def _size_error(
+    found: Machine, text: str, got: str, example: str | None = None
+) -> TargetError:
+    kind = "chips along each dim" if found.is_torus else "hosts × devices of each"
+    return TargetError(
+        f"there is no target {text!r}",
+        got=got,
+        fix=f"write {found.name}:<{kind}>" + f", such as {example}" * bool(example),
+    )
+
+
+def _example(found: Machine) -> str:
+    if found.is_torus:
+        return f"{found.name}:{'x'.join(['4'] * len(found.largest_torus))}"
+    if found.compiler == "cpu":
+        return "cpu:8"
+    return f"{found.name}:2x{found.devices_per_host}"

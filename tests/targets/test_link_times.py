@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives take the time that their bytes need on the slowest link they use."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tessera.analysis.collective import KINDS
+from tessera.targets.link_times import Span, collective_seconds, span
+from tessera.targets.machine import machine
+from tessera.targets.target import Target
+
+HOSTS = Target.parse("h100:2x8")
+TORUS = Target.parse("v5p:4x4x4")
+
+
+def ideal(name):
+    """A machine whose links have no latency and reach their bandwidth."""
+    found = machine(name)
+    links = [dataclasses.replace(x, efficiency=1.0, latency=1e-30) for x in found.links]
+    return dataclasses.replace(found, links=tuple(links))
+
+
+@pytest.mark.parametrize(
+    ("group", "inside", "domains"),
+    [
+        (range(8), 8, 1),
+        (range(16), 8, 2),
+        ((0, 8), 1, 2),
+        (range(0, 16, 2), 4, 2),
+        ((3,), 1, 1),
+    ],
+)
+def test_a_group_extends_over_hosts(group, inside, domains):
+    where = span(HOSTS, group)
+    assert (where.inside, where.domains) == (inside, domains)
+
+
+@pytest.mark.parametrize(
+    ("group", "rings"),
+    [
+        (range(4), ((4, 1.0),)),  # a whole ring
+        (range(16), ((4, 1.0), (4, 1.0))),  # a plane
+        ((0, 1), ((2, 0.5),)),  # neighbors: a line
+        ((0, 2), ((2, 0.5),)),  # opposite on a ring of four
+        ((0, 16, 32, 48), ((4, 1.0),)),  # along the last dim
+    ],
+)
+def test_a_group_extends_along_rings_of_a_torus(group, rings):
+    assert span(TORUS, group).rings == rings
+
+
+def test_one_rack_of_72_is_one_domain_although_it_has_18_hosts():
+    assert span(Target.parse("gb200_nvl72:18x4"), range(72)).domains == 1
+    assert span(Target.parse("gb200:18x4"), range(72)).domains == 18
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        ("all-gather", 8e9 / 450e9 * 7 / 8),
+        ("reduce-scatter", 8e9 / 450e9 * 7 / 8),
+        ("all-reduce", 2 * 8e9 / 450e9 * 7 / 8),
+        ("all-to-all", 8e9 / 450e9 * 7 / 8),
+        ("collective-permute", 8e9 / 450e9),
+    ],
+)
+def test_inside_a_host_the_switch_decides(kind, seconds):
+    found = collective_seconds(ideal("h100"), kind, 8e9, Span(8, 8))
+    assert found == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        # Eight links leave each host; half of the array comes from the other one.
+        ("all-gather", 8e9 / 2 / (8 * 50e9)),
+        ("all-reduce", 2 * 8e9 / 2 / (8 * 50e9)),
+        ("all-to-all", 8e9 / 2 / 50e9),
+        ("collective-permute", 8e9 / 50e9),
+    ],
+)
+def test_across_hosts_the_network_decides(kind, seconds):
+    found = collective_seconds(ideal("h100"), kind, 8e9, Span(16, 8))
+    inside = 8e9 / 450e9 * 15 / 16 * (2 if kind == "all-reduce" else 1)
+    expected = max(seconds, inside) if kind.startswith("all-") else seconds
+    assert found == pytest.approx(expected)
+
+
+def test_two_rings_of_a_torus_carry_twice_as_much():
+    v5p = ideal("v5p")
+    one = collective_seconds(v5p, "all-gather", 1e9, Span(4, 4, ((4, 1.0),)))
+    two = collective_seconds(v5p, "all-gather", 1e9, Span(16, 16, ((4, 1.0),) * 2))
+    assert one == pytest.approx(1e9 / 1.8e11 * 3 / 4)
+    assert two == pytest.approx(1e9 / 3.6e11 * 15 / 16)
+
+
+def test_one_device_sends_nothing():
+    assert collective_seconds(HOSTS.machine, "all-reduce", 1e9, Span(1, 1)) == 0
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    sent=st.integers(1, 10**10),
+    hosts=st.sampled_from([1, 2, 4]),
+    name=st.sampled_from(["h100", "a100", "gb200_nvl72"]),
+)
+def test_more_bytes_and_slower_links_never_take_less_time(kind, sent, hosts, name):
+    found = machine(name)
+    where = Span(4 * hosts, 4)
+    seconds = collective_seconds(found, kind, sent, where)
+    assert seconds > 0
+    assert collective_seconds(found, kind, 2 * sent, where) > seconds
+    slow = [dataclasses.replace(x, bandwidth=x.bandwidth / 2) for x in found.links]
+    slower = dataclasses.replace(found, links=tuple(slow))
+    assert collective_seconds(slower, kind, sent, where) >= seconds

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machines are files in which every figure has a source."""
+
+import pytest
+import yaml
+
+from tessera.config_files import configs_dir
+from tessera.errors import TargetError
+from tessera.targets.machine import machine, machine_names, machine_of_kind
+
+NAMED = ("a100", "h100", "h200", "b200", "gb200", "gb200_nvl72")
+NAMED += ("v4", "v5e", "v5p", "v6e", "7x", "cpu")
+
+
+def file_of(folder, **changes):
+    """A copy of the file of an H100 with some keys replaced; None removes one."""
+    values = yaml.safe_load((configs_dir() / "target" / "h100.yaml").read_text())
+    values.update(changes)
+    path = folder / "mine.yaml"
+    kept = {key: value for key, value in values.items() if value is not None}
+    path.write_text(yaml.safe_dump(kept))
+    return str(path)
+
+
+def test_the_named_machines_have_files():
+    assert set(NAMED) <= set(machine_names())
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_file_describes_a_machine(name):
+    found = machine(name)
+    assert found.memory_bytes > 2**29
+    assert found.links[0].bandwidth >= found.links[-1].bandwidth
+    assert all(found.sources.values())
+    assert bool(found.compiler_config) == (found.compiler == "cuda12")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+    ],
+)
+def test_a_machine_is_found_by_the_kind_of_its_devices(kind, name):
+    assert machine_of_kind(kind).name == name
+
+
+def test_a_cpu_has_no_machine_of_its_kind():
+    assert machine_of_kind("cpu") is None
+
+
+def test_a_file_of_ones_own_is_a_machine(tmp_path):
+    mine = machine(file_of(tmp_path, memory_bytes=10**10))
+    assert (mine.name, mine.memory_bytes) == ("mine", 10**10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"memory_bytes": None}, "the key 'memory_bytes' is missing"),
+        ({"memory_byte": 1}, "unknown key 'memory_byte': did you mean 'memory_bytes'"),
+        ({"memory_bytes": -1}, "memory_bytes is a number above 0"),
+        ({"memory_bytes": "1e5x"}, "memory_bytes is a number above 0"),
+        ({"compiler": "nvcc"}, "compiler is one of cpu, cuda12, tpu"),
+        ({"flops": {"bf16": 1e15}}, "flops has the keys bfloat16, float32"),
+        (
+            {"efficiency": {"matmul": 2, "attention": 1, "memory": 1}},
+            "efficiency has shares of 1",
+        ),
+        ({"links": []}, "links is a list of levels"),
+        ({"links": [{"name": "a", "bandwidth": 1}]}, "links[0] has the keys"),
+        ({"sources": {}}, "sources.memory_bytes is missing"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_what_is_wrong(tmp_path, changes, complaint):
+    with pytest.raises(TargetError) as error:
+        machine(file_of(tmp_path, **changes))
+    assert complaint in str(error.value)
+
+
+def test_a_file_that_is_missing_or_no_mapping_is_refused(tmp_path):
+    with pytest.raises(TargetError, match="FileNotFoundError"):
+        machine(str(tmp_path / "none.yaml"))
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(TargetError, match="it has no keys and values"):
+        machine(str(tmp_path / "list.yaml"))
+    (tmp_path / "torn.yaml").write_text("a: [1")
+    with pytest.raises(TargetError, match="is not a machine"):
+        machine(str(tmp_path / "torn.yaml"))
