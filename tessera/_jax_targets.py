@@ -78,7 +78,9 @@ def tpu_devices(topology: str, chip_config: str) -> Sequence[jax.Device]:
 def prepare() -> None:
     """Let the plugins register without devices; to be called before JAX's backend."""
     variables = dict(_ENVIRONMENT)
-    if jax.config.values["jax_platforms"] == "cpu":  # this process uses no TPU of its own
+    if (
+        jax.config.values["jax_platforms"] == "cpu"
+    ):  # this process uses no TPU of its own
         variables |= _NO_TPU
     for name, value in variables.items():
         os.environ.setdefault(name, value)

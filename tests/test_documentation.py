@@ -5,6 +5,7 @@ import ast
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,6 +74,8 @@ def test_the_example_that_fails_raises_that_error(page):
     if not blocks:
         assert "```sh\npython run_training.py" in page.read_text()
         return
+    if page.stem == "T712" and find_spec("libtpu"):
+        pytest.skip("the compiler that the page lacks is installed")
     with pytest.raises(TesseraError) as caught:
         run(blocks, page)
     assert caught.value.code == page.stem

@@ -27,6 +27,7 @@ from tessera.models.staged_model import StagedModel
 from tessera.models.weights import check_weights
 from tessera.ops.loss_scale import LossScale
 from tessera.training import optimizer_offload
+from tessera.training.batch_sizes import with_batch_sizes
 from tessera.training.config import Config, data_parallel_groups
 from tessera.training.data import Corpus, load
 from tessera.training.data.vocabulary import check_tokens
@@ -55,12 +56,17 @@ class Run:
     """A run as its configuration describes it, before its first array.
 
     Attributes:
-      config: What was asked for.
+      config: What was asked for, with the microbatches of a global batch on the mesh.
       mesh: Where it runs; it may be abstract, which is enough for a dry run.
     """
 
     config: Config
     mesh: Mesh
+
+    def __post_init__(self) -> None:
+        """Derive the microbatches; raises T503 where the mesh cannot share a batch."""
+        config = with_batch_sizes(self.config, self.mesh.shape)
+        object.__setattr__(self, "config", config)
 
     @cached_property
     def model(self) -> Model:

@@ -52,6 +52,9 @@ class TrainingConfig:
         devices: a group is the devices that see the same data, so it is one device
         where tp is 1, and the whole microbatch has this times dp times fsdp.
       gradient_accumulation_steps: Microbatches whose gradients make one optimizer step.
+      global_batch_size: Sequences of one optimizer step, over all devices. The number
+        of microbatches follows from it on any mesh, and micro_batch_size is the most
+        sequences of one for each group. null takes the two settings before.
       sync_gradients_every: Microbatches between two exchanges of gradients among the
         data-parallel groups; divides gradient_accumulation_steps. More means less
         communication and one more copy of the gradients on each device.
@@ -123,6 +126,7 @@ class TrainingConfig:
     sequence_length: int = setting(128, least=2, most=2**24)
     micro_batch_size: int = setting(8, least=1, most=2**20)
     gradient_accumulation_steps: int = setting(1, least=1, most=2**20)
+    global_batch_size: int | None = setting(None, least=1, most=2**40)
     sync_gradients_every: int = setting(1, least=1, most=2**20)
     mixed_precision: str = setting("f32", choices=("f32", "bf16", "fp16"))
     zero_stage: int = setting(0, least=0, most=3)
@@ -295,6 +299,8 @@ class Config:
 
     def rows_per_step(self, mesh: "Mesh") -> int:
         """Sequences that one optimizer step learns from."""
+        if self.training.global_batch_size is not None:
+            return self.training.global_batch_size
         accumulated = self.training.gradient_accumulation_steps
         return self.rows_per_microbatch(mesh) * accumulated
 

@@ -15,6 +15,7 @@ from tessera.mesh import Mesh
 from tessera.models.model import Model, freeze
 from tessera.models.partition_rules import Placement
 from tessera.targets.target import Target
+from tessera.training.batch_sizes import with_batch_sizes
 from tessera.training.config import Config
 
 # Entries of a schedule's table, stages times microbatches: some seconds to make.
@@ -34,6 +35,8 @@ def layout_problems(settings: Config) -> list[TesseraError]:
     try:
         target = target_of(settings)
         mesh = Mesh.from_shape([[max(size, 1) for size in sizes], axes], target=target)
+        if -1 not in sizes:
+            settings = with_batch_sizes(settings, mesh.shape)
     except TesseraError as error:
         return [error]
     model, options = settings.model, settings.model_options

@@ -72,6 +72,13 @@ def _resume_conflicts(training: TrainingConfig) -> Iterator[TesseraError]:
 
 
 def _step_conflicts(training: TrainingConfig) -> Iterator[TesseraError]:
+    if training.global_batch_size and training.gradient_accumulation_steps > 1:
+        yield SettingConflictError(
+            "two settings say how many microbatches a step has",
+            got=f"{training.global_batch_size=}, "
+            f"{training.gradient_accumulation_steps=}",
+            fix="leave one of them out",
+        )
     if training.zero_stage >= 2 and training.sync_gradients_every > 1:
         yield SettingConflictError(
             "gradients cannot be split over dp and be exchanged seldom as well",

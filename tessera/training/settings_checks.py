@@ -22,6 +22,7 @@ from tessera.errors import (
     nearest,
 )
 from tessera.training import optimizer_config
+from tessera.training.batch_sizes import with_batch_sizes
 from tessera.training.config import (
     MESH_AXES,
     Config,
@@ -58,6 +59,12 @@ def check(settings: Config) -> list[TesseraError]:
     errors += ranges
     errors += _check_training(settings.training)
     errors += conflicts(settings, sizes)
+    if sizes is not None and not ranges:
+        try:
+            settings = with_batch_sizes(settings, sizes)
+        except BatchSizeError as error:
+            if -1 not in settings.model.mesh_shape[0]:
+                errors.append(error)
     if sizes is not None and not ranges:
         errors += _check_elements(settings, sizes)
     try:

@@ -113,6 +113,7 @@ OTHERS = {
     "training.seed": ("7",),
     "training.sequence_length": ("32",),
     "training.micro_batch_size": ("4",),
+    "training.global_batch_size": ("8",),
     "training.gradient_accumulation_steps": ("4",),
     "training.sync_gradients_every": ("2",),
     "training.mixed_precision": ("bf16",),
