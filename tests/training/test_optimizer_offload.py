@@ -167,7 +167,7 @@ def test_a_backend_without_host_memory_is_refused(monkeypatch):
         device_kind="abacus", platform="abacus", addressable_memories=lambda: memories
     )
     mesh: Any = SimpleNamespace(
-        compile_mesh=SimpleNamespace(devices=np.array([device]))
+        compile_mesh=SimpleNamespace(devices=np.array([device])), target=None
     )
     with pytest.raises(HostMemoryError) as caught:
         optimizer_offload.check_host_memory(mesh)
