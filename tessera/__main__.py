@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``tessera`` command: train, launch, export, generate, evaluate, doctor.
+"""The ``tessera`` command, whose subcommands are listed by ``tessera --help``.
 
     tessera train model=tiny training.steps=100
     tessera launch --nprocs=2 tessera train 'model.mesh_shape=[[2],[fsdp]]'
@@ -21,6 +21,7 @@ _COMMANDS = {
     "export": ("tessera.export", "write the weights of a run for others to load"),
     "generate": ("tessera.generate", "continue prompts with a trained model"),
     "evaluate": ("tessera.evaluate", "the perplexity of a trained model on text"),
+    "calibrate": ("tessera.calibrate", "measure this machine, as a target to plan for"),
     "doctor": ("tessera.doctor", "show versions, devices, and what is wrong"),
 }
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:8} {summary}\n" for name, (_, summary) in _COMMANDS.items()]
+    lines = [f"  {name:9} {summary}\n" for name, (_, summary) in _COMMANDS.items()]
     return (
         "usage: tessera <subcommand> [argument ...]\n       tessera --version\n\n"
         + "".join(lines)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step times of `tiny` in 24 layouts on eight simulated devices: measured, predicted.
+
+    python benchmarks/planner_layouts.py --target laptop.yaml:8
+
+`tessera calibrate --cpu-devices=8 laptop.yaml` measures the target on the same machine.
+Layouts are measured in turns, several rounds of each, and the fastest round counts.
+"""
+
+import argparse
+import os
+import time
+from typing import Any
+
+os.environ.setdefault("PJRT_NPROC", "32")
+
+import jax
+
+from tessera.config_files import configs_dir
+from tessera.mesh import Mesh
+from tessera.runtime.devices import prepare_devices
+from tessera.training.build_run import Run
+from tessera.training.command_line import compose
+from tessera.training.train_state import init_state
+
+COMMON = ("data=synthetic", "training.global_batch_size=64", "training.seed=0")
+MANY = "training.micro_batch_size=64"
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "dp 8": ("[[8],[dp]]", MANY),
+    "fsdp 8": ("[[8],[fsdp]]", MANY),
+    "dp 2, fsdp 4": ("[[2,4],[dp,fsdp]]", MANY),
+    "dp 4, fsdp 2": ("[[4,2],[dp,fsdp]]", MANY),
+    "fsdp 4, tp 2": ("[[4,2],[fsdp,tp]]", MANY),
+    "fsdp 2, tp 4": ("[[2,4],[fsdp,tp]]", MANY),
+    "dp 4, tp 2": ("[[4,2],[dp,tp]]", MANY),
+    "dp 2, tp 4": ("[[2,4],[dp,tp]]", MANY),
+    "dp 2, fsdp 2, tp 2": ("[[2,2,2],[dp,fsdp,tp]]", MANY),
+    "fsdp 4, cp 2": ("[[4,2],[fsdp,cp]]", MANY),
+    "fsdp 2, cp 4": ("[[2,4],[fsdp,cp]]", MANY),
+    "dp 4, cp 2": ("[[4,2],[dp,cp]]", MANY),
+    "fsdp 2, cp 2, tp 2": ("[[2,2,2],[fsdp,cp,tp]]", MANY),
+    "pp 2, fsdp 4": ("[[2,4],[pp,fsdp]]", "training.micro_batch_size=4"),
+    "pp 2, fsdp 2, tp 2": ("[[2,2,2],[pp,fsdp,tp]]", "training.micro_batch_size=8"),
+    "pp 2, dp 4": ("[[2,4],[pp,dp]]", "training.micro_batch_size=4"),
+    "pp 2, dp 4, micro 2": ("[[2,4],[pp,dp]]", "training.micro_batch_size=2"),
+    "fsdp 8, full": ("[[8],[fsdp]]", MANY, "training.remat=full"),
+    "fsdp 4, tp 2, full": ("[[4,2],[fsdp,tp]]", MANY, "training.remat=full"),
+    "dp 8, zero 1": ("[[8],[dp]]", MANY, "training.zero_stage=1"),
+    "dp 8, zero 3": ("[[8],[dp]]", MANY, "training.zero_stage=3"),
+    "fsdp 8, micro 2": ("[[8],[fsdp]]", "training.micro_batch_size=2"),
+    "fsdp 8, micro 4": ("[[8],[fsdp]]", "training.micro_batch_size=4"),
+    "fsdp 4, tp 2, micro 4": ("[[4,2],[fsdp,tp]]", "training.micro_batch_size=4"),
+}
+
+
+class Layout:
+    """One layout, compiled, with a state that its steps replace."""
+
+    def __init__(self, overrides: tuple[str, ...]) -> None:
+        mesh_shape, *others = overrides
+        words = [*COMMON, f"model.mesh_shape={mesh_shape}", *others]
+        settings = compose(words, configs_dir()).config
+        self.run = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+        config = self.run.step_config
+        self.state = init_state(
+            config.model,
+            config.optimizer,
+            jax.random.key(0),
+            config.mesh,
+            zero_stage=config.zero_stage,
+        )
+        self.batch = {
+            name: jax.device_put(
+                jax.numpy.zeros(x.shape, x.dtype)
+                if name != "positions"
+                else jax.lax.broadcasted_iota(x.dtype, x.shape, 2),
+                x.sharding,
+            )
+            for name, x in self.run.abstract_batch.items()
+        }
+
+    def step(self) -> None:
+        """One step, waited for."""
+        self.state, metrics = self.run.step(self.state, self.batch)
+        jax.block_until_ready(metrics)
+
+
+def measure(rounds: int, steps: int) -> dict[str, float]:
+    """Seconds of a step of each layout."""
+    prepare_devices(8, "cpu")
+    spent: dict[str, list[float]] = {name: [] for name in LAYOUTS}
+    layouts: dict[str, Any] = {}
+    for name, overrides in LAYOUTS.items():
+        layouts[name] = Layout(overrides)
+        layouts[name].step()
+    for _ in range(rounds):
+        for name, layout in layouts.items():
+            start = time.perf_counter()
+            for _ in range(steps):
+                layout.step()
+            spent[name].append((time.perf_counter() - start) / steps)
+    return {name: min(each) for name, each in spent.items()}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
+    options = parser.parse_args()
+    for name, seconds in measure(options.rounds, options.steps).items():
+        print(f"{name:24} {1e3 * seconds:8.1f} ms")

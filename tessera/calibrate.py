@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure the devices of this machine, and write them as a target to plan for.
+
+tessera calibrate cluster.yaml
+tessera calibrate --cpu-devices=8 laptop.yaml
+"""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from tessera.errors import OutputPathError, TesseraError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write what the command line asks for; the exit code."""
+    parser = ArgumentParser("tessera calibrate", description=__doc__)
+    parser.add_argument("file", help="where to, such as cluster.yaml")
+    parser.add_argument(
+        "--cpu-devices", type=int, metavar="N", help="simulate so many CPU devices"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        sys.stdout.write(f"{_calibrate(Path(options.file), options.cpu_devices)}\n")
+    except TesseraError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+def _calibrate(path: Path, cpu_devices: int | None) -> str:
+    """Write the file; what was measured, as text."""
+    if path.suffix != ".yaml" or not path.absolute().parent.is_dir():
+        raise OutputPathError(
+            "the target cannot be written",
+            got=f"{str(path)!r}",
+            fix="name a file that ends with .yaml, in a folder that is there",
+        )
+    from tessera.runtime.devices import prepare_devices
+
+    prepare_devices(cpu_devices or 1, "cpu" if cpu_devices else "auto")
+    from tessera.analysis.flops import format_flops
+    from tessera.analysis.memory import format_bytes
+    from tessera.planner.calibration import calibrated, measure, write
+
+    found = calibrated(measure(), path.stem)
+    try:
+        write(found, path)
+    except OSError as error:
+        raise OutputPathError(
+            "the target cannot be written",
+            got=f"{str(path)!r}: {error.strerror or error}",
+            fix="name a file in a folder that has room for it",
+        ) from error
+    lines = [f"{path}: {found.sources['flops']}"]
+    for dtype, rate in found.flops.items():
+        share = found.efficiency["matmul"]
+        lines.append(f"  matmuls in {dtype}: {format_flops(rate * share)} FLOP/s")
+    lines.append(f"  memory: {format_bytes(found.memory_bandwidth)}/s")
+    for link in found.links:
+        lines.append(
+            f"  {link.name}: {format_bytes(link.rate)}/s, {1e6 * link.latency:.1f} µs"
+        )
+    for name, seconds in found.overhead.items():
+        lines.append(f"  each {name}: {1e6 * seconds:.1f} µs")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

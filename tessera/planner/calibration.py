@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what the devices of this machine reach, as a machine to plan for.
+
+All devices work at the same time, as in a training step: CPU devices share cores, and
+GPUs share power and switches. Each rate is of the fastest of several repetitions.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import yaml
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from tessera.mesh import Mesh
+from tessera.targets.machine import Machine, machine, machine_of_kind
+
+_REPEATS: Final = 5
+# Operands that fill an accelerator, and that a CPU multiplies in milliseconds.
+_MATMUL_SIZE: Final = {"cpu": 512}
+_LARGEST_MATMUL: Final = 8192
+_ARRAY_BYTES: Final = {"cpu": 2**24}
+_LARGEST_ARRAY: Final = 2**30
+_SMALL_BYTES: Final = 1024
+_ITERATIONS: Final = 16
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one device reaches while all of them work.
+
+    Attributes:
+      flops: FLOP/s of matmuls by dtype.
+      memory_bandwidth: Bytes/s of an elementwise operation, reads and writes.
+      operation: Seconds of an operation without work.
+      step: Seconds of a program without work.
+      levels: For each level of links, innermost first: its name, how many devices it
+        connects, seconds of a message, bytes/s.
+    """
+
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    operation: float
+    step: float
+    levels: Sequence[tuple[str, int, float, float]]
+
+
+def measure(devices: Sequence[jax.Device] | None = None) -> Rates:
+    """Measure the devices of this process, or of all processes of a run.
+
+    Args:
+      devices: Which; None takes all of ``jax.devices()``.
+    """
+    ids = [device.id for device in devices or jax.devices()]
+    platform = jax.devices()[0].platform
+    mesh = Mesh(("hosts", "devices"), ids, (jax.process_count(), -1))
+    size = _MATMUL_SIZE.get(platform, _LARGEST_MATMUL)
+    large = _ARRAY_BYTES.get(platform, _LARGEST_ARRAY)
+    levels = [
+        (axis, mesh.shape[axis], *_measure_links(mesh, axis, large))
+        for axis in ("devices", "hosts")
+        if mesh.shape[axis] > 1
+    ]
+    return Rates(
+        flops={
+            dtype: 2 * size**3 / _seconds(mesh, _matmuls, (size, size), dtype)
+            for dtype in ("bfloat16", "float32")
+        },
+        memory_bandwidth=2 * large / _seconds(mesh, _sweeps, (large // 4,), "float32"),
+        operation=_seconds(mesh, _matmuls, (8, 8), "float32"),
+        step=_dispatch_seconds(mesh),
+        levels=levels,
+    )
+
+
+def calibrated(rates: Rates, name: str) -> Machine:
+    """A machine with measured rates, and the other facts of its kind of devices.
+
+    Where the kind is known, its peaks stay, and the measured share of them is the
+    efficiency; for others, such as CPUs, what was measured counts as the peak.
+
+    Args:
+      rates: From ``measure``.
+      name: What to call it.
+    """
+    device = jax.devices()[0]
+    known = machine_of_kind(device.device_kind) or machine("cpu")
+    source = f"measured on {date.today()} with JAX {jax.__version__} on "
+    source += f"{jax.device_count()} devices: {device.device_kind}"
+    is_cpu = known.compiler == "cpu"
+    peak = known.flops["bfloat16"]
+    flops = rates.flops if is_cpu else known.flops
+    links = [
+        replace(
+            known.links[min(level, len(known.links) - 1)],
+            bandwidth=rate,
+            efficiency=1.0,
+            latency=latency,
+            devices=count if level + 1 < len(rates.levels) else None,
+        )
+        for level, (_, count, latency, rate) in enumerate(rates.levels)
+    ]
+    reached = {
+        "matmul": 1.0 if is_cpu else min(1.0, rates.flops["bfloat16"] / peak),
+        "memory": 1.0
+        if is_cpu
+        else min(1.0, rates.memory_bandwidth / known.memory_bandwidth),
+    }
+    overhead = {"operation": rates.operation, "step": rates.step}
+    figures = ("flops", "memory_bandwidth", "links", "efficiency", "overhead")
+    return replace(
+        known,
+        name=name,
+        flops=flops,
+        memory_bandwidth=rates.memory_bandwidth if is_cpu else known.memory_bandwidth,
+        links=tuple(links) or known.links,
+        efficiency={**known.efficiency, **reached},
+        overhead=overhead,
+        sources={**known.sources, **dict.fromkeys(figures, source)},
+    )
+
+
+def write(found: Machine, path: Path) -> None:
+    """Write a machine as a file that ``runtime.target`` reads.
+
+    Raises:
+      OSError: The file cannot be written.
+    """
+    values = {
+        "compiler": found.compiler,
+        "device_kinds": list(found.device_kinds),
+        "devices_per_host": found.devices_per_host,
+        "memory_bytes": found.memory_bytes,
+        "memory_bandwidth": found.memory_bandwidth,
+        "flops": dict(found.flops),
+        "links": [_without_none(vars(link)) for link in found.links],
+        "efficiency": dict(found.efficiency),
+        "overhead": dict(found.overhead),
+        "sources": dict(found.sources),
+    }
+    if found.compiler_config:
+        values["compiler_config"] = found.compiler_config
+    if found.is_torus:
+        values |= {
+            "topology": found.topology,
+            "chip_config": found.chip_config,
+            "devices_per_chip": found.devices_per_chip,
+            "largest_torus": list(found.largest_torus),
+            "ring_multiple": found.ring_multiple,
+        }
+    path.write_text(yaml.safe_dump(values, sort_keys=False, width=88))
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _matmuls(x: jax.Array) -> jax.Array:
+    """Matmuls of a block on each device, one after the other."""
+    factor = jnp.asarray(1.0 / math.sqrt(x.shape[-1]), x.dtype)
+
+    def multiply(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return (carry @ x) * factor, None
+
+    return lax.scan(multiply, x, length=_ITERATIONS)[0]
+
+
+def _sweeps(x: jax.Array) -> jax.Array:
+    """Passes over a block on each device, each of which reads and writes all of it."""
+
+    def sweep(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return carry * 1.000001 + 1e-6, None
+
+    return lax.scan(sweep, x, length=_ITERATIONS)[0]
+
+
+def _reductions(x: jax.Array, axis: str) -> jax.Array:
+    """All-reduces of a block over one axis, one after the other."""
+
+    def reduce(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return lax.pcast(lax.psum(carry, axis) * 0.5, axis, to="varying"), None
+
+    return lax.scan(reduce, x, length=_ITERATIONS)[0]
+
+
+def _measure_links(mesh: Mesh, axis: str, large: int) -> tuple[float, float]:
+    """Seconds of a message, and bytes/s that one device sends, along one axis.
+
+    An all-reduce of n devices sends each byte 2 (n - 1) / n times, in 2 log2(n)
+    messages one after the other.
+    """
+    count = mesh.shape[axis]
+    body = partial(_reductions, axis=axis)
+    small = _seconds(mesh, body, (_SMALL_BYTES // 4,), "float32")
+    whole = _seconds(mesh, body, (large // 4,), "float32")
+    sent = 2 * (large - _SMALL_BYTES) * (count - 1) / count
+    return small / (2 * math.ceil(math.log2(count))), sent / max(whole - small, 1e-9)
+
+
+def _seconds(
+    mesh: Mesh,
+    body: Callable[[jax.Array], jax.Array],
+    block: tuple[int, ...],
+    dtype: str,
+) -> float:
+    """Seconds of one iteration of a body whose blocks all devices have at once."""
+    axes = mesh.axes
+    spec = PartitionSpec(axes)
+    shape = (mesh.size * block[0], *block[1:])
+    mapped = jax.shard_map(body, mesh=mesh.jax, in_specs=spec, out_specs=spec)
+    sharding = jax.sharding.NamedSharding(mesh.jax, spec)
+    x = jax.jit(lambda: jnp.ones(shape, dtype) * 0.5, out_shardings=sharding)()
+    return _fastest(jax.jit(mapped), x) / _ITERATIONS
+
+
+def _dispatch_seconds(mesh: Mesh) -> float:
+    sharding = jax.sharding.NamedSharding(mesh.jax, PartitionSpec(mesh.axes))
+    x = jax.device_put(jnp.ones((mesh.size,)), sharding)
+    return _fastest(jax.jit(lambda x: x + 1), x)
+
+
+def _fastest(function: Callable[[Any], Any], x: Any) -> float:
+    """Seconds of the fastest of several calls, the first of which compiles."""
+    jax.block_until_ready(function(x))
+    spent = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(function(x))
+        spent.append(time.perf_counter() - start)
+    return min(spent)
