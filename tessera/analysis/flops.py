@@ -133,10 +133,11 @@ def format_flops(number: float) -> str:
 
 
 def _count(program: _jax.Program) -> Flops:
-    return _sum(_of(equation) for equation in _jax.equations(program))
+    return _sum(count_equation(equation) for equation in _jax.equations(program))
 
 
-def _of(equation: _jax.Equation) -> Flops:
+def count_equation(equation: _jax.Equation) -> Flops:
+    """The floating-point operations of one equation and the programs in it."""
     name, params = equation.primitive.name, equation.params
     if name in _CONTRACTIONS:
         return Flops(matmul=_CONTRACTIONS[name](equation))

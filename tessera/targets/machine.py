@@ -20,7 +20,7 @@ PLATFORMS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Compilers of targets, and JAX's name of the platform that each compiles for."""
 
-_EFFICIENCIES: Final = ("matmul", "attention", "memory")
+_EFFICIENCIES: Final = ("matmul", "attention", "memory", "overlap")
 _OVERHEADS: Final = ("operation", "step")
 _DTYPES: Final = ("bfloat16", "float32")
 # Names and switches, which have no source.

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists the collectives of a training step, by the rules that lower its layout.
+
+- ``fsdp``: parameters are gathered for the forward pass, for the backward pass, and for
+  a forward pass that is computed again; gradients are reduce-scattered.
+- ``dp``: gradients are all-reduced; ZeRO reduce-scatters them or gathers parameters.
+- ``tp``: an all-reduce after each matmul whose contracted dim is split, and one of the
+  input's gradient for those whose kept dim is.
+- ``cp``: keys and values go around a ring, and their gradients.
+- ``ep``: tokens go to their experts and back.
+- ``pp``: activations and their gradients go from stage to stage.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from tessera.planner.device_work import DeviceWork
+from tessera.planner.layout import Layout
+from tessera.planner.workload import Parameter, Workload
+
+_F32: Final = 4
+_DATA_AXES: Final = ("dp", "fsdp", "ep_outer", "ep", "cp")
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective of a step.
+
+    Attributes:
+      axes: Mesh axes of its groups.
+      kind: XLA's name, such as ``all-gather``.
+      nbytes: As ``link_times.collective_seconds`` takes them.
+      times: Calls in what it is listed for: a microbatch, or a step.
+      hides: Whether computation that does not wait for it can run at the same time.
+    """
+
+    axes: tuple[str, ...]
+    kind: str
+    nbytes: float
+    times: float
+    hides: bool
+
+
+class Communication:
+    """The collectives of a workload in a layout.
+
+    Args:
+      device: The part of the workload that one device has.
+      layout: Mesh and settings.
+    """
+
+    def __init__(self, device: DeviceWork, layout: Layout) -> None:
+        self.device, self.layout = device, layout
+        self.work: Workload = device.work
+        self.sizes = {name: size for name, size in layout.mesh if size > 1}
+        self._item = 2 if self.work.matmul_dtype != "float32" else _F32
+        self._layered = self.work.layered()
+        self._looked_up = {each.path for each in self.work.lookups}
+
+    def of_microbatch(self) -> list[Transfer]:
+        """The collectives of the forward and backward pass of one microbatch."""
+        found = [*self._parameters(), *self._tensor_parallel(), *self._context()]
+        return [*found, *self._experts()]
+
+    def of_step(self) -> list[Transfer]:
+        """The collectives that a step has once."""
+        stage = self.layout.zero_stage
+        if stage not in (1, 2) or "dp" not in self.sizes:
+            return []
+        nbytes = sum(
+            each.size * each.itemsize / self.device.shards(each)
+            for each in self.work.parameters
+            if each.is_trained
+        )
+        return [Transfer(("dp",), "all-gather", nbytes, 1, False)]
+
+    def of_tick(self) -> list[Transfer]:
+        """What one stage of a pipeline sends on, and back, in each tick."""
+        nbytes = self._tokens * self._width * _F32
+        return [Transfer(("pp",), "collective-permute", nbytes, 2, False)]
+
+    @property
+    def _tokens(self) -> float:
+        """Tokens of a microbatch on one device."""
+        share = self.layout.micro_batch_size / self.device.place.size("context")
+        return share * self.work.sequence_length
+
+    @property
+    def _width(self) -> float:
+        """Numbers of the residual stream for each token."""
+        tokens = self.work.sequence_length * _F32
+        return max((each.nbytes / tokens for each in self.work.lookups), default=0.0)
+
+    def _parameters(self) -> Iterator[Transfer]:
+        again = self.work.recomputed[str(self.layout.remat)].products
+        for each in self.work.parameters:
+            yield from self._gathers(each, again)
+            if each.is_trained:
+                yield from self._reductions(each)
+
+    def _sharded_over(self, each: Parameter) -> tuple[str, ...]:
+        place = self.device.place
+        axes = {axis for name in each.names if name for axis in place.axes(name)}
+        return tuple(axis for axis in self.sizes if axis in axes)
+
+    def _gathers(self, each: Parameter, again: float) -> Iterator[Transfer]:
+        axes = [axis for axis in self._sharded_over(each) if axis == "fsdp"]
+        if self.layout.zero_stage == 3 and "dp" in self.sizes:
+            axes.append("dp")
+        if not axes:
+            return
+        item = _F32 if each.path in self._looked_up else self._item
+        local = each.size / self.device.shards(each, without=tuple(axes))
+        times = 1.0
+        if each.is_layered:
+            times = 2.0 + again
+        calls = self.work.num_layers if each.is_layered else 1
+        nbytes = local * item / calls
+        yield Transfer(tuple(axes), "all-gather", nbytes, times * calls, True)
+
+    def _reductions(self, each: Parameter) -> Iterator[Transfer]:
+        over = self._sharded_over(each)
+        scattered = [axis for axis in over if axis == "fsdp"]
+        if self.layout.zero_stage >= 2 and "dp" in self.sizes:
+            scattered.append("dp")
+        summed = [
+            axis
+            for axis in self.sizes
+            if axis in _DATA_AXES and axis not in over and axis not in scattered
+        ]
+        calls = self.work.num_layers if each.is_layered else 1
+        local = each.size / self.device.shards(each, without=tuple(scattered)) / calls
+        if scattered:
+            axes = tuple(scattered)
+            yield Transfer(axes, "reduce-scatter", local * _F32, calls, True)
+            local /= self._size(axes)
+        if summed:
+            yield Transfer(tuple(summed), "all-reduce", local * _F32, calls, True)
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        result = 1
+        for axis in axes:
+            result *= self.sizes[axis]
+        return result
+
+    def _tensor_parallel(self) -> Iterator[Transfer]:
+        if "tp" not in self.sizes:
+            return
+        share = self._tokens / self.work.sequence_length
+        again = 1 + self.work.recomputed[str(self.layout.remat)].products
+        inputs: dict[int, tuple[float, float]] = {}
+        for each in self.work.products:
+            rows = each.rows * share
+            is_layered = each.path in self._layered
+            if self.device.split(each.inner_names) > 1:
+                nbytes = rows * each.outer * each.itemsize
+                times = each.times * (again if is_layered else 1)
+                yield Transfer(("tp",), "all-reduce", nbytes, times, False)
+            elif self.device.split(each.outer_names) > 1:
+                inputs[each.source] = rows * each.inner * _F32, each.times
+            elif "kv_heads" in each.outer_names:
+                # Each device has the gradient of the copy that its queries used.
+                nbytes = rows * each.outer * _F32
+                yield Transfer(("tp",), "all-reduce", nbytes, each.times, False)
+        for nbytes, times in inputs.values():
+            yield Transfer(("tp",), "all-reduce", nbytes, times, False)
+        for each in self.work.lookups:
+            if self.device.split(each.names) > 1:
+                nbytes = each.nbytes * share
+                yield Transfer(("tp",), "all-reduce", nbytes, 1, False)
+
+    def _context(self) -> Iterator[Transfer]:
+        """A ring sends the block of each device to all others, forward and backward."""
+        if "cp" not in self.sizes:
+            return
+        share = self._tokens / self.work.sequence_length
+        hops = self.sizes["cp"] - 1
+        again = self.work.recomputed[str(self.layout.remat)]
+        passes = 2 + (again.inner_flops > 0)
+        for each in self.work.products:
+            if "kv_heads" in each.outer_names:
+                numbers = each.rows * share * each.outer
+                numbers /= self.device.split(each.outer_names)
+                times = each.times * hops
+                nbytes = numbers * self._item
+                yield Transfer(
+                    ("cp",), "collective-permute", nbytes, times * passes, True
+                )
+                yield Transfer(
+                    ("cp",), "collective-permute", numbers * _F32, times, True
+                )
+
+    def _experts(self) -> Iterator[Transfer]:
+        axes = tuple(axis for axis in self.sizes if axis in ("ep_outer", "ep"))
+        if not axes:
+            return
+        share = self._tokens / self.work.sequence_length
+        again = 1 + self.work.recomputed[str(self.layout.remat)].products
+        seen: set[int] = set()
+        for each in self.work.products:
+            if "experts" not in each.outer_names or each.source in seen:
+                continue
+            seen.add(each.source)
+            is_first = "mlp" in each.outer_names
+            numbers = each.rows * share * (each.inner if is_first else each.outer)
+            nbytes = numbers * self._item
+            times = each.times * (1 + again)
+            yield Transfer(axes, "all-to-all", nbytes, times, False)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts how long one device computes for a microbatch, by a roofline of each matmul.
+
+A matmul takes as long as its FLOPs at the rate that large ones reach, or as long as its
+operands and results take to and from memory, whichever is longer. What stands between
+matmuls is fused into passes over their operands and results, which memory bounds.
+
+Source: Williams, Waterman and Patterson, Roofline, doi.org/10.1145/1498765.1498785.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from tessera.models.partition_rules import Placement
+from tessera.planner.workload import Parameter, Workload
+from tessera.targets.machine import Machine
+
+# The other axes that shard parameters have them gathered before they are used.
+_SPLITS_MATMULS: Final = "tp"
+# Sizes are computed in multiples of a tile of the matmul units.
+_TILE: Final = {"cpu": 1, "gpu": 64, "tpu": 128}
+_F32: Final = 4
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of one device for one microbatch.
+
+    Attributes:
+      layers_forward: Of all layers, forward.
+      layers_backward: Of all layers, backward, with what is computed again.
+      ends_forward: Of what is before and after the layers, such as the logits.
+      ends_backward: The same, backward.
+    """
+
+    layers_forward: float
+    layers_backward: float
+    ends_forward: float
+    ends_backward: float
+
+    @property
+    def total(self) -> float:
+        """Of the microbatch."""
+        layers = self.layers_forward + self.layers_backward
+        return layers + self.ends_forward + self.ends_backward
+
+
+class DeviceWork:
+    """The part of a workload that one device of a mesh has.
+
+    Args:
+      work: What is computed.
+      place: The layout of the model's dims on the mesh.
+      machine: The device.
+    """
+
+    def __init__(self, work: Workload, place: Placement, machine: Machine) -> None:
+        self.work, self.place, self.machine = work, place, machine
+        self._layered = work.layered()
+        self._itemsize = 4 if work.matmul_dtype == "float32" else 2
+        peak = machine.flops[
+            "float32" if work.matmul_dtype == "float32" else "bfloat16"
+        ]
+        self._matmul_rate = peak * machine.efficiency["matmul"]
+        self._attention_rate = peak * machine.efficiency["attention"]
+        self._memory_rate = machine.memory_bandwidth * machine.efficiency["memory"]
+        self._tile = _TILE[machine.platform]
+
+    def split(self, names: tuple[str | None, ...]) -> int:
+        """Shards of a matmul's dims, by their logical names."""
+        mesh = self.place.mesh
+        if mesh is None:
+            return 1
+        axes = [axis for name in names if name for axis in self.place.axes(name)]
+        return math.prod(mesh.shape[axis] for axis in axes if axis in _SPLITS_MATMULS)
+
+    def shards(self, parameter: Parameter, *, without: tuple[str, ...] = ()) -> int:
+        """Shards of a parameter on the mesh, but for those over some axes."""
+        mesh = self.place.mesh
+        if mesh is None:
+            return 1
+        axes = [a for name in parameter.names if name for a in self.place.axes(name)]
+        return math.prod(mesh.shape[axis] for axis in axes if axis not in without)
+
+    def compute(self, sequences: int, policy: str) -> Compute:
+        """Seconds of one microbatch.
+
+        Args:
+          sequences: Of the microbatch in one data-parallel group.
+          policy: Of rematerialization, one of those of the workload.
+        """
+        share = sequences / self.place.size("context")
+        again = self.work.recomputed[policy]
+        layers, ends = self._products(share, True), self._products(share, False)
+        inner = self._inner(share)
+        between_layers = self._between(share, True)
+        between_ends = self._between(share, False)
+        starts = self.machine.overhead["operation"] * self.work.operations
+        forward = layers[0] + inner + between_layers + starts
+        recomputed = again.products * (layers[0] + between_layers + starts)
+        if self.work.inner_flops:
+            recomputed += inner * again.inner_flops / self.work.inner_flops
+        backward = layers[1] + self.work.inner_backward * inner
+        backward += 2 * (between_layers + starts) + recomputed
+        return Compute(
+            layers_forward=forward,
+            layers_backward=backward,
+            ends_forward=ends[0] + between_ends,
+            ends_backward=ends[1] + 2 * between_ends,
+        )
+
+    def least_matmul_seconds(self, sequences: int) -> float:
+        """Seconds of the model FLOPs of a microbatch at the peak of the devices."""
+        share = sequences / self.place.size("context")
+        shards = self.split(("heads",))
+        peak = self._matmul_rate / self.machine.efficiency["matmul"]
+        return self.work.flops * share / shards / peak
+
+    def _products(self, share: float, in_layers: bool) -> tuple[float, float]:
+        """Seconds of the matmuls with parameters, forward and backward."""
+        forward = backward = 0.0
+        for product in self.work.products:
+            if (product.path in self._layered) != in_layers:
+                continue
+            m = product.rows * share
+            k = product.inner / self.split(product.inner_names)
+            n = product.outer / self.split(product.outer_names)
+            forward += product.times * self._matmul(m, k, n, product.itemsize)
+            of_input = self._matmul(m, n, k, product.itemsize)
+            of_weight = self._matmul(k, m, n, _F32)
+            backward += product.times * (of_input + of_weight)
+        return forward, backward
+
+    def _matmul(self, m: float, k: float, n: float, itemsize: int) -> float:
+        """Seconds of ``[m, k] @ [k, n]``."""
+        tile, item = self._tile, self._itemsize
+        flops = 2 * m * (tile * math.ceil(k / tile)) * (tile * math.ceil(n / tile))
+        nbytes = item * (m * k + k * n) + itemsize * m * n
+        return max(flops / self._matmul_rate, nbytes / self._memory_rate)
+
+    def _inner(self, share: float) -> float:
+        """Seconds of the matmuls of activations in a forward pass."""
+        share /= self.split(("heads",))
+        flops, nbytes = self.work.inner_flops * share, self.work.inner_bytes * share
+        return max(flops / self._attention_rate, nbytes / self._memory_rate)
+
+    def _between(self, share: float, in_layers: bool) -> float:
+        """Seconds of the passes over memory between matmuls, forward.
+
+        The input of each matmul is written once and its result read once; norms and
+        other reductions read what they reduce.
+        """
+        nbytes, seen = 0.0, set()
+        for product in self.work.products:
+            if (product.path in self._layered) != in_layers:
+                continue
+            rows = product.times * product.rows * share
+            outer = product.outer / self.split(product.outer_names)
+            nbytes += rows * outer * product.itemsize
+            if product.source not in seen:
+                seen.add(product.source)
+                inner = product.inner / self.split(product.inner_names)
+                nbytes += rows * inner * self._itemsize
+        if in_layers:
+            nbytes += self.work.reduced_bytes * share
+        return nbytes / self._memory_rate
+
+    def optimizer_seconds(self, zero_shards: int) -> float:
+        """Seconds of the update of the parameters.
+
+        Args:
+          zero_shards: Into how many more parts ZeRO splits the optimizer's state.
+        """
+        scalars = sum(
+            each.size / self.shards(each)
+            for each in self.work.parameters
+            if each.is_trained
+        )
+        return scalars * self.work.optimizer_bytes / zero_shards / self._memory_rate
+
+    def accumulation_seconds(self, zero_shards: int) -> float:
+        """Seconds of adding the gradients of one microbatch to those before."""
+        scalars = sum(each.size / self.shards(each) for each in self.work.parameters)
+        return scalars * 3 * _F32 / zero_shards / self._memory_rate

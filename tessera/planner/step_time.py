@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``StepModel``: predicts the time of a training step in a layout, without compiling.
+
+The time of a step is that of its computation on one device, of the communication that
+nothing hides, of the waiting of pipeline stages for each other, and of what starts
+operations and steps. Each is the work of ``DeviceWork`` and ``Communication`` at the
+rates of the target, whose file has the source of every figure.
+"""
+
+from functools import cache, cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from tessera.compiler.pipelining.named_schedules import schedule
+from tessera.compiler.pipelining.schedule_table import Schedule
+from tessera.mesh import Mesh
+from tessera.models.model import Model
+from tessera.models.staged_model import StagedModel
+from tessera.planner.communication import Communication, Transfer
+from tessera.planner.device_work import Compute, DeviceWork
+from tessera.planner.layout import Layout
+from tessera.planner.prediction import Prediction
+from tessera.planner.workload import Workload, workload
+from tessera.targets.device_layout import device_grid
+from tessera.targets.link_times import Span, collective_seconds, span
+from tessera.targets.target import Target
+from tessera.training.config import Config
+from tessera.training.layout_checks import build_model
+
+POLICIES: Final = ("none", "dots", "full")
+
+
+class StepModel:
+    """Predicts steps of one run on one target.
+
+    Args:
+      config: The settings of the run; their layout does not matter.
+      work: What a sequence costs.
+      target: The machine.
+    """
+
+    def __init__(self, config: Config, work: Workload, target: Target) -> None:
+        self.config, self.work, self.target = config, work, target
+        self._on_sizes = cache(self._device_work)
+        self._span_of = cache(self._span)
+        self._schedule_of = cache(schedule)
+
+    @classmethod
+    def of(cls, config: Config, target: Target) -> "StepModel":
+        """Trace the loss of a run, and its gradient for each policy: some seconds.
+
+        Args:
+          config: The settings of the run.
+          target: The machine.
+        """
+        policies = dict.fromkeys([*POLICIES, str(config.training.remat)])
+        del policies["none"]
+        remat: list[Any] = ["none", *policies]
+        if not isinstance(config.training.remat, str):
+            remat[-1] = config.training.remat
+        return cls(config, workload(config, target, tuple(remat)), target)
+
+    def predict(self, layout: Layout) -> Prediction:
+        """What a step takes, and where; its memory is left at 0.
+
+        Args:
+          layout: A legal one: nothing is checked here.
+        """
+        return _Prediction(self, layout).prediction()
+
+    def device_work(self, layout: Layout) -> tuple[DeviceWork, Model]:
+        """The part of the work that one device of a layout has."""
+        return self._on_sizes(tuple(sorted(layout.mesh)), layout.chunks)
+
+    def _device_work(
+        self, mesh: tuple[tuple[str, int], ...], chunks: int
+    ) -> tuple[DeviceWork, Model]:
+        layout = Layout(mesh, 1, 1, chunks=chunks)
+        placed = Mesh([n for n, _ in mesh], shape=[s for _, s in mesh])
+        model = build_model(layout.applied(self.config), placed)
+        place = model.place(placed)
+        return DeviceWork(self.work, place, self.target.machine), model
+
+    def seconds(self, layout: Layout, transfer: Transfer) -> float:
+        """Of all calls of a transfer."""
+        where = self._span_of(layout.mesh, transfer.axes)
+        once = collective_seconds(
+            self.target.machine, transfer.kind, transfer.nbytes, where
+        )
+        return once * transfer.times
+
+    def _span(self, mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Span:
+        sizes = tuple(size for _, size in mesh)
+        ids = np.reshape(self._grid(sizes), sizes)
+        place = tuple(slice(None) if name in axes else 0 for name, _ in mesh)
+        return span(self.target, [int(each) for each in np.ravel(ids[place])])
+
+    @cached_property
+    def _grid(self) -> Any:
+        return cache(lambda sizes: device_grid(self.target, sizes))
+
+
+class _Prediction:
+    """One layout's prediction in the making."""
+
+    def __init__(self, model: StepModel, layout: Layout) -> None:
+        self.model, self.layout = model, layout
+        self.machine = model.target.machine
+        self.device, self.built = model.device_work(layout)
+        self.comms = Communication(self.device, layout)
+        self.compute: Compute = self.device.compute(
+            layout.micro_batch_size, str(layout.remat)
+        )
+
+    def prediction(self) -> Prediction:
+        layout, machine = self.layout, self.machine
+        zero = layout.sizes.get("dp", 1)
+        update = self.device.optimizer_seconds(zero if layout.zero_stage else 1)
+        once = sum(self.model.seconds(layout, each) for each in self.comms.of_step())
+        if layout.schedule:
+            compute, exposed, bubble = self._pipelined()
+        else:
+            compute, exposed, bubble = self._accumulated()
+        return Prediction(
+            compute=compute + update,
+            exposed=exposed + once,
+            bubble=bubble,
+            overhead=machine.overhead["step"],
+            memory_bytes=0,
+            flops=self.model.work.flops * layout.global_batch_size,
+            limit=self._limit(compute, exposed, bubble),
+        )
+
+    def _accumulated(self) -> tuple[float, float, float]:
+        """Compute, exposed communication and bubble of microbatches in turn."""
+        count = self.layout.microbatches
+        compute = count * self.compute.total
+        exposed = count * self._exposed(self.comms.of_microbatch(), self.compute.total)
+        if count > 1:
+            zero = self.layout.zero_stage >= 2
+            shards = self.layout.sizes.get("dp", 1) if zero else 1
+            compute += count * self.device.accumulation_seconds(shards)
+        return compute, exposed, 0.0
+
+    def _exposed(self, transfers: list[Transfer], compute: float) -> float:
+        """Seconds of communication that computation does not hide."""
+        hidden = sum(self._seconds(each) for each in transfers if each.hides)
+        shown = sum(self._seconds(each) for each in transfers if not each.hides)
+        overlap = self.machine.efficiency["overlap"]
+        return shown + max(hidden - overlap * compute, hidden * (1 - overlap))
+
+    def _seconds(self, transfer: Transfer) -> float:
+        return self.model.seconds(self.layout, transfer)
+
+    def _pipelined(self) -> tuple[float, float, float]:
+        """The same for a pipeline, whose devices go in lock-step from tick to tick."""
+        layout, compute = self.layout, self.compute
+        table: Schedule = self.model._schedule_of(
+            layout.schedule,
+            layout.sizes["pp"],
+            layout.microbatches,
+            layout.chunks if layout.chunks > 1 else None,
+        )
+        share = self._slowest_share(table)
+        forward = share * compute.layers_forward + compute.ends_forward / table.stages
+        backward = (
+            share * compute.layers_backward + compute.ends_backward / table.stages
+        )
+        weight = 0.0
+        if table.splits_backward:  # W runs the forward pass again, as B does
+            weight = (backward + forward) / 2
+            backward = weight
+        costs = table.costs(forward, backward, weight)
+        time = float(costs.max(axis=1).sum())
+        work = layout.microbatches * compute.total / table.stages
+        micro = self._exposed(self.comms.of_microbatch(), compute.total)
+        ticks = table.ticks / layout.microbatches
+        exposed = micro * share * ticks * layout.microbatches / table.chunks
+        sent = sum(self._seconds(each) for each in self.comms.of_tick())
+        return work, exposed + sent * table.ticks, max(time - work, 0.0)
+
+    def _slowest_share(self, table: Schedule) -> float:
+        """The share of the layers' time that the slowest stage has."""
+        split = self.built.split
+        if split is None or not isinstance(self.built, StagedModel):
+            return 1.0 / table.stages
+        costs, _ = self.built.layer_costs
+        each = np.zeros(table.stages)
+        for stage, layers in enumerate(split.layers):
+            each[stage % table.stages] += sum(costs[layer] for layer in layers)
+        return float(each.max() / sum(costs))
+
+    def _limit(self, compute: float, exposed: float, bubble: float) -> str:
+        layout = self.layout
+        if bubble > exposed and bubble > 0.1 * compute:
+            return "pipeline bubble"
+        if exposed > 0.1 * compute:
+            by_axes: dict[tuple[str, ...], float] = {}
+            for each in self.comms.of_microbatch():
+                spent = by_axes.get(each.axes, 0.0) + self._seconds(each)
+                by_axes[each.axes] = spent
+            axes = max(by_axes, key=lambda key: by_axes[key], default=())
+            return f"communication over {'×'.join(axes)}"
+        again = self.model.work.recomputed[str(layout.remat)]
+        if again.products > 0.5:
+            return "recomputation"
+        least = layout.microbatches * self.device.least_matmul_seconds(
+            layout.micro_batch_size
+        )
+        if layout.schedule:
+            least /= layout.sizes["pp"]
+        return "matmuls" if least > 0.4 * compute else "memory traffic"

@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the matmuls of a traced loss, and which parameter each of them multiplies by.
+
+A parameter is followed from the program's inputs through casts, transposes, scans over
+layers and calls, so that a product is known by the logical names of the dims that it
+contracts and keeps. Products of two activations, as in attention, are counted apart.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import jax
+import numpy as np
+
+from tessera import _jax
+from tessera.analysis.flops import count_equation
+
+# Larger constants are not evaluated: what selects a branch is of a few numbers.
+_LARGEST_KNOWN: Final = 65_536
+_SAME_DIMS: Final = (
+    "convert_element_type",
+    "copy",
+    "optimization_barrier",
+    "sharding_constraint",
+    "stop_gradient",
+)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A value that is a parameter, or the part of one that a layer has.
+
+    Attributes:
+      path: The parameter's name in the tree.
+      names: The logical name of each dim, None where it has none.
+    """
+
+    path: str
+    names: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matmul with a parameter, in the forward pass of one sequence.
+
+    Attributes:
+      path: The parameter's name in the tree.
+      times: How often it runs, which is once for each layer.
+      rows: Vectors that are multiplied: tokens, or those of all chosen experts.
+      inner: Size of what is summed over.
+      outer: Size of the results of each vector.
+      inner_names: Logical names of the parameter's dims that are summed over.
+      outer_names: Of those that are kept.
+      source: The same for products that share an input.
+      itemsize: Bytes of one number of the result.
+    """
+
+    path: str
+    times: float
+    rows: float
+    inner: int
+    outer: int
+    inner_names: tuple[str | None, ...]
+    outer_names: tuple[str | None, ...]
+    source: int
+    itemsize: int
+
+    @property
+    def flops(self) -> float:
+        """Of all repetitions, for one sequence."""
+        return 2.0 * self.times * self.rows * self.inner * self.outer
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Rows of a parameter that are chosen by tokens.
+
+    Attributes:
+      path: The parameter's name in the tree.
+      names: The logical name of each of its dims.
+      nbytes: Of the rows of one sequence.
+    """
+
+    path: str
+    names: tuple[str | None, ...]
+    nbytes: int
+
+
+@dataclass
+class Found:
+    """What is in a program.
+
+    Attributes:
+      products: Matmuls with a parameter.
+      lookups: Rows of parameters.
+      inner_flops: FLOPs of other matmuls.
+      inner_bytes: What they read and write outside of kernels that keep it inside.
+      total_flops: FLOPs of all matmuls.
+      reduced_bytes: What reductions read, such as those of norms.
+      operations: Matmuls, reductions, scans' steps: a count of what starts.
+    """
+
+    products: list[Product] = field(default_factory=list)
+    lookups: list[Lookup] = field(default_factory=list)
+    inner_flops: float = 0.0
+    inner_bytes: float = 0.0
+    total_flops: float = 0.0
+    reduced_bytes: float = 0.0
+    operations: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A value that is computed from constants alone.
+
+    Attributes:
+      value: The value; with ``per_step`` of each step of the scan around it.
+      per_step: Whether the value is a scalar of each step.
+    """
+
+    value: np.ndarray
+    per_step: bool = False
+
+
+_Env: TypeAlias = dict[Any, Weight | _Known]
+
+
+def find_products(program: _jax.Program, weights: Sequence[Weight | None]) -> Found:
+    """The matmuls of one execution of a program.
+
+    Args:
+      program: A jaxpr.
+      weights: What each of its inputs is, where it is a parameter.
+
+    Returns:
+      Counts for one execution. A branch whose index is computed from constants counts
+      as often as it is taken; of others each branch counts equally.
+    """
+    found = Found()
+    inputs = _jax.inputs(program)
+    env: _Env = {
+        var: weight for var, weight in zip(inputs, weights, strict=True) if weight
+    }
+    _Walk(found).program(program, env, 1.0)
+    return found
+
+
+class _Walk:
+    """One pass over a program and those inside of it."""
+
+    def __init__(self, found: Found) -> None:
+        self.found = found
+
+    def program(self, program: _jax.Program, env: _Env, times: float) -> None:
+        """Count what is in a program, and follow parameters through it."""
+        constants = zip(
+            _jax.constant_inputs(program), _jax.constants(program), strict=False
+        )
+        for var, value in constants:
+            if np.size(value) <= _LARGEST_KNOWN:
+                env[var] = _Known(np.asarray(value))
+        for equation in _jax.equations(program):
+            self._equation(equation, env, times)
+
+    def _equation(self, equation: _jax.Equation, env: _Env, times: float) -> None:
+        name = equation.primitive.name
+        operands = [_value(atom, env) for atom in equation.invars]
+        if self._evaluated(equation, operands, env):
+            return
+        if name in ("dot_general", "ragged_dot_general"):
+            self._dot(equation, operands, times)
+        elif name == "scan":
+            self._scan(equation, operands, env, times)
+        elif name == "cond":
+            self._cond(equation, operands, env, times)
+        elif name in ("gather", "dynamic_slice") and isinstance(operands[0], Weight):
+            self._rows(equation, operands[0], env)
+        elif name == "pallas_call" or name.startswith("custom_call"):
+            self._kernel(equation, times)
+        elif inner := list(_jax.nested(equation)):
+            self._call(equation, [each for _, each in inner], operands, env, times)
+        elif name.startswith(("reduce_", "argmax", "sort", "cum")):
+            self.found.reduced_bytes += times * _nbytes(equation.invars[0])
+            self.found.operations += times
+        else:
+            weights = [each for each in operands if isinstance(each, Weight)]
+            if weights and (moved := _moved(equation, weights[0])):
+                env[equation.outvars[0]] = moved
+
+    def _evaluated(
+        self, equation: _jax.Equation, operands: list[Any], env: _Env
+    ) -> bool:
+        """Compute an equation of constants; whether that was possible."""
+        sizes = [math.prod(getattr(var.aval, "shape", ())) for var in equation.outvars]
+        if max(sizes, default=0) > _LARGEST_KNOWN:
+            return False
+        if not all(isinstance(each, _Known) for each in operands):
+            return False
+        if equation.primitive.name in ("scan", "while", "pallas_call"):
+            return False
+        per_step = any(each.per_step for each in operands)
+        if per_step and (max(sizes) > 1 or list(_jax.nested(equation))):
+            return False
+        if not operands and equation.primitive.name != "iota":
+            return False
+        params = dict(equation.params)
+        try:
+            results = _jax.bind(equation, [each.value for each in operands], params)
+        except Exception:
+            return False
+        for var, result in zip(equation.outvars, results, strict=True):
+            env[var] = _Known(np.asarray(result), per_step)
+        return True
+
+    def _dot(self, equation: _jax.Equation, operands: list[Any], times: float) -> None:
+        flops = float(_flops(equation))
+        self.found.total_flops += times * flops
+        self.found.operations += times
+        weights = [
+            (place, each)
+            for place, each in enumerate(operands[:2])
+            if isinstance(each, Weight)
+        ]
+        if not weights:
+            self.found.inner_flops += times * flops
+            atoms = [*equation.invars[:2], *equation.outvars]
+            self.found.inner_bytes += times * sum(map(_nbytes, atoms))
+            return
+        place, weight = weights[-1]
+        contracted, kept, outer = _weight_dims(equation, place)
+        shape = equation.invars[place].aval.shape
+        inner = math.prod(shape[dim] for dim in contracted)
+        self.found.products.append(
+            Product(
+                path=weight.path,
+                times=times,
+                rows=flops / (2 * inner * outer),
+                inner=inner,
+                outer=outer,
+                inner_names=tuple(weight.names[dim] for dim in contracted),
+                outer_names=tuple(weight.names[dim] for dim in kept),
+                source=id(equation.invars[1 - place]),
+                itemsize=equation.outvars[0].aval.dtype.itemsize,
+            )
+        )
+
+    def _kernel(self, equation: _jax.Equation, times: float) -> None:
+        flops = float(_flops(equation))
+        self.found.total_flops += times * flops
+        self.found.inner_flops += times * flops
+        atoms = [*equation.invars, *equation.outvars]
+        self.found.inner_bytes += times * sum(map(_nbytes, atoms))
+        self.found.operations += times
+
+    def _rows(self, equation: _jax.Equation, weight: Weight, env: _Env) -> None:
+        if equation.primitive.name == "gather":
+            (result,) = equation.outvars
+            row = Lookup(weight.path, weight.names, _nbytes(result))
+            self.found.lookups.append(row)
+        elif moved := _moved(equation, weight):
+            env[equation.outvars[0]] = moved
+
+    def _scan(
+        self, equation: _jax.Equation, operands: list[Any], env: _Env, times: float
+    ) -> None:
+        length = equation.params["length"]
+        (body,) = _jax.inner_programs(equation)
+        consts, carries = _jax.scan_sizes(equation)
+        inner: _Env = {}
+        for place, (var, value) in enumerate(
+            zip(_jax.inputs(body), operands, strict=True)
+        ):
+            if value is None or consts <= place < consts + carries:
+                continue
+            if place < consts:
+                inner[var] = value
+            elif isinstance(value, Weight):
+                inner[var] = Weight(value.path, value.names[1:])
+            elif value.value.ndim == 1 and not value.per_step:
+                inner[var] = _Known(value.value, per_step=True)
+        self.found.operations += times * length
+        self.program(body, inner, times * length)
+        for var, result in zip(
+            equation.outvars[carries:], _jax.outputs(body)[carries:], strict=True
+        ):
+            value = _value(result, inner)
+            if isinstance(value, _Known) and value.per_step:
+                env[var] = _Known(value.value)
+
+    def _cond(
+        self, equation: _jax.Equation, operands: list[Any], env: _Env, times: float
+    ) -> None:
+        branches = equation.params["branches"]
+        shares = [1 / len(branches)] * len(branches)
+        index = operands[0]
+        if isinstance(index, _Known):
+            taken = np.clip(index.value.astype(int).ravel(), 0, len(branches) - 1)
+            counts = np.bincount(taken, minlength=len(branches))
+            shares = [float(each) for each in counts / taken.size]
+        for share, branch in zip(shares, branches, strict=True):
+            if share:
+                self._inside(branch, operands[1:], env, times * share)
+
+    def _call(
+        self,
+        equation: _jax.Equation,
+        programs: list[Any],
+        operands: list[Any],
+        env: _Env,
+        times: float,
+    ) -> None:
+        """A call of a program with the operands of the equation."""
+        program = programs[0]
+        if len(_jax.inputs(program)) != len(operands):
+            operands = [None] * len(_jax.inputs(program))
+        if equation.primitive.name == "shard_map":
+            times *= count_devices(equation)
+        inner = self._inside(program, operands, env, times)
+        for var, result in zip(equation.outvars, _jax.outputs(program), strict=False):
+            value = _value(result, inner)
+            if value is not None:
+                env[var] = value
+
+    def _inside(
+        self, program: _jax.Program, operands: list[Any], env: _Env, times: float
+    ) -> _Env:
+        pairs = zip(_jax.inputs(program), operands, strict=True)
+        inner: _Env = {var: value for var, value in pairs if value is not None}
+        self.program(program, inner, times)
+        return inner
+
+
+def count_devices(equation: _jax.Equation) -> int:
+    """How many devices run the body of a ``shard_map``."""
+    sizes = dict(equation.params["mesh"].shape)
+    params = equation.params
+    axes = params.get("newly_manual_axes") or params.get("manual_axes") or ()
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _value(atom: Any, env: Mapping[Any, Any]) -> Weight | _Known | None:
+    if hasattr(atom, "val"):
+        return _Known(np.asarray(atom.val)) if np.size(atom.val) == 1 else None
+    return env.get(atom)
+
+
+def _moved(equation: _jax.Equation, weight: Weight) -> Weight | None:
+    """What a parameter is after an equation that only moves or scales its numbers."""
+    name, params = equation.primitive.name, equation.params
+    shape = equation.outvars[0].aval.shape
+    match name:
+        case "transpose":
+            names = tuple(weight.names[dim] for dim in params["permutation"])
+        case "squeeze":
+            dims = params["dimensions"]
+            names = tuple(n for i, n in enumerate(weight.names) if i not in dims)
+        case "broadcast_in_dim":
+            names = tuple(_broadcast(weight, len(shape), params))
+        case "reshape":
+            return _reshaped(equation, weight)
+        case _ if len(shape) == len(weight.names) and len(equation.outvars) == 1:
+            names = weight.names
+            if name not in (*_SAME_DIMS, "mul", "dynamic_slice", "slice", "add"):
+                return None
+        case _:
+            return None
+    return Weight(weight.path, names)
+
+
+def _broadcast(
+    weight: Weight, rank: int, params: Mapping[str, Any]
+) -> Iterator[str | None]:
+    places = dict(zip(params["broadcast_dimensions"], weight.names, strict=True))
+    for dim in range(rank):
+        yield places.get(dim)
+
+
+def _reshaped(equation: _jax.Equation, weight: Weight) -> Weight:
+    """Names after a reshape: of merged dims that of the first with a name."""
+    before = equation.invars[0].aval.shape
+    after = equation.outvars[0].aval.shape
+    names: list[str | None] = []
+    start, products = 0, np.cumprod([1, *before])
+    for size in after:
+        end_product = products[start] * size
+        ends = [i for i in range(start, len(products)) if products[i] == end_product]
+        end = ends[-1] if ends and size > 1 else start
+        merged = [name for name in weight.names[start:end] if name]
+        names.append(merged[0] if merged else None)
+        start = end
+    return Weight(weight.path, tuple(names))
+
+
+def _weight_dims(
+    equation: _jax.Equation, place: int
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The weight's contracted and kept dims, and the size of the kept ones."""
+    shape = equation.invars[place].aval.shape
+    if equation.primitive.name == "dot_general":
+        contracted, batch = equation.params["dimension_numbers"]
+        groups = batch[place]
+    else:
+        numbers = equation.params["ragged_dot_dimension_numbers"]
+        contracted, _ = numbers.dot_dimension_numbers
+        groups = tuple(numbers.rhs_group_dimensions) if place == 1 else ()
+    inner = tuple(contracted[place])
+    kept = tuple(d for d in range(len(shape)) if d not in (*inner, *groups))
+    return inner, (*groups, *kept), math.prod(shape[dim] for dim in kept)
+
+
+def _flops(equation: _jax.Equation) -> int:
+    """FLOPs of one equation's matmuls."""
+    return count_equation(equation).matmul
+
+
+def _nbytes(atom: Any) -> int:
+    aval = atom.aval
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return 0
+    return math.prod(getattr(aval, "shape", ())) * dtype.itemsize

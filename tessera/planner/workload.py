@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Workload``: what a training step computes, whatever devices it is spread over.
+
+It is read from the traced loss of one sequence, and of its gradient under each policy
+of rematerialization, so it holds for every model that the trainer trains.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from tessera import _jax, scope
+from tessera.mesh import Mesh
+from tessera.models.model import Model
+from tessera.models.partition_rules import NO_MESH
+from tessera.planner.traced_products import (
+    Found,
+    Lookup,
+    Product,
+    Weight,
+    find_products,
+)
+from tessera.scope import Scope
+from tessera.targets.target import Target
+from tessera.training.config import Config
+from tessera.training.layout_checks import build_model
+from tessera.tree import named_leaves, path_name
+
+_BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
+_STACKED: Final = ("layers", "stages")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An array of the model.
+
+    Attributes:
+      path: Its name in the tree.
+      shape: Global shape.
+      names: The logical name of each dim.
+      itemsize: Bytes of a number, as it is stored.
+      is_trained: Whether it has a gradient.
+      is_layered: Whether the layers of the model each have a part of it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    itemsize: int
+    is_trained: bool
+    is_layered: bool
+
+    @property
+    def size(self) -> int:
+        """Scalars."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What the backward pass computes again, for one sequence.
+
+    Attributes:
+      products: Share of the products of layers.
+      inner_flops: FLOPs of products of activations.
+    """
+
+    products: float
+    inner_flops: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one sequence costs in each part of a training step.
+
+    Attributes:
+      sequence_length: Tokens of a sequence.
+      num_layers: Blocks that repeat.
+      matmul_dtype: NumPy's name of the dtype of the operands of matmuls.
+      parameters: The arrays of the model.
+      products: Matmuls with parameters in the forward pass.
+      lookups: Rows of parameters in the forward pass.
+      inner_flops: FLOPs of matmuls of activations in the forward pass.
+      inner_bytes: What they read and write outside of kernels.
+      inner_backward: Factor of these two in the backward pass.
+      reduced_bytes: What norms and other reductions read in the forward pass.
+      operations: Operations that start in the forward pass of a microbatch.
+      recomputed: By policy of rematerialization.
+      optimizer_bytes: What the optimizer reads and writes for each trained scalar.
+    """
+
+    sequence_length: int
+    num_layers: int
+    matmul_dtype: str
+    parameters: tuple[Parameter, ...]
+    products: tuple[Product, ...]
+    lookups: tuple[Lookup, ...]
+    inner_flops: float
+    inner_bytes: float
+    inner_backward: float
+    reduced_bytes: float
+    operations: float
+    recomputed: Mapping[str, Recomputed] = field(hash=False)
+    optimizer_bytes: float = 28.0
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of a sequence, forward and backward, nothing computed twice."""
+        products = sum(product.flops for product in self.products)
+        return 3 * products + (1 + self.inner_backward) * self.inner_flops
+
+    def layered(self) -> set[str]:
+        """Names of the parameters that layers have parts of."""
+        return {each.path for each in self.parameters if each.is_layered}
+
+
+def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workload:
+    """The workload of a run.
+
+    Args:
+      config: Its settings; layout and batch do not matter.
+      target: Whose kernels are chosen.
+      policies: Of rematerialization, each as ``training.remat`` takes it.
+    """
+    traced = _Traced(config, target)
+    forward = traced.forward("none")
+    plain = traced.backward("none")
+    products = sum(product.flops for product in forward.products)
+    inner = max(plain.total_flops - 3 * products - forward.inner_flops, 0.0)
+    model = traced.model("none")
+    parameters = tuple(_parameters(model))
+    layered = {each.path for each in parameters if each.is_layered}
+    in_layers = sum(p.flops for p in forward.products if p.path in layered)
+    recomputed = {}
+    for policy in policies:
+        more = traced.backward(policy).total_flops - plain.total_flops
+        again = min(max(more, 0.0), forward.inner_flops)
+        share = max(more - again, 0.0) / in_layers if in_layers else 0.0
+        recomputed[str(policy)] = Recomputed(min(share, 1.0), again)
+    return Workload(
+        sequence_length=config.training.sequence_length,
+        num_layers=_num_layers(parameters),
+        matmul_dtype=_DTYPES[config.training.mixed_precision],
+        parameters=parameters,
+        products=tuple(forward.products),
+        lookups=tuple(forward.lookups),
+        inner_flops=forward.inner_flops,
+        inner_bytes=forward.inner_bytes,
+        inner_backward=inner / forward.inner_flops if forward.inner_flops else 0.0,
+        reduced_bytes=forward.reduced_bytes,
+        operations=forward.operations,
+        recomputed=recomputed,
+    )
+
+
+_DTYPES: Final = {"f32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class _Traced:
+    """Traces the loss of one sequence, as one device of a target computes it."""
+
+    def __init__(self, config: Config, target: Target) -> None:
+        self.config = config
+        self.mesh = Mesh(("fsdp",), shape=(1,), target=target)
+
+    def model(self, policy: Any) -> Model:
+        training = replace(self.config.training, remat=policy)
+        model = replace(self.config.model, mesh_shape=[[1], ["fsdp"]])
+        config = replace(self.config, model=model, training=training)
+        return build_model(config, self.mesh)
+
+    def forward(self, policy: Any) -> Found:
+        return self._found(self.model(policy), lambda loss: loss)
+
+    def backward(self, policy: Any) -> Found:
+        return self._found(self.model(policy), jax.grad)
+
+    def _found(self, model: Model, transform: Any) -> Found:
+        chunk = self.config.training.loss_chunk
+
+        def loss(params: Any, batch: Any) -> Any:
+            return model.loss(params, batch, NO_MESH, chunk=chunk)[0]
+
+        shape = (1, self.config.training.sequence_length)
+        struct = jax.ShapeDtypeStruct(shape, jnp.int32)
+        params = model.abstract()
+        with scope.opened(Scope(mesh=self.mesh)):
+            closed = jax.make_jaxpr(transform(loss))(
+                params, dict.fromkeys(_BATCH, struct)
+            )
+        names = _dim_names(model)
+        weights: list[Weight | None] = [
+            Weight(path, names[path]) for path in named_leaves(params)
+        ]
+        weights += [None] * len(_BATCH)
+        return find_products(_jax.without_dead_code(closed, keep_inputs=True), weights)
+
+
+def _parameters(model: Model) -> list[Parameter]:
+    names = _dim_names(model)
+    return [
+        Parameter(
+            path=path,
+            shape=leaf.shape,
+            names=names[path],
+            itemsize=leaf.dtype.itemsize,
+            is_trained=path not in model.frozen,
+            is_layered=any(name in _STACKED for name in names[path]),
+        )
+        for path, leaf in named_leaves(model.abstract()).items()
+    ]
+
+
+def _dim_names(model: Model) -> dict[str, tuple[str | None, ...]]:
+    """The logical names of each parameter's dims, by the parameter's name."""
+    found: dict[str, tuple[str | None, ...]] = {}
+
+    def note(path: tuple[object, ...], _: Any, names: tuple[str | None, ...]) -> None:
+        found[path_name(path)] = names
+
+    jax.tree_util.tree_map_with_path(note, model.abstract(), model.dim_names())
+    return found
+
+
+def _num_layers(parameters: tuple[Parameter, ...]) -> int:
+    sizes = [
+        each.shape[each.names.index("layers")]
+        for each in parameters
+        if "layers" in each.names
+    ]
+    return max(sizes, default=1)
