@@ -140,10 +140,13 @@ class DeviceWork:
         return max(flops / self._matmul_rate, nbytes / self._memory_rate)
 
     def _inner(self, share: float) -> float:
-        """Seconds of the matmuls of activations in a forward pass."""
+        """Seconds of the matmuls of activations in a forward pass.
+
+        Where no kernel keeps the scores inside, softmax passes over them in memory.
+        """
         share /= self.split(("heads",))
         flops, nbytes = self.work.inner_flops * share, self.work.inner_bytes * share
-        return max(flops / self._attention_rate, nbytes / self._memory_rate)
+        return flops / self._attention_rate + nbytes / self._memory_rate
 
     def _between(self, share: float, in_layers: bool) -> float:
         """Seconds of the passes over memory between matmuls, forward.

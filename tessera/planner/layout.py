@@ -54,7 +54,8 @@ class Layout:
 
     def applied(self, config: Config) -> Config:
         """A configuration with this layout in it."""
-        sizes = [size for _, size in self.mesh]
+        sizes = tuple(size for _, size in self.mesh)
+        names = tuple(name for name, _ in self.mesh)
         training = replace(
             config.training,
             global_batch_size=None,
@@ -67,9 +68,7 @@ class Layout:
             pipeline_schedule=self.schedule or config.training.pipeline_schedule,
             pipeline_chunks=self.chunks,
         )
-        model = replace(
-            config.model, mesh_shape=[sizes, [name for name, _ in self.mesh]]
-        )
+        model = replace(config.model, mesh_shape=(sizes, names))
         return replace(config, model=model, training=training)
 
     @classmethod

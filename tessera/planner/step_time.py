@@ -7,7 +7,7 @@ operations and steps. Each is the work of ``DeviceWork`` and ``Communication`` a
 rates of the target, whose file has the source of every figure.
 """
 
-from functools import cache, cached_property
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -44,7 +44,8 @@ class StepModel:
         self.config, self.work, self.target = config, work, target
         self._on_sizes = cache(self._device_work)
         self._span_of = cache(self._span)
-        self._schedule_of = cache(schedule)
+        self.schedule_of = cache(schedule)
+        self._grid_of = cache(partial(device_grid, target))
 
     @classmethod
     def of(cls, config: Config, target: Target) -> "StepModel":
@@ -92,13 +93,9 @@ class StepModel:
 
     def _span(self, mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Span:
         sizes = tuple(size for _, size in mesh)
-        ids = np.reshape(self._grid(sizes), sizes)
+        ids = np.reshape(self._grid_of(sizes), sizes)
         place = tuple(slice(None) if name in axes else 0 for name, _ in mesh)
         return span(self.target, [int(each) for each in np.ravel(ids[place])])
-
-    @cached_property
-    def _grid(self) -> Any:
-        return cache(lambda sizes: device_grid(self.target, sizes))
 
 
 class _Prediction:
@@ -156,40 +153,43 @@ class _Prediction:
     def _pipelined(self) -> tuple[float, float, float]:
         """The same for a pipeline, whose devices go in lock-step from tick to tick."""
         layout, compute = self.layout, self.compute
-        table: Schedule = self.model._schedule_of(
+        table: Schedule = self.model.schedule_of(
             layout.schedule,
             layout.sizes["pp"],
             layout.microbatches,
             layout.chunks if layout.chunks > 1 else None,
         )
-        share = self._slowest_share(table)
-        forward = share * compute.layers_forward + compute.ends_forward / table.stages
-        backward = (
-            share * compute.layers_backward + compute.ends_backward / table.stages
-        )
-        weight = 0.0
+        shares, ends = self._stages(table)
+        forward = shares * compute.layers_forward + ends * compute.ends_forward
+        backward = shares * compute.layers_backward + ends * compute.ends_backward
+        weight = np.zeros(table.stages)
         if table.splits_backward:  # W runs the forward pass again, as B does
-            weight = (backward + forward) / 2
-            backward = weight
-        costs = table.costs(forward, backward, weight)
-        time = float(costs.max(axis=1).sum())
+            weight = backward = (backward + forward) / 2
+        prices = {"F": forward, "B": backward, "W": weight}
+        costs = sum(
+            (table.table(kind)[..., 0] >= 0) * price / table.chunks
+            for kind, price in prices.items()
+        )
+        time = float(np.max(costs, axis=1).sum())
         work = layout.microbatches * compute.total / table.stages
-        micro = self._exposed(self.comms.of_microbatch(), compute.total)
-        ticks = table.ticks / layout.microbatches
-        exposed = micro * share * ticks * layout.microbatches / table.chunks
+        layers = compute.layers_forward + compute.layers_backward
+        micro = self._exposed(self.comms.of_microbatch(), layers)
+        exposed = micro * float(shares.max()) * table.ticks / table.chunks
         sent = sum(self._seconds(each) for each in self.comms.of_tick())
         return work, exposed + sent * table.ticks, max(time - work, 0.0)
 
-    def _slowest_share(self, table: Schedule) -> float:
-        """The share of the layers' time that the slowest stage has."""
+    def _stages(self, table: Schedule) -> tuple[np.ndarray, np.ndarray]:
+        """The share of each stage in the layers' time, and in that of the ends."""
+        ends = np.zeros(table.stages)
+        ends[-1] = 1.0
         split = self.built.split
         if split is None or not isinstance(self.built, StagedModel):
-            return 1.0 / table.stages
+            return np.full(table.stages, 1.0 / table.stages), ends
         costs, _ = self.built.layer_costs
-        each = np.zeros(table.stages)
+        shares = np.zeros(table.stages)
         for stage, layers in enumerate(split.layers):
-            each[stage % table.stages] += sum(costs[layer] for layer in layers)
-        return float(each.max() / sum(costs))
+            shares[stage % table.stages] += sum(costs[layer] for layer in layers)
+        return shares / sum(costs), ends
 
     def _limit(self, compute: float, exposed: float, bubble: float) -> str:
         layout = self.layout

@@ -169,12 +169,12 @@ class _Traced:
 
     def model(self, policy: Any) -> Model:
         training = replace(self.config.training, remat=policy)
-        model = replace(self.config.model, mesh_shape=[[1], ["fsdp"]])
+        model = replace(self.config.model, mesh_shape=((1,), ("fsdp",)))
         config = replace(self.config, model=model, training=training)
         return build_model(config, self.mesh)
 
     def forward(self, policy: Any) -> Found:
-        return self._found(self.model(policy), lambda loss: loss)
+        return self._found(self.model(policy), None)
 
     def backward(self, policy: Any) -> Found:
         return self._found(self.model(policy), jax.grad)
@@ -188,10 +188,9 @@ class _Traced:
         shape = (1, self.config.training.sequence_length)
         struct = jax.ShapeDtypeStruct(shape, jnp.int32)
         params = model.abstract()
+        traced = transform(loss) if transform else loss
         with scope.opened(Scope(mesh=self.mesh)):
-            closed = jax.make_jaxpr(transform(loss))(
-                params, dict.fromkeys(_BATCH, struct)
-            )
+            closed = jax.make_jaxpr(traced)(params, dict.fromkeys(_BATCH, struct))
         names = _dim_names(model)
         weights: list[Weight | None] = [
             Weight(path, names[path]) for path in named_leaves(params)
