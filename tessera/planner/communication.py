@@ -48,10 +48,11 @@ class Communication:
     Args:
       device: The part of the workload that one device has.
       layout: Mesh and settings.
+      sync_every: As ``training.sync_gradients_every``.
     """
 
-    def __init__(self, device: DeviceWork, layout: Layout) -> None:
-        self.device, self.layout = device, layout
+    def __init__(self, device: DeviceWork, layout: Layout, sync_every: int = 1) -> None:
+        self.device, self.layout, self.sync_every = device, layout, sync_every
         self.work: Workload = device.work
         self.sizes = {name: size for name, size in layout.mesh if size > 1}
         self._item = 2 if self.work.matmul_dtype != "float32" else _F32
@@ -61,19 +62,23 @@ class Communication:
     def of_microbatch(self) -> list[Transfer]:
         """The collectives of the forward and backward pass of one microbatch."""
         found = [*self._parameters(), *self._tensor_parallel(), *self._context()]
-        return [*found, *self._experts()]
+        found += self._experts()
+        if not self.layout.schedule:
+            found += self._sums()
+        return found
 
     def of_step(self) -> list[Transfer]:
         """The collectives that a step has once."""
         stage = self.layout.zero_stage
+        found = self._sums() if self.layout.schedule else []
         if stage not in (1, 2) or "dp" not in self.sizes:
-            return []
+            return found
         nbytes = sum(
             each.size * each.itemsize / self.device.shards(each)
             for each in self.work.parameters
             if each.is_trained
         )
-        return [Transfer(("dp",), "all-gather", nbytes, 1, False)]
+        return [*found, Transfer(("dp",), "all-gather", nbytes, 1, False)]
 
     def of_tick(self) -> list[Transfer]:
         """What one stage of a pipeline sends on, and back, in each tick."""
@@ -120,23 +125,39 @@ class Communication:
         yield Transfer(tuple(axes), "all-gather", nbytes, times * calls, True)
 
     def _reductions(self, each: Parameter) -> Iterator[Transfer]:
-        over = self._sharded_over(each)
-        scattered = [axis for axis in over if axis == "fsdp"]
+        """Of a gradient, over the axes that its parameter is split over."""
+        if axes := self._scattered(each):
+            calls, local = self._gradient(each)
+            times = calls / self.sync_every
+            yield Transfer(axes, "reduce-scatter", local * _F32, times, True)
+
+    def _sums(self) -> list[Transfer]:
+        """All-reduces of gradients over the axes along which parameters are copied.
+
+        A pipeline has them once in each step.
+        """
+        found = []
+        for each in self.work.parameters:
+            over = {*self._sharded_over(each), *self._scattered(each)}
+            axes = tuple(a for a in self.sizes if a in _DATA_AXES and a not in over)
+            if each.is_trained and axes:
+                calls, local = self._gradient(each)
+                nbytes = local * _F32 / self._size(self._scattered(each))
+                times = calls / self.sync_every
+                found.append(Transfer(axes, "all-reduce", nbytes, times, True))
+        return found
+
+    def _scattered(self, each: Parameter) -> tuple[str, ...]:
+        axes = [axis for axis in self._sharded_over(each) if axis == "fsdp"]
         if self.layout.zero_stage >= 2 and "dp" in self.sizes:
-            scattered.append("dp")
-        summed = [
-            axis
-            for axis in self.sizes
-            if axis in _DATA_AXES and axis not in over and axis not in scattered
-        ]
+            axes.append("dp")
+        return tuple(axes)
+
+    def _gradient(self, each: Parameter) -> tuple[float, float]:
+        """Parts of a gradient that come one after the other, and scalars of each."""
         calls = self.work.num_layers if each.is_layered else 1
-        local = each.size / self.device.shards(each, without=tuple(scattered)) / calls
-        if scattered:
-            axes = tuple(scattered)
-            yield Transfer(axes, "reduce-scatter", local * _F32, calls, True)
-            local /= self._size(axes)
-        if summed:
-            yield Transfer(tuple(summed), "all-reduce", local * _F32, calls, True)
+        without = self._scattered(each)
+        return calls, each.size / self.device.shards(each, without=without) / calls
 
     def _size(self, axes: tuple[str, ...]) -> int:
         result = 1

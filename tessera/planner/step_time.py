@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from tessera.compiler.pipelining.named_schedules import schedule
-from tessera.compiler.pipelining.schedule_table import Schedule
+from tessera.compiler.pipelining.schedule_table import Kind, Schedule
 from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.models.staged_model import StagedModel
@@ -105,7 +105,8 @@ class _Prediction:
         self.model, self.layout = model, layout
         self.machine = model.target.machine
         self.device, self.built = model.device_work(layout)
-        self.comms = Communication(self.device, layout)
+        sync = model.config.training.sync_gradients_every
+        self.comms = Communication(self.device, layout, sync)
         self.compute: Compute = self.device.compute(
             layout.micro_batch_size, str(layout.remat)
         )
@@ -114,7 +115,7 @@ class _Prediction:
         layout, machine = self.layout, self.machine
         zero = layout.sizes.get("dp", 1)
         update = self.device.optimizer_seconds(zero if layout.zero_stage else 1)
-        once = sum(self.model.seconds(layout, each) for each in self.comms.of_step())
+        once = self._exposed(self.comms.of_step(), self.compute.total)
         if layout.schedule:
             compute, exposed, bubble = self._pipelined()
         else:
@@ -165,12 +166,9 @@ class _Prediction:
         weight = np.zeros(table.stages)
         if table.splits_backward:  # W runs the forward pass again, as B does
             weight = backward = (backward + forward) / 2
-        prices = {"F": forward, "B": backward, "W": weight}
-        costs = sum(
-            (table.table(kind)[..., 0] >= 0) * price / table.chunks
-            for kind, price in prices.items()
-        )
-        time = float(np.max(costs, axis=1).sum())
+        prices: dict[Kind, Any] = {"F": forward, "B": backward, "W": weight}
+        costs = [(table.table(kind)[..., 0] >= 0) * prices[kind] for kind in prices]
+        time = float(np.sum(costs, axis=0).max(axis=1).sum()) / table.chunks
         work = layout.microbatches * compute.total / table.stages
         layers = compute.layers_forward + compute.layers_backward
         micro = self._exposed(self.comms.of_microbatch(), layers)
