@@ -7,20 +7,26 @@
 Layouts are measured in turns, several rounds of each, and the fastest round counts.
 """
 
-import argparse
 import os
+import statistics
 import time
-from typing import Any
 
 os.environ.setdefault("PJRT_NPROC", "32")
 
 import jax
+import report
+from planner_published import spearman
 
 from tessera.config_files import configs_dir
 from tessera.mesh import Mesh
+from tessera.planner.layout import Layout
+from tessera.planner.step_time import StepModel
 from tessera.runtime.devices import prepare_devices
+from tessera.targets.target import Target
+from tessera.training.batch_sizes import with_batch_sizes
 from tessera.training.build_run import Run
 from tessera.training.command_line import compose
+from tessera.training.config import Config
 from tessera.training.train_state import init_state
 
 COMMON = ("data=synthetic", "training.global_batch_size=64", "training.seed=0")
@@ -53,13 +59,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Layout:
+class Compiled:
     """One layout, compiled, with a state that its steps replace."""
 
     def __init__(self, overrides: tuple[str, ...]) -> None:
-        mesh_shape, *others = overrides
-        words = [*COMMON, f"model.mesh_shape={mesh_shape}", *others]
-        settings = compose(words, configs_dir()).config
+        settings = settings_of(overrides)
         self.run = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
         config = self.run.step_config
         self.state = init_state(
@@ -85,27 +89,68 @@ class Layout:
         jax.block_until_ready(metrics)
 
 
-def measure(rounds: int, steps: int) -> dict[str, float]:
-    """Seconds of a step of each layout."""
-    prepare_devices(8, "cpu")
+def settings_of(overrides: tuple[str, ...]) -> Config:
+    """The settings of a layout."""
+    mesh_shape, *others = overrides
+    words = [*COMMON, f"model.mesh_shape={mesh_shape}", *others]
+    return compose(words, configs_dir()).config
+
+
+def measured(rounds: int, steps: int) -> dict[str, list[float]]:
+    """Milliseconds of a step of each layout, in each round."""
     spent: dict[str, list[float]] = {name: [] for name in LAYOUTS}
-    layouts: dict[str, Any] = {}
-    for name, overrides in LAYOUTS.items():
-        layouts[name] = Layout(overrides)
-        layouts[name].step()
+    layouts = {name: Compiled(overrides) for name, overrides in LAYOUTS.items()}
+    for layout in layouts.values():
+        layout.step()
     for _ in range(rounds):
         for name, layout in layouts.items():
             start = time.perf_counter()
             for _ in range(steps):
                 layout.step()
-            spent[name].append((time.perf_counter() - start) / steps)
-    return {name: min(each) for name, each in spent.items()}
+            spent[name].append(1e3 * (time.perf_counter() - start) / steps)
+    return spent
+
+
+def predicted(target: Target) -> dict[str, float]:
+    """Milliseconds of a step of each layout, by the planner's model."""
+    model, found = None, {}
+    for name, overrides in LAYOUTS.items():
+        settings = settings_of(overrides)
+        sizes, axes = settings.model.mesh_shape
+        settings = with_batch_sizes(settings, dict(zip(axes, sizes, strict=True)))
+        model = model or StepModel.of(settings, target)
+        found[name] = 1e3 * model.predict(Layout.of(settings)).seconds
+    return found
+
+
+def main() -> None:
+    """Measure, predict, compare."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--target", required=True, help="such as laptop.yaml:8")
+    options = parser.parse_args()
+    prepare_devices(8, "cpu")
+    guesses = predicted(Target.parse(options.target))
+    spent = measured(rounds=2 if options.quick else 7, steps=3)
+    best = {name: min(each) for name, each in spent.items()}
+    rows = [
+        {
+            "layout": name,
+            "measured ms": round(best[name], 1),
+            "median ms": round(statistics.median(spent[name]), 1),
+            "predicted ms": round(guesses[name], 1),
+            "ratio": round(guesses[name] / best[name], 2),
+        }
+        for name in sorted(best, key=lambda name: best[name])
+    ]
+    choice = min(guesses, key=lambda name: guesses[name])
+    summary = {
+        "layouts": len(rows),
+        "Spearman": round(spearman([*best.values()], [*guesses.values()]), 3),
+        "the planner's choice": choice,
+        "its measured time over the best": round(best[choice] / min(best.values()), 3),
+    }
+    report.show_all({"Steps of tiny": rows, "Summary": [summary]}, options.json)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3)
-    options = parser.parse_args()
-    for name, seconds in measure(options.rounds, options.steps).items():
-        print(f"{name:24} {1e3 * seconds:8.1f} ms")
+    main()

@@ -10,14 +10,15 @@ again. The rates of a device are those of its file in ``configs/target``, the sa
 all rows.
 """
 
-import argparse
 import os
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import report
 
 from tessera.config_files import configs_dir
 from tessera.planner.layout import Layout
@@ -28,6 +29,7 @@ from tessera.targets.target import Target
 from tessera.training.command_line import compose
 
 _BF16: Final = 2
+_KEYS: Final = ("published tokens/s/device", "predicted")
 
 
 @dataclass(frozen=True)
@@ -185,15 +187,13 @@ _GPT = {
     "310.1B": Model(96, 16384, 128, 128, 128, 65536, 51200, False, True),
     "1008B": Model(128, 25600, 160, 160, 160, 102400, 51200, False, True),
 }
-_LLAMA = {
-    "2 13B": Model(40, 5120, 40, 40, 128, 13824, 32000),
-    "2 70B": Model(80, 8192, 64, 8, 128, 28672, 32000),
-    "3 8B": Model(32, 4096, 32, 8, 128, 14336, 128256),
-    "3 70B": Model(80, 8192, 64, 8, 128, 28672, 128256),
-    "3 405B": Model(126, 16384, 128, 8, 128, 53248, 128256),
-}
-# MaxText's sizes by global_parameter_scale.
-_MAXTEXT = {
+_MODELS = {
+    "Llama 2 13B": Model(40, 5120, 40, 40, 128, 13824, 32000),
+    "Llama 2 70B": Model(80, 8192, 64, 8, 128, 28672, 32000),
+    "Llama 3 8B": Model(32, 4096, 32, 8, 128, 14336, 128256),
+    "Llama 3 70B": Model(80, 8192, 64, 8, 128, 28672, 128256),
+    "Llama 3 405B": Model(126, 16384, 128, 8, 128, 53248, 128256),
+    # MaxText's sizes by global_parameter_scale.
     "16B": Model(32, 4096, 64, 64, 128, 28672, 32000),
     "32B": Model(32, 8192, 64, 64, 128, 28672, 32000),
     "64B": Model(64, 8192, 64, 64, 128, 28672, 32000),
@@ -204,8 +204,8 @@ _MAXTEXT = {
 
 def _gpt_tokens(model: Model, tflops: float) -> float:
     """Tokens/s of a device, from TFLOP/s that count recomputation, as table 1 does."""
-    s, l, h, v = 2048, model.layers, model.d_model, model.vocab
-    per_token = 96 * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
+    width, rest = model.d_model, model.vocab / (16 * model.layers * model.d_model)
+    per_token = 96 * model.layers * width**2 * (1 + 2048 / (6 * width) + rest)
     return 1e12 * tflops / per_token
 
 
@@ -223,32 +223,32 @@ def _megatron(
     axes = (("pp", pp), ("dp", gpus // tp // pp), ("tp", tp))
     mesh = tuple(axis for axis in axes if axis[1] > 1 or axis[0] == "dp")
     chunks = model.layers // pp // virtual if virtual else 1
+    # Its recomputation of every layer is what any stage of Tessera's pipelines does.
+    remat = "full" if pp == 1 else "none"
     return Run(
         f"GPT {name}", f"a100:{gpus // 8}x8", model, mesh, 2048, micro, batch,
-        "full", _gpt_tokens(model, tflops), fused=False, chunks=chunks,
+        remat, _gpt_tokens(model, tflops), fused=False, chunks=chunks,
     )  # fmt: skip
 
 
 def _fsdp(
     name: str, target: str, fsdp: int, tp: int, sequence: int, local: int, remat: str,
-    published: float, *, models: dict[str, Model] = _LLAMA,
+    published: float,
 ) -> Run:  # fmt: skip
     mesh = (("fsdp", fsdp), *((("tp", tp),) if tp > 1 else ()))
-    model = models[name]
-    prefix = "Llama " if models is _LLAMA else ""
-    label = f"{prefix}{name}, fsdp {fsdp}" + f", tp {tp}" * (tp > 1)
+    label = f"{name}, fsdp {fsdp}" + f", tp {tp}" * (tp > 1)
     return Run(
-        f"{label}, {remat}", target, model, mesh, sequence, local, local * fsdp,
-        remat, published,
+        f"{label}, {remat}", target, _MODELS[name], mesh, sequence, local,
+        local * fsdp, remat, published,
     )  # fmt: skip
 
 
 def _maxtext(
     name: str, target: str, fsdp: int, tp: int, local: float, remat: str, tflops: float
 ) -> Run:
-    tokens = _dense_tokens(_MAXTEXT[name], tflops, 2048)
+    tokens = _dense_tokens(_MODELS[name], tflops, 2048)
     batch = round(local * tp)
-    return _fsdp(name, target, fsdp, tp, 2048, batch, remat, tokens, models=_MAXTEXT)
+    return _fsdp(name, target, fsdp, tp, 2048, batch, remat, tokens)
 
 
 def tables() -> dict[str, tuple[Run, ...]]:
@@ -264,18 +264,18 @@ def tables() -> dict[str, tuple[Run, ...]]:
             _megatron("1008B", 8, 64, 3072, 1, 3072, 1, 163),
         ),
         "torchtitan, docs/performance.md of 2024 (A100)": (
-            _fsdp("3 8B", a100, 64, 1, 8192, 1, "dots", 2973),
-            _fsdp("3 8B", a100, 64, 1, 8192, 1, "half", 2904),
-            _fsdp("3 70B", a100, 64, 1, 8192, 1, "full", 331),
-            _fsdp("2 13B", a100, 64, 1, 4096, 2, "none", 2162),
-            _fsdp("2 13B", a100, 64, 1, 4096, 2, "half", 1914),
-            _fsdp("2 70B", a100, 64, 1, 4096, 2, "full", 353),
+            _fsdp("Llama 3 8B", a100, 64, 1, 8192, 1, "dots", 2973),
+            _fsdp("Llama 3 8B", a100, 64, 1, 8192, 1, "half", 2904),
+            _fsdp("Llama 3 70B", a100, 64, 1, 8192, 1, "full", 331),
+            _fsdp("Llama 2 13B", a100, 64, 1, 4096, 2, "none", 2162),
+            _fsdp("Llama 2 13B", a100, 64, 1, 4096, 2, "half", 1914),
+            _fsdp("Llama 2 70B", a100, 64, 1, 4096, 2, "full", 353),
         ),
         "torchtitan, benchmarks/llama3_h100_202412 (H100, 500 W)": (
-            _fsdp("3 8B", "h100_500w:1x8", 8, 1, 8192, 2, "half", 6667),
-            _fsdp("3 8B", "h100_500w:16x8", 128, 1, 8192, 2, "half", 6514),
-            _fsdp("3 70B", "h100_500w:32x8", 32, 8, 8192, 16, "full", 597),
-            _fsdp("3 405B", "h100_500w:16x8", 16, 8, 8192, 2, "full", 109),
+            _fsdp("Llama 3 8B", "h100_500w:1x8", 8, 1, 8192, 2, "half", 6667),
+            _fsdp("Llama 3 8B", "h100_500w:16x8", 128, 1, 8192, 2, "half", 6514),
+            _fsdp("Llama 3 70B", "h100_500w:32x8", 32, 8, 8192, 16, "full", 597),
+            _fsdp("Llama 3 405B", "h100_500w:16x8", 16, 8, 8192, 2, "full", 109),
         ),
         "MaxText, configs/v5e (v5e-256)": (
             _maxtext("16B", v5e, 256, 1, 6, "full", 120),
@@ -290,9 +290,9 @@ def tables() -> dict[str, tuple[Run, ...]]:
             _maxtext("256B", "v5p:8x8x8", 64, 8, 1, "dots", 316),
         ),
         "MaxText, docs/reference/models/tiering.md (v5p-512, v6e-256)": (
-            _fsdp("2 70B", "v5p:8x8x8", 512, 1, 4096, 4, "full", 692),
-            _fsdp("3 8B", "v6e:16x16", 256, 1, 8192, 4, "qkvo kept", 7207),
-            _fsdp("3 70B", "v6e:16x16", 256, 1, 8192, 5, "qkv kept", 960),
+            _fsdp("Llama 2 70B", "v5p:8x8x8", 512, 1, 4096, 4, "full", 692),
+            _fsdp("Llama 3 8B", "v6e:16x16", 256, 1, 8192, 4, "qkvo kept", 7207),
+            _fsdp("Llama 3 70B", "v6e:16x16", 256, 1, 8192, 5, "qkv kept", 960),
         ),
     }
 
@@ -336,30 +336,44 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [float(order.index(value)) for value in values]
 
 
-def lines() -> Iterator[str]:
-    """The tables, and what the errors come to."""
-    errors = []
-    for source, runs in tables().items():
-        yield f"\n{source}\n"
-        yield "| run | published tok/s | predicted | error | compute, exposed, bubble, overhead % |"
-        yield "| --- | ---: | ---: | ---: | --- |"
-        found = [(run, *predicted(run)) for run in runs]
-        for run, tokens, shares in found:
-            error = tokens / run.published - 1
-            errors.append(abs(error))
-            yield (
-                f"| {run.name} | {run.published:,.0f} | {tokens:,.0f} "
-                f"| {100 * error:+.1f} % | {shares} |"
-            )
-        ranks = spearman([run.published for run, *_ in found], [t for _, t, _ in found])
-        yield f"\nSpearman {ranks:.2f}"
-    yield (
-        f"\n{len(errors)} rows: median absolute error "
-        f"{100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %"
-    )
+def rows_of(runs: Sequence[Run]) -> list[report.Row]:
+    """The rows of one table."""
+    rows = []
+    for run in runs:
+        tokens, shares = predicted(run)
+        rows.append(
+            {
+                "run": run.name,
+                "published tokens/s/device": round(run.published, 1),
+                "predicted": round(tokens, 1),
+                "error %": round(100 * (tokens / run.published - 1), 1),
+                "compute, exposed, bubble, overhead %": shares,
+            }
+        )
+    return rows
+
+
+def summary(found: dict[str, list[report.Row]]) -> list[report.Row]:
+    """The order within each table, and the errors of all rows."""
+    rows = []
+    for title, each in found.items():
+        ranks = spearman(*([row[key] for row in each] for key in _KEYS))
+        rows.append(_summary_row(title, each) | {"Spearman": round(ranks, 2)})
+    every = [row for each in found.values() for row in each]
+    return [*rows, _summary_row("all", every) | {"Spearman": ""}]
+
+
+def _summary_row(title: str, rows: Sequence[report.Row]) -> report.Row:
+    errors = [abs(row["error %"]) for row in rows]
+    return {
+        "table": title,
+        "rows": len(rows),
+        "median error %": round(statistics.median(errors), 1),
+        "worst error %": max(errors),
+    }
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    for line in lines():
-        print(line)
+    options = report.arguments(__doc__)
+    found = {title: rows_of(runs) for title, runs in tables().items()}
+    report.show_all({**found, "Summary": summary(found)}, options.json)

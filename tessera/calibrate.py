@@ -40,6 +40,7 @@ def _calibrate(path: Path, cpu_devices: int | None) -> str:
     from tessera.runtime.devices import prepare_devices
 
     prepare_devices(cpu_devices or 1, "cpu" if cpu_devices else "auto")
+    from tessera.analysis.cost import format_seconds
     from tessera.analysis.flops import format_flops
     from tessera.analysis.memory import format_bytes
     from tessera.planner.calibration import calibrated, measure, write
@@ -54,16 +55,19 @@ def _calibrate(path: Path, cpu_devices: int | None) -> str:
             fix="name a file in a folder that has room for it",
         ) from error
     lines = [f"{path}: {found.sources['flops']}"]
-    for dtype, rate in found.flops.items():
-        share = found.efficiency["matmul"]
-        lines.append(f"  matmuls in {dtype}: {format_flops(rate * share)} FLOP/s")
+    for kind, rate in found.flops.items():
+        share = 1.0 if kind == "elementwise" else found.efficiency["matmul"]
+        name = kind if kind == "elementwise" else f"matmuls in {kind}"
+        lines.append(f"  {name}: {format_flops(rate * share)} FLOP/s")
     lines.append(f"  memory: {format_bytes(found.memory_bandwidth)}/s")
     for link in found.links:
-        lines.append(
-            f"  {link.name}: {format_bytes(link.rate)}/s, {1e6 * link.latency:.1f} µs"
-        )
+        rate, latency = format_bytes(link.rate), format_seconds(link.latency)
+        lines.append(f"  link {link.name}: {rate}/s, {latency} for a message")
     for name, seconds in found.overhead.items():
-        lines.append(f"  each {name}: {1e6 * seconds:.1f} µs")
+        spent, each = seconds, f"each {name}"
+        if name == "allocation":
+            spent, each = seconds * 2**30, "allocation of a GiB"
+        lines.append(f"  {each}: {format_seconds(spent)}")
     return "\n".join(lines)
 
 

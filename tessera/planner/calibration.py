@@ -20,6 +20,7 @@ import yaml
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from tessera.analysis.flops import count
 from tessera.mesh import Mesh
 from tessera.targets.machine import Machine, machine, machine_of_kind
 
@@ -30,6 +31,9 @@ _LARGEST_MATMUL: Final = 8192
 _ARRAY_BYTES: Final = {"cpu": 2**24}
 _LARGEST_ARRAY: Final = 2**30
 _SMALL_BYTES: Final = 1024
+_CACHED_BYTES: Final = 2**22
+# In all iterations, glibc holds back less than the first and returns the second.
+_KEPT_BLOCKS: Final = (2**20, 2**22)
 _ITERATIONS: Final = 16
 
 
@@ -40,6 +44,8 @@ class Rates:
     Attributes:
       flops: FLOP/s of matmuls by dtype.
       memory_bandwidth: Bytes/s of an elementwise operation, reads and writes.
+      elementwise: Operations per second beside matmuls, such as those of a gelu.
+      allocation: Seconds of a byte of temporary memory; 0 where it is there already.
       operation: Seconds of an operation without work.
       step: Seconds of a program without work.
       levels: For each level of links, innermost first: its name, how many devices it
@@ -48,6 +54,8 @@ class Rates:
 
     flops: Mapping[str, float]
     memory_bandwidth: float
+    elementwise: float
+    allocation: float
     operation: float
     step: float
     levels: Sequence[tuple[str, int, float, float]]
@@ -75,6 +83,8 @@ def measure(devices: Sequence[jax.Device] | None = None) -> Rates:
             for dtype in ("bfloat16", "float32")
         },
         memory_bandwidth=2 * large / _seconds(mesh, _sweeps, (large // 4,), "float32"),
+        elementwise=_elementwise_rate(mesh),
+        allocation=_allocation_seconds(mesh) if platform == "cpu" else 0.0,
         operation=_seconds(mesh, _matmuls, (8, 8), "float32"),
         step=_dispatch_seconds(mesh),
         levels=levels,
@@ -97,7 +107,9 @@ def calibrated(rates: Rates, name: str) -> Machine:
     source += f"{jax.device_count()} devices: {device.device_kind}"
     is_cpu = known.compiler == "cpu"
     peak = known.flops["bfloat16"]
-    flops = rates.flops if is_cpu else known.flops
+    flops = {**rates.flops, "elementwise": rates.elementwise}
+    if not is_cpu:
+        flops = known.flops
     links = [
         replace(
             known.links[min(level, len(known.links) - 1)],
@@ -114,7 +126,11 @@ def calibrated(rates: Rates, name: str) -> Machine:
         if is_cpu
         else min(1.0, rates.memory_bandwidth / known.memory_bandwidth),
     }
-    overhead = {"operation": rates.operation, "step": rates.step}
+    overhead = {
+        "operation": rates.operation,
+        "step": rates.step,
+        "allocation": rates.allocation,
+    }
     figures = ("flops", "memory_bandwidth", "links", "efficiency", "overhead")
     return replace(
         known,
@@ -182,6 +198,41 @@ def _sweeps(x: jax.Array) -> jax.Array:
     return lax.scan(sweep, x, length=_ITERATIONS)[0]
 
 
+def _gelus(x: jax.Array) -> jax.Array:
+    """Elementwise operations on a block that a cache holds."""
+
+    def gelu(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jax.nn.gelu(carry) + 0.5, None
+
+    return lax.scan(gelu, x, length=_ITERATIONS)[0]
+
+
+def _elementwise_rate(mesh: Mesh) -> float:
+    block = (_CACHED_BYTES // 4,)
+    program = jax.make_jaxpr(_gelus)(jax.ShapeDtypeStruct(block, jnp.float32))
+    return count(program).other / _ITERATIONS / _seconds(mesh, _gelus, block, "float32")
+
+
+def _kept(x: jax.Array) -> jax.Array:
+    """Results that are all kept until a second loop reads them in reverse."""
+
+    def write(carry: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        carry = carry * 1.000001
+        return carry, carry
+
+    def read(carry: jax.Array, kept: jax.Array) -> tuple[jax.Array, None]:
+        return carry + kept, None
+
+    last, kept = lax.scan(write, x, length=_ITERATIONS)
+    return lax.scan(read, last, kept, reverse=True)[0]
+
+
+def _allocation_seconds(mesh: Mesh) -> float:
+    """Seconds of a byte of temporary memory, of more than an allocator holds back."""
+    few, many = (_seconds(mesh, _kept, (n // 4,), "float32") for n in _KEPT_BLOCKS)
+    return max(many - few, 0.0) / (_KEPT_BLOCKS[1] - _KEPT_BLOCKS[0])
+
+
 def _reductions(x: jax.Array, axis: str) -> jax.Array:
     """All-reduces of a block over one axis, one after the other."""
 
@@ -224,7 +275,7 @@ def _seconds(
 def _dispatch_seconds(mesh: Mesh) -> float:
     sharding = jax.sharding.NamedSharding(mesh.jax, PartitionSpec(mesh.axes))
     x = jax.device_put(jnp.ones((mesh.size,)), sharding)
-    return _fastest(jax.jit(lambda x: x + 1), x)
+    return _fastest(jax.jit(jnp.negative), x)
 
 
 def _fastest(function: Callable[[Any], Any], x: Any) -> float:

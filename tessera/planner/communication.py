@@ -33,6 +33,7 @@ class Transfer:
       nbytes: As ``link_times.collective_seconds`` takes them.
       times: Calls in what it is listed for: a microbatch, or a step.
       hides: Whether computation that does not wait for it can run at the same time.
+      in_layers: Whether layers have it, and not what is before and after them.
     """
 
     axes: tuple[str, ...]
@@ -40,6 +41,7 @@ class Transfer:
     nbytes: float
     times: float
     hides: bool
+    in_layers: bool = True
 
 
 class Communication:
@@ -116,20 +118,40 @@ class Communication:
         if not axes:
             return
         item = _F32 if each.path in self._looked_up else self._item
-        local = each.size / self.device.shards(each, without=tuple(axes))
-        times = 1.0
-        if each.is_layered:
-            times = 2.0 + again
         calls = self.work.num_layers if each.is_layered else 1
-        nbytes = local * item / calls
-        yield Transfer(tuple(axes), "all-gather", nbytes, times * calls, True)
+        local = each.size / self.device.shards(each, without=tuple(axes))
+        # The backward pass of a pipeline's stage begins with its forward pass.
+        passes = 3.0 if self.layout.schedule else 2.0
+        if each.is_layered:
+            passes += again
+        elif not self.layout.schedule:
+            passes = 1.0  # the logits keep it for the backward pass
+        yield Transfer(
+            tuple(axes),
+            "all-gather",
+            local * item / calls,
+            passes * calls,
+            hides=True,
+            in_layers=each.is_layered,
+        )
 
     def _reductions(self, each: Parameter) -> Iterator[Transfer]:
         """Of a gradient, over the axes that its parameter is split over."""
-        if axes := self._scattered(each):
-            calls, local = self._gradient(each)
-            times = calls / self.sync_every
-            yield Transfer(axes, "reduce-scatter", local * _F32, times, True)
+        axes = self._scattered(each)
+        if not axes:
+            return
+        calls, local = self._gradient(each)
+        times = calls / self.sync_every
+        kind = "reduce-scatter" if each.is_layered or self._is_single else "all-reduce"
+        yield Transfer(axes, kind, local * _F32, times, True, each.is_layered)
+
+    @property
+    def _is_single(self) -> bool:
+        """Whether gradients are those of one microbatch on whole sequences.
+
+        Otherwise that of the embedding is summed whole before each device takes a part.
+        """
+        return self.layout.microbatches == 1 and "cp" not in self.sizes
 
     def _sums(self) -> list[Transfer]:
         """All-reduces of gradients over the axes along which parameters are copied.
@@ -144,7 +166,9 @@ class Communication:
                 calls, local = self._gradient(each)
                 nbytes = local * _F32 / self._size(self._scattered(each))
                 times = calls / self.sync_every
-                found.append(Transfer(axes, "all-reduce", nbytes, times, True))
+                found.append(
+                    Transfer(axes, "all-reduce", nbytes, times, True, each.is_layered)
+                )
         return found
 
     def _scattered(self, each: Parameter) -> tuple[str, ...]:
@@ -169,27 +193,28 @@ class Communication:
         if "tp" not in self.sizes:
             return
         share = self._tokens / self.work.sequence_length
-        again = 1 + self.work.recomputed[str(self.layout.remat)].products
-        inputs: dict[int, tuple[float, float]] = {}
+        passes = 1 + self.work.recomputed[str(self.layout.remat)].products
+        passes += bool(self.layout.schedule)
+        inputs: dict[int, Transfer] = {}
         for each in self.work.products:
-            rows = each.rows * share
-            is_layered = each.path in self._layered
+            rows, layered = each.rows * share, each.path in self._layered
+            result, times = rows * each.outer * each.itemsize, each.times
             if self.device.split(each.inner_names) > 1:
-                nbytes = rows * each.outer * each.itemsize
-                times = each.times * (again if is_layered else 1)
-                yield Transfer(("tp",), "all-reduce", nbytes, times, False)
+                times *= passes if layered else 1
+                yield Transfer(("tp",), "all-reduce", result, times, False, layered)
             elif self.device.split(each.outer_names) > 1:
-                inputs[each.source] = rows * each.inner * _F32, each.times
+                nbytes = rows * each.inner * _F32
+                inputs[each.source] = Transfer(
+                    ("tp",), "all-reduce", nbytes, times, False, layered
+                )
             elif "kv_heads" in each.outer_names:
                 # Each device has the gradient of the copy that its queries used.
-                nbytes = rows * each.outer * _F32
-                yield Transfer(("tp",), "all-reduce", nbytes, each.times, False)
-        for nbytes, times in inputs.values():
-            yield Transfer(("tp",), "all-reduce", nbytes, times, False)
-        for each in self.work.lookups:
-            if self.device.split(each.names) > 1:
-                nbytes = each.nbytes * share
-                yield Transfer(("tp",), "all-reduce", nbytes, 1, False)
+                yield Transfer(("tp",), "all-reduce", result, times, False, layered)
+        yield from inputs.values()
+        for row in self.work.lookups:
+            if self.device.split(row.names) > 1:
+                nbytes = row.nbytes * share
+                yield Transfer(("tp",), "all-reduce", nbytes, 1, False, False)
 
     def _context(self) -> Iterator[Transfer]:
         """A ring sends the block of each device to all others, forward and backward."""

@@ -10,6 +10,7 @@ Source: Williams, Waterman and Patterson, Roofline, doi.org/10.1145/1498765.1498
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from tessera.models.partition_rules import Placement
@@ -97,12 +98,13 @@ class DeviceWork:
         between_layers = self._between(share, True)
         between_ends = self._between(share, False)
         starts = self.machine.overhead["operation"] * self.work.operations
-        forward = layers[0] + inner + between_layers + starts
+        kept = self.kept_bytes(sequences, policy) / self._memory_rate
+        forward = layers[0] + inner + between_layers + starts + kept
         recomputed = again.products * (layers[0] + between_layers + starts)
         if self.work.inner_flops:
             recomputed += inner * again.inner_flops / self.work.inner_flops
         backward = layers[1] + self.work.inner_backward * inner
-        backward += 2 * (between_layers + starts) + recomputed
+        backward += 2 * (between_layers + starts) + recomputed + kept
         return Compute(
             layers_forward=forward,
             layers_backward=backward,
@@ -154,20 +156,47 @@ class DeviceWork:
         The input of each matmul is written once and its result read once; norms and
         other reductions read what they reduce.
         """
-        nbytes, seen = 0.0, set()
+        local, _ = self._traffic(in_layers)
+        flops = 0.0
+        if in_layers:
+            local += self.work.reduced_bytes
+            flops = self.work.other_flops * self.copied_share
+        rate = self.machine.flops["elementwise"]
+        return share * max(local / self._memory_rate, flops / rate)
+
+    @cached_property
+    def copied_share(self) -> float:
+        """The share of the activations of layers that each device of ``tp`` has."""
+        local, whole = self._traffic(True)
+        return local / whole if whole else 1.0
+
+    def _traffic(self, in_layers: bool) -> tuple[float, float]:
+        """Bytes of operands and results of products of one sequence: local, global."""
+        local = whole = 0.0
+        seen = set()
         for product in self.work.products:
             if (product.path in self._layered) != in_layers:
                 continue
-            rows = product.times * product.rows * share
-            outer = product.outer / self.split(product.outer_names)
-            nbytes += rows * outer * product.itemsize
+            rows = product.times * product.rows
+            nbytes = rows * product.outer * product.itemsize
+            local += nbytes / self.split(product.outer_names)
+            whole += nbytes
             if product.source not in seen:
                 seen.add(product.source)
-                inner = product.inner / self.split(product.inner_names)
-                nbytes += rows * inner * self._itemsize
-        if in_layers:
-            nbytes += self.work.reduced_bytes * share
-        return nbytes / self._memory_rate
+                nbytes = rows * product.inner * self._itemsize
+                local += nbytes / self.split(product.inner_names)
+                whole += nbytes
+        return local, whole
+
+    def kept_bytes(self, sequences: int, policy: str) -> float:
+        """What one device keeps of a microbatch for its backward pass.
+
+        Args:
+          sequences: As for ``compute``.
+          policy: As for ``compute``.
+        """
+        share = sequences / self.place.size("context")
+        return self.work.recomputed[policy].kept_bytes * share * self.copied_share
 
     def optimizer_seconds(self, zero_shards: int) -> float:
         """Seconds of the update of the parameters.

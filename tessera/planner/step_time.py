@@ -124,11 +124,18 @@ class _Prediction:
             compute=compute + update,
             exposed=exposed + once,
             bubble=bubble,
-            overhead=machine.overhead["step"],
+            overhead=machine.overhead["step"] + self._allocation(),
             memory_bytes=0,
             flops=self.model.work.flops * layout.global_batch_size,
             limit=self._limit(compute, exposed, bubble),
         )
+
+    def _allocation(self) -> float:
+        """Seconds in which a CPU gets the pages of what a microbatch keeps."""
+        layout = self.layout
+        kept = self.device.kept_bytes(layout.micro_batch_size, str(layout.remat))
+        kept /= layout.sizes.get("pp", 1)  # a stage has its own layers alone
+        return kept * self.machine.overhead["allocation"]
 
     def _accumulated(self) -> tuple[float, float, float]:
         """Compute, exposed communication and bubble of microbatches in turn."""
@@ -154,27 +161,30 @@ class _Prediction:
     def _pipelined(self) -> tuple[float, float, float]:
         """The same for a pipeline, whose devices go in lock-step from tick to tick."""
         layout, compute = self.layout, self.compute
-        table: Schedule = self.model.schedule_of(
+        table = self.model.schedule_of(
             layout.schedule,
             layout.sizes["pp"],
             layout.microbatches,
             layout.chunks if layout.chunks > 1 else None,
         )
         shares, ends = self._stages(table)
-        forward = shares * compute.layers_forward + ends * compute.ends_forward
-        backward = shares * compute.layers_backward + ends * compute.ends_backward
-        weight = np.zeros(table.stages)
-        if table.splits_backward:  # W runs the forward pass again, as B does
-            weight = backward = (backward + forward) / 2
-        prices: dict[Kind, Any] = {"F": forward, "B": backward, "W": weight}
-        costs = [(table.table(kind)[..., 0] >= 0) * prices[kind] for kind in prices]
-        time = float(np.sum(costs, axis=0).max(axis=1).sum()) / table.chunks
-        work = layout.microbatches * compute.total / table.stages
+        transfers = self.comms.of_microbatch()
         layers = compute.layers_forward + compute.layers_backward
-        micro = self._exposed(self.comms.of_microbatch(), layers)
-        exposed = micro * float(shares.max()) * table.ticks / table.chunks
-        sent = sum(self._seconds(each) for each in self.comms.of_tick())
-        return work, exposed + sent * table.ticks, max(time - work, 0.0)
+        of_layers = [each for each in transfers if each.in_layers]
+        of_ends = [each for each in transfers if not each.in_layers]
+        sent = shares * self._exposed(of_layers, layers)
+        sent += ends * self._exposed(of_ends, compute.total - layers)
+        forward = shares * compute.layers_forward + ends * compute.ends_forward
+        # A backward pass begins with the forward pass of its stage.
+        backward = shares * compute.layers_backward + ends * compute.ends_backward
+        backward += forward
+        count, stages = layout.microbatches, table.stages
+        busy = _lockstep(table, forward, backward)
+        all_time = _lockstep(table, forward + sent / 3, backward + 2 * sent / 3)
+        passed_on = sum(self._seconds(each) for each in self.comms.of_tick())
+        work = count * float(np.sum(forward + backward)) / stages
+        exposed = all_time - busy + passed_on * table.ticks
+        return work, exposed, max(busy - work, 0.0)
 
     def _stages(self, table: Schedule) -> tuple[np.ndarray, np.ndarray]:
         """The share of each stage in the layers' time, and in that of the ends."""
@@ -209,3 +219,23 @@ class _Prediction:
         if layout.schedule:
             least /= layout.sizes["pp"]
         return "matmuls" if least > 0.4 * compute else "memory traffic"
+
+
+def _lockstep(table: Schedule, forward: np.ndarray, backward: np.ndarray) -> float:
+    """Seconds of a schedule in whose ticks all stages wait for the slowest.
+
+    Args:
+      table: The schedule.
+      forward: Seconds of the forward pass of each stage.
+      backward: The same for the backward pass, of which W has the half where it is
+        apart, after another forward pass.
+    """
+    prices: dict[Kind, np.ndarray] = {"F": forward, "B": backward}
+    if table.splits_backward:
+        prices = {
+            **prices,
+            "B": (backward + forward) / 2,
+            "W": (backward + forward) / 2,
+        }
+    costs = [(table.table(kind)[..., 0] >= 0) * prices[kind] for kind in prices]
+    return float(np.sum(costs, axis=0).max(axis=1).sum()) / table.chunks

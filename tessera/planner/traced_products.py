@@ -99,6 +99,9 @@ class Found:
       inner_bytes: What they read and write outside of kernels that keep it inside.
       total_flops: FLOPs of all matmuls.
       reduced_bytes: What reductions read, such as those of norms.
+      other_flops: Operations beside matmuls, one for each number.
+      stacked_bytes: Results of the steps of scans that are kept, such as what the
+        layers of a forward pass leave for the backward pass.
       operations: Matmuls, reductions, scans' steps: a count of what starts.
     """
 
@@ -108,6 +111,8 @@ class Found:
     inner_bytes: float = 0.0
     total_flops: float = 0.0
     reduced_bytes: float = 0.0
+    other_flops: float = 0.0
+    stacked_bytes: float = 0.0
     operations: float = 0.0
 
 
@@ -135,10 +140,11 @@ def find_products(program: _jax.Program, weights: Sequence[Weight | None]) -> Fo
       weights: What each of its inputs is, where it is a parameter.
 
     Returns:
-      Counts for one execution. A branch whose index is computed from constants counts
-      as often as it is taken; of others each branch counts equally.
+      Counts for one execution, without dead code. A branch whose index is computed
+      from constants counts as often as it is taken; of others each counts equally.
     """
     found = Found()
+    program = _jax.without_dead_code(program, keep_inputs=True)
     inputs = _jax.inputs(program)
     env: _Env = {
         var: weight for var, weight in zip(inputs, weights, strict=True) if weight
@@ -183,8 +189,10 @@ class _Walk:
             self._call(equation, [each for _, each in inner], operands, env, times)
         elif name.startswith(("reduce_", "argmax", "sort", "cum")):
             self.found.reduced_bytes += times * _nbytes(equation.invars[0])
+            self.found.other_flops += times * count_equation(equation).other
             self.found.operations += times
         else:
+            self.found.other_flops += times * count_equation(equation).other
             weights = [each for each in operands if isinstance(each, Weight)]
             if weights and (moved := _moved(equation, weights[0])):
                 env[equation.outvars[0]] = moved
@@ -285,6 +293,7 @@ class _Walk:
         for var, result in zip(
             equation.outvars[carries:], _jax.outputs(body)[carries:], strict=True
         ):
+            self.found.stacked_bytes += times * _nbytes(var)
             value = _value(result, inner)
             if isinstance(value, _Known) and value.per_step:
                 env[var] = _Known(value.value)

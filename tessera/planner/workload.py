@@ -13,7 +13,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from tessera import _jax, scope
+from tessera import scope
 from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.models.partition_rules import NO_MESH
@@ -62,15 +62,17 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What the backward pass computes again, for one sequence.
+    """What a backward pass computes again, for one sequence, and what is kept for it.
 
     Attributes:
       products: Share of the products of layers.
       inner_flops: FLOPs of products of activations.
+      kept_bytes: Results that layers keep from the forward pass.
     """
 
     products: float
     inner_flops: float
+    kept_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Workload:
       inner_bytes: What they read and write outside of kernels.
       inner_backward: Factor of these two in the backward pass.
       reduced_bytes: What norms and other reductions read in the forward pass.
+      other_flops: Operations beside matmuls in the forward pass.
       operations: Operations that start in the forward pass of a microbatch.
       recomputed: By policy of rematerialization.
       optimizer_bytes: What the optimizer reads and writes for each trained scalar.
@@ -103,6 +106,7 @@ class Workload:
     inner_bytes: float
     inner_backward: float
     reduced_bytes: float
+    other_flops: float
     operations: float
     recomputed: Mapping[str, Recomputed] = field(hash=False)
     optimizer_bytes: float = 28.0
@@ -135,12 +139,19 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
     parameters = tuple(_parameters(model))
     layered = {each.path for each in parameters if each.is_layered}
     in_layers = sum(p.flops for p in forward.products if p.path in layered)
+    gradients = sum(
+        each.size * each.itemsize
+        for each in parameters
+        if each.is_layered and each.is_trained
+    )
     recomputed = {}
     for policy in policies:
-        more = traced.backward(policy).total_flops - plain.total_flops
+        backward = traced.backward(policy)
+        more = backward.total_flops - plain.total_flops
+        kept = max(backward.stacked_bytes - gradients, 0.0)
         again = min(max(more, 0.0), forward.inner_flops)
         share = max(more - again, 0.0) / in_layers if in_layers else 0.0
-        recomputed[str(policy)] = Recomputed(min(share, 1.0), again)
+        recomputed[str(policy)] = Recomputed(min(share, 1.0), again, kept)
     return Workload(
         sequence_length=config.training.sequence_length,
         num_layers=_num_layers(parameters),
@@ -152,6 +163,7 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
         inner_bytes=forward.inner_bytes,
         inner_backward=inner / forward.inner_flops if forward.inner_flops else 0.0,
         reduced_bytes=forward.reduced_bytes,
+        other_flops=forward.other_flops,
         operations=forward.operations,
         recomputed=recomputed,
     )
@@ -196,7 +208,7 @@ class _Traced:
             Weight(path, names[path]) for path in named_leaves(params)
         ]
         weights += [None] * len(_BATCH)
-        return find_products(_jax.without_dead_code(closed, keep_inputs=True), weights)
+        return find_products(closed, weights)
 
 
 def _parameters(model: Model) -> list[Parameter]:

@@ -21,8 +21,8 @@ PLATFORMS: Final[Mapping[str, str]] = MappingProxyType(
 """Compilers of targets, and JAX's name of the platform that each compiles for."""
 
 _EFFICIENCIES: Final = ("matmul", "attention", "memory", "overlap")
-_OVERHEADS: Final = ("operation", "step")
-_DTYPES: Final = ("bfloat16", "float32")
+_OVERHEADS: Final = ("operation", "step", "allocation")
+_RATES: Final = ("bfloat16", "float32", "elementwise")
 # Names and switches, which have no source.
 _NO_FIGURES: Final = ("name", "compiler", "device_kinds", "topology", "chip_config")
 
@@ -62,11 +62,14 @@ class Machine:
       device_kinds: JAX's names of the device, ``jax.devices()[0].device_kind``.
       memory_bytes: Memory of one device.
       memory_bandwidth: Bytes/s between a device and its memory.
-      flops: Peak FLOP/s of dense matmuls, by dtype: ``bfloat16`` and ``float32``.
+      flops: Peak FLOP/s of dense matmuls, by dtype: ``bfloat16`` and ``float32``; and
+        of other operations, ``elementwise``.
       links: The levels of links, fastest first.
       efficiency: Shares of the peaks that good kernels reach on large operands:
-        ``matmul``, ``attention`` and ``memory``.
-      overhead: Seconds that each ``operation`` and each ``step`` takes beside its work.
+        ``matmul``, ``attention`` and ``memory``; and ``overlap``, the share of the time
+        of computation in which collectives run that nothing waits for.
+      overhead: Seconds that each ``operation`` and each ``step`` takes beside its work,
+        and each byte of temporary memory: its ``allocation``.
       devices_per_host: Devices of one host.
       compiler_config: For ``cuda12``: XLA's ``GpuTargetConfigProto`` in text form.
       topology: For ``tpu``: how libtpu calls it, such as ``v5e``.
@@ -212,15 +215,15 @@ def _figure_problems(values: Mapping[str, Any]) -> Iterator[str]:
         if key in values and not _is_positive(values[key]):
             yield f"{key} is a number above 0"
     for key, names in {
-        "flops": _DTYPES,
+        "flops": _RATES,
         "efficiency": _EFFICIENCIES,
         "overhead": _OVERHEADS,
     }.items():
         numbers = values.get(key, {})
         if not isinstance(numbers, dict) or set(numbers) != set(names):
             yield f"{key} has the keys {', '.join(names)}"
-        elif not all(map(_is_positive, numbers.values())):
-            yield f"{key} has numbers above 0"
+        elif not all(_is_rate(key, number) for number in numbers.values()):
+            yield f"{key} has numbers above 0" + ", or 0" * (key == "overhead")
         elif key == "efficiency" and max(numbers.values()) > 1:
             yield f"{key} has shares of 1"
     links = values.get("links", ())
@@ -241,3 +244,7 @@ def _figure_problems(values: Mapping[str, Any]) -> Iterator[str]:
 def _is_positive(value: object) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and cast(float, value) > 0
+
+
+def _is_rate(key: str, value: object) -> bool:
+    return _is_positive(value) or (key == "overhead" and value == 0)
