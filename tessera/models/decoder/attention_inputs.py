@@ -53,12 +53,15 @@ def layer_attention(
       ShardDivisibilityError: [T201] the devices of ``cp`` cannot share the sequence.
     """
     if place.arrangement is None:
-        return _whole_attention(config, length, segment_ids)
+        return _whole_attention(config, length, segment_ids, place)
     return _sharded_attention(config, length, segment_ids, place)
 
 
 def _whole_attention(
-    config: DecoderConfig, length: int, segment_ids: Int[Array, "batch seq"] | None
+    config: DecoderConfig,
+    length: int,
+    segment_ids: Int[Array, "batch seq"] | None,
+    place: Placement,
 ) -> LayerAttention:
     def attend(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, window: Any) -> Array:
         heads_first = (jnp.swapaxes(x, 1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
@@ -70,7 +73,7 @@ def _whole_attention(
             soft_cap=config.attention_soft_cap,
             segment_ids=segment_ids,
         )
-        return jnp.swapaxes(out_BHSK, 1, 2)
+        return place.constrain(jnp.swapaxes(out_BHSK, 1, 2), *HEADS)
 
     def select(is_global: Bool[Array, ""]) -> Attend:
         if config.window is None or config.window >= length:
