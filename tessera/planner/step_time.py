@@ -20,6 +20,7 @@ from tessera.models.staged_model import StagedModel
 from tessera.planner.communication import Communication, Transfer
 from tessera.planner.device_work import Compute, DeviceWork
 from tessera.planner.layout import Layout
+from tessera.planner.memory_model import MemoryEstimate, MemoryModel
 from tessera.planner.prediction import Prediction
 from tessera.planner.workload import Workload, workload
 from tessera.targets.device_layout import device_grid
@@ -42,6 +43,7 @@ class StepModel:
 
     def __init__(self, config: Config, work: Workload, target: Target) -> None:
         self.config, self.work, self.target = config, work, target
+        self._memory = MemoryModel(config, target.machine)
         self._on_sizes = cache(self._device_work)
         self._span_of = cache(self._span)
         self.schedule_of = cache(schedule)
@@ -63,12 +65,16 @@ class StepModel:
         return cls(config, workload(config, target, tuple(remat)), target)
 
     def predict(self, layout: Layout) -> Prediction:
-        """What a step takes, and where; its memory is left at 0.
+        """What a step takes, and where.
 
         Args:
           layout: A legal one: nothing is checked here.
         """
         return _Prediction(self, layout).prediction()
+
+    def memory(self, layout: Layout) -> MemoryEstimate:
+        """The memory of one device, by what takes it."""
+        return self._memory.estimate(*self.device_work(layout), layout)
 
     def device_work(self, layout: Layout) -> tuple[DeviceWork, Model]:
         """The part of the work that one device of a layout has."""
@@ -125,7 +131,7 @@ class _Prediction:
             exposed=exposed + once,
             bubble=bubble,
             overhead=machine.overhead["step"] + self._allocation(),
-            memory_bytes=0,
+            memory_bytes=round(self.model.memory(layout).total),
             flops=self.model.work.flops * layout.global_batch_size,
             limit=self._limit(compute, exposed, bubble),
         )

@@ -100,8 +100,8 @@ class Found:
       total_flops: FLOPs of all matmuls.
       reduced_bytes: What reductions read, such as those of norms.
       other_flops: Operations beside matmuls, one for each number.
-      stacked_bytes: Results of the steps of scans that are kept, such as what the
-        layers of a forward pass leave for the backward pass.
+      stacked_bytes: Results of the steps of outermost scans, such as what the layers of
+        a forward pass keep for the backward pass.
       operations: Matmuls, reductions, scans' steps: a count of what starts.
     """
 
@@ -158,6 +158,7 @@ class _Walk:
 
     def __init__(self, found: Found) -> None:
         self.found = found
+        self.scans = 0
 
     def program(self, program: _jax.Program, env: _Env, times: float) -> None:
         """Count what is in a program, and follow parameters through it."""
@@ -289,11 +290,14 @@ class _Walk:
             elif value.value.ndim == 1 and not value.per_step:
                 inner[var] = _Known(value.value, per_step=True)
         self.found.operations += times * length
+        self.scans += 1
         self.program(body, inner, times * length)
+        self.scans -= 1
         for var, result in zip(
             equation.outvars[carries:], _jax.outputs(body)[carries:], strict=True
         ):
-            self.found.stacked_bytes += times * _nbytes(var)
+            if not self.scans:
+                self.found.stacked_bytes += _nbytes(var)
             value = _value(result, inner)
             if isinstance(value, _Known) and value.per_step:
                 env[var] = _Known(value.value)

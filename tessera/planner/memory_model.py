@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MemoryModel``: predicts the memory of one device for a layout, without compiling.
+
+The state is exact: the parameters and the state of the optimizer by their declared
+layouts. The rest is the larger of two moments. While the loss is computed, everything
+that the backward pass needs is kept, the embedding is there in f32 and in 16 bits, and
+its gradient and some logits are added. While a layer is differentiated, so are the
+layer's own results and the gradients so far.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import jax
+from jax.sharding import PartitionSpec
+
+from tessera.analysis.memory import format_bytes
+from tessera.analysis.tables import aligned
+from tessera.models.model import Model
+from tessera.planner.device_work import DeviceWork
+from tessera.planner.layout import Layout
+from tessera.shard_spec import axes_of_dims
+from tessera.targets.machine import Machine
+from tessera.training.config import Config
+from tessera.training.optimizers import make_optimizer
+from tessera.training.train_state import abstract_state, state_specs
+
+MARGIN: Final = {"cpu": 1.5, "gpu": 1.25, "tpu": 1.6}
+"""By platform: how far below the memory of a device a prediction is to be called safe.
+
+benchmarks/planner_memory.py measures the errors that these bounds are above."""
+
+# Tokens whose logits a device computes at a time, where training.loss_chunk is auto.
+_AUTO_CHUNK: Final = 1024
+_F32: Final = 4
+# Copies of the embedding in f32 while the loss is computed: gathered, and its gradient;
+# TPUs have them in a second order of dims, too.
+_TABLES: Final = {"cpu": 2.0, "gpu": 2.0, "tpu": 3.0}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Predicted bytes of one device at the fullest moment of a step.
+
+    Attributes:
+      parameters: Stored parameters.
+      optimizer: The state of the optimizer, where it is on the device.
+      kept: Results of the forward pass that the backward pass needs.
+      gradients: Gradients of the parameters that the device stores.
+      working: What is computed at that moment: logits, or one layer.
+      tables: The embedding where it is gathered, and its gradient.
+    """
+
+    parameters: float
+    optimizer: float
+    kept: float
+    gradients: float
+    working: float
+    tables: float
+
+    @property
+    def state(self) -> float:
+        """Parameters and optimizer state, which are there between steps, too."""
+        return self.parameters + self.optimizer
+
+    @property
+    def total(self) -> float:
+        """Of all parts."""
+        work = self.kept + self.gradients + self.working + self.tables
+        return self.state + work
+
+    def as_text(self) -> str:
+        """One line for each part."""
+        rows = [[name, format_bytes(getattr(self, name))] for name in self.__slots__]
+        rows.append(["total", format_bytes(self.total)])
+        return aligned(["predicted memory per device", ""], rows, right=[""])
+
+
+def is_safe(nbytes: float, machine: Machine) -> bool:
+    """Whether a predicted number of bytes fits a device for all that is known."""
+    return nbytes * MARGIN[machine.platform] <= machine.memory_bytes
+
+
+class MemoryModel:
+    """Predicts the memory of the layouts of one run.
+
+    Args:
+      config: The settings of the run.
+      machine: The device.
+    """
+
+    def __init__(self, config: Config, machine: Machine) -> None:
+        self.config, self.machine = config, machine
+        self._optimizer = make_optimizer(
+            config.optimizer,
+            steps=config.training.steps,
+            clip_norm=config.training.clip_norm,
+            world_size=1,
+        )[0]
+        self._state = cache(self._state_bytes)
+
+    def estimate(
+        self, device: DeviceWork, model: Model, layout: Layout
+    ) -> MemoryEstimate:
+        """The memory of a layout.
+
+        Args:
+          device: The part of the work that one device has.
+          model: The model on the layout's mesh.
+          layout: The layout.
+        """
+        parameters, optimizer = self._state(device, model, layout.zero_stage)
+        # Offloaded moments come back to the device for the update, an array at a time.
+        largest = max(_local(device, each) for each in device.work.parameters)
+        moments = optimizer / parameters if parameters else 0.0
+        on_device = moments * largest if layout.offload else optimizer
+        parts = max(self._moments(device, layout), key=sum)
+        return MemoryEstimate(parameters, on_device, *parts)
+
+    def _state_bytes(
+        self, device: DeviceWork, model: Model, zero_stage: int
+    ) -> tuple[float, float]:
+        """Bytes of the parameters and of the optimizer's state on one device."""
+        mesh = device.place.mesh
+        assert mesh is not None
+        shapes = abstract_state(model, self._optimizer)
+        specs = state_specs(model, self._optimizer, mesh, zero_stage=zero_stage)
+
+        def nbytes(leaf: Any, spec: PartitionSpec) -> float:
+            axes = [a for dim in axes_of_dims(spec, len(leaf.shape)) for a in dim]
+            shards = math.prod(mesh.shape[axis] for axis in axes)
+            return math.prod(leaf.shape) * leaf.dtype.itemsize / shards
+
+        def total(leaves: Any, layouts: Any) -> float:
+            sizes = jax.tree.map(nbytes, leaves, layouts)
+            return float(sum(jax.tree.leaves(sizes)))
+
+        return (
+            total(shapes.params, specs.params),
+            total(shapes.optimizer, specs.optimizer),
+        )
+
+    def _moments(
+        self, device: DeviceWork, layout: Layout
+    ) -> tuple[tuple[float, float, float, float], ...]:
+        """Kept, gradients, working and tables: at the loss, and in a layer."""
+        work, sizes = device.work, layout.sizes
+        stages, policy = sizes.get("pp", 1), str(layout.remat)
+        kept = device.kept_bytes(layout.micro_batch_size, policy) / stages
+        whole = device.kept_bytes(layout.micro_batch_size, "none")
+        tables, weights, logits = self._ends(device, layout)
+        gathered = "fsdp" in sizes or stages > 1
+        split = sizes.get("dp", 1) if layout.zero_stage >= 2 else 1
+        gradients = sum(_local(device, each) for each in work.parameters) / split
+        sums = gradients if layout.microbatches > 1 else 0.0
+        if stages > 1:  # inputs of stages in flight, and the sums of a tick's gradients
+            inputs = whole and sum(each.nbytes for each in work.lookups)
+            share = layout.micro_batch_size / device.place.size("context")
+            kept += 2 * stages * inputs * share
+            sums += tables
+        in_flight = weights if policy == "none" and gathered and stages == 1 else 0.0
+        layer = whole / work.num_layers + 2 * weights / work.num_layers
+        if policy == "none":
+            layer /= 4  # its results are among what is kept
+        copies = _TABLES[self.machine.platform] - (0 if gathered else 1)
+        return (
+            (kept + in_flight, sums, logits + tables / 2, copies * tables),
+            (kept + in_flight, sums + gradients, layer, tables),
+        )
+
+    def _ends(self, device: DeviceWork, layout: Layout) -> tuple[float, float, float]:
+        """Bytes of gathered tables in f32, of all layers' weights, and of logits."""
+        over = ("fsdp", "pp")
+        tables = weights = 0.0
+        for each in device.work.parameters:
+            local = each.size / device.shards(each, without=over)
+            if each.is_layered:
+                weights += local * (2 if device.work.matmul_dtype != "float32" else 4)
+            else:
+                tables += local * _F32
+        tokens = layout.micro_batch_size * device.work.sequence_length
+        tokens /= device.place.size("context")
+        if layout.loss_chunk == "auto":
+            tokens = min(tokens, _AUTO_CHUNK)
+        elif layout.loss_chunk != "none":
+            tokens = min(tokens, int(layout.loss_chunk))
+        widths = [
+            each.outer / device.split(each.outer_names)
+            for each in device.work.products
+            if each.path not in device.work.layered()
+        ]
+        return tables, weights, tokens * max(widths, default=0.0) * _F32
+
+
+def _local(device: DeviceWork, parameter: Any) -> float:
+    """Bytes of a parameter's gradient on one device, in f32."""
+    return parameter.size * _F32 / device.shards(parameter)
