@@ -107,8 +107,7 @@ class Communication:
                 yield from self._reductions(each)
 
     def _sharded_over(self, each: Parameter) -> tuple[str, ...]:
-        place = self.device.place
-        axes = {axis for name in each.names if name for axis in place.axes(name)}
+        axes = self.device.axes(each.names)
         return tuple(axis for axis in self.sizes if axis in axes)
 
     def _gathers(self, each: Parameter, again: float) -> Iterator[Transfer]:

@@ -10,7 +10,7 @@ Source: Williams, Waterman and Patterson, Roofline, doi.org/10.1145/1498765.1498
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Final
 
 from tessera.models.partition_rules import Placement
@@ -67,22 +67,23 @@ class DeviceWork:
         self._attention_rate = peak * machine.efficiency["attention"]
         self._memory_rate = machine.memory_bandwidth * machine.efficiency["memory"]
         self._tile = _TILE[machine.platform]
+        self._sizes = {} if place.mesh is None else place.mesh.shape
+        self.split = cache(self._split)
+        self.shards = cache(self._shards)
 
-    def split(self, names: tuple[str | None, ...]) -> int:
+    def axes(self, names: tuple[str | None, ...]) -> list[str]:
+        """The axes that shard dims, by their logical names."""
+        return [axis for name in names if name for axis in self.place.axes(name)]
+
+    def _split(self, names: tuple[str | None, ...]) -> int:
         """Shards of a matmul's dims, by their logical names."""
-        mesh = self.place.mesh
-        if mesh is None:
-            return 1
-        axes = [axis for name in names if name for axis in self.place.axes(name)]
-        return math.prod(mesh.shape[axis] for axis in axes if axis in _SPLITS_MATMULS)
+        axes = self.axes(names)
+        return math.prod(self._sizes[axis] for axis in axes if axis in _SPLITS_MATMULS)
 
-    def shards(self, parameter: Parameter, *, without: tuple[str, ...] = ()) -> int:
+    def _shards(self, parameter: Parameter, *, without: tuple[str, ...] = ()) -> int:
         """Shards of a parameter on the mesh, but for those over some axes."""
-        mesh = self.place.mesh
-        if mesh is None:
-            return 1
-        axes = [a for name in parameter.names if name for a in self.place.axes(name)]
-        return math.prod(mesh.shape[axis] for axis in axes if axis not in without)
+        axes = self.axes(parameter.names)
+        return math.prod(self._sizes[axis] for axis in axes if axis not in without)
 
     def compute(self, sequences: int, policy: str) -> Compute:
         """Seconds of one microbatch.
@@ -159,7 +160,7 @@ class DeviceWork:
         local, _ = self._traffic(in_layers)
         flops = 0.0
         if in_layers:
-            local += self.work.reduced_bytes
+            local += self.work.reduced_bytes / self._residual_split
             flops = self.work.other_flops * self.copied_share
         rate = self.machine.flops["elementwise"]
         return share * max(local / self._memory_rate, flops / rate)
@@ -179,14 +180,23 @@ class DeviceWork:
                 continue
             rows = product.times * product.rows
             nbytes = rows * product.outer * product.itemsize
-            local += nbytes / self.split(product.outer_names)
+            local += nbytes / self._activation_split(product.outer_names)
             whole += nbytes
             if product.source not in seen:
                 seen.add(product.source)
                 nbytes = rows * product.inner * self._itemsize
-                local += nbytes / self.split(product.inner_names)
+                local += nbytes / self._activation_split(product.inner_names)
                 whole += nbytes
         return local, whole
+
+    def _activation_split(self, names: tuple[str | None, ...]) -> int:
+        """Shards of an activation over ``tp``, by the names of its last dims."""
+        return self._residual_split if "embed" in names else self.split(names)
+
+    @cached_property
+    def _residual_split(self) -> int:
+        """Shards of the residual stream over ``tp``, by sequence parallelism."""
+        return self.place.size("sequence") // self.place.size("context")
 
     def kept_bytes(self, sequences: int, policy: str) -> float:
         """What one device keeps of a microbatch for its backward pass.
@@ -196,7 +206,11 @@ class DeviceWork:
           policy: As for ``compute``.
         """
         share = sequences / self.place.size("context")
-        return self.work.recomputed[policy].kept_bytes * share * self.copied_share
+        again = self.work.recomputed[policy]
+        # Where all is computed again, the inputs of layers are all that is kept.
+        inputs = again.products / self._residual_split
+        split = inputs + (1 - again.products) * self.copied_share
+        return again.kept_bytes * share * split
 
     def optimizer_seconds(self, zero_shards: int) -> float:
         """Seconds of the update of the parameters.

@@ -24,6 +24,7 @@ class Layout:
       loss_chunk: As ``training.loss_chunk``.
       schedule: Of the pipeline, as ``training.pipeline_schedule``; None without ``pp``.
       chunks: Parts of the layers on each stage, as ``training.pipeline_chunks``.
+      sequence_parallel: As ``model.sequence_parallel``.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -35,6 +36,7 @@ class Layout:
     loss_chunk: int | str = "auto"
     schedule: str | None = None
     chunks: int = 1
+    sequence_parallel: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -68,7 +70,11 @@ class Layout:
             pipeline_schedule=self.schedule or config.training.pipeline_schedule,
             pipeline_chunks=self.chunks,
         )
-        model = replace(config.model, mesh_shape=(sizes, names))
+        model = replace(
+            config.model,
+            mesh_shape=(sizes, names),
+            sequence_parallel=self.sequence_parallel,
+        )
         return replace(config, model=model, training=training)
 
     @classmethod
@@ -87,6 +93,7 @@ class Layout:
             loss_chunk=training.loss_chunk,
             schedule=training.pipeline_schedule if is_pipeline else None,
             chunks=training.pipeline_chunks if is_pipeline else 1,
+            sequence_parallel=config.model.sequence_parallel,
         )
 
     def overrides(self) -> list[str]:
@@ -97,6 +104,8 @@ class Layout:
         sizes = ",".join(str(size) for _, size in self.mesh)
         names = ",".join(name for name, _ in self.mesh)
         yield f"model.mesh_shape=[[{sizes}],[{names}]]"
+        if self.sequence_parallel:
+            yield "model.sequence_parallel=true"
         yield f"training.micro_batch_size={self.micro_batch_size}"
         if isinstance(self.remat, str):
             yield f"training.remat={self.remat}"

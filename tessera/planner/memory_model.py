@@ -8,24 +8,22 @@ its gradient and some logits are added. While a layer is differentiated, so are 
 layer's own results and the gradients so far.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import jax
-from jax.sharding import PartitionSpec
+import jax.numpy as jnp
 
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned
 from tessera.models.model import Model
 from tessera.planner.device_work import DeviceWork
 from tessera.planner.layout import Layout
-from tessera.shard_spec import axes_of_dims
+from tessera.planner.workload import Parameter
 from tessera.targets.machine import Machine
 from tessera.training.config import Config
 from tessera.training.optimizers import make_optimizer
-from tessera.training.train_state import abstract_state, state_specs
 
 MARGIN: Final = {"cpu": 1.5, "gpu": 1.25, "tpu": 1.6}
 """By platform: how far below the memory of a device a prediction is to be called safe.
@@ -99,7 +97,7 @@ class MemoryModel:
             clip_norm=config.training.clip_norm,
             world_size=1,
         )[0]
-        self._state = cache(self._state_bytes)
+        self._bytes_per_scalar = cache(self._optimizer_bytes)
 
     def estimate(
         self, device: DeviceWork, model: Model, layout: Layout
@@ -111,7 +109,7 @@ class MemoryModel:
           model: The model on the layout's mesh.
           layout: The layout.
         """
-        parameters, optimizer = self._state(device, model, layout.zero_stage)
+        parameters, optimizer = self._state_bytes(device, model, layout.zero_stage)
         # Offloaded moments come back to the device for the update, an array at a time.
         largest = max(_local(device, each) for each in device.work.parameters)
         moments = optimizer / parameters if parameters else 0.0
@@ -123,24 +121,26 @@ class MemoryModel:
         self, device: DeviceWork, model: Model, zero_stage: int
     ) -> tuple[float, float]:
         """Bytes of the parameters and of the optimizer's state on one device."""
-        mesh = device.place.mesh
-        assert mesh is not None
-        shapes = abstract_state(model, self._optimizer)
-        specs = state_specs(model, self._optimizer, mesh, zero_stage=zero_stage)
+        copies = device.place.mesh.shape.get("dp", 1) if device.place.mesh else 1
+        padding = _padding(model)
+        of_params = of_optimizer = 0.0
+        for each in device.work.parameters:
+            local = each.size / device.shards(each)
+            local *= padding if each.is_layered else 1.0
+            split = copies if local % copies == 0 else 1
+            stored = each.itemsize / (split if zero_stage == 3 else 1)
+            of_params += local * stored
+            if each.is_trained:
+                held = self._bytes_per_scalar(each)
+                of_optimizer += local * held / (split if zero_stage else 1)
+        return of_params, of_optimizer
 
-        def nbytes(leaf: Any, spec: PartitionSpec) -> float:
-            axes = [a for dim in axes_of_dims(spec, len(leaf.shape)) for a in dim]
-            shards = math.prod(mesh.shape[axis] for axis in axes)
-            return math.prod(leaf.shape) * leaf.dtype.itemsize / shards
-
-        def total(leaves: Any, layouts: Any) -> float:
-            sizes = jax.tree.map(nbytes, leaves, layouts)
-            return float(sum(jax.tree.leaves(sizes)))
-
-        return (
-            total(shapes.params, specs.params),
-            total(shapes.optimizer, specs.optimizer),
-        )
+    def _optimizer_bytes(self, parameter: Parameter) -> float:
+        """What the optimizer keeps for each scalar of a parameter."""
+        struct = jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
+        state = jax.eval_shape(self._optimizer.init, {"w": struct})
+        leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.shape]
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / parameter.size
 
     def _moments(
         self, device: DeviceWork, layout: Layout
@@ -194,6 +194,14 @@ class MemoryModel:
         return tables, weights, tokens * max(widths, default=0.0) * _F32
 
 
-def _local(device: DeviceWork, parameter: Any) -> float:
+def _padding(model: Model) -> float:
+    """Stored layers of a pipeline's stages, of which all have as many, per layer."""
+    if model.split is None:
+        return 1.0
+    lengths = [len(layers) for layers in model.split.layers]
+    return max(lengths) * len(lengths) / sum(lengths)
+
+
+def _local(device: DeviceWork, parameter: Parameter) -> float:
     """Bytes of a parameter's gradient on one device, in f32."""
     return parameter.size * _F32 / device.shards(parameter)

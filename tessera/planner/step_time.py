@@ -46,7 +46,7 @@ class StepModel:
         self._memory = MemoryModel(config, target.machine)
         self._on_sizes = cache(self._device_work)
         self._span_of = cache(self._span)
-        self.schedule_of = cache(schedule)
+        self._schedule_of = cache(schedule)
         self._grid_of = cache(partial(device_grid, target))
 
     @classmethod
@@ -72,18 +72,33 @@ class StepModel:
         """
         return _Prediction(self, layout).prediction()
 
+    def schedule(self, layout: Layout) -> Schedule:
+        """The schedule of a layout with a pipeline.
+
+        Raises:
+          PipelineSizeError: [T311] there is none of these sizes.
+        """
+        chunks = layout.chunks if layout.chunks > 1 else None
+        stages = layout.sizes["pp"]
+        return self._schedule_of(layout.schedule, stages, layout.microbatches, chunks)
+
     def memory(self, layout: Layout) -> MemoryEstimate:
         """The memory of one device, by what takes it."""
         return self._memory.estimate(*self.device_work(layout), layout)
 
+    def spans(self, mesh: tuple[tuple[str, int], ...]) -> frozenset[Any]:
+        """How each axis of a mesh lies on the links."""
+        return frozenset((name, self._span_of(mesh, (name,))) for name, _ in mesh)
+
     def device_work(self, layout: Layout) -> tuple[DeviceWork, Model]:
         """The part of the work that one device of a layout has."""
-        return self._on_sizes(tuple(sorted(layout.mesh)), layout.chunks)
+        sizes = tuple(sorted(layout.mesh))
+        return self._on_sizes(sizes, layout.chunks, layout.sequence_parallel)
 
     def _device_work(
-        self, mesh: tuple[tuple[str, int], ...], chunks: int
+        self, mesh: tuple[tuple[str, int], ...], chunks: int, sequence: bool
     ) -> tuple[DeviceWork, Model]:
-        layout = Layout(mesh, 1, 1, chunks=chunks)
+        layout = Layout(mesh, 1, 1, chunks=chunks, sequence_parallel=sequence)
         placed = Mesh([n for n, _ in mesh], shape=[s for _, s in mesh])
         model = build_model(layout.applied(self.config), placed)
         place = model.place(placed)
@@ -167,12 +182,7 @@ class _Prediction:
     def _pipelined(self) -> tuple[float, float, float]:
         """The same for a pipeline, whose devices go in lock-step from tick to tick."""
         layout, compute = self.layout, self.compute
-        table = self.model.schedule_of(
-            layout.schedule,
-            layout.sizes["pp"],
-            layout.microbatches,
-            layout.chunks if layout.chunks > 1 else None,
-        )
+        table = self.model.schedule(layout)
         shares, ends = self._stages(table)
         transfers = self.comms.of_microbatch()
         layers = compute.layers_forward + compute.layers_backward

@@ -9,7 +9,7 @@ module to any such tree. The tree is nested plain dicts, with leaves such as
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
@@ -31,6 +31,18 @@ from tessera.ops.attention.context_parallel_variants import Method
 from tessera.tree import Tree
 
 # Nested dicts; the leaves are arrays, shapes, specs or layouts.
+
+
+@lru_cache(maxsize=64)
+def _abstract_parts(
+    config: DecoderConfig, remat: Any
+) -> tuple[nnx.GraphDef[Decoder], nnx.State[str, Any]]:
+    """Models that differ in their layout alone have the same parts."""
+
+    def new() -> Decoder:
+        return Decoder(config, rngs=nnx.Rngs(params=jax.random.key(0)), remat=remat)
+
+    return nnx.split(nnx.eval_shape(new))
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,11 @@ class DecoderModel(StagedModel):
     @cached_property
     def _parts(self) -> tuple[nnx.GraphDef[Decoder], nnx.State[str, Any]]:
         """The module's graph definition, and its abstract parameters."""
-        return nnx.split(nnx.eval_shape(lambda: self._new(jax.random.key(0))))
+        return _abstract_parts(self.config, self.remat)
+
+    @cached_property
+    def _plain(self) -> Tree:
+        return nnx.to_pure_dict(self._parts[1])
 
     def _new(self, key: jax.Array) -> Decoder:
         rngs = nnx.Rngs(params=key)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layouts that the planner looks at: meshes, and the settings that go with them."""
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from tessera.planner.layout import Layout
+from tessera.training.config import Config, data_parallel_groups
+
+AXES: Final = ("pp", "dp", "fsdp", "ep", "cp", "tp")
+"""Axes from the outermost to the innermost: those that send most are on fast links."""
+
+_REMAT: Final = ("none", "dots", "full")
+_CHUNKS: Final = (2, 4)
+_SMALL_LOSS_CHUNK: Final = 256
+
+Sizes = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen for a run; whatever its command line sets stays as it is.
+
+    Attributes:
+      config: The settings of the run.
+      pinned: The settings that its command line has, such as ``training.remat``.
+      axes: Mesh axes that the model can use, outermost first.
+      global_batch_size: Sequences of a step.
+    """
+
+    config: Config
+    pinned: frozenset[str]
+    axes: tuple[str, ...]
+    global_batch_size: int
+
+    def meshes(self, num_devices: int) -> Iterator[Sizes]:
+        """Every mesh of so many devices: one for each way to factor their number."""
+        if "model.mesh_shape" in self.pinned:
+            sizes, names = self.config.model.mesh_shape
+            yield tuple(zip(names, sizes, strict=True))
+            return
+        for sizes in factorings(num_devices, len(self.axes)):
+            mesh = zip(self.axes, sizes, strict=True)
+            # A mesh has an axis, if only one of size 1.
+            yield tuple(axis for axis in mesh if axis[1] > 1) or (("fsdp", 1),)
+
+    def layouts(self, mesh: Sizes) -> Iterator[Layout]:
+        """The layouts with a mesh, but for what only saves memory: see ``smaller``."""
+        sizes, training = dict(mesh), self.config.training
+        share = self.global_batch_size // data_parallel_groups(sizes)
+        options = itertools.product(
+            self._micro_batch_sizes(share),
+            self._schedules(sizes),
+            self._sequence_parallel(sizes),
+        )
+        for micro, (schedule, chunks), sequence in options:
+            yield Layout(
+                mesh,
+                micro_batch_size=micro,
+                microbatches=share // micro,
+                offload=training.offload_optimizer,
+                loss_chunk=training.loss_chunk,
+                schedule=schedule,
+                chunks=chunks,
+                sequence_parallel=sequence,
+            )
+
+    def variants(self, layout: Layout) -> Iterator[Layout]:
+        """A layout with more and more that saves memory, and mostly takes time.
+
+        First by rematerialization, and for each policy by the stages of ZeRO; at last
+        by smaller chunks of the loss and by the optimizer's state on the host.
+        """
+        for remat in self._remat():
+            for stage in self._zero_stages(layout.sizes):
+                layout = replace(layout, remat=remat, zero_stage=stage)
+                yield layout
+        if "training.loss_chunk" not in self.pinned:
+            layout = replace(layout, loss_chunk=_SMALL_LOSS_CHUNK)
+            yield layout
+        if "training.offload_optimizer" not in self.pinned and not layout.offload:
+            yield replace(layout, offload=True)
+
+    def _micro_batch_sizes(self, share: int) -> list[int]:
+        if "training.micro_batch_size" in self.pinned:
+            most = min(self.config.training.micro_batch_size, share)
+            return [max(d for d in divisors(share) if d <= most)]
+        return divisors(share)
+
+    def _schedules(self, sizes: dict[str, int]) -> list[tuple[str | None, int]]:
+        training = self.config.training
+        if sizes.get("pp", 1) == 1:
+            return [(None, 1)]
+        if "training.pipeline_schedule" in self.pinned:
+            return [(training.pipeline_schedule, training.pipeline_chunks)]
+        # gpipe has the bubble of 1f1b, and keeps more.
+        interleaved = [("interleaved", chunks) for chunks in _CHUNKS]
+        return [("1f1b", 1), ("zero_bubble", 1), *interleaved]
+
+    def _remat(self) -> Sequence[Any]:
+        if "training.remat" in self.pinned:
+            return [self.config.training.remat]
+        return _REMAT
+
+    def _zero_stages(self, sizes: dict[str, int]) -> Collection[int]:
+        if "training.zero_stage" in self.pinned or sizes.get("dp", 1) == 1:
+            return [self.config.training.zero_stage]
+        return range(4)
+
+    def _sequence_parallel(self, sizes: dict[str, int]) -> Collection[bool]:
+        is_set = "model.sequence_parallel" in self.pinned
+        if is_set or sizes.get("tp", 1) == 1:
+            return [self.config.model.sequence_parallel]
+        return [False, True]
+
+
+def factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write a number as a product of so many factors, in order.
+
+    Example:
+      >>> list(factorings(4, 2))
+      [(1, 4), (2, 2), (4, 1)]
+    """
+    if parts == 1:
+        yield (number,)
+        return
+    for first in divisors(number):
+        for rest in factorings(number // first, parts - 1):
+            yield (first, *rest)
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending.
+
+    Example:
+      >>> divisors(12)
+      [1, 2, 3, 4, 6, 12]
+    """
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    high = [number // d for d in reversed(low) if d * d != number]
+    return low + high
+
+
+def orders(mesh: Sizes) -> Iterator[Sizes]:
+    """Every order of the axes of a mesh."""
+    yield from itertools.permutations(mesh)
