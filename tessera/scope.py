@@ -146,6 +146,8 @@ class Scope:
 
 
 _open: ContextVar[Scope | None] = ContextVar("tessera_scope", default=None)
+# The mesh of a step that was traced, while passes transform it.
+_transformed: ContextVar[Mesh | None] = ContextVar("tessera_mesh", default=None)
 
 
 def current() -> Scope | None:
@@ -161,6 +163,11 @@ def holding(variable: ContextVar[_T], value: _T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+def transforming(mesh: Mesh | None) -> AbstractContextManager[None]:
+    """Let what is traced later, such as rules of gradients, know the step's mesh."""
+    return holding(_transformed, mesh)
 
 
 @contextmanager
@@ -284,10 +291,23 @@ def num_devices() -> int:
     return jax.device_count() if mesh is None else mesh.size
 
 
+def num_splits() -> int:
+    """Into how many parts the arrays being traced are split over the step's mesh.
+
+    In an SPMD region they are parts already, but for axes left to the compiler.
+    Without a mesh it is 1.
+    """
+    mesh = _step_mesh()
+    if mesh is None:
+        return 1
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return mesh.size // mesh.axis_size([a for a in mesh.axes if a in manual])
+
+
 def _step_mesh() -> Mesh | None:
     scope = _open.get()
     mesh = scope.mesh if scope is not None else None
-    return mesh or opened_or_none()
+    return mesh or _transformed.get() or opened_or_none()
 
 
 def constrain(

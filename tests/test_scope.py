@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import tessera as ts
 from tessera import _jax, scope
 from tessera.errors import OutsideTraceError, ParameterNameError, TensorFormError
+from tessera.mesh import Mesh
 from tessera.scope import Scope, opened
 from tessera.shard import ShardSpec, tensor
 
@@ -272,3 +273,51 @@ def test_autocast_says_which_dtype_was_meant():
         ts.autocast("b16"),
     ):
         pass
+
+
+def test_the_rules_of_gradients_know_the_mesh_of_the_step():
+    """They are traced by a pass, after the function itself."""
+    seen = {}
+
+    @jax.custom_vjp
+    def square(x):
+        return x * x
+
+    def forward(x):
+        seen["forward"] = scope.num_devices(), scope.num_splits()
+        return square(x), x
+
+    def backward(x, cotangent):
+        seen["backward"] = scope.num_devices(), scope.num_splits()
+        return (2 * x * cotangent,)
+
+    square.defvjp(forward, backward)
+
+    def step(x):
+        return ts.grad(square(x).sum(), x)
+
+    mesh = Mesh(["dp"], devices=range(4))
+    program = ts.function(step, mesh=mesh, in_specs={"x": P("dp")})
+    program.trace(jax.ShapeDtypeStruct((8,), "float32")).graph  # noqa: B018 - passes
+    assert seen == {"forward": (4, 4), "backward": (4, 4)}
+
+
+def test_arrays_in_a_region_are_parts_already():
+    seen = []
+
+    def region(x):
+        seen.append(scope.num_splits())
+        return x
+
+    mesh = Mesh(["pp", "dp"], devices=range(8), shape=(2, 4))
+
+    def step(x):
+        with_axis = jax.shard_map(
+            region, mesh=mesh.compile_mesh, in_specs=P("pp"), out_specs=P("pp"),
+            axis_names={"pp"},
+        )  # fmt: skip
+        return with_axis(x)
+
+    ts.function(step, mesh=mesh).trace(jax.ShapeDtypeStruct((8,), "float32"))
+    assert seen[-1] == 4
+    assert scope.num_splits() == 1

@@ -26,6 +26,7 @@ from tessera.compiler.trace.arguments import Call
 from tessera.compiler.trace.tracer import Trace
 from tessera.errors import DeviceMemoryError, OutsideTraceError
 from tessera.mesh import Mesh
+from tessera.scope import transforming
 from tessera.shard import DistTensor, capturing, stored_tensor
 from tessera.targets.target import Target
 
@@ -50,8 +51,9 @@ class Traced:
     @cached_property
     def passes(self) -> tuple[PassRecord, ...]:
         """The graph as traced, then after each pass, with times."""
-        with capturing(_refuse_tensor):
-            return run_passes(self.origin.graph, skip=self.skip_passes)
+        graph = self.origin.graph
+        with capturing(_refuse_tensor), transforming(graph.mesh):
+            return run_passes(graph, skip=self.skip_passes)
 
     @property
     def graph(self) -> Graph:

@@ -98,14 +98,15 @@ class DeviceWork:
         inner = self._inner(share)
         between_layers = self._between(share, True)
         between_ends = self._between(share, False)
-        starts = self.machine.overhead["operation"] * self.work.operations
+        count = again.operations + (share - 1) * again.operations_of_row
+        starts = max(count, 0.0) * self.machine.overhead["operation"]
         kept = self.kept_bytes(sequences, policy) / self._memory_rate
-        forward = layers[0] + inner + between_layers + starts + kept
-        recomputed = again.products * (layers[0] + between_layers + starts)
+        forward = layers[0] + inner + between_layers + starts / 3 + kept
+        recomputed = again.products * (layers[0] + between_layers)
         if self.work.inner_flops:
             recomputed += inner * again.inner_flops / self.work.inner_flops
         backward = layers[1] + self.work.inner_backward * inner
-        backward += 2 * (between_layers + starts) + recomputed + kept
+        backward += 2 * (between_layers + starts / 3) + recomputed + kept
         return Compute(
             layers_forward=forward,
             layers_backward=backward,
@@ -126,13 +127,15 @@ class DeviceWork:
         for product in self.work.products:
             if (product.path in self._layered) != in_layers:
                 continue
-            m = product.rows * share
+            m, times = product.rows * share, product.times
+            if not in_layers:  # chunks of as many tokens, and more of them
+                m, times = product.rows, times * share
             k = product.inner / self.split(product.inner_names)
             n = product.outer / self.split(product.outer_names)
-            forward += product.times * self._matmul(m, k, n, product.itemsize)
+            forward += times * self._matmul(m, k, n, product.itemsize)
             of_input = self._matmul(m, n, k, product.itemsize)
             of_weight = self._matmul(k, m, n, _F32)
-            backward += product.times * (of_input + of_weight)
+            backward += times * (of_input + of_weight)
         return forward, backward
 
     def _matmul(self, m: float, k: float, n: float, itemsize: int) -> float:

@@ -19,6 +19,8 @@ from tessera.analysis.flops import count_equation
 
 # Larger constants are not evaluated: what selects a branch is of a few numbers.
 _LARGEST_KNOWN: Final = 65_536
+# What moves parts of arrays is an operation of its own in a compiled program.
+_STARTS: Final = ("dynamic_", "gather", "scatter", "concatenate")
 _SAME_DIMS: Final = (
     "convert_element_type",
     "copy",
@@ -102,7 +104,8 @@ class Found:
       other_flops: Operations beside matmuls, one for each number.
       stacked_bytes: Results of the steps of outermost scans, such as what the layers of
         a forward pass keep for the backward pass.
-      operations: Matmuls, reductions, scans' steps: a count of what starts.
+      operations: Matmuls, reductions, slices and steps of scans: a count of what
+        starts.
     """
 
     products: list[Product] = field(default_factory=list)
@@ -193,6 +196,7 @@ class _Walk:
             self.found.other_flops += times * count_equation(equation).other
             self.found.operations += times
         else:
+            self.found.operations += times * name.startswith(_STARTS)
             self.found.other_flops += times * count_equation(equation).other
             weights = [each for each in operands if isinstance(each, Weight)]
             if weights and (moved := _moved(equation, weights[0])):

@@ -31,6 +31,8 @@ from tessera.training.layout_checks import build_model
 from tessera.tree import named_leaves, path_name
 
 _BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
+# The second number of sequences that is traced: blocks of attention depend on it.
+_ROWS: Final = 4
 _STACKED: Final = ("layers", "stages")
 
 
@@ -68,11 +70,15 @@ class Recomputed:
       products: Share of the products of layers.
       inner_flops: FLOPs of products of activations.
       kept_bytes: Results that layers keep from the forward pass.
+      operations: Operations that a microbatch starts, forward and backward.
+      operations_of_row: More of them for each further sequence of a microbatch.
     """
 
     products: float
     inner_flops: float
     kept_bytes: float = 0.0
+    operations: float = 0.0
+    operations_of_row: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,6 @@ class Workload:
       inner_backward: Factor of these two in the backward pass.
       reduced_bytes: What norms and other reductions read in the forward pass.
       other_flops: Operations beside matmuls in the forward pass.
-      operations: Operations that start in the forward pass of a microbatch.
       recomputed: By policy of rematerialization.
       optimizer_bytes: What the optimizer reads and writes for each trained scalar.
     """
@@ -107,7 +112,6 @@ class Workload:
     inner_backward: float
     reduced_bytes: float
     other_flops: float
-    operations: float
     recomputed: Mapping[str, Recomputed] = field(hash=False)
     optimizer_bytes: float = 28.0
 
@@ -151,7 +155,14 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
         kept = max(backward.stacked_bytes - gradients, 0.0)
         again = min(max(more, 0.0), forward.inner_flops)
         share = max(more - again, 0.0) / in_layers if in_layers else 0.0
-        recomputed[str(policy)] = Recomputed(min(share, 1.0), again, kept)
+        more_rows = traced.backward(policy, _ROWS).operations - backward.operations
+        recomputed[str(policy)] = Recomputed(
+            products=min(share, 1.0),
+            inner_flops=again,
+            kept_bytes=kept,
+            operations=backward.operations,
+            operations_of_row=max(more_rows, 0.0) / (_ROWS - 1),
+        )
     return Workload(
         sequence_length=config.training.sequence_length,
         num_layers=_num_layers(parameters),
@@ -164,7 +175,6 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
         inner_backward=inner / forward.inner_flops if forward.inner_flops else 0.0,
         reduced_bytes=forward.reduced_bytes,
         other_flops=forward.other_flops,
-        operations=forward.operations,
         recomputed=recomputed,
     )
 
@@ -188,16 +198,16 @@ class _Traced:
     def forward(self, policy: Any) -> Found:
         return self._found(self.model(policy), None)
 
-    def backward(self, policy: Any) -> Found:
-        return self._found(self.model(policy), jax.grad)
+    def backward(self, policy: Any, rows: int = 1) -> Found:
+        return self._found(self.model(policy), jax.grad, rows)
 
-    def _found(self, model: Model, transform: Any) -> Found:
+    def _found(self, model: Model, transform: Any, rows: int = 1) -> Found:
         chunk = self.config.training.loss_chunk
 
         def loss(params: Any, batch: Any) -> Any:
             return model.loss(params, batch, NO_MESH, chunk=chunk)[0]
 
-        shape = (1, self.config.training.sequence_length)
+        shape = (rows, self.config.training.sequence_length)
         struct = jax.ShapeDtypeStruct(shape, jnp.int32)
         params = model.abstract()
         traced = transform(loss) if transform else loss

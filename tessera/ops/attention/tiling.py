@@ -13,10 +13,13 @@ from jax import Array, lax
 
 # The f32 scores of a block of one head take 1 MiB.
 MAX_ROWS = 512
-# Blocks are smaller where those of all heads, 4 MiB, would not stay in the caches of
-# two cores, and where a sequence had fewer than eight: half of the scores on the
-# diagonal of a causal mask are computed in vain.
-_MAX_SCORES = 2**20
+# Blocks are smaller where the scores of all heads that a device has at once would be
+# more than so many: 4 MiB stay in the caches of two cores, and an accelerator, which
+# starts a dozen operations for each block, has 64 MiB to spare. They are also smaller
+# where a sequence had fewer than eight: half of the scores on the diagonal of a causal
+# mask are computed in vain.
+MAX_SCORES_CPU = 2**20
+MAX_SCORES_ACCELERATOR = 2**24
 _MIN_BLOCKS = 8
 _MIN_ROWS = 128
 
@@ -28,19 +31,22 @@ class Tiling:
     Attributes:
       runs: Parts of the rows with consecutive positions; no block crosses their ends.
       length: The number of rows, a multiple of ``runs``.
-      heads_at_once: Query heads times batch: the more, the smaller the blocks.
+      heads_at_once: Query heads times batch on one device: the more, the smaller the
+        blocks.
+      max_scores: The most scores of a block of all these heads.
     """
 
     runs: int
     length: int
     heads_at_once: int = 1
+    max_scores: int = MAX_SCORES_CPU
 
     @property
     def max_rows(self) -> int:
         """The most rows that a block may have."""
         rows = MAX_ROWS
         while rows > _MIN_ROWS and (
-            self.heads_at_once * rows**2 > _MAX_SCORES
+            self.heads_at_once * rows**2 > self.max_scores
             or _MIN_BLOCKS * rows > self.length // self.runs
         ):
             rows //= 2

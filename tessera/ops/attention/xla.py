@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from tessera import scope
 from tessera.ops.attention.blockwise import (
     Keys,
     Mask,
@@ -26,7 +27,12 @@ from tessera.ops.attention.blockwise import (
 )
 from tessera.ops.attention.context_parallel_variants import NO_WINDOW
 from tessera.ops.attention.dispatch import Device, Operands, Options
-from tessera.ops.attention.tiling import Rows, Tiling
+from tessera.ops.attention.tiling import (
+    MAX_SCORES_ACCELERATOR,
+    MAX_SCORES_CPU,
+    Rows,
+    Tiling,
+)
 from tessera.ops.rematerialization import ATTENTION_RESIDUALS
 
 
@@ -86,8 +92,11 @@ class _Call(NamedTuple):
     def of(cls, operands: Operands, options: Options) -> "_Call":
         q, k, v = operands[:3]
         batch, heads, length, _ = q.shape
-        rows = Tiling(1, length, batch * heads)
-        columns = Tiling(1, k.shape[2], batch * heads)
+        is_cpu = scope.device().platform == "cpu"
+        most = MAX_SCORES_CPU if is_cpu else MAX_SCORES_ACCELERATOR
+        on_device = -(-batch * heads // scope.num_splits())
+        rows = Tiling(1, length, on_device, most)
+        columns = Tiling(1, k.shape[2], on_device, most)
         first = jnp.int32(options.offset)
         if operands.offset is not None:
             first = first + operands.offset
