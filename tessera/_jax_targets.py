@@ -19,8 +19,13 @@ from jax.experimental import topologies
 # server for the machine's name.
 _ENVIRONMENT = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1"}
 
-# What libtpu would otherwise miss, and complain about; no topology depends on it.
-_NO_TPU = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+# What libtpu would otherwise miss, and complain about; no topology depends on it. It
+# also lets one process of a machine use it, though several may compile with it.
+_NO_TPU = {
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 
 @functools.cache

@@ -78,3 +78,9 @@ class TargetCompilerError(TesseraError, ValueError):
     """The compiler of a target is not installed, or does not start."""
 
     code = "T712"
+
+
+class PlanError(TesseraError, ValueError):
+    """No layout of a run is legal on a target, or none fits its memory."""
+
+    code = "T714"

@@ -49,6 +49,7 @@ class Found:
       best: Layouts that fit, fastest first.
       front: The fastest for each amount of memory, from the least memory on.
       smallest: The layout that takes least memory, whether it fits or not.
+      larger: The fastest that would fit a device of twice the memory, and not this one.
       looked_at: Layouts whose time or memory was predicted.
       too_large: Of these, how many do not fit.
       rejected: How many meshes or schedules are not legal, by the code and the headline
@@ -59,6 +60,7 @@ class Found:
     best: list[Candidate] = field(default_factory=list)
     front: list[Candidate] = field(default_factory=list)
     smallest: Candidate | None = None
+    larger: Candidate | None = None
     looked_at: int = 0
     too_large: int = 0
     rejected: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -141,7 +143,11 @@ class _Search:
                 return
 
     def _candidate(self, layout: Layout) -> Candidate | None:
-        """A layout and its prediction, if it may fit."""
+        """A layout and its prediction, if it may fit.
+
+        Raises:
+          TesseraError: There is no schedule of these sizes.
+        """
         self.found.looked_at += 1
         if layout.schedule:
             self.model.schedule(layout)
@@ -150,7 +156,7 @@ class _Search:
         smallest = self.found.smallest
         is_new = smallest is None or nbytes < smallest.prediction.memory_bytes
         self.found.too_large += not fits
-        if not fits and not is_new:
+        if not (fits or is_new or nbytes <= 2 * self.capacity):
             return None
         prediction = self.model.predict(layout)
         safe = is_safe(nbytes, self.model.target.machine)
@@ -159,7 +165,11 @@ class _Search:
             self.found.smallest = candidate
         if fits:
             self.fitting.append(candidate)
-        return candidate
+            return candidate
+        larger = self.found.larger
+        if larger is None or _seconds(candidate) < _seconds(larger):
+            self.found.larger = candidate
+        return None
 
     def _other_orders(self, mesh: Sizes) -> Iterator[Sizes]:
         """Orders of the axes that lie on the links in ways of their own."""
