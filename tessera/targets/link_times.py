@@ -8,9 +8,11 @@ scaling-book), with a latency for each step.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tessera.targets.link_routes import permutation_links
 from tessera.targets.machine import Link, Machine
 from tessera.targets.target import Target
 
@@ -46,9 +48,25 @@ def span(target: Target, group: Sequence[int]) -> Span:
     if target.machine.is_torus:
         return _torus_span(target, group)
     size = target.machine.links[0].devices or target.num_devices
-    domains = [device // size for device in group]
-    inside = max(domains.count(domain) for domain in set(domains))
-    return Span(len(group), inside)
+    domains = Counter(device // size for device in group)
+    return Span(len(group), max(domains.values()))
+
+
+def permutation_span(target: Target, pairs: Iterable[tuple[int, int]]) -> Span:
+    """How the pair of a permutation that takes longest lies on the links.
+
+    On a torus, pairs whose routes share a link share its bandwidth.
+
+    Args:
+      target: The machine.
+      pairs: Sender and receiver, as ids of devices of the target.
+    """
+    if not (loads := permutation_links(target, pairs)):
+        return Span(1, 1)
+    if target.machine.is_torus:
+        return Span(2, 2, ((2, 1.0 / max(loads.values())),))
+    is_outside = target.machine.links[-1].name in loads
+    return Span(2, 1 if is_outside and len(target.machine.links) > 1 else 2)
 
 
 def _torus_span(target: Target, group: Sequence[int]) -> Span:
@@ -108,10 +126,26 @@ def collective_seconds(
             latency = slow.latency if h > 1 else fast.latency
         case _:
             times = 2 if kind == "all-reduce" else 1
-            inner = times * nbytes * (n - 1) / n
-            outer = times * nbytes * (h - 1) / h / g
+            inner = sent_bytes(kind, nbytes, n)
+            outer = sent_bytes(kind, nbytes, h) / g
             latency *= times
     return max(inner / fast.rate, outer / slow.rate) + latency
+
+
+def sent_bytes(kind: str, nbytes: float, size: int) -> float:
+    """Bytes that one device sends in one call, by the algorithm that sends least.
+
+    Divided by the time of a call they are what NCCL's tests call bus bandwidth.
+
+    Args:
+      kind: XLA's name, such as ``all-reduce``.
+      nbytes: As for ``collective_seconds``.
+      size: Devices of a group.
+    """
+    if kind in ("collective-permute", "collective-broadcast"):
+        return nbytes
+    times = 2 if kind == "all-reduce" else 1
+    return times * nbytes * (size - 1) / size
 
 
 def _torus_seconds(link: Link, kind: str, nbytes: float, where: Span) -> float:
@@ -126,5 +160,4 @@ def _torus_seconds(link: Link, kind: str, nbytes: float, where: Span) -> float:
             return 2 * nbytes / (link.rate * min(s for _, s in rings)) + link.latency
         case _:
             times = 2 if kind == "all-reduce" else 1
-            sent = times * nbytes * (n - 1) / n
-            return sent / rate + times * hops * link.latency
+            return sent_bytes(kind, nbytes, n) / rate + times * hops * link.latency

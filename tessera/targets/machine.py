@@ -77,6 +77,7 @@ class Machine:
       devices_per_chip: For ``tpu``: devices that share a place in the torus.
       largest_torus: For ``tpu``: chips along each dim of the largest slice.
       ring_multiple: For ``tpu``: a dim of a multiple of so many chips is a ring.
+      clock_hz: For ``tpu``: cycles per second, in which the compiler counts times.
       sources: Where each figure is from, by its name.
     """
 
@@ -97,6 +98,7 @@ class Machine:
     devices_per_chip: int = 1
     largest_torus: tuple[int, ...] = ()
     ring_multiple: int = 1
+    clock_hz: float | None = None
     file: Path | None = field(default=None, compare=False)
 
     @property
@@ -211,7 +213,7 @@ def _problems(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _figure_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Figures that are no numbers above 0, and names that are missing beside them."""
-    for key in ("memory_bytes", "memory_bandwidth", "devices_per_host"):
+    for key in ("memory_bytes", "memory_bandwidth", "devices_per_host", "clock_hz"):
         if key in values and not _is_positive(values[key]):
             yield f"{key} is a number above 0"
     for key, names in {
