@@ -101,6 +101,20 @@ def executions(module: Module) -> Iterator[Node]:
     yield from _inside(module, module.computations[module.entry], ())
 
 
+def trip_count(
+    module: Module, loop: Instruction, computation: Computation
+) -> int | None:
+    """How often a ``while`` runs its body; None where only the run knows.
+
+    Args:
+      module: The program.
+      loop: The ``while``.
+      computation: The one that contains it.
+    """
+    match = _TRIP_COUNT.search(loop.attributes.get("backend_config", ""))
+    return int(match[1]) if match else None
+
+
 def cause(module: Module, node: Node) -> Instruction:
     """The instruction that says which source line this one comes from.
 

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec
 
 from tessera.analysis import budget, hlo, replica_groups
 from tessera.analysis.collective import KINDS, Collective, Total
+from tessera.analysis.collective_operands import arrays_of, groups_of, kind_of
 from tessera.analysis.dataflow import Dataflow
-from tessera.analysis.hlo import Instruction, Shape
 from tessera.analysis.hlo_walk import Node, cause
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.planned_collectives import LAYOUT, BoundaryAxes, Reasons
@@ -39,10 +39,6 @@ _COLUMNS: Final = (
     *("reason", "line", "op"),
 )
 _SUMS: Final = ("axes", "collective", "operations", "calls", "bytes per device")
-# XLA may split a permute into send and recv: the pairs are an attribute of the send.
-_SEND_PAIRS = re.compile(
-    r"_xla_send_recv_source_target_pairs=\"?(\{(?:\{[\d,\s]*\},?)*\})"
-)
 
 _K = TypeVar("_K", bound=Hashable)
 
@@ -275,12 +271,10 @@ def _with_reason(reasons: Reasons, node: Node, row: Collective) -> Collective:
 
 def _row(flow: Dataflow, node: Node, mesh: Mesh) -> Collective | None:
     instruction = node.instruction
-    pairs = _pairs(instruction)
-    kind = "collective-permute" if pairs else instruction.opcode.removesuffix("-start")
-    if kind not in KINDS or (kind == "collective-permute" and not pairs):
+    kind = kind_of(instruction)
+    if not kind:
         return None
-    text = instruction.attributes.get("replica_groups", "{}")
-    groups = pairs or replica_groups.parse(text, mesh.size)
+    groups = groups_of(instruction, mesh.size)
     axes = replica_groups.axes_of(groups, mesh.shape)
     if not axes:
         return None
@@ -290,9 +284,9 @@ def _row(flow: Dataflow, node: Node, mesh: Mesh) -> Collective | None:
         kind=kind,
         axes=axes,
         group_size=replica_groups.num_devices(axes, mesh.shape)
-        if pairs
+        if kind == "collective-permute"
         else len(groups[0]),
-        arrays=_moved(node, kind),
+        arrays=arrays_of(node.computation, instruction),
         calls=node.calls,
         conditional=node.is_conditional,
         op_name=origin.op_name,
@@ -300,32 +294,6 @@ def _row(flow: Dataflow, node: Node, mesh: Mesh) -> Collective | None:
         instruction=instruction.name,
         dims=tuple(map(int, dims)),
     )
-
-
-def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
-    """The (sender, receiver) pairs of an instruction that lists them."""
-    if instruction.opcode == "send":
-        attributes = instruction.attributes.get("frontend_attributes", "")
-        pairs = _SEND_PAIRS.search(attributes)
-        return replica_groups.parse_pairs(pairs[1]) if pairs else ()
-    if instruction.opcode in ("collective-permute", "collective-permute-start"):
-        return replica_groups.parse_pairs(instruction.attributes["source_target_pairs"])
-    return ()
-
-
-def _moved(node: Node, kind: str) -> tuple[Shape, ...]:
-    """The arrays that a collective moves, as shapes on one device."""
-    instruction = node.instruction
-    if kind == "all-gather":
-        # The result of its asynchronous form is the operands, then the results.
-        is_async = instruction.opcode != kind
-        return instruction.elements[1] if is_async else instruction.shapes
-    moved = node.computation.operand_shapes(instruction)
-    arrays = tuple(shape for shape in moved if shape.dtype != "token")
-    if kind == "all-to-all" and len(arrays) > 1:
-        # One array in as many pieces as there are receivers.
-        return (Shape(arrays[0].dtype, (len(arrays), *arrays[0].dims)),)
-    return arrays
 
 
 def _summed(

@@ -80,6 +80,12 @@ class TargetCompilerError(TesseraError, ValueError):
     code = "T712"
 
 
+class NoTargetError(TesseraError, ValueError):
+    """A prediction is asked of a mesh without a target."""
+
+    code = "T713"
+
+
 class PlanError(TesseraError, ValueError):
     """No layout of a run is legal on a target, or none fits its memory."""
 

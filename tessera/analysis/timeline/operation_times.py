@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts how long single operations take on a device.
+
+The compiler of TPUs writes its own estimate beside each operation, in cycles. Anywhere
+else an operation takes as long as its FLOPs or its bytes at the rates of the machine,
+whichever is longer, and the time that it takes to start it.
+
+Source: Williams, Waterman and Patterson, Roofline, doi.org/10.1145/1498765.1498785.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from tessera.analysis.hlo import Computation, Instruction, Module
+from tessera.analysis.timeline.work import Work, is_free, work
+from tessera.targets.machine import Machine
+from tessera.targets.target import Target
+
+_CYCLES: Final = re.compile(r'"estimated_cycles":"?(\d+)')
+
+
+@dataclass(frozen=True)
+class OperationTimes:
+    """Predicts the times of the operations of one program.
+
+    Attributes:
+      module: The program.
+      target: What it was compiled for.
+    """
+
+    module: Module
+    target: Target
+
+    @property
+    def counts_cycles(self) -> bool:
+        """Whether the compiler wrote cycles that the machine has a clock for."""
+        return self.target.platform == "tpu" and bool(self.target.machine.clock_hz)
+
+    def time(
+        self, computation: Computation, instruction: Instruction
+    ) -> tuple[str, float]:
+        """Kind and seconds of an operation that is no collective and no control flow.
+
+        Args:
+          computation: The one that contains the instruction.
+          instruction: The operation.
+        """
+        if is_free(instruction):
+            return "other", 0.0
+        amount = work(self.module, computation, instruction)
+        if self.counts_cycles:
+            # Scalar operations carry no cycles; they start nothing.
+            if found := _CYCLES.search(instruction.tail):
+                return amount.kind, int(found[1]) / self.target.machine.clock_hz
+            return amount.kind, roofline(self.target.machine, amount)
+        overhead = self.target.machine.overhead["operation"]
+        return amount.kind, roofline(self.target.machine, amount) + overhead
+
+
+def roofline(machine: Machine, amount: Work) -> float:
+    """Seconds of an amount of work, without the time that it takes to start it.
+
+    Args:
+      machine: The device.
+      amount: What an operation computes and moves.
+
+    Example:
+      >>> from tessera.targets.machine import machine
+      >>> matmul = Work("matmul", (("bfloat16", 1e12),), nbytes=1e6)
+      >>> seconds = roofline(machine("h100"), matmul)
+      >>> round(seconds, 6)
+      0.001404
+    """
+    share = machine.efficiency["attention" if amount.kind == "attention" else "matmul"]
+    products = sum(
+        flops / ((machine.peak(dtype) or machine.flops["bfloat16"]) * share)
+        for dtype, flops in amount.products
+    )
+    elementwise = amount.elementwise / machine.flops["elementwise"]
+    memory = amount.nbytes / (machine.memory_bandwidth * machine.efficiency["memory"])
+    return max(products, elementwise, memory)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Timeline``: what one step does on a device, and when, as predicted."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from tessera.analysis.cost import format_seconds
+from tessera.analysis.timeline import drawing
+from tessera.analysis.timeline.event import COMPUTE, LOOP, Event
+from tessera.analysis.source_lines import short
+from tessera.analysis.tables import aligned, html_lines
+
+_COLUMNS: Final = (
+    *("operation", "kind", "stream", "times", "each", "total"),
+    *("of the step", "waited for", "line", "op"),
+)
+_SHOWN: Final = 20
+_LONGEST: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """Collectives over one combination of mesh axes.
+
+    Attributes:
+      seconds: In which they run.
+      exposed: In which the device computes nothing and waits for them.
+    """
+
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step on one device, as predicted; nothing was measured.
+
+    Attributes:
+      target: The machine, such as ``h100:2x8``.
+      rule: What the predicted times are from.
+      seconds: Of the step.
+      computation: Seconds of operations on the stream of computation, by kind:
+        ``matmul``, ``attention`` and ``other``.
+      communication: Collectives, by the mesh axes that they run over.
+      conditional: Seconds of computation in branches that a run may skip: of each
+        conditional the branch that takes longest is taken.
+      unknown_loops: Loops whose length is known only at run time; each counts once.
+      events: What is executed; the iterations of a loop are one event.
+    """
+
+    target: str
+    rule: str
+    seconds: float
+    computation: Mapping[str, float]
+    communication: Mapping[tuple[str, ...], Communication]
+    conditional: float
+    unknown_loops: int
+    events: tuple[Event, ...]
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which the device computes."""
+        return sum(self.computation.values())
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the device waits for collectives."""
+        return sum(each.exposed for each in self.communication.values())
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds of collectives while the device computes."""
+        spent = sum(each.seconds for each in self.communication.values())
+        return max(0.0, spent - self.exposed)
+
+    @property
+    def idle(self) -> float:
+        """Seconds of the start of the step, and of waiting for copies."""
+        return max(0.0, self.seconds - self.compute - self.exposed)
+
+    def as_text(self) -> str:
+        """The costliest operations as a table, and the totals."""
+        costs = [event for event in self.events if event.kind != LOOP]
+        costs.sort(key=lambda event: -event.total)
+        rows = [self._cells(event) for event in costs[:_SHOWN]]
+        lines = [self.title, aligned(_COLUMNS, rows, right=_COLUMNS[3:8])]
+        if rest := costs[_SHOWN:]:
+            spent = format_seconds(sum(event.total for event in rest))
+            lines.append(f"… {len(rest)} more operations and transfers of {spent}")
+        return "\n".join([*lines, "", self.summary()])
+
+    def summary(self) -> str:
+        """The totals, one line each."""
+        return "\n".join(self._summary())
+
+    @property
+    def title(self) -> str:
+        """What the figures are."""
+        return f"timeline of one step on a device of {self.target}, predicted: {self.rule}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Totals and events as plain data for ``json.dumps``; times in seconds."""
+        return {
+            "target": self.target,
+            "rule": self.rule,
+            "seconds": self.seconds,
+            "compute": self.compute,
+            "exposed": self.exposed,
+            "overlapped": self.overlapped,
+            "idle": self.idle,
+            "conditional": self.conditional,
+            "unknown_loops": self.unknown_loops,
+            "computation": dict(self.computation),
+            "communication": [
+                {"axes": list(axes), **asdict(each)}
+                for axes, each in self.communication.items()
+            ],
+            "events": [asdict(event) for event in self.events],
+        }
+
+    def as_perfetto(self) -> dict[str, Any]:
+        """A trace for ui.perfetto.dev or ``chrome://tracing``, for ``json.dumps``."""
+        return drawing.perfetto(self.events, self.title)
+
+    def as_svg(self) -> str:
+        """A picture, one row for each stream; it needs no other file."""
+        return drawing.svg(self.events, self.seconds, [self.title, *self._summary()])
+
+    def _repr_html_(self) -> str:
+        return self.as_svg() + html_lines([self.as_text()])
+
+    def _cells(self, event: Event) -> list[str]:
+        op = event.op_name
+        is_transfer = event.stream != COMPUTE
+        return [
+            event.name if len(event.name) <= _LONGEST else f"{event.name[:39]}…",
+            event.kind,
+            event.stream,
+            f"{event.times:g}",
+            format_seconds(event.each),
+            format_seconds(event.total),
+            _share(event.total, self.seconds),
+            format_seconds(event.exposed) if is_transfer else "",
+            short(event.source) or "?",
+            op if len(op) <= _LONGEST else f"…{op[-39:]}",
+        ]
+
+    def _summary(self) -> Iterator[str]:
+        whole = self.seconds
+        kinds = ", ".join(
+            f"{kind} {format_seconds(spent)}"
+            for kind, spent in self.computation.items()
+            if spent
+        )
+        yield f"predicted step on {self.target}: {format_seconds(whole)}"
+        yield (
+            f"  computation            {format_seconds(self.compute)} "
+            f"({_share(self.compute, whole)}): {kinds or 'none'}"
+        )
+        exposed = ", ".join(
+            f"{'×'.join(axes)} {format_seconds(each.exposed)} of "
+            f"{format_seconds(each.seconds)}"
+            for axes, each in self.communication.items()
+        )
+        yield (
+            f"  exposed communication  {format_seconds(self.exposed)} "
+            f"({_share(self.exposed, whole)}): {exposed or 'none'}"
+        )
+        yield f"  overlapped             {format_seconds(self.overlapped)}"
+        yield f"  idle                   {format_seconds(self.idle)}"
+        if self.conditional > whole / 1000:
+            yield (
+                f"  {format_seconds(self.conditional)} of the computation is in "
+                "branches, each counted as the longest of its conditional"
+            )
+        if self.unknown_loops:
+            yield f"  {self.unknown_loops} loops of unknown length count once"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""

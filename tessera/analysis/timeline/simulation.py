@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executes a schedule on one stream of computation and on the links of a target.
+
+Computation goes in the order of the schedule. A transfer begins when the schedule
+starts it and its links are free; the end of one that is not over is waited for.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from tessera.analysis.hlo import Instruction
+from tessera.analysis.timeline.schedule import Branch, Compute, Loop, Start, Step, Wait
+from tessera.analysis.timeline.transfers import Transfer
+from tessera.targets.link_routes import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """An operation, a transfer or a loop on the time axis.
+
+    Attributes:
+      instruction: What it executes.
+      kind: ``matmul``, ``attention``, ``other``, ``loop``, or that of a transfer.
+      start: Seconds since the beginning of the step.
+      duration: Seconds on the axis. All iterations of a loop are drawn as one that
+        takes as long as all together.
+      each: Seconds of one execution.
+      times: How often it is executed.
+      transfer: The transfer, where it is one.
+    """
+
+    instruction: Instruction
+    kind: str
+    start: float
+    duration: float
+    each: float
+    times: int
+    transfer: Transfer | None = None
+
+
+@dataclass
+class Totals:
+    """Sums over what was executed, in seconds.
+
+    Attributes:
+      compute: Of operations on the stream of computation, by kind.
+      transferred: Of transfers, by their name.
+      waited: For transfers, by their name.
+      conditional: Of computation in branches that may be skipped.
+      unknown_loops: Loops whose length is known only at run time; each counts once.
+    """
+
+    compute: Counter[str] = field(default_factory=Counter)
+    transferred: Counter[str] = field(default_factory=Counter)
+    waited: Counter[str] = field(default_factory=Counter)
+    conditional: float = 0.0
+    unknown_loops: int = 0
+
+    def add(self, more: "Totals", times: int = 1) -> None:
+        """Add what was executed several times."""
+        for mine, theirs in (
+            (self.compute, more.compute),
+            (self.transferred, more.transferred),
+            (self.waited, more.waited),
+        ):
+            for name, seconds in theirs.items():
+                mine[name] += times * seconds
+        self.conditional += times * more.conditional
+        self.unknown_loops += more.unknown_loops
+
+
+class Simulation:
+    """One execution of a program by one device.
+
+    Attributes:
+      now: Seconds that the stream of computation has taken.
+      totals: Sums over what was executed.
+      slices: What was executed, on the time axis.
+    """
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.now = 0.0
+        self._free: dict[frozenset[Link], float] = {}
+        self._ends: dict[str, tuple[float, Transfer]] = {}
+        self._shared: dict[tuple[frozenset[Link], frozenset[Link]], bool] = {}
+        self._alone: dict[int, Totals] = {}
+        self.totals, self.slices = self._run(steps, is_drawn=True)
+
+    def _run(
+        self, steps: Iterable[Step], *, is_drawn: bool
+    ) -> tuple[Totals, list[Slice]]:
+        totals, slices = Totals(), list[Slice]()
+        for step in steps:
+            match step:
+                case Compute(instruction, kind, seconds):
+                    totals.compute[kind] += seconds
+                    if is_drawn:
+                        slices.append(_slice(instruction, kind, self.now, seconds))
+                    self.now += seconds
+                case Start(key, transfer):
+                    start = self._begin(key, transfer)
+                    totals.transferred[transfer.name] += transfer.seconds
+                    if is_drawn:
+                        slices.append(_transfer_slice(transfer, start))
+                case Wait(key):
+                    self._wait(key, totals)
+                case Loop():
+                    slices += self._loop(step, totals, is_drawn)
+                case Branch(_, body):
+                    inside, drawn = self._run(body, is_drawn=is_drawn)
+                    inside.conditional = sum(inside.compute.values())
+                    totals.add(inside)
+                    slices += drawn
+        return totals, slices
+
+    def _begin(self, key: str, transfer: Transfer) -> float:
+        """Start a transfer; when it begins."""
+        links = transfer.links
+        busy = (end for other, end in self._free.items() if self._share(links, other))
+        start = max(self.now, max(busy, default=0.0))
+        end = start + transfer.seconds
+        self._free[links] = end
+        self._ends[key] = end, transfer
+        return start
+
+    def _share(self, one: frozenset[Link], other: frozenset[Link]) -> bool:
+        pair = one, other
+        if pair not in self._shared:
+            self._shared[pair] = not one.isdisjoint(other)
+        return self._shared[pair]
+
+    def _wait(self, key: str, totals: Totals) -> None:
+        if key not in self._ends:
+            return
+        end, transfer = self._ends.pop(key)
+        if end > self.now:
+            totals.waited[transfer.name] += end - self.now
+            self.now = end
+
+    def _loop(self, loop: Loop, totals: Totals, is_drawn: bool) -> list[Slice]:
+        """All iterations of a loop, of which the second stands for those after it."""
+        count = 1 if loop.count is None else loop.count
+        totals.unknown_loops += loop.count is None
+        if count == 0:
+            return []
+        start = self.now
+        if loop.computes_only and not is_drawn:
+            once = self._computed(loop)
+            totals.add(once, count)
+            self.now += count * sum(once.compute.values())
+            return []
+        first, drawn = self._run(loop.body, is_drawn=is_drawn)
+        totals.add(first)
+        begin, each = start, self.now - start
+        if count > 1:
+            begin, free, ends = self.now, dict(self._free), dict(self._ends)
+            later, drawn = self._run(loop.body, is_drawn=is_drawn)
+            later.unknown_loops = 0
+            totals.add(later, count - 1)
+            each = self.now - begin
+            self._skip((count - 2) * each, free, ends)
+        if not is_drawn or not each:
+            return []
+        spent = self.now - start
+        whole = Slice(loop.instruction, "loop", start, spent, spent / count, count)
+        return [whole, *(_stretched(s, begin, start, spent / each, count) for s in drawn)]
+
+    def _computed(self, loop: Loop) -> Totals:
+        """One iteration of a loop that transfers nothing: always the same."""
+        if id(loop) not in self._alone:
+            before = self.now
+            self._alone[id(loop)], _ = self._run(loop.body, is_drawn=False)
+            self.now = before
+        return self._alone[id(loop)]
+
+    def _skip(
+        self,
+        seconds: float,
+        free: dict[frozenset[Link], float],
+        ends: dict[str, tuple[float, Transfer]],
+    ) -> None:
+        """Let iterations pass like the last one, before which links were so busy."""
+        self.now += seconds
+        for links, end in self._free.items():
+            if free.get(links) != end:
+                self._free[links] = end + seconds
+        for key, (end, transfer) in self._ends.items():
+            if ends.get(key) != (end, transfer):
+                self._ends[key] = end + seconds, transfer
+
+
+def _slice(instruction: Instruction, kind: str, start: float, each: float) -> Slice:
+    return Slice(instruction, kind, start, each, each, 1)
+
+
+def _transfer_slice(transfer: Transfer, start: float) -> Slice:
+    each = transfer.seconds
+    return Slice(transfer.instruction, transfer.kind, start, each, each, 1, transfer)
+
+
+def _stretched(
+    drawn: Slice, begin: float, start: float, factor: float, count: int
+) -> Slice:
+    """A slice of one iteration, as one of all."""
+    return replace(
+        drawn,
+        start=start + (drawn.start - begin) * factor,
+        duration=drawn.duration * factor,
+        times=drawn.times * count,
+    )
