@@ -32,6 +32,7 @@ from tessera.targets.target import Target
 
 if TYPE_CHECKING:
     from tessera.analysis.ledger import Ledger
+    from tessera.analysis.timeline.report import Timeline
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,18 @@ class Compiled:
         inside = declared_layouts(graph.program)
         results = [value.spec for value in graph.outputs if value.spec is not None]
         return collectives(self.jax, mesh, inside, results)
+
+    @cached_property
+    def timeline(self) -> "Timeline":
+        """What one execution on the target of its mesh takes, and when, as predicted.
+
+        Raises:
+          NoTargetError: [T713] its mesh has no target.
+        """
+        from tessera.analysis.timeline.prediction import timeline
+
+        mesh = self.traced.graph.mesh or Mesh(("device",), devices=(0,))
+        return timeline(self.as_text(), mesh)
 
     @cached_property
     def memory(self) -> Memory:

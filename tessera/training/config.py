@@ -118,7 +118,8 @@ class TrainingConfig:
       eval_only: Evaluate the validation data once with the parameters of init_from or
         resume, and stop: nothing is trained, and no optimizer state or checkpoint made.
       dry_run: Compile, print memory per device and the collectives, and stop; also for
-        a mesh that this machine does not have.
+        a mesh that this machine does not have. With a runtime.target it predicts the
+        time of a step.
     """
 
     steps: int = setting(300, least=1, most=MOST_COUNT)
@@ -170,6 +171,9 @@ class RuntimeConfig:
         h100:2x8, hosts and devices of each, or v5e:4x4; null is this machine.
       target_compiler: Which compiler that takes: native is the machine's own, cpu
         stands in for one that is not installed, and its figures are not the target's.
+      timeline_dir: A folder, in which a dry run for a target draws the timeline that
+        it predicts: timeline.svg, and timeline.json for ui.perfetto.dev; null writes
+        no files.
       platform: What to run on; auto takes what JAX prefers. On cpu, the devices that
         the mesh asks for are simulated.
       compile_cache: A folder, private to the user, for what takes longer than a second
@@ -204,6 +208,7 @@ class RuntimeConfig:
 
     target: str | None = setting(None)
     target_compiler: str = setting("native", choices=("native", "cpu"))
+    timeline_dir: str | None = setting(None)
     platform: str = setting("auto", choices=("auto", "cpu", "gpu", "tpu"))
     compile_cache: str | None = setting(None)
     xla_flags: str | None = setting(None)

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes a run in a table before its first step, and prints a dry run."""
 
+import json
 import math
+from pathlib import Path
 
 import jax
 
 from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
+from tessera.analysis.timeline.report import Timeline
 from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.training.build_run import Run
+from tessera.training.run_folder import cannot_write
 
 
 def run_rows(run: Run) -> list[tuple[str, str]]:
@@ -86,6 +90,38 @@ def _held(run: Run) -> str:
 
 
 def dry_run_text(run: Run) -> str:
-    """Memory per device and every collective of the compiled step."""
+    """Memory per device, every collective of the compiled step, and its time.
+
+    The time is predicted, and only where the mesh has a target.
+    """
     compiled = run.compiled
-    return f"{compiled.memory.as_text()}\n\n{compiled.collectives.as_text()}"
+    parts = [compiled.memory.as_text(), compiled.collectives.as_text()]
+    if run.mesh.target is not None:
+        parts.append(compiled.timeline.as_text())
+    return "\n\n".join(parts)
+
+
+def write_timeline(timeline: Timeline, folder: Path) -> list[Path]:
+    """Draw the timeline of a dry run.
+
+    Args:
+      timeline: The prediction.
+      folder: Where to; it is made, and files of an earlier run are overwritten.
+
+    Returns:
+      ``timeline.svg``, and ``timeline.json`` for ui.perfetto.dev.
+
+    Raises:
+      OutputPathError: [T504] the folder cannot be made or written.
+    """
+    files = {
+        folder / "timeline.svg": timeline.as_svg(),
+        folder / "timeline.json": json.dumps(timeline.as_perfetto()),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise cannot_write(folder, error) from error
+    return list(files)

@@ -368,7 +368,7 @@ def _features(
         )
     yield (
         settings.runtime.target is None,
-        "runtime.target_compiler",
+        "runtime.target_compiler runtime.timeline_dir",
         "runtime.target=null",
         "name a runtime.target",
     )

@@ -27,7 +27,7 @@ from tessera.training.layout_checks import target_of
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
 from tessera.training.run_folder import open_run_folder
-from tessera.training.run_summary import dry_run_text, run_rows
+from tessera.training.run_summary import dry_run_text, run_rows, write_timeline
 from tessera.training.training_loop import Callbacks, Trainer
 
 
@@ -50,6 +50,10 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
         with Console(None) as console:
             console.show_run_table(run_rows(run))
             log.info("%s", dry_run_text(run))
+            if settings.runtime.timeline_dir is not None:
+                folder = Path(settings.runtime.timeline_dir)
+                files = write_timeline(run.compiled.timeline, folder)
+                log.info("the timeline is in %s", " and ".join(map(str, files)))
         return
     # Nothing but the lock is written before all that can be wrong was looked at.
     corpus = run.load_data()

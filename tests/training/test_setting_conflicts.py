@@ -36,6 +36,7 @@ UNUSED = {
         "training.mixed_precision=fp16",
     ): "training.mixed_precision=fp16, whose bound is the smallest loss scale",
     ("optimizer.nesterov=true", *SGD): "optimizer.momentum=0",
+    ("runtime.timeline_dir=there",): "runtime.target=null",
 }
 # The same settings where something reads them.
 USED = [
