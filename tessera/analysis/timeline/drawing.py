@@ -52,7 +52,7 @@ def perfetto(events: Sequence[Event], title: str) -> dict[str, Any]:
                 "ph": "X",
                 "pid": 0,
                 "tid": lanes[event.stream],
-                "name": f"{event.name} × {event.times}"
+                "name": f"{event.name} × {event.times:g}"
                 if event.kind == LOOP
                 else event.name,
                 "cat": event.kind,
@@ -136,7 +136,7 @@ def _loop(event: Event, y: float, scale: float) -> Iterator[str]:
         f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_LINE - 3}" '
         f'fill="none" stroke="#666"><title>{escape(_description(event))}</title></rect>'
     )
-    label = f"× {event.times}"
+    label = f"× {event.times:g}"
     if width > 8 * len(label):
         yield _text(x + 3, y + _LINE - 5, label)
 
@@ -144,7 +144,7 @@ def _loop(event: Event, y: float, scale: float) -> Iterator[str]:
 def _description(event: Event) -> str:
     lines = [
         f"{event.name}: {event.kind} {'×'.join(event.axes)}".rstrip(),
-        f"{event.times} × {format_seconds(event.each)} = {format_seconds(event.total)}",
+        f"{event.times:g} × {format_seconds(event.each)} = {format_seconds(event.total)}",
         f"waited for {format_seconds(event.exposed)}" * bool(event.exposed),
         event.op_name,
         event.source,

@@ -24,7 +24,7 @@ class Event:
       duration: Seconds on the axis. All iterations of a loop are drawn as one that
         takes as long as all together.
       each: Seconds of one execution.
-      times: How often it is executed.
+      times: How often it is executed; where a conditional skips it, on average.
       exposed: Seconds of all executions in which the device waits for it.
     """
 
@@ -37,7 +37,7 @@ class Event:
     start: float
     duration: float
     each: float
-    times: int
+    times: float
     exposed: float = 0.0
 
     @property

@@ -2,7 +2,8 @@
 """Reads the schedule of a compiled program as a sequence of timed steps.
 
 The order of a scheduled module's text is that in which a device executes it. Loops
-remain loops; of a conditional's branches the one that takes longest is taken.
+remain loops. A conditional has each of its branches as often as constants say that it
+is taken; where data decide, it has the one that takes longest.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeAlias
 
+from tessera.analysis.constant_values import Frame
 from tessera.analysis.hlo import Computation, Instruction, Module
-from tessera.analysis.hlo_walk import trip_count
 from tessera.analysis.timeline.operation_times import OperationTimes
 from tessera.analysis.timeline.transfers import (
     COMPUTATION,
@@ -80,32 +81,38 @@ class Loop:
     @cached_property
     def computes_only(self) -> bool:
         """Whether nothing in it is transferred."""
-        return all(
-            isinstance(step, Compute)
-            or (isinstance(step, Loop | Branch) and step.computes_only)
-            for step in self.body
-        )
+        return _computes_only(self.body)
 
 
 @dataclass(frozen=True)
 class Branch:
-    """The branch of a conditional that takes longest.
+    """A conditional.
 
     Attributes:
       instruction: The ``conditional``.
-      body: The steps of the branch.
+      parts: The steps of each branch, with the share of executions that take it.
+      is_known: Whether the shares are known; else the branch that takes longest has all.
     """
 
     instruction: Instruction
-    body: tuple["Step", ...]
+    parts: tuple[tuple[float, tuple["Step", ...]], ...]
+    is_known: bool
 
     @cached_property
     def computes_only(self) -> bool:
         """Whether nothing in it is transferred."""
-        return Loop(self.instruction, self.body, 1).computes_only
+        return all(_computes_only(body) for _, body in self.parts)
 
 
 Step: TypeAlias = Compute | Start | Wait | Loop | Branch
+
+
+def _computes_only(steps: Iterable[Step]) -> bool:
+    return all(
+        isinstance(step, Compute)
+        or (isinstance(step, Loop | Branch) and step.computes_only)
+        for step in steps
+    )
 
 
 def serial_seconds(steps: Iterable[Step]) -> float:
@@ -123,7 +130,7 @@ def _serial(step: Step) -> float:
             count = 1 if step.count is None else step.count
             return count * serial_seconds(step.body)
         case Branch():
-            return serial_seconds(step.body)
+            return sum(share * serial_seconds(body) for share, body in step.parts)
     return 0.0
 
 
@@ -140,36 +147,29 @@ class Schedule:
         self._module, self._target = module, target
         self._times = OperationTimes(module, target)
         self._collectives = Collectives(mesh, target)
-        self._known: dict[str, tuple[Step, ...]] = {}
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """Those of the entry computation."""
-        return self._steps(self._module.computations[self._module.entry])
+        return self._steps(Frame.entry(self._module))
 
-    def _steps(self, computation: Computation) -> tuple[Step, ...]:
-        if computation.name not in self._known:
-            self._known[computation.name] = tuple(
-                step
-                for instruction in computation.instructions.values()
-                for step in self._step(computation, instruction)
-            )
-        return self._known[computation.name]
+    def _steps(self, frame: Frame) -> tuple[Step, ...]:
+        return tuple(
+            step
+            for instruction in frame.computation.instructions.values()
+            for step in self._step(frame, instruction)
+        )
 
-    def _step(
-        self, computation: Computation, instruction: Instruction
-    ) -> Iterator[Step]:
-        opcode = instruction.opcode
+    def _step(self, frame: Frame, instruction: Instruction) -> Iterator[Step]:
+        opcode, computation = instruction.opcode, frame.computation
         if opcode == "while":
-            body = self._steps(self._module.body(instruction))
-            count = trip_count(self._module, instruction, computation)
-            yield Loop(instruction, body, count)
+            body = self._steps(frame.body(instruction))
+            yield Loop(instruction, body, frame.count(instruction))
         elif opcode == "conditional":
-            branches = map(self._steps, self._module.callees(instruction))
-            yield Branch(instruction, max(branches, key=serial_seconds))
+            yield self._branch(frame, instruction)
         elif opcode == "call":
             for callee in self._module.callees(instruction):
-                yield from self._steps(callee)
+                yield from self._steps(frame.call(instruction, callee))
         elif opcode == "fusion":
             yield from self._fusion(computation, instruction)
         elif opcode.endswith("-done"):
@@ -181,9 +181,23 @@ class Schedule:
             if opcode == transfer.kind:
                 yield Wait(instruction.name)
         elif opcode.endswith("-start"):
-            yield from self._asynchronous(instruction)
+            yield from self._asynchronous(frame, instruction)
         elif not opcode.endswith("-update"):
             yield from self._compute(computation, instruction)
+
+    def _branch(self, frame: Frame, instruction: Instruction) -> Branch:
+        shares = frame.shares(instruction)
+        count = len(self._module.callees(instruction))
+        if shares is not None:
+            parts = tuple(
+                (share, self._steps(frame.branch(instruction, number)))
+                for number, share in enumerate(shares)
+                if share
+            )
+            return Branch(instruction, parts, is_known=True)
+        branches = (self._steps(frame.branch(instruction, i)) for i in range(count))
+        longest = max(branches, key=serial_seconds)
+        return Branch(instruction, ((1.0, longest),), is_known=False)
 
     def _compute(
         self, computation: Computation, instruction: Instruction
@@ -231,15 +245,17 @@ class Schedule:
                     return found
         return None
 
-    def _asynchronous(self, instruction: Instruction) -> Iterator[Step]:
+    def _asynchronous(self, frame: Frame, instruction: Instruction) -> Iterator[Step]:
         """A start of what a computation of its own describes."""
         if inner := self._collective_in(instruction):
             transfer = self._collectives.transfer(*inner, instruction)
             assert transfer is not None
             yield Start(instruction.name, transfer)
             return
-        callees = self._module.callees(instruction)
-        seconds = sum(serial_seconds(self._steps(callee)) for callee in callees)
+        seconds = sum(
+            serial_seconds(self._steps(frame.call(instruction, callee)))
+            for callee in self._module.callees(instruction)
+        )
         if seconds:
             links = frozenset({COMPUTATION})
             yield Start(

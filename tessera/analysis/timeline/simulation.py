@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tessera.analysis.hlo import Instruction
+from tessera.analysis.timeline.event import LOOP
 from tessera.analysis.timeline.schedule import Branch, Compute, Loop, Start, Step, Wait
 from tessera.analysis.timeline.transfers import Transfer
 from tessera.targets.link_routes import Link
@@ -26,7 +27,7 @@ class Slice:
       duration: Seconds on the axis. All iterations of a loop are drawn as one that
         takes as long as all together.
       each: Seconds of one execution.
-      times: How often it is executed.
+      times: How often it is executed, a fraction where a conditional skips it.
       transfer: The transfer, where it is one.
     """
 
@@ -35,7 +36,7 @@ class Slice:
     start: float
     duration: float
     each: float
-    times: int
+    times: float
     transfer: Transfer | None = None
 
 
@@ -47,7 +48,7 @@ class Totals:
       compute: Of operations on the stream of computation, by kind.
       transferred: Of transfers, by their name.
       waited: For transfers, by their name.
-      conditional: Of computation in branches that may be skipped.
+      conditional: Of computation in branches that a run may skip.
       unknown_loops: Loops whose length is known only at run time; each counts once.
     """
 
@@ -85,41 +86,61 @@ class Simulation:
         self._ends: dict[str, tuple[float, Transfer]] = {}
         self._shared: dict[tuple[frozenset[Link], frozenset[Link]], bool] = {}
         self._alone: dict[int, Totals] = {}
-        self.totals, self.slices = self._run(steps, is_drawn=True)
+        self.totals, self.slices = self._run(steps, 1.0, is_drawn=True)
 
     def _run(
-        self, steps: Iterable[Step], *, is_drawn: bool
+        self, steps: Iterable[Step], share: float, *, is_drawn: bool
     ) -> tuple[Totals, list[Slice]]:
+        """Execute steps that are reached in a share of the executions around them.
+
+        On average each of them takes that share of its time.
+        """
         totals, slices = Totals(), list[Slice]()
         for step in steps:
             match step:
                 case Compute(instruction, kind, seconds):
-                    totals.compute[kind] += seconds
+                    totals.compute[kind] += share * seconds
                     if is_drawn:
-                        slices.append(_slice(instruction, kind, self.now, seconds))
-                    self.now += seconds
+                        slices.append(
+                            _slice(instruction, kind, self.now, seconds, share)
+                        )
+                    self.now += share * seconds
                 case Start(key, transfer):
-                    start = self._begin(key, transfer)
-                    totals.transferred[transfer.name] += transfer.seconds
+                    start = self._begin(key, transfer, share)
+                    totals.transferred[transfer.name] += share * transfer.seconds
                     if is_drawn:
-                        slices.append(_transfer_slice(transfer, start))
+                        slices.append(
+                            _slice(
+                                *(transfer.instruction, transfer.kind, start),
+                                *(transfer.seconds, share, transfer),
+                            )
+                        )
                 case Wait(key):
                     self._wait(key, totals)
                 case Loop():
-                    slices += self._loop(step, totals, is_drawn)
-                case Branch(_, body):
-                    inside, drawn = self._run(body, is_drawn=is_drawn)
-                    inside.conditional = sum(inside.compute.values())
-                    totals.add(inside)
-                    slices += drawn
+                    slices += self._loop(step, share, totals, is_drawn)
+                case Branch():
+                    slices += self._branch(step, share, totals, is_drawn)
         return totals, slices
 
-    def _begin(self, key: str, transfer: Transfer) -> float:
+    def _branch(
+        self, branch: Branch, share: float, totals: Totals, is_drawn: bool
+    ) -> list[Slice]:
+        slices = []
+        for taken, body in branch.parts:
+            inside, drawn = self._run(body, share * taken, is_drawn=is_drawn)
+            if not branch.is_known:
+                inside.conditional = sum(inside.compute.values())
+            totals.add(inside)
+            slices += drawn
+        return slices
+
+    def _begin(self, key: str, transfer: Transfer, share: float) -> float:
         """Start a transfer; when it begins."""
         links = transfer.links
         busy = (end for other, end in self._free.items() if self._share(links, other))
         start = max(self.now, max(busy, default=0.0))
-        end = start + transfer.seconds
+        end = start + share * transfer.seconds
         self._free[links] = end
         self._ends[key] = end, transfer
         return start
@@ -138,7 +159,9 @@ class Simulation:
             totals.waited[transfer.name] += end - self.now
             self.now = end
 
-    def _loop(self, loop: Loop, totals: Totals, is_drawn: bool) -> list[Slice]:
+    def _loop(
+        self, loop: Loop, share: float, totals: Totals, is_drawn: bool
+    ) -> list[Slice]:
         """All iterations of a loop, of which the second stands for those after it."""
         count = 1 if loop.count is None else loop.count
         totals.unknown_loops += loop.count is None
@@ -146,31 +169,33 @@ class Simulation:
             return []
         start = self.now
         if loop.computes_only and not is_drawn:
-            once = self._computed(loop)
+            once = self._computed(loop, share)
             totals.add(once, count)
             self.now += count * sum(once.compute.values())
             return []
-        first, drawn = self._run(loop.body, is_drawn=is_drawn)
+        first, drawn = self._run(loop.body, share, is_drawn=is_drawn)
         totals.add(first)
         begin, each = start, self.now - start
         if count > 1:
             begin, free, ends = self.now, dict(self._free), dict(self._ends)
-            later, drawn = self._run(loop.body, is_drawn=is_drawn)
+            later, drawn = self._run(loop.body, share, is_drawn=is_drawn)
             later.unknown_loops = 0
             totals.add(later, count - 1)
             each = self.now - begin
             self._skip((count - 2) * each, free, ends)
-        if not is_drawn or not each:
-            return []
         spent = self.now - start
-        whole = Slice(loop.instruction, "loop", start, spent, spent / count, count)
-        return [whole, *(_stretched(s, begin, start, spent / each, count) for s in drawn)]
+        if not is_drawn or not spent:
+            return []
+        factor = spent / each
+        each, times = spent / count / share, count * share
+        whole = Slice(loop.instruction, LOOP, start, spent, each, times)
+        return [whole, *(_stretched(s, begin, start, factor, count) for s in drawn)]
 
-    def _computed(self, loop: Loop) -> Totals:
+    def _computed(self, loop: Loop, share: float) -> Totals:
         """One iteration of a loop that transfers nothing: always the same."""
         if id(loop) not in self._alone:
             before = self.now
-            self._alone[id(loop)], _ = self._run(loop.body, is_drawn=False)
+            self._alone[id(loop)], _ = self._run(loop.body, share, is_drawn=False)
             self.now = before
         return self._alone[id(loop)]
 
@@ -190,13 +215,15 @@ class Simulation:
                 self._ends[key] = end + seconds, transfer
 
 
-def _slice(instruction: Instruction, kind: str, start: float, each: float) -> Slice:
-    return Slice(instruction, kind, start, each, each, 1)
-
-
-def _transfer_slice(transfer: Transfer, start: float) -> Slice:
-    each = transfer.seconds
-    return Slice(transfer.instruction, transfer.kind, start, each, each, 1, transfer)
+def _slice(
+    instruction: Instruction,
+    kind: str,
+    start: float,
+    each: float,
+    share: float,
+    transfer: Transfer | None = None,
+) -> Slice:
+    return Slice(instruction, kind, start, share * each, each, share, transfer)
 
 
 def _stretched(
