@@ -13,16 +13,21 @@ from dataclasses import dataclass
 from jax.typing import DTypeLike
 
 from tessera.analysis.collective import Collective
-from tessera.analysis.device_peaks import Peak, peak, peak_flops
+from tessera.analysis.device_peaks import peak_flops
 from tessera.analysis.flops import Flops, format_flops
 from tessera.analysis.ledger import Ledger
 from tessera.analysis.memory import Memory, format_bytes
 from tessera.analysis.tables import aligned
+from tessera.targets.link_times import Span, collective_seconds
+from tessera.targets.machine import Machine, machine_of_kind
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """The least seconds of one execution on each device, by what takes them.
+    """Seconds of one execution on each device, by what takes them.
+
+    Matmuls and memory are at the peaks of the device, which no program reaches, and
+    collectives at the rate that large ones reach.
 
     Attributes:
       device_kind: The device that the estimate is for.
@@ -66,14 +71,14 @@ class Balance:
             part = f"communication over {'×'.join(axes)}"
             parts.append((part, format_bytes(size), seconds.get(axes)))
         rows = [[part, amount, format_seconds(spent)] for part, amount, spent in parts]
-        columns = ["part", "amount", "at best"]
+        columns = ["part", "amount", "time"]
         lines = [title, aligned(columns, rows, right=columns[1:])]
         if self.communication_share is not None:
             share = f"{100 * self.communication_share:.0f} %"
             lines.append(f"communication is {share} of matmuls and communication")
             lines.append(
                 "every axis is taken to run over the devices' own fast links, "
-                "at full rate and without overlap"
+                "at the rate of large collectives and without overlap"
             )
         return "\n".join(lines)
 
@@ -94,17 +99,15 @@ def balance(
       device_kind: ``jax.devices()[0].device_kind``.
       dtype: The dtype of the matmuls' operands: bf16, f16 or f32.
 
-    Source:
-      The formulas are those of "How to Scale Your Model", chapter 3
-      (jax-ml.github.io/scaling-book/sharding), for large arrays: latency is left out.
+    The times of collectives are those of ``targets.link_times``.
     """
-    best = peak(device_kind)
+    found = machine_of_kind(device_kind)
     local_flops = flops.matmul / math.prod(ledger.mesh_shape.values())
     memory_bytes = memory.arguments + memory.outputs
     seconds: dict[tuple[str, ...], float] = {}
-    if best is not None:
+    if found is not None:
         for row in ledger.rows:
-            spent = row.counted_calls * collective_seconds(row, best)
+            spent = row.counted_calls * _seconds(row, found)
             seconds[row.axes] = seconds.get(row.axes, 0.0) + spent
     rate = peak_flops(device_kind, dtype)
     return Balance(
@@ -113,46 +116,16 @@ def balance(
         memory_bytes=memory_bytes,
         communicated={axes: total.nbytes for axes, total in ledger.by_axis().items()},
         compute=local_flops / rate if rate else None,
-        memory=memory_bytes / best.memory_bandwidth if best else None,
-        communication=seconds if best else None,
+        memory=memory_bytes / found.memory_bandwidth if found else None,
+        communication=seconds if found else None,
     )
 
 
-def collective_seconds(row: Collective, peak: Peak) -> float:
-    """The least seconds of one call of a collective.
-
-    V is the size of the array that all devices of a group have together (the bytes of
-    the row, except for all-to-all), W the link bandwidth, n the size of a group:
-
-        all-gather, reduce-scatter   V / W · (n − 1) / n
-        all-reduce                   2 V / W · (n − 1) / n
-        all-to-all                   v / W · (n − 1) / n on a switch, where each device
-                                     sends v = V / n; V / 4 W around a ring
-        permute, broadcast           v / W; on a ring one of its two directions
-    """
-    sent = sent_bytes(row)
-    if peak.is_torus:
-        match row.kind:
-            case "all-to-all" | "ragged-all-to-all":
-                sent = row.nbytes * row.group_size / 4
-            case "collective-permute" | "collective-broadcast":
-                sent = 2 * row.nbytes
-    return sent / peak.link_bandwidth
-
-
-def sent_bytes(row: Collective) -> float:
-    """Bytes that one device sends in one call, by the algorithm that sends least.
-
-    They are those of the formulas above on a switch. Divided by the time of the call
-    they are what NCCL's tests call bus bandwidth.
-    """
-    share = (row.group_size - 1) / row.group_size
-    match row.kind:
-        case "all-reduce":
-            return 2 * share * row.nbytes
-        case "collective-permute" | "collective-broadcast":
-            return float(row.nbytes)
-    return share * row.nbytes
+def _seconds(row: Collective, found: Machine) -> float:
+    """Seconds of one call on the fastest links, by ``link_times``."""
+    size = row.group_size
+    where = Span(size, size, ((size, 1.0),) if found.is_torus else ())
+    return collective_seconds(found, row.kind, row.nbytes, where)
 
 
 def format_seconds(seconds: float | None) -> str:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera import _jax, scope
 from tessera.analysis.layout_figures import Picture, draw, listed_ids
 from tessera.analysis.memory import format_bytes
+from tessera.analysis.mesh_inspection import MeshInspection, inspect_mesh
 from tessera.analysis.tables import aligned, html_lines, html_section, html_table
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, is_tensor, local_shape
@@ -237,11 +238,20 @@ class Inspection:
         return [*totals, *(f"on {mesh!r}" for mesh in meshes)]
 
 
-def inspect(tree: Any) -> Inspection:
+@overload
+def inspect(tree: Mesh) -> MeshInspection: ...
+
+
+@overload
+def inspect(tree: Any) -> Inspection: ...
+
+
+def inspect(tree: Any) -> Inspection | MeshInspection:
     """Show how arrays are split: shapes, bytes, and which device has which slice.
 
     Args:
       tree: A lazy tensor; a JAX, NumPy, traced or abstract array; or any tree of them.
+        Of a mesh it shows where its devices are on the hosts or the torus of a target.
 
     Returns:
       An object that prints as text and renders in a notebook.
@@ -256,6 +266,8 @@ def inspect(tree: Any) -> Inspection:
       >>> table.leaves[0].block_at(3)
       ((5000000, 10000000), (0, 4096))
     """
+    if isinstance(tree, Mesh):
+        return inspect_mesh(tree)
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_tensor)
     return Inspection(tuple(_leaf(jax.tree_util.keystr(p), leaf) for p, leaf in leaves))
 

@@ -8,13 +8,14 @@ the algorithm that sends least, divided by the collective's time.
 from collections.abc import Iterator
 from typing import Any
 
-from tessera.analysis.cost import Balance, format_seconds, sent_bytes
-from tessera.analysis.device_peaks import peak
+from tessera.analysis.cost import Balance, format_seconds
 from tessera.analysis.flops import format_flops
 from tessera.analysis.ledger import Ledger
 from tessera.analysis.measured_times import Measured
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned
+from tessera.targets.link_times import sent_bytes
+from tessera.targets.machine import machine_of_kind
 
 _COLUMNS = (
     *("part", "amount", "calls", "time"),
@@ -99,15 +100,17 @@ def _bandwidth(
 ) -> float | None:
     """Bytes/s that each device sends while collectives over some axes run."""
     sent = sum(
-        sent_bytes(row) * row.counted_calls for row in ledger.rows if row.axes == axes
+        sent_bytes(row.kind, row.nbytes, row.group_size) * row.counted_calls
+        for row in ledger.rows
+        if row.axes == axes
     )
     seconds = measured.communication[axes].seconds
     return sent / seconds if seconds else None
 
 
 def _link(balance: Balance) -> float | None:
-    best = peak(balance.device_kind)
-    return best.link_bandwidth if best else None
+    found = machine_of_kind(balance.device_kind)
+    return found.links[0].bandwidth if found else None
 
 
 def _peak_flops(balance: Balance) -> float | None:

@@ -36,7 +36,7 @@ def group_links(target: Target, group: Sequence[int]) -> frozenset[Link]:
     if len(group) < 2:
         return frozenset()
     if not target.machine.is_torus:
-        domains = Counter(_domain(target, device) for device in group)
+        domains = Counter(domain(target, device) for device in group)
         fast, slow = target.machine.links[0].name, target.machine.links[-1].name
         names = {fast} if max(domains.values()) > 1 else set()
         return frozenset(names | ({slow} if len(domains) > 1 else set()))
@@ -67,14 +67,25 @@ def permutation_links(
         if target.machine.is_torus:
             loads.update(list(_route(target, sender, receiver)) or _CHIP)
             continue
-        is_inside = _domain(target, sender) == _domain(target, receiver)
+        is_inside = domain(target, sender) == domain(target, receiver)
         loads[target.machine.links[0 if is_inside else -1].name] += 1
     return loads
 
 
-def _domain(target: Target, device: int) -> int:
-    """The number of the domain of the fastest links that a device is in."""
-    return device // (target.machine.links[0].devices or target.num_devices)
+def domain(target: Target, device: int) -> int:
+    """The number of the domain of the fastest links that a device is in.
+
+    Example:
+      >>> [domain(Target.parse("h100:2x4"), device) for device in (3, 4)]
+      [0, 1]
+    """
+    machine = target.machine
+    size = machine.links[0].devices or target.num_devices
+    if len(target.shape) == 2 and not machine.is_torus:
+        # A target may use a part of the devices of each host.
+        hosts = -(-size // machine.devices_per_host)
+        size = min(size, hosts * target.shape[1])
+    return device // size
 
 
 @cache

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tessera.targets.link_routes import permutation_links
+from tessera.targets.link_routes import domain, permutation_links
 from tessera.targets.machine import Link, Machine
 from tessera.targets.target import Target
 
@@ -47,8 +47,7 @@ def span(target: Target, group: Sequence[int]) -> Span:
     """
     if target.machine.is_torus:
         return _torus_span(target, group)
-    size = target.machine.links[0].devices or target.num_devices
-    domains = Counter(device // size for device in group)
+    domains = Counter(domain(target, device) for device in group)
     return Span(len(group), max(domains.values()))
 
 

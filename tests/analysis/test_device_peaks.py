@@ -2,7 +2,7 @@
 import jax.numpy as jnp
 import pytest
 
-from tessera.analysis.device_peaks import PEAKS, mfu, peak, peak_flops
+from tessera.analysis.device_peaks import mfu, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -20,14 +20,8 @@ def test_the_peak_of_a_device_and_dtype(kind, dtype, flops):
     assert peak_flops(kind, dtype) == flops
 
 
-def test_every_peak_is_positive_and_f32_is_never_the_faster():
-    for found in PEAKS.values():
-        assert 0 < found.f32 <= found.bf16
-        assert 0 < found.link_bandwidth < found.memory_bandwidth < found.bf16
-
-
 def test_an_unknown_device_has_no_peak():
-    assert peak("cpu") is None
+    assert peak_flops("cpu") is None
     assert mfu(1e12, 1.0, 8, peak_flops("cpu")) is None
 
 

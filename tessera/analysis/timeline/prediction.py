@@ -8,7 +8,9 @@ the figures of a target.
 from collections.abc import Sequence
 
 from tessera.analysis import hlo
-from tessera.analysis.hlo import Module
+from tessera.analysis.collective import KINDS
+from tessera.analysis.hlo import Instruction, Module
+from tessera.analysis.hlo_walk import Node, cause
 from tessera.analysis.ledger import HasText
 from tessera.analysis.source_lines import user_line
 from tessera.analysis.timeline.event import COMPUTE, Event
@@ -44,7 +46,7 @@ def timeline(program: HasText | str, mesh: Mesh) -> Timeline:
       ... }'''
       >>> found = timeline(text, Mesh(["dp"], target="h100:1x8"))
       >>> found.compute, round(found.exposed * 1e6, 1)
-      (0.0, 43.4)
+      (0, 43.4)
     """
     if mesh.target is None:
         raise NoTargetError(
@@ -77,6 +79,7 @@ def _report(module: Module, mesh: Mesh, target: Target) -> Timeline:
                 before.exposed + totals.waited[name],
             )
     labels = _labels(target, list(transfers.values()))
+    sources = _Sources(module)
     return Timeline(
         target=target.name,
         rule=_rule(module, target),
@@ -86,7 +89,7 @@ def _report(module: Module, mesh: Mesh, target: Target) -> Timeline:
         conditional=totals.conditional,
         unknown_loops=totals.unknown_loops,
         events=tuple(
-            _event(module, each, labels, totals.waited[each.instruction.name])
+            _event(sources, each, labels, totals.waited[each.instruction.name])
             for each in run.slices
         ),
     )
@@ -129,14 +132,42 @@ def _label(target: Target, transfer: Transfer) -> str:
     return " + ".join(level.name for level in levels if level.name in links)
 
 
+class _Sources:
+    """Finds the user's line of an instruction.
+
+    Args:
+      module: The program.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._places = {
+            name: computation
+            for computation in module.computations.values()
+            for name in computation.instructions
+        }
+
+    def origin(self, instruction: Instruction, kind: str) -> Instruction:
+        """The instruction that has the line; of a collective that XLA made, a reader."""
+        if kind in KINDS and not self._module.frames(instruction):
+            place = self._places[instruction.name]
+            return cause(self._module, Node(((place, instruction),)))
+        return instruction
+
+    def line(self, instruction: Instruction) -> str:
+        """``file:line``, or ``""``."""
+        return user_line(self._module.frames(instruction))
+
+
 def _event(
-    module: Module, drawn: Slice, labels: dict[object, str], waited: float
+    sources: _Sources, drawn: Slice, labels: dict[object, str], waited: float
 ) -> Event:
-    transfer, instruction = drawn.transfer, drawn.instruction
+    transfer = drawn.transfer
+    origin = sources.origin(drawn.instruction, drawn.kind)
     return Event(
-        name=instruction.name,
-        op_name=instruction.op_name,
-        source=user_line(module.frames(instruction)),
+        name=drawn.instruction.name,
+        op_name=origin.op_name,
+        source=sources.line(origin),
         kind=drawn.kind,
         axes=transfer.axes if transfer else (),
         stream=labels[transfer.links] if transfer else COMPUTE,

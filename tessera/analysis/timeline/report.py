@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from tessera.analysis.cost import format_seconds
 from tessera.analysis.timeline import drawing
-from tessera.analysis.timeline.event import COMPUTE, LOOP, Event
+from tessera.analysis.timeline.event import LOOP, Event
 from tessera.analysis.source_lines import short
 from tessera.analysis.tables import aligned, html_lines
 
@@ -43,7 +43,7 @@ class Timeline:
       computation: Seconds of operations on the stream of computation, by kind:
         ``matmul``, ``attention`` and ``other``.
       communication: Collectives, by the mesh axes that they run over.
-      conditional: Seconds of computation in branches that a run may skip: of each
+      conditional: Seconds of computation in branches that data choose: of each such
         conditional the branch that takes longest is taken.
       unknown_loops: Loops whose length is known only at run time; each counts once.
       events: What is executed; the iterations of a loop are one event.
@@ -76,7 +76,7 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """Seconds of the start of the step, and of waiting for copies."""
+        """Seconds of starting the step, and of waiting for copies between memories."""
         return max(0.0, self.seconds - self.compute - self.exposed)
 
     def as_text(self) -> str:
@@ -132,7 +132,6 @@ class Timeline:
 
     def _cells(self, event: Event) -> list[str]:
         op = event.op_name
-        is_transfer = event.stream != COMPUTE
         return [
             event.name if len(event.name) <= _LONGEST else f"{event.name[:39]}…",
             event.kind,
@@ -141,7 +140,7 @@ class Timeline:
             format_seconds(event.each),
             format_seconds(event.total),
             _share(event.total, self.seconds),
-            format_seconds(event.exposed) if is_transfer else "",
+            format_seconds(event.exposed) if event.exposed else "",
             short(event.source) or "?",
             op if len(op) <= _LONGEST else f"…{op[-39:]}",
         ]
@@ -172,7 +171,8 @@ class Timeline:
         if self.conditional > whole / 1000:
             yield (
                 f"  {format_seconds(self.conditional)} of the computation is in "
-                "branches, each counted as the longest of its conditional"
+                "branches that data choose, each counted as the longest of its "
+                "conditional"
             )
         if self.unknown_loops:
             yield f"  {self.unknown_loops} loops of unknown length count once"
