@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.analysis.collective import KINDS
-from tessera.targets.link_times import Span, collective_seconds, span
+from tessera.targets.link_times import (
+    Span,
+    collective_seconds,
+    permutation_span,
+    sent_bytes,
+    span,
+)
 from tessera.targets.machine import machine
 from tessera.targets.target import Target
 
@@ -95,6 +101,34 @@ def test_two_rings_of_a_torus_carry_twice_as_much():
     two = collective_seconds(v5p, "all-gather", 1e9, Span(16, 16, ((4, 1.0),) * 2))
     assert one == pytest.approx(1e9 / 1.8e11 * 3 / 4)
     assert two == pytest.approx(1e9 / 3.6e11 * 15 / 16)
+
+
+def test_a_ring_of_neighbors_sends_in_one_direction_at_half_of_the_bandwidth():
+    v5p, pairs = ideal("v5p"), [(0, 1), (1, 2), (2, 3), (3, 0)]
+    where = permutation_span(TORUS, pairs)
+    found = collective_seconds(v5p, "collective-permute", 1e9, where)
+    assert found == pytest.approx(1e9 / 0.9e11)
+
+
+def test_pairs_that_share_a_link_take_as_long_as_all_of_them():
+    v5p, where = ideal("v5p"), permutation_span(TORUS, [(0, 2), (1, 3)])
+    found = collective_seconds(v5p, "collective-permute", 1e9, where)
+    assert found == pytest.approx(2 * 1e9 / 0.9e11)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "domains"), [([(0, 1), (1, 0)], 1), ([(0, 1), (1, 8)], 2)]
+)
+def test_the_slowest_pair_of_a_permutation_decides(pairs, domains):
+    assert permutation_span(HOSTS, pairs).domains == domains
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes"),
+    [("all-reduce", 1500), ("all-gather", 750), ("collective-permute", 1000)],
+)
+def test_the_least_that_a_device_sends(kind, nbytes):
+    assert sent_bytes(kind, 1000, 4) == nbytes
 
 
 def test_one_device_sends_nothing():

@@ -67,7 +67,7 @@ def test_a_file_of_ones_own_is_a_machine(tmp_path):
         ({"compiler": "nvcc"}, "compiler is one of cpu, cuda12, tpu"),
         ({"flops": {"bf16": 1e15}}, "flops has the keys bfloat16, float32"),
         (
-            {"efficiency": {"matmul": 2, "attention": 1, "memory": 1}},
+            {"efficiency": {"matmul": 2, "attention": 1, "memory": 1, "overlap": 1}},
             "efficiency has shares of 1",
         ),
         ({"links": []}, "links is a list of levels"),

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What overlaps and what is waited for, in seconds that were computed by hand."""
+
+import pytest
+
+from tessera.analysis.hlo import Instruction
+from tessera.analysis.timeline.schedule import Branch, Compute, Loop, Start, Wait
+from tessera.analysis.timeline.simulation import Simulation
+from tessera.analysis.timeline.transfers import Transfer
+
+
+def named(name):
+    return Instruction(name, "op", "f32[]", (), "")
+
+
+def compute(seconds, name="c"):
+    return Compute(named(name), "other", seconds)
+
+
+def start(name, seconds, *links):
+    where = frozenset(links or ("NVLink",))
+    transfer = Transfer(named(name), "all-gather", ("dp",), 0, seconds, where)
+    return Start(name, transfer)
+
+
+def loop(count, *body):
+    return Loop(named("while"), body, count)
+
+
+def run(*steps):
+    found = Simulation(steps)
+    totals = found.totals
+    return found, found.now, sum(totals.compute.values()), dict(totals.waited)
+
+
+def test_computation_hides_a_transfer_that_is_shorter():
+    _, seconds, spent, waited = run(start("g", 2.0), compute(3.0), Wait("g"))
+    assert (seconds, spent, waited) == (3.0, 3.0, {})
+
+
+def test_a_longer_transfer_is_waited_for():
+    _, seconds, spent, waited = run(start("g", 5.0), compute(3.0), Wait("g"))
+    assert (seconds, spent, waited) == (5.0, 3.0, {"g": 2.0})
+
+
+def test_a_transfer_that_nothing_overlaps_blocks():
+    _, seconds, _, waited = run(start("g", 2.0), Wait("g"), compute(3.0))
+    assert (seconds, waited) == (5.0, {"g": 2.0})
+
+
+def test_transfers_on_one_link_wait_for_each_other():
+    steps = [start("g", 2.0), start("h", 2.0), compute(3.0), Wait("g"), Wait("h")]
+    found, seconds, _, waited = run(*steps)
+    assert (seconds, waited) == (4.0, {"h": 1.0})
+    begun = {each.instruction.name: each.start for each in found.slices}
+    assert begun == {"g": 0.0, "h": 2.0, "c": 0.0}
+
+
+def test_transfers_on_different_links_do_not():
+    steps = [
+        *(start("g", 2.0, "NVLink"), start("h", 2.0, "InfiniBand")),
+        *(compute(3.0), Wait("g"), Wait("h")),
+    ]
+    _, seconds, _, waited = run(*steps)
+    assert (seconds, waited) == (3.0, {})
+
+
+def test_a_transfer_over_two_levels_waits_for_both():
+    steps = [
+        *(start("g", 2.0, "NVLink"), start("h", 3.0, "InfiniBand")),
+        *(start("i", 1.0, "NVLink", "InfiniBand"), Wait("i")),
+    ]
+    _, seconds, _, waited = run(*steps)
+    assert (seconds, waited) == (4.0, {"i": 4.0})
+
+
+def test_the_end_of_what_nothing_started_is_no_wait():
+    _, seconds, _, waited = run(compute(1.0), Wait("g"))
+    assert (seconds, waited) == (1.0, {})
+
+
+@pytest.mark.parametrize(("count", "times"), [(0, 0), (1, 1), (7, 7), (None, 1)])
+def test_a_loop_takes_as_long_as_its_iterations(count, times):
+    body = start("g", 5.0), compute(3.0), Wait("g")
+    found, seconds, spent, waited = run(loop(count, *body), compute(1.0))
+    assert seconds == 5.0 * times + 1.0
+    assert spent == 3.0 * times + 1.0
+    assert waited == ({"g": 2.0 * times} if times else {})
+    assert found.totals.unknown_loops == (count is None)
+
+
+def test_loops_in_loops_multiply():
+    _, seconds, spent, _ = run(loop(3, loop(4, compute(0.5)), compute(1.0)))
+    assert (seconds, spent) == (9.0, 9.0)
+
+
+def test_a_transfer_may_end_in_the_next_iteration():
+    # A pipelined gather: each iteration waits for that of the one before.
+    body = Wait("g"), start("g", 4.0), compute(3.0)
+    _, seconds, spent, waited = run(start("g", 4.0), loop(10, *body), Wait("g"))
+    # Of each gather, 3 s are hidden; nothing hides the first.
+    assert spent == 30.0
+    assert waited == {"g": pytest.approx(4.0 + 9 * 1.0 + 1.0)}
+    assert seconds == pytest.approx(44.0)
+
+
+def test_a_transfer_around_a_loop_overlaps_with_it():
+    steps = [start("g", 5.0), loop(6, compute(0.5)), Wait("g")]
+    _, seconds, _, waited = run(*steps)
+    assert (seconds, waited) == (5.0, {"g": 2.0})
+
+
+def test_the_iterations_of_a_loop_are_drawn_as_one_that_takes_as_long_as_all():
+    found, *_ = run(compute(1.0), loop(4, compute(0.5, "a"), compute(1.5, "b")))
+    drawn = {s.instruction.name: s for s in found.slices}
+    assert len(found.slices) == 4
+    assert (drawn["while"].start, drawn["while"].duration) == (1.0, 8.0)
+    assert (drawn["a"].start, drawn["a"].duration) == (1.0, 2.0)
+    assert (drawn["b"].start, drawn["b"].duration) == (3.0, 6.0)
+    assert (drawn["b"].each, drawn["b"].times) == (1.5, 4)
+
+
+def branch(*parts, is_known=True):
+    return Branch(named("if"), tuple((share, (step,)) for share, step in parts), is_known)
+
+
+def test_branches_take_their_share_of_the_time():
+    taken = branch((0.25, compute(4.0, "a")), (0.75, compute(1.0, "b")))
+    found, seconds, spent, _ = run(loop(8, taken))
+    assert seconds == spent == 8 * (0.25 * 4.0 + 0.75 * 1.0)
+    assert found.totals.conditional == 0.0
+    drawn = {s.instruction.name: s for s in found.slices}
+    assert (drawn["a"].each, drawn["a"].times) == (4.0, 2.0)
+    assert (drawn["b"].each, drawn["b"].times) == (1.0, 6.0)
+
+
+def test_what_data_choose_is_said():
+    taken = branch((1.0, compute(4.0)), is_known=False)
+    found, seconds, _, _ = run(loop(8, taken), compute(1.0))
+    assert seconds == 33.0
+    assert found.totals.conditional == 32.0
+
+
+def test_a_loop_of_very_many_iterations_is_not_executed_one_by_one():
+    inner = loop(10**6, start("g", 2.0), compute(1.0), Wait("g"))
+    _, seconds, _, waited = run(loop(10**6, inner))
+    assert seconds == pytest.approx(2e12)
+    assert waited == {"g": pytest.approx(1e12)}
