@@ -30,6 +30,7 @@ from tessera.ops.gradient_accumulation import (
 )
 from tessera.ops.rematerialization import checkpoint as checkpoint
 from tessera.ops.rematerialization import remat as remat
+from tessera.planner.plan_step import plan as plan
 from tessera.scope import autocast as autocast
 from tessera.shard import DistTensor as DistTensor
 from tessera.shard import ShardSpec as ShardSpec

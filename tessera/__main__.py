@@ -21,7 +21,7 @@ _COMMANDS = {
     "export": ("tessera.export", "write the weights of a run for others to load"),
     "generate": ("tessera.generate", "continue prompts with a trained model"),
     "evaluate": ("tessera.evaluate", "the perplexity of a trained model on text"),
-    "plan": ("tessera.plan", "choose the layout of a run for a machine"),
+    "plan": ("tessera.plan_command", "choose the layout of a run for a machine"),
     "calibrate": ("tessera.calibrate", "measure this machine, as a target to plan for"),
     "doctor": ("tessera.doctor", "show versions, devices, and what is wrong"),
 }

@@ -139,6 +139,7 @@ def test_the_public_names_are_these():
             "mesh",
             "nn",
             "op",
+            "plan",
             "remat",
             "resume_plan",
             "schedule",

@@ -94,6 +94,11 @@ class Answer:
         yield from self._failures()
         yield ""
         yield UNCERTAINTY
+        if not self.target.is_installed:
+            yield (
+                "The compiler of the target is not installed, so attention is that of "
+                "CPUs in these estimates, and nothing was compiled."
+            )
         yield from self._better()
         yield ""
         yield self.command(self.best.layout)

@@ -55,7 +55,7 @@ def plan_run(
         raise _nothing_fits(found, target)
     words = _line(words, space)
     answer = Answer(target, space, tuple(words), found)
-    if not verified:
+    if not verified or not target.is_installed:
         return answer
     done = verify(
         safest_first(found.best),

@@ -131,7 +131,7 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
 
     Args:
       config: Its settings; layout and batch do not matter.
-      target: Whose kernels are chosen.
+      target: Whose kernels are chosen; those of CPUs where its compiler is missing.
       policies: Of rematerialization, each as ``training.remat`` takes it.
     """
     traced = _Traced(config, target)
@@ -187,6 +187,8 @@ class _Traced:
 
     def __init__(self, config: Config, target: Target) -> None:
         self.config = config
+        if not target.is_installed:
+            target = replace(target, compiler="cpu")
         self.mesh = Mesh(("fsdp",), shape=(1,), target=target)
 
     def model(self, policy: Any) -> Model:

@@ -92,6 +92,11 @@ class Target:
         """Whether another compiler stands in for that of the machine."""
         return self.compiler != self.machine.compiler
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether the packages of the compiler are there."""
+        return not self._missing_packages()
+
     @cached_property
     def devices(self) -> Sequence[jax.Device]:
         """Devices to compile for and never to run on, in the order of their ids.

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner expects of a step, against counts and against compiled programs."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tessera.analysis.flops import count
+from tessera.config_files import configs_dir
+from tessera.mesh import Mesh
+from tessera.planner.communication import Communication
+from tessera.planner.layout import Layout
+from tessera.planner.step_time import StepModel
+from tessera.targets.target import Target
+from tessera.training.build_run import Run
+from tessera.training.command_line import compose
+
+WORDS = ("data=synthetic", "training.sequence_length=64", "training.loss_chunk=none")
+FULL = Layout((("fsdp", 8),), 2, 1, remat="full")
+
+
+@cache
+def config():
+    return compose(WORDS, configs_dir()).config
+
+
+@cache
+def model(target: str = "cpu:8") -> StepModel:
+    return StepModel.of(config(), Target.parse(target))
+
+
+@cache
+def gemma() -> StepModel:
+    words = ("model=gemma3_270m", "training.sequence_length=2048")
+    settings = compose([*words, "training.mixed_precision=bf16"], configs_dir()).config
+    return StepModel.of(settings, Target.parse("cpu:8"))
+
+
+@cache
+def compiled(layout: Layout):
+    settings = layout.applied(config())
+    run = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    return run.compiled
+
+
+def seconds(layout: Layout) -> float:
+    return model().predict(layout).seconds
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_flops_are_those_of_the_traced_step(remat):
+    """But for masked blocks of attention, which are skipped or not: half count here."""
+    layout = Layout((("fsdp", 8),), 2, 1, remat=remat)
+    program = compiled(layout).traced.graph.program
+    work = model().work
+    again = work.recomputed[remat]
+    in_layers = sum(p.flops for p in work.products if p.path in work.layered())
+    each = work.flops + again.products * in_layers + again.inner_flops
+    assert 16 * each == pytest.approx(count(program).matmul, rel=0.03)
+
+
+GOLDEN = {
+    # Of gemma3_270m on eight H100, sequences of 2,048 tokens, bf16: MiB of collectives
+    # in the step that the CUDA compiler of JAX 0.10.2 writes.
+    Layout((("fsdp", 8),), 8, 1, remat="full"): {"fsdp": 2235},
+    Layout((("fsdp", 4), ("tp", 2)), 8, 1, remat="full"): {"fsdp": 1146, "tp": 4977},
+    Layout((("fsdp", 4), ("tp", 2)), 4, 1): {"fsdp": 1044, "tp": 1772},
+}
+
+
+@pytest.mark.parametrize("layout", GOLDEN, ids=str)
+def test_collectives_are_those_of_the_compiler_of_gpus(layout):
+    device, _ = gemma().device_work(layout)
+    predicted: dict[str, float] = {}
+    for each in Communication(device, layout).of_microbatch():
+        axes = "×".join(each.axes)
+        nbytes = each.nbytes * each.times / 2**20
+        predicted[axes] = predicted.get(axes, 0.0) + nbytes
+    for axes, mebibytes in GOLDEN[layout].items():
+        assert predicted[axes] == pytest.approx(mebibytes, rel=0.02), axes
+
+
+@pytest.mark.parametrize("mesh", [(("fsdp", 8),), (("dp", 8),)], ids=str)
+def test_collectives_are_those_of_the_compiled_step(mesh):
+    layout = Layout(mesh, 2, 1)
+    ((axis, _),) = mesh
+    device, _ = model().device_work(layout)
+    transfers = Communication(device, layout).of_microbatch()
+    predicted = sum(each.nbytes * each.times for each in transfers)
+    rows = compiled(layout).collectives.rows
+    found = sum(r.nbytes * r.counted_calls for r in rows if r.axes == (axis,))
+    assert predicted == pytest.approx(found, rel=0.15)
+
+
+def test_recomputation_takes_time_and_saves_memory():
+    none, full = (model().predict(replace(FULL, remat=r)) for r in ("none", "full"))
+    assert full.memory_bytes < none.memory_bytes
+    assert full.compute > none.compute - 1e-12
+
+
+def test_a_pipeline_waits_less_with_more_microbatches():
+    few, many = (
+        model().predict(Layout((("pp", 2), ("dp", 4)), 1, n, schedule="1f1b"))
+        for n in (2, 8)
+    )
+    assert few.bubble / few.seconds > many.bubble / many.seconds > 0
+
+
+def test_slow_links_show_where_an_axis_crosses_hosts():
+    """On two hosts, an axis that crosses them is slower than one inside."""
+    stepper = StepModel(config(), model().work, Target.parse("h100:2x4"))
+    inside = stepper.predict(Layout((("dp", 2), ("tp", 4)), 512, 1))
+    across = stepper.predict(Layout((("tp", 4), ("dp", 2)), 512, 1))
+    assert across.exposed > inside.exposed
+
+
+def test_offloading_the_optimizer_frees_its_memory():
+    plain = Layout((("dp", 8),), 1, 1)
+    kept, moved = (model().memory(replace(plain, offload=o)) for o in (False, True))
+    assert moved.optimizer < kept.optimizer
+    assert moved.parameters == kept.parameters
+
+
+def test_zero_splits_what_its_stage_says():
+    stages = [
+        model().memory(Layout((("dp", 8),), 1, 1, zero_stage=s)) for s in range(4)
+    ]
+    assert stages[1].optimizer < stages[0].optimizer / 7
+    assert stages[2].gradients <= stages[1].gradients
+    assert stages[3].parameters < stages[2].parameters / 7
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        FULL,
+        Layout((("dp", 8),), 2, 1, zero_stage=1),
+        Layout((("dp", 4), ("tp", 2)), 2, 1, zero_stage=3),
+        Layout((("fsdp", 4), ("tp", 2)), 2, 1),
+    ],
+    ids=str,
+)
+def test_the_state_is_that_of_the_compiled_step(layout):
+    """Arguments are the state, a batch of integers and some counters."""
+    arguments = compiled(layout).memory.arguments
+    assert model().memory(layout).state == pytest.approx(arguments, rel=0.02)
