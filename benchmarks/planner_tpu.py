@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Twelve layouts of gemma3_1b on v5e:4x4: the planner's estimate, and the compiler's.
+
+    python benchmarks/planner_tpu.py
+
+TPU's compiler writes its own cycles beside each operation. Their sum over a step, with
+the collectives of its schedule, is what the estimate is compared with. It needs
+``pip install 'tessera[targets-tpu]'`` and no TPU; a layout takes half a minute.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("PJRT_NPROC", "32")
+
+import report
+from planner_published import spearman
+
+from tessera.config_files import configs_dir
+from tessera.mesh import Mesh
+from tessera.planner.layout import Layout
+from tessera.planner.step_time import StepModel
+from tessera.runtime.devices import prepare_devices
+from tessera.targets.target import Target
+from tessera.training.build_run import Run
+from tessera.training.command_line import compose
+
+TARGET = "v5e:4x4"
+# Mesh, microbatch, microbatches, policy: 64 sequences of 2,048 tokens in each.
+LAYOUTS = (
+    ("[[16],[fsdp]]", 4, 1, "full"),
+    ("[[8,2],[fsdp,tp]]", 8, 1, "full"),
+    ("[[4,4],[fsdp,tp]]", 16, 1, "full"),
+    ("[[2,8],[dp,fsdp]]", 4, 1, "full"),
+    ("[[4,4],[dp,fsdp]]", 4, 1, "full"),
+    ("[[4,4],[dp,fsdp]]", 1, 4, "full"),
+    ("[[16],[fsdp]]", 1, 4, "full"),
+    ("[[16],[fsdp]]", 2, 2, "dots"),
+    ("[[8,2],[fsdp,cp]]", 8, 1, "full"),
+    ("[[4,4],[fsdp,cp]]", 16, 1, "full"),
+    ("[[8,2],[fsdp,tp]]", 2, 4, "dots"),
+    ("[[2,8],[pp,fsdp]]", 1, 8, "full"),
+)
+
+
+def main() -> None:
+    """Compile, predict, compare."""
+    options = report.arguments(__doc__)
+    prepare_devices(1, "cpu")
+    target, model, rows = Target.parse(TARGET), None, []
+    for mesh, micro, count, remat in LAYOUTS[: 3 if options.quick else None]:
+        report.progress(f"{mesh}, {count} microbatches of {micro}, {remat}")
+        words = [
+            "model=gemma3_1b",
+            f"model.mesh_shape={mesh}",
+            "training.mixed_precision=bf16",
+            "training.sequence_length=2048",
+            f"training.micro_batch_size={micro}",
+            f"training.gradient_accumulation_steps={count}",
+            f"training.remat={remat}",
+            f"runtime.target={TARGET}",
+            "training.dry_run=true",
+        ]
+        settings = compose(words, configs_dir()).config
+        model = model or StepModel.of(settings, target)
+        estimate = model.predict(Layout.of(settings))
+        placed = Mesh.from_shape(settings.model.mesh_shape, target=target)
+        timeline = Run(settings, placed).compiled.timeline
+        rows.append(
+            {
+                "layout": f"{mesh}, {count} × {micro}, {remat}",
+                "estimate ms": round(1e3 * estimate.seconds, 1),
+                "timeline ms": round(1e3 * timeline.seconds, 1),
+                "its cycles ms": round(1e3 * timeline.compute, 1),
+                "its exposed ms": round(1e3 * timeline.exposed, 1),
+            }
+        )
+    rows.sort(key=lambda row: row["timeline ms"])
+    guesses = [row["estimate ms"] for row in rows]
+    summary = {
+        "layouts": len(rows),
+        "Spearman, with collectives": round(
+            spearman(guesses, [row["timeline ms"] for row in rows]), 3
+        ),
+        "Spearman, cycles alone": round(
+            spearman(guesses, [row["its cycles ms"] for row in rows]), 3
+        ),
+    }
+    report.show_all(
+        {f"gemma3_1b on {TARGET}": rows, "Summary": [summary]}, options.json
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever the planner advises is a legal run of the batch that was asked for."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from tessera.config_files import configs_dir
+from tessera.planner.search import search
+from tessera.planner.space import AXES, Space
+from tessera.planner.step_time import StepModel
+from tessera.targets.target import Target
+from tessera.training.command_line import compose
+from tessera.training.layout_checks import layout_problems
+from tessera.training.settings_checks import check
+
+
+@cache
+def model(length: int) -> StepModel:
+    words = ("data=synthetic", f"training.sequence_length={length}")
+    config = compose(words, configs_dir()).config
+    return StepModel.of(config, Target.parse("cpu:1"))
+
+
+@pytest.mark.fuzz(sample=5, whole=200)
+def test_what_a_search_finds_passes_the_checks_of_a_run(seed):
+    rng = np.random.default_rng(seed)
+    traced = model(int(rng.choice([24, 32])))
+    devices, batch = int(rng.integers(1, 13)), int(rng.integers(1, 25))
+    target = Target.parse(f"cpu:{devices}")
+    axes = tuple(axis for axis in AXES if axis != "ep" and rng.random() < 0.8)
+    space = Space(traced.config, frozenset(), axes or ("dp",), batch)
+    found = search(space, StepModel(traced.config, traced.work, target))
+    for each in found.best:
+        layout = each.layout
+        assert layout.num_devices == devices
+        assert layout.global_batch_size == batch
+        settings = layout.applied(traced.config)
+        assert check(settings) + layout_problems(settings) == []
+        assert each.prediction.seconds > 0
+        assert each.prediction.memory_bytes <= target.machine.memory_bytes
