@@ -3,8 +3,8 @@
 
     python benchmarks/planner_memory.py --targets h100 v5p
 
-The compilers need their packages, ``pip install 'tessera[targets-cuda12,targets-tpu]'``,
-and no accelerator. A layout of H100 takes some seconds, one of v5p half a minute.
+The compilers need their packages, ``tessera[targets-cuda12,targets-tpu]``, and no
+accelerator. A layout of H100 takes some seconds, one of v5p half a minute.
 """
 
 import os
@@ -27,8 +27,8 @@ from tessera.training.build_run import Run
 from tessera.training.command_line import compose
 from tessera.training.config import Config
 
-# Model, tokens of a sequence, target, mesh, microbatch, policy, and other settings. The
-# rules of the model were found on other sequences and meshes than the last of each list.
+# Model, tokens of a sequence, target, mesh, microbatch, policy, other settings. Rules
+# of the model were found without the last four of H100 and the last one of v5p.
 LAYOUTS: tuple[tuple[str, int, str, str, int, str, tuple[str, ...]], ...] = (
     ("270m", 2048, "h100:1x8", "[[8],[fsdp]]", 8, "full", ()),
     ("270m", 2048, "h100:1x8", "[[4,2],[fsdp,tp]]", 4, "none", ()),

@@ -167,6 +167,7 @@ def workload(model: Model, sequence: int, *, fused: bool) -> Workload:
         inner_backward=2.5 if fused else 2.0,
         # Norms read the residual twice, and adding to it reads two and writes one.
         reduced_bytes=2 * 5.0 * _BF16 * sequence * d * model.layers,
+        other_flops=0.0,  # memory bounds what stands between matmuls
         recomputed={
             "none": Recomputed(0.0, 0.0),
             "dots": Recomputed(0.0, inner_flops),

@@ -14,7 +14,9 @@ CYCLES = 'backend_config={"window_config":{"estimated_cycles":"3000"}}'
 
 
 def time_of(line, target):
-    module = parse(f"HloModule m\nENTRY e {{\n  x = f32[250] parameter(0)\n  {line}\n}}")
+    module = parse(
+        f"HloModule m\nENTRY e {{\n  x = f32[250] parameter(0)\n  {line}\n}}"
+    )
     entry = module.computations["e"]
     return OperationTimes(module, target).time(entry, entry.root)
 

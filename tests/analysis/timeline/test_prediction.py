@@ -108,8 +108,12 @@ ENTRY e {
 def test_each_event_has_the_line_that_it_comes_from(mesh):
     metadata = 'metadata={op_name="jit(step)/dot" source_file="me.py" source_line=7}'
     text = OVERLAP.replace("WIDTH", "1000")
-    text = text.replace("rhs_contracting_dims={0}", f"rhs_contracting_dims={{0}}, {metadata}")
-    lines = {each.name: (each.source, each.op_name) for each in timeline(text, mesh).events}
+    text = text.replace(
+        "rhs_contracting_dims={0}", f"rhs_contracting_dims={{0}}, {metadata}"
+    )
+    lines = {
+        each.name: (each.source, each.op_name) for each in timeline(text, mesh).events
+    }
     assert lines["m"] == ("me.py:7", "jit(step)/dot")
 
 

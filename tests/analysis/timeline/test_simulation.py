@@ -121,7 +121,9 @@ def test_the_iterations_of_a_loop_are_drawn_as_one_that_takes_as_long_as_all():
 
 
 def branch(*parts, is_known=True):
-    return Branch(named("if"), tuple((share, (step,)) for share, step in parts), is_known)
+    return Branch(
+        named("if"), tuple((share, (step,)) for share, step in parts), is_known
+    )
 
 
 def test_branches_take_their_share_of_the_time():

@@ -12,7 +12,9 @@ GROUPS = "replica_groups=[2,4]<=[8]"
 
 
 def transfer(line, target=GPU, axes=("dp", "tp"), shape=(2, 4)):
-    module = parse(f"HloModule m\nENTRY e {{\n  x = f32[1000] parameter(0)\n  {line}\n}}")
+    module = parse(
+        f"HloModule m\nENTRY e {{\n  x = f32[1000] parameter(0)\n  {line}\n}}"
+    )
     entry = module.computations["e"]
     mesh = Mesh(axes, shape=shape, target=target)
     return Collectives(mesh, target).transfer(entry, entry.root)
