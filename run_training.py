@@ -9,7 +9,7 @@
 
 import sys
 
-from tessera.training.main import main
+from tessera.train_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,7 @@ from tessera.errors import UnknownSettingError, did_you_mean
 
 # Subcommand -> the module whose ``main(arguments)`` returns the exit code; its summary.
 _COMMANDS = {
-    "train": ("tessera.training.main", "train a model; --help lists every setting"),
+    "train": ("tessera.train_command", "train a model; --help lists every setting"),
     "launch": ("tessera.launch", "start a program in several processes"),
     "export": ("tessera.export", "write the weights of a run for others to load"),
     "generate": ("tessera.generate", "continue prompts with a trained model"),

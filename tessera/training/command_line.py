@@ -69,11 +69,13 @@ class Composed:
       config: Checked values.
       text: The same as YAML, resolved: what ``config.yaml`` keeps of the run.
       output_dir: Where the run writes; nothing is created yet.
+      notes: Lines for the log of the run.
     """
 
     config: Config
     text: str
     output_dir: Path
+    notes: tuple[str, ...] = ()
 
     @property
     def flat(self) -> dict[str, str]:

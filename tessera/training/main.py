@@ -6,16 +6,18 @@ settings are reported before JAX is imported, which takes seconds.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tessera.config_files import configs_dir
 from tessera.runtime.exit_codes import exit_on_stop_signals
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, notes: Sequence[str] = ()) -> int:
     """Train as the command line says.
 
     Args:
       arguments: None takes the process's own.
+      notes: Lines for the log of the run: how its command line came about.
 
     Returns:
       The exit code: 0, or that of a coded error, which is shown. A process whose run
@@ -23,16 +25,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
       keep Python from its end.
     """
     with exit_on_stop_signals():  # there is nothing to save yet
-        return _main(arguments)
+        return _main(arguments, notes)
 
 
-def _main(arguments: Sequence[str] | None) -> int:
+def _main(arguments: Sequence[str] | None, notes: Sequence[str]) -> int:
     # Here, because these imports take seconds.
     from tessera.training.command_line import read_command_line, run_composed
 
     composed = read_command_line(configs_dir(), arguments)
     if isinstance(composed, int):
         return composed
+    composed = replace(composed, notes=tuple(notes))
     from tessera.runtime.process_exit import exit_now
     from tessera.training.train import run
 

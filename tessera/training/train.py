@@ -41,13 +41,15 @@ def run(composed: Composed) -> None:
 def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
     """This process's part of the run, in a folder that is its own."""
     settings = composed.config
-    messages = [str(here.cluster), prepare(settings, here.count)]
+    messages = [str(here.cluster), prepare(settings, here.count), *composed.notes]
     target = target_of(settings)
     run = Run(settings, Mesh.from_shape(settings.model.mesh_shape, target=target))
     run.check()
     if settings.training.dry_run:
         make_compile_cache()
         with Console(None) as console:
+            for line in composed.notes:
+                log.info("%s", line)
             console.show_run_table(run_rows(run))
             log.info("%s", dry_run_text(run))
             if settings.runtime.timeline_dir is not None:

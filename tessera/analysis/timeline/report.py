@@ -97,7 +97,9 @@ class Timeline:
     @property
     def title(self) -> str:
         """What the figures are."""
-        return f"timeline of one step on a device of {self.target}, predicted: {self.rule}"
+        return (
+            f"timeline of one step on a device of {self.target}, predicted: {self.rule}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Totals and events as plain data for ``json.dumps``; times in seconds."""

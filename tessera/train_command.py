@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tessera train``, and ``run_training.py``: training, with a planned layout if asked.
+
+The trainer does not know the planner, which is made of its settings and its step. So
+``model.mesh_shape=auto`` is replaced here, before the trainer reads the command line.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+_AUTO = "model.mesh_shape=auto"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the command line says; the exit code.
+
+    Args:
+      arguments: None takes the process's own.
+    """
+    from tessera.training.main import main as train
+
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if _AUTO not in words:
+        return train(words)
+    done = subprocess.run(
+        [sys.executable, "-m", "tessera.planner.auto_mesh"],
+        input=json.dumps(words),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return done.returncode
+    words, notes = json.loads(done.stdout.splitlines()[-1])
+    return train(words, notes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``model.mesh_shape=auto``: what is chosen, recorded, and kept by a resumed run."""
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tessera.config_files import configs_dir
+from tessera.errors import PlanError, TargetError
+from tessera.planner import auto_mesh
+from tessera.planner.auto_mesh import AUTO, with_mesh
+from tessera.training.command_line import compose
+
+ROOT = Path(__file__).parents[2]
+WORDS = [
+    AUTO,
+    "data=synthetic",
+    "training.sequence_length=32",
+    "training.global_batch_size=8",
+]
+TARGET = "runtime.target=cpu:2"
+
+
+def settings(words):
+    return compose(words, configs_dir()).config
+
+
+def test_a_layout_takes_the_place_of_auto():
+    words, notes = with_mesh([*WORDS, TARGET])
+    assert AUTO not in words
+    assert TARGET not in words  # the run is on what is here
+    sizes, _ = settings(words).model.mesh_shape
+    assert sizes in ((2,), (1, 2), (2, 1))
+    assert notes[0].startswith("model.mesh_shape=auto chose ")
+    assert any(line.startswith("1  ") for line in notes)
+
+
+def test_a_dry_run_keeps_its_target():
+    words, _ = with_mesh([*WORDS, TARGET, "training.dry_run=true"])
+    assert TARGET in words
+
+
+def test_what_is_written_is_kept():
+    words, _ = with_mesh([*WORDS, TARGET, "training.remat=full"])
+    assert settings(words).training.remat == "full"
+
+
+def test_without_a_global_batch_all_devices_have_a_microbatch():
+    words, _ = with_mesh([*WORDS[:3], TARGET, "training.micro_batch_size=3"])
+    assert settings(words).training.global_batch_size == 6
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step_5"])
+def test_a_run_that_resumes_keeps_its_layout(tmp_path, place):
+    recorded = ["model.mesh_shape=[[1,2],[dp,tp]]", "training.remat=dots"]
+    composed = compose([*WORDS[1:], *recorded], configs_dir())
+    (tmp_path / "config.yaml").write_text(composed.text)
+    resume = f"training.resume={tmp_path / place}"
+    words, notes = with_mesh([*WORDS, resume])
+    found = settings([word for word in words if word != resume])
+    assert found.model.mesh_shape == composed.config.model.mesh_shape
+    assert found.training == composed.config.training
+    assert notes == [f"the layout is that of the run in {tmp_path}"]
+
+
+def test_devices_without_a_file_are_refused(monkeypatch):
+    probe = 'print(\'["gpu", "Abacus 9", 1, [[]]]\')'
+    monkeypatch.setattr(auto_mesh, "_PROBE", probe)
+    with pytest.raises(TargetError) as caught:
+        with_mesh(WORDS)
+    assert "no target has devices of the kind 'Abacus 9'" in str(caught.value)
+    assert "tessera calibrate" in str(caught.value)
+
+
+def test_devices_become_a_target(monkeypatch):
+    for found, target in {
+        '["gpu", "NVIDIA H100 80GB HBM3", 8, [[]]]': "h100:1x8",
+        '["tpu", "TPU v5 lite", 4, [[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0]]]': (
+            "v5e:2x2"
+        ),
+    }.items():
+        monkeypatch.setattr(auto_mesh, "_PROBE", f"print({found!r})")
+        assert auto_mesh._devices_here() == target
+
+
+def test_an_error_is_that_of_the_planner(monkeypatch, capsys):
+    words = [*WORDS[:3], "training.global_batch_size=5", "runtime.target=cpu:7"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(words)))
+    assert auto_mesh.main() == PlanError("").exit_code
+    assert "[T714] no layout on cpu:7 is legal" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_run_chooses_its_mesh(tmp_path):
+    """The whole way: four simulated devices, two steps, and one more by a resume."""
+    common = [
+        "training.steps=2",
+        "training.sample_length=0",
+        f"hydra.run.dir={tmp_path}",
+    ]
+    line = [sys.executable, ROOT / "run_training.py", *WORDS, *common]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+
+    def run(*more):
+        done = subprocess.run(
+            [*line, *more],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+    run()
+    log = (tmp_path / "train.log").read_text()
+    assert "model.mesh_shape=auto chose " in log
+    first = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    sizes, _ = first["model"]["mesh_shape"]
+    assert math.prod(sizes) == 4
+    run("training.steps=3", "training.resume=auto")
+    second = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert second["model"] == first["model"]
+    assert "the layout is that of the run in" in (tmp_path / "train.log").read_text()
