@@ -36,6 +36,7 @@ _REDUCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
     **{"add": np.add, "multiply": np.multiply, "minimum": np.minimum},
     **{"maximum": np.maximum, "and": np.logical_and, "or": np.logical_or},
 }
+_BOOLEANS: Final = {"true": 1.0, "false": 0.0}
 _ORDER: Final = re.compile(r"\]\{([\d,]*)")
 
 
@@ -46,7 +47,7 @@ def evaluate(
 
     Args:
       instruction: The operation.
-      operands: Their values, ``[L or 1, *dims]`` each.
+      operands: Their values, ``[L or 1, *dims]`` each; a bitcast's are row-major.
       applied: For a reduction the opcode that it applies to pairs.
 
     Example:
@@ -96,8 +97,7 @@ def _evaluated(
                 sizes[dim] = size
             return np.broadcast_to(x.reshape(-1, *sizes), (len(x), *shape.dims))
         case "reshape" | "bitcast":
-            is_kept = opcode == "reshape" or _is_row_major(instruction)
-            return operands[0].reshape(-1, *shape.dims) if is_kept else None
+            return operands[0].reshape(-1, *shape.dims)
         case "transpose":
             dims = _numbers(instruction, "dimensions")
             return operands[0].transpose(0, *(dim + 1 for dim in dims))
@@ -143,16 +143,16 @@ def _constant(text: str, shape: Shape) -> np.ndarray | None:
         return None  # a printer leaves large ones out
     words = re.findall(r"[^\s{},]+", re.sub(r"/\*.*?\*/", "", text))
     try:
-        values = [{"true": 1.0, "false": 0.0}.get(w) or float(w) for w in words]
+        values = [_BOOLEANS[w] if w in _BOOLEANS else float(w) for w in words]
         return np.array(values).reshape(1, *shape.dims)
     except ValueError:
         return None
 
 
-def _is_row_major(instruction: Instruction) -> bool:
-    """Whether a bitcast's result is in the order in which it is printed.
+def is_row_major(instruction: Instruction) -> bool:
+    """Whether the elements of a result are in memory in the order of their indices.
 
-    Its operand then is too, or has few dims that matter.
+    A bitcast between such results keeps that order; others may transpose.
     """
     order = _ORDER.search(instruction.result)
     dims = [int(dim) for dim in order[1].split(",") if dim] if order else []

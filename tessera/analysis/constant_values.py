@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from tessera.analysis.constant_operations import evaluate
+from tessera.analysis.constant_operations import evaluate, is_row_major
 from tessera.analysis.hlo import Computation, Instruction, Module
 from tessera.analysis.hlo_walk import trip_count
 
@@ -145,6 +145,11 @@ class Frame:
     def _computed(self, instruction: Instruction) -> np.ndarray | None:
         size = np.prod(instruction.shapes[0].dims) if instruction.shapes else 0
         if size > _MAX_ELEMENTS:
+            return None
+        sources = self.computation.sources(instruction)
+        if instruction.opcode == "bitcast" and not all(
+            map(is_row_major, (instruction, *sources))
+        ):
             return None
         operands: list[np.ndarray] = []
         if instruction.opcode != "constant":
