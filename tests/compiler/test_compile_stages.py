@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera._jax_lines import PACKAGE
-from tessera.errors import AbstractMeshError, UnknownPassError
+from tessera.errors import AbstractMeshError, NoTargetError, UnknownPassError
+from tessera.mesh import Mesh
 
 F32 = jnp.float32
 
@@ -136,3 +137,22 @@ def test_a_call_on_a_mesh_of_other_machines_is_refused_before_it_compiles(large_
     with pytest.raises(AbstractMeshError, match="simulate them"):
         step(W, X)
     assert step.num_programs() == 0
+
+
+def test_a_step_compiled_for_a_target_has_a_predicted_timeline():
+    mesh = Mesh(["dp"], shape=(4,), target="cpu:4")
+    step = ts.function(loss_and_slope, mesh=mesh, in_specs={"x": P("dp")})
+    compiled = step.compile(W, X)
+    found = compiled.timeline
+    # The gradient is summed over dp once, and the loss with it or before.
+    spent = found.communication["dp",].seconds
+    assert 0 < found.exposed <= spent
+    assert found.seconds == pytest.approx(found.compute + found.exposed + found.idle)
+    rows = sum(row.counted_calls for row in compiled.collectives.rows)
+    assert sum(event.times for event in found.events if event.axes) == rows
+
+
+def test_a_step_for_devices_that_are_here_has_no_predicted_timeline(dp_mesh):
+    step = ts.function(loss_and_slope, mesh=dp_mesh, in_specs={"x": P("dp")})
+    with pytest.raises(NoTargetError, match="T713"):
+        step.compile(W, X).timeline  # noqa: B018 - raises

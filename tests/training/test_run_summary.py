@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of a run, and the whole answer of a dry run."""
 
+import json
 from typing import Any
 
 import jax
 import pytest
 
 from tessera.analysis.memory import format_bytes
+from tessera.errors import OutputPathError
 from tessera.mesh import Mesh
 from tessera.training.build_run import Run
 from tessera.training.config import Config, ModelConfig, TrainingConfig
-from tessera.training.run_summary import dry_run_text, run_rows
+from tessera.targets.target import Target
+from tessera.training.run_summary import dry_run_text, run_rows, write_timeline
 from tests.small_model import SMALL
 
 CONFIG = SMALL
 
 
-def run_of(sizes: tuple[int, ...], axes: tuple[str, ...], **training: Any) -> Run:
+def run_of(
+    sizes: tuple[int, ...],
+    axes: tuple[str, ...],
+    target: Target | None = None,
+    **training: Any,
+) -> Run:
     settings = Config(
         name="small",
         model=ModelConfig(name="small", mesh_shape=(sizes, axes), config=CONFIG),
@@ -27,7 +35,7 @@ def run_of(sizes: tuple[int, ...], axes: tuple[str, ...], **training: Any) -> Ru
             **training,
         ),
     )
-    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    return Run(settings, Mesh.from_shape(settings.model.mesh_shape, target=target))
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +102,33 @@ def test_a_dry_run_shows_memory_and_every_collective(run):
     assert text == f"{compiled.memory.as_text()}\n\n{compiled.collectives.as_text()}"
     assert text.startswith("memory per device, compiled for cpu\n  arguments ")
     assert "all-reduce" in text
+
+
+@pytest.fixture(scope="module")
+def on_target() -> Run:
+    return run_of((2, 2), ("fsdp", "tp"), Target.parse("cpu:4"))
+
+
+def test_a_dry_run_for_a_target_predicts_the_time_of_a_step(on_target):
+    text = dry_run_text(on_target)
+    timeline = on_target.compiled.timeline
+    assert text.endswith(f"\n\n{timeline.as_text()}")
+    assert "predicted step on cpu:4: " in text
+    # Three microbatches through the loop over two layers.
+    assert max(event.times for event in timeline.events) >= 6
+
+
+def test_a_timeline_is_drawn_into_a_folder(on_target, tmp_path):
+    picture, trace = write_timeline(on_target.compiled.timeline, tmp_path / "there")
+    assert picture.read_text().startswith("<svg")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert {picture.name, trace.name} == {"timeline.svg", "timeline.json"}
+
+
+def test_a_folder_that_cannot_be_made_is_named(on_target, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputPathError, match="T504"):
+        write_timeline(on_target.compiled.timeline, tmp_path / "file" / "in")
 
 
 @pytest.mark.full
