@@ -33,6 +33,9 @@ TORCH_READY := $(TORCH_VENV)/.ready
 # For test-hf, in an environment of its own, as PyTorch takes 1 GB.
 HF_VENV := .venv-hf
 HF_READY := $(HF_VENV)/.ready
+# For test-targets likewise: both compilers take 5 GB, and JAX loads its plugins.
+TARGETS_VENV := .venv-targets
+TARGETS_READY := $(TARGETS_VENV)/.ready-$(VERSION)
 GPU_RESULTS := benchmarks/results/gpu
 ON_GPU = JAX_PLATFORMS=cuda,cpu $(BIN)/python
 
@@ -42,7 +45,7 @@ export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-all test-hf durations fuzz lint format docs docs-browser bench bench-gpu constraints clean
+.PHONY: help train test test-all test-hf test-targets durations fuzz lint format docs docs-browser bench bench-gpu constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
@@ -59,6 +62,10 @@ test-all: $(DEV_READY) ## Run all tests: pytest $(ARGS)
 test-hf: $(DEV_READY) $(HF_READY) ## Compare with Hugging Face Transformers: pytest $(ARGS)
 	$(HF_VENV)/bin/python -m tests.models.golden.make_golden --check
 	TESSERA_HF_PYTHON=$(abspath $(HF_VENV))/bin/python $(BIN)/python -m pytest $(or $(ARGS),tests/hf)
+
+# In one process a file, which compiles each program once.
+test-targets: $(TARGETS_READY) ## Compile for GPUs and TPUs that are not here: pytest $(ARGS)
+	TESSERA_TEST_TARGETS=1 $(TARGETS_VENV)/bin/python -m pytest --dist=loadfile $(or $(ARGS),tests/targets/compiled)
 
 durations: $(DEV_READY) ## Measure each test anew, for tests/durations.json
 	$(BIN)/python -m pytest --record-durations $(ARGS)
@@ -125,6 +132,12 @@ $(DEV_READY): $(MADE)
 
 $(GPU_READY): $(DEV_READY)
 	@$(PINNED) -e '.[dev,$(CUDA)]'
+	@touch $@
+
+$(TARGETS_READY): BIN := $(TARGETS_VENV)/bin
+$(TARGETS_READY): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -m venv --clear $(TARGETS_VENV)
+	@$(PINNED) -e '.[dev,targets-cuda12,targets-tpu]'
 	@touch $@
 
 $(HF_READY):

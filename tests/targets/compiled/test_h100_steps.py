@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's step for eight H100: collectives, dtypes, memory and spills."""
+
+import math
+import re
+
+import pytest
+
+from tests.targets.compiled.programs import (
+    ACTIVATIONS,
+    H100,
+    LENGTH,
+    NUM_LAYERS,
+    NUM_PARAMETERS,
+    ROWS,
+    async_starts,
+    compile_without_spills,
+    dtypes,
+    host_argument_bytes,
+    only_in_test_targets,
+    rows,
+    trainer_step,
+)
+
+pytestmark = only_in_test_targets
+
+# Temporaries in bytes with JAX 0.10.2; the tests allow 15 % more.
+TEMPORARIES = {
+    "fsdp": 24_512_768,
+    "tp": 17_357_312,
+    "pp": 23_792_776,
+    "dots": 66_291_784,
+}
+SLACK = 1.15
+# The parameters of a layer that are matrices, and the table of embeddings.
+MATRICES = 128 * (4 + 2 + 2 + 4) * 32 + 3 * 128 * 512
+TABLE = 264 * 128
+HEADS, DEVICES, BATCH_BYTES = 4, 8, 4 * 4 * ROWS * LENGTH  # four arrays of int32
+
+
+@pytest.mark.parametrize("layout", TEMPORARIES)
+def test_the_memory_is_what_it_was(layout):
+    assert trainer_step(H100, layout).memory.temporaries < (TEMPORARIES[layout] * SLACK)
+
+
+def test_fsdp_splits_parameters_and_optimizer_over_the_devices():
+    arguments = trainer_step(H100, "fsdp").memory.arguments
+    replicated = 3 * 4 * NUM_PARAMETERS
+    assert arguments < replicated / 8 + BATCH_BYTES + 2**16  # norms are replicated
+
+
+def test_fsdp_reduce_scatters_gradients():
+    compiled = trainer_step(H100, "fsdp")
+    of_layers, of_table = rows(compiled, "reduce-scatter", "fsdp")
+    assert (of_layers.calls, of_table.calls) == (NUM_LAYERS, 1)
+    assert (of_layers.nbytes, of_table.nbytes) == (4 * MATRICES, 4 * TABLE)
+    # All-reduces are of norms, whose parameters are replicated, and of sums.
+    rest = rows(compiled, "all-reduce", "fsdp")
+    assert sum(row.total_bytes for row in rest) < 2**15
+
+
+def test_fsdp_gathers_layers_in_bf16():
+    gathers = rows(trainer_step(H100, "fsdp"), "all-gather", "fsdp")
+    of_layers = [row for row in gathers if "/while/" in row.op_name]
+    (of_table,) = [row for row in gathers if row not in of_layers]
+    assert all(dtypes(row) == {"bf16"} for row in of_layers)
+    assert all(row.calls == NUM_LAYERS for row in of_layers)
+    # With remat=full once forward and, in one collective, twice backward: XLA has no
+    # common subexpressions there. Once would be enough.
+    assert sorted(row.nbytes for row in of_layers) == [2 * MATRICES, 4 * MATRICES]
+    # The table is gathered before it is rounded.
+    assert (dtypes(of_table), of_table.nbytes) == ({"f32"}, 4 * TABLE)
+
+
+def test_fsdp_has_asynchronous_collectives_only():
+    starts = async_starts(trainer_step(H100, "fsdp"))
+    assert {"all-gather", "reduce-scatter", "all-reduce"} == starts.keys()
+    assert all(all(pairs) for pairs in starts.values())
+
+
+def test_tp_all_reduces_activations():
+    compiled = trainer_step(H100, "tp")
+    in_layers = [
+        row
+        for row in rows(compiled, "all-reduce", "tp")
+        if "/while/" in row.op_name and row.nbytes == ACTIVATIONS
+    ]
+    # Attention and the MLP: forward, again for the backward pass, and backward.
+    assert len(in_layers) == 6
+    assert all(row.calls == NUM_LAYERS for row in in_layers)
+    assert {row.kind for row in compiled.collectives.rows if "tp" in row.axes} == {
+        "all-reduce"
+    }
+
+
+def test_tp_splits_what_fsdp_gathers():
+    gathers = rows(trainer_step(H100, "tp"), "all-gather", "fsdp")
+    forward = min(row.nbytes for row in gathers if "/while/" in row.op_name)
+    assert forward == 2 * MATRICES // 2
+
+
+def test_pp_sends_activations_and_gradients_once_a_tick():
+    compiled = trainer_step(H100, "pp")
+    sends = rows(compiled, "collective-permute", "pp")
+    assert [row.nbytes for row in sends] == [ACTIVATIONS, ACTIVATIONS]
+    # 8 microbatches, 2 stages: a forward and a backward pass in each of 10 ticks.
+    assert [row.calls for row in sends] == [10, 10]
+    others = [row for row in compiled.collectives.rows if row.axes == ("pp",)]
+    assert sum(row.nbytes for row in others if row not in sends) < 4 * TABLE
+
+
+def test_pp_gathers_and_scatters_asynchronously_inside_layers():
+    compiled = trainer_step(H100, "pp")
+    in_layers = [
+        row
+        for row in compiled.collectives.rows
+        if row.axes == ("fsdp",) and row.nbytes >= 2 * MATRICES
+    ]
+    kinds = {row.kind for row in in_layers}
+    assert kinds == {"all-gather", "reduce-scatter"}
+    text = compiled.as_text()
+    for row in in_layers:
+        name = re.escape(row.instruction)
+        (line,) = re.findall(rf"^ +%{name} = .*$", text, re.M)
+        assert '"is_sync":false' in line
+
+
+def test_saved_matmuls_stay_on_their_devices():
+    gathers = rows(trainer_step(H100, "dots"), "all-gather", "dp")
+    # Attention's output is 32 times as large as what is gathered: a number, the log
+    # of the softmax's denominator, for each query and head.
+    assert all(row.nbytes <= 4 * DEVICES * ROWS * HEADS * LENGTH for row in gathers)
+
+
+def test_an_offloaded_optimizer_is_in_the_memory_of_the_host():
+    compiled = trainer_step(H100, "offload")
+    assert host_argument_bytes(compiled) >= 2 * 4 * NUM_PARAMETERS
+    assert compiled.memory.arguments < 4 * NUM_PARAMETERS + BATCH_BYTES + 2**10
+    entry = compiled.as_text().partition("\nENTRY ")[2]
+    in_host = re.findall(r"= f32\[([\d,]+)\]\{\S*S\(5\)\} parameter\(", entry)
+    moments = [math.prod(map(int, shape.split(","))) for shape in in_host]
+    assert sum(moments) == 2 * NUM_PARAMETERS
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_no_kernel_spills_registers(layout):
+    compile_without_spills(trainer_step(H100, layout))
