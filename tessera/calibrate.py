@@ -9,8 +9,11 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from tessera.errors import OutputPathError, TesseraError
+
+_MOST_DEVICES: Final = 2048  # what a process simulates
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser("tessera calibrate", description=__doc__)
     parser.add_argument("file", help="where to, such as cluster.yaml")
     parser.add_argument(
-        "--cpu-devices", type=int, metavar="N", help="simulate so many CPU devices"
+        "--cpu-devices", type=_count, metavar="N", help="simulate so many CPU devices"
     )
     options = parser.parse_args(arguments)
     try:
@@ -27,6 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return 0
+
+
+def _count(text: str) -> int:
+    if not 0 < (number := int(text)) <= _MOST_DEVICES:
+        raise ValueError
+    return number
 
 
 def _calibrate(path: Path, cpu_devices: int | None) -> str:

@@ -6,6 +6,7 @@ GPUs share power and switches. Each rate is of the fastest of several repetition
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -132,6 +133,12 @@ def calibrated(rates: Rates, name: str) -> Machine:
         "allocation": rates.allocation,
     }
     figures = ("flops", "memory_bandwidth", "links", "efficiency", "overhead")
+    sources = {**known.sources, **dict.fromkeys(figures, source)}
+    memory = known.memory_bytes
+    if is_cpu:  # the devices share the memory of the host
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = total // jax.device_count()
+        sources["memory_bytes"] = "the memory of the machine, over its devices"
     return replace(
         known,
         name=name,
@@ -140,7 +147,8 @@ def calibrated(rates: Rates, name: str) -> Machine:
         links=tuple(links) or known.links,
         efficiency={**known.efficiency, **reached},
         overhead=overhead,
-        sources={**known.sources, **dict.fromkeys(figures, source)},
+        memory_bytes=memory,
+        sources=sources,
     )
 
 
