@@ -49,6 +49,7 @@ class MemoryEstimate:
       gradients: Gradients of the parameters that the device stores.
       working: What is computed at that moment: logits, or one layer.
       tables: The embedding where it is gathered, and its gradient.
+      on_host: Of the optimizer's state, what is in the memory of the host instead.
     """
 
     parameters: float
@@ -57,6 +58,7 @@ class MemoryEstimate:
     gradients: float
     working: float
     tables: float
+    on_host: float = 0.0
 
     @property
     def state(self) -> float:
@@ -72,7 +74,7 @@ class MemoryEstimate:
     def as_text(self) -> str:
         """One line for each part."""
         rows = [[name, format_bytes(getattr(self, name))] for name in self.__slots__]
-        rows.append(["total", format_bytes(self.total)])
+        rows.insert(-1, ["total", format_bytes(self.total)])
         return aligned(["predicted memory per device", ""], rows, right=[""])
 
 
@@ -115,7 +117,8 @@ class MemoryModel:
         moments = optimizer / parameters if parameters else 0.0
         on_device = moments * largest if layout.offload else optimizer
         parts = max(self._moments(device, layout), key=sum)
-        return MemoryEstimate(parameters, on_device, *parts)
+        on_host = optimizer if layout.offload else 0.0
+        return MemoryEstimate(parameters, on_device, *parts, on_host)
 
     def _state_bytes(
         self, device: DeviceWork, model: Model, zero_stage: int

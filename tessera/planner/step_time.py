@@ -30,6 +30,8 @@ from tessera.training.config import Config
 from tessera.training.layout_checks import build_model
 
 POLICIES: Final = ("none", "dots", "full")
+# Bytes/s between a device and its host: PCIe 4.0 with 16 lanes, at three quarters.
+_HOST_BANDWIDTH: Final = 2.4e10
 
 
 class StepModel:
@@ -141,12 +143,14 @@ class _Prediction:
             compute, exposed, bubble = self._pipelined()
         else:
             compute, exposed, bubble = self._accumulated()
+        memory = self.model.memory(layout)
+        moved = 2 * memory.on_host / _HOST_BANDWIDTH  # there and back
         return Prediction(
             compute=compute + update,
             exposed=exposed + once,
             bubble=bubble,
-            overhead=machine.overhead["step"] + self._allocation(),
-            memory_bytes=round(self.model.memory(layout).total),
+            overhead=machine.overhead["step"] + self._allocation() + moved,
+            memory_bytes=round(memory.total),
             flops=self.model.work.flops * layout.global_batch_size,
             limit=self._limit(compute, exposed, bubble),
         )

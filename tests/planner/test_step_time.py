@@ -120,6 +120,13 @@ def test_offloading_the_optimizer_frees_its_memory():
     kept, moved = (model().memory(replace(plain, offload=o)) for o in (False, True))
     assert moved.optimizer < kept.optimizer
     assert moved.parameters == kept.parameters
+    assert moved.on_host == kept.optimizer
+
+
+def test_offloading_the_optimizer_takes_time():
+    plain = Layout((("dp", 8),), 1, 1)
+    kept, moved = (model().predict(replace(plain, offload=o)) for o in (False, True))
+    assert moved.overhead > kept.overhead
 
 
 def test_zero_splits_what_its_stage_says():
