@@ -68,10 +68,11 @@ class DeviceWork:
         self._memory_rate = machine.memory_bandwidth * machine.efficiency["memory"]
         self._tile = _TILE[machine.platform]
         self._sizes = {} if place.mesh is None else place.mesh.shape
+        self.axes = cache(self._axes)
         self.split = cache(self._split)
         self.shards = cache(self._shards)
 
-    def axes(self, names: tuple[str | None, ...]) -> list[str]:
+    def _axes(self, names: tuple[str | None, ...]) -> list[str]:
         """The axes that shard dims, by their logical names."""
         return [axis for name in names if name for axis in self.place.axes(name)]
 

@@ -9,21 +9,20 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from operator import attrgetter
 from typing import Final
 
 from tessera.errors import TesseraError
-from tessera.mesh import Mesh
 from tessera.planner.layout import Layout
+from tessera.planner.legality import Legality
 from tessera.planner.memory_model import is_safe
 from tessera.planner.prediction import Prediction
-from tessera.planner.space import Sizes, Space, orders
+from tessera.planner.space import MOST_MICROBATCHES, Sizes, Space, orders
 from tessera.planner.step_time import StepModel
-from tessera.training.layout_checks import build_model, layout_problems
 
 # Layouts whose orders of axes are all looked at, and that are kept.
 _BEST: Final = 40
+# Stages of ZeRO up to this one send no more than an all-reduce of the gradients.
+_FREE_ZERO: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +79,17 @@ def search(space: Space, model: StepModel) -> Found:
 class _Search:
     def __init__(self, space: Space, model: StepModel) -> None:
         self.space, self.model, self.found = space, model, Found()
+        self.legality = Legality(space.config, space.global_batch_size, model.schedule)
         self.capacity = model.target.machine.memory_bytes
         self.fitting: list[Candidate] = []
 
     def run(self) -> Found:
         for mesh in self.space.meshes(self.model.target.num_devices):
-            if self._is_legal(mesh):
+            problem = self.legality.of_mesh(mesh)
+            if problem is None:
                 self._look_at(mesh)
+            else:
+                self._reject(problem)
         best = heapq.nsmallest(_BEST, self.fitting, key=_seconds)
         if "model.mesh_shape" not in self.space.pinned:
             for candidate in best:
@@ -97,31 +100,32 @@ class _Search:
         return self.found
 
     def _look_at(self, mesh: Sizes) -> None:
-        """Predict the layouts with a mesh, up to microbatches that do not fit."""
-        by_size = groupby(self.space.layouts(mesh), key=attrgetter("micro_batch_size"))
-        for _, layouts in by_size:
-            before = len(self.fitting)
-            for layout in layouts:
-                self._consider(layout)
-            if len(self.fitting) == before:
-                return
+        """Predict the layouts with a mesh.
 
-    def _is_legal(self, mesh: Sizes) -> bool:
-        """Whether a run on a mesh passes its checks, whatever else is chosen."""
-        config = Layout(mesh, 1, 1).applied(self.space.config)
-        total = self.space.global_batch_size
-        training = replace(config.training, global_batch_size=total)
-        config = replace(config, training=training)
+        Larger microbatches take more memory, so none is looked at after one that does
+        not fit. More microbatches than the bubble of a pipeline calls for are looked at
+        only where fewer do not fit.
+        """
         try:
-            problems = layout_problems(config)
-            if not problems:
-                placed = Mesh([n for n, _ in mesh], shape=[s for _, s in mesh])
-                build_model(config, placed).layouts(placed)
+            sizes = self.space.micro_batch_sizes(mesh)
         except TesseraError as error:
-            problems = [error]
-        for problem in problems[:1]:
-            self._reject(problem)
-        return not problems
+            self._reject(error)
+            return
+        most = MOST_MICROBATCHES * dict(mesh).get("pp", self.space.global_batch_size)
+        share = self.space.share(mesh)
+        few = [size for size in sizes if share // size <= most] or sizes[-1:]
+        many = [size for size in reversed(sizes) if size < few[0]]
+        if not self._fits(mesh, few[0]):
+            any(self._fits(mesh, size) for size in many)
+            return
+        all(self._fits(mesh, size) for size in few[1:])
+
+    def _fits(self, mesh: Sizes, micro_batch_size: int) -> bool:
+        """Whether any layout with microbatches of a size fits; all are predicted."""
+        before = len(self.fitting)
+        for layout in self.space.layouts_of_size(mesh, micro_batch_size):
+            self._consider(layout)
+        return len(self.fitting) > before
 
     def _reject(self, error: TesseraError) -> None:
         reason = error.code, error.what
@@ -131,26 +135,28 @@ class _Search:
     def _consider(self, layout: Layout) -> None:
         """Predict a layout with what saves memory, until it fits for all that is known.
 
-        What saves memory takes time, so the rest of the variants is not looked at.
+        What saves memory takes time. So no policy is looked at that computes more again
+        than one that fits, unless the latter needs ZeRO to send more than without.
         """
+        last = layout.loss_chunk, layout.offload
+        safe: Layout | None = None
         for variant in self.space.variants(layout):
-            try:
-                candidate = self._candidate(variant)
-            except TesseraError as error:  # there is no such schedule
-                self._reject(error)
+            is_last = (variant.loss_chunk, variant.offload) != last
+            if safe and (safe.zero_stage <= _FREE_ZERO or is_last):
                 return
+            if safe and variant.remat == safe.remat:
+                continue
+            problem = self.legality.problem(variant)
+            if problem is not None:
+                self._reject(problem)
+                continue
+            candidate = self._candidate(variant)
             if candidate is not None and candidate.is_safe:
-                return
+                safe = variant
 
     def _candidate(self, layout: Layout) -> Candidate | None:
-        """A layout and its prediction, if it may fit.
-
-        Raises:
-          TesseraError: There is no schedule of these sizes.
-        """
+        """A legal layout and its prediction, if it may fit."""
         self.found.looked_at += 1
-        if layout.schedule:
-            self.model.schedule(layout)
         nbytes = self.model.memory(layout).total
         fits = nbytes <= self.capacity
         smallest = self.found.smallest

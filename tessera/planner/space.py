@@ -7,11 +7,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from tessera.device_grid import inferred
+from tessera.errors import BatchSizeError, nearest
 from tessera.planner.layout import Layout
+from tessera.training.batch_sizes import largest_divisor
 from tessera.training.config import Config, data_parallel_groups
 
 AXES: Final = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 """Axes from the outermost to the innermost: those that send most are on fast links."""
+
+MOST_MICROBATCHES: Final = 16
+"""Microbatches for each stage of a pipeline, at which its bubble is 6 % of a step."""
 
 _REMAT: Final = ("none", "dots", "full")
 _CHUNKS: Final = (2, 4)
@@ -29,17 +35,21 @@ class Space:
       pinned: The settings that its command line has, such as ``training.remat``.
       axes: Mesh axes that the model can use, outermost first.
       global_batch_size: Sequences of a step.
+      can_offload: Whether the memory of the host is another one than that of devices.
     """
 
     config: Config
     pinned: frozenset[str]
     axes: tuple[str, ...]
     global_batch_size: int
+    can_offload: bool = True
 
     def meshes(self, num_devices: int) -> Iterator[Sizes]:
         """Every mesh of so many devices: one for each way to factor their number."""
         if "model.mesh_shape" in self.pinned:
             sizes, names = self.config.model.mesh_shape
+            if -1 in sizes:
+                sizes = inferred(names, sizes, num_devices)
             yield tuple(zip(names, sizes, strict=True))
             return
         for sizes in factorings(num_devices, len(self.axes)):
@@ -48,25 +58,29 @@ class Space:
             yield tuple(axis for axis in mesh if axis[1] > 1) or (("fsdp", 1),)
 
     def layouts(self, mesh: Sizes) -> Iterator[Layout]:
-        """The layouts with a mesh, but for what only saves memory: see ``smaller``."""
+        """The layouts with a mesh, but for what only saves memory: see ``variants``."""
+        for micro in self.micro_batch_sizes(mesh):
+            yield from self.layouts_of_size(mesh, micro)
+
+    def layouts_of_size(self, mesh: Sizes, micro_batch_size: int) -> list[Layout]:
+        """The layouts with a mesh and a microbatch size."""
         sizes, training = dict(mesh), self.config.training
-        share = self.global_batch_size // data_parallel_groups(sizes)
         options = itertools.product(
-            self._micro_batch_sizes(share),
-            self._schedules(sizes),
-            self._sequence_parallel(sizes),
+            self._schedules(sizes), self._sequence_parallel(sizes)
         )
-        for micro, (schedule, chunks), sequence in options:
-            yield Layout(
+        return [
+            Layout(
                 mesh,
-                micro_batch_size=micro,
-                microbatches=share // micro,
+                micro_batch_size=micro_batch_size,
+                microbatches=self.share(mesh) // micro_batch_size,
                 offload=training.offload_optimizer,
                 loss_chunk=training.loss_chunk,
                 schedule=schedule,
                 chunks=chunks,
                 sequence_parallel=sequence,
             )
+            for (schedule, chunks), sequence in options
+        ]
 
     def variants(self, layout: Layout) -> Iterator[Layout]:
         """A layout with more and more that saves memory, and mostly takes time.
@@ -81,24 +95,52 @@ class Space:
         if "training.loss_chunk" not in self.pinned:
             layout = replace(layout, loss_chunk=_SMALL_LOSS_CHUNK)
             yield layout
-        if "training.offload_optimizer" not in self.pinned and not layout.offload:
+        is_pinned = "training.offload_optimizer" in self.pinned
+        if self.can_offload and not (is_pinned or layout.offload):
             yield replace(layout, offload=True)
 
-    def _micro_batch_sizes(self, share: int) -> list[int]:
+    def micro_batch_sizes(self, mesh: Sizes) -> list[int]:
+        """Sizes of microbatches that make a group's share of the batch, ascending.
+
+        Raises:
+          BatchSizeError: [T503] the share is not one of as many microbatches as the
+            command line sets.
+        """
+        share, training = self.share(mesh), self.config.training
         if "training.micro_batch_size" in self.pinned:
-            most = min(self.config.training.micro_batch_size, share)
-            return [max(d for d in divisors(share) if d <= most)]
+            return [largest_divisor(share, training.micro_batch_size)]
+        if "training.gradient_accumulation_steps" in self.pinned:
+            count = training.gradient_accumulation_steps
+            if share % count:
+                raise BatchSizeError(
+                    "the share of a data-parallel group cannot be cut into its "
+                    "microbatches",
+                    got=f"{share} / training.gradient_accumulation_steps={count} "
+                    f"leaves {share % count}",
+                    fix=f"use training.gradient_accumulation_steps="
+                    f"{nearest(divisors(share), count)}, or leave it out",
+                )
+            return [share // count]
         return divisors(share)
+
+    def share(self, mesh: Sizes) -> int:
+        """Sequences of a step in each data-parallel group of a mesh."""
+        return self.global_batch_size // data_parallel_groups(dict(mesh))
 
     def _schedules(self, sizes: dict[str, int]) -> list[tuple[str | None, int]]:
         training = self.config.training
-        if sizes.get("pp", 1) == 1:
+        if "pp" not in sizes:
             return [(None, 1)]
-        if "training.pipeline_schedule" in self.pinned:
-            return [(training.pipeline_schedule, training.pipeline_chunks)]
         # gpipe has the bubble of 1f1b, and keeps more.
-        interleaved = [("interleaved", chunks) for chunks in _CHUNKS]
-        return [("1f1b", 1), ("zero_bubble", 1), *interleaved]
+        options = [("1f1b", 1), ("zero_bubble", 1)]
+        options += [("interleaved", chunks) for chunks in _CHUNKS]
+        if "training.pipeline_chunks" in self.pinned:
+            chunks = training.pipeline_chunks
+            options = [("interleaved", chunks)] if chunks > 1 else options[:2]
+        if "training.pipeline_schedule" in self.pinned:
+            name = training.pipeline_schedule
+            options = [each for each in options if each[0] == name] or [(name, 1)]
+        return list(options)
 
     def _remat(self) -> Sequence[Any]:
         if "training.remat" in self.pinned:

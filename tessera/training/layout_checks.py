@@ -39,13 +39,23 @@ def layout_problems(settings: Config) -> list[TesseraError]:
             settings = with_batch_sizes(settings, mesh.shape)
     except TesseraError as error:
         return [error]
-    model, options = settings.model, settings.model_options
-    errors = list(model.kind.problems(model.config, options, mesh))
+    errors = model_problems(settings, mesh)
     try:
         _check_schedule(settings, mesh)
     except TesseraError as error:
         errors.append(error)
-    if errors:
+    return errors
+
+
+def model_problems(settings: Config, mesh: Mesh) -> list[TesseraError]:
+    """Every reason why a model cannot be laid out on a mesh, but for the schedule.
+
+    Args:
+      settings: Against which ``checks.check`` has nothing.
+      mesh: Their mesh; its devices do not matter.
+    """
+    model, options = settings.model, settings.model_options
+    if errors := list(model.kind.problems(model.config, options, mesh)):
         return errors
     try:
         place = build_model(settings, mesh).place(mesh)
@@ -84,6 +94,17 @@ def _check_schedule(settings: Config, mesh: Mesh) -> None:
     training = settings.training
     stages, chunks = mesh.shape["pp"], training.pipeline_chunks
     microbatches = training.gradient_accumulation_steps
+    check_table_size(stages, microbatches)
+    order = training.pipeline_schedule
+    schedule(order, stages, microbatches, chunks if chunks > 1 else None)
+
+
+def check_table_size(stages: int, microbatches: int) -> None:
+    """Check that the table of a schedule is made in seconds.
+
+    Raises:
+      PipelineSizeError: [T311] it is not.
+    """
     if stages * microbatches > _LARGEST_TABLE:
         raise PipelineSizeError(
             "a schedule of so many stages and microbatches is too large a table",
@@ -91,8 +112,6 @@ def _check_schedule(settings: Config, mesh: Mesh) -> None:
             fix=f"use at most {_LARGEST_TABLE // stages} for "
             "training.gradient_accumulation_steps",
         )
-    order = training.pipeline_schedule
-    schedule(order, stages, microbatches, chunks if chunks > 1 else None)
 
 
 def _check_sequences(settings: Config, place: Placement) -> Iterator[BatchSizeError]:
