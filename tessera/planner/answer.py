@@ -86,6 +86,11 @@ class Answer:
             f"{self.space.global_batch_size} sequences of "
             f"{config.training.sequence_length} tokens a step"
         )
+        if "training.global_batch_size" not in self.space.pinned:
+            yield (
+                "training.global_batch_size is not set: it is what all devices have "
+                "with training.micro_batch_size sequences each"
+            )
         yield from self._counts()
         yield ""
         shown = self.ranked[:rows]

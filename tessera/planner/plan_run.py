@@ -3,12 +3,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from tessera.analysis.memory import format_bytes
 from tessera.config_files import configs_dir
 from tessera.errors import PlanError, TargetError
 from tessera.planner.answer import Answer, describe, safest_first
+from tessera.planner.layout import Layout
 from tessera.planner.search import Found, search
 from tessera.planner.space import AXES, Space
 from tessera.planner.step_time import StepModel
@@ -20,7 +21,19 @@ from tessera.training.config import Config
 from tessera.training.layout_checks import target_of
 from tessera.training.overrides import is_choice, parse
 
-_DRY: tuple[str, ...] = ("training.dry_run=true",)
+# The largest target that is tried where none is found: 64 times as many devices.
+_MOST_DOUBLINGS: Final = 6
+_DRY: Final = ("training.dry_run=true",)
+# Axes without which a run refuses a setting as one that nothing reads.
+_NEEDS: Final = {
+    "training.pipeline_schedule": "pp",
+    "training.pipeline_chunks": "pp",
+    "training.gradient_compression": "dp",
+    "training.compression_ratio": "dp",
+    "training.zero_stage": "dp",
+    "model.context_parallel": "cp",
+    "model.sequence_parallel": "tp",
+}
 
 
 def plan_run(
@@ -48,11 +61,11 @@ def plan_run(
     model = StepModel.of(config, target)
     has_experts = any("experts" in each.names for each in model.work.parameters)
     axes = tuple(axis for axis in AXES if axis != "ep" or has_experts)
-    space = replace(space, axes=axes)
+    space = replace(space, axes=axes, can_offload=target.machine.platform != "cpu")
     note("ranking layouts")
     found = search(space, model)
     if not found.best:
-        raise _nothing_fits(found, target)
+        raise _nothing_fits(found, space, model)
     words = _line(words, space)
     answer = Answer(target, space, tuple(words), found)
     if not verified or not target.is_installed:
@@ -70,7 +83,8 @@ def plan_run(
 
 def _asked(words: Sequence[str]) -> tuple[Config, Target, Space]:
     """The settings, the target and what may be chosen."""
-    config = compose([*words, *_DRY], configs_dir()).config
+    keys = [word.partition("=")[0] for word in words]
+    config = compose([*words, *_DRY, *_axes_for(keys)], configs_dir()).config
     target = target_of(config)
     if target is None:
         names = ", ".join(machine_names())
@@ -83,6 +97,15 @@ def _asked(words: Sequence[str]) -> tuple[Config, Target, Space]:
     parsed = [parse(word) for word in words]
     pinned = frozenset(str(o.key_or_group) for o in parsed if not is_choice(o))
     return config, target, Space(config, pinned, (), _global_batch(config, target))
+
+
+def _axes_for(keys: Sequence[str]) -> list[str]:
+    """A mesh on which settings are read that need an axis, where none is set."""
+    axes = dict.fromkeys(_NEEDS[key] for key in keys if key in _NEEDS)
+    if "model.mesh_shape" in keys or not axes:
+        return []
+    sizes = ",".join("2" for _ in axes)
+    return [f"model.mesh_shape=[[{sizes}],[{','.join(axes)}]]"]
 
 
 def _global_batch(config: Config, target: Target) -> int:
@@ -108,7 +131,8 @@ def _line(words: Sequence[str], space: Space) -> list[str]:
     return kept if has_batch else [*kept, batch]
 
 
-def _nothing_fits(found: Found, target: Target) -> PlanError:
+def _nothing_fits(found: Found, space: Space, model: StepModel) -> PlanError:
+    target = model.target
     if found.smallest is None:
         reasons = [str(error) for error in found.example.values()]
         return PlanError(
@@ -118,14 +142,33 @@ def _nothing_fits(found: Found, target: Target) -> PlanError:
         )
     nbytes, layout = found.smallest.prediction.memory_bytes, found.smallest.layout
     capacity = target.machine.memory_bytes
-    times = -(-nbytes // capacity)
+    fix = "use a machine with more memory, or a smaller model, batch or sequence"
+    if (fitting := _nearest_fitting(space, model, nbytes / capacity)) is not None:
+        larger, best = fitting
+        fix = f"use runtime.target={larger.name}, where {describe(best)} fits\nor {fix}"
     return PlanError(
         f"no layout of this run fits the memory of {target.name}",
         got=f"{format_bytes(nbytes)} of {format_bytes(capacity)} with least memory: "
         f"{describe(layout)}",
-        fix=f"use about {times} times as many devices, a machine with more memory, "
-        "or a smaller model, batch or sequence",
+        fix=fix,
     )
+
+
+def _nearest_fitting(
+    space: Space, model: StepModel, times: float
+) -> tuple[Target, Layout] | None:
+    """The smallest of some larger targets that a layout fits, and that layout."""
+    target = model.target
+    for doubled in range(1, _MOST_DOUBLINGS + 1):
+        try:
+            target = target.doubled()
+        except TargetError:
+            return None
+        if 2**doubled >= times:
+            found = search(space, StepModel(model.config, model.work, target))
+            if found.best:
+                return target, found.best[0].layout
+    return None
 
 
 def _progress(each: Verified) -> str:

@@ -97,6 +97,22 @@ def test_what_the_command_line_sets_is_not_searched():
     }
 
 
+def test_a_setting_may_need_an_axis_that_the_plan_chooses():
+    found = plan_run([*WORDS, "training.pipeline_schedule=zero_bubble"], verified=0)
+    pipelines = [each.layout for each in found.ranked if each.layout.schedule]
+    assert pipelines
+    assert {layout.schedule for layout in pipelines} == {"zero_bubble"}
+    staged = plan_run([*WORDS, "training.zero_stage=2"], verified=0)
+    assert {each.layout.zero_stage for each in staged.ranked} == {2}
+
+
+def test_a_batch_that_is_not_set_is_said():
+    words = [word for word in WORDS if "global_batch" not in word]
+    found = plan_run(words, verified=0)
+    assert found.space.global_batch_size == 4 * 8
+    assert "training.global_batch_size is not set" in found.as_text()
+
+
 def test_a_plan_needs_a_target():
     with pytest.raises(TargetError, match=r"\[T711\] a plan needs the machine"):
         plan_run(WORDS[:3], verified=0)
@@ -105,12 +121,12 @@ def test_a_plan_needs_a_target():
 def test_a_model_that_fits_nowhere_says_what_it_takes(tmp_path):
     file = tmp_path / "small.yaml"
     text = (configs_dir() / "target" / "cpu.yaml").read_text()
-    file.write_text(text.replace("memory_bytes: 1073741824", "memory_bytes: 65536"))
+    file.write_text(text.replace("memory_bytes: 1073741824", "memory_bytes: 9000000"))
     with pytest.raises(PlanError) as caught:
         plan_run([*WORDS[:3], f"runtime.target={file}:4"], verified=0)
     message = str(caught.value)
     assert message.startswith("[T714] no layout of this run fits the memory of small:4")
-    assert "times as many devices" in message
+    assert "fix: use runtime.target=small:8, where " in message
 
 
 def test_a_batch_that_nothing_shares_says_why():
