@@ -13,7 +13,7 @@ from tessera.planner.layout import Layout
 from tessera.planner.legality import Legality
 from tessera.training.command_line import compose
 
-WORDS = ("data=synthetic", "training.sequence_length=64")
+WORDS = ("data=synthetic", "training.sequence_length=72")
 
 
 def make(layout: Layout) -> object:
@@ -43,8 +43,10 @@ PIPELINE = Layout((("pp", 2), ("fsdp", 2)), 2, 8, schedule="1f1b")
         (replace(PIPELINE, schedule="interleaved"), "T507"),
         (replace(PIPELINE, mesh=(("pp", 8),), microbatches=2**18), "T311"),
         (replace(FSDP, mesh=(("tp", 16),)), "T402"),  # of 4 heads
-        (replace(FSDP, mesh=(("cp", 128),)), "T503"),  # of 64 tokens
+        (replace(FSDP, mesh=(("cp", 128),)), "T503"),  # of 72 tokens
         (replace(FSDP, sequence_parallel=True), "T507"),
+        (replace(FSDP, mesh=(("cp", 4), ("tp", 4))), None),
+        (replace(FSDP, mesh=(("cp", 4), ("tp", 4)), sequence_parallel=True), "T503"),
         (replace(FSDP, remat="some"), "T502"),
         (replace(FSDP, remat=["full", "none"]), "T502"),  # of 6 layers
         (replace(FSDP, micro_batch_size=2**20, microbatches=2**30), "T502"),
