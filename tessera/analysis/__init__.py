@@ -9,7 +9,9 @@
     flops                           operations, counted on the jaxpr
     propagation                     the layout of every operation before partitioning
     peaks, cost, measured_times     peaks of devices, estimated and measured times
-    inspection                      where the blocks of arrays and trees are
+    constant_values                 loop lengths and branches that constants decide
+    timeline/                       the predicted timeline of a step on its target
+    inspection, mesh_inspection     where blocks of arrays are, and axes of meshes
 
 It knows meshes and arrays, and nothing of graphs. Nothing here runs a program.
 """

@@ -6,99 +6,136 @@ causal attention, for example, skips pairs of blocks by their numbers. Everythin
 is unknown, and so is what depends on it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 
-from tessera.analysis.constant_operations import evaluate, is_row_major
-from tessera.analysis.hlo import Computation, Instruction, Module
+from tessera.analysis.constant_operations import evaluate, is_row_major, known_array
+from tessera.analysis.execution_lanes import Lanes
+from tessera.analysis.hlo import Computation, Instruction, Module, Shape
 from tessera.analysis.hlo_walk import trip_count
+from tessera.analysis.value_origins import SAME, Index, Origins
 
-# Where an element is in nested tuples.
-Index: TypeAlias = tuple[int, ...]
-
-_MAX_LANES: Final = 2**16
 _MAX_ELEMENTS: Final = 2**22
 _LONGEST_LOOP: Final = 2**16
-_SAME: Final = ("optimization-barrier", "copy-done", "copy-start", "copy")
 _PROBES: Final = np.array([0, 1, 7])
 
 
 class Frame:
-    """A computation as it is executed from one place, in as many lanes as it is.
+    """A computation as it is executed from one place.
 
-    A lane is one execution: each iteration of a loop has its own. Of very many lanes a
-    sample stands for all.
+    A lane is one execution: each iteration of a loop has its own.
 
     Args:
       module: The program.
       computation: What is executed.
+      lanes: How often.
       caller: What executes it, with its frame; None for the entry.
-      outer: The caller's lane of each lane, int ``[L]``.
-      counters: In the body or the condition of a loop the number of each lane's
-        iteration, int ``[L]``.
+      number: Of a branch, its number.
     """
 
     def __init__(
         self,
         module: Module,
         computation: Computation,
+        lanes: Lanes,
         caller: "tuple[Frame, Instruction] | None" = None,
-        outer: np.ndarray | None = None,
-        counters: np.ndarray | None = None,
+        number: int = 0,
     ) -> None:
         self.module, self.computation, self.caller = module, computation, caller
-        self.origins: _Origins = caller[0].origins if caller else _Origins(module)
-        self._outer = np.zeros(1, int) if outer is None else outer
-        self._counters = counters
+        self.lanes, self.number = lanes, number
+        self.origins = caller[0].origins if caller else Origins(module)
         self._known: dict[tuple[str, Index], np.ndarray | None] = {}
         self._loops: dict[str, _Carried] = {}
+        self._inputs: Mapping[str, np.ndarray] = {}
+        self._on: dict[tuple[int, ...], Frame] = {}
 
     @classmethod
-    def entry(cls, module: Module) -> "Frame":
-        """The frame of the whole program."""
-        return cls(module, module.computations[module.entry])
+    def entry(
+        cls,
+        module: Module,
+        inputs: Mapping[str, np.ndarray] | None = None,
+        partitions: Sequence[int] | None = None,
+    ) -> "Frame":
+        """The frame of the whole program.
 
-    @property
-    def lanes(self) -> int:
-        """Executions that are looked at."""
-        return len(self._outer)
+        Args:
+          module: The program.
+          inputs: Values of inputs, by JAX's name of them in the program.
+          partitions: Devices on which it is executed, by their position in the
+            program's list; None is any device.
+        """
+        chosen = None if partitions is None else np.array(partitions, np.uint32)
+        frame = cls(module, module.computations[module.entry], Lanes.first(chosen))
+        frame._inputs = inputs or {}
+        return frame
+
+    def on(self, partitions: Sequence[int]) -> "Frame":
+        """The same computation, executed from the same place on some devices."""
+        key = tuple(partitions)
+        if key not in self._on:
+            self._on[key] = self._executed_on(partitions)
+        return self._on[key]
+
+    def _executed_on(self, partitions: Sequence[int]) -> "Frame":
+        if self.caller is None:
+            return Frame.entry(self.module, self._inputs, partitions)
+        frame, caller = self.caller
+        outer = frame.on(partitions)
+        if caller.opcode == "while":
+            return outer.body(caller)
+        if caller.opcode == "conditional":
+            return outer.branch(caller, self.number)
+        return outer.call(caller, self.computation)
 
     def count(self, loop: Instruction) -> int | None:
-        """How often a ``while`` of this computation runs its body, where it is known."""
+        """How often a ``while`` runs its body; None where data decide."""
         known = trip_count(self.module, loop, self.computation)
         return self._carried(loop).count if known is None else known
 
     def shares(self, conditional: Instruction) -> tuple[float, ...] | None:
         """How often each branch is taken, as shares of 1; None where data decide."""
-        branches = self.module.callees(conditional)
-        taken = self._branch(conditional)
+        taken = self.taken(conditional)
         if taken is None:
             return None
-        counts = np.bincount(taken, minlength=len(branches))
+        counts = np.bincount(taken, minlength=len(self.module.callees(conditional)))
         return tuple(float(each) for each in counts / len(taken))
+
+    def taken(self, conditional: Instruction) -> np.ndarray | None:
+        """The number of the branch that each lane takes, int ``[L]``, if known."""
+        chosen = self.value(conditional.operands[0])
+        if chosen is None or not len(self.lanes):
+            return None
+        last = len(self.module.callees(conditional)) - 1
+        taken = np.broadcast_to(chosen.reshape(-1), len(self.lanes))
+        if chosen.dtype == bool:
+            return np.where(taken, 0, 1)
+        # XLA takes the last branch for any other number.
+        return np.where((taken < 0) | (taken > last), last, taken).astype(int)
 
     def body(self, loop: Instruction) -> "Frame":
         """The frame of a loop's body."""
-        count = self.count(loop) or 1
-        outer, counters = np.divmod(_sampled(self.lanes * count), count)
-        body = self.module.body(loop)
-        return Frame(self.module, body, (self, loop), outer, counters)
+        lanes = self.lanes.repeated(self.count(loop) or 1)
+        return Frame(self.module, self.module.body(loop), lanes, (self, loop))
 
     def branch(self, conditional: Instruction, number: int) -> "Frame":
         """The frame of a branch, with the lanes that take it."""
-        outer, taken = np.arange(self.lanes), self._branch(conditional)
+        outer, taken = np.arange(len(self.lanes)), self.taken(conditional)
         if taken is not None:
             outer = np.flatnonzero(taken == number)
-        branch = self.module.callees(conditional)[number]
-        return Frame(self.module, branch, (self, conditional), outer)
+        branch, lanes = (
+            self.module.callees(conditional)[number],
+            self.lanes.inner(outer),
+        )
+        return Frame(self.module, branch, lanes, (self, conditional), number)
 
     def call(self, instruction: Instruction, callee: Computation) -> "Frame":
         """The frame of a computation that an instruction executes once."""
-        outer = np.arange(self.lanes)
-        return Frame(self.module, callee, (self, instruction), outer)
+        lanes = self.lanes.inner(np.arange(len(self.lanes)))
+        return Frame(self.module, callee, lanes, (self, instruction))
 
     def value(self, name: str, index: Index = ()) -> np.ndarray | None:
         """The value of an instruction in each lane, ``[L or 1, *dims]``, if known."""
@@ -110,34 +147,28 @@ class Frame:
                 self._known[key] = self._evaluated(instruction, index)
         return self._known[key]
 
-    def _branch(self, conditional: Instruction) -> np.ndarray | None:
-        """The number of the branch that each lane takes."""
-        chosen = self.value(conditional.operands[0])
-        if chosen is None or not self.lanes:
-            return None
-        last = len(self.module.callees(conditional)) - 1
-        taken = np.broadcast_to(chosen.reshape(-1), self.lanes)
-        if chosen.dtype == bool:
-            return np.where(taken, 0, 1)
-        # XLA takes the last branch for any other number.
-        return np.where((taken < 0) | (taken > last), last, taken)
-
     def _evaluated(self, instruction: Instruction, index: Index) -> np.ndarray | None:
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "parameter":
-            return self._parameter(int(operands[0]), index)
+            if self.caller is None:
+                return self._input(instruction)
+            return self._parameter(self.caller, int(operands[0]), index)
         if opcode == "get-tuple-element":
             number = int(instruction.attributes["index"])
             return self.value(operands[0], (number, *index))
         if opcode == "tuple":
             return self.value(operands[index[0]], index[1:]) if index else None
-        if opcode in _SAME and operands:
+        if opcode in SAME and operands:
             return self.value(operands[0], index)
         if opcode in ("fusion", "call"):
             (callee,) = self.module.callees(instruction)
             return self.call(instruction, callee).value(callee.root.name, index)
         if opcode == "while":
-            return self._fixed_element(instruction, index)
+            return self._loop_result(instruction, index)
+        if opcode == "conditional":
+            return self._branch_result(instruction, index)
+        if opcode == "partition-id":
+            return self.lanes.partitions
         if index or instruction.is_tuple:
             return None
         return self._computed(instruction)
@@ -164,16 +195,21 @@ class Frame:
             applied = self.module.callees(instruction)[0].root.opcode
         return evaluate(instruction, operands, applied)
 
-    def _parameter(self, number: int, index: Index) -> np.ndarray | None:
-        if self.caller is None:
-            return None
-        frame, caller = self.caller
+    def _input(self, parameter: Instruction) -> np.ndarray | None:
+        known = self._inputs.get(parameter.op_name)
+        if known is None or known.shape != parameter.shapes[0].dims:
+            return None  # a part of it, where it is sharded
+        return known[None]
+
+    def _parameter(
+        self, place: "tuple[Frame, Instruction]", number: int, index: Index
+    ) -> np.ndarray | None:
+        frame, caller = place
         if caller.opcode == "while":
             return self._loop_element(frame, caller, index)
         operands = caller.operands
         if caller.opcode == "conditional":
-            branches = frame.module.callees(caller)
-            operands = operands[1 + branches.index(self.computation) :]
+            operands = operands[1 + self.number :]
         return self._from_caller(frame.value(operands[number], index))
 
     def _loop_element(
@@ -188,10 +224,35 @@ class Frame:
         first, step = carried.first(index[0]), carried.step(index[0])
         if first is None or step is None or len(index) > 1:
             return None
-        assert self._counters is not None
-        begin = self._from_caller(first)
-        assert begin is not None
-        return (begin + step * self._counters).astype(first.dtype)
+        begin, counters = self._from_caller(first), self.lanes.counters
+        if begin is None or counters is None:
+            return None
+        return (begin + step * counters).astype(first.dtype)
+
+    def _branch_result(
+        self, conditional: Instruction, index: Index
+    ) -> np.ndarray | None:
+        """What the branches that lanes take result in."""
+        taken = self.taken(conditional)
+        if taken is None:
+            return None
+        result: np.ndarray | None = None
+        for number in np.unique(taken):
+            inside = self.branch(conditional, int(number))
+            part = inside.value(inside.computation.root.name, index)
+            if part is None or part[0].size * len(taken) > _MAX_ELEMENTS:
+                return None
+            if result is None:
+                result = np.zeros((len(taken), *part.shape[1:]), part.dtype)
+            result[taken == number] = part
+        return result
+
+    def _loop_result(self, loop: Instruction, index: Index) -> np.ndarray | None:
+        """An element of what a loop ends with: fixed, or stacked by its iterations."""
+        known = self._fixed_element(loop, index)
+        if known is not None or len(index) != 1:
+            return known
+        return self._carried(loop).stacked(index[0])
 
     def _fixed_element(self, loop: Instruction, index: Index) -> np.ndarray | None:
         """An element that every iteration of a loop has, and that it results in."""
@@ -207,69 +268,14 @@ class Frame:
     def _from_caller(self, known: np.ndarray | None) -> np.ndarray | None:
         if known is None or len(known) == 1:
             return known
-        if known[0].size * self.lanes > _MAX_ELEMENTS:
+        if known[0].size * len(self.lanes) > _MAX_ELEMENTS:
             return None
-        return known[self._outer]
+        return known[self.lanes.outer]
 
     def _carried(self, loop: Instruction) -> "_Carried":
         if loop.name not in self._loops:
             self._loops[loop.name] = _Carried(self, loop)
         return self._loops[loop.name]
-
-
-class _Origins:
-    """Follows values back through what does not change them.
-
-    Args:
-      module: The program.
-    """
-
-    def __init__(self, module: Module) -> None:
-        self._module = module
-        self._fixed: dict[tuple[str, int], int | None] = {}
-
-    def fixed(self, loop: Instruction, number: int) -> int | None:
-        """The element with whose first value every iteration begins; or None.
-
-        It is the element itself where the loop does not change it. A compiler that
-        fetches an operand ahead copies it from another element in each iteration; the
-        first iteration then begins with a value of its own.
-        """
-        key = loop.name, number
-        if key not in self._fixed:
-            self._fixed[key] = None
-            self._fixed[key] = self._find_fixed(loop, number)
-        return self._fixed[key]
-
-    def _find_fixed(self, loop: Instruction, number: int) -> int | None:
-        body = self._module.body(loop)
-        name, index = self._origin(body, body.root, (number,))
-        if name != body.parameters[0].name or len(index) != 1:
-            return None
-        source = index[0]
-        return source if source in (number, self.fixed(loop, source)) else None
-
-    def _origin(
-        self, computation: Computation, instruction: Instruction, index: Index
-    ) -> tuple[str, Index]:
-        """The name and element of what a value is a copy of."""
-        while True:
-            opcode, operands = instruction.opcode, instruction.operands
-            if opcode == "get-tuple-element":
-                index = (int(instruction.attributes["index"]), *index)
-                name = operands[0]
-            elif opcode == "tuple" and index and index[0] < len(operands):
-                name, index = operands[index[0]], index[1:]
-            elif opcode in _SAME:
-                name = operands[0]
-            elif opcode == "while" and index:
-                number = self.fixed(instruction, index[0])
-                if number is None:
-                    return instruction.name, index
-                name, index = operands[0], (number, *index[1:])
-            else:
-                return instruction.name, index
-            instruction = computation.instructions[name]
 
 
 class _Carried:
@@ -300,18 +306,14 @@ class _Carried:
     @cached_property
     def count(self) -> int | None:
         """How often the body runs: as long as the condition holds for its counters."""
-        condition = self._frame.module.computations[self._loop.called["condition"][0]]
-        length = 2**8
+        module = self._frame.module
+        condition = module.computations[self._loop.called["condition"][0]]
+        length = 2**8 if len(self._frame.lanes) else _LONGEST_LOOP + 1
         while length <= _LONGEST_LOOP:
-            counters = np.arange(length)
-            outer = np.zeros(length, int)
-            inside = Frame(
-                self._frame.module,
-                condition,
-                (self._frame, self._loop),
-                outer,
-                counters,
-            )
+            # All lanes have the length of the first.
+            first, counters = np.zeros(length, int), np.arange(length)
+            lanes = replace(self._frame.lanes.inner(first), counters=counters)
+            inside = Frame(module, condition, lanes, (self._frame, self._loop))
             holds = inside.value(condition.root.name)
             if holds is None or len(holds) == 1:
                 return None
@@ -320,20 +322,60 @@ class _Carried:
             length *= 2**4
         return None
 
+    def stacked(self, number: int) -> np.ndarray | None:
+        """The last value of an array of which the iterations write all parts.
+
+        The body is evaluated on an array of zeros and on one of ones: where the results
+        agree, it was written.
+        """
+        count, frame = self._frame.count(self._loop), self._frame
+        result, shape = self._result(number), self._shape(number)
+        if not count or result is None or shape is None or not shape.dims:
+            return None
+        lanes = frame.lanes.repeated(count)
+        if len(lanes) != len(frame.lanes) * count:
+            return None  # a sample
+        after = []
+        for value in (0, 1):
+            whole = known_array(shape, value)
+            if whole is None or whole.size * len(lanes) > _MAX_ELEMENTS:
+                return None
+            probe = _Probe(frame, self._loop, lanes, number, whole)
+            after.append(probe.value(result.name))
+        zeros, ones = after
+        if zeros is None or ones is None or len(zeros) != len(lanes):
+            return None
+        by_iteration = len(frame.lanes), count, *shape.dims
+        written = (zeros == ones).reshape(by_iteration)
+        if not written.any(1).all():
+            return None
+        last = count - 1 - np.argmax(written[:, ::-1], axis=1, keepdims=True)
+        return np.take_along_axis(zeros.reshape(by_iteration), last, 1)[:, 0]
+
     def _result(self, number: int) -> Instruction | None:
         root = self._body.root
         if root.opcode != "tuple" or number >= len(root.operands):
             return None
         return self._body.instructions.get(root.operands[number])
 
+    def _shape(self, number: int) -> Shape | None:
+        result = self._result(number)
+        if result is None or result.is_tuple or len(result.shapes) != 1:
+            return None
+        return result.shapes[0]
+
     def _probe(self, number: int) -> int | None:
         """The step, found by evaluating the body on some values of the element."""
-        result = self._result(number)
-        shape = result.shapes[0] if result is not None and result.shapes else None
+        result, shape = self._result(number), self._shape(number)
         if result is None or shape is None or shape.dims or shape.dtype[0] not in "su":
             return None
-        probe = _Probe(self._frame, self._loop, number)
-        after = probe.value(result.name)
+        if not len(self._frame.lanes):
+            return None
+        lanes = self._frame.lanes.inner(np.zeros(len(_PROBES), int))
+        values = _PROBES.astype(np.int32)
+        after = _Probe(self._frame, self._loop, lanes, number, values).value(
+            result.name
+        )
         if after is None or len(after) != len(_PROBES):
             return None
         added = set((after.astype(np.int64) - _PROBES).tolist())
@@ -341,27 +383,33 @@ class _Carried:
 
 
 class _Probe(Frame):
-    """The body of a loop, one element of which has chosen values."""
+    """The body of a loop, one element of which has chosen values.
 
-    def __init__(self, frame: Frame, loop: Instruction, number: int) -> None:
-        outer = np.zeros(len(_PROBES), int)
-        body = frame.module.body(loop)
-        super().__init__(frame.module, body, (frame, loop), outer)
-        self._number = number
+    Args:
+      frame: Of the computation that contains the loop.
+      loop: The ``while``.
+      lanes: Executions of the body; without counters only fixed elements are known.
+      number: Of the element.
+      values: Its values, ``[L or 1, *dims]``.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        loop: Instruction,
+        lanes: Lanes,
+        number: int,
+        values: np.ndarray,
+    ) -> None:
+        super().__init__(frame.module, frame.module.body(loop), lanes, (frame, loop))
+        self._chosen, self._values = (number,), values
 
     def _loop_element(
         self, frame: Frame, loop: Instruction, index: Index
     ) -> np.ndarray | None:
-        if index == (self._number,):
-            return _PROBES.astype(np.int32)
-        if index and self.origins.fixed(loop, index[0]) is not None:
-            return self._from_caller(frame._fixed_element(loop, index))
-        return None
-
-
-def _sampled(count: int) -> np.ndarray:
-    """The numbers up to a count, or a sample of them that is always the same."""
-    if count <= _MAX_LANES:
-        return np.arange(count)
-    chosen = np.random.default_rng(0).integers(0, count, _MAX_LANES)
-    return np.sort(chosen)
+        if index == self._chosen:
+            return self._values
+        is_fixed = index and self.origins.fixed(loop, index[0]) is not None
+        if self.lanes.counters is None and not is_fixed:
+            return None  # no other counter: the search for its step would not end
+        return super()._loop_element(frame, loop, index)

@@ -67,7 +67,10 @@ class MeshInspection:
             cells.setdefault(target.coordinates[device], []).append(position)
         if not target.machine.is_torus:
             hosts = target.shape if len(target.shape) == 2 else (1, *target.shape)
-            places = [[(h, d) for d in range(hosts[1])] for h in range(hosts[0])]
+            places: list[list[tuple[int, ...]]] = [
+                [(host, device) for device in range(hosts[1])]
+                for host in range(hosts[0])
+            ]
             return Picture((self._grid("", "host / device", places, cells),))
         width, height, *depth = target.shape
         planes = [(z,) for z in range(depth[0])] if depth else [()]

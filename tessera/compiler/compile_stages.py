@@ -8,9 +8,10 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import jax
+import numpy as np
 
 from tessera.analysis.memory import Memory, memory
 from tessera.compiler.ir import Graph, Role
@@ -29,6 +30,9 @@ from tessera.mesh import Mesh
 from tessera.scope import transforming
 from tessera.shard import DistTensor, capturing, stored_tensor
 from tessera.targets.target import Target
+
+# Tables of schedules are small; others choose no branches.
+_LARGEST_CONSTANT: Final = 2**16
 
 if TYPE_CHECKING:
     from tessera.analysis.ledger import Ledger
@@ -186,8 +190,16 @@ class Compiled:
         """
         from tessera.analysis.timeline.prediction import timeline
 
-        mesh = self.traced.graph.mesh or Mesh(("device",), devices=(0,))
-        return timeline(self.as_text(), mesh)
+        graph = self.traced.graph
+        mesh = graph.mesh or Mesh(("device",), devices=(0,))
+        # JAX names the inputs by their position: captured arrays are the last part.
+        last = len(self.traced.call.arguments) + 1
+        constants = {
+            f"parts[{last}][{index}]": np.asarray(array)
+            for index, array in enumerate(graph.captured)
+            if array.size <= _LARGEST_CONSTANT and array.dtype.kind in "iub"
+        }
+        return timeline(self.as_text(), mesh, constants)
 
     @cached_property
     def memory(self) -> Memory:

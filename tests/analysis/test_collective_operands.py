@@ -12,7 +12,9 @@ GROUPS = "replica_groups=[2,2]<=[4]"
 
 
 def entry_of(line):
-    text = "HloModule m\nENTRY e {\n  x = f32[8] parameter(0)\n  t = token[] after-all()\n"
+    text = (
+        "HloModule m\nENTRY e {\n  x = f32[8] parameter(0)\n  t = token[] after-all()\n"
+    )
     module = parse(f"{text}  ROOT r = {line}\n}}")
     return module.computations["e"]
 

@@ -25,57 +25,108 @@ def result_of(*lines):
         (["ROOT c = pred[2] constant({true, false})"], [True, False]),
         (["ROOT i = s32[2,3] iota(), iota_dimension=1"], [[0, 1, 2], [0, 1, 2]]),
         (
-            ["a = s32[] constant(-7)", "b = s32[] constant(2)"]
-            + ["ROOT d = s32[] divide(a, b)"],
+            [
+                "a = s32[] constant(-7)",
+                "b = s32[] constant(2)",
+                "ROOT d = s32[] divide(a, b)",
+            ],
             -3,
         ),
         (
-            ["a = s32[] constant(-7)", "b = s32[] constant(2)"]
-            + ["ROOT d = s32[] remainder(a, b)"],
+            [
+                "a = s32[] constant(-7)",
+                "b = s32[] constant(2)",
+                "ROOT d = s32[] remainder(a, b)",
+            ],
             -1,
         ),
         (
-            ["a = u8[] constant(250)", "b = u8[] constant(10)"]
-            + ["ROOT d = u8[] add(a, b)"],
+            [
+                "a = f32[] constant(-7)",
+                "b = f32[] constant(2)",
+                "ROOT d = f32[] divide(a, b)",
+            ],
+            -3.5,
+        ),
+        (
+            [
+                "a = u8[] constant(250)",
+                "b = u8[] constant(10)",
+                "ROOT d = u8[] add(a, b)",
+            ],
             4,
         ),
         (
-            ["i = s32[4] iota(), iota_dimension=0", "z = s32[] constant(1)"]
-            + ["t = s32[] constant(2)", "ROOT c = s32[4] clamp(z, i, t)"],
+            [
+                "i = s32[4] iota(), iota_dimension=0",
+                "z = s32[] constant(1)",
+                "t = s32[] constant(2)",
+                "ROOT c = s32[4] clamp(z, i, t)",
+            ],
             [1, 1, 2, 2],
         ),
         (
-            ["i = s32[5] iota(), iota_dimension=0"]
-            + ["ROOT s = s32[2] slice(i), slice={[1:5:2]}"],
+            [
+                "i = s32[5] iota(), iota_dimension=0",
+                "ROOT s = s32[2] slice(i), slice={[1:5:2]}",
+            ],
             [1, 3],
         ),
         # A slice that would leave the array is moved into it.
         (
-            ["i = s32[5] iota(), iota_dimension=0", "n = s32[] constant(4)"]
-            + ["ROOT s = s32[2] dynamic-slice(i, n), dynamic_slice_sizes={2}"],
+            [
+                "i = s32[5] iota(), iota_dimension=0",
+                "n = s32[] constant(4)",
+                "ROOT s = s32[2] dynamic-slice(i, n), dynamic_slice_sizes={2}",
+            ],
             [3, 4],
         ),
         (
-            ["i = s32[2,3] iota(), iota_dimension=1"]
-            + ["ROOT t = s32[3,2] transpose(i), dimensions={1,0}"],
+            [
+                "i = s32[2,3] iota(), iota_dimension=1",
+                "ROOT t = s32[3,2] transpose(i), dimensions={1,0}",
+            ],
             [[0, 0], [1, 1], [2, 2]],
+        ),
+        (
+            [
+                "i = s32[2] iota(), iota_dimension=0",
+                "v = s32[] constant(9)",
+                "ROOT p = s32[5] pad(i, v), padding=1_2",
+            ],
+            [9, 0, 1, 9, 9],
+        ),
+        (
+            [
+                "i = s32[4] iota(), iota_dimension=0",
+                "u = s32[2] constant({7, 8})",
+                "n = s32[] constant(3)",
+                "ROOT s = s32[4] dynamic-update-slice(i, u, n)",
+            ],
+            [0, 1, 7, 8],
         ),
         (["ROOT c = s32[40] constant({...})"], None),
         (["x = s32[] parameter(0)", "ROOT y = s32[] negate(x)"], None),
         # A bitcast between layouts changes the order of the elements.
         (
-            ["i = s32[2,3]{1,0} iota(), iota_dimension=1"]
-            + ["ROOT b = s32[3,2]{0,1} bitcast(i)"],
+            [
+                "i = s32[2,3]{1,0} iota(), iota_dimension=1",
+                "ROOT b = s32[3,2]{0,1} bitcast(i)",
+            ],
             None,
         ),
         (
-            ["i = s32[2,3]{0,1} iota(), iota_dimension=1"]
-            + ["ROOT b = s32[3,2]{1,0} bitcast(i)"],
+            [
+                "i = s32[2,3]{0,1} iota(), iota_dimension=1",
+                "ROOT b = s32[3,2]{1,0} bitcast(i)",
+            ],
             None,
         ),
         (
-            ["i = s32[1,3]{0,1} iota(), iota_dimension=1"]
-            + ["ROOT b = s32[3]{0} bitcast(i)"],
+            [
+                "i = s32[1,3]{0,1} iota(), iota_dimension=1",
+                "ROOT b = s32[3]{0} bitcast(i)",
+            ],
             [0, 1, 2],
         ),
     ],

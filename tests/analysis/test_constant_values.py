@@ -3,10 +3,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
-from tessera.analysis import constant_values
+from tessera.analysis import execution_lanes
 from tessera.analysis.constant_values import Frame
 from tessera.analysis.hlo import parse
 
@@ -117,7 +118,7 @@ def test_branches_that_data_choose_have_no_known_shares():
 
 
 def test_of_very_many_executions_a_sample_is_looked_at(monkeypatch):
-    monkeypatch.setattr(constant_values, "_MAX_LANES", 8)
+    monkeypatch.setattr(execution_lanes, "_MAX_LANES", 8)
     counts, (shares,) = found(causal, X)
     assert counts == [4, 4]
     assert sum(shares) == pytest.approx(1)
@@ -155,3 +156,67 @@ def test_what_a_loop_fetches_ahead_is_known():
     other = PREFETCH.replace("ENTRY e {", "ENTRY e {\n  y = s32[3] constant({0, 0, 0})")
     frame = Frame.entry(parse(other.replace("FIRST", "y")))
     assert frame.value("r") is None
+
+
+def test_what_iterations_stack_is_known_after_the_loop():
+    def step(x):
+        def forward(carry, i):
+            return jnp.tanh(carry @ carry), i % 4
+
+        def backward(carry, kind):
+            return lax.cond(kind == 0, jnp.sin, lambda c: jnp.tanh(c @ c), carry), None
+
+        y, kinds = lax.scan(forward, x, jnp.arange(8))
+        return lax.scan(backward, y, kinds)[0]
+
+    _, (shares,) = found(step, X)
+    assert sorted(shares) == [1 / 4, 3 / 4]
+
+
+def test_a_branch_may_decide_on_another_branch():
+    def step(x):
+        def body(carry, i):
+            kind = lax.cond(i < 2, lambda: i * 3, lambda: 0 * i)
+            return lax.cond(kind == 3, jnp.sin, lambda c: jnp.tanh(c @ c), carry), None
+
+        return lax.scan(body, x, jnp.arange(5))[0]
+
+    _, shares = found(step, X)
+    assert sorted(shares[-1]) == [1 / 5, 4 / 5]
+
+
+TABLE = """HloModule m
+first {
+  ROOT p = f32[8] parameter(0)
+}
+second {
+  p = f32[8] parameter(0)
+  ROOT y = f32[8] negate(p)
+}
+ENTRY e {
+  x = f32[8] parameter(0)
+  table = s32[4] parameter(1), metadata={op_name="parts[1][0]"}
+  device = u32[] partition-id()
+  row = s32[1] dynamic-slice(table, device), dynamic_slice_sizes={1}
+  n = s32[] reshape(row)
+  ROOT c = f32[8] conditional(n, x, x), branch_computations={first, second}
+}"""
+
+
+@pytest.mark.parametrize(
+    ("inputs", "partitions", "shares"),
+    [
+        ({}, None, None),
+        ({"parts[1][0]": np.array([0, 1, 1, 1])}, None, None),
+        ({}, [0, 1], None),
+        ({"parts[1][0]": np.array([0, 1, 1, 1])}, [0, 1], (0.5, 0.5)),
+        ({"parts[1][0]": np.array([0, 1, 1, 1])}, [0, 1, 2, 3], (0.25, 0.75)),
+        # The input is sharded: what a device has is not what is given.
+        ({"parts[1][0]": np.array([0, 1, 1, 1] * 2)}, [0, 1], None),
+    ],
+)
+def test_inputs_and_devices_may_decide(inputs, partitions, shares):
+    frame = Frame.entry(parse(TABLE), inputs)
+    if partitions is not None:
+        frame = frame.on(partitions)
+    assert frame.shares(frame.computation.root) == shares

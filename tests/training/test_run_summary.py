@@ -10,9 +10,9 @@ import pytest
 from tessera.analysis.memory import format_bytes
 from tessera.errors import OutputPathError
 from tessera.mesh import Mesh
+from tessera.targets.target import Target
 from tessera.training.build_run import Run
 from tessera.training.config import Config, ModelConfig, TrainingConfig
-from tessera.targets.target import Target
 from tessera.training.run_summary import dry_run_text, run_rows, write_timeline
 from tests.small_model import SMALL
 

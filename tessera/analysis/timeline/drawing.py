@@ -142,9 +142,10 @@ def _loop(event: Event, y: float, scale: float) -> Iterator[str]:
 
 
 def _description(event: Event) -> str:
+    each, total = format_seconds(event.each), format_seconds(event.total)
     lines = [
         f"{event.name}: {event.kind} {'×'.join(event.axes)}".rstrip(),
-        f"{event.times:g} × {format_seconds(event.each)} = {format_seconds(event.total)}",
+        f"{event.times:g} × {each} = {total}",
         f"waited for {format_seconds(event.exposed)}" * bool(event.exposed),
         event.op_name,
         event.source,

@@ -33,9 +33,10 @@ class OperationTimes:
     target: Target
 
     @property
-    def counts_cycles(self) -> bool:
-        """Whether the compiler wrote cycles that the machine has a clock for."""
-        return self.target.platform == "tpu" and bool(self.target.machine.clock_hz)
+    def clock_hz(self) -> float | None:
+        """Of the cycles that the compiler counts; None where it counts none."""
+        is_tpu = self.target.platform == "tpu"
+        return self.target.machine.clock_hz if is_tpu else None
 
     def time(
         self, computation: Computation, instruction: Instruction
@@ -49,10 +50,10 @@ class OperationTimes:
         if is_free(instruction):
             return "other", 0.0
         amount = work(self.module, computation, instruction)
-        if self.counts_cycles:
+        if self.clock_hz:
             # Scalar operations carry no cycles; they start nothing.
             if found := _CYCLES.search(instruction.tail):
-                return amount.kind, int(found[1]) / self.target.machine.clock_hz
+                return amount.kind, int(found[1]) / self.clock_hz
             return amount.kind, roofline(self.target.machine, amount)
         overhead = self.target.machine.overhead["operation"]
         return amount.kind, roofline(self.target.machine, amount) + overhead

@@ -5,7 +5,9 @@ Nothing runs: the times are those of the schedule that the compiler wrote, execu
 the figures of a target.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from tessera.analysis import hlo
 from tessera.analysis.collective import KINDS
@@ -25,7 +27,11 @@ from tessera.targets.link_routes import Link
 from tessera.targets.target import Target
 
 
-def timeline(program: HasText | str, mesh: Mesh) -> Timeline:
+def timeline(
+    program: HasText | str,
+    mesh: Mesh,
+    inputs: Mapping[str, np.ndarray] | None = None,
+) -> Timeline:
     """Predict one execution of a compiled program on the target of its mesh.
 
     Args:
@@ -33,6 +39,8 @@ def timeline(program: HasText | str, mesh: Mesh) -> Timeline:
       mesh: The mesh that it was compiled for, in the order of its devices, with a
         target: ``Mesh(["device"], devices=order, target="h100:2x8")`` where only the
         order of the devices is known.
+      inputs: Values of inputs that choose branches, such as the tables of a pipeline's
+        schedule, by JAX's name of the input in the program.
 
     Raises:
       NoTargetError: [T713] the mesh has no target, so nothing says how fast it is.
@@ -63,11 +71,11 @@ def timeline(program: HasText | str, mesh: Mesh) -> Timeline:
             f"a program for {module.num_devices}",
             fix="pass the mesh that the program was lowered on",
         )
-    return _report(module, mesh, mesh.target)
+    return _report(Schedule(module, mesh, mesh.target, inputs), module, mesh.target)
 
 
-def _report(module: Module, mesh: Mesh, target: Target) -> Timeline:
-    run = Simulation(Schedule(module, mesh, target).steps)
+def _report(schedule: Schedule, module: Module, target: Target) -> Timeline:
+    run = Simulation(schedule.steps)
     totals = run.totals
     transfers = {s.transfer.name: s.transfer for s in run.slices if s.transfer}
     communication: dict[tuple[str, ...], Communication] = {}
@@ -96,7 +104,7 @@ def _report(module: Module, mesh: Mesh, target: Target) -> Timeline:
 
 
 def _rule(module: Module, target: Target) -> str:
-    if OperationTimes(module, target).counts_cycles:
+    if OperationTimes(module, target).clock_hz:
         rule = "the compiler's cycles of each operation"
     else:
         rule = "a roofline of each operation"
@@ -148,7 +156,7 @@ class _Sources:
         }
 
     def origin(self, instruction: Instruction, kind: str) -> Instruction:
-        """The instruction that has the line; of a collective that XLA made, a reader."""
+        """The instruction that has the line, such as a reader of what XLA inserted."""
         if kind in KINDS and not self._module.frames(instruction):
             place = self._places[instruction.name]
             return cause(self._module, Node(((place, instruction),)))

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from tessera.analysis.cost import format_seconds
-from tessera.analysis.timeline import drawing
-from tessera.analysis.timeline.event import LOOP, Event
 from tessera.analysis.source_lines import short
 from tessera.analysis.tables import aligned, html_lines
+from tessera.analysis.timeline import drawing
+from tessera.analysis.timeline.event import LOOP, Event
 
 _COLUMNS: Final = (
     *("operation", "kind", "stream", "times", "each", "total"),

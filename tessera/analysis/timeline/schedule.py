@@ -6,13 +6,16 @@ remain loops. A conditional has each of its branches as often as constants say t
 is taken; where data decide, it has the one that takes longest.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from tessera.analysis.constant_values import Frame
 from tessera.analysis.hlo import Computation, Instruction, Module
+from tessera.analysis.timeline.device_branches import DeviceBranches
 from tessera.analysis.timeline.operation_times import OperationTimes
 from tessera.analysis.timeline.transfers import (
     COMPUTATION,
@@ -91,7 +94,7 @@ class Branch:
     Attributes:
       instruction: The ``conditional``.
       parts: The steps of each branch, with the share of executions that take it.
-      is_known: Whether the shares are known; else the branch that takes longest has all.
+      is_known: Whether the shares are known; else the longest branch has all.
     """
 
     instruction: Instruction
@@ -141,17 +144,26 @@ class Schedule:
       module: The program, scheduled.
       mesh: The mesh that it was compiled for, in the order of its devices.
       target: The machine that its devices are of.
+      inputs: Values of inputs, by JAX's name of them.
     """
 
-    def __init__(self, module: Module, mesh: Mesh, target: Target) -> None:
-        self._module, self._target = module, target
+    def __init__(
+        self,
+        module: Module,
+        mesh: Mesh,
+        target: Target,
+        inputs: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        self._module, self._target, self._inputs = module, target, inputs
         self._times = OperationTimes(module, target)
         self._collectives = Collectives(mesh, target)
+        self._devices = DeviceBranches(mesh)
+        self._axes: dict[str, frozenset[str]] = {}
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """Those of the entry computation."""
-        return self._steps(Frame.entry(self._module))
+        return self._steps(Frame.entry(self._module, self._inputs))
 
     def _steps(self, frame: Frame) -> tuple[Step, ...]:
         return tuple(
@@ -188,16 +200,38 @@ class Schedule:
     def _branch(self, frame: Frame, instruction: Instruction) -> Branch:
         shares = frame.shares(instruction)
         count = len(self._module.callees(instruction))
-        if shares is not None:
-            parts = tuple(
-                (share, self._steps(frame.branch(instruction, number)))
-                for number, share in enumerate(shares)
-                if share
+        branches = [
+            self._steps(frame.branch(instruction, number))
+            if shares is None or shares[number]
+            else ()
+            for number in range(count)
+        ]
+        seconds = [serial_seconds(branch) for branch in branches]
+        if shares is None:
+            axes = self._axes_around(frame)
+            shares = self._devices.shares(frame, instruction, seconds, axes)
+        is_known = shares is not None
+        if shares is None:
+            longest = seconds.index(max(seconds))
+            shares = tuple(float(number == longest) for number in range(count))
+        parts = zip(shares, branches, strict=True)
+        taken = tuple((share, branch) for share, branch in parts if share)
+        return Branch(instruction, taken, is_known)
+
+    def _axes_around(self, frame: Frame) -> frozenset[str]:
+        """The axes over which iterations of the loop around a frame communicate."""
+        while frame.caller is not None and frame.caller[1].opcode != "while":
+            frame = frame.caller[0]
+        found = frame.computation
+        if found.name not in self._axes:
+            transfers = (
+                self._collectives.transfer(found, each)
+                for each in found.instructions.values()
             )
-            return Branch(instruction, parts, is_known=True)
-        branches = (self._steps(frame.branch(instruction, i)) for i in range(count))
-        longest = max(branches, key=serial_seconds)
-        return Branch(instruction, ((1.0, longest),), is_known=False)
+            self._axes[found.name] = frozenset(
+                axis for each in transfers if each for axis in each.axes
+            )
+        return self._axes[found.name]
 
     def _compute(
         self, computation: Computation, instruction: Instruction

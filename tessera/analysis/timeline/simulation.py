@@ -5,15 +5,22 @@ Computation goes in the order of the schedule. A transfer begins when the schedu
 starts it and its links are free; the end of one that is not over is waited for.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from tessera.analysis.hlo import Instruction
 from tessera.analysis.timeline.event import LOOP
 from tessera.analysis.timeline.schedule import Branch, Compute, Loop, Start, Step, Wait
 from tessera.analysis.timeline.transfers import Transfer
 from tessera.targets.link_routes import Link
+
+Seconds: TypeAlias = defaultdict[str, float]
+
+
+def _no_seconds() -> Seconds:
+    return defaultdict(float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +59,9 @@ class Totals:
       unknown_loops: Loops whose length is known only at run time; each counts once.
     """
 
-    compute: Counter[str] = field(default_factory=Counter)
-    transferred: Counter[str] = field(default_factory=Counter)
-    waited: Counter[str] = field(default_factory=Counter)
+    compute: Seconds = field(default_factory=_no_seconds)
+    transferred: Seconds = field(default_factory=_no_seconds)
+    waited: Seconds = field(default_factory=_no_seconds)
     conditional: float = 0.0
     unknown_loops: int = 0
 
@@ -126,7 +133,7 @@ class Simulation:
     def _branch(
         self, branch: Branch, share: float, totals: Totals, is_drawn: bool
     ) -> list[Slice]:
-        slices = []
+        slices: list[Slice] = []
         for taken, body in branch.parts:
             inside, drawn = self._run(body, share * taken, is_drawn=is_drawn)
             if not branch.is_known:

@@ -102,8 +102,8 @@ def work(module: Module, computation: Computation, instruction: Instruction) -> 
     target = call_target(instruction)
     if target.startswith("__cudnn$fmha"):
         flops = _attention_flops(computation, instruction, "Backward" in target)
-        products = ((_dtype(computation, instruction), flops),) if flops else ()
-        return Work("attention", products, 0.0, nbytes)
+        dtype = _dtype(computation, instruction)
+        return Work("attention", ((dtype, flops),) if flops else (), 0.0, nbytes)
     inside = list(_operations(module, computation, instruction))
     products: dict[str, float] = {}
     elementwise = 0.0

@@ -11,7 +11,9 @@ from tessera.analysis.timeline.event import Event
 
 OUTER = Event("while.1", "", "", "loop", (), "compute", 1.0, 8.0, 2.0, 4)
 INNER = Event("while.2", "", "", "loop", (), "compute", 1.0, 4.0, 0.5, 8)
-DOT = Event("dot<1>", "jit(f)/a&b", "me.py:3", "matmul", (), "compute", 1.0, 4.0, 0.5, 8)
+DOT = Event(
+    "dot<1>", "jit(f)/a&b", "me.py:3", "matmul", (), "compute", 1.0, 4.0, 0.5, 8
+)
 GATHER = Event(
     *("gather", "", "", "all-gather", ("dp",), "NVLink", 5.0, 4.0, 1.0, 4), exposed=2.0
 )

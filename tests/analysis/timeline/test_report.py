@@ -10,7 +10,9 @@ from tessera.analysis.timeline.report import Communication, Timeline
 
 EVENTS = (
     Event("while.1", "", "", "loop", (), "compute", 0.0, 2.0, 0.5, 4),
-    Event("dot.1", "jit(f)/dot", "/a/b.py:3", "matmul", (), "compute", 0.0, 2.0, 0.5, 4),
+    Event(
+        "dot.1", "jit(f)/dot", "/a/b.py:3", "matmul", (), "compute", 0.0, 2.0, 0.5, 4
+    ),
     Event(
         *("gather.1", "", "", "all-gather", ("dp", "tp"), "NVLink", 0.5, 2.0, 0.5, 4),
         exposed=1.0,
@@ -89,8 +91,6 @@ def test_the_data_survive_json():
 
 
 def test_an_empty_program_has_a_text():
-    found = report(
-        seconds=0.0, computation={}, communication={}, events=()
-    )
+    found = report(seconds=0.0, computation={}, communication={}, events=())
     assert "predicted step on h100:1x8: 0.00 µs" in found.as_text()
     assert found.as_svg().startswith("<svg")
