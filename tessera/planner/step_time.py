@@ -25,13 +25,12 @@ from tessera.planner.prediction import Prediction
 from tessera.planner.workload import Workload, workload
 from tessera.targets.device_layout import device_grid
 from tessera.targets.link_times import Span, collective_seconds, span
+from tessera.targets.machine import HOST_BANDWIDTH
 from tessera.targets.target import Target
 from tessera.training.config import Config
 from tessera.training.layout_checks import build_model
 
 POLICIES: Final = ("none", "dots", "full")
-# Bytes/s between a device and its host: PCIe 4.0 with 16 lanes, at three quarters.
-_HOST_BANDWIDTH: Final = 2.4e10
 
 
 class StepModel:
@@ -144,7 +143,7 @@ class _Prediction:
         else:
             compute, exposed, bubble = self._accumulated()
         memory = self.model.memory(layout)
-        moved = 2 * memory.on_host / _HOST_BANDWIDTH  # there and back
+        moved = 2 * memory.on_host / HOST_BANDWIDTH  # there and back
         return Prediction(
             compute=compute + update,
             exposed=exposed + once,

@@ -20,6 +20,9 @@ PLATFORMS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Compilers of targets, and JAX's name of the platform that each compiles for."""
 
+HOST_BANDWIDTH: Final = 2.4e10
+"""Bytes/s between a device and its host: PCIe 4.0 of 16 lanes, at three quarters."""
+
 _EFFICIENCIES: Final = ("matmul", "attention", "memory", "overlap")
 _OVERHEADS: Final = ("operation", "step", "allocation")
 _RATES: Final = ("bfloat16", "float32", "elementwise")

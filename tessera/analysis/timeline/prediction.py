@@ -20,7 +20,7 @@ from tessera.analysis.timeline.operation_times import OperationTimes
 from tessera.analysis.timeline.report import Communication, Timeline
 from tessera.analysis.timeline.schedule import Schedule
 from tessera.analysis.timeline.simulation import Simulation, Slice
-from tessera.analysis.timeline.transfers import COMPUTATION, COPY, Transfer
+from tessera.analysis.timeline.transfers import COMPUTATION, COPY, HOST, Transfer
 from tessera.errors import MeshShapeError, NoTargetError
 from tessera.mesh import Mesh
 from tessera.targets.link_routes import Link
@@ -130,7 +130,7 @@ def _labels(target: Target, transfers: Sequence[Transfer]) -> dict[object, str]:
 
 def _label(target: Target, transfer: Transfer) -> str:
     if transfer.kind == COPY:
-        return "copies"
+        return "copies to the host" if HOST in transfer.links else "copies"
     if transfer.kind == COMPUTATION:
         return "asynchronous"
     links: frozenset[Link] = transfer.links

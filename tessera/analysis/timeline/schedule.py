@@ -20,15 +20,18 @@ from tessera.analysis.timeline.operation_times import OperationTimes
 from tessera.analysis.timeline.transfers import (
     COMPUTATION,
     COPY,
+    HOST,
     Collectives,
     Transfer,
     channel,
 )
 from tessera.analysis.timeline.work import call_target
 from tessera.mesh import Mesh
+from tessera.targets.machine import HOST_BANDWIDTH
 from tessera.targets.target import Target
 
 _START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+_HOST_MEMORY: Final = ":S(5)"  # in a layout
 _COPIES: Final = ("copy-start", "slice-start", "dynamic-slice-start")
 
 
@@ -301,9 +304,11 @@ class Schedule:
         """A copy between memories: what it copies is the second part of its result."""
         nbytes = sum(shape.nbytes for shape in instruction.elements[1])
         machine = self._target.machine
-        rate = machine.memory_bandwidth * machine.efficiency["memory"]
-        links = frozenset({COPY})
-        return Transfer(instruction, COPY, (), nbytes, nbytes / rate, links)
+        rate, links = machine.memory_bandwidth * machine.efficiency["memory"], COPY
+        if _HOST_MEMORY in instruction.result:
+            rate, links = HOST_BANDWIDTH, HOST
+        seconds = nbytes / rate
+        return Transfer(instruction, COPY, (), nbytes, seconds, frozenset({links}))
 
 
 def _end_key(computation: Computation, instruction: Instruction) -> str:

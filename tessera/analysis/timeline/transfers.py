@@ -23,6 +23,7 @@ from tessera.targets.target import Target
 # Transfers that are no collectives: copies between memories, and computations that run
 # beside the main stream.
 COPY: Final = "copy"
+HOST: Final = "host"
 COMPUTATION: Final = "computation"
 
 _GROUPS: Final = ("replica_groups", "source_target_pairs", "frontend_attributes")

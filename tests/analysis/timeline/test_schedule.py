@@ -108,6 +108,15 @@ def test_a_copy_between_memories_is_a_transfer():
     assert first.transfer.seconds == pytest.approx(4e-6)
 
 
+def test_a_copy_to_the_host_takes_the_time_of_its_link():
+    (first,) = steps_of("""ENTRY e {
+  x = f32[6000000] parameter(0)
+  ROOT s = (f32[6000000]{0:S(5)}, f32[6000000]{0}, u32[]) copy-start(x)
+}""")
+    # 24 MB at 24 GB/s.
+    assert first.transfer.seconds == pytest.approx(1e-3)
+
+
 ASYNC = 'backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
 
 
