@@ -3,6 +3,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -12,7 +13,9 @@ from tessera.analysis.memory import format_bytes
 from tessera.analysis.timeline.report import Timeline
 from tessera.mesh import Mesh
 from tessera.models.model import Model
+from tessera.runtime.compile_cache import make_compile_cache
 from tessera.training.build_run import Run
+from tessera.training.console import Console, log
 from tessera.training.run_folder import cannot_write
 
 
@@ -87,6 +90,20 @@ def _held(run: Run) -> str:
         for name, tree in trees.items()
     )
     return held + " on the host" * run.step_config.offload_optimizer
+
+
+def dry_run(run: Run, notes: Sequence[str]) -> None:
+    """Compile the step of a run and print what it will do; train nothing."""
+    make_compile_cache()
+    with Console(None) as console:
+        for line in notes:
+            log.info("%s", line)
+        console.show_run_table(run_rows(run))
+        log.info("%s", dry_run_text(run))
+        if run.config.runtime.timeline_dir is not None:
+            folder = Path(run.config.runtime.timeline_dir)
+            files = write_timeline(run.compiled.timeline, folder)
+            log.info("the timeline is in %s", " and ".join(map(str, files)))
 
 
 def dry_run_text(run: Run) -> str:

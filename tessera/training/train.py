@@ -27,7 +27,7 @@ from tessera.training.layout_checks import target_of
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
 from tessera.training.run_folder import open_run_folder
-from tessera.training.run_summary import dry_run_text, run_rows, write_timeline
+from tessera.training.run_summary import dry_run, run_rows
 from tessera.training.training_loop import Callbacks, Trainer
 
 
@@ -46,16 +46,7 @@ def train(composed: Composed, here: Processes, lock: FolderLock) -> None:
     run = Run(settings, Mesh.from_shape(settings.model.mesh_shape, target=target))
     run.check()
     if settings.training.dry_run:
-        make_compile_cache()
-        with Console(None) as console:
-            for line in composed.notes:
-                log.info("%s", line)
-            console.show_run_table(run_rows(run))
-            log.info("%s", dry_run_text(run))
-            if settings.runtime.timeline_dir is not None:
-                folder = Path(settings.runtime.timeline_dir)
-                files = write_timeline(run.compiled.timeline, folder)
-                log.info("the timeline is in %s", " and ".join(map(str, files)))
+        dry_run(run, composed.notes)
         return
     # Nothing but the lock is written before all that can be wrong was looked at.
     corpus = run.load_data()
