@@ -12,8 +12,10 @@ from importlib import import_module
 from typing import Any
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 from jax._src.lib import xla_client
 from jax.experimental import topologies
+from jax.extend.backend import get_backend
 
 # Without them the CUDA plugin asks the driver for devices, and libtpu a metadata
 # server for the machine's name.
@@ -52,6 +54,7 @@ def cuda_devices(hosts: int, per_host: int, config: str) -> Sequence[jax.Device]
     """
     options = {"topology": f"1x{hosts}x{per_host}", "target_config": config}
     prepare()
+    _assume_capabilities()
     try:
         found = topologies.get_topology_desc("target", "cuda", **options)
     except NotImplementedError:
@@ -59,6 +62,23 @@ def cuda_devices(hosts: int, per_host: int, config: str) -> Sequence[jax.Device]
         import_module("jax_plugins.xla_cuda12").initialize()
         found = topologies.get_topology_desc("target", "cuda", **options)
     return sorted(found.devices, key=lambda device: device.id)
+
+
+@functools.cache
+def _assume_capabilities() -> None:
+    """Let a process without GPUs trace what cuDNN supports on newer GPUs only.
+
+    JAX asks the GPU of this process for its compute capability, and takes none for an
+    old one. Tessera's dispatch of attention has asked the target's device before.
+    """
+    of_this_process = cudnn_attention.check_compute_capability
+
+    def check(capability: str) -> bool:
+        if "cuda" in get_backend().platform_version:
+            return of_this_process(capability)
+        return True
+
+    cudnn_attention.check_compute_capability = check
 
 
 @functools.cache

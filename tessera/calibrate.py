@@ -49,9 +49,9 @@ def _calibrate(path: Path, cpu_devices: int | None) -> str:
     from tessera.runtime.devices import prepare_devices
 
     prepare_devices(cpu_devices or 1, "cpu" if cpu_devices else "auto")
-    from tessera.analysis.cost import format_seconds
     from tessera.analysis.flops import format_flops
     from tessera.analysis.memory import format_bytes
+    from tessera.analysis.tables import format_seconds
     from tessera.planner.calibration import calibrated, measure, write
 
     found = calibrated(measure(), path.stem)

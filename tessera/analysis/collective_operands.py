@@ -72,3 +72,15 @@ def arrays_of(computation: Computation, instruction: Instruction) -> tuple[Shape
         # One array in as many pieces as there are receivers.
         return (Shape(arrays[0].dtype, (len(arrays), *arrays[0].dims)),)
     return arrays
+
+
+def keeps_slice(computation: Computation, instruction: Instruction) -> bool:
+    """Whether an all-reduce is a TPU's reduce-scatter: cut in the fusion that sums.
+
+    Args:
+      computation: The one that contains the instruction, which a fusion runs.
+      instruction: A collective.
+    """
+    readers = computation.readers(instruction)
+    is_sum = kind_of(instruction) == "all-reduce"
+    return is_sum and any(each.opcode == "dynamic-slice" for each in readers)

@@ -93,7 +93,7 @@ class Frame:
 
     def count(self, loop: Instruction) -> int | None:
         """How often a ``while`` runs its body; None where data decide."""
-        known = trip_count(self.module, loop, self.computation)
+        known = trip_count(loop)
         return self._carried(loop).count if known is None else known
 
     def shares(self, conditional: Instruction) -> tuple[float, ...] | None:

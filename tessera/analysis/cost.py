@@ -17,7 +17,7 @@ from tessera.analysis.device_peaks import peak_flops
 from tessera.analysis.flops import Flops, format_flops
 from tessera.analysis.ledger import Ledger
 from tessera.analysis.memory import Memory, format_bytes
-from tessera.analysis.tables import aligned
+from tessera.analysis.tables import aligned, format_seconds
 from tessera.targets.link_times import Span, collective_seconds
 from tessera.targets.machine import Machine, machine_of_kind
 
@@ -126,18 +126,3 @@ def _seconds(row: Collective, found: Machine) -> float:
     size = row.group_size
     where = Span(size, size, ((size, 1.0),) if found.is_torus else ())
     return collective_seconds(found, row.kind, row.nbytes, where)
-
-
-def format_seconds(seconds: float | None) -> str:
-    """Seconds with a fitting unit, or a question mark where they are unknown.
-
-    Example:
-      >>> format_seconds(0.0021), format_seconds(None)
-      ('2.10 ms', '?')
-    """
-    if seconds is None:
-        return "?"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.2f} {unit}"
-    return f"{seconds / 1e-6:.2f} µs"

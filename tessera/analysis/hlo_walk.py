@@ -5,7 +5,6 @@ XLA nests computations in loops, branches, fusions and asynchronous wrappers. He
 are unrolled into one sequence, each instruction with the calls that lead to it.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,17 +52,6 @@ class Node:
         return any(outer.opcode == "conditional" for _, outer in self.path[:-1])
 
     @property
-    def calls(self) -> int | None:
-        """How often one execution of the program runs it.
-
-        None inside a loop whose length is known only at run time.
-        """
-        loops = [outer for _, outer in self.path[:-1] if outer.opcode == "while"]
-        configs = [loop.attributes.get("backend_config", "") for loop in loops]
-        counts = [int(match[1]) for match in map(_TRIP_COUNT.search, configs) if match]
-        return math.prod(counts) if len(counts) == len(loops) else None
-
-    @property
     def names(self) -> Names:
         """The names along the path, which identify the instruction."""
         return tuple((outer.name, each.name) for outer, each in self.path)
@@ -101,16 +89,8 @@ def executions(module: Module) -> Iterator[Node]:
     yield from _inside(module, module.computations[module.entry], ())
 
 
-def trip_count(
-    module: Module, loop: Instruction, computation: Computation
-) -> int | None:
-    """How often a ``while`` runs its body; None where only the run knows.
-
-    Args:
-      module: The program.
-      loop: The ``while``.
-      computation: The one that contains it.
-    """
+def trip_count(loop: Instruction) -> int | None:
+    """How often a ``while`` runs its body, if XLA records it."""
     match = _TRIP_COUNT.search(loop.attributes.get("backend_config", ""))
     return int(match[1]) if match else None
 

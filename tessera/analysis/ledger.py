@@ -20,26 +20,32 @@ import jax
 from jax.sharding import PartitionSpec
 
 from tessera.analysis import budget, hlo, replica_groups
+from tessera.analysis import ledger_text as text
+from tessera.analysis.asynchronous_fusions import Part, part_of_node
 from tessera.analysis.collective import KINDS, Collective, Total
-from tessera.analysis.collective_operands import arrays_of, groups_of, kind_of
+from tessera.analysis.collective_operands import (
+    arrays_of,
+    groups_of,
+    keeps_slice,
+    kind_of,
+)
 from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo_walk import Node, cause
-from tessera.analysis.memory import format_bytes
+from tessera.analysis.link_places import Places
+from tessera.analysis.loop_counts import LoopCounts
 from tessera.analysis.planned_collectives import LAYOUT, BoundaryAxes, Reasons
 from tessera.analysis.sharding_constraints import DeclaredLayout, spec_axes
-from tessera.analysis.source_lines import short, user_line
+from tessera.analysis.source_lines import user_line
 from tessera.analysis.tables import aligned, html_lines, html_section, html_table
 from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
+from tessera.targets.link_times import level_bytes
+from tessera.targets.target import Target
 
 __all__ = ["KINDS", "HasText", "Ledger", "collectives"]
 
-_COLUMNS: Final = (
-    *("collective", "axes", "arrays", "bytes", "calls", "total"),
-    *("reason", "line", "op"),
-)
-_SUMS: Final = ("axes", "collective", "operations", "calls", "bytes per device")
-
+# A GPU's compiler writes all collectives as pairs, and those to wait for at once so.
+_IS_SYNC: Final = re.compile(r'"is_sync":\s*true')
 _K = TypeVar("_K", bound=Hashable)
 
 
@@ -58,10 +64,12 @@ class Ledger:
     Attributes:
       rows: One entry per collective operation.
       mesh_shape: Size of each axis of the mesh it was read against.
+      target: The machine that the mesh is of, if its devices are not there.
     """
 
     rows: tuple[Collective, ...]
     mesh_shape: Mapping[str, int]
+    target: Target | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -118,62 +126,46 @@ class Ledger:
     def as_text(self) -> str:
         """The rows as a table, then the sums per axis and kind."""
         if not self.rows:
-            return "no collectives"
-        rows = aligned(_COLUMNS, self._cells(), right=_COLUMNS[3:6])
-        return f"{rows}\n\n{self.summary()}"
+            return self.summary()
+        rows = text.rows(self.rows, self.mesh_shape)
+        return f"{aligned(text.ROWS, rows, right=text.ROWS[3:6])}\n\n{self.summary()}"
 
     def summary(self) -> str:
-        """The sums per axis and kind alone, as a table."""
+        """The sums per axis and kind alone, as tables."""
+        title = text.title(self.target)
         if not self.rows:
-            return "no collectives"
-        sums = aligned(_SUMS, self._sums(), right=_SUMS[2:])
-        return "\n".join([sums, *self._notes()])
+            return f"no collectives, {title}" if title else "no collectives"
+        parts = [aligned(text.SUMS, self._sums(), right=text.SUMS[2:])]
+        if links := self._links():
+            parts.append(aligned(text.LINKS, links, right=text.LINKS[1:3]))
+        notes = [*([title] if title else ()), *text.notes(self.rows, self.target)]
+        return "\n".join(["\n\n".join(parts), *notes])
 
     def _repr_html_(self) -> str:
         if not self.rows:
-            return html_lines(["no collectives"])
-        sums = html_table(_SUMS, self._sums()) + html_lines(self._notes())
-        return sums + html_section(
-            f"{len(self.rows)} collectives", html_table(_COLUMNS, self._cells())
+            return html_lines([self.summary()])
+        sums = html_table(text.SUMS, self._sums())
+        if links := self._links():
+            sums += html_table(text.LINKS, links)
+        notes = text.notes(self.rows, self.target)
+        rows = html_table(text.ROWS, text.rows(self.rows, self.mesh_shape))
+        return (
+            sums
+            + html_lines([*filter(None, [text.title(self.target)]), *notes])
+            + html_section(f"{len(self.rows)} collectives", rows)
         )
 
-    def _cells(self) -> list[list[str]]:
-        return [_cells(row, self.mesh_shape) for row in self.rows]
+    def _sums(self) -> text.Cells:
+        return text.sums(self.by_axis(), self.totals())
 
-    def _sums(self) -> list[list[str]]:
-        """Per combination of axes its kinds, and their sum where there are several."""
-        lines = []
-        for axes, sum_of_axes in self.by_axis().items():
-            kinds = {k: total for (a, k), total in self.totals().items() if a == axes}
-            if len(kinds) > 1:
-                kinds["together"] = sum_of_axes
-            for kind, total in kinds.items():
-                counts = [str(total.operations), str(total.calls)]
-                lines.append(
-                    ["×".join(axes), kind, *counts, format_bytes(total.nbytes)]
-                )
-        return lines
-
-    def _notes(self) -> list[str]:
-        rows, count = self.rows, len(self.unplanned)
-        notes = {
-            f"UNPLANNED: {count} that no declared layout implies": count > 0,
-            "whole: copied whole to every device, which slices it again": any(
-                row.copies_whole for row in rows
-            ),
-            "≥: in a loop of unknown length, which counts once": any(
-                row.calls is None for row in rows
-            ),
-            "≤: in a branch, which counts as taken": any(
-                row.conditional for row in rows
-            ),
-        }
-        return [note for note, applies in notes.items() if applies]
+    def _links(self) -> text.Cells:
+        return text.links(self.rows, self.target.machine) if self.target else []
 
     def as_json(self) -> dict[str, Any]:
         """Rows and sums as plain data for ``json.dumps``; bytes are integers."""
         return {
             "mesh": dict(self.mesh_shape),
+            "compiled_for": text.title(self.target).removeprefix("compiled for "),
             "rows": [
                 {
                     **dataclasses.asdict(row),
@@ -226,10 +218,12 @@ def collectives(
       >>> row.kind, row.axes, row.nbytes, row.calls
       ('all-reduce', ('dp',), 4096, 1)
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    module = hlo.parse(text or "")
+    module = hlo.parse(
+        compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    )
     flow = Dataflow(module)
-    rows = [(node, row) for node in flow.nodes if (row := _row(flow, node, mesh))]
+    reader = _Reader(flow, mesh)
+    rows = [(node, row) for node in flow.nodes if (row := reader.row(node))]
     if rows and module.num_devices not in (1, mesh.size):
         raise MeshShapeError(
             "the ledger's mesh is not the one that the program was compiled for",
@@ -238,10 +232,11 @@ def collectives(
             fix="pass the mesh that the program was lowered on",
         )
     if not rows:
-        return Ledger((), mesh.shape)
+        return Ledger((), mesh.shape, mesh.target)
     boundary = _boundary(compiled, results)
     reasons = Reasons(flow, mesh.shape, boundary, declared)
-    return Ledger(tuple(_with_reason(reasons, *pair) for pair in rows), mesh.shape)
+    explained = tuple(_with_reason(reasons, *pair) for pair in rows)
+    return Ledger(explained, mesh.shape, mesh.target)
 
 
 def _boundary(
@@ -264,36 +259,79 @@ def _boundary(
 def _with_reason(reasons: Reasons, node: Node, row: Collective) -> Collective:
     if reasons.copies_whole(node, row):
         return dataclasses.replace(row, copies_whole=True)
+    if row.kind == "all-reduce" and reasons.keeps_slice(node):
+        row = dataclasses.replace(row, keeps_slice=True)
     reason = reasons.reason(node, row)
     declared = reasons.declaration(node, row) if reason == LAYOUT else None
     return dataclasses.replace(row, reason=reason, source=declared or row.source)
 
 
-def _row(flow: Dataflow, node: Node, mesh: Mesh) -> Collective | None:
-    instruction = node.instruction
-    kind = kind_of(instruction)
-    if not kind:
-        return None
-    groups = groups_of(instruction, mesh.size)
-    axes = replica_groups.axes_of(groups, mesh.shape)
-    if not axes:
-        return None
-    origin = cause(flow.module, node)
-    dims = re.findall(r"\d+", instruction.attributes.get("dimensions", ""))
-    return Collective(
-        kind=kind,
-        axes=axes,
-        group_size=replica_groups.num_devices(axes, mesh.shape)
-        if kind == "collective-permute"
-        else len(groups[0]),
-        arrays=arrays_of(node.computation, instruction),
-        calls=node.calls,
-        conditional=node.is_conditional,
-        op_name=origin.op_name,
-        source=user_line(flow.module.frames(origin)),
-        instruction=instruction.name,
-        dims=tuple(map(int, dims)),
-    )
+class _Reader:
+    """Reads what collectives send.
+
+    Args:
+      flow: How values pass through the program.
+      mesh: The mesh that it was compiled for.
+    """
+
+    def __init__(self, flow: Dataflow, mesh: Mesh) -> None:
+        self._module, self._mesh = flow.module, mesh
+        self._counts = LoopCounts(flow.module)
+        self._places = Places(mesh, mesh.target) if mesh.target else None
+
+    def row(self, node: Node) -> Collective | None:
+        """The row of a collective, without its reason; None of anything else."""
+        instruction, mesh = node.instruction, self._mesh
+        kind = kind_of(instruction)
+        part = part_of_node(node) if kind else Part.WHOLE
+        if not kind or part in (Part.BETWEEN, Part.END):
+            return None
+        groups = groups_of(instruction, mesh.size)
+        axes = replica_groups.axes_of(groups, mesh.shape)
+        if not axes:
+            return None
+        origin = cause(self._module, node)
+        dims = re.findall(r"\d+", instruction.attributes.get("dimensions", ""))
+        arrays = arrays_of(node.computation, instruction)
+        outer = node.path[-2][1].opcode if len(node.path) > 1 else ""
+        if outer == "fusion" and keeps_slice(node.computation, instruction):
+            kind = "reduce-scatter"
+        return Collective(
+            kind=kind,
+            axes=axes,
+            group_size=replica_groups.num_devices(axes, mesh.shape)
+            if kind == "collective-permute"
+            else len(groups[0]),
+            arrays=arrays,
+            calls=self._counts.calls(node),
+            conditional=node.is_conditional,
+            op_name=origin.op_name,
+            source=user_line(self._module.frames(origin)),
+            instruction=instruction.name,
+            dims=tuple(map(int, dims)),
+            is_async=part is Part.START
+            or outer in ("async-start", "call-start")
+            or _is_asynchronous(instruction),
+            sent=self._sent(kind, arrays, instruction),
+        )
+
+    def _sent(
+        self, kind: str, arrays: Iterable[hlo.Shape], instruction: hlo.Instruction
+    ) -> dict[str, int]:
+        """Bytes that a device sends over each level of links, at most."""
+        if self._places is None or self._mesh.target is None:
+            return {}
+        machine, nbytes = self._mesh.target.machine, sum(each.nbytes for each in arrays)
+        sent: dict[str, int] = {}
+        for span in self._places.place(instruction).spans:
+            for link, each in level_bytes(machine, kind, nbytes, span).items():
+                sent[link.name] = max(sent.get(link.name, 0), round(each))
+        return sent
+
+
+def _is_asynchronous(instruction: hlo.Instruction) -> bool:
+    is_start = instruction.opcode.endswith("-start") or instruction.opcode == "send"
+    return is_start and not _IS_SYNC.search(instruction.tail)
 
 
 def _summed(
@@ -310,23 +348,3 @@ def _summed(
         )
         for name, group in groups.items()
     }
-
-
-def _cells(row: Collective, shape: Mapping[str, int]) -> list[str]:
-    axes, whole = "×".join(row.axes), replica_groups.num_devices(row.axes, shape)
-    if row.axes != replica_groups.UNKNOWN and row.group_size < whole:
-        axes = f"{axes} ({row.group_size} of {whole})"
-    arrays = [str(array) for array in row.arrays]
-    calls = "≥1" if row.calls is None else str(row.calls)
-    return [
-        row.kind,
-        axes,
-        arrays[0] if len(arrays) == 1 else f"{len(arrays)} arrays",
-        format_bytes(row.nbytes),
-        f"≤{calls}" if row.conditional and row.calls is not None else calls,
-        format_bytes(row.total_bytes),
-        row.reason or ("UNPLANNED, whole" if row.copies_whole else "UNPLANNED"),
-        short(row.source) or "?",
-        # The end says most; a combined collective has the names of all its parts.
-        row.op_name if len(row.op_name) <= 60 else f"…{row.op_name[-59:]}",
-    ]

@@ -8,12 +8,12 @@ the algorithm that sends least, divided by the collective's time.
 from collections.abc import Iterator
 from typing import Any
 
-from tessera.analysis.cost import Balance, format_seconds
+from tessera.analysis.cost import Balance
 from tessera.analysis.flops import format_flops
 from tessera.analysis.ledger import Ledger
 from tessera.analysis.measured_times import Measured
 from tessera.analysis.memory import format_bytes
-from tessera.analysis.tables import aligned
+from tessera.analysis.tables import aligned, format_seconds
 from tessera.targets.link_times import sent_bytes
 from tessera.targets.machine import machine_of_kind
 

@@ -39,6 +39,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from tessera.analysis.asynchronous_fusions import ends
 from tessera.analysis.collective import Collective
 from tessera.analysis.dataflow import RESULT, Dataflow, follow
 from tessera.analysis.device_variance import Axes, DeviceVariance
@@ -46,6 +47,7 @@ from tessera.analysis.hlo import Shape
 from tessera.analysis.hlo_walk import Node
 from tessera.analysis.replica_groups import num_devices
 from tessera.analysis.sharding_constraints import DeclaredLayout
+from tessera.analysis.windowed_matmuls import Window, WindowedMatmuls
 from tessera.primitive_properties import SLICES
 
 WRITTEN: Final = "written"
@@ -65,8 +67,20 @@ _SAME_ARRAY = (
     *("copy", "bitcast", "convert", "reshape", "transpose", "reduce-precision"),
     *("copy-start", "copy-done", "all-gather-done", "collective-permute-done"),
 )
-_PART_OF_ARRAY = (*_SAME_ARRAY, "slice", "dynamic-slice", "all-gather")
-_STOPS = ("dot", "convolution", "reduce", "reduce-window", "custom-call", "parameter")
+_SLICES = ("slice", "slice-start", "slice-done")
+_PART_OF_ARRAY = (
+    *(*_SAME_ARRAY, *_SLICES, "dynamic-slice", "all-gather"),
+    *("collective-permute", "collective-permute-start"),
+)
+# A TPU copies an array to its fast memory in parts, and names them together again.
+_JOINS = 'custom_call_target="ConcatBitcast"'
+_CONTRACTIONS = ("dot", "convolution", "reduce", "reduce-window", "custom-call")
+_STOPS = (*_CONTRACTIONS, "parameter")
+_SAME_SUMS = (
+    *(*_SAME_ARRAY, *_SLICES, "concatenate"),
+    *("add", "subtract", "multiply", "divide", "negate"),
+)
+_SUMS = ("all-reduce", "reduce-scatter")
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,8 @@ class Reasons:
         self._variance = DeviceVariance(flow, mesh_shape, inputs)
         # Differences that come from split inputs, not from slices in the program.
         self._stored = DeviceVariance(flow, mesh_shape, inputs, by_rank=False)
+        self._windows = WindowedMatmuls(flow.module)
+        self._ends = ends(flow.nodes)
         self._summed: Axes | None = None
         if boundary is not None and self._variance.has_input_layouts:
             axes = [*(each.axes for each in declared), *boundary.outputs]
@@ -111,6 +127,10 @@ class Reasons:
         """Whether XLA replicates an array for devices that each slice it again."""
         if row.kind != "all-gather" or _is_written(row):
             return False
+        return self.keeps_slice(node)
+
+    def keeps_slice(self, node: Node) -> bool:
+        """Whether each device keeps its own part of the result, and nothing else."""
         readers = list(self._users(node))
         return bool(readers) and all(self._slices_by_rank(reader) for reader in readers)
 
@@ -124,10 +144,14 @@ class Reasons:
         axes = frozenset(row.axes)
         if _is_written(row):
             return WRITTEN
-        if row.kind in ("all-reduce", "reduce-scatter"):
-            is_sum = not _only_moves(row) and self._is_split_sum(node, axes)
-            return SUM if is_sum else ""
-        if row.kind == "all-gather" and self._is_stored_split(node, axes):
+        window = None
+        if row.kind == "collective-permute":
+            window = self._windows.window(node.instruction)
+        if window is Window.REDUCE_SCATTER or row.kind in _SUMS:
+            is_sum = not _only_moves(row) or self._adds_partial_sums(node)
+            return SUM if is_sum and self._is_split_sum(node, axes) else ""
+        is_gather = window is Window.ALL_GATHER or row.kind == "all-gather"
+        if is_gather and self._is_stored_split(node, axes):
             return STORED_SPLIT
         if self.declaration(node, row) or self._is_new_state(node, axes):
             return LAYOUT
@@ -192,6 +216,21 @@ class Reasons:
             for operand in node.operands()
         )
 
+    def _adds_partial_sums(self, node: Node) -> bool:
+        """Whether it adds what devices computed, whatever the name says of it.
+
+        XLA may give a sum the name of what stores it.
+        """
+
+        def behind(value: Node) -> Iterator[Node] | None:
+            if value.instruction.opcode not in _SAME_SUMS:
+                return None
+            return self._flow.definitions(*value.operands())
+
+        operands = self._flow.definitions(*node.operands())
+        sources = {each.instruction.opcode for each in follow(operands, behind)}
+        return sources <= {*_CONTRACTIONS, "constant"} and bool(sources)
+
     def _is_stored_split(self, node: Node, axes: Axes) -> bool:
         """Whether inputs are gathered for what something else splits over the axis."""
         stored = all(
@@ -226,7 +265,7 @@ class Reasons:
             opcode, operands = value.instruction.opcode, value.operands()
             if opcode == "parameter":
                 return None
-            if opcode in _PART_OF_ARRAY:
+            if opcode in _PART_OF_ARRAY or _JOINS in value.instruction.tail:
                 return self._flow.definitions(operands[0])
             if opcode == "dynamic-update-slice":
                 # What a loop stores for the backward pass, one layer after the other.
@@ -246,7 +285,8 @@ class Reasons:
             is_same = user.instruction.opcode in _SAME_ARRAY and user.element != RESULT
             return self._flow.uses(user) if is_same else None
 
-        return follow(self._flow.uses(node), after)
+        arrived = self._ends.get(node.names, node)
+        return follow(self._flow.uses(arrived), after)
 
     def _combined(self, node: Node) -> Iterator[Node]:
         """What is computed from an array, up to the first that mixes its elements."""

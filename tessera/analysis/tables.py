@@ -123,3 +123,18 @@ def _first(texts: Iterable[str]) -> str:
     hidden = len(lines) - _MAX_LINES
     more = [f"… {hidden} more lines"] if hidden > 0 else []
     return "\n".join([*lines[:_MAX_LINES], *more])
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Seconds with a fitting unit, or a question mark where they are unknown.
+
+    Example:
+      >>> format_seconds(0.0021), format_seconds(None)
+      ('2.10 ms', '?')
+    """
+    if seconds is None:
+        return "?"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{seconds / 1e-6:.2f} µs"

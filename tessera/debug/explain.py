@@ -13,10 +13,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tessera import _jax
-from tessera.analysis.cost import format_seconds
 from tessera.analysis.propagation import OpLayout, op_layouts
 from tessera.analysis.propagation import as_text as layouts_as_text
-from tessera.analysis.tables import aligned, html_diff, html_lines, html_section
+from tessera.analysis.tables import (
+    aligned,
+    format_seconds,
+    html_diff,
+    html_lines,
+    html_section,
+)
 from tessera.api.function import Function
 from tessera.api.training_step import Step
 from tessera.compiler.compile_stages import Compiled, Lowered, Traced

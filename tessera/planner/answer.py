@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from tessera.analysis.cost import format_seconds
 from tessera.analysis.memory import format_bytes
-from tessera.analysis.tables import aligned
+from tessera.analysis.tables import aligned, format_seconds
 from tessera.planner.layout import Layout
 from tessera.planner.prediction import Prediction
 from tessera.planner.search import Candidate, Found

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Final
 
-from tessera.analysis.cost import format_seconds
 from tessera.analysis.memory import format_bytes
+from tessera.analysis.tables import format_seconds
 from tessera.planner.answer import Answer, describe
 from tessera.planner.search import Candidate
 

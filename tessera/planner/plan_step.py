@@ -8,9 +8,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from tessera.analysis.cost import format_seconds
 from tessera.analysis.memory import Memory, format_bytes
-from tessera.analysis.tables import aligned
+from tessera.analysis.tables import aligned, format_seconds
 from tessera.analysis.timeline.report import Timeline
 from tessera.api.function import Function
 from tessera.errors import PlanError, TesseraError

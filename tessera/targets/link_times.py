@@ -110,25 +110,49 @@ def collective_seconds(
     """
     if where.size == 1:
         return 0.0
-    fast, slow = machine.links[0], machine.links[-1]
     if machine.is_torus:
-        return _torus_seconds(fast, kind, nbytes, where)
+        return _torus_seconds(machine.links[0], kind, nbytes, where)
+    levels = level_bytes(machine, kind, nbytes, where)
+    longest = max(sent / link.rate for link, sent in levels.items())
+    return longest + _latency(machine, kind, where)
+
+
+def level_bytes(
+    machine: Machine, kind: str, nbytes: float, where: Span
+) -> dict[Link, float]:
+    """Bytes that one device sends over each level of links, in one call.
+
+    Args:
+      machine: Whose links.
+      kind: XLA's name, such as ``all-reduce``.
+      nbytes: As for ``collective_seconds``.
+      where: How the group lies on the links.
+    """
+    fast, slow = machine.links[0], machine.links[-1]
     n, g, h = where.size, where.inside, where.domains
-    latency = fast.latency * math.ceil(math.log2(g)) + (
-        slow.latency * math.ceil(math.log2(h)) if h > 1 else 0.0
-    )
+    if n == 1:
+        return {}
+    if machine.is_torus or len(machine.links) == 1:
+        return {fast: sent_bytes(kind, nbytes, n)}
     match kind:
         case "all-to-all" | "ragged-all-to-all":
             inner, outer = nbytes * (g - 1) / n, nbytes * (n - g) / n
         case "collective-permute" | "collective-broadcast":
             inner, outer = (nbytes, 0.0) if h == 1 else (0.0, nbytes)
-            latency = slow.latency if h > 1 else fast.latency
         case _:
-            times = 2 if kind == "all-reduce" else 1
-            inner = sent_bytes(kind, nbytes, n)
+            inner = sent_bytes(kind, nbytes, n) if g > 1 else 0.0
             outer = sent_bytes(kind, nbytes, h) / g
-            latency *= times
-    return max(inner / fast.rate, outer / slow.rate) + latency
+    return {fast: inner, slow: outer}
+
+
+def _latency(machine: Machine, kind: str, where: Span) -> float:
+    fast, slow = machine.links[0], machine.links[-1]
+    if kind in ("collective-permute", "collective-broadcast"):
+        return slow.latency if where.domains > 1 else fast.latency
+    latency = fast.latency * math.ceil(math.log2(where.inside)) + (
+        slow.latency * math.ceil(math.log2(where.domains)) if where.domains > 1 else 0.0
+    )
+    return latency * (2 if kind == "all-reduce" else 1)
 
 
 def sent_bytes(kind: str, nbytes: float, size: int) -> float:

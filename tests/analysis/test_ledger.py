@@ -384,6 +384,7 @@ def test_the_table_is_aligned_and_ends_with_its_sums(mesh):
 def test_the_data_goes_through_json(mesh):
     data = json.loads(json.dumps(read(mesh, *LINES).as_json()))
     assert data["mesh"] == {"dp": 2, "tp": 4}
+    assert data["compiled_for"] == ""
     assert data["rows"][2] == {
         "kind": "all-gather",
         "axes": ["tp"],
@@ -396,6 +397,9 @@ def test_the_data_goes_through_json(mesh):
         "instruction": "c",
         "reason": "",
         "copies_whole": False,
+        "is_async": False,
+        "keeps_slice": False,
+        "sent": {},
         "dims": [0],
         "is_planned": False,
         "nbytes": 4096,

@@ -11,6 +11,7 @@ from tessera.analysis.collective import KINDS
 from tessera.targets.link_times import (
     Span,
     collective_seconds,
+    level_bytes,
     permutation_span,
     sent_bytes,
     span,
@@ -133,6 +134,7 @@ def test_the_least_that_a_device_sends(kind, nbytes):
 
 def test_one_device_sends_nothing():
     assert collective_seconds(HOSTS.machine, "all-reduce", 1e9, Span(1, 1)) == 0
+    assert level_bytes(HOSTS.machine, "all-reduce", 1e9, Span(1, 1)) == {}
 
 
 @given(
@@ -150,3 +152,15 @@ def test_more_bytes_and_slower_links_never_take_less_time(kind, sent, hosts, nam
     slow = [dataclasses.replace(x, bandwidth=x.bandwidth / 2) for x in found.links]
     slower = dataclasses.replace(found, links=tuple(slow))
     assert collective_seconds(slower, kind, sent, where) >= seconds
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    group=st.sampled_from([range(8), range(16), (0, 8), range(0, 16, 2), (0, 1)]),
+)
+def test_the_slower_level_decides_how_long_a_collective_takes(kind, group):
+    found, where = ideal("h100"), span(HOSTS, group)
+    levels = level_bytes(found, kind, 1e9, where)
+    longest = max(sent / link.rate for link, sent in levels.items())
+    assert collective_seconds(found, kind, 1e9, where) == pytest.approx(longest)
+    assert (levels[found.links[-1]] > 0) == (where.domains > 1)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, Final
 
-from tessera.analysis.cost import format_seconds
+from tessera.analysis.tables import format_seconds
 from tessera.analysis.timeline.event import COMPUTE, LOOP, Event
 
 _WIDTH: Final = 1200

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from tessera.analysis.cost import format_seconds
 from tessera.analysis.source_lines import short
-from tessera.analysis.tables import aligned, html_lines
+from tessera.analysis.tables import aligned, format_seconds, html_lines
 from tessera.analysis.timeline import drawing
 from tessera.analysis.timeline.event import LOOP, Event
 

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from tessera.analysis.asynchronous_fusions import Part, channel, part_of
 from tessera.analysis.constant_values import Frame
 from tessera.analysis.hlo import Computation, Instruction, Module
 from tessera.analysis.timeline.device_branches import DeviceBranches
@@ -23,14 +24,11 @@ from tessera.analysis.timeline.transfers import (
     HOST,
     Collectives,
     Transfer,
-    channel,
 )
-from tessera.analysis.timeline.work import call_target
 from tessera.mesh import Mesh
 from tessera.targets.machine import HOST_BANDWIDTH
 from tessera.targets.target import Target
 
-_START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 _HOST_MEMORY: Final = ":S(5)"  # in a layout
 _COPIES: Final = ("copy-start", "slice-start", "dynamic-slice-start")
 
@@ -256,18 +254,17 @@ class Schedule:
             yield from self._compute(computation, instruction)
             return
         callee, collective = inner
-        targets = {call_target(each) for each in callee.instructions.values()}
-        key = channel(collective)
-        if _DONE in targets:
+        part, key = part_of(callee, collective), channel(collective)
+        if part in (Part.BETWEEN, Part.WHOLE):
+            yield from self._compute(computation, instruction)
+        if part is Part.END:
             yield Wait(key)
-        elif _START in targets:
-            if transfer := self._collectives.transfer(callee, collective, instruction):
+        elif part is not Part.BETWEEN and (
+            transfer := self._collectives.transfer(callee, collective, instruction)
+        ):
+            if part is Part.START:
                 yield Start(key, transfer)
-        elif "async_collective_fusion_config" in collective.tail:
-            yield from self._compute(computation, instruction)
-        else:
-            yield from self._compute(computation, instruction)
-            if transfer := self._collectives.transfer(callee, collective, instruction):
+            else:
                 yield from (Start(instruction.name, transfer), Wait(instruction.name))
 
     def _collective_in(

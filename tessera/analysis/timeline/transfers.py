@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts how long the collectives of a program take, and the links that they use."""
 
-import re
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final
 
-from tessera.analysis import replica_groups
-from tessera.analysis.collective_operands import arrays_of, groups_of, kind_of
+from tessera.analysis.collective_operands import arrays_of, keeps_slice, kind_of
 from tessera.analysis.hlo import Computation, Instruction
-from tessera.analysis.replica_groups import Groups
+from tessera.analysis.link_places import Places
 from tessera.mesh import Mesh
-from tessera.targets.link_routes import Link, group_links, permutation_links
-from tessera.targets.link_times import (
-    Span,
-    collective_seconds,
-    permutation_span,
-    span,
-)
+from tessera.targets.link_routes import Link
+from tessera.targets.link_times import collective_seconds
 from tessera.targets.target import Target
 
 # Transfers that are no collectives: copies between memories, and computations that run
@@ -25,9 +17,6 @@ from tessera.targets.target import Target
 COPY: Final = "copy"
 HOST: Final = "host"
 COMPUTATION: Final = "computation"
-
-_GROUPS: Final = ("replica_groups", "source_target_pairs", "frontend_attributes")
-_CHANNEL: Final = re.compile(r"\bchannel_id=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -65,8 +54,8 @@ class Collectives:
     """
 
     def __init__(self, mesh: Mesh, target: Target) -> None:
-        self._mesh, self._target = mesh, target
-        self._places: dict[str, _Place] = {}
+        self._target = target
+        self._places = Places(mesh, target)
 
     def transfer(
         self,
@@ -86,10 +75,10 @@ class Collectives:
         kind = kind_of(instruction)
         if not kind:
             return None
-        place = self._place(instruction)
+        place = self._places.place(instruction)
         if not place.axes:
             return None
-        if caller and kind == "all-reduce" and _is_scattered(computation, instruction):
+        if caller and keeps_slice(computation, instruction):
             kind = "reduce-scatter"
         nbytes = sum(shape.nbytes for shape in arrays_of(computation, instruction))
         machine = self._target.machine
@@ -97,60 +86,3 @@ class Collectives:
         return Transfer(
             caller or instruction, kind, place.axes, nbytes, max(times), place.links
         )
-
-    def _place(self, instruction: Instruction) -> "_Place":
-        """Where the groups of a collective are, which many collectives share."""
-        attributes = instruction.attributes
-        key = "".join(attributes.get(name, "") for name in _GROUPS)
-        if key not in self._places:
-            groups = groups_of(instruction, self._mesh.size)
-            is_permutation = kind_of(instruction) == "collective-permute"
-            self._places[key] = _Place(self._mesh, self._target, groups, is_permutation)
-        return self._places[key]
-
-
-def channel(instruction: Instruction) -> str:
-    """The channel of a collective, which is the same where it starts and ends."""
-    found = _CHANNEL.search(instruction.tail)
-    return found[1] if found else ""
-
-
-def _is_scattered(computation: Computation, instruction: Instruction) -> bool:
-    """Whether each device keeps a slice of a sum: a TPU's fused reduce-scatter."""
-    readers = computation.readers(instruction)
-    return any(each.opcode == "dynamic-slice" for each in readers)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where groups of positions in a mesh are on the links of its target."""
-
-    mesh: Mesh
-    target: Target
-    groups: Groups
-    is_permutation: bool
-
-    @cached_property
-    def axes(self) -> tuple[str, ...]:
-        return replica_groups.axes_of(self.groups, self.mesh.shape)
-
-    @cached_property
-    def _devices(self) -> list[tuple[int, ...]]:
-        ids = self.mesh.device_ids
-        return [tuple(ids[position] for position in group) for group in self.groups]
-
-    @cached_property
-    def spans(self) -> frozenset[Span]:
-        if self.is_permutation:
-            return frozenset({permutation_span(self.target, self._pairs)})
-        return frozenset(span(self.target, group) for group in self._devices)
-
-    @cached_property
-    def links(self) -> frozenset[Link]:
-        if self.is_permutation:
-            return frozenset(permutation_links(self.target, self._pairs))
-        return frozenset().union(*(group_links(self.target, g) for g in self._devices))
-
-    @property
-    def _pairs(self) -> list[tuple[int, int]]:
-        return [(sender, receiver) for sender, receiver in self._devices]

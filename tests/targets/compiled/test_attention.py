@@ -48,12 +48,18 @@ def attention(target, width=128, implementation=None, window=None):
 
 
 @pytest.mark.parametrize("window", [None, 512])
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 def test_h100_uses_cudnn_forward_and_backward(width, window):
     compiled = attention(H100, width, window=window)
     calls = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
     assert custom_calls(compiled) == calls
-    assert compiled.memory.temporaries < SCORES / 12
+    # As large as queries, keys, values and the output; scores are 8 times that.
+    assert compiled.memory.temporaries < 1.1 * compiled.memory.arguments
+
+
+def test_a100_has_no_cudnn_for_the_widest_heads():
+    assert "__cudnn$fmhaSoftmax" in custom_calls(attention("a100:1x1", 128))
+    assert "__cudnn$fmhaSoftmax" not in custom_calls(attention("a100:1x1", 256))
 
 
 @pytest.mark.skipif(not HAS_MOSAIC_GPU_KERNELS, reason="the kernels need JAX 0.12")
@@ -78,7 +84,7 @@ def test_a_tpu_attends_in_blocks(target, width):
     compiled = attention(target, width)
     assert "flash_attention_xla" in compiled.as_text()
     assert not {call for call in custom_calls(compiled) if "kernel" in call}
-    assert compiled.memory.temporaries < SCORES / 4
+    assert compiled.memory.temporaries < SCORES / 3
 
 
 def test_the_reference_needs_the_scores():

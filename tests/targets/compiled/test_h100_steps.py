@@ -73,9 +73,18 @@ def test_fsdp_gathers_layers_in_bf16():
 
 
 def test_fsdp_has_asynchronous_collectives_only():
-    starts = async_starts(trainer_step(H100, "fsdp"))
+    compiled = trainer_step(H100, "fsdp")
+    assert all(row.is_async for row in compiled.collectives.rows)
+    starts = async_starts(compiled)
     assert {"all-gather", "reduce-scatter", "all-reduce"} == starts.keys()
     assert all(all(pairs) for pairs in starts.values())
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_every_collective_is_planned_and_counted(layout):
+    found = trainer_step(H100, layout).collectives
+    assert found.unplanned == ()
+    assert all(row.calls for row in found.rows)
 
 
 def test_tp_all_reduces_activations():

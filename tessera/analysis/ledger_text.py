@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows a ledger: rows, sums, what each level of links carries, and notes."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+from tessera.analysis import replica_groups
+from tessera.analysis.collective import Collective, Total
+from tessera.analysis.memory import format_bytes
+from tessera.analysis.source_lines import short
+from tessera.analysis.tables import format_seconds
+from tessera.targets.machine import Machine
+from tessera.targets.target import Target
+
+Cells: TypeAlias = list[list[str]]
+Axes: TypeAlias = tuple[str, ...]
+
+ROWS: Final = (
+    *("collective", "axes", "arrays", "bytes", "calls", "total"),
+    *("reason", "line", "op"),
+)
+SUMS: Final = ("axes", "collective", "operations", "calls", "bytes per device")
+LINKS: Final = ("links", "sent per device", "time at their rate", "most by")
+
+
+def title(target: Target | None) -> str:
+    """Which compiler made the program, where its devices are not there."""
+    if target is None:
+        return ""
+    if target.is_stand_in:
+        return f"compiled for CPU, in place of {target.name}"
+    return f"compiled for {target.name}"
+
+
+def rows(collectives: Sequence[Collective], shape: Mapping[str, int]) -> Cells:
+    """A line for each collective; one for those that are alike in all that it shows."""
+    alike: dict[Collective, int] = {}
+    for row in collectives:
+        key = dataclasses.replace(row, instruction="", sent={})
+        alike[key] = alike.get(key, 0) + 1
+    return [_cells(row, count, shape) for row, count in alike.items()]
+
+
+def sums(
+    by_axis: Mapping[Axes, Total], totals: Mapping[tuple[Axes, str], Total]
+) -> Cells:
+    """Per combination of axes its kinds, and their sum where there are several."""
+    lines = []
+    for axes, sum_of_axes in by_axis.items():
+        kinds = {kind: total for (over, kind), total in totals.items() if over == axes}
+        if len(kinds) > 1:
+            kinds["together"] = sum_of_axes
+        for kind, total in kinds.items():
+            counts = [str(total.operations), str(total.calls)]
+            lines.append(["×".join(axes), kind, *counts, format_bytes(total.nbytes)])
+    return lines
+
+
+def links(collectives: Iterable[Collective], machine: Machine) -> Cells:
+    """What a device sends over each level of links; nothing if there is one level."""
+    if len(machine.links) == 1:
+        return []
+    lines = []
+    for link in machine.links:
+        sent = _sent(collectives, link.name)
+        total = sum(sent.values())
+        most = max(sent, key=sent.__getitem__, default=())
+        seconds = format_seconds(total / link.rate)
+        lines.append([link.name, format_bytes(total), seconds, "×".join(most)])
+    return lines
+
+
+def notes(collectives: Sequence[Collective], target: Target | None) -> list[str]:
+    """What the signs in the tables mean, and what is wrong."""
+    unplanned = sum(not row.is_planned for row in collectives)
+    found = {
+        f"UNPLANNED: {unplanned} that no declared layout implies": unplanned > 0,
+        "whole: copied whole to every device, which slices it again": any(
+            row.copies_whole for row in collectives
+        ),
+        "sliced: each device keeps its part of the sum, as of a reduce-scatter": any(
+            row.keeps_slice for row in collectives
+        ),
+        "async: the program computes while it is under way, where it can": any(
+            row.is_async for row in collectives
+        ),
+        "≥: in a loop of unknown length, which counts once": any(
+            row.calls is None for row in collectives
+        ),
+        "≤: in a branch, which counts as taken": any(
+            row.conditional for row in collectives
+        ),
+    }
+    slow = _slow_links(collectives, target.machine) if target else []
+    return [*(note for note, applies in found.items() if applies), *slow]
+
+
+def _slow_links(collectives: Sequence[Collective], machine: Machine) -> list[str]:
+    """A warning where the slow links are busier than the fast ones."""
+    fast, slow = machine.links[0], machine.links[-1]
+    seconds = {
+        link: sum(_sent(collectives, link.name).values()) / link.rate
+        for link in (fast, slow)
+    }
+    if fast is slow or seconds[slow] <= seconds[fast]:
+        return []
+    sent = _sent(collectives, slow.name)
+    axes = "×".join(max(sent, key=sent.__getitem__))
+    return [
+        f"{slow.name} takes longer than {fast.name}, most of it for {axes}: the axes "
+        "that come last in a mesh are laid out inside a host"
+    ]
+
+
+def _sent(collectives: Iterable[Collective], link: str) -> dict[Axes, int]:
+    """Bytes of one device in one execution, by the axes of the collectives."""
+    sent: dict[Axes, int] = {}
+    for row in collectives:
+        nbytes = row.sent.get(link, 0) * row.counted_calls
+        sent[row.axes] = sent.get(row.axes, 0) + nbytes
+    return sent
+
+
+def _cells(row: Collective, count: int, shape: Mapping[str, int]) -> list[str]:
+    axes, whole = "×".join(row.axes), replica_groups.num_devices(row.axes, shape)
+    if row.axes != replica_groups.UNKNOWN and row.group_size < whole:
+        axes = f"{axes} ({row.group_size} of {whole})"
+    arrays = [str(array) for array in row.arrays]
+    calls = "≥1" if row.calls is None else str(row.calls)
+    calls = f"≤{calls}" if row.conditional and row.calls is not None else calls
+    return [
+        "async " * row.is_async + row.kind + ", sliced" * row.keeps_slice,
+        axes,
+        arrays[0] if len(arrays) == 1 else f"{len(arrays)} arrays",
+        format_bytes(row.nbytes),
+        calls if count == 1 else f"{count} × {calls}",
+        format_bytes(count * row.total_bytes),
+        row.reason or ("UNPLANNED, whole" if row.copies_whole else "UNPLANNED"),
+        short(row.source) or "?",
+        # The end says most; a combined collective has the names of all its parts.
+        row.op_name if len(row.op_name) <= 60 else f"…{row.op_name[-59:]}",
+    ]

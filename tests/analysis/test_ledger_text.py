@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from tessera.analysis.ledger import collectives
+from tessera.mesh import Mesh
+
+INSIDE, ACROSS = "replica_groups=[2,8]<=[16]", "replica_groups=[8,2]<=[2,8]T(1,0)"
+MEGABYTE = "f32[250000]"
+
+
+def ledger(*operations, target="h100:2x8", axes=("dp", "tp"), shape=(2, 8)):
+    lines = [
+        f"  r{i} = {MEGABYTE} {operation}, "
+        f'metadata={{op_name="f/sum" source_file="m.py" source_line=3}}'
+        for i, operation in enumerate(operations)
+    ]
+    entry = ["ENTRY e {", f"  x = {MEGABYTE} parameter(0)", *lines, "}"]
+    text = "\n".join(["HloModule m, num_partitions=16", *entry])
+    return collectives(text, Mesh(axes, shape=shape, target=target))
+
+
+def test_collectives_that_are_alike_are_one_line_and_several_rows():
+    found = ledger(*[f"all-reduce(x), {INSIDE}"] * 3, f"all-reduce(x), {ACROSS}")
+    assert len(found.rows) == 4
+    lines = found.as_text().splitlines()
+    assert lines[1].split()[:8] == [
+        *("all-reduce", "tp", MEGABYTE, "977", "KiB", "3", "×", "1")
+    ]
+    assert lines[2].split()[:2] == ["all-reduce", "dp"]
+
+
+def test_bytes_are_counted_by_level_of_links():
+    found = ledger(f"all-reduce(x), {INSIDE}", f"all-reduce(x), {ACROSS}")
+    inside, across = found.rows
+    # A ring of n sends 2 (n - 1) / n of the array.
+    assert inside.sent == {"NVLink": 1_750_000, "InfiniBand": 0}
+    assert across.sent == {"NVLink": 0, "InfiniBand": 1_000_000}
+    links = found.summary().partition("links ")[2].splitlines()[1:3]
+    assert [line.split()[:3] for line in links] == [
+        ["NVLink", "1.67", "MiB"],
+        ["InfiniBand", "977", "KiB"],
+    ]
+
+
+def test_slow_links_that_are_busier_than_the_fast_ones_are_pointed_out():
+    slow = "InfiniBand takes longer than NVLink, most of it for dp"
+    assert slow in ledger(f"all-reduce(x), {ACROSS}").summary()
+    assert slow not in ledger(*[f"all-reduce(x), {INSIDE}"] * 20).summary()
+
+
+def test_a_torus_has_links_of_one_kind():
+    found = ledger(f"all-reduce(x), {INSIDE}", target="v5e:4x4")
+    assert [*found.rows[0].sent] == ["ICI"]
+    assert "time at their rate" not in found.summary()
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("v5e:4x4", "compiled for v5e:4x4"),
+        (None, ""),
+    ],
+)
+def test_the_compiler_of_the_program_is_named(target, said):
+    found = ledger(f"all-reduce(x), {INSIDE}", target=target)
+    assert said in found.summary()
+    assert ("compiled for" in found.summary()) == bool(said)
+
+
+def test_asynchronous_pairs_are_told_from_those_that_are_waited_for_at_once():
+    sync = 'backend_config={"collective_backend_config":{"is_sync":true}}'
+    found = ledger(
+        f"all-reduce-start(x), {INSIDE}", f"all-reduce-start(x), {INSIDE}, {sync}"
+    )
+    assert [row.is_async for row in found.rows] == [True, False]
+    assert "async all-reduce" in found.as_text()

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from tessera.analysis.hlo import parse
+from tessera.analysis.windowed_matmuls import Window, WindowedMatmuls
+
+MATMUL = 'metadata={op_name="jit(step)/mlp/dot_general" stack_frame_id=178}'
+OTHER = MATMUL.replace("178", "180")
+
+
+def program(body):
+    return parse(f"""HloModule m
+{body} {{
+  x = f32[4] parameter(0)
+  ROOT inside = f32[4] collective-permute(x), source_target_pairs={{{{0,1}}}}, {MATMUL}
+}}
+
+ENTRY e {{
+  x = f32[4] parameter(0)
+  before = f32[4] collective-permute(x), source_target_pairs={{{{0,1}}}}, {MATMUL}
+  w = f32[4] while(before), condition=c, body={body}, {MATMUL}
+  other = f32[4] collective-permute(w), source_target_pairs={{{{0,1}}}}, {OTHER}
+  ROOT bare = f32[4] collective-permute(other), source_target_pairs={{{{0,1}}}}
+}}""")
+
+
+@pytest.mark.parametrize(
+    ("body", "window"),
+    [
+        ("wide.windowed_dot_general_body_ag.1.clone.sunk", Window.ALL_GATHER),
+        ("windowed_dot_general_body_rs", Window.REDUCE_SCATTER),
+        ("region_3.21", None),
+    ],
+)
+def test_the_permutes_of_a_windowed_matmul_are_known_by_its_line(body, window):
+    module = program(body)
+    found = WindowedMatmuls(module)
+    windows = {
+        instruction.name: found.window(instruction)
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "collective-permute"
+    }
+    assert windows == {"inside": window, "before": window, "other": None, "bare": None}
