@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from tessera import scope
@@ -25,6 +26,7 @@ from tessera.ops.attention.halo import Gather, Halo
 from tessera.ops.attention.ring import Ring
 from tessera.ops.attention.zigzag import ContextSharding
 from tessera.ops.operand_layouts import map_free_axes
+from tessera.ops.rematerialization import ATTENTION_RESIDUALS
 
 ContextVariant: TypeAlias = AllToAll | KeyExchange
 Method: TypeAlias = Literal["ring", "all_to_all"]
@@ -110,7 +112,9 @@ def attend_on_device(
 def _forward(plan: Plan, *operands: Any) -> Any:
     *_, segments, sees_all = operands
     out, residuals = _run(plan, "forward", operands[:-1], sees_all)
-    return out, (out, residuals, segments, sees_all)
+    out = checkpoint_name(out, ATTENTION_RESIDUALS)
+    lse = checkpoint_name(residuals.lse, ATTENTION_RESIDUALS)
+    return out, (out, residuals._replace(lse=lse), segments, sees_all)
 
 
 def _backward(

@@ -36,7 +36,11 @@ from tests.ops.attention.spreading import (
 
 
 def sent(
-    mesh: Mesh, method: str, length: int = LENGTH, **options: Any
+    mesh: Mesh,
+    method: str,
+    length: int = LENGTH,
+    policy: str = "none",
+    **options: Any,
 ) -> dict[str, Any]:
     """The ledger's totals over cp of the forward, and of both passes."""
     shardings = NamedSharding(mesh.jax, SEQUENCES)
@@ -49,7 +53,7 @@ def sent(
         return op.context_attention(q, k, v, method=method, **options)
 
     def both(q: Any, k: Any, v: Any, gradient: Any) -> Any:
-        out, pull_back = jax.vjp(read, q, k, v)
+        out, pull_back = jax.vjp(ts.remat(read, policy=policy), q, k, v)
         return out, pull_back(gradient)
 
     found = {}
@@ -63,6 +67,33 @@ def sent(
         assert {axes for axes, _ in totals} <= {("cp",)}
         found[name] = {kind: (t.calls, t.nbytes) for (_, kind), t in totals.items()}
     return found
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("ring", {}), ("zigzag", {}), ("all_to_all", {}), ("zigzag", {"window": 5})],
+)
+def test_saved_matmuls_are_those_around_attention(method, options):
+    """With the policy ``dots`` its output is saved, not what each pair of blocks is."""
+    mesh, largest = mesh_of(4), []
+
+    def read(q: Any, k: Any, v: Any) -> Any:
+        return op.context_attention(q, k, v, method=method, **options)
+
+    def both(q: Any, k: Any, v: Any) -> Any:
+        out, pull_back = jax.vjp(ts.remat(read, policy="dots"), q, k, v)
+        largest.append(max(leaf.size for leaf in jax.tree.leaves(pull_back)))
+        return pull_back(out)
+
+    mapped = jax.shard_map(both, mesh=mesh.jax, in_specs=SEQUENCES, out_specs=SEQUENCES)
+    q, k, v, *_ = operands()
+    jax.eval_shape(mapped, q, k, v)
+    assert largest == [q.size // mesh.size]
+
+
+def test_attention_whose_output_is_saved_is_computed_once():
+    given = sent(mesh_of(4), "zigzag"), sent(mesh_of(4), "zigzag", policy="dots")
+    assert given[0] == given[1]
 
 
 @pytest.mark.parametrize(
