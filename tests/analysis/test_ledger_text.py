@@ -3,6 +3,7 @@ import pytest
 
 from tessera.analysis.ledger import collectives
 from tessera.mesh import Mesh
+from tessera.targets.target import Target
 
 INSIDE, ACROSS = "replica_groups=[2,8]<=[16]", "replica_groups=[8,2]<=[2,8]T(1,0)"
 MEGABYTE = "f32[250000]"
@@ -58,6 +59,10 @@ def test_a_torus_has_links_of_one_kind():
     ("target", "said"),
     [
         ("v5e:4x4", "compiled for v5e:4x4"),
+        (
+            Target.parse("h100:2x8", compiler="cpu"),
+            "compiled for CPU, in place of h100:2x8",
+        ),
         (None, ""),
     ],
 )
