@@ -7,6 +7,7 @@ under way. Each contains the collective, with the same channel, though it runs o
 
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from enum import Enum
 from typing import Final
@@ -52,22 +53,36 @@ def part_of_node(node: Node) -> Part:
     return Part.WHOLE
 
 
-def ends(nodes: Iterable[Node]) -> dict[Names, Node]:
-    """The fusion that waits for each collective, by the names of what starts it.
+class AsynchronousFusions:
+    """The collectives of a program that start in one fusion and end in another.
 
     Args:
-      nodes: Every instruction that a program executes.
+      nodes: Every instruction that the program executes.
     """
-    parts: dict[Part, dict[tuple[Names, str], Node]] = {Part.START: {}, Part.END: {}}
-    for node in nodes:
-        if kind_of(node.instruction) and (part := part_of_node(node)) in parts:
-            around = node.caller().names[:-1]
-            parts[part][around, channel(node.instruction)] = node
-    return {
-        start.names: parts[Part.END][key].caller()
-        for key, start in parts[Part.START].items()
-        if key in parts[Part.END]
-    }
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._parts: dict[tuple[Names, str], dict[Part, Node]] = defaultdict(dict)
+        self._started: set[str] = set()
+        for node in nodes:
+            if kind_of(node.instruction):
+                part = part_of_node(node)
+                self._parts[self._key(node)][part] = node
+                if part is Part.START:
+                    self._started.add(channel(node.instruction))
+
+    def repeats(self, node: Node) -> bool:
+        """Whether a collective is only a later part of one that started elsewhere."""
+        is_later = part_of_node(node) in (Part.BETWEEN, Part.END)
+        return is_later and channel(node.instruction) in self._started
+
+    def end(self, node: Node) -> Node:
+        """The fusion that waits for a collective which starts here; else itself."""
+        parts = self._parts.get(self._key(node), {})
+        is_start = Part.START in parts and parts[Part.START].names == node.names
+        return parts[Part.END].caller() if is_start and Part.END in parts else node
+
+    def _key(self, node: Node) -> tuple[Names, str]:
+        return node.caller().names[:-1], channel(node.instruction)
 
 
 def channel(instruction: Instruction) -> str:

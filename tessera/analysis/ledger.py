@@ -21,7 +21,11 @@ from jax.sharding import PartitionSpec
 
 from tessera.analysis import budget, hlo, replica_groups
 from tessera.analysis import ledger_text as text
-from tessera.analysis.asynchronous_fusions import Part, part_of_node
+from tessera.analysis.asynchronous_fusions import (
+    AsynchronousFusions,
+    Part,
+    part_of_node,
+)
 from tessera.analysis.collective import KINDS, Collective, Total
 from tessera.analysis.collective_operands import (
     arrays_of,
@@ -277,14 +281,14 @@ class _Reader:
     def __init__(self, flow: Dataflow, mesh: Mesh) -> None:
         self._module, self._mesh = flow.module, mesh
         self._counts = LoopCounts(flow.module)
+        self._fusions = AsynchronousFusions(flow.nodes)
         self._places = Places(mesh, mesh.target) if mesh.target else None
 
     def row(self, node: Node) -> Collective | None:
         """The row of a collective, without its reason; None of anything else."""
         instruction, mesh = node.instruction, self._mesh
         kind = kind_of(instruction)
-        part = part_of_node(node) if kind else Part.WHOLE
-        if not kind or part in (Part.BETWEEN, Part.END):
+        if not kind or self._fusions.repeats(node):
             return None
         groups = groups_of(instruction, mesh.size)
         axes = replica_groups.axes_of(groups, mesh.shape)
@@ -309,7 +313,7 @@ class _Reader:
             source=user_line(self._module.frames(origin)),
             instruction=instruction.name,
             dims=tuple(map(int, dims)),
-            is_async=part is Part.START
+            is_async=part_of_node(node) is Part.START
             or outer in ("async-start", "call-start")
             or _is_asynchronous(instruction),
             sent=self._sent(kind, arrays, instruction),

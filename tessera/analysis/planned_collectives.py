@@ -39,7 +39,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tessera.analysis.asynchronous_fusions import ends
+from tessera.analysis.asynchronous_fusions import AsynchronousFusions
 from tessera.analysis.collective import Collective
 from tessera.analysis.dataflow import RESULT, Dataflow, follow
 from tessera.analysis.device_variance import Axes, DeviceVariance
@@ -117,7 +117,7 @@ class Reasons:
         # Differences that come from split inputs, not from slices in the program.
         self._stored = DeviceVariance(flow, mesh_shape, inputs, by_rank=False)
         self._windows = WindowedMatmuls(flow.module)
-        self._ends = ends(flow.nodes)
+        self._fusions = AsynchronousFusions(flow.nodes)
         self._summed: Axes | None = None
         if boundary is not None and self._variance.has_input_layouts:
             axes = [*(each.axes for each in declared), *boundary.outputs]
@@ -285,8 +285,7 @@ class Reasons:
             is_same = user.instruction.opcode in _SAME_ARRAY and user.element != RESULT
             return self._flow.uses(user) if is_same else None
 
-        arrived = self._ends.get(node.names, node)
-        return follow(self._flow.uses(arrived), after)
+        return follow(self._flow.uses(self._fusions.end(node)), after)
 
     def _combined(self, node: Node) -> Iterator[Node]:
         """What is computed from an array, up to the first that mixes its elements."""

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A TPU writes an asynchronous collective several times, and it runs once."""
 
-import pytest
-
 from tessera.analysis import hlo
-from tessera.analysis.asynchronous_fusions import ends
+from tessera.analysis.asynchronous_fusions import AsynchronousFusions
 from tessera.analysis.hlo_walk import executions
 from tessera.analysis.ledger import collectives
 from tessera.mesh import Mesh
@@ -66,13 +64,17 @@ def test_a_collective_in_several_fusions_counts_once():
 
 
 def test_each_start_has_the_end_of_its_channel():
-    found = ends(tuple(executions(hlo.parse(TEXT))))
-    pairs = {names[0][1]: end.instruction.name for names, end in found.items()}
-    assert pairs == {"s": "d", "t": "f"}
+    nodes = tuple(executions(hlo.parse(TEXT)))
+    fusions = AsynchronousFusions(nodes)
+    gathers = [node for node in nodes if node.instruction.opcode == "all-gather"]
+    callers = [node.caller().instruction.name for node in gathers]
+    ends = [fusions.end(node).instruction.name for node in gathers]
+    assert dict(zip(callers, ends, strict=True)) == {
+        **{"s": "d", "t": "f"},
+        **dict.fromkeys("mndf", "g"),
+    }
 
 
-@pytest.mark.parametrize("config", ["async_collective_fusion_config", "other_config"])
-def test_a_fusion_that_is_a_collective_with_its_work_counts(config):
-    text = TEXT.replace("async_collective_fusion_config", config)
-    rows = collectives(text, Mesh(["fsdp"], devices=range(8))).rows
-    assert len(rows) == (2 if config.startswith("async") else 4)
+def test_no_part_is_left_out_of_a_collective_that_starts_nowhere():
+    text = TEXT.replace("AsyncCollectiveStart", "Other")
+    assert len(collectives(text, Mesh(["fsdp"], devices=range(8))).rows) == 6
