@@ -17,6 +17,7 @@ os.environ.setdefault("PJRT_NPROC", "32")
 import report
 
 from tessera.config_files import configs_dir
+from tessera.errors import DeviceMemoryError
 from tessera.mesh import Mesh
 from tessera.planner.layout import Layout
 from tessera.planner.memory_model import is_safe
@@ -28,7 +29,8 @@ from tessera.training.command_line import compose
 from tessera.training.config import Config
 
 # Model, tokens of a sequence, target, mesh, microbatch, policy, other settings. Rules
-# of the model were found without the last four of H100 and the last one of v5p.
+# of the model were found without the last four of H100, the last one of v5p, and those
+# that are about as large as a device.
 LAYOUTS: tuple[tuple[str, int, str, str, int, str, tuple[str, ...]], ...] = (
     ("270m", 2048, "h100:1x8", "[[8],[fsdp]]", 8, "full", ()),
     ("270m", 2048, "h100:1x8", "[[4,2],[fsdp,tp]]", 4, "none", ()),
@@ -65,6 +67,14 @@ LAYOUTS: tuple[tuple[str, int, str, str, int, str, tuple[str, ...]], ...] = (
     ("4b", 4096, "v5p:2x2x4", "[[16],[fsdp]]", 1, "dots", ()),
     ("270m", 2048, "v5p:2x2x2", "[[2,4],[pp,fsdp]]", 2, "full", ("steps=8",)),
     ("1b", 2048, "v5p:2x2x2", "[[2,4],[dp,fsdp]]", 4, "dots", ()),
+    # About as large as a device, or larger.
+    ("1b", 4096, "h100:2x8", "[[2,8],[fsdp,cp]]", 32, "dots", ("steps=2",)),
+    ("1b", 4096, "h100:1x8", "[[8],[fsdp]]", 7, "dots", ()),
+    ("1b", 4096, "h100:1x8", "[[8],[fsdp]]", 3, "none", ()),
+    ("4b", 8192, "h100:2x8", "[[16],[fsdp]]", 3, "dots", ()),
+    ("4b", 8192, "h100:2x8", "[[2,8],[dp,fsdp]]", 12, "full", ()),
+    ("4b", 8192, "v5p:2x2x4", "[[16],[fsdp]]", 3, "dots", ()),
+    ("1b", 4096, "v5p:2x2x4", "[[16],[fsdp]]", 8, "dots", ()),
 )
 
 
@@ -100,18 +110,22 @@ def rows(names: list[str]) -> Iterator[report.Row]:
         models[key] = models.get(key) or StepModel.of(settings, target)
         estimate = models[key].memory(Layout.of(settings)).total
         placed = Mesh.from_shape(settings.model.mesh_shape, target=target)
-        peak = Run(settings, placed).compiled.memory.peak
-        capacity = target.machine.memory_bytes
+        peak: float | None = None
+        try:
+            peak = Run(settings, placed).compiled.memory.peak
+        except DeviceMemoryError:  # which the compiler of a TPU raises
+            report.progress("  needs more than a device has")
+        fits = peak is not None and peak <= target.machine.memory_bytes
         yield {
             "model": name,
             "tokens": length,
             "target": place,
             "layout": f"{mesh}, microbatch {micro}, {remat} {' '.join(others)}".strip(),
-            "compiler GiB": round(peak / 2**30, 2),
+            "compiler GiB": round(peak / 2**30, 2) if peak else "too large",
             "predicted GiB": round(estimate / 2**30, 2),
-            "error %": round(100 * (estimate / peak - 1), 1),
+            "error %": round(100 * (estimate / peak - 1), 1) if peak else "",
             "called safe": is_safe(estimate, target.machine),
-            "fits": peak <= capacity,
+            "fits": fits,
         }
 
 
@@ -122,12 +136,13 @@ def main() -> None:
     options = parser.parse_args()
     prepare_devices(1, "cpu")
     found = list(rows(options.targets))
-    errors = [abs(row["error %"]) for row in found]
+    errors = [row["error %"] for row in found if row["error %"] != ""]
     summary = {
         "layouts": len(found),
-        "median error %": round(statistics.median(errors), 1),
-        "worst below %": min(row["error %"] for row in found),
-        "worst above %": max(row["error %"] for row in found),
+        "that do not fit": sum(not row["fits"] for row in found),
+        "median error %": round(statistics.median(map(abs, errors)), 1),
+        "worst below %": min(errors),
+        "worst above %": max(errors),
         "called safe and does not fit": sum(
             row["called safe"] and not row["fits"] for row in found
         ),

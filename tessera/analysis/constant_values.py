@@ -51,7 +51,8 @@ class Frame:
         self._known: dict[tuple[str, Index], np.ndarray | None] = {}
         self._loops: dict[str, _Carried] = {}
         self._inputs: Mapping[str, np.ndarray] = {}
-        self._on: dict[tuple[int, ...], Frame] = {}
+        self._assumes = caller[0]._assumes if caller else False
+        self._again: dict[tuple[tuple[int, ...] | None, bool], Frame] = {}
 
     @classmethod
     def entry(
@@ -75,16 +76,28 @@ class Frame:
 
     def on(self, partitions: Sequence[int]) -> "Frame":
         """The same computation, executed from the same place on some devices."""
-        key = tuple(partitions)
-        if key not in self._on:
-            self._on[key] = self._executed_on(partitions)
-        return self._on[key]
+        return self._executed(tuple(partitions), self._assumes)
 
-    def _executed_on(self, partitions: Sequence[int]) -> "Frame":
+    def assuming(self) -> "Frame":
+        """The same computation where what data decide never prevents anything.
+
+        Of a condition that holds where constants and data allow, constants decide.
+        """
+        return self._executed(None, True)
+
+    def _executed(self, partitions: tuple[int, ...] | None, assumes: bool) -> "Frame":
+        key = partitions, assumes
+        if key not in self._again:
+            self._again[key] = self._execute(partitions, assumes)
+        return self._again[key]
+
+    def _execute(self, partitions: tuple[int, ...] | None, assumes: bool) -> "Frame":
         if self.caller is None:
-            return Frame.entry(self.module, self._inputs, partitions)
+            entry = Frame.entry(self.module, self._inputs, partitions)
+            entry._assumes = assumes
+            return entry
         frame, caller = self.caller
-        outer = frame.on(partitions)
+        outer = frame._executed(partitions, assumes)
         if caller.opcode == "while":
             return outer.body(caller)
         if caller.opcode == "conditional":
@@ -185,9 +198,14 @@ class Frame:
         operands: list[np.ndarray] = []
         if instruction.opcode != "constant":
             for name in instruction.operands:
-                if (known := self.value(name)) is None:
+                known = self.value(name)
+                if known is None and self._assumes and _is_conjunction(instruction):
+                    continue
+                if known is None:
                     return None
                 operands.append(known)
+        if _is_conjunction(instruction) and len(operands) < 2:
+            return operands[0] if operands else None
         if size * max(map(len, operands), default=1) > _MAX_ELEMENTS:
             return None
         applied = ""
@@ -276,6 +294,11 @@ class Frame:
         if loop.name not in self._loops:
             self._loops[loop.name] = _Carried(self, loop)
         return self._loops[loop.name]
+
+
+def _is_conjunction(instruction: Instruction) -> bool:
+    """Whether an operation is the ``and`` of two conditions."""
+    return instruction.opcode == "and" and instruction.result.startswith("pred[")
 
 
 class _Carried:

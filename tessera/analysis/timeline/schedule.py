@@ -3,7 +3,8 @@
 
 The order of a scheduled module's text is that in which a device executes it. Loops
 remain loops. A conditional has each of its branches as often as constants say that it
-is taken; where data decide, it has the one that takes longest.
+is taken; where data decide, it has the one that takes longest, or the one that is taken
+wherever constants allow it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -208,10 +209,13 @@ class Schedule:
             for number in range(count)
         ]
         seconds = [serial_seconds(branch) for branch in branches]
+        axes = self._axes_around(frame)
         if shares is None:
-            axes = self._axes_around(frame)
             shares = self._devices.shares(frame, instruction, seconds, axes)
         is_known = shares is not None
+        if shares is None:
+            assumed = frame.assuming()
+            shares = self._devices.shares(assumed, instruction, seconds, axes)
         if shares is None:
             longest = seconds.index(max(seconds))
             shares = tuple(float(number == longest) for number in range(count))

@@ -241,3 +241,57 @@ def test_of_branches_that_data_choose_the_longest_is_taken():
     ((share, body),) = found.parts
     assert (share, told(body)) == (1.0, ["y", "z"])
     assert serial_seconds([found]) == pytest.approx(16e-6)
+
+
+SKIPS = """busy {
+  ROOT x = f32[1000] parameter(0)
+}
+idle {
+  p = f32[1000] parameter(0)
+  ROOT n = f32[1000] negate(p)
+}
+body {
+  p = (s32[], f32[1000], pred[]) parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  x = f32[1000] get-tuple-element(p), index=1
+  data = pred[] get-tuple-element(p), index=2
+  three = s32[] constant(3)
+  early = pred[] compare(i, three), direction=LT
+  taken = pred[] OPERATION
+  y = f32[1000] conditional(taken, x, x), branch_computations={idle, busy}
+  one = s32[] constant(1)
+  j = s32[] add(i, one)
+  ROOT t = (s32[], f32[1000], pred[]) tuple(j, y, data)
+}
+condition {
+  p = (s32[], f32[1000], pred[]) parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  n = s32[] constant(12)
+  ROOT c = pred[] compare(i, n), direction=LT
+}
+ENTRY e {
+  x = f32[1000] parameter(0)
+  data = pred[] parameter(1)
+  zero = s32[] constant(0)
+  t = (s32[], f32[1000], pred[]) tuple(zero, x, data)
+  ROOT w = (s32[], f32[1000], pred[]) while(t), condition=condition, body=body
+}"""
+
+
+@pytest.mark.parametrize(
+    ("operation", "is_known", "share"),
+    [
+        ("and(early, early)", True, 0.25),
+        # As often as constants allow it, whatever the data say.
+        ("and(early, data)", False, 0.25),
+        ("and(data, data)", False, 1.0),
+        ("or(early, data)", False, 1.0),
+    ],
+)
+def test_constants_bound_how_often_a_branch_of_data_is_taken(
+    operation, is_known, share
+):
+    (loop,) = steps_of(SKIPS.replace("OPERATION", operation))
+    (branch,) = [each for each in loop.body if isinstance(each, Branch)]
+    assert branch.is_known == is_known
+    assert sum(s for s, body in branch.parts if body) == pytest.approx(share)
