@@ -115,22 +115,6 @@ def test_slow_links_show_where_an_axis_crosses_hosts():
     assert across.exposed > inside.exposed
 
 
-def test_a_tpu_adds_up_the_parts_of_windowed_matmuls():
-    """Where weights are gathered over all axes of the batch, and on a TPU alone."""
-    whole, part = Layout((("fsdp", 8),), 8, 1), Layout((("dp", 2), ("fsdp", 4)), 8, 1)
-    ratios = {}
-    for target in ("v5e:2x4", "h100:1x8"):
-        stepper = StepModel(config(), model().work, Target.parse(target))
-        seconds = [
-            stepper.device_work(layout)[0].compute(8, "none")
-            for layout in (whole, part)
-        ]
-        ratios[target] = seconds[0].layers_forward / seconds[1].layers_forward
-        assert seconds[0].layers_backward == seconds[1].layers_backward
-    assert ratios["h100:1x8"] == 1.0
-    assert ratios["v5e:2x4"] > 1.0
-
-
 def test_offloading_the_optimizer_frees_its_memory():
     plain = Layout((("dp", 8),), 1, 1)
     kept, moved = (model().memory(replace(plain, offload=o)) for o in (False, True))
