@@ -22,6 +22,8 @@ _SPLITS_MATMULS: Final = "tp"
 # Sizes are computed in multiples of a tile of the matmul units.
 _TILE: Final = {"cpu": 1, "gpu": 64, "tpu": 128}
 _F32: Final = 4
+# XLA's max_windowed_einsum_iteration, in its spmd_partitioner.h.
+_MOST_WINDOWS: Final = 32
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class DeviceWork:
         starts = max(count, 0.0) * self.machine.overhead["operation"]
         kept = self.kept_bytes(sequences, policy) / self._memory_rate
         forward = layers[0] + inner + between_layers + starts / 3 + kept
+        forward += self._windows(share)
         recomputed = again.products * (layers[0] + between_layers)
         if self.work.inner_flops:
             recomputed += inner * again.inner_flops / self.work.inner_flops
@@ -145,6 +148,26 @@ class DeviceWork:
         flops = 2 * m * (tile * math.ceil(k / tile)) * (tile * math.ceil(n / tile))
         nbytes = item * (m * k + k * n) + itemsize * m * n
         return max(flops / self._matmul_rate, nbytes / self._memory_rate)
+
+    def _windows(self, share: float) -> float:
+        """Seconds in which windowed matmuls add up their parts, forward.
+
+        Where no other axis splits the batch, a TPU's compiler does not gather weights
+        that are split along what is summed over. Devices pass the parts around, two at
+        a time, and add the products with them to the result, which is in f32.
+        """
+        axes = [*self.place.axes("batch"), *self.place.axes("context")]
+        if self.machine.platform != "tpu" or axes != ["fsdp"]:
+            return 0.0
+        if self._sizes["fsdp"] > _MOST_WINDOWS:
+            return 0.0
+        nbytes = sum(
+            each.times * each.rows * share * each.outer / self.split(each.outer_names)
+            for each in self.work.products
+            if each.path in self._layered and "fsdp" in self.axes(each.inner_names)
+        )
+        passes = 2 * _F32 * self._sizes["fsdp"] / 2
+        return passes * nbytes / self._memory_rate
 
     def _inner(self, share: float) -> float:
         """Seconds of the matmuls of activations in a forward pass.

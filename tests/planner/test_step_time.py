@@ -115,6 +115,22 @@ def test_slow_links_show_where_an_axis_crosses_hosts():
     assert across.exposed > inside.exposed
 
 
+@pytest.mark.parametrize(
+    ("target", "size", "has_windows"),
+    [("v5e:2x4", 8, True), ("v5e:8x8", 64, False), ("h100:1x8", 8, False)],
+)
+def test_a_tpu_adds_up_the_parts_of_windowed_matmuls(target, size, has_windows):
+    """Where weights are gathered over all axes of the batch, and these are few."""
+    meshes = (("fsdp", size),), (("dp", 2), ("fsdp", size // 2))
+    stepper = StepModel(config(), model().work, Target.parse(target))
+    whole, part = (
+        stepper.device_work(Layout(mesh, size, 1))[0].compute(size, "none")
+        for mesh in meshes
+    )
+    assert whole.layers_backward == part.layers_backward
+    assert (whole.layers_forward > part.layers_forward) == has_windows
+
+
 def test_offloading_the_optimizer_frees_its_memory():
     plain = Layout((("dp", 8),), 1, 1)
     kept, moved = (model().memory(replace(plain, offload=o)) for o in (False, True))
