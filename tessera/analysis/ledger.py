@@ -316,7 +316,9 @@ class _Reader:
             is_async=part_of_node(node) is Part.START
             or outer in ("async-start", "call-start")
             or _is_asynchronous(instruction),
-            sent=self._sent(kind, arrays, instruction),
+            sent={}
+            if axes == replica_groups.UNKNOWN
+            else self._sent(kind, arrays, instruction),
         )
 
     def _sent(

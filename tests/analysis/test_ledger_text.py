@@ -2,6 +2,7 @@
 import pytest
 
 from tessera.analysis.ledger import collectives
+from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 
@@ -79,3 +80,23 @@ def test_asynchronous_pairs_are_told_from_those_that_are_waited_for_at_once():
     )
     assert [row.is_async for row in found.rows] == [True, False]
     assert "async all-reduce" in found.as_text()
+
+
+def test_devices_that_a_target_lacks_send_over_no_known_link():
+    text = """HloModule m
+ENTRY e {
+  x = f32[4] parameter(0)
+  ROOT r = f32[4] all-reduce(x), replica_groups=[2,16]<=[32]
+}"""
+    (row,) = collectives(text, Mesh(["dp"], shape=(16,), target="h100:2x8")).rows
+    assert (row.axes, row.sent) == (("?",), {})
+
+
+def test_a_program_for_more_devices_than_the_target_has_is_refused():
+    text = """HloModule m, num_partitions=32
+ENTRY e {
+  x = f32[4] parameter(0)
+  ROOT r = f32[4] all-reduce(x), replica_groups=[2,16]<=[32]
+}"""
+    with pytest.raises(MeshShapeError, match="T101"):
+        collectives(text, Mesh(["dp"], shape=(16,), target="h100:2x8"))
