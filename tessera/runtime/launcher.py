@@ -201,8 +201,9 @@ class Attempt:
     failures: list[Failure] = field(default_factory=list)
     stop_signal: int | None = None
     _kill_at: float = inf
-    _is_ending: bool = False
-    _is_killed: bool = False
+    # Since when ranks end because the launcher asked, or because it killed them.
+    _ending_since: float = inf
+    _killed_since: float = inf
 
     def watch(self) -> Failure | None:
         """Wait for all ranks; the first failure, or None."""
@@ -216,7 +217,7 @@ class Attempt:
                         self._forward(event)
                 self._end_others()
                 self._end_late_ranks()
-                if time.monotonic() > self._kill_at and not self._is_killed:
+                if time.monotonic() > self._kill_at and self._killed_since == inf:
                     self.log(
                         f"not ended {self.grace:g} s after they were asked: SIGKILL"
                     )
@@ -230,7 +231,7 @@ class Attempt:
         return [rank for rank in self.ranks if rank.ended_at is None]
 
     def _kill(self) -> None:
-        self._is_killed = True
+        self._killed_since = min(self._killed_since, time.monotonic())
         for rank in self._running:
             rank.kill()
 
@@ -238,18 +239,28 @@ class Attempt:
         """Record how a rank ended."""
         rank.finish()
         code = exit_codes.STALLED if rank.is_late else rank.returncode
-        # A rank that the launcher ended, because of another, did not fail.
-        if code == 0 or (self.failures and (self._is_ending or self._is_killed)):
+        if code == 0 or (self.failures and self._is_ended_by_launcher(rank)):
             return
         if self.stop_signal is not None and code == -self.stop_signal:
             # It has no handler, or none yet: it stopped as requested all the same.
             code = STOP_SIGNALS.get(signal.Signals(self.stop_signal), code)
-        status, ended_at = rank.status, rank.ended_at or time.monotonic()
+        assert rank.ended_at is not None
+        status = rank.status
         self.failures.append(
-            Failure(rank.rank, code, ended_at, status.failed_at, status.phase)
+            Failure(rank.rank, code, rank.ended_at, status.failed_at, status.phase)
         )
         # After a requested stop, the others were asked too, and may have to save first.
         self._kill_at = min(self._kill_at, time.monotonic() + self.grace)
+
+    def _is_ended_by_launcher(self, rank: RankProcess) -> bool:
+        """Whether a rank ended because the launcher ended it: it did not fail.
+
+        Nothing that the launcher asks a rank for ends it by SIGKILL.
+        """
+        assert rank.ended_at is not None
+        asked = rank.ended_at > self._ending_since
+        killed = rank.ended_at > self._killed_since
+        return killed or (asked and rank.returncode != -signal.SIGKILL)
 
     def _forward(self, number: int) -> None:
         """Forward a signal; a second one that asks to end kills."""
@@ -272,11 +283,13 @@ class Attempt:
         Waits for a moment first: the failure that caused the others may be seen later.
         """
         real = [failure for failure in self.failures if not failure.is_requested_stop]
-        if self._is_ending or not real:
+        if self._ending_since < inf or not real:
             return
-        if self._running and time.monotonic() < real[0].ended_at + _SETTLE:
+        now = time.monotonic()
+        is_settled = all(rank.is_finished for rank in self.ranks)
+        if not is_settled and now < real[0].ended_at + _SETTLE:
             return
-        self._is_ending = True
+        self._ending_since = now
         first = first_failure(real)
         self.log(str(first))
         self._kill_at = time.monotonic() + self.grace

@@ -10,12 +10,13 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from tessera.runtime import exit_codes
 
-# A killed process reports nothing, so others may report their errors before its exit is
-# seen. SIGABRT is how JAX ends a process because another one died.
+# A process that crashes reports nothing, so others may report their errors before its
+# exit is seen. SIGABRT is how JAX ends a process because another one died.
 _HEAD_START: Final = 1.0
 _CONSEQUENCES: Final = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 _TRACEBACK: Final = "Traceback (most recent call last):"
@@ -51,8 +52,11 @@ class Failure:
     def _order(self) -> float:
         if self.failed_at:
             return self.failed_at
-        killed = self.returncode < 0 and -self.returncode not in _CONSEQUENCES
-        return self.ended_at - _HEAD_START * killed
+        if self.returncode == -signal.SIGKILL:
+            # No failure of another rank does this, so however late it is seen.
+            return -inf
+        crashed = self.returncode < 0 and -self.returncode not in _CONSEQUENCES
+        return self.ended_at - _HEAD_START * crashed
 
     def __str__(self) -> str:
         phase = f" in phase {self.phase!r}" if self.phase else ""

@@ -2,7 +2,9 @@
 """The launcher's own parts, without ranks of JAX."""
 
 import os
+import queue
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +14,9 @@ import pytest
 
 from tessera import errors
 from tessera.runtime import exit_codes, launcher
-from tessera.runtime.launcher import Launcher, Plan
+from tessera.runtime.launcher import Attempt, Launcher, Plan
+from tessera.runtime.launcher_protocol import Status
+from tessera.runtime.rank_process import RankProcess
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,6 +121,69 @@ def test_a_rank_that_fails_while_others_end_as_asked_is_the_one_that_counts(capf
     )
     assert launch(program) == 1
     assert capfd.readouterr().err.endswith("[rank 0] no room for what is saved\n")
+
+
+class PretendedRank(RankProcess):
+    """A rank without a process, whose exit is queued when the test says so."""
+
+    returncode, is_finished = 0, False
+
+    def __init__(self, rank: int, returncode: int, attempt: Attempt) -> None:
+        self.rank, self.returncode = rank, returncode
+        self.status, self.is_late = Status(f"step {rank}"), False
+        self.ended_at = None
+        self._attempt = attempt
+        attempt.ranks.append(self)
+
+    def end(self) -> None:
+        self.ended_at = time.monotonic()
+        self._attempt.events.put(self)
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+    def send(self, number: int) -> None:
+        del number
+        self.end()
+
+    def kill(self) -> None:
+        raise AssertionError("no rank has to be killed")
+
+
+def attempt_of(*returncodes: int) -> tuple[Attempt, list[PretendedRank], list[str]]:
+    """An attempt of ranks that end with the given codes, and what it logs."""
+    said: list[str] = []
+    attempt = Attempt(queue.SimpleQueue(), 60.0, said.append, lambda: None)
+    ranks = [
+        PretendedRank(rank, code, attempt) for rank, code in enumerate(returncodes)
+    ]
+    return attempt, ranks, said
+
+
+def test_a_killed_rank_is_first_though_the_one_that_noticed_is_seen_before_it():
+    attempt, ranks, said = attempt_of(1, -signal.SIGKILL)
+    for rank in ranks:
+        rank.end()
+    failure = attempt.watch()
+    assert failure is not None
+    assert (failure.rank, failure.returncode) == (1, -signal.SIGKILL)
+    assert said == ["rank 1: killed by SIGKILL in phase 'step 1'"]
+
+
+def test_a_killed_rank_is_first_though_it_is_seen_after_the_others_are_asked_to_end():
+    attempt, ranks, _ = attempt_of(1, -signal.SIGKILL)
+    ranks[0].end()  # The other one's exit is seen when it is sent SIGTERM.
+    failure = attempt.watch()
+    assert failure is not None
+    assert (failure.rank, failure.returncode) == (1, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("code", [1, 143, -signal.SIGTERM, -signal.SIGSEGV])
+def test_a_rank_that_ends_when_it_is_asked_to_did_not_fail(code):
+    attempt, ranks, _ = attempt_of(5, code)
+    ranks[0].end()
+    attempt.watch()
+    assert [failure.rank for failure in attempt.failures] == [0]
 
 
 def test_restarts_are_bounded(capfd):

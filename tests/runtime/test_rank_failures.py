@@ -14,6 +14,16 @@ def test_a_killed_rank_comes_before_those_that_noticed():
     killed = Failure(1, -9, ended_at=10.3)
     noticed = Failure(0, 1, ended_at=10.2, failed_at=10.1)
     assert first_failure([noticed, killed]) is killed
+    # Nothing but SIGKILL itself does this, so it does not matter how late it is seen.
+    seen_late = Failure(1, -9, ended_at=19.0)
+    assert first_failure([noticed, seen_late]) is seen_late
+
+
+def test_a_rank_that_crashes_long_after_another_failed_comes_after_it():
+    raised = Failure(0, 1, ended_at=10.2, failed_at=10.1)
+    soon, late = Failure(1, -11, ended_at=10.9), Failure(1, -11, ended_at=19.0)
+    assert first_failure([raised, soon]) is soon
+    assert first_failure([raised, late]) is raised
 
 
 def test_a_rank_that_jax_aborts_comes_after_those_that_failed():
