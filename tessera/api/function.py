@@ -247,15 +247,17 @@ class Function:
         """The program of a call, compiled unless an equal call has one."""
         key = self._key(call)
         if key not in self._programs:
-            self._warn_of_recompiles(call)
             traced = self._trace(call)
             if to_run:
                 traced.require_devices()
             placed = self._key(traced.call_as_placed())
             program = self._programs.get(placed)
             compiled = program.compiled if program else traced.lower().compile()
-            self._programs[key] = _Program(traced.call, _context_key(), compiled)
-            self._programs.setdefault(placed, self._programs[key])
+            new = _Program(traced.call, _context_key(), compiled)
+            # Another thread may have compiled this program in the meantime.
+            if self._programs.setdefault(key, new) is new:
+                self._programs.setdefault(placed, new)
+                self._warn_of_recompiles(call)
         return self._programs[key]
 
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -385,6 +385,23 @@ def test_two_threads_do_not_mix_their_functions():
         assert list(traced.origin.parameters) == [f"table_{power}"]
 
 
+def test_a_program_that_threads_compile_at_once_counts_as_one():
+    def scaled(x, n):
+        if n:
+            together.wait(timeout=60)
+        return x * n
+
+    together = threading.Barrier(5)
+    step = ts.function(scaled)
+    step(X, 0)
+    threads = [threading.Thread(target=step, args=(X, 1)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()  # a warning in a thread fails the test
+    assert step.num_programs() == 2
+
+
 def test_one_function_called_by_many_threads():
     step = ts.function(lambda x, n: x * n)
     found = {}
