@@ -11,6 +11,7 @@ strictly, and is shown without its escape sequences. The connection is neither e
 nor authenticated, like that of JAX's own coordinator: a firewall has to protect both.
 """
 
+import errno
 import json
 import os
 import socket
@@ -335,7 +336,7 @@ def _ask(
     failure: OSError | None = None
     while (now := time.monotonic()) < until:
         try:
-            with socket.create_connection(address, timeout=until - now) as connection:
+            with _connect(address, until - now) as connection:
                 connection.sendall(handshake.as_line())
                 if answer := _read_line(connection):
                     return answer, None
@@ -347,6 +348,20 @@ def _ask(
             is_reported = True
         time.sleep(_RETRY_EVERY)
     return b"", failure
+
+
+def _connect(address: Address, timeout: float) -> socket.socket:
+    """Connect to rank 0.
+
+    Raises:
+      OSError: Nobody listens. On one machine, where the system may choose the port of
+        rank 0 as the connection's own, TCP then connects a socket to itself.
+    """
+    connection = socket.create_connection(address, timeout=timeout)
+    if connection.getsockname() == connection.getpeername():
+        connection.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    return connection
 
 
 def _read_line(connection: socket.socket) -> bytes:

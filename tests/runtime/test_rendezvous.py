@@ -238,6 +238,22 @@ def test_without_rank_0_the_others_say_where_they_looked():
     assert "whether the run has begun with another rank 1" in error.fix
 
 
+def test_a_connection_to_itself_is_not_rank_0(monkeypatch):
+    """TCP makes one where nobody listens and the system draws the same port."""
+    connect, own_addresses = socket.create_connection, list[Any]()
+
+    def connect_to_itself(address: Any, timeout: float) -> socket.socket:
+        connection = connect(address, timeout, source_address=address)
+        own_addresses.append(connection.getsockname())
+        return connection
+
+    monkeypatch.setattr(socket, "create_connection", connect_to_itself)
+    port = free_port()
+    (error,) = met((1, 2, SAME), timeout=0.5, port=port)
+    assert own_addresses[0] == (HOST, port + 1)
+    assert isinstance(error, MissingRanksError)
+
+
 def alone(port: int, timeout: float = 0.5, host: str = HOST) -> TesseraError:
     cluster = Cluster(0, 2, coordinator=(host, port))
     with pytest.raises(TesseraError) as error:
