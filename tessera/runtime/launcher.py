@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from random import SystemRandom
 from types import FrameType
 from typing import Final, TypeAlias
 
@@ -47,6 +48,9 @@ _FINAL: Final = (exit_codes.USER_ERROR,)
 # Ports in a row: one for programs that use MASTER_PORT, those of JAX's coordinator, and
 # of the rendezvous.
 _NUM_PORTS: Final = 3
+# Below the ports that systems choose for outgoing connections: one of those could take
+# a port before its rank listens there, or a rank that retries connect to itself.
+_PORTS: Final = 10_000, 32_000
 
 _TICK: Final = 0.1
 # How long after the first failure one may be seen that happened before it.
@@ -345,11 +349,12 @@ def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 def free_port() -> int:
     """A free port of the loopback interface, of which the next two are free too."""
     while True:
-        with socket.create_server((LOOPBACK, 0)) as first:
-            port: int = first.getsockname()[1]
-            try:
-                for following in range(port + 1, port + _NUM_PORTS):
-                    socket.create_server((LOOPBACK, following)).close()
-            except (OSError, OverflowError):
-                continue
-            return port
+        # Not drawn by a generator that a run may have seeded, as all runs would then
+        # take the same ports.
+        port = SystemRandom().randrange(*_PORTS)
+        try:
+            for each in range(port, port + _NUM_PORTS):
+                socket.create_server((LOOPBACK, each)).close()
+        except OSError:
+            continue
+        return port

@@ -360,7 +360,9 @@ def _connect(address: Address, timeout: float) -> socket.socket:
     connection = socket.create_connection(address, timeout=timeout)
     if connection.getsockname() == connection.getpeername():
         connection.close()
-        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        raise ConnectionRefusedError(
+            errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED)
+        )
     return connection
 
 

@@ -3,9 +3,10 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
+
+from tessera.runtime.launcher import free_port
 
 PROGRAM = """
 import json, sys
@@ -37,9 +38,7 @@ print("FOUND", json.dumps(found))
 
 
 def test_every_process_gets_the_parameters_of_one():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(rank), str(port)],
