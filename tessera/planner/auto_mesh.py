@@ -19,8 +19,10 @@ from typing import Any, Final
 import yaml
 
 from tessera.errors import TargetError, TesseraError
-from tessera.planner.answer import describe
+from tessera.planner.answer import Answer, describe
 from tessera.planner.plan_run import plan_run
+from tessera.planner.search import Candidate
+from tessera.runtime.cluster import detect
 from tessera.targets.machine import machine_names, machine_of_kind
 
 AUTO: Final = "model.mesh_shape=auto"
@@ -56,7 +58,8 @@ def with_mesh(words: Sequence[str]) -> tuple[list[str], list[str]]:
       The command line, and lines that say what was chosen and why.
 
     Raises:
-      TargetError: [T711] there is no file for this machine's devices.
+      TargetError: [T711] there is no file for this machine's devices, or the run has
+        several processes and names no target.
       PlanError: [T714] no layout is legal, or none fits.
     """
     kept = [word for word in words if word != AUTO]
@@ -65,10 +68,11 @@ def with_mesh(words: Sequence[str]) -> tuple[list[str], list[str]]:
         return [*kept, *overrides], [f"the layout is that of the run in {folder}"]
     target = next((word for word in kept if word.startswith(_TARGET)), None)
     if target is None:
+        _check_is_alone(kept)
         target = f"{_TARGET}{_devices_here()}"
     asked = [word for word in kept if not word.startswith(_TARGET)]
     answer = plan_run([*asked, target], verified=0)
-    best = next((each for each in answer.ranked if each.is_safe), answer.best)
+    best, reason = _safest(answer)
     overrides = best.layout.overrides()
     has_batch = any(word.startswith("training.global_batch_size=") for word in asked)
     if not has_batch:
@@ -78,8 +82,29 @@ def with_mesh(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if "training.dry_run=true" not in line:  # it runs on what is here
         line = [word for word in line if not word.startswith(_TARGET)]
     text = answer.as_text(rows=3).rpartition("\n\n")[0]
-    chosen = f"model.mesh_shape=auto chose {describe(best.layout)}"
+    chosen = f"model.mesh_shape=auto chose {describe(best.layout)}, {reason}"
     return [*line, *overrides], [chosen, *text.splitlines()]
+
+
+def _safest(answer: Answer) -> tuple[Candidate, str]:
+    """The fastest layout whose memory is safe, or the smallest; and which of them."""
+    for each in answer.ranked:
+        if each.is_safe:
+            return each, "the fastest that surely fits"
+    smallest = min(answer.ranked, key=lambda each: each.prediction.memory_bytes)
+    return smallest, "the smallest, as none surely fits"
+
+
+def _check_is_alone(words: Sequence[str]) -> None:
+    """Refuse to plan for the devices that one process of several has."""
+    cluster = detect(os.environ)
+    asked = [word for word in words if word.startswith("runtime.num_processes=")]
+    if cluster.world_size > 1 or asked:
+        raise TargetError(
+            "the devices of the other processes cannot be seen before a run starts",
+            got=f"{AUTO} without runtime.target; {', '.join(asked) or cluster}",
+            fix=_FIX,
+        )
 
 
 def _recorded(words: Sequence[str]) -> tuple[Path, list[str]] | None:

@@ -16,6 +16,8 @@ from tessera.config_files import configs_dir
 from tessera.errors import PlanError, TargetError
 from tessera.planner import auto_mesh
 from tessera.planner.auto_mesh import AUTO, with_mesh
+from tessera.planner.memory_model import MARGIN
+from tessera.planner.plan_run import plan_run
 from tessera.training.command_line import compose
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +28,10 @@ WORDS = [
     "training.global_batch_size=8",
 ]
 TARGET = "runtime.target=cpu:2"
+TORCHRUN = {
+    **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+}
 
 
 def settings(words):
@@ -68,6 +74,31 @@ def test_a_run_that_resumes_keeps_its_layout(tmp_path, place):
     assert found.model.mesh_shape == composed.config.model.mesh_shape
     assert found.training == composed.config.training
     assert notes == [f"the layout is that of the run in {tmp_path}"]
+
+
+def test_where_no_layout_is_safe_the_smallest_is_taken(monkeypatch):
+    monkeypatch.setitem(MARGIN, "cpu", 1e9)
+    words, notes = with_mesh([*WORDS, TARGET])
+    answer = plan_run([*WORDS[1:], TARGET], verified=0)
+    smallest = min(answer.ranked, key=lambda each: each.prediction.memory_bytes)
+    assert {*smallest.layout.overrides()} <= {*words}
+    assert notes[0].endswith("the smallest, as none surely fits")
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (TORCHRUN, []),
+        ({}, ["runtime.num_processes=2"]),
+    ],
+)
+def test_a_run_of_several_processes_names_its_devices(monkeypatch, variables, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TargetError) as caught:
+        with_mesh([*WORDS, *words])
+    assert "without runtime.target" in caught.value.got
+    assert "runtime.target=h100:2x8" in caught.value.fix
 
 
 def test_devices_without_a_file_are_refused(monkeypatch):
