@@ -29,6 +29,7 @@ from tessera.targets.target import Target
 from tessera.training.command_line import compose
 
 _BF16: Final = 2
+_ADAM: Final = 8.0  # bytes of two moments in f32
 _KEYS: Final = ("published tokens/s/device", "predicted")
 
 
@@ -137,12 +138,18 @@ def workload(model: Model, sequence: int, *, fused: bool) -> Workload:
     logits = Product(table, 1, rows, d, model.vocab, ("table",), ("vocab",), 4, _BF16)
     parameters = [
         Parameter(
-            name, (model.layers, inner, outer), ("layers", before, after), 4, True, True
+            name,
+            (model.layers, inner, outer),
+            ("layers", before, after),
+            itemsize=4,
+            is_trained=True,
+            is_layered=True,
+            state_bytes=_ADAM,
         )
         for name, inner, outer, before, after, _ in shapes
     ]
     parameters += [
-        Parameter(name, (model.vocab, d), ("vocab", "table"), 4, True, False)
+        Parameter(name, (model.vocab, d), ("vocab", "table"), 4, True, False, _ADAM)
         for name in dict.fromkeys(("embedding", table))
     ]
     causal = 0.5 if fused else 1.0

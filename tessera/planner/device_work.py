@@ -245,12 +245,13 @@ class DeviceWork:
         Args:
           zero_shards: Into how many more parts ZeRO splits the optimizer's state.
         """
-        scalars = sum(
-            each.size / self.shards(each)
+        # The gradient is read, the parameter and the optimizer's state also written.
+        nbytes = sum(
+            each.size / self.shards(each) * (3 * _F32 + 2 * each.state_bytes)
             for each in self.work.parameters
             if each.is_trained
         )
-        return scalars * self.work.optimizer_bytes / zero_shards / self._memory_rate
+        return nbytes / zero_shards / self._memory_rate
 
     def accumulation_seconds(self, zero_shards: int) -> float:
         """Seconds of adding the gradients of one microbatch to those before."""

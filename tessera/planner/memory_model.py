@@ -9,11 +9,7 @@ layer's own results and the gradients so far.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Final
-
-import jax
-import jax.numpy as jnp
 
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned
@@ -22,8 +18,6 @@ from tessera.planner.device_work import DeviceWork
 from tessera.planner.layout import Layout
 from tessera.planner.workload import Parameter
 from tessera.targets.machine import Machine
-from tessera.training.config import Config
-from tessera.training.optimizers import make_optimizer
 
 MARGIN: Final = {"cpu": 1.5, "gpu": 1.25, "tpu": 1.6}
 """By platform: how far below the memory of a device a prediction is to be called safe.
@@ -87,19 +81,11 @@ class MemoryModel:
     """Predicts the memory of the layouts of one run.
 
     Args:
-      config: The settings of the run.
       machine: The device.
     """
 
-    def __init__(self, config: Config, machine: Machine) -> None:
-        self.config, self.machine = config, machine
-        self._optimizer = make_optimizer(
-            config.optimizer,
-            steps=config.training.steps,
-            clip_norm=config.training.clip_norm,
-            world_size=1,
-        )[0]
-        self._bytes_per_scalar = cache(self._optimizer_bytes)
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
 
     def estimate(
         self, device: DeviceWork, model: Model, layout: Layout
@@ -133,17 +119,8 @@ class MemoryModel:
             split = copies if local % copies == 0 else 1
             stored = each.itemsize / (split if zero_stage == 3 else 1)
             of_params += local * stored
-            if each.is_trained:
-                held = self._bytes_per_scalar(each)
-                of_optimizer += local * held / (split if zero_stage else 1)
+            of_optimizer += local * each.state_bytes / (split if zero_stage else 1)
         return of_params, of_optimizer
-
-    def _optimizer_bytes(self, parameter: Parameter) -> float:
-        """What the optimizer keeps for each scalar of a parameter."""
-        struct = jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
-        state = jax.eval_shape(self._optimizer.init, {"w": struct})
-        leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.shape]
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / parameter.size
 
     def _moments(
         self, device: DeviceWork, layout: Layout

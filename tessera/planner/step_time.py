@@ -44,7 +44,7 @@ class StepModel:
 
     def __init__(self, config: Config, work: Workload, target: Target) -> None:
         self.config, self.work, self.target = config, work, target
-        self._memory = MemoryModel(config, target.machine)
+        self._memory = MemoryModel(target.machine)
         self._on_sizes = cache(self._device_work)
         self._span_of = cache(self._span)
         self._schedule_of = cache(schedule)

@@ -28,6 +28,7 @@ from tessera.scope import Scope
 from tessera.targets.target import Target
 from tessera.training.config import Config
 from tessera.training.layout_checks import build_model
+from tessera.training.optimizers import make_optimizer
 from tessera.tree import named_leaves, path_name
 
 _BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
@@ -47,6 +48,7 @@ class Parameter:
       itemsize: Bytes of a number, as it is stored.
       is_trained: Whether it has a gradient.
       is_layered: Whether the layers of the model each have a part of it.
+      state_bytes: What the optimizer keeps for each scalar; 0 if it is not trained.
     """
 
     path: str
@@ -55,6 +57,7 @@ class Parameter:
     itemsize: int
     is_trained: bool
     is_layered: bool
+    state_bytes: float
 
     @property
     def size(self) -> int:
@@ -98,7 +101,6 @@ class Workload:
       reduced_bytes: What norms and other reductions read in the forward pass.
       other_flops: Operations beside matmuls in the forward pass.
       recomputed: By policy of rematerialization.
-      optimizer_bytes: What the optimizer reads and writes for each trained scalar.
     """
 
     sequence_length: int
@@ -113,7 +115,6 @@ class Workload:
     reduced_bytes: float
     other_flops: float
     recomputed: Mapping[str, Recomputed] = field(hash=False)
-    optimizer_bytes: float = 28.0
 
     @property
     def flops(self) -> float:
@@ -140,7 +141,7 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
     products = sum(product.flops for product in forward.products)
     inner = max(plain.total_flops - 3 * products - forward.inner_flops, 0.0)
     model = traced.model("none")
-    parameters = tuple(_parameters(model))
+    parameters = tuple(_parameters(model, config))
     layered = {each.path for each in parameters if each.is_layered}
     in_layers = sum(p.flops for p in forward.products if p.path in layered)
     gradients = sum(
@@ -223,8 +224,19 @@ class _Traced:
         return find_products(closed, weights)
 
 
-def _parameters(model: Model) -> list[Parameter]:
+def _parameters(model: Model, config: Config) -> list[Parameter]:
     names = _dim_names(model)
+    optimizer, _ = make_optimizer(
+        config.optimizer,
+        steps=config.training.steps,
+        clip_norm=config.training.clip_norm,
+    )
+
+    def state_bytes(leaf: jax.ShapeDtypeStruct) -> float:
+        state = jax.tree.leaves(jax.eval_shape(optimizer.init, {"w": leaf}))
+        nbytes = sum(each.size * each.dtype.itemsize for each in state if each.shape)
+        return nbytes / leaf.size
+
     return [
         Parameter(
             path=path,
@@ -233,6 +245,7 @@ def _parameters(model: Model) -> list[Parameter]:
             itemsize=leaf.dtype.itemsize,
             is_trained=path not in model.frozen,
             is_layered=any(name in _STACKED for name in names[path]),
+            state_bytes=0.0 if path in model.frozen else state_bytes(leaf),
         )
         for path, leaf in named_leaves(model.abstract()).items()
     ]

@@ -145,6 +145,27 @@ def test_offloading_the_optimizer_takes_time():
     assert moved.overhead > kept.overhead
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "nbytes"),
+    [
+        ("adamw", 8),  # two moments in f32
+        ("lion", 4),
+        ("sgd", 4),
+        ("adafactor", 4 / 128 + 4 / 512),  # a mean of each row and column
+    ],
+)
+def test_an_update_moves_what_the_optimizer_keeps(optimizer, nbytes):
+    settings = compose([*WORDS, f"optimizer={optimizer}"], configs_dir()).config
+    found = StepModel.of(settings, Target.parse("cpu:8"))
+    (mlp,) = (each for each in found.work.parameters if "down" in each.path)
+    assert mlp.state_bytes == pytest.approx(nbytes, rel=0.01)
+    device, _ = found.device_work(FULL)
+    rate = device.machine.memory_bandwidth * device.machine.efficiency["memory"]
+    moved = 12 * sum(each.size for each in found.work.parameters) / 8
+    moved += 2 * found.memory(FULL).optimizer
+    assert device.optimizer_seconds(1) == pytest.approx(moved / rate, rel=0.02)
+
+
 def test_zero_splits_what_its_stage_says():
     stages = [
         model().memory(Layout((("dp", 8),), 1, 1, zero_stage=s)) for s in range(4)
