@@ -2,19 +2,22 @@
 """``model.mesh_shape=auto``: a layout for the devices of a run, chosen at its start.
 
 What is chosen becomes part of the command line, so ``config.yaml`` has it as if it had
-been written. A run that goes on from a folder keeps the layout of that folder.
+been written. A run that goes on from a folder keeps the layout of that folder, and on
+another number of devices its global batch.
 
 ``python -m tessera.planner.auto_mesh`` does it in a process of its own: planning starts
 JAX, and the trainer decides how JAX starts in its process.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import yaml
 
@@ -24,14 +27,21 @@ from tessera.planner.plan_run import plan_run
 from tessera.planner.search import Candidate
 from tessera.runtime.cluster import detect
 from tessera.targets.machine import machine_names, machine_of_kind
+from tessera.targets.target import Target
+from tessera.training.checkpoints.choose_checkpoint import AUTO as AUTO_RESUME
+from tessera.training.checkpoints.choose_checkpoint import NONE
+from tessera.training.config import data_parallel_groups
+from tessera.training.run_folder import CHECKPOINTS
 
 AUTO: Final = "model.mesh_shape=auto"
-_TARGET: Final = "runtime.target="
+_OF_TARGET: Final = ("runtime.target", "runtime.target_compiler")
+_BATCH: Final = "training.global_batch_size"
 _KEPT: Final = (
     "model.mesh_shape",
     "model.sequence_parallel",
     "training.micro_batch_size",
     "training.gradient_accumulation_steps",
+    _BATCH,
     "training.remat",
     "training.zero_stage",
     "training.offload_optimizer",
@@ -62,27 +72,24 @@ def with_mesh(words: Sequence[str]) -> tuple[list[str], list[str]]:
         several processes and names no target.
       PlanError: [T714] no layout is legal, or none fits.
     """
-    kept = [word for word in words if word != AUTO]
-    if (recorded := _recorded(kept)) is not None:
-        folder, overrides = recorded
-        return [*kept, *overrides], [f"the layout is that of the run in {folder}"]
-    target = next((word for word in kept if word.startswith(_TARGET)), None)
-    if target is None:
-        _check_is_alone(kept)
-        target = f"{_TARGET}{_devices_here()}"
-    asked = [word for word in kept if not word.startswith(_TARGET)]
-    answer = plan_run([*asked, target], verified=0)
+    given = [word for word in words if word != AUTO]
+    target, run = _target(given), _RecordedRun.find(given)
+    # A run is on what is here; a dry run keeps its target.
+    is_dry = "training.dry_run=true" in given
+    line = given if is_dry else _without(given, *_OF_TARGET)
+    if run is not None and run.fits(Target.parse(target)):
+        layout = _without(run.overrides(), *map(_key, given))
+        return [*line, *layout], [f"the layout is that of the run in {run.folder}"]
+    asked = [*_without(given, "runtime.target"), f"runtime.target={target}"]
+    if run is not None and _BATCH not in map(_key, given):
+        asked.append(f"{_BATCH}={run.global_batch_size}")
+    answer = plan_run(asked, verified=0)
     best, reason = _safest(answer)
     overrides = best.layout.overrides()
-    has_batch = any(word.startswith("training.global_batch_size=") for word in asked)
-    if not has_batch:
-        overrides.append(f"training.global_batch_size={answer.space.global_batch_size}")
-    set_here = {word.partition("=")[0] for word in overrides}
-    line = [word for word in kept if word.partition("=")[0] not in set_here]
-    if "training.dry_run=true" not in line:  # it runs on what is here
-        line = [word for word in line if not word.startswith(_TARGET)]
+    overrides.append(f"{_BATCH}={answer.space.global_batch_size}")
+    line = _without(line, *map(_key, overrides))
     text = answer.as_text(rows=3).rpartition("\n\n")[0]
-    chosen = f"model.mesh_shape=auto chose {describe(best.layout)}, {reason}"
+    chosen = f"{AUTO} chose {describe(best.layout)}, {reason}"
     return [*line, *overrides], [chosen, *text.splitlines()]
 
 
@@ -95,42 +102,92 @@ def _safest(answer: Answer) -> tuple[Candidate, str]:
     return smallest, "the smallest, as none surely fits"
 
 
-def _check_is_alone(words: Sequence[str]) -> None:
-    """Refuse to plan for the devices that one process of several has."""
+def _without(words: Iterable[str], *keys: str) -> list[str]:
+    """The words that set none of these settings."""
+    return [word for word in words if _key(word) not in keys]
+
+
+def _key(word: str) -> str:
+    """The setting of a word such as ``training.steps=2``."""
+    return word.partition("=")[0]
+
+
+def _target(words: Sequence[str]) -> str:
+    """The ``runtime.target`` of a command line, or this machine."""
+    for word in reversed(words):
+        if _key(word) == "runtime.target":
+            return word.partition("=")[2]
+    # One process does not see the devices of the others.
     cluster = detect(os.environ)
-    asked = [word for word in words if word.startswith("runtime.num_processes=")]
-    if cluster.world_size > 1 or asked:
+    several = [word for word in words if word.startswith("runtime.num_processes=")]
+    if several or cluster.world_size > 1:
         raise TargetError(
             "the devices of the other processes cannot be seen before a run starts",
-            got=f"{AUTO} without runtime.target; {', '.join(asked) or cluster}",
+            got=f"{AUTO} without runtime.target; {', '.join(several) or cluster}",
             fix=_FIX,
         )
+    return _devices_here()
 
 
-def _recorded(words: Sequence[str]) -> tuple[Path, list[str]] | None:
-    """The layout of the run that this one goes on from, if it does."""
-    values = dict(word.split("=", 1) for word in words if "=" in word)
-    resume = values.get("training.resume", "none")
-    if resume == "none":
-        return None
-    folders = [values.get("hydra.run.dir"), resume]
-    for folder in (Path(each) for each in folders if each):
-        for place in (folder, folder.parent, folder.parent.parent):
-            file = place / "config.yaml"
-            if file.is_file():
-                return place, _layout_words(yaml.safe_load(file.read_text()))
-    return None
+@dataclass(frozen=True)
+class _RecordedRun:
+    """The run that a command line goes on from.
 
+    Attributes:
+      folder: Of the run.
+      settings: Its ``config.yaml``.
+    """
 
-def _layout_words(settings: dict[str, Any]) -> list[str]:
-    """The words of a command line that give a run the layout of these settings."""
-    words = []
-    for path in _KEPT:
-        group, _, name = path.partition(".")
-        value = settings.get(group, {}).get(name)
-        if value is not None:
-            words.append(f"{path}={json.dumps(value, separators=(',', ':'))}")
-    return [word.replace('"', "") for word in words]
+    folder: Path
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def find(cls, words: Sequence[str]) -> Self | None:
+        """The run that ``training.resume`` names; None if there is no record of it."""
+        values = dict(word.split("=", 1) for word in words if "=" in word)
+        resume = values.get("training.resume", NONE)
+        name = values.get("hydra.run.dir") if resume == AUTO_RESUME else resume
+        if resume == NONE or not name:
+            return None
+        folder = Path(name).absolute()
+        if folder.parent.name == CHECKPOINTS:  # one checkpoint
+            folder = folder.parent
+        if folder.name == CHECKPOINTS:
+            folder = folder.parent
+        try:
+            settings = yaml.safe_load((folder / "config.yaml").read_text())
+            is_run = "mesh_shape" in settings["model"]
+        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+            return None  # the trainer says what is wrong with the folder
+        return cls(folder, settings) if is_run else None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the mesh's axes, by name."""
+        sizes, names = self.settings["model"]["mesh_shape"]
+        return dict(zip(names, sizes, strict=True))
+
+    def fits(self, target: Target) -> bool:
+        """Whether its mesh has the devices of a target."""
+        num_devices = math.prod(self.sizes.values())
+        return num_devices == target.num_devices or -1 in self.sizes.values()
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of a step."""
+        training = self.settings["training"]
+        each = training["micro_batch_size"] * training["gradient_accumulation_steps"]
+        total = training["global_batch_size"]
+        return total or each * data_parallel_groups(self.sizes)
+
+    def overrides(self) -> Iterator[str]:
+        """The words of a command line that give a run this layout."""
+        for path in _KEPT:
+            group, _, name = path.partition(".")
+            value = self.settings[group].get(name)
+            if value is not None:
+                text = json.dumps(value, separators=(",", ":"))
+                yield f"{path}={text}".replace('"', "")
 
 
 def _devices_here() -> str:

@@ -63,17 +63,65 @@ def test_without_a_global_batch_all_devices_have_a_microbatch():
     assert settings(words).training.global_batch_size == 6
 
 
-@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step_5"])
-def test_a_run_that_resumes_keeps_its_layout(tmp_path, place):
-    recorded = ["model.mesh_shape=[[1,2],[dp,tp]]", "training.remat=dots"]
-    composed = compose([*WORDS[1:], *recorded], configs_dir())
-    (tmp_path / "config.yaml").write_text(composed.text)
+def record(folder, *words):
+    """The settings of a run with two devices, of which a folder has the record."""
+    layout = ["model.mesh_shape=[[1,2],[dp,tp]]", "training.micro_batch_size=4"]
+    composed = compose([*WORDS[1:], *layout, *words], configs_dir())
+    (folder / "config.yaml").write_text(composed.text)
+    return composed.config
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/5"])
+@pytest.mark.parametrize("given", [WORDS, WORDS[:3]], ids=["batch", "no batch"])
+def test_a_run_that_resumes_keeps_its_layout(tmp_path, place, given):
+    recorded = record(tmp_path, "training.remat=dots")
     resume = f"training.resume={tmp_path / place}"
-    words, notes = with_mesh([*WORDS, resume])
+    words, notes = with_mesh([*given, TARGET, resume])
     found = settings([word for word in words if word != resume])
-    assert found.model.mesh_shape == composed.config.model.mesh_shape
-    assert found.training == composed.config.training
+    assert found.model.mesh_shape == recorded.model.mesh_shape
+    assert found.training == recorded.training
     assert notes == [f"the layout is that of the run in {tmp_path}"]
+
+
+def test_a_run_that_resumes_takes_what_is_written(tmp_path):
+    record(tmp_path, "training.remat=dots")
+    resume = f"training.resume={tmp_path}"
+    words, _ = with_mesh([*WORDS, TARGET, resume, "training.remat=full"])
+    found = settings([word for word in words if word != resume])
+    assert found.training.remat == "full"
+
+
+def test_on_other_devices_a_run_resumes_with_another_layout(tmp_path):
+    recorded = record(tmp_path)
+    resume = f"training.resume={tmp_path}"
+    words, notes = with_mesh([*WORDS[:3], "runtime.target=cpu:4", resume])
+    found = settings([word for word in words if word != resume])
+    assert math.prod(found.model.mesh_shape[0]) == 4
+    total = recorded.training.global_batch_size
+    assert found.training.global_batch_size == total == 8
+    assert notes[0].startswith("model.mesh_shape=auto chose ")
+
+
+def test_the_batch_of_a_run_without_a_global_one_is_that_of_its_groups(tmp_path):
+    batch = ["training.global_batch_size=null", "training.micro_batch_size=3"]
+    mesh = "model.mesh_shape=[[2,2],[fsdp,tp]]"
+    record(tmp_path, *batch, mesh, "training.gradient_accumulation_steps=2")
+    run = auto_mesh._RecordedRun.find([f"training.resume={tmp_path}"])
+    assert run.global_batch_size == 12
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "model: 3", "a: b: c", "model: {}"])
+def test_a_file_that_is_no_record_of_a_run_is_left_to_the_trainer(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    assert auto_mesh._RecordedRun.find([f"training.resume={tmp_path}"]) is None
+
+
+def test_resuming_from_the_own_folder_reads_no_other(tmp_path, monkeypatch):
+    """A file ``config.yaml`` of something else, in the working folder and above."""
+    monkeypatch.chdir(tmp_path)
+    record(tmp_path)
+    for own in ([], [f"hydra.run.dir={tmp_path / 'new'}"]):
+        assert auto_mesh._RecordedRun.find(["training.resume=auto", *own]) is None
 
 
 def test_where_no_layout_is_safe_the_smallest_is_taken(monkeypatch):
@@ -130,19 +178,19 @@ def test_an_error_is_that_of_the_planner(monkeypatch, capsys):
 
 @pytest.mark.full
 def test_a_run_chooses_its_mesh(tmp_path):
-    """The whole way: four simulated devices, two steps, and one more by a resume."""
+    """The whole way: two steps on four simulated devices, one more, and one on two."""
     common = [
         "training.steps=2",
         "training.sample_length=0",
         f"hydra.run.dir={tmp_path}",
     ]
     line = [sys.executable, ROOT / "run_training.py", *WORDS, *common]
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
 
-    def run(*more):
+    def run(num_devices, *more):
         done = subprocess.run(
             [*line, *more],
-            env=environment,
+            env={**environment, "JAX_NUM_CPU_DEVICES": f"{num_devices}"},
             capture_output=True,
             text=True,
             timeout=300,
@@ -150,13 +198,17 @@ def test_a_run_chooses_its_mesh(tmp_path):
         )
         assert done.returncode == 0, done.stderr
 
-    run()
+    run(4)
     log = (tmp_path / "train.log").read_text()
     assert "model.mesh_shape=auto chose " in log
     first = yaml.safe_load((tmp_path / "config.yaml").read_text())
     sizes, _ = first["model"]["mesh_shape"]
     assert math.prod(sizes) == 4
-    run("training.steps=3", "training.resume=auto")
+    run(4, "training.steps=3", "training.resume=auto")
     second = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert second["model"] == first["model"]
     assert "the layout is that of the run in" in (tmp_path / "train.log").read_text()
+    run(2, "training.steps=4", "training.resume=auto")
+    third = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert math.prod(third["model"]["mesh_shape"][0]) == 2
+    assert "resuming from" in (tmp_path / "train.log").read_text()
