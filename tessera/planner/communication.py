@@ -11,6 +11,7 @@
 - ``pp``: activations and their gradients go from stage to stage.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -72,11 +73,11 @@ class Communication:
     def of_step(self) -> list[Transfer]:
         """The collectives that a step has once."""
         stage = self.layout.zero_stage
-        found = self._sums() if self.layout.schedule else []
+        found = [*self._sums(), *self._stages()] if self.layout.schedule else []
         if stage not in (1, 2) or "dp" not in self.sizes:
             return found
         nbytes = sum(
-            each.size * each.itemsize / self.device.shards(each)
+            each.itemsize * self.device.scalars(each)
             for each in self.work.parameters
             if each.is_trained
         )
@@ -118,7 +119,7 @@ class Communication:
             return
         item = _F32 if each.path in self._looked_up else self._item
         calls = self.work.num_layers if each.is_layered else 1
-        local = each.size / self.device.shards(each, without=tuple(axes))
+        local = self.device.scalars(each, without=(*axes, "pp"))
         # The backward pass of a pipeline's stage begins with its forward pass.
         passes = 3.0 if self.layout.schedule else 2.0
         if each.is_layered:
@@ -139,7 +140,8 @@ class Communication:
         axes = self._scattered(each)
         if not axes:
             return
-        calls, local = self._gradient(each)
+        # A stage's part of a microbatch is taken of the whole: see StepModel.
+        calls, local = self._gradient(each, (*axes, "pp"))
         times = calls / self.sync_every
         kind = "reduce-scatter" if each.is_layered or self._is_single else "all-reduce"
         yield Transfer(axes, kind, local * _F32, times, True, each.is_layered)
@@ -162,13 +164,24 @@ class Communication:
             over = {*self._sharded_over(each), *self._scattered(each)}
             axes = tuple(a for a in self.sizes if a in _DATA_AXES and a not in over)
             if each.is_trained and axes:
-                calls, local = self._gradient(each)
-                nbytes = local * _F32 / self._size(self._scattered(each))
+                scattered = self._scattered(each)
+                calls, local = self._gradient(each, scattered)
+                nbytes = local * _F32 / math.prod(self.sizes[a] for a in scattered)
                 times = calls / self.sync_every
                 found.append(
                     Transfer(axes, "all-reduce", nbytes, times, True, each.is_layered)
                 )
         return found
+
+    def _stages(self) -> Iterator[Transfer]:
+        """Of arrays such as the embedding, of which each stage stores a part."""
+        for each in self.work.parameters:
+            if "pp" not in self._sharded_over(each):
+                continue
+            nbytes = self.device.scalars(each, without=("pp",)) * _F32
+            yield Transfer(("pp",), "all-gather", nbytes, 1, False, False)
+            if each.is_trained:
+                yield Transfer(("pp",), "all-reduce", nbytes, 1, False, False)
 
     def _scattered(self, each: Parameter) -> tuple[str, ...]:
         axes = [axis for axis in self._sharded_over(each) if axis == "fsdp"]
@@ -176,17 +189,17 @@ class Communication:
             axes.append("dp")
         return tuple(axes)
 
-    def _gradient(self, each: Parameter) -> tuple[float, float]:
-        """Parts of a gradient that come one after the other, and scalars of each."""
-        calls = self.work.num_layers if each.is_layered else 1
-        without = self._scattered(each)
-        return calls, each.size / self.device.shards(each, without=without) / calls
+    def _gradient(
+        self, each: Parameter, without: tuple[str, ...]
+    ) -> tuple[float, float]:
+        """Parts of a gradient that come one after the other, and scalars of each.
 
-    def _size(self, axes: tuple[str, ...]) -> int:
-        result = 1
-        for axis in axes:
-            result *= self.sizes[axis]
-        return result
+        Args:
+          each: The parameter.
+          without: Axes over which the gradient is not split yet.
+        """
+        calls = self.work.num_layers if each.is_layered else 1
+        return calls, self.device.scalars(each, without=without) / calls
 
     def _tensor_parallel(self) -> Iterator[Transfer]:
         if "tp" not in self.sizes:

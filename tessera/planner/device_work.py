@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from typing import Final
 
 from tessera.models.partition_rules import Placement
+from tessera.models.pipeline_stages import StageSplit
 from tessera.planner.workload import Parameter, Workload
 from tessera.targets.machine import Machine
 
@@ -56,11 +57,21 @@ class DeviceWork:
       work: What is computed.
       place: The layout of the model's dims on the mesh.
       machine: The device.
+      split: The stages of a pipeline, of which each device stores its own.
     """
 
-    def __init__(self, work: Workload, place: Placement, machine: Machine) -> None:
+    def __init__(
+        self,
+        work: Workload,
+        place: Placement,
+        machine: Machine,
+        split: StageSplit | None = None,
+    ) -> None:
         self.work, self.place, self.machine = work, place, machine
-        self._layered = work.layered()
+        # Stored layers per layer: stages have as many each, some of them padding.
+        stored = split.depth * len(split.layers) if split else 1
+        self._padding = stored / split.num_layers if split else 1.0
+        self._layered, self._trained = work.layered(), work.trained()
         self._itemsize = 4 if work.matmul_dtype == "float32" else 2
         peak = machine.flops[
             "float32" if work.matmul_dtype == "float32" else "bfloat16"
@@ -72,7 +83,7 @@ class DeviceWork:
         self._sizes = {} if place.mesh is None else place.mesh.shape
         self.axes = cache(self._axes)
         self.split = cache(self._split)
-        self.shards = cache(self._shards)
+        self.scalars = cache(self._scalars)
 
     def _axes(self, names: tuple[str | None, ...]) -> list[str]:
         """The axes that shard dims, by their logical names."""
@@ -83,10 +94,16 @@ class DeviceWork:
         axes = self.axes(names)
         return math.prod(self._sizes[axis] for axis in axes if axis in _SPLITS_MATMULS)
 
-    def _shards(self, parameter: Parameter, *, without: tuple[str, ...] = ()) -> int:
-        """Shards of a parameter on the mesh, but for those over some axes."""
-        axes = self.axes(parameter.names)
-        return math.prod(self._sizes[axis] for axis in axes if axis not in without)
+    def _scalars(self, parameter: Parameter, *, without: tuple[str, ...] = ()) -> float:
+        """Of a parameter on the device, were it not sharded over some axes.
+
+        Padding of stages counts where stages do.
+        """
+        axes, size = self.axes(parameter.names), float(parameter.size)
+        if parameter.is_layered and "pp" not in without:
+            axes = [*self.place.axes("stages"), *axes]
+            size *= self._padding
+        return size / math.prod(self._sizes[a] for a in axes if a not in without)
 
     def compute(self, sequences: int, policy: str) -> Compute:
         """Seconds of one microbatch.
@@ -137,9 +154,9 @@ class DeviceWork:
             k = product.inner / self.split(product.inner_names)
             n = product.outer / self.split(product.outer_names)
             forward += times * self._matmul(m, k, n, product.itemsize)
-            of_input = self._matmul(m, n, k, product.itemsize)
-            of_weight = self._matmul(k, m, n, _F32)
-            backward += times * (of_input + of_weight)
+            backward += times * self._matmul(m, n, k, product.itemsize)
+            if product.path in self._trained:
+                backward += times * self._matmul(k, m, n, _F32)
         return forward, backward
 
     def _matmul(self, m: float, k: float, n: float, itemsize: int) -> float:
@@ -247,7 +264,7 @@ class DeviceWork:
         """
         # The gradient is read, the parameter and the optimizer's state also written.
         nbytes = sum(
-            each.size / self.shards(each) * (3 * _F32 + 2 * each.state_bytes)
+            self.scalars(each) * (3 * _F32 + 2 * each.state_bytes)
             for each in self.work.parameters
             if each.is_trained
         )
@@ -255,5 +272,6 @@ class DeviceWork:
 
     def accumulation_seconds(self, zero_shards: int) -> float:
         """Seconds of adding the gradients of one microbatch to those before."""
-        scalars = sum(each.size / self.shards(each) for each in self.work.parameters)
+        trained = (each for each in self.work.parameters if each.is_trained)
+        scalars = sum(map(self.scalars, trained))
         return scalars * 3 * _F32 / zero_shards / self._memory_rate

@@ -13,7 +13,6 @@ from typing import Final
 
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned
-from tessera.models.model import Model
 from tessera.planner.device_work import DeviceWork
 from tessera.planner.layout import Layout
 from tessera.planner.workload import Parameter
@@ -87,17 +86,14 @@ class MemoryModel:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
-    def estimate(
-        self, device: DeviceWork, model: Model, layout: Layout
-    ) -> MemoryEstimate:
+    def estimate(self, device: DeviceWork, layout: Layout) -> MemoryEstimate:
         """The memory of a layout.
 
         Args:
           device: The part of the work that one device has.
-          model: The model on the layout's mesh.
           layout: The layout.
         """
-        parameters, optimizer = self._state_bytes(device, model, layout.zero_stage)
+        parameters, optimizer = self._state_bytes(device, layout.zero_stage)
         # Offloaded moments come back to the device for the update, an array at a time.
         largest = max(_local(device, each) for each in device.work.parameters)
         moments = optimizer / parameters if parameters else 0.0
@@ -106,16 +102,12 @@ class MemoryModel:
         on_host = optimizer if layout.offload else 0.0
         return MemoryEstimate(parameters, on_device, *parts, on_host)
 
-    def _state_bytes(
-        self, device: DeviceWork, model: Model, zero_stage: int
-    ) -> tuple[float, float]:
+    def _state_bytes(self, device: DeviceWork, zero_stage: int) -> tuple[float, float]:
         """Bytes of the parameters and of the optimizer's state on one device."""
         copies = device.place.mesh.shape.get("dp", 1) if device.place.mesh else 1
-        padding = _padding(model)
         of_params = of_optimizer = 0.0
         for each in device.work.parameters:
-            local = each.size / device.shards(each)
-            local *= padding if each.is_layered else 1.0
+            local = device.scalars(each)
             split = copies if local % copies == 0 else 1
             stored = each.itemsize / (split if zero_stage == 3 else 1)
             of_params += local * stored
@@ -155,7 +147,7 @@ class MemoryModel:
         over = ("fsdp", "pp")
         tables = weights = 0.0
         for each in device.work.parameters:
-            local = each.size / device.shards(each, without=over)
+            local = device.scalars(each, without=over)
             if each.is_layered:
                 weights += local * (2 if device.work.matmul_dtype != "float32" else 4)
             else:
@@ -174,14 +166,6 @@ class MemoryModel:
         return tables, weights, tokens * max(widths, default=0.0) * _F32
 
 
-def _padding(model: Model) -> float:
-    """Stored layers of a pipeline's stages, of which all have as many, per layer."""
-    if model.split is None:
-        return 1.0
-    lengths = [len(layers) for layers in model.split.layers]
-    return max(lengths) * len(lengths) / sum(lengths)
-
-
 def _local(device: DeviceWork, parameter: Parameter) -> float:
-    """Bytes of a parameter's gradient on one device, in f32."""
-    return parameter.size * _F32 / device.shards(parameter)
+    """Bytes of a parameter's gradient on one device, in f32; 0 if it has none."""
+    return _F32 * device.scalars(parameter) * parameter.is_trained

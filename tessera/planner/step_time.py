@@ -85,7 +85,7 @@ class StepModel:
 
     def memory(self, layout: Layout) -> MemoryEstimate:
         """The memory of one device, by what takes it."""
-        return self._memory.estimate(*self.device_work(layout), layout)
+        return self._memory.estimate(self.device_work(layout)[0], layout)
 
     def spans(self, mesh: tuple[tuple[str, int], ...]) -> frozenset[Any]:
         """How each axis of a mesh lies on the links."""
@@ -103,7 +103,7 @@ class StepModel:
         placed = Mesh([n for n, _ in mesh], shape=[s for _, s in mesh])
         model = build_model(layout.applied(self.config), placed)
         place = model.place(placed)
-        return DeviceWork(self.work, place, self.target.machine), model
+        return DeviceWork(self.work, place, self.target.machine, model.split), model
 
     def seconds(self, layout: Layout, transfer: Transfer) -> float:
         """Of all calls of a transfer."""

@@ -119,8 +119,15 @@ class Workload:
     @property
     def flops(self) -> float:
         """Model FLOPs of a sequence, forward and backward, nothing computed twice."""
-        products = sum(product.flops for product in self.products)
-        return 3 * products + (1 + self.inner_backward) * self.inner_flops
+        trained = self.trained()
+        products = sum(
+            product.flops * (2 + (product.path in trained)) for product in self.products
+        )
+        return products + (1 + self.inner_backward) * self.inner_flops
+
+    def trained(self) -> set[str]:
+        """Names of the parameters that have gradients."""
+        return {each.path for each in self.parameters if each.is_trained}
 
     def layered(self) -> set[str]:
         """Names of the parameters that layers have parts of."""
@@ -138,10 +145,13 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
     traced = _Traced(config, target)
     forward = traced.forward("none")
     plain = traced.backward("none")
-    products = sum(product.flops for product in forward.products)
-    inner = max(plain.total_flops - 3 * products - forward.inner_flops, 0.0)
     model = traced.model("none")
     parameters = tuple(_parameters(model, config))
+    trained = {each.path for each in parameters if each.is_trained}
+    backward_products = sum(
+        product.flops * (1 + (product.path in trained)) for product in forward.products
+    )
+    inner = max(plain.total_flops - forward.total_flops - backward_products, 0.0)
     layered = {each.path for each in parameters if each.is_layered}
     in_layers = sum(p.flops for p in forward.products if p.path in layered)
     gradients = sum(
@@ -199,26 +209,30 @@ class _Traced:
         return build_model(config, self.mesh)
 
     def forward(self, policy: Any) -> Found:
-        return self._found(self.model(policy), None)
+        return self._found(self.model(policy))
 
     def backward(self, policy: Any, rows: int = 1) -> Found:
-        return self._found(self.model(policy), jax.grad, rows)
+        return self._found(self.model(policy), rows, is_backward=True)
 
-    def _found(self, model: Model, transform: Any, rows: int = 1) -> Found:
+    def _found(
+        self, model: Model, rows: int = 1, *, is_backward: bool = False
+    ) -> Found:
         chunk = self.config.training.loss_chunk
 
-        def loss(params: Any, batch: Any) -> Any:
-            return model.loss(params, batch, NO_MESH, chunk=chunk)[0]
+        def loss(trained: Any, params: Any, batch: Any) -> Any:
+            whole = model.with_frozen(trained, params)
+            return model.loss(whole, batch, NO_MESH, chunk=chunk)[0]
 
         shape = (rows, self.config.training.sequence_length)
         struct = jax.ShapeDtypeStruct(shape, jnp.int32)
         params = model.abstract()
-        traced = transform(loss) if transform else loss
+        inputs = (model.trained(params), params)
+        traced = jax.grad(loss) if is_backward else loss
         with scope.opened(Scope(mesh=self.mesh)):
-            closed = jax.make_jaxpr(traced)(params, dict.fromkeys(_BATCH, struct))
+            closed = jax.make_jaxpr(traced)(*inputs, dict.fromkeys(_BATCH, struct))
         names = _dim_names(model)
         weights: list[Weight | None] = [
-            Weight(path, names[path]) for path in named_leaves(params)
+            Weight(path, names[path]) for tree in inputs for path in named_leaves(tree)
         ]
         weights += [None] * len(_BATCH)
         return find_products(closed, weights)

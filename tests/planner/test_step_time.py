@@ -18,16 +18,19 @@ from tessera.training.command_line import compose
 
 WORDS = ("data=synthetic", "training.sequence_length=64", "training.loss_chunk=none")
 FULL = Layout((("fsdp", 8),), 2, 1, remat="full")
+LARGE = Layout((("fsdp", 8),), 16, 1)
+PIPELINE = Layout((("pp", 2), ("fsdp", 4)), 2, 4, schedule="1f1b")
+PARTLY = ["model.lora.rank=4", "training.trainable=[decoder/attention/**]"]
 
 
 @cache
-def config():
-    return compose(WORDS, configs_dir()).config
+def config(*words: str):
+    return compose([*WORDS, *words], configs_dir()).config
 
 
 @cache
-def model(target: str = "cpu:8") -> StepModel:
-    return StepModel.of(config(), Target.parse(target))
+def model(*words: str) -> StepModel:
+    return StepModel.of(config(*words), Target.parse("cpu:8"))
 
 
 @cache
@@ -38,8 +41,8 @@ def gemma() -> StepModel:
 
 
 @cache
-def compiled(layout: Layout):
-    settings = layout.applied(config())
+def compiled(layout: Layout, *words: str):
+    settings = layout.applied(config(*words))
     run = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
     return run.compiled
 
@@ -51,13 +54,26 @@ def seconds(layout: Layout) -> float:
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_flops_are_those_of_the_traced_step(remat):
     """But for masked blocks of attention, which are skipped or not: half count here."""
-    layout = Layout((("fsdp", 8),), 2, 1, remat=remat)
-    program = compiled(layout).traced.graph.program
+    layout = replace(FULL, remat=remat)
+    found = count(compiled(layout).traced.graph.program).matmul
     work = model().work
     again = work.recomputed[remat]
     in_layers = sum(p.flops for p in work.products if p.path in work.layered())
     each = work.flops + again.products * in_layers + again.inner_flops
-    assert 16 * each == pytest.approx(count(program).matmul, rel=0.03)
+    assert 16 * each == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize("words", PARTLY, ids=str)
+def test_flops_are_those_of_a_step_that_trains_some_parameters(words):
+    found = count(compiled(LARGE, words).traced.graph.program).matmul
+    assert 128 * model(words).work.flops == pytest.approx(found, rel=0.06)
+
+
+@pytest.mark.parametrize("words", PARTLY, ids=str)
+def test_memory_is_that_of_a_step_that_trains_some_parameters(words):
+    """Gradients that nobody asked for are not in it: they grow with the batch here."""
+    peak = compiled(LARGE, words).memory.peak
+    assert model(words).memory(LARGE).total == pytest.approx(peak, rel=0.2)
 
 
 GOLDEN = {
@@ -91,6 +107,20 @@ def test_collectives_are_those_of_the_compiled_step(mesh):
     rows = compiled(layout).collectives.rows
     found = sum(r.nbytes * r.counted_calls for r in rows if r.axes == (axis,))
     assert predicted == pytest.approx(found, rel=0.15)
+
+
+def test_gradients_of_a_pipeline_are_summed_once_by_the_devices_of_a_stage():
+    layout = replace(PIPELINE, mesh=(("pp", 2), ("dp", 4)))
+    device, _ = model().device_work(layout)
+    predicted: dict[str, float] = {}
+    for each in Communication(device, layout).of_step():
+        (axis,) = each.axes
+        predicted[axis] = predicted.get(axis, 0.0) + each.nbytes * each.times
+    rows = compiled(layout).collectives.rows
+    summed = sum(r.nbytes for r in rows if r.kind == "all-reduce" and "dp" in r.axes)
+    gathered = sum(r.nbytes for r in rows if r.kind == "all-gather")
+    assert predicted["dp"] == pytest.approx(summed, rel=0.05)
+    assert predicted["pp"] == pytest.approx(2 * gathered, rel=0.01)
 
 
 def test_recomputation_takes_time_and_saves_memory():
@@ -182,6 +212,9 @@ def test_zero_splits_what_its_stage_says():
         Layout((("dp", 8),), 2, 1, zero_stage=1),
         Layout((("dp", 4), ("tp", 2)), 2, 1, zero_stage=3),
         Layout((("fsdp", 4), ("tp", 2)), 2, 1),
+        PIPELINE,
+        # Four stages for six layers: a third more is stored.
+        replace(PIPELINE, schedule="interleaved", chunks=2),
     ],
     ids=str,
 )
