@@ -261,7 +261,8 @@ class Communication:
                 continue
             seen.add(each.source)
             is_first = "mlp" in each.outer_names
-            numbers = each.rows * share * (each.inner if is_first else each.outer)
+            rows, inner, outer = self.device.local_dims(each)
+            numbers = rows * share * (inner if is_first else outer)
             nbytes = numbers * self._item
             times = each.times * (1 + again)
             yield Transfer(axes, "all-to-all", nbytes, times, False)

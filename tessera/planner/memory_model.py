@@ -15,7 +15,7 @@ from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned
 from tessera.planner.device_work import DeviceWork
 from tessera.planner.layout import Layout
-from tessera.planner.workload import Parameter
+from tessera.planner.workload import Parameter, Workload
 from tessera.targets.machine import Machine
 
 MARGIN: Final = {"cpu": 1.5, "gpu": 1.25, "tpu": 1.6}
@@ -23,12 +23,17 @@ MARGIN: Final = {"cpu": 1.5, "gpu": 1.25, "tpu": 1.6}
 
 benchmarks/planner_memory.py measures the errors that these bounds are above."""
 
+MARGIN_OF_GROUPS: Final = 1.6
+"""The same for experts without a capacity, whose rows the router counts out."""
+
 # Tokens whose logits a device computes at a time, where training.loss_chunk is auto.
 _AUTO_CHUNK: Final = 1024
 _F32: Final = 4
 # Copies of the embedding in f32 while the loss is computed: gathered, and its gradient;
-# TPUs have them in a second order of dims, too.
+# TPUs have them in a second order of dims, too; in pipelines, whose stages branch, also
+# the results of branches and what is summed over devices.
 _TABLES: Final = {"cpu": 2.0, "gpu": 2.0, "tpu": 3.0}
+_TABLES_OF_STAGES: Final = {**_TABLES, "tpu": 6.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +76,12 @@ class MemoryEstimate:
         return aligned(["predicted memory per device", ""], rows, right=[""])
 
 
-def is_safe(nbytes: float, machine: Machine) -> bool:
+def is_safe(nbytes: float, machine: Machine, work: Workload) -> bool:
     """Whether a predicted number of bytes fits a device for all that is known."""
-    return nbytes * MARGIN[machine.platform] <= machine.memory_bytes
+    margin = MARGIN[machine.platform]
+    if work.has_groups:
+        margin = max(margin, MARGIN_OF_GROUPS)
+    return nbytes * margin <= machine.memory_bytes
 
 
 class MemoryModel:
@@ -120,7 +128,7 @@ class MemoryModel:
         """Kept, gradients, working and tables: at the loss, and in a layer."""
         work, sizes = device.work, layout.sizes
         stages, policy = sizes.get("pp", 1), str(layout.remat)
-        kept = device.kept_bytes(layout.micro_batch_size, policy) / stages
+        kept = device.kept_bytes(layout.micro_batch_size, policy) * device.stage_share
         whole = device.kept_bytes(layout.micro_batch_size, "none")
         tables, weights, logits = self._ends(device, layout)
         gathered = "fsdp" in sizes or stages > 1
@@ -133,10 +141,12 @@ class MemoryModel:
             kept += 2 * stages * inputs * share
             sums += tables
         in_flight = weights if policy == "none" and gathered and stages == 1 else 0.0
-        layer = whole / work.num_layers + 2 * weights / work.num_layers
+        layer = (whole + 2 * weights) / work.num_layers
         if policy == "none":
             layer /= 4  # its results are among what is kept
-        copies = _TABLES[self.machine.platform] - (0 if gathered else 1)
+        layer += device.masked_bytes(layout.micro_batch_size)
+        of_platform = _TABLES_OF_STAGES if stages > 1 else _TABLES
+        copies = of_platform[self.machine.platform] - (0 if gathered else 1)
         return (
             (kept + in_flight, sums, logits + tables / 2, copies * tables),
             (kept + in_flight, sums + gradients, layer, tables),

@@ -57,6 +57,7 @@ class Product:
       outer_names: Of those that are kept.
       source: The same for products that share an input.
       itemsize: Bytes of one number of the result.
+      groups: Matrices of which each multiplies rows of its own, as those of experts.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Product:
     outer_names: tuple[str | None, ...]
     source: int
     itemsize: int
+    groups: int = 1
 
     @property
     def flops(self) -> float:
@@ -242,9 +244,11 @@ class _Walk:
             self.found.inner_bytes += times * sum(map(_nbytes, atoms))
             return
         place, weight = weights[-1]
-        contracted, kept, outer = _weight_dims(equation, place)
+        contracted, groups, kept = _weight_dims(equation, place)
         shape = equation.invars[place].aval.shape
         inner = math.prod(shape[dim] for dim in contracted)
+        outer = math.prod(shape[dim] for dim in kept)
+        is_ragged = equation.primitive.name != "dot_general"
         self.found.products.append(
             Product(
                 path=weight.path,
@@ -253,9 +257,10 @@ class _Walk:
                 inner=inner,
                 outer=outer,
                 inner_names=tuple(weight.names[dim] for dim in contracted),
-                outer_names=tuple(weight.names[dim] for dim in kept),
+                outer_names=tuple(weight.names[dim] for dim in (*groups, *kept)),
                 source=id(equation.invars[1 - place]),
                 itemsize=equation.outvars[0].aval.dtype.itemsize,
+                groups=math.prod(shape[dim] for dim in groups) if is_ragged else 1,
             )
         )
 
@@ -412,19 +417,19 @@ def _reshaped(equation: _jax.Equation, weight: Weight) -> Weight:
 
 def _weight_dims(
     equation: _jax.Equation, place: int
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """The weight's contracted and kept dims, and the size of the kept ones."""
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The weight's dims that are summed over, that choose a matrix, and the others."""
     shape = equation.invars[place].aval.shape
     if equation.primitive.name == "dot_general":
         contracted, batch = equation.params["dimension_numbers"]
-        groups = batch[place]
+        groups = tuple(batch[place])
     else:
         numbers = equation.params["ragged_dot_dimension_numbers"]
         contracted, _ = numbers.dot_dimension_numbers
         groups = tuple(numbers.rhs_group_dimensions) if place == 1 else ()
     inner = tuple(contracted[place])
     kept = tuple(d for d in range(len(shape)) if d not in (*inner, *groups))
-    return inner, (*groups, *kept), math.prod(shape[dim] for dim in kept)
+    return inner, groups, kept
 
 
 def _flops(equation: _jax.Equation) -> int:
