@@ -124,7 +124,7 @@ def rows(names: list[str]) -> Iterator[report.Row]:
             "compiler GiB": round(peak / 2**30, 2) if peak else "too large",
             "predicted GiB": round(estimate / 2**30, 2),
             "error %": round(100 * (estimate / peak - 1), 1) if peak else "",
-            "called safe": is_safe(estimate, target.machine, models[key].work),
+            "called safe": is_safe(estimate, target.machine),
             "fits": fits,
         }
 

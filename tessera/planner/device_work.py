@@ -15,7 +15,7 @@ from typing import Final
 
 from tessera.models.partition_rules import Placement
 from tessera.models.pipeline_stages import StageSplit
-from tessera.ops.moe.routing import RoutingOptions
+from tessera.planner.ragged_products import RaggedProducts
 from tessera.planner.traced_products import Product
 from tessera.planner.workload import Parameter, Workload
 from tessera.targets.machine import Machine
@@ -25,9 +25,6 @@ _SPLITS_MATMULS: Final = "tp"
 # Sizes are computed in multiples of a tile of the matmul units.
 _TILE: Final = {"cpu": 1, "gpu": 64, "tpu": 128}
 _F32: Final = 4
-# Whether XLA has no kernel for ragged matmuls: it multiplies each row by the matrices of
-# all groups, and masks all but one.
-_MASKS_GROUPS: Final = {"cpu": True, "gpu": True, "tpu": False}
 # XLA's max_windowed_einsum_iteration, in its spmd_partitioner.h.
 _MOST_WINDOWS: Final = 32
 
@@ -80,6 +77,7 @@ class DeviceWork:
         self.stage_share = split.depth / split.num_layers if split else 1.0
         # Stored layers for each layer: all stages have as many, some of them padding.
         self._padding = self.stage_share * len(split.layers) if split else 1.0
+        self.ragged = RaggedProducts(work, place, machine.platform)
         self._layered, self._trained = work.layered(), work.trained()
         self._itemsize = 4 if work.matmul_dtype == "float32" else 2
         peak = machine.flops[
@@ -163,7 +161,7 @@ class DeviceWork:
                 m *= share
             else:  # chunks of as many tokens, and more of them
                 times *= share
-            groups = self._masked_groups(product)
+            groups = self.ragged.matrices(product)
             mask = self._itemsize * m * groups / self._memory_rate if groups > 1 else 0
             once = self._matmul(m, groups * k, n, product.itemsize) + mask * k
             back = self._matmul(m, groups * n, k, product.itemsize) + mask * n
@@ -174,35 +172,24 @@ class DeviceWork:
 
     def local_dims(self, product: Product) -> tuple[float, float, float]:
         """Rows of one sequence, inner and outer size of a product on the device."""
-        is_exchanged = product.groups > 1 and self.place.size("experts") > 1
-        rows = product.rows * (RoutingOptions.buffer_factor if is_exchanged else 1.0)
         inner = product.inner / self.split(product.inner_names)
-        return rows, inner, product.outer / self.split(product.outer_names)
+        outer = product.outer / self.split(product.outer_names)
+        return self.ragged.rows(product), inner, outer
 
-    def _masked_groups(self, product: Product) -> float:
-        """Matrices by which the device multiplies each row of a product."""
-        if product.groups == 1 or not _MASKS_GROUPS[self.machine.platform]:
-            return 1.0
-        return product.groups / self.place.size("experts")
-
-    @property
-    def masks_groups(self) -> bool:
-        """Whether rows of ragged matmuls are multiplied by more than their own."""
-        return any(self._masked_groups(each) > 1 for each in self.work.products)
-
-    def masked_bytes(self, sequences: float) -> float:
-        """Masked operands of the ragged matmuls of a layer, forward and backward.
+    def ragged_bytes(self, sequences: float) -> float:
+        """Masked operands and buffers of the ragged matmuls of a layer.
 
         Args:
           sequences: As for ``compute``.
         """
-        share = sequences / self.place.size("context")
-        numbers = 0.0
+        nbytes = self.ragged.buffer_bytes()
         for product in self.work.products:
-            if (groups := self._masked_groups(product)) > 1:
-                m, k, n = self.local_dims(product)
-                numbers += product.times * share * m * groups * (k + n)
-        return self._itemsize * numbers / self.work.num_layers
+            if (matrices := self.ragged.matrices(product)) > 1:
+                rows, inner, outer = self.local_dims(product)
+                numbers = product.times * rows * matrices * (inner + outer)
+                nbytes += self._itemsize * numbers
+        share = sequences / self.place.size("context")
+        return share * nbytes / self.work.num_layers
 
     def _matmul(self, m: float, k: float, n: float, itemsize: int) -> float:
         """Seconds of ``[m, k] @ [k, n]``."""
@@ -299,17 +286,7 @@ class DeviceWork:
         # Where all is computed again, the inputs of layers are all that is kept.
         inputs = again.products / self._residual_split
         split = inputs + (1 - again.products) * self.copied_share
-        exchanged = (1 - again.products) * self._exchanged_bytes()
-        return (again.kept_bytes * split + exchanged) * share
-
-    def _exchanged_bytes(self) -> float:
-        """Results of experts in rows that are only there for the exchange of tokens."""
-        numbers = 0.0
-        for product in self.work.products:
-            rows, _, outer = self.local_dims(product)
-            more = product.times * (rows - product.rows)
-            numbers += product.itemsize * more * outer
-        return numbers
+        return (again.kept_bytes * split + self.ragged.kept_bytes(policy)) * share
 
     def optimizer_seconds(self, zero_shards: int) -> float:
         """Seconds of the update of the parameters.

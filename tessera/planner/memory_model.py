@@ -15,16 +15,13 @@ from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned
 from tessera.planner.device_work import DeviceWork
 from tessera.planner.layout import Layout
-from tessera.planner.workload import Parameter, Workload
+from tessera.planner.workload import Parameter
 from tessera.targets.machine import Machine
 
 MARGIN: Final = {"cpu": 1.5, "gpu": 1.25, "tpu": 1.6}
 """By platform: how far below the memory of a device a prediction is to be called safe.
 
 benchmarks/planner_memory.py measures the errors that these bounds are above."""
-
-MARGIN_OF_GROUPS: Final = 1.6
-"""The same for experts without a capacity, whose rows the router counts out."""
 
 # Tokens whose logits a device computes at a time, where training.loss_chunk is auto.
 _AUTO_CHUNK: Final = 1024
@@ -76,12 +73,9 @@ class MemoryEstimate:
         return aligned(["predicted memory per device", ""], rows, right=[""])
 
 
-def is_safe(nbytes: float, machine: Machine, work: Workload) -> bool:
+def is_safe(nbytes: float, machine: Machine) -> bool:
     """Whether a predicted number of bytes fits a device for all that is known."""
-    margin = MARGIN[machine.platform]
-    if work.has_groups:
-        margin = max(margin, MARGIN_OF_GROUPS)
-    return nbytes * margin <= machine.memory_bytes
+    return nbytes * MARGIN[machine.platform] <= machine.memory_bytes
 
 
 class MemoryModel:
@@ -144,7 +138,7 @@ class MemoryModel:
         layer = (whole + 2 * weights) / work.num_layers
         if policy == "none":
             layer /= 4  # its results are among what is kept
-        layer += device.masked_bytes(layout.micro_batch_size)
+        layer += device.ragged_bytes(layout.micro_batch_size)
         of_platform = _TABLES_OF_STAGES if stages > 1 else _TABLES
         copies = of_platform[self.machine.platform] - (0 if gathered else 1)
         return (

@@ -165,7 +165,7 @@ class _Search:
         if not (fits or is_new or nbytes <= 2 * self.capacity):
             return None
         prediction = self.model.predict(layout)
-        safe = is_safe(nbytes, self.model.target.machine, self.model.work)
+        safe = is_safe(nbytes, self.model.target.machine)
         candidate = Candidate(layout, prediction, safe)
         if is_new:
             self.found.smallest = candidate

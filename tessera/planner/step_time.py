@@ -230,7 +230,7 @@ class _Prediction:
             axes = max(by_axes, key=lambda key: by_axes[key], default=())
             return f"communication over {'×'.join(axes)}"
         again = self.model.work.recomputed[str(layout.remat)]
-        if self.device.masks_groups:
+        if self.device.ragged.are_masked:
             return "matmuls of each row with all experts"
         if again.products > 0.5:
             return "recomputation"

@@ -125,11 +125,6 @@ class Workload:
         )
         return products + (1 + self.inner_backward) * self.inner_flops
 
-    @property
-    def has_groups(self) -> bool:
-        """Whether there are ragged matmuls, as of experts without a capacity."""
-        return any(each.groups > 1 for each in self.products)
-
     def trained(self) -> set[str]:
         """Names of the parameters that have gradients."""
         return {each.path for each in self.parameters if each.is_trained}

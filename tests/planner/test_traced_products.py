@@ -132,3 +132,11 @@ def test_experts_keep_the_name_of_their_dim():
     (product,) = found(experts, weights, x, sizes).products
     assert (product.rows, product.inner, product.outer) == (12, 8, 16)
     assert product.outer_names == ("experts", "mlp")
+    assert product.groups == 4
+
+
+def test_experts_of_as_many_rows_each_are_no_groups():
+    x = jax.ShapeDtypeStruct((4, 3, 8), F32)
+    weights = {"up": ((4, 8, 16), ("experts", "embed", "mlp"))}
+    (product,) = found(lambda w, x: x @ w, weights, x).products
+    assert (product.rows, product.outer, product.groups) == (12, 16, 1)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner expects of experts, against compiled programs."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tessera.config_files import configs_dir
+from tessera.mesh import Mesh
+from tessera.planner.communication import Communication
+from tessera.planner.layout import Layout
+from tessera.planner.step_time import StepModel
+from tessera.targets.target import Target
+from tessera.training.build_run import Run
+from tessera.training.command_line import compose
+
+SHARED = Layout((("fsdp", 8),), 16, 1, remat="full")
+ONE_EACH = replace(SHARED, mesh=(("ep", 8),))
+BOTH = replace(SHARED, mesh=(("fsdp", 2), ("ep", 4)))
+
+
+@cache
+def config():
+    words = ("data=synthetic", "model=moe_tiny", "training.sequence_length=64")
+    return compose([*words, "training.loss_chunk=none"], configs_dir()).config
+
+
+@cache
+def model(target: str = "cpu:8") -> StepModel:
+    return StepModel.of(config(), Target.parse(target))
+
+
+@cache
+def compiled(layout: Layout):
+    settings = layout.applied(config())
+    return Run(settings, Mesh.from_shape(settings.model.mesh_shape)).compiled
+
+
+@pytest.mark.parametrize(
+    "layout", [SHARED, ONE_EACH, BOTH, replace(BOTH, remat="none")], ids=str
+)
+def test_memory_is_that_of_the_compiled_step(layout):
+    """Masks of all experts, buffers of the exchange: up to half of it all."""
+    peak = compiled(layout).memory.peak
+    assert model().memory(layout).total == pytest.approx(peak, rel=0.2)
+
+
+def test_rows_take_the_time_of_all_experts_of_a_device_where_xla_has_no_kernel():
+    shared, own = (
+        model().device_work(layout)[0].compute(16, "none").layers_forward
+        for layout in (SHARED, ONE_EACH)
+    )
+    assert shared > 1.5 * own  # though buffers of the exchange have twice the rows
+
+
+def test_a_prediction_says_that_rows_are_multiplied_by_all_experts():
+    stepper = StepModel(config(), model().work, Target.parse("cpu:1"))
+    limit = stepper.predict(replace(SHARED, mesh=(("fsdp", 1),), remat="none")).limit
+    assert limit == "matmuls of each row with all experts"
+
+
+def test_rows_take_the_time_of_their_own_experts_on_a_tpu():
+    stepper = StepModel(config(), model().work, Target.parse("v5e:2x4"))
+    shared, own = (
+        stepper.device_work(layout)[0].compute(16, "none").layers_forward
+        for layout in (replace(SHARED, mesh=(("dp", 8),)), ONE_EACH)
+    )
+    assert shared < own  # which has twice the rows in its buffers
+    assert not stepper.device_work(SHARED)[0].ragged.are_masked
+
+
+def test_rows_are_exchanged_in_buffers_that_the_first_round_fills_by_half():
+    device, _ = model().device_work(BOTH)
+    (first, *others) = [
+        each.nbytes
+        for each in Communication(device, BOTH).of_microbatch()
+        if each.kind == "all-to-all"
+    ]
+    rows = compiled(BOTH).collectives.rows
+    buffers = {r.nbytes for r in rows if r.kind == "all-to-all"}
+    assert max(buffers) == first
+    assert set(others) == {first}
