@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever the planner advises is a legal run of the batch that was asked for."""
 
+import math
 from functools import cache
 
+import jax
 import numpy as np
 import pytest
 
 from tessera.config_files import configs_dir
+from tessera.mesh import Mesh
 from tessera.planner.search import search
 from tessera.planner.space import AXES, Space
 from tessera.planner.step_time import StepModel
 from tessera.targets.target import Target
 from tessera.training.command_line import compose
-from tessera.training.layout_checks import layout_problems
+from tessera.training.config import Config
+from tessera.training.layout_checks import build_model, layout_problems
 from tessera.training.settings_checks import check
+from tessera.tree import named_leaves
 
 
 @cache
@@ -21,6 +26,19 @@ def model(length: int) -> StepModel:
     words = ("data=synthetic", f"training.sequence_length={length}")
     config = compose(words, configs_dir()).config
     return StepModel.of(config, Target.parse("cpu:1"))
+
+
+def stored_bytes(settings: Config) -> float:
+    """Parameters on each device, by the layout that the model declares for them."""
+    sizes, names = settings.model.mesh_shape
+    mesh = Mesh(names, shape=sizes)
+    built = build_model(settings, mesh)
+    place, leaves = built.place(mesh), named_leaves(built.abstract())
+    dims = jax.tree.leaves(built.dim_names(), is_leaf=lambda x: isinstance(x, tuple))
+    return sum(
+        leaf.size * leaf.dtype.itemsize / math.prod(map(place.size, filter(None, own)))
+        for leaf, own in zip(leaves.values(), dims, strict=True)
+    )
 
 
 @pytest.mark.fuzz(sample=5, whole=200)
@@ -31,7 +49,8 @@ def test_what_a_search_finds_passes_the_checks_of_a_run(seed):
     target = Target.parse(f"cpu:{devices}")
     axes = tuple(axis for axis in AXES if axis != "ep" and rng.random() < 0.8)
     space = Space(traced.config, frozenset(), axes or ("dp",), batch)
-    found = search(space, StepModel(traced.config, traced.work, target))
+    found_by = StepModel(traced.config, traced.work, target)
+    found = search(space, found_by)
     for each in found.best:
         layout = each.layout
         assert layout.num_devices == devices
@@ -40,3 +59,6 @@ def test_what_a_search_finds_passes_the_checks_of_a_run(seed):
         assert check(settings) + layout_problems(settings) == []
         assert each.prediction.seconds > 0
         assert each.prediction.memory_bytes <= target.machine.memory_bytes
+        if layout.zero_stage < 3:
+            parameters = found_by.memory(layout).parameters
+            assert parameters == pytest.approx(stored_bytes(settings))
