@@ -124,7 +124,7 @@ class MemoryModel:
         stages, policy = sizes.get("pp", 1), str(layout.remat)
         kept = device.kept_bytes(layout.micro_batch_size, policy) * device.stage_share
         whole = device.kept_bytes(layout.micro_batch_size, "none")
-        tables, weights, logits = self._ends(device, layout)
+        tables, trained, weights, logits = self._ends(device, layout)
         gathered = "fsdp" in sizes or stages > 1
         split = sizes.get("dp", 1) if layout.zero_stage >= 2 else 1
         gradients = sum(_local(device, each) for each in work.parameters) / split
@@ -133,29 +133,33 @@ class MemoryModel:
             inputs = whole and sum(each.nbytes for each in work.lookups)
             share = layout.micro_batch_size / device.place.size("context")
             kept += 2 * stages * inputs * share
-            sums += tables
+            sums += trained
         in_flight = weights if policy == "none" and gathered and stages == 1 else 0.0
         layer = (whole + 2 * weights) / work.num_layers
         if policy == "none":
             layer /= 4  # its results are among what is kept
         layer += device.ragged_bytes(layout.micro_batch_size)
         of_platform = _TABLES_OF_STAGES if stages > 1 else _TABLES
-        copies = of_platform[self.machine.platform] - (0 if gathered else 1)
+        copies = of_platform[self.machine.platform] - (1 if gathered else 2)
+        in_loss = copies * tables + trained
         return (
-            (kept + in_flight, sums, logits + tables / 2, copies * tables),
-            (kept + in_flight, sums + gradients, layer, tables),
+            (kept + in_flight, sums, logits + tables / 2, in_loss),
+            (kept + in_flight, sums + gradients, layer, trained),
         )
 
-    def _ends(self, device: DeviceWork, layout: Layout) -> tuple[float, float, float]:
-        """Bytes of gathered tables in f32, of all layers' weights, and of logits."""
+    def _ends(
+        self, device: DeviceWork, layout: Layout
+    ) -> tuple[float, float, float, float]:
+        """Bytes of gathered tables in f32, of those trained, of weights, of logits."""
         over = ("fsdp", "pp")
-        tables = weights = 0.0
+        tables = trained = weights = 0.0
         for each in device.work.parameters:
             local = device.scalars(each, without=over)
             if each.is_layered:
                 weights += local * (2 if device.work.matmul_dtype != "float32" else 4)
             else:
                 tables += local * _F32
+                trained += local * _F32 * each.is_trained
         tokens = layout.micro_batch_size * device.work.sequence_length
         tokens /= device.place.size("context")
         if layout.loss_chunk == "auto":
@@ -167,7 +171,7 @@ class MemoryModel:
             for each in device.work.products
             if each.path not in device.work.layered()
         ]
-        return tables, weights, tokens * max(widths, default=0.0) * _F32
+        return tables, trained, weights, tokens * max(widths, default=0.0) * _F32
 
 
 def _local(device: DeviceWork, parameter: Parameter) -> float:
