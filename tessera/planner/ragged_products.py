@@ -44,7 +44,8 @@ class RaggedProducts:
 
     def matrices(self, product: Product) -> float:
         """By which the device multiplies each row of a product."""
-        return product.groups / self.devices if self._is_masked(product) else 1.0
+        is_masked = self._has_masks and product.groups > 1
+        return product.groups / self.devices if is_masked else 1.0
 
     @property
     def are_masked(self) -> bool:
@@ -74,6 +75,3 @@ class RaggedProducts:
             most = min(choices * self.devices, each.groups)
             has_rounds = most > RoutingOptions.buffer_factor * choices
             yield each.times * self.rows(each) * each.inner * _F32, has_rounds
-
-    def _is_masked(self, product: Product) -> bool:
-        return self._has_masks and product.groups > 1
