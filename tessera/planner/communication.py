@@ -119,6 +119,7 @@ class Communication:
             return
         item = _F32 if each.path in self._looked_up else self._item
         calls = self.work.num_layers if each.is_layered else 1
+        # Of all layers, as in _reductions.
         local = self.device.scalars(each, without=(*axes, "pp"))
         # The backward pass of a pipeline's stage begins with its forward pass.
         passes = 3.0 if self.layout.schedule else 2.0
@@ -140,7 +141,7 @@ class Communication:
         axes = self._scattered(each)
         if not axes:
             return
-        # A stage's part of a microbatch is taken of the whole: see StepModel.
+        # Of all layers, of which a prediction takes the share of each stage.
         calls, local = self._gradient(each, (*axes, "pp"))
         times = calls / self.sync_every
         kind = "reduce-scatter" if each.is_layered or self._is_single else "all-reduce"

@@ -162,6 +162,7 @@ class DeviceWork:
             else:  # chunks of as many tokens, and more of them
                 times *= share
             groups = self.ragged.matrices(product)
+            # Masked operands are written before they are read.
             mask = self._itemsize * m * groups / self._memory_rate if groups > 1 else 0
             once = self._matmul(m, groups * k, n, product.itemsize) + mask * k
             back = self._matmul(m, groups * n, k, product.itemsize) + mask * n

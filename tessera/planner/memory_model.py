@@ -95,26 +95,28 @@ class MemoryModel:
           device: The part of the work that one device has.
           layout: The layout.
         """
-        parameters, optimizer = self._state_bytes(device, layout.zero_stage)
+        parameters, states = self._state_bytes(device, layout.zero_stage)
+        optimizer = sum(states)
         # Offloaded moments come back to the device for the update, an array at a time.
-        largest = max(_local(device, each) for each in device.work.parameters)
-        moments = optimizer / parameters if parameters else 0.0
-        on_device = moments * largest if layout.offload else optimizer
+        on_device = max(states) if layout.offload else optimizer
         parts = max(self._moments(device, layout), key=sum)
         on_host = optimizer if layout.offload else 0.0
         return MemoryEstimate(parameters, on_device, *parts, on_host)
 
-    def _state_bytes(self, device: DeviceWork, zero_stage: int) -> tuple[float, float]:
-        """Bytes of the parameters and of the optimizer's state on one device."""
+    def _state_bytes(
+        self, device: DeviceWork, zero_stage: int
+    ) -> tuple[float, list[float]]:
+        """Bytes of the parameters, and of the state for each of them, on one device."""
         copies = device.place.mesh.shape.get("dp", 1) if device.place.mesh else 1
-        of_params = of_optimizer = 0.0
+        of_params = 0.0
+        states: list[float] = []
         for each in device.work.parameters:
             local = device.scalars(each)
             split = copies if local % copies == 0 else 1
             stored = each.itemsize / (split if zero_stage == 3 else 1)
             of_params += local * stored
-            of_optimizer += local * each.state_bytes / (split if zero_stage else 1)
-        return of_params, of_optimizer
+            states.append(local * each.state_bytes / (split if zero_stage else 1))
+        return of_params, states
 
     def _moments(
         self, device: DeviceWork, layout: Layout

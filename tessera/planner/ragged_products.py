@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ragged matmuls of experts without a capacity cost beside their FLOPs.
 
-Where XLA has no kernel for them, it multiplies each row by the matrices of all groups
-and masks all but one: as many times the work, and operands as many times as large. Over
-the axes of experts rows are exchanged in buffers that are larger than what is in them.
+Where XLA has no kernel for them, it multiplies each row by the matrices of all groups,
+with zeros in the place of rows of other groups: as many times the work, and operands as
+many times as large. Over the axes of experts rows are exchanged in buffers that are
+larger than what is in them.
 """
 
 from collections.abc import Iterator
@@ -34,18 +35,23 @@ class RaggedProducts:
     """
 
     def __init__(self, work: Workload, place: Placement, platform: str) -> None:
-        self.work, self.devices = work, place.size("experts")
+        self.work, self._num_devices = work, place.size("experts")
         self._has_masks = _MASKS[platform]
+
+    def devices(self, product: Product) -> int:
+        """Over which the matrices of a product are split."""
+        is_split = product.groups > 1 and "experts" in product.outer_names
+        return self._num_devices if is_split else 1
 
     def rows(self, product: Product) -> float:
         """Of one sequence, with those of buffers that are empty if all is even."""
-        is_exchanged = product.groups > 1 and self.devices > 1
+        is_exchanged = self.devices(product) > 1
         return product.rows * (RoutingOptions.buffer_factor if is_exchanged else 1.0)
 
     def matrices(self, product: Product) -> float:
         """By which the device multiplies each row of a product."""
         is_masked = self._has_masks and product.groups > 1
-        return product.groups / self.devices if is_masked else 1.0
+        return product.groups / self.devices(product) if is_masked else 1.0
 
     @property
     def are_masked(self) -> bool:
@@ -68,10 +74,10 @@ class RaggedProducts:
         seen: set[int] = set()
         for each in self.work.products:
             is_first = "mlp" in each.outer_names and each.source not in seen
-            if each.groups == 1 or self.devices == 1 or not is_first:
+            if self.devices(each) == 1 or not is_first:
                 continue
             seen.add(each.source)
             choices = each.rows / self.work.sequence_length
-            most = min(choices * self.devices, each.groups)
+            most = min(choices * self.devices(each), each.groups)
             has_rounds = most > RoutingOptions.buffer_factor * choices
             yield each.times * self.rows(each) * each.inner * _F32, has_rounds

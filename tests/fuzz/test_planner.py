@@ -22,8 +22,8 @@ from tessera.tree import named_leaves
 
 
 @cache
-def model(length: int) -> StepModel:
-    words = ("data=synthetic", f"training.sequence_length={length}")
+def traced(name: str, length: int) -> StepModel:
+    words = ("data=synthetic", f"model={name}", f"training.sequence_length={length}")
     config = compose(words, configs_dir()).config
     return StepModel.of(config, Target.parse("cpu:1"))
 
@@ -44,21 +44,22 @@ def stored_bytes(settings: Config) -> float:
 @pytest.mark.fuzz(sample=5, whole=200)
 def test_what_a_search_finds_passes_the_checks_of_a_run(seed):
     rng = np.random.default_rng(seed)
-    traced = model(int(rng.choice([24, 32])))
+    name = "moe_tiny" if rng.random() < 0.3 else "tiny"
+    of_one = traced(name, int(rng.choice([24, 32])))
     devices, batch = int(rng.integers(1, 13)), int(rng.integers(1, 25))
     target = Target.parse(f"cpu:{devices}")
-    axes = tuple(axis for axis in AXES if axis != "ep" and rng.random() < 0.8)
-    space = Space(traced.config, frozenset(), axes or ("dp",), batch)
-    found_by = StepModel(traced.config, traced.work, target)
-    found = search(space, found_by)
+    axes = tuple(axis for axis in AXES if rng.random() < 0.8)
+    space = Space(of_one.config, frozenset(), axes or ("dp",), batch)
+    model = StepModel(of_one.config, of_one.work, target)
+    found = search(space, model)
     for each in found.best:
         layout = each.layout
         assert layout.num_devices == devices
         assert layout.global_batch_size == batch
-        settings = layout.applied(traced.config)
+        settings = layout.applied(of_one.config)
         assert check(settings) + layout_problems(settings) == []
         assert each.prediction.seconds > 0
         assert each.prediction.memory_bytes <= target.machine.memory_bytes
         if layout.zero_stage < 3:
-            parameters = found_by.memory(layout).parameters
+            parameters = model.memory(layout).parameters
             assert parameters == pytest.approx(stored_bytes(settings))

@@ -27,8 +27,8 @@ def config():
 
 
 @cache
-def model(target: str = "cpu:8") -> StepModel:
-    return StepModel.of(config(), Target.parse(target))
+def model() -> StepModel:
+    return StepModel.of(config(), Target.parse("cpu:8"))
 
 
 @cache
@@ -70,6 +70,15 @@ def test_rows_take_the_time_of_their_own_experts_on_a_tpu():
     )
     assert shared < own  # which has twice the rows in its buffers
     assert not stepper.device_work(SHARED)[0].ragged.are_masked
+
+
+def test_matrices_are_split_by_the_name_of_their_dim():
+    """And not because they are as many as experts, or on a mesh with their axis."""
+    ragged = model().device_work(BOTH)[0].ragged
+    experts = next(each for each in model().work.products if each.groups > 1)
+    others = replace(experts, outer_names=(None, "mlp"))
+    assert (ragged.matrices(experts), ragged.matrices(others)) == (2, 8)
+    assert (ragged.rows(experts), ragged.rows(others)) == (256, 128)
 
 
 def test_rows_are_exchanged_in_buffers_that_the_first_round_fills_by_half():

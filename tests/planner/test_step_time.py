@@ -169,6 +169,13 @@ def test_offloading_the_optimizer_frees_its_memory():
     assert moved.on_host == kept.optimizer
 
 
+@pytest.mark.parametrize("words", PARTLY, ids=str)
+def test_what_is_offloaded_comes_back_an_array_at_a_time(words):
+    layout = Layout((("dp", 8),), 1, 1, offload=True)
+    trained = (each.size for each in model(words).work.parameters if each.is_trained)
+    assert model(words).memory(layout).optimizer == 8 * max(trained)
+
+
 def test_offloading_the_optimizer_takes_time():
     plain = Layout((("dp", 8),), 1, 1)
     kept, moved = (model().predict(replace(plain, offload=o)) for o in (False, True))
