@@ -42,6 +42,7 @@ class ModelOptions:
       remat: Rematerialization policies.
       pipeline_chunks: Virtual stages of each device of ``pp``.
       loss_chunk: Tokens whose logits are computed at a time.
+      dtype: Dtype of activations; None is that of the parameters.
     """
 
     sequence_parallel: bool = False
@@ -49,6 +50,7 @@ class ModelOptions:
     remat: Any = "none"
     pipeline_chunks: int = 1
     loss_chunk: int | str = "auto"
+    dtype: str | None = None
 
 
 class ModelDefinition(ABC):

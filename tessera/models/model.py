@@ -51,10 +51,12 @@ class Model(ABC):
     Attributes:
       config: The model's own configuration, a dataclass.
       frozen: Names of the parameters that are not trained, as ``encoder/table``.
+      dtype: Dtype of activations; None is that of the parameters.
     """
 
     config: Any
     frozen: frozenset[str] = field(default=frozenset(), kw_only=True)
+    dtype: str | None = field(default=None, kw_only=True)
 
     @property
     def split(self) -> StageSplit | None:
@@ -147,8 +149,8 @@ class Model(ABC):
         return self.num_params
 
     def place(self, mesh: Mesh | None) -> Placement:
-        """The layout of this model's dims on a mesh."""
-        return Placement(mesh)
+        """The layout of this model's dims on a mesh, and the dtype of activations."""
+        return Placement(mesh, dtype=self.dtype)
 
     def layout_notes(self, mesh: Mesh) -> list[str]:
         """Notes on layouts that a reader may not expect, one sentence each."""

@@ -35,6 +35,8 @@ class Placement:
       vmapped_axes: Mesh axes that shard nothing, because a ``jax.vmap`` runs over them.
       context_parallel: The attention over sequences that ``cp`` shards: ``ring`` or
         ``all_to_all``.
+      dtype: Dtype of activations, to which parameters are cast where they are used;
+        None is that of the parameters.
 
     Example:
       >>> from tessera.mesh import Mesh
@@ -46,6 +48,7 @@ class Placement:
     whole: frozenset[str] = frozenset({"sequence"})
     vmapped_axes: frozenset[str] = frozenset()
     context_parallel: Method = "ring"
+    dtype: str | None = None
 
     def axes(self, name: str) -> tuple[str, ...]:
         """The mesh axes that shard a logical dim, outermost first.
@@ -123,6 +126,15 @@ class Placement:
         what = f"activation [{', '.join(name or '-' for name in names)}]"
         spec = self.resolve(names, x.shape, what)
         return scope.constrain(x, self.mesh, spec)
+
+    def cast(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """Cast a parameter to the dtype of activations, in its own layout.
+
+        Each device casts its shard, so that what crosses the mesh is in that dtype.
+        """
+        if self.dtype is None or x.dtype == self.dtype:
+            return x
+        return self.constrain(x.astype(self.dtype), *names)
 
 
 NO_MESH: Final = Placement()

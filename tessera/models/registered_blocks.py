@@ -48,7 +48,7 @@ class RegisteredBlocks(StagedModel, RegisteredModel):
           ModelDefinitionError: [T407] its blocks cannot be stacked.
           PipelineSizeError: [T311] there are more virtual stages than blocks.
         """
-        model = cls(config, definition, remat=options.remat)
+        model = cls(config, definition, remat=options.remat, dtype=options.dtype)
         split = split_of(mesh, model, options.pipeline_chunks)
         if split is None:
             return model
@@ -194,19 +194,21 @@ class RegisteredBlocks(StagedModel, RegisteredModel):
         """The hidden state of so many sequences."""
 
         def embed(params: Tree, inputs: Inputs) -> Array:
-            return self.embed(params, inputs, NO_MESH)
+            return self.embed(params, inputs, self.place(None))
 
         return jax.eval_shape(embed, self._plain, self._abstract_inputs(rows, length))
 
     def constrain_wire(self, wire: Array, place: Placement) -> Array:
-        """A hidden state, of which the data axes shard the rows."""
-        return place.constrain(wire, "batch", *(None,) * (wire.ndim - 1))
+        """A hidden state in the dtype of activations; the data axes shard its rows."""
+        if place.mesh is not None:
+            wire = place.constrain(wire, "batch", *(None,) * (wire.ndim - 1))
+        return wire if place.dtype is None else wire.astype(place.dtype)
 
     def embed(self, params: Tree, batch: Batch, place: Placement) -> Array:
         """See ``StagedModel.embed``."""
         model = self._adapter.bind(self._rest(params, place))
         hidden = call(model.embed, self._inputs(batch))
-        return hidden if place.mesh is None else self.constrain_wire(hidden, place)
+        return self.constrain_wire(hidden, place)
 
     def run_blocks(
         self,

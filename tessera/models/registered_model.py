@@ -142,7 +142,7 @@ class RegisteredDefinition(ModelDefinition):
     ) -> "RegisteredModel":
         """The model, with the stages of a mesh that has ``pp``."""
         if self.blocks is None:
-            return RegisteredModel(config, self)
+            return RegisteredModel(config, self, dtype=options.dtype)
         from tessera.models.registered_blocks import RegisteredBlocks
 
         return RegisteredBlocks.of(config, self, options, mesh)
@@ -293,15 +293,15 @@ class RegisteredModel(Model):
         like: Tree,
         place: Placement,
     ) -> Tree:
-        """Parameters as a tree of the adapter, gathered over the axes of the data."""
+        """Parameters as the adapter has them, cast and gathered over the data axes."""
         gathering = frozenset(("dp", "fsdp", "pp"))
-        place = replace(place, vmapped_axes=place.vmapped_axes | gathering)
-        leaves = [
-            named[name]
-            if _STACKED & set(dims[name])
-            else place.constrain(named[name], *dims[name])
-            for name in named_leaves(like)
-        ]
+        gathered = replace(place, vmapped_axes=place.vmapped_axes | gathering)
+        leaves: list[Array] = []
+        for name in named_leaves(like):
+            leaf = place.cast(named[name], *dims[name])
+            if not _STACKED & set(dims[name]):
+                leaf = gathered.constrain(leaf, *dims[name])
+            leaves.append(leaf)
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def decoding(self, mesh: Mesh | None, dtype: Any = None) -> Decoding:

@@ -65,7 +65,8 @@ class Head(NamedTuple):
     """The last layer, which computes the logits.
 
     Attributes:
-      weight: ``[V, D]``, or ``[D, V]`` with ``vocab_dim=1``.
+      weight: ``[V, D]``, or ``[D, V]`` with ``vocab_dim=1``. It may be wider than
+        ``hidden``: it is cast to that dtype, and its gradient is not.
       bias: ``[V]`` or None.
     """
 
@@ -81,11 +82,13 @@ class Split:
       mesh: The mesh.
       tokens: Layout of the labels, and of ``hidden`` but for its last dim.
       vocabulary: Axes that split the vocabulary, outer first.
+      weight: Layout in which the weight is stored, and in which it is cast.
     """
 
     mesh: Mesh
     tokens: PartitionSpec
     vocabulary: tuple[str, ...] = ()
+    weight: PartitionSpec | None = None
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -120,7 +123,8 @@ def fused_loss(
     if split and split.mesh.axis_size((*split.token_axes, *split.vocabulary)) == 1:
         split = None
     hidden, weight, bias, labels = varying_alike(hidden, *head, labels)
-    call = _Call(terms, split, chunk_size, hidden.dtype.name, reduction == "none")
+    dtypes = hidden.dtype.name, weight.dtype.name
+    call = _Call(terms, split, chunk_size, dtypes, reduction == "none")
     operands = _Operands(hidden, Head(weight, bias), labels)
     traced = is_traced(*jax.tree.leaves(operands))
     loss = (_loss if traced else _compiled_loss)(call, operands)
@@ -137,14 +141,14 @@ class _Call:
       terms: The terms of a token's loss.
       split: How the operands are sharded, where they are.
       chunk_size: Tokens of a device in a chunk; None is the default.
-      dtype: The dtype of the operands.
+      dtypes: Those of ``hidden`` and of the head.
       per_token: Whether each token's loss is a result, or their sum.
     """
 
     terms: Terms
     split: Split | None
     chunk_size: int | None
-    dtype: str
+    dtypes: tuple[str, str]
     per_token: bool
 
     @property
@@ -189,11 +193,10 @@ def _backward(call: _Call, residuals: _Operands, cotangent: Array) -> Any:
         _, gradients = _sharded(call, operands, differentiate=True)
     else:
         gradients = jax.tree.map(cotangent.__mul__, residuals)
-
-    def narrow(gradient: Array) -> Array:
-        return gradient.astype(call.dtype)
-
-    return (jax.tree.map(narrow, gradients),)
+    hidden, head = gradients.hidden, gradients.head
+    of_hidden, of_head = call.dtypes
+    head = jax.tree.map(lambda gradient: gradient.astype(of_head), head)
+    return (_Operands(hidden.astype(of_hidden), head),)
 
 
 _loss.defvjp(_forward, _backward)
@@ -204,7 +207,13 @@ _compiled_loss = jax.jit(_loss, static_argnums=0)
 def _sharded(call: _Call, operands: _Operands, *, differentiate: bool) -> Any:
     """Losses laid out as the labels, and f32 gradients laid out as their operands."""
     on_device = partial(_on_device, call, differentiate)
-    if (split := call.split) is None:
+    split = call.split
+    weight = operands.head.weight.astype(operands.hidden.dtype)
+    if split is not None and split.weight is not None:
+        # Each device casts its shard, and what is gathered is narrow.
+        weight = scope.constrain(weight, split.mesh, split.weight)
+    operands = operands._replace(head=operands.head._replace(weight=weight))
+    if split is None:
         return on_device(operands)
     vocabulary: Any = split.vocabulary or None
     dims = (None, vocabulary) if call.terms.vocab_dim else (vocabulary, None)

@@ -159,8 +159,8 @@ class Answer:
 
     def utilization(self, prediction: Prediction) -> float:
         """Model FLOP utilization: model FLOPs over those at the devices' peak."""
-        training = self.space.config.training
-        dtype = "float32" if training.mixed_precision == "f32" else "bfloat16"
+        computation = self.space.config.training.precision.computation
+        dtype = "float32" if computation == "float32" else "bfloat16"
         peak = self.target.machine.flops[dtype] * self.target.num_devices
         return prediction.flops / prediction.seconds / peak
 

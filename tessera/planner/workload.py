@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from tessera import scope
 from tessera.mesh import Mesh
 from tessera.models.model import Model
-from tessera.models.partition_rules import NO_MESH
 from tessera.planner.traced_products import (
     Found,
     Lookup,
@@ -177,7 +176,7 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
     return Workload(
         sequence_length=config.training.sequence_length,
         num_layers=_num_layers(parameters),
-        matmul_dtype=_DTYPES[config.training.mixed_precision],
+        matmul_dtype=config.training.precision.computation,
         parameters=parameters,
         products=tuple(forward.products),
         lookups=tuple(forward.lookups),
@@ -188,9 +187,6 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
         other_flops=forward.other_flops,
         recomputed=recomputed,
     )
-
-
-_DTYPES: Final = {"f32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class _Traced:
@@ -221,7 +217,7 @@ class _Traced:
 
         def loss(trained: Any, params: Any, batch: Any) -> Any:
             whole = model.with_frozen(trained, params)
-            return model.loss(whole, batch, NO_MESH, chunk=chunk)[0]
+            return model.loss(whole, batch, model.place(None), chunk=chunk)[0]
 
         shape = (rows, self.config.training.sequence_length)
         struct = jax.ShapeDtypeStruct(shape, jnp.int32)

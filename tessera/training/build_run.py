@@ -47,7 +47,6 @@ from tessera.training.step import (
 )
 from tessera.training.train_state import TrainState, abstract_state, state_specs
 
-_DTYPES: Final = {"f32": "f32", "bf16": "bf16", "fp16": "f16"}
 _BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
 
 
@@ -104,7 +103,6 @@ class Run:
             mesh=self.mesh,
             accumulation=training.gradient_accumulation_steps,
             sync_every=training.sync_gradients_every,
-            dtype=_DTYPES[training.mixed_precision],
             zero_stage=training.zero_stage,
             offload_optimizer=training.offload_optimizer,
             schedule=self.schedule,
@@ -120,8 +118,8 @@ class Run:
     @cached_property
     def loss_scale(self) -> LossScale | None:
         """The loss scale to begin with; fp16 alone has one."""
-        fp16 = self.config.training.mixed_precision == "fp16"
-        return LossScale.dynamic() if fp16 else None
+        narrow = self.config.training.precision.computation == "float16"
+        return LossScale.dynamic() if narrow else None
 
     @cached_property
     def step(self) -> Function:

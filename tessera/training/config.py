@@ -20,6 +20,7 @@ from tessera.models.definition import (
 )
 from tessera.training.data.data_config import DataConfig
 from tessera.training.optimizer_config import AdamWConfig, OptimizerConfig
+from tessera.training.precision import Precision, precision_of
 from tessera.training.setting_fields import MOST_COUNT, setting
 
 if TYPE_CHECKING:
@@ -58,8 +59,11 @@ class TrainingConfig:
       sync_gradients_every: Microbatches between two exchanges of gradients among the
         data-parallel groups; divides gradient_accumulation_steps. More means less
         communication and one more copy of the gradients on each device.
-      mixed_precision: What matmuls compute in. Parameters, optimizer state, norms,
-        softmax and the loss stay f32.
+      mixed_precision: The dtype of computation, f32, bf16 or fp16, that activations
+        are in, what the backward pass keeps, and parameters where they are used. A
+        mapping names the parts of the policy, as {computation bf16, reduction bf16};
+        parameters, sums inside of matmuls, norms, softmax and the loss are f32, and so
+        is the reduction of gradients over devices unless that part says otherwise.
       zero_stage: What is split over dp instead of copied along it; 0 nothing, 1 the
         optimizer state, 2 also the gradients, 3 also the parameters. What fsdp splits
         is split at every stage.
@@ -129,7 +133,7 @@ class TrainingConfig:
     gradient_accumulation_steps: int = setting(1, least=1, most=2**20)
     global_batch_size: int | None = setting(None, least=1, most=2**40)
     sync_gradients_every: int = setting(1, least=1, most=2**20)
-    mixed_precision: str = setting("f32", choices=("f32", "bf16", "fp16"))
+    mixed_precision: Any = setting("f32")  # noqa: RUF009 - it gives a field
     zero_stage: int = setting(0, least=0, most=3)
     offload_optimizer: bool = setting(False)
     remat: Any = setting("none")  # noqa: RUF009 - it gives a field
@@ -160,6 +164,15 @@ class TrainingConfig:
     profile_active: int = setting(3, least=1, most=1000)
     eval_only: bool = setting(False)
     dry_run: bool = setting(False)
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes that ``mixed_precision`` names.
+
+        Raises:
+          SettingValueError: [T502] there are no such parts or dtypes.
+        """
+        return precision_of(self.mixed_precision)
 
 
 @dataclass(frozen=True)
@@ -296,6 +309,7 @@ class Config:
             remat=self.training.remat,
             pipeline_chunks=self.training.pipeline_chunks,
             loss_chunk=self.training.loss_chunk,
+            dtype=self.training.precision.activations,
         )
 
     def rows_per_microbatch(self, mesh: "Mesh") -> int:

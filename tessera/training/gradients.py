@@ -12,7 +12,6 @@ up, delay the reduction over mesh axes, or replace it:
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -24,8 +23,8 @@ from jaxtyping import Array, Float
 
 from tessera.compiler.gradient_primitive import grad
 from tessera.models.model import Batch, Sums
-from tessera.models.partition_rules import NO_MESH, Placement
-from tessera.scope import autocast, constrain
+from tessera.models.partition_rules import Placement
+from tessera.scope import constrain
 from tessera.training.deterministic_numerics import FixedOrder
 from tessera.training.gradient_compression import AXIS
 from tessera.training.step_config import StepConfig
@@ -48,8 +47,7 @@ def losses(
       batch: One microbatch: ``[B, S]`` arrays.
       place: Where activations lie.
     """
-    with autocast(config.dtype) if config.dtype != "f32" else nullcontext():
-        return config.model.loss(params, batch, place, chunk=config.loss_chunk)
+    return config.model.loss(params, batch, place, chunk=config.loss_chunk)
 
 
 def mean_gradients(
@@ -158,7 +156,7 @@ def _in_fixed_order(
         weights: Tree, params: Tree, scale: Float[Array, ""], micro: Batch
     ) -> tuple[Float[Array, ""], Sums]:
         whole = config.model.with_frozen(weights, params)
-        return _scaled(losses(config, whole, micro, NO_MESH), scale)
+        return _scaled(losses(config, whole, micro, config.model.place(None)), scale)
 
     # Inside a region of one device each, where no layouts are declared for gradients.
     differentiated = jax.value_and_grad(scaled, has_aux=True)

@@ -10,7 +10,6 @@ these are one program for all: their layers are stored stacked, by stage, so no 
 is moved at the beginning of a step, and no branch is compiled for each stage.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +26,7 @@ from tessera.mesh import Mesh
 from tessera.models.model import Sums
 from tessera.models.partition_rules import Placement
 from tessera.models.staged_model import StagedModel
-from tessera.scope import autocast, constrain
+from tessera.scope import constrain
 from tessera.shard_spec import axes_of_dims
 from tessera.tree import Tree
 
@@ -40,7 +39,6 @@ class PipelinedModel:
       model: The model; it has a ``split``.
       mesh: A mesh with an axis ``pp``.
       schedule: The schedule, for as many microbatches as a step has.
-      dtype: Dtype of matmuls.
       gradient_layouts: Layouts of gradients; None for those of their parameters.
       loss_chunk: The number of tokens whose logits the last stage computes at a time.
     """
@@ -48,7 +46,6 @@ class PipelinedModel:
     model: StagedModel
     mesh: Mesh
     schedule: Schedule
-    dtype: str = "f32"
     gradient_layouts: Tree | None = None
     loss_chunk: int | str = "none"
 
@@ -129,15 +126,14 @@ class PipelinedModel:
         self, weights: Tree, shared: Tree, wire: Array, micro: Tree, index: Array
     ) -> tuple[Array, Array, tuple[Tree, Tree]]:
         """One virtual stage on one microbatch."""
-        with autocast(self.dtype) if self.dtype != "f32" else nullcontext():
-            wire, loss, sums = self.model.run_stage(
-                (weights, shared),
-                wire,
-                micro,
-                index,
-                self._place,
-                chunk=self.loss_chunk,
-            )
+        wire, loss, sums = self.model.run_stage(
+            (weights, shared),
+            wire,
+            micro,
+            index,
+            self._place,
+            chunk=self.loss_chunk,
+        )
         return wire, loss, ((), sums)
 
 

@@ -403,8 +403,16 @@ def _features(
         "use data=text",
     )
     yield (
-        training.mixed_precision == "fp16",
+        _computes_in(training, "float16"),
         "training.max_skipped_steps",
         "training.mixed_precision=fp16, whose bound is the smallest loss scale",
         "use training.mixed_precision=bf16",
     )
+
+
+def _computes_in(training: TrainingConfig, dtype: str) -> bool:
+    """Whether the setting, which may be no policy, names this dtype of computation."""
+    try:
+        return training.precision.computation == dtype
+    except SettingValueError:
+        return False

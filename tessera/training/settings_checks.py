@@ -31,6 +31,7 @@ from tessera.training.config import (
     data_parallel_groups,
 )
 from tessera.training.data import data_config as data_config
+from tessera.training.precision import precision_of
 from tessera.training.setting_conflicts import conflicts, unused_problems
 from tessera.training.setting_fields import MOST_COUNT, as_yaml, problems_of
 
@@ -131,6 +132,10 @@ def _check_training(training: TrainingConfig) -> Iterator[TesseraError]:
             got=f"{total} / {every} leaves {total % every}",
             fix=f"use training.sync_gradients_every={nearest(divisors, every)}",
         )
+    try:
+        precision_of(training.mixed_precision)
+    except SettingValueError as error:
+        yield error
     # The form alone; which policies there are, JAX knows.
     wrong = [name for name in _policies(training.remat) if not isinstance(name, str)]
     if wrong:

@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float
 
 from tessera.api.function import Function, function
 from tessera.models.model import Batch, num_targets
-from tessera.models.partition_rules import NO_MESH
 from tessera.ops.clipping import global_norm
 from tessera.ops.loss_scale import LossScale
 from tessera.training.gradients import losses, mean_gradients
@@ -117,7 +116,8 @@ def make_eval_step(config: StepConfig) -> Function:
             rows = {name: array[None] for name, array in batch.items()}
 
             def loss(params: Tree, rows: Batch) -> Float[Array, ""]:
-                return losses(config, params, rows, NO_MESH)[1]["loss"]
+                place = config.model.place(None)
+                return losses(config, params, rows, place)[1]["loss"]
 
             return config.fixed_order.summed(loss, params, rows), tokens
         place = config.model.place(config.mesh)

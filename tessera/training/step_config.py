@@ -32,7 +32,6 @@ class StepConfig:
       sync_every: Microbatches between two reductions of the gradients over the data
         axes; divides ``accumulation``. Above 1 each device keeps whole gradients of its
         own in between.
-      dtype: Dtype of matmuls: ``f32``, ``bf16`` or ``f16``.
       zero_stage: What is split over ``dp``, see ``Zero``.
       offload_optimizer: Whether the optimizer's state comes from the memory of the host
         and goes back there; see ``offload``.
@@ -52,7 +51,6 @@ class StepConfig:
     mesh: Mesh
     accumulation: int = 1
     sync_every: int = 1
-    dtype: str = "f32"
     zero_stage: int = 0
     offload_optimizer: bool = False
     compression: str = "none"
@@ -71,7 +69,6 @@ class StepConfig:
             self.model,
             self.mesh,
             self.schedule,
-            self.dtype,
             self.zero.layouts("gradients"),
             self.loss_chunk,
         )

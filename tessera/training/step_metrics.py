@@ -97,9 +97,7 @@ class StepMetrics:
         """Model FLOPs utilization, where the peak of the devices is known."""
         mesh = self._run.mesh
         kind = mesh.jax.devices.flat[0].device_kind
-        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(
-            self._run.config.training.mixed_precision, "float32"
-        )
+        dtype = self._run.config.training.precision.computation
         return mfu(self._flops, seconds, mesh.size, peak_flops(kind, dtype))
 
     def _check_scale(self, step: int, numbers: Numbers) -> None:

@@ -9,6 +9,7 @@ in the rotary frequencies, selected by a flag that is scanned with the parameter
 Source: Gemma 3 Technical Report, arXiv 2503.19786.
 """
 
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -38,6 +39,7 @@ from tessera.models.partition_rules import NO_MESH, Placement
 from tessera.ops.chunked_loss import Head, Split, Terms, fused_loss
 from tessera.ops.embedding import look_up
 from tessera.ops.losses import cross_entropy
+from tessera.ops.wide_gradients import with_wide_gradient
 
 RESIDUAL = ("batch", "sequence", None)
 GATHERED = ("batch", "context", None)
@@ -165,12 +167,8 @@ class Decoder(nnx.Module):
         A token outside the table gives NaN instead of another token's row.
         """
         with jax.named_scope("embedding"):
-            # Rows are looked up whole. If fsdp sharded them as it shards the batch,
-            # XLA would replicate all of them to exchange the two.
-            table = place.constrain(self.embedding[...], "vocab", None)
-            rows, split = place.axes("vocab"), GATHERED[:2]
-            split = place.resolve(split, tokens.shape, "tokens")
-            x_BSD = look_up(table, tokens, rows=rows, split=split)
+            lookup = partial(_rows_of, place), partial(_narrow_table, place)
+            x_BSD = with_wide_gradient(*lookup, self.embedding[...], tokens)
             if self.config.scale_embedding:
                 x_BSD = x_BSD * self.config.d_model**0.5
             return place.constrain(x_BSD, *RESIDUAL)
@@ -239,7 +237,7 @@ class Decoder(nnx.Module):
             scores = jnp.einsum(
                 "bsd,vd->bsv",
                 hidden,
-                self._head,
+                place.cast(self._head, "vocab", "table"),
                 preferred_element_type=jnp.float32,
             )
             scores = soft_capped(scores, self.config.logit_soft_cap)
@@ -272,11 +270,12 @@ class Decoder(nnx.Module):
         split = None
         if place.mesh is not None:
             tokens = place.resolve(GATHERED[:2], targets.shape, "targets")
-            split = Split(place.mesh, tokens, place.axes("vocab"))
+            stored = place.resolve(("vocab", "table"), self._head.shape, "head")
+            split = Split(place.mesh, tokens, place.axes("vocab"), stored)
         with jax.named_scope("logits"):
             return fused_loss(
                 Terms(ignore_index, soft_cap=self.config.logit_soft_cap),
-                Head(place.constrain(self._head, "vocab", None)),
+                Head(self._head),
                 hidden,
                 targets,
                 split,
@@ -288,6 +287,18 @@ class Decoder(nnx.Module):
     def _head(self) -> Float[Array, "vocab d_model"]:
         """The weights of the logits: the embedding table, if they are tied."""
         return (self.embedding if self.config.tied_head else self.head)[...]
+
+
+def _rows_of(place: Placement, table: Array, tokens: Array) -> Array:
+    # Rows are looked up whole. If fsdp sharded them as it shards the batch, XLA would
+    # replicate all of them to exchange the two.
+    table = place.constrain(table, "vocab", None)
+    split = place.resolve(GATHERED[:2], tokens.shape, "tokens")
+    return look_up(table, tokens, rows=place.axes("vocab"), split=split)
+
+
+def _narrow_table(place: Placement, table: Array) -> Array:
+    return place.cast(table, "vocab", "table")
 
 
 def _are_global(

@@ -32,6 +32,7 @@ class DecoderDefinition(ModelDefinition):
             sequence_parallel=options.sequence_parallel,
             context_parallel=cast("Method", options.context_parallel),
             remat=options.remat,
+            dtype=options.dtype,
             split=split_of(mesh, config, options.pipeline_chunks),
         )
 

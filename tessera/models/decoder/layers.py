@@ -107,6 +107,7 @@ class Projection(nnx.Module):
     ) -> None:
         layers, key = {"layers": config.num_layers}, rngs.params()
         self.num_inputs = len(inputs)
+        self.dims = (*inputs, *outputs)
         last = self.num_inputs + len(outputs) + 1
         first = self.num_inputs + 1
 
@@ -145,11 +146,16 @@ class Projection(nnx.Module):
         self, x: Float[Array, "batch seq ..."], place: Placement
     ) -> Float[Array, "batch seq ..."]:
         """``x`` with its trailing dims replaced by the output dims."""
-        y = jnp.tensordot(x, self.kernel[...], axes=self.num_inputs)
+        kernel = place.cast(self.kernel[...], *self.dims)
+        y = jnp.tensordot(x, kernel, axes=self.num_inputs)
         if self.scale is not None:
             # Gathered along fsdp as W is: XLA would permute matrices so small.
-            a = place.constrain(self.lora_a[...], *self.gathered[0])
-            b = place.constrain(self.lora_b[...], *self.gathered[1])
+            a, b = (
+                place.constrain(factor[...].astype(x.dtype), *names)
+                for factor, names in zip(
+                    (self.lora_a, self.lora_b), self.gathered, strict=True
+                )
+            )
             low = self.scale * jnp.tensordot(x, a, axes=self.num_inputs)
             low = place.constrain(low, "batch", "context", "lora_rank")
             y = y + jnp.tensordot(low, b, axes=1)

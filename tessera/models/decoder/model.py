@@ -8,7 +8,7 @@ module to any such tree. The tree is nested plain dicts, with leaves such as
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -129,17 +129,18 @@ class DecoderModel(StagedModel):
         return _map_params(self._parts[1], names)
 
     def place(self, mesh: Mesh | None) -> Placement:
-        """The placement of this model on a mesh.
+        """The placement of this model on a mesh, and the dtype of activations.
 
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
         """
-        return decoder_placement(
+        place = decoder_placement(
             self.config,
             mesh,
             sequence_parallel=self.sequence_parallel,
             context_parallel=self.context_parallel,
         )
+        return replace(place, dtype=self.dtype)
 
     def layout_notes(self, mesh: Mesh) -> list[str]:
         """Notes on layouts that a reader may not expect, one sentence each.
@@ -225,8 +226,9 @@ class DecoderModel(StagedModel):
         return self.config.layer_costs
 
     def wire(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
-        """The residual, float32 ``[B, S, D]``."""
-        return jax.ShapeDtypeStruct((rows, length, self.config.d_model), jnp.float32)
+        """The residual ``[B, S, D]``, in the dtype of activations."""
+        shape = (rows, length, self.config.d_model)
+        return jax.ShapeDtypeStruct(shape, self.dtype or jnp.float32)
 
     def constrain_wire(self, wire: Array, place: Placement) -> Array:
         """The residual in its layout."""

@@ -8,6 +8,7 @@ device routes its own tokens and sends them to the devices of their experts.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from tessera.ops.moe.routing import (
     statistics,
 )
 from tessera.ops.operand_layouts import map_free_axes
+from tessera.ops.wide_gradients import with_wide_gradient
 
 Axes = tuple[str, ...]
 
@@ -85,8 +87,9 @@ def expert_layer(
 
     Args:
       x_BSD: Global ``[B, S, D]``; per device B and S divided by their axes.
-      weights: Global ``[D, E]``, ``[E, D, F]`` twice and ``[E, F, D]``, of ``x``'s
-        dtype; the router's of any.
+      weights: Global ``[D, E]``, ``[E, D, F]`` twice and ``[E, F, D]``. Those of
+        experts are cast to the dtype of ``x`` before they are gathered, and their
+        gradients are added up over devices in their own.
       options: For the router.
       layout: How all of these are sharded. The axes must divide the dims.
 
@@ -111,7 +114,7 @@ def _on_device(
     x_BSD: Array, weights: Weights, options: RoutingOptions, layout: ExpertLayout
 ) -> tuple[Array, RouterStatistics]:
     """The layer on one device: its tokens, its experts."""
-    weights = _gathered(weights, layout.embed)
+    weights = _gathered(weights, layout.embed, x_BSD.dtype)
     routes = route(x_BSD, weights.router, options)
     if options.capacity_factor is None:
         x_TD, flat = jax.tree.map(_merge_sequences, (x_BSD, routes))
@@ -129,12 +132,19 @@ def _merge_sequences(array: Array) -> Array:
     return array.reshape(-1, array.shape[-1])
 
 
-def _gathered(weights: Weights, axes: Axes) -> Weights:
+def _gathered(weights: Weights, axes: Axes, dtype: Any) -> Weights:
     """All-gather the weights of these experts; reduce-scatter their gradients."""
-    if not axes:
-        return weights
+
+    def gathered(weight: Array, dim: int) -> Array:
+        gather = partial(_gather, axes, dim)
+        return with_wide_gradient(gather, partial(lax.convert_element_type, new_dtype=dtype), weight)
+
     return weights._replace(
-        gate=lax.all_gather(weights.gate, axes, axis=1, tiled=True),
-        up=lax.all_gather(weights.up, axes, axis=1, tiled=True),
-        down=lax.all_gather(weights.down, axes, axis=2, tiled=True),
+        gate=gathered(weights.gate, 1),
+        up=gathered(weights.up, 1),
+        down=gathered(weights.down, 2),
     )
+
+
+def _gather(axes: Axes, dim: int, weight: Array) -> Array:
+    return lax.all_gather(weight, axes, axis=dim, tiled=True) if axes else weight

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``training.mixed_precision``: the dtypes of a step, as a policy of three parts.
+
+Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740; the parts are
+those of JMP and of PyTorch's FSDP.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from tessera.errors import SettingValueError, did_you_mean
+
+_NUMPY_NAMES: Final = {"f32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a step, by NumPy's names.
+
+    Attributes:
+      parameters: Of the stored parameters, float32, as is the optimizer's state.
+      computation: Of activations, of what the backward pass keeps, and of parameters
+        where they are used: sums inside of matmuls, norms, softmax, routers and the
+        loss are float32.
+      reduction: Of the gradients that devices add up; microbatches are added up in
+        float32.
+    """
+
+    parameters: str = "float32"
+    computation: str = "float32"
+    reduction: str = "float32"
+
+    @property
+    def activations(self) -> str | None:
+        """Dtype to which parameters are cast where they are used, if to another."""
+        return None if self.computation == self.parameters else self.computation
+
+
+_PARTS: Final = tuple(field.name for field in fields(Precision))
+
+
+def precision_of(setting: Any) -> Precision:
+    """The policy that ``training.mixed_precision`` names.
+
+    Args:
+      setting: ``f32``, ``bf16`` or ``fp16``, the dtype of computation; or a mapping with
+        some of the parts.
+
+    Raises:
+      SettingValueError: [T502] there is no such part or dtype.
+
+    Example:
+      >>> precision_of("bf16")
+      Precision(parameters='float32', computation='bfloat16', reduction='float32')
+    """
+    parts = setting if isinstance(setting, Mapping) else {"computation": setting}
+    for name, value in parts.items():
+        _check(name, _PARTS, "part", setting)
+        allowed = ("f32",) if name == "parameters" else tuple(_NUMPY_NAMES)
+        _check(value, allowed, f"dtype for {name}", setting)
+    policy = Precision(**{name: _NUMPY_NAMES[value] for name, value in parts.items()})
+    if policy.reduction not in ("float32", policy.computation):
+        raise SettingValueError(
+            "gradients are reduced in f32 or in the dtype of computation",
+            got=f"mixed_precision={setting}",
+            fix=f"use reduction: f32, or computation: {parts['reduction']}",
+        )
+    return policy
+
+
+def _check(name: Any, names: tuple[str, ...], what: str, setting: Any) -> None:
+    if name not in names:
+        raise SettingValueError(
+            f"mixed precision has no {what} {name!r}",
+            got=f"mixed_precision={setting}",
+            fix=did_you_mean(str(name), names),
+        )
