@@ -36,7 +36,7 @@ from tessera.ops.operand_layouts import is_traced, map_free_axes, region_mesh
 from tessera.shard_spec import axes_of_dims
 
 _CHUNK_BYTES: Final = 16 << 20
-_LARGEST_CHUNK_BYTES: Final = 1 << 30
+_LARGEST_CHUNK_BYTES: Final = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,14 @@ def _sharded(call: _Call, operands: _Operands, *, differentiate: bool) -> Any:
     in_specs = (_Operands(split.tokens, head, split.tokens, split.tokens),)
     results = (split.tokens, gradients)
     mesh = region_mesh(split.mesh)
-    return map_free_axes(on_device, mesh, in_specs, results)(operands)
+    losses, gradients = map_free_axes(on_device, mesh, in_specs, results)(operands)
+    if gradients is not None and split.weight is not None:
+        of_weight = scope.constrain(gradients.head.weight, split.mesh, split.weight)
+        head = gradients.head._replace(weight=of_weight)
+        # The backward pass goes on when devices have their shards of it: XLA would
+        # keep the whole gradient of each until that pass ends, and send it then.
+        gradients = lax.optimization_barrier(gradients._replace(head=head))
+    return losses, gradients
 
 
 def _on_device(call: _Call, differentiate: bool, operands: _Operands) -> Any:
@@ -250,8 +257,8 @@ def chunk_rows(tokens: int, vocabulary: int, platform: str) -> int:
     """The number of tokens in a chunk of a device, from the bytes of its f32 logits.
 
     Up to 16 MiB, which is fastest on CPU, where they stay in cache until they are read
-    again. Elsewhere up to an eighth of all logits, but at most 1 GiB: a matmul of few
-    rows is bound by reading the weight. At least 128 rows, or 1024.
+    again. Elsewhere up to an eighth of all logits, but at most 512 MiB: a matmul of few
+    rows is bound by reading the weight. At least 128 rows, or 512.
 
     Args:
       tokens: Of one device.
@@ -262,7 +269,7 @@ def chunk_rows(tokens: int, vocabulary: int, platform: str) -> int:
       >>> chunk_rows(2048, 32_768, "cpu"), chunk_rows(32_768, 131_072, "gpu")
       (128, 2048)
     """
-    row, fewest = 4 * vocabulary, 128 if platform == "cpu" else 1024
+    row, fewest = 4 * vocabulary, 128 if platform == "cpu" else 512
     rows = max(_CHUNK_BYTES // row, fewest)
     if platform != "cpu":
         rows = max(rows, min(tokens // 8, _LARGEST_CHUNK_BYTES // row))

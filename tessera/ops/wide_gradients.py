@@ -1,61 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of narrow parameters whose gradients are added up in f32.
+"""Functions of parameters that are cast, whose gradients are added up uncast.
 
-The gradient of a cast parameter has the cast's dtype, so a sum over many tokens, or
-over devices, would be one of bf16 numbers. Matmuls have sums inside of them and keep
-them in f32; lookups and collectives do not.
+The gradient of a cast parameter has the dtype of the cast, so a sum over tokens or over
+devices would be one of bf16 numbers. A matmul has its sum inside and keeps it in f32;
+lookups and collectives do not.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax import Array
 
+_Function: TypeAlias = Callable[..., Array]
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def with_wide_gradient(
-    function: Callable[..., Array],
-    cast: Callable[[Array], Array],
-    param: Array,
-    *operands: Any,
+    function: _Function, linear: _Function, param: Array, *operands: Any
 ) -> Array:
-    """``function(cast(param), *operands)``, whose gradient never is in the narrow dtype.
+    """``function(param, *operands)``, with the gradient of another function.
 
     Args:
-      function: Linear in its first argument; it closes over no traced value.
-      cast: Narrows a parameter; likewise.
+      function: Casts the parameter; closes over no traced value.
+      linear: The same without the cast; linear in its first argument.
       param: The parameter.
-      *operands: What else the function takes, without gradients.
+      *operands: What else both take, without gradients.
 
     Returns:
-      What the function returns. Its cotangent is cast to the dtype of ``param``, and
-      then transposed.
+      What ``function`` returns. Its cotangent is cast to the dtype of ``param``, and
+      ``linear`` is transposed.
     """
-    return function(cast(param), *operands)
+    return function(param, *operands)
 
 
 def _forward(
-    function: Callable[..., Array],
-    cast: Callable[[Array], Array],
-    param: Array,
-    *operands: Any,
+    function: _Function, linear: _Function, param: Array, *operands: Any
 ) -> tuple[Array, Any]:
-    shape = jax.ShapeDtypeStruct(param.shape, param.dtype)
-    return function(cast(param), *operands), (_Static(shape), operands)
+    struct = jax.ShapeDtypeStruct(param.shape, param.dtype)
+    return function(param, *operands), (_Static(struct), operands)
 
 
 def _backward(
-    function: Callable[..., Array],
-    cast: Callable[[Array], Array],
-    residuals: Any,
-    cotangent: Array,
+    function: _Function, linear: _Function, residuals: Any, cotangent: Array
 ) -> tuple[Any, ...]:
-    del cast
-    (shape, operands) = residuals
-    transposed = jax.linear_transpose(lambda p: function(p, *operands), shape.value)
-    (gradient,) = transposed(cotangent.astype(shape.value.dtype))
+    del function
+    param, operands = residuals[0].struct, residuals[1]
+    transposed = jax.linear_transpose(lambda p: linear(p, *operands), param)
+    (gradient,) = transposed(cotangent.astype(param.dtype))
     return (gradient, *(None for _ in operands))
 
 
@@ -64,13 +57,13 @@ with_wide_gradient.defvjp(_forward, _backward)
 
 @jax.tree_util.register_static
 class _Static:
-    """A value of a residual that is known while tracing."""
+    """A shape among residuals, which are arrays otherwise."""
 
-    def __init__(self, value: jax.ShapeDtypeStruct) -> None:
-        self.value = value
+    def __init__(self, struct: jax.ShapeDtypeStruct) -> None:
+        self.struct = struct
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.value == other.value
+        return isinstance(other, _Static) and self.struct == other.struct
 
     def __hash__(self) -> int:
-        return hash((self.value.shape, self.value.dtype))
+        return hash((self.struct.shape, self.struct.dtype))

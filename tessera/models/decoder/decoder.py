@@ -9,6 +9,7 @@ in the rotary frequencies, selected by a flag that is scanned with the parameter
 Source: Gemma 3 Technical Report, arXiv 2503.19786.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -167,8 +168,10 @@ class Decoder(nnx.Module):
         A token outside the table gives NaN instead of another token's row.
         """
         with jax.named_scope("embedding"):
-            lookup = partial(_rows_of, place), partial(_narrow_table, place)
-            x_BSD = with_wide_gradient(*lookup, self.embedding[...], tokens)
+            rows_of = partial(_rows_of, place)
+            x_BSD = with_wide_gradient(
+                partial(rows_of, narrow=True), rows_of, self.embedding[...], tokens
+            )
             if self.config.scale_embedding:
                 x_BSD = x_BSD * self.config.d_model**0.5
             return place.constrain(x_BSD, *RESIDUAL)
@@ -289,16 +292,22 @@ class Decoder(nnx.Module):
         return (self.embedding if self.config.tied_head else self.head)[...]
 
 
-def _rows_of(place: Placement, table: Array, tokens: Array) -> Array:
-    # Rows are looked up whole. If fsdp sharded them as it shards the batch, XLA would
-    # replicate all of them to exchange the two.
-    table = place.constrain(table, "vocab", None)
-    split = place.resolve(GATHERED[:2], tokens.shape, "tokens")
-    return look_up(table, tokens, rows=place.axes("vocab"), split=split)
+def _rows_of(
+    place: Placement, table: Array, tokens: Array, *, narrow: bool = False
+) -> Array:
+    """The rows of a table, of which each device looks up the columns that it stores.
 
-
-def _narrow_table(place: Placement, table: Array) -> Array:
-    return place.cast(table, "vocab", "table")
+    Devices exchange rows for columns, and in the backward pass gradients of rows,
+    which is less than the table and its gradient.
+    """
+    table = place.constrain(table, "vocab", "table")
+    if narrow:
+        table = place.cast(table, "vocab", "table")
+    columns = place.vmapped_axes | {*place.axes("table")}
+    split = replace(place, vmapped_axes=columns)
+    layout = split.resolve(GATHERED[:2], tokens.shape, "tokens")
+    rows = look_up(table, tokens, rows=place.axes("vocab"), split=layout)
+    return place.constrain(rows, *GATHERED[:2], None)
 
 
 def _are_global(

@@ -137,7 +137,7 @@ def _gathered(weights: Weights, axes: Axes, dtype: Any) -> Weights:
 
     def gathered(weight: Array, dim: int) -> Array:
         gather = partial(_gather, axes, dim)
-        return with_wide_gradient(gather, partial(lax.convert_element_type, new_dtype=dtype), weight)
+        return with_wide_gradient(partial(gather, dtype=dtype), gather, weight)
 
     return weights._replace(
         gate=gathered(weights.gate, 1),
@@ -146,5 +146,7 @@ def _gathered(weights: Weights, axes: Axes, dtype: Any) -> Weights:
     )
 
 
-def _gather(axes: Axes, dim: int, weight: Array) -> Array:
+def _gather(axes: Axes, dim: int, weight: Array, dtype: Any = None) -> Array:
+    if dtype is not None:
+        weight = weight.astype(dtype)
     return lax.all_gather(weight, axes, axis=dim, tiled=True) if axes else weight
