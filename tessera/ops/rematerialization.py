@@ -35,10 +35,16 @@ def save_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name in MATMULS
 
 
+def save_named(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy that saves what the model names by ``jax.ad_checkpoint.checkpoint_name``."""
+    return primitive.name == "name"
+
+
 POLICIES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         "full": jax.checkpoint_policies.nothing_saveable,
         "dots": save_matmuls,
+        "named": save_named,
         **{
             name: getattr(jax.checkpoint_policies, name)
             for name in (

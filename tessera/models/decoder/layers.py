@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from tessera.models.decoder.config import DecoderConfig
@@ -210,11 +211,14 @@ class Attention(nnx.Module):
         """The attention outputs of each position; ``attend`` applies the mask."""
         q_BSHK = place.constrain(self.query(x_BSD, place), *HEADS)
         k_BTGK = place.constrain(self.key(x_BSD, place), *KV_HEADS)
+        v_BTGK = place.constrain(self.value(x_BSD, place), *KV_HEADS)
+        q_BSHK = checkpoint_name(q_BSHK, "query")
+        k_BTGK = checkpoint_name(k_BTGK, "key")
+        v_BTGK = checkpoint_name(v_BTGK, "value")
         if self.config.qk_norm:
             q_BSHK, k_BTGK = self.query_norm(q_BSHK), self.key_norm(k_BTGK)
         q_BSHK = rotate(q_BSHK, rotation) * self.config.query_scale
         k_BTGK = rotate(k_BTGK, rotation)
-        v_BTGK = place.constrain(self.value(x_BSD, place), *KV_HEADS)
         copies = place.size("heads") // self.config.num_kv_heads
         if copies > 1:
             # Fewer key/value heads than tp: each device gets the head of its queries.
@@ -246,7 +250,8 @@ class MLP(nnx.Module):
         self, x_BSD: Float[Array, "batch seq d_model"], place: Placement
     ) -> Float[Array, "batch seq d_model"]:
         """Each position by itself, through ``activation(gate) * up``."""
-        gate_BSF = GATES[self.activation](self.gate(x_BSD, place))
-        hidden_BSF = gate_BSF * self.up(x_BSD, place)
+        gate_BSF = checkpoint_name(self.gate(x_BSD, place), "gate")
+        up_BSF = checkpoint_name(self.up(x_BSD, place), "up")
+        hidden_BSF = GATES[self.activation](gate_BSF) * up_BSF
         hidden_BSF = place.constrain(hidden_BSF, "batch", "context", "mlp")
         return self.down(hidden_BSF, place)
