@@ -57,6 +57,15 @@ def fan_in_init(
     )
 
 
+def recomputed(function: Callable[..., Array]) -> Callable[..., Array]:
+    """A function that saves its arguments for the backward pass and nothing else.
+
+    For functions of single elements or rows, whose f32 intermediate values would take
+    several times the memory of their arguments.
+    """
+    return jax.checkpoint(function, prevent_cse=False)
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last dim, with a scale; float32 inside.
 
@@ -81,7 +90,7 @@ class RMSNorm(nnx.Module):
         weight = self.scale[...].astype(jnp.float32)
         if self.offset:
             weight = 1.0 + weight
-        return rms_norm(x, weight, eps=self.epsilon)
+        return recomputed(partial(rms_norm, eps=self.epsilon))(x, weight)
 
 
 class Projection(nnx.Module):
@@ -217,8 +226,9 @@ class Attention(nnx.Module):
         v_BTGK = checkpoint_name(v_BTGK, "value")
         if self.config.qk_norm:
             q_BSHK, k_BTGK = self.query_norm(q_BSHK), self.key_norm(k_BTGK)
-        q_BSHK = rotate(q_BSHK, rotation) * self.config.query_scale
-        k_BTGK = rotate(k_BTGK, rotation)
+        turn = recomputed(rotate)
+        q_BSHK = turn(q_BSHK, rotation) * self.config.query_scale
+        k_BTGK = turn(k_BTGK, rotation)
         copies = place.size("heads") // self.config.num_kv_heads
         if copies > 1:
             # Fewer key/value heads than tp: each device gets the head of its queries.
@@ -252,6 +262,11 @@ class MLP(nnx.Module):
         """Each position by itself, through ``activation(gate) * up``."""
         gate_BSF = checkpoint_name(self.gate(x_BSD, place), "gate")
         up_BSF = checkpoint_name(self.up(x_BSD, place), "up")
-        hidden_BSF = GATES[self.activation](gate_BSF) * up_BSF
+
+        @recomputed
+        def product(gate_BSF: Array, up_BSF: Array) -> Array:
+            return GATES[self.activation](gate_BSF) * up_BSF
+
+        hidden_BSF = product(gate_BSF, up_BSF)
         hidden_BSF = place.constrain(hidden_BSF, "batch", "context", "mlp")
         return self.down(hidden_BSF, place)
