@@ -383,6 +383,8 @@ def set_plan(plan: Plan) -> None:
         scope.plan = plan
 
 
+PARAMETER_CAST = "parameter_cast"
+
 AUTOCAST_OFF = "off"
 AUTOCAST_SCOPE = "autocast_"
 AUTOCAST_DTYPES = ("bfloat16", "float16")
@@ -444,3 +446,9 @@ def carried_autocast() -> AbstractContextManager[Any]:
     """
     name = _autocast.get()
     return nullcontext() if name is None else jax.named_scope(AUTOCAST_SCOPE + name)
+
+
+def cast_parameter(x: jax.Array, dtype: Any) -> jax.Array:
+    """Cast a parameter where it is used; the pass ``widen_matmuls`` finds its gradient."""
+    with jax.named_scope(PARAMETER_CAST):
+        return x.astype(dtype)

@@ -7,6 +7,7 @@ and name scopes are carried over, and nested programs (of ``scan``, ``cond``, ``
 ``shard_map``) are rewritten in place.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -59,6 +60,13 @@ class Environment:
 def variables(atoms: Iterable[_jax.Atom]) -> list[Any]:
     """The atoms that are no literals, each once."""
     return list(dict.fromkeys(a for a in atoms if not isinstance(a, _jax.Literal)))
+
+
+def use_counts(program: _jax.Program) -> Counter[Any]:
+    """How often equations and outputs read each variable of a program."""
+    reads = (*(e.invars for e in _jax.equations(program)), _jax.outputs(program))
+    atoms = (atom for read in reads for atom in read)
+    return Counter(a for a in atoms if not isinstance(a, _jax.Literal))
 
 
 def contains(program: _jax.Program, where: Where, scopes: str = "") -> bool:

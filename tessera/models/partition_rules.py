@@ -134,7 +134,7 @@ class Placement:
         """
         if self.dtype is None or x.dtype == self.dtype:
             return x
-        return self.constrain(x.astype(self.dtype), *names)
+        return self.constrain(scope.cast_parameter(x, self.dtype), *names)
 
 
 NO_MESH: Final = Placement()

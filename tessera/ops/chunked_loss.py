@@ -245,6 +245,10 @@ def _on_device(call: _Call, differentiate: bool, operands: _Operands) -> Any:
     if gradients is not None:
         of_head = gradients.head
         if call.split and (axes := call.split.token_axes):
+            # In the dtype that it has then. In fp16 it would underflow before the
+            # loss scale multiplies it.
+            if call.dtypes[1] == "bfloat16":
+                of_head = jax.tree.map(lambda x: x.astype(jnp.bfloat16), of_head)
             of_head = lax.psum(of_head, axes)
         gradients = _Operands(gradients.hidden.reshape(hidden.shape), of_head)
     return losses.reshape(labels.shape), gradients
@@ -290,14 +294,14 @@ def _chunked(call: _Call, differentiate: bool, tokens: _Operands) -> Any:
     words, width = head.weight.shape[:: -1 if terms.vocab_dim else 1]
 
     def one(sums: Any, chunk: _Operands) -> tuple[Any, Any]:
-        losses, by_logits = _losses_of_chunk(call, differentiate, chunk)
+        losses, by_logits, by_bias = _in_parts(call, differentiate, chunk)
         if by_logits is None:
             return sums, (losses, None)
-        narrow = by_logits.astype(chunk.hidden.dtype)
         # [D, C] @ [C, V]; [C, V] @ [V, D].
-        by_weight = sums.weight + _dot(chunk.hidden, narrow, 0, 0)
-        by_hidden = _dot(narrow, head.weight, 1, terms.vocab_dim) / terms.gradient_scale
-        by_bias = None if sums.bias is None else sums.bias + by_logits.sum(axis=0)
+        by_weight = sums.weight + _dot(chunk.hidden, by_logits, 0, 0)
+        by_hidden = _dot(by_logits, head.weight, 1, terms.vocab_dim)
+        by_hidden = by_hidden / terms.gradient_scale
+        by_bias = None if by_bias is None else sums.bias + by_bias
         return Head(by_weight, by_bias), (losses, by_hidden)
 
     def zeros(like: Array, *shape: int) -> Array:
@@ -316,6 +320,36 @@ def _chunked(call: _Call, differentiate: bool, tokens: _Operands) -> Any:
     ) / terms.gradient_scale
     by_bias = None if sums.bias is None else sums.bias / terms.gradient_scale
     return losses, _Operands(by_hidden, Head(by_weight, by_bias))
+
+
+def _in_parts(call: _Call, differentiate: bool, chunk: _Operands) -> Any:
+    """The losses of a chunk, its gradients by the logits, and their sum for the bias.
+
+    A part of the chunk has f32 logits at a time; the gradients are in the dtype of the
+    operands. The fewer chunks, the seldomer the gradient of the weight is read and
+    written to add to it, which on a GPU takes the time of the matmul.
+    """
+
+    def one(part: _Operands) -> tuple[Array, Array | None, Array | None]:
+        losses, by_logits = _losses_of_chunk(call, differentiate, part)
+        if by_logits is None:
+            return losses, None, None
+        by_bias = None if chunk.head.bias is None else by_logits.sum(axis=0)
+        return losses, by_logits.astype(chunk.hidden.dtype), by_bias
+
+    rows = len(chunk.hidden)
+    if scope.device().platform == "cpu" or rows % 2 or not differentiate:
+        return one(chunk)
+
+    def half(tokens: tuple[Any, ...]) -> Any:
+        hidden, labels, cotangents = tokens
+        return one(_Operands(hidden, chunk.head, labels, cotangents))
+
+    tokens = chunk.hidden, chunk.labels, chunk.cotangents
+    halves = jax.tree.map(lambda x: x.reshape(2, rows // 2, *x.shape[1:]), tokens)
+    losses, by_logits, by_bias = lax.map(half, halves)
+    by_bias = None if by_bias is None else by_bias.sum(axis=0)
+    return losses.reshape(rows), by_logits.reshape(rows, -1), by_bias
 
 
 def _dot(left: Array, right: Array, contracted: int, other: int) -> Array:

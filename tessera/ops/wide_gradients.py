@@ -11,7 +11,10 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import Array
+
+from tessera.scope import cast_parameter
 
 _Function: TypeAlias = Callable[..., Array]
 
@@ -29,8 +32,8 @@ def with_wide_gradient(
       *operands: What else both take, without gradients.
 
     Returns:
-      What ``function`` returns. Its cotangent is cast to the dtype of ``param``, and
-      ``linear`` is transposed.
+      What ``function`` returns. Its cotangent is cast to f32, ``linear`` is transposed,
+      and the gradient is cast to the dtype of ``param``.
     """
     return function(param, *operands)
 
@@ -47,9 +50,10 @@ def _backward(
 ) -> tuple[Any, ...]:
     del function
     param, operands = residuals[0].struct, residuals[1]
-    transposed = jax.linear_transpose(lambda p: linear(p, *operands), param)
-    (gradient,) = transposed(cotangent.astype(param.dtype))
-    return (gradient, *(None for _ in operands))
+    wide = param.update(dtype=jnp.promote_types(param.dtype, jnp.float32))
+    transposed = jax.linear_transpose(lambda p: linear(p, *operands), wide)
+    (gradient,) = transposed(cast_parameter(cotangent, wide.dtype))
+    return (gradient.astype(param.dtype), *(None for _ in operands))
 
 
 with_wide_gradient.defvjp(_forward, _backward)

@@ -103,6 +103,7 @@ class Run:
             mesh=self.mesh,
             accumulation=training.gradient_accumulation_steps,
             sync_every=training.sync_gradients_every,
+            reduces_narrow=training.precision.reduces_narrow,
             zero_stage=training.zero_stage,
             offload_optimizer=training.offload_optimizer,
             schedule=self.schedule,

@@ -113,6 +113,8 @@ def _microbatches(
         batch = _reshaped(batch, 1, config.mesh.axis_size(unreduced))
 
     def microbatch(weights: Tree, micro: Batch) -> tuple[Float[Array, ""], Sums]:
+        if config.reduces_narrow:
+            weights = _narrowed(config, weights)
         whole = config.model.with_frozen(weights, params)
         return losses(config, whole, micro, place)
 
@@ -199,6 +201,16 @@ def _copied(config: StepConfig, params: Tree, axes: tuple[str, ...]) -> Tree:
 
     layouts = config.model.trained(config.model.layouts(config.mesh))
     return jax.tree.map(copy, params, layouts)
+
+
+def _narrowed(config: StepConfig, weights: Tree) -> Tree:
+    """The weights in the dtype of activations, which their gradients then have, too."""
+
+    def cast(weight: Array, spec: PartitionSpec) -> Array:
+        return constrain(weight.astype(config.model.dtype), config.mesh, spec)
+
+    layouts = config.model.trained(config.zero.params)
+    return jax.tree.map(cast, weights, layouts)
 
 
 def _reshaped(batch: Batch, dim: int, parts: int) -> Batch:

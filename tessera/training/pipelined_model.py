@@ -99,9 +99,10 @@ class PipelinedModel:
 
     @property
     def _place(self) -> Placement:
-        """The layout of a stage's activations in the SPMD region."""
+        """The layout of a stage's activations in the SPMD region over ``pp``."""
         place = self.model.place(self.mesh)
-        return replace(place, vmapped_axes=place.vmapped_axes | set(self._data_axes))
+        axes = place.vmapped_axes | {"pp", *self._data_axes}
+        return replace(place, vmapped_axes=axes)
 
     def _stages(self, batch: Tree) -> Stages:
         place, (staged, _) = self._place, self.model.divide(self._layouts)

@@ -32,6 +32,11 @@ class Precision:
     reduction: str = "float32"
 
     @property
+    def reduces_narrow(self) -> bool:
+        """Whether devices add up gradients that are not float32."""
+        return self.reduction != "float32"
+
+    @property
     def activations(self) -> str | None:
         """Dtype to which parameters are cast where they are used, if to another."""
         return None if self.computation == self.parameters else self.computation

@@ -49,6 +49,7 @@ def conflicts(config: Config, sizes: Sizes | None) -> Iterator[TesseraError]:
     yield from _step_conflicts(training)
     yield from _evaluation_conflicts(config)
     yield from _compression_conflicts(training, {"dp": 1} if sizes is None else sizes)
+    yield from _reduction_conflicts(training, sizes or {})
     if sizes is not None:
         if "pp" in sizes:
             yield from _pipeline_conflicts(training)
@@ -95,6 +96,42 @@ def _step_conflicts(training: TrainingConfig) -> Iterator[TesseraError]:
             fix=f"use training.steps={before + training.profile_active} or more, or "
             "training.profile_wait=0 training.profile_warmup=0",
         )
+
+
+def _reduction_conflicts(
+    training: TrainingConfig, sizes: Sizes
+) -> Iterator[TesseraError]:
+    try:
+        reduction = training.precision.reduction
+    except SettingValueError:
+        return
+    if reduction == "float32":
+        return
+    yield from _incompatible(
+        "gradients are reduced in f32 here",
+        f"training.mixed_precision={as_yaml(training.mixed_precision)}",
+        "leave reduction out of training.mixed_precision",
+        (
+            "pp" in sizes,
+            "the mesh axis 'pp', whose stages add up microbatches",
+            "drop 'pp' from the mesh",
+        ),
+        (
+            training.numerics != "fast",
+            f"training.numerics={training.numerics}",
+            "use training.numerics=fast",
+        ),
+        (
+            training.gradient_compression != "none",
+            f"training.gradient_compression={training.gradient_compression}",
+            "use training.gradient_compression=none",
+        ),
+        (
+            training.sync_gradients_every > 1,
+            f"training.sync_gradients_every={training.sync_gradients_every}",
+            "use training.sync_gradients_every=1",
+        ),
+    )
 
 
 def _evaluation_conflicts(config: Config) -> Iterator[TesseraError]:

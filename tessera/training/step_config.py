@@ -32,6 +32,8 @@ class StepConfig:
       sync_every: Microbatches between two reductions of the gradients over the data
         axes; divides ``accumulation``. Above 1 each device keeps whole gradients of its
         own in between.
+      reduces_narrow: Whether devices add up gradients in the model's dtype of
+        activations, and not in that of the parameters.
       zero_stage: What is split over ``dp``, see ``Zero``.
       offload_optimizer: Whether the optimizer's state comes from the memory of the host
         and goes back there; see ``offload``.
@@ -51,6 +53,7 @@ class StepConfig:
     mesh: Mesh
     accumulation: int = 1
     sync_every: int = 1
+    reduces_narrow: bool = False
     zero_stage: int = 0
     offload_optimizer: bool = False
     compression: str = "none"

@@ -2,7 +2,6 @@
 """Rewrite weight-gradient matmuls in the form that XLA's CPU compiler runs fast."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -139,12 +138,7 @@ class _Plan:
 def _plans(program: _jax.Program) -> Iterator[_Plan]:
     """The matmuls that contract neither operand's last dims, nested ones too."""
     equations = _jax.equations(program)
-    read = Counter(
-        atom
-        for atoms in (*(e.invars for e in equations), _jax.outputs(program))
-        for atom in atoms
-        if not isinstance(atom, _jax.Literal)
-    )
+    read = rewriting.use_counts(program)
     transposes = {
         equation.invars[0]: equation
         for equation in equations

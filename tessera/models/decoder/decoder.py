@@ -300,6 +300,7 @@ def _rows_of(
     Devices exchange rows for columns, and in the backward pass gradients of rows,
     which is less than the table and its gradient.
     """
+    place.resolve(GATHERED[:2], tokens.shape, "tokens")
     table = place.constrain(table, "vocab", "table")
     if narrow:
         table = place.cast(table, "vocab", "table")

@@ -23,6 +23,7 @@ from tessera.models.decoder.rotary import Rotation
 from tessera.models.partition_rules import Placement
 from tessera.ops.activations import GATES
 from tessera.ops.norms import rms_norm
+from tessera.scope import cast_parameter
 from tessera.shard import ShardSpec
 
 # Logical dim names of queries, and of keys and values.
@@ -161,7 +162,7 @@ class Projection(nnx.Module):
         if self.scale is not None:
             # Gathered along fsdp as W is: XLA would permute matrices so small.
             a, b = (
-                place.constrain(factor[...].astype(x.dtype), *names)
+                place.constrain(cast_parameter(factor[...], x.dtype), *names)
                 for factor, names in zip(
                     (self.lora_a, self.lora_b), self.gathered, strict=True
                 )

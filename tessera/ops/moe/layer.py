@@ -137,6 +137,8 @@ def _gathered(weights: Weights, axes: Axes, dtype: Any) -> Weights:
 
     def gathered(weight: Array, dim: int) -> Array:
         gather = partial(_gather, axes, dim)
+        if weight.dtype == dtype:
+            return gather(weight)
         return with_wide_gradient(partial(gather, dtype=dtype), gather, weight)
 
     return weights._replace(
