@@ -15,6 +15,7 @@ from tessera.api.function import function as function
 from tessera.api.function import function as jit
 from tessera.api.value_and_grad import value_and_grad as value_and_grad
 from tessera.arrays import *
+from tessera.casts import autocast as autocast
 from tessera.compiler.gradient_primitive import grad as grad
 from tessera.debug.compare_layouts import compare_layouts as compare_layouts
 from tessera.dtypes import *
@@ -31,7 +32,6 @@ from tessera.ops.gradient_accumulation import (
 from tessera.ops.rematerialization import checkpoint as checkpoint
 from tessera.ops.rematerialization import remat as remat
 from tessera.planner.plan_step import plan as plan
-from tessera.scope import autocast as autocast
 from tessera.shard import DistTensor as DistTensor
 from tessera.shard import ShardSpec as ShardSpec
 from tessera.training.checkpoints.resume_plan import resume_plan as resume_plan

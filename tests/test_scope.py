@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trace is in: its parameters by name, its layouts, its autocast."""
+"""What a trace is in: its parameters by name, its layouts."""
 
 import threading
 
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import _jax, scope
-from tessera.errors import OutsideTraceError, ParameterNameError, TensorFormError
+from tessera.errors import OutsideTraceError, ParameterNameError
 from tessera.mesh import Mesh
 from tessera.scope import Scope, opened
 from tessera.shard import ShardSpec, tensor
@@ -220,59 +220,7 @@ def test_a_constrained_value_has_that_layout(dp_mesh):
     assert value.sharding.spec == P("dp")
 
 
-# --- autocast
-
-
-def test_the_innermost_autocast_is_current():
-    assert scope.current_autocast() is None
-    with ts.autocast("bf16"):
-        with ts.autocast("f16"):
-            assert scope.current_autocast() == "float16"
-        with ts.autocast("bf16", enabled=False):
-            assert scope.current_autocast() == "off"
-        assert scope.current_autocast() == "bfloat16"
-    assert scope.current_autocast() is None
-
-
-def test_an_autocast_ends_when_its_block_raises():
-    with pytest.raises(RuntimeError), ts.autocast("bf16"):
-        raise RuntimeError
-    assert scope.current_autocast() is None
-
-
-@pytest.mark.parametrize(
-    ("dtype", "enabled", "mark"),
-    [
-        ("bf16", True, "autocast_bfloat16"),
-        (jnp.float16, True, "autocast_float16"),
-        ("f32", True, "autocast_off"),
-        ("bf16", False, "autocast_off"),
-    ],
-)
-def test_operations_inside_an_autocast_are_marked(dtype, enabled, mark):
-    def marked(x):
-        with ts.autocast(dtype, enabled=enabled):
-            return jnp.sin(x)
-
-    assert scopes_of(marked, 1.0) == [mark]
-
-
-def test_autocast_takes_floating_point_dtypes_that_matmuls_are_done_in():
-    with pytest.raises(TensorFormError) as caught, ts.autocast("i32"):
-        pass
-    assert str(caught.value) == (
-        "[T207] matmuls cannot be autocast to int32\n"
-        "  fix: use bf16, f16 or f32\n"
-        "  docs: docs/errors/T207.md"
-    )
-
-
-def test_autocast_says_which_dtype_was_meant():
-    with (
-        pytest.raises(TensorFormError, match="did you mean 'bf16'"),
-        ts.autocast("b16"),
-    ):
-        pass
+# --- devices that split a batch
 
 
 def test_the_rules_of_gradients_know_the_mesh_of_the_step():

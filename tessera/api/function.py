@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 
-from tessera import _jax, _jax_traces, scope
+from tessera import _jax, _jax_traces, casts, scope
 from tessera.annotations import checked
 from tessera.compiler.compile_stages import Compiled, Lowered, Traced
 from tessera.compiler.eager import EagerResult, run_eagerly
@@ -81,7 +81,7 @@ def _context_key() -> Any:
     """What a program depends on besides its function and arguments."""
     return (
         opened_or_none(),
-        scope.current_autocast(),
+        casts.current_autocast(),
         scope.current_plan(),
         _jax.trace_settings(),
     )

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera import scope
+from tessera import casts, scope
 from tessera._jax_recording import Recording, register_eager_rule
 from tessera.annotations import bind
 from tessera.compiler.gradient_primitive import (
@@ -107,7 +107,7 @@ def run_eagerly(
       WriteBackError: [T320] an argument was changed that cannot be given back.
     """
     enable_torch_transpose()
-    scope.check_autocast_of_programs(scope.current_autocast())
+    casts.check_autocast_of_programs(casts.current_autocast())
     binding = bind(function, call.args, call.kwargs, name=options.name)
     graph = None if options.strategy is None else _traced(function, call, options)
     if graph is not None:

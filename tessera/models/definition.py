@@ -47,7 +47,7 @@ class ModelOptions:
 
     sequence_parallel: bool = False
     context_parallel: str = "ring"
-    remat: Any = "none"
+    remat: Any = "named"
     pipeline_chunks: int = 1
     loss_chunk: int | str = "auto"
     dtype: str | None = None

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from tessera.compiler.pipelining.ring_buffers import zeros
 from tessera.errors import SettingConflictError, SettingValueError, did_you_mean
+from tessera.ops.rematerialization import NAMED as NAMED
 from tessera.ops.rematerialization import NONE as NONE
 from tessera.ops.rematerialization import POLICIES as POLICIES
 
@@ -32,7 +33,8 @@ def policies_of(remat: Any, kinds: Sequence[str]) -> Policies:
     Args:
       remat: ``none`` saves all residuals of the backward pass; ``full`` saves the
         residual stream between layers and computes each layer twice; ``dots`` saves
-        the results of matmuls; any other name is a policy of
+        the results of matmuls, ``named`` the values that the model names by
+        ``checkpoint_name``; any other name is a policy of
         ``jax.checkpoint_policies``. A list has one name for each layer, a dict one for
         ``global`` and one for ``local`` layers.
       kinds: The kind of each layer: ``global`` or ``local``, or one without a name.

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from tessera import scope
+from tessera.casts import cast_parameter
 from tessera.errors import LogicalAxisError, did_you_mean
 from tessera.mesh import Mesh
 from tessera.models.axis_rules import RULES as RULES
@@ -134,7 +135,7 @@ class Placement:
         """
         if self.dtype is None or x.dtype == self.dtype:
             return x
-        return self.constrain(scope.cast_parameter(x, self.dtype), *names)
+        return self.constrain(cast_parameter(x, self.dtype), *names)
 
 
 NO_MESH: Final = Placement()

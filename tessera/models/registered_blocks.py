@@ -13,11 +13,17 @@ from jaxtyping import Array, Float, Int
 
 from tessera.analysis.flops import count
 from tessera.compiler.pipelining.ring_buffers import zeros
+from tessera.compiler.rewriting import contains
 from tessera.errors import DimTableError, ModelDefinitionError
 from tessera.mesh import Mesh
 from tessera.models.block_methods import INDEX, call
 from tessera.models.definition import ModelOptions
-from tessera.models.layer_scan import policies_of_stage, scan_layers
+from tessera.models.layer_scan import (
+    NAMED,
+    Policies,
+    policies_of_stage,
+    scan_layers,
+)
 from tessera.models.model import Batch, DimNames, Sums
 from tessera.models.module_adapters import Blocks, Inputs
 from tessera.models.partition_rules import NO_MESH, Placement
@@ -183,6 +189,19 @@ class RegisteredBlocks(StagedModel, RegisteredModel):
         one, last = (count(each).total / (2e6 * _ROWS * _LENGTH) for each in programs)
         return [one] * len(self._blocks.forms), last
 
+    @cached_property
+    def _known_policies(self) -> Policies:
+        """The policies; ``dots`` for ``named`` where the blocks name nothing.
+
+        They would compute everything again.
+        """
+        if NAMED not in self.policies:
+            return self.policies
+        block = jax.make_jaxpr(self._block_of_zeros)(self._hidden)
+        if contains(block, lambda equation, _: equation.primitive.name == "name"):
+            return self.policies
+        return tuple("dots" if name == NAMED else name for name in self.policies)
+
     def _block_of_zeros(self, hidden: Array) -> Array:
         """One block, whose parameters and inputs are zeros."""
         own, rest = zeros(self._parts)
@@ -232,7 +251,7 @@ class RegisteredBlocks(StagedModel, RegisteredModel):
         exists = None if numbers is None or self.is_even else numbers < total
         numbers = jnp.arange(total, dtype=jnp.int32) if numbers is None else numbers
         layers = named_leaves(params[self.blocks]), numbers
-        policies = policies_of_stage(self.policies, len(numbers))
+        policies = policies_of_stage(self._known_policies, len(numbers))
         hidden, _ = scan_layers(
             body,
             hidden,

@@ -11,7 +11,8 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from tessera.labels import IGNORE_INDEX
-from tessera.ops.chunked_loss import Head, Split, Terms, fused_loss
+from tessera.ops.chunked_loss import fused_loss
+from tessera.ops.loss_chunks import Head, Split, Terms
 from tessera.ops.losses import Reduction, check_settings
 from tessera.ops.operand_checks import raise_problems
 from tessera.ops.operand_layouts import as_array, layout_of

@@ -20,6 +20,7 @@ from tessera.primitive_properties import MATMULS
 from tessera.tree import partition
 
 NONE: Final = "none"
+NAMED: Final = "named"
 # The name, for ``jax.ad_checkpoint``, of the residuals of attention.
 ATTENTION_RESIDUALS: Final = "attention"
 
@@ -36,7 +37,7 @@ def save_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def save_named(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy that saves what the model names by ``jax.ad_checkpoint.checkpoint_name``."""
+    """A policy that saves what ``jax.ad_checkpoint.checkpoint_name`` names."""
     return primitive.name == "name"
 
 
@@ -44,7 +45,7 @@ POLICIES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         "full": jax.checkpoint_policies.nothing_saveable,
         "dots": save_matmuls,
-        "named": save_named,
+        NAMED: save_named,
         **{
             name: getattr(jax.checkpoint_policies, name)
             for name in (
@@ -76,9 +77,9 @@ def remat(
       function: The function; leave it out to use the options as a decorator. Arrays
         among its arguments are traced, and so are NNX objects, as by ``nnx.remat``;
         everything else is static.
-      policy: ``full`` saves nothing, ``dots`` the results of matmuls, ``none``
-        everything; any other name is that policy of ``jax.checkpoint_policies``. A
-        policy function is accepted too.
+      policy: ``full`` saves nothing, ``dots`` the results of matmuls, ``named`` what
+        ``checkpoint_name`` names, ``none`` everything; any other name is that policy
+        of ``jax.checkpoint_policies``. A policy function is accepted too.
       prevent_cse: False where the function is the body of a ``lax.scan``: the loop
         already keeps XLA from merging the two computations.
 

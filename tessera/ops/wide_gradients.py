@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.scope import cast_parameter
+from tessera.casts import cast_parameter
 
 _Function: TypeAlias = Callable[..., Array]
 
@@ -50,8 +50,13 @@ def _backward(
 ) -> tuple[Any, ...]:
     del function
     param, operands = residuals[0].struct, residuals[1]
-    wide = param.update(dtype=jnp.promote_types(param.dtype, jnp.float32))
-    transposed = jax.linear_transpose(lambda p: linear(p, *operands), wide)
+    is_narrow = param.dtype.itemsize < jnp.dtype(jnp.float32).itemsize
+    wide = param.update(dtype=jnp.float32) if is_narrow else param
+
+    def of_param(param: Array) -> Array:
+        return linear(param, *operands)
+
+    transposed = jax.linear_transpose(of_param, wide)
     (gradient,) = transposed(cast_parameter(cotangent, wide.dtype))
     return (gradient.astype(param.dtype), *(None for _ in operands))
 

@@ -69,10 +69,12 @@ class TrainingConfig:
         is split at every stage.
       offload_optimizer: Keep the optimizer's state in the memory of the host, from
         where each step fetches it for the update.
-      remat: What the backward pass recomputes instead of keeping; none nothing, full
-        every layer, dots all but the matmuls, or a policy of jax.checkpoint_policies by
-        its name. A list has one for each layer, {global full, local none} one for each
-        kind of layer.
+      remat: What the backward pass keeps of a layer, and what it recomputes. named
+        keeps the values that the model names, which in decoders are the query, key,
+        value, attention, gate and up; dots the results of all matmuls, none everything
+        but element-wise values, full nothing; other names are policies of
+        jax.checkpoint_policies. A list has one for each layer, {global full,
+        local none} one for each kind of layer.
       loss_chunk: Of how many tokens each device makes logits at a time, for the loss
         and its gradient; auto chooses by their bytes, none makes all of them at once,
         as auto does with deterministic numerics.
@@ -136,7 +138,7 @@ class TrainingConfig:
     mixed_precision: Any = setting("f32")  # noqa: RUF009 - it gives a field
     zero_stage: int = setting(0, least=0, most=3)
     offload_optimizer: bool = setting(False)
-    remat: Any = setting("none")  # noqa: RUF009 - it gives a field
+    remat: Any = setting("named")  # noqa: RUF009 - it gives a field
     loss_chunk: int | str = setting("auto")
     gradient_compression: str = setting("none", choices=COMPRESSIONS)
     compression_ratio: float = setting(0.01, above=0, most=1)

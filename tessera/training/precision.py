@@ -23,8 +23,9 @@ class Precision:
       computation: Of activations, of what the backward pass keeps, and of parameters
         where they are used: sums inside of matmuls, norms, softmax, routers and the
         loss are float32.
-      reduction: Of the gradients that devices add up; microbatches are added up in
-        float32.
+      reduction: Of the gradients that devices add up. Where it is not float32, all
+        parameters are cast before the loss is computed, as FSDP casts them; the rows
+        of an embedding and microbatches are added up in float32 all the same.
     """
 
     parameters: str = "float32"
@@ -49,8 +50,8 @@ def precision_of(setting: Any) -> Precision:
     """The policy that ``training.mixed_precision`` names.
 
     Args:
-      setting: ``f32``, ``bf16`` or ``fp16``, the dtype of computation; or a mapping with
-        some of the parts.
+      setting: ``f32``, ``bf16`` or ``fp16``, the dtype of computation; or a mapping
+        with some of the parts.
 
     Raises:
       SettingValueError: [T502] there is no such part or dtype.
@@ -61,23 +62,23 @@ def precision_of(setting: Any) -> Precision:
     """
     parts = setting if isinstance(setting, Mapping) else {"computation": setting}
     for name, value in parts.items():
-        _check(name, _PARTS, "part", setting)
+        _check(name, _PARTS, setting)
         allowed = ("f32",) if name == "parameters" else tuple(_NUMPY_NAMES)
-        _check(value, allowed, f"dtype for {name}", setting)
+        _check(value, allowed, setting)
     policy = Precision(**{name: _NUMPY_NAMES[value] for name, value in parts.items()})
     if policy.reduction not in ("float32", policy.computation):
         raise SettingValueError(
             "gradients are reduced in f32 or in the dtype of computation",
-            got=f"mixed_precision={setting}",
+            got=f"training.mixed_precision={setting}",
             fix=f"use reduction: f32, or computation: {parts['reduction']}",
         )
     return policy
 
 
-def _check(name: Any, names: tuple[str, ...], what: str, setting: Any) -> None:
+def _check(name: Any, names: tuple[str, ...], setting: Any) -> None:
     if name not in names:
         raise SettingValueError(
-            f"mixed precision has no {what} {name!r}",
-            got=f"mixed_precision={setting}",
+            "training.mixed_precision does not take this value",
+            got=f"training.mixed_precision={setting}",
             fix=did_you_mean(str(name), names),
         )

@@ -116,6 +116,10 @@ def _read_mesh(model: ModelConfig) -> dict[str, int]:
 
 def _check_training(training: TrainingConfig) -> Iterator[TesseraError]:
     """Values of ``training`` whose limits are not a range or a list of choices."""
+    try:
+        precision_of(training.mixed_precision)
+    except SettingValueError as error:
+        yield error
     if not training.resume or "\0" in training.resume:
         yield SettingValueError(
             "training.resume names nothing",
@@ -132,10 +136,6 @@ def _check_training(training: TrainingConfig) -> Iterator[TesseraError]:
             got=f"{total} / {every} leaves {total % every}",
             fix=f"use training.sync_gradients_every={nearest(divisors, every)}",
         )
-    try:
-        precision_of(training.mixed_precision)
-    except SettingValueError as error:
-        yield error
     # The form alone; which policies there are, JAX knows.
     wrong = [name for name in _policies(training.remat) if not isinstance(name, str)]
     if wrong:

@@ -17,6 +17,7 @@ NAMES = [
     "schedule_pipelines",
     "differentiate_losses",
     "autocast_matmuls",
+    "widen_matmuls",
     "orient_matmuls",
     "assign_output_layouts",
 ]
@@ -69,7 +70,7 @@ def test_a_pass_that_does_not_exist_cannot_be_skipped(graph):
         "[T307] there is no pass 'autocast_matmul' to skip\n"
         "  fix: did you mean 'autocast_matmuls'? Known: 'schedule_pipelines', "
         "'differentiate_losses', 'autocast_matmuls', "
-        "'orient_matmuls', 'assign_output_layouts'\n"
+        "'widen_matmuls', 'orient_matmuls', 'assign_output_layouts'\n"
         "  docs: docs/errors/T307.md"
     )
 

@@ -14,8 +14,8 @@ import tessera as ts
 from tessera import _jax
 from tessera.errors import OperandError
 from tessera.mesh import Mesh
-from tessera.ops.chunked_loss import chunk_rows
 from tessera.ops.fused_losses import fused_linear_cross_entropy
+from tessera.ops.loss_chunks import chunk_rows
 from tessera.ops.losses import cross_entropy
 
 V, D = 11, 5

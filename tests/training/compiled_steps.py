@@ -58,10 +58,14 @@ COUNTED = int((BATCH["targets"] != -100).sum())
 
 
 def config_on(
-    mesh: Mesh, *, sequence_parallel: bool = False, **options: Any
+    mesh: Mesh,
+    *,
+    sequence_parallel: bool = False,
+    dtype: str | None = None,
+    **options: Any,
 ) -> StepConfig:
     return StepConfig(
-        model=DecoderModel(CONFIG, sequence_parallel=sequence_parallel),
+        model=DecoderModel(CONFIG, sequence_parallel=sequence_parallel, dtype=dtype),
         # A trace without decay holds the gradients of the last step.
         optimizer=optax.chain(optax.trace(decay=0.0), ADAMW),
         learning_rate=RATE,
@@ -114,7 +118,8 @@ class Ran:
 @cache
 def run(mesh: Mesh, **options: Any) -> Ran:
     config = config_on(mesh, **options)
-    given = placed(config, first_state(scaled=config.dtype == "f16"))
+    scaled = config.model.dtype == "float16"
+    given = placed(config, first_state(scaled=scaled))
     step = make_train_step(config, given)
     state, metrics = step(given, put(config, BATCH))
     return Ran(config, step, given, state, metrics)

@@ -64,7 +64,7 @@ def run(name: str, microshards: int | None = 8, **options: Any) -> dict[str, str
     mesh = mesh_of(name)
     optimizer, rate = make_optimizer(AdamWConfig(), steps=20, clip_norm=0.5)
     config = StepConfig(
-        model=DecoderModel(CONFIG),
+        model=DecoderModel(CONFIG, dtype=options.pop("dtype", None)),
         optimizer=optimizer,
         learning_rate=rate,
         mesh=mesh,
@@ -78,7 +78,7 @@ def run(name: str, microshards: int | None = 8, **options: Any) -> dict[str, str
         jax.random.key(0),
         mesh,
         zero_stage=config.zero_stage,
-        loss_scale=LossScale.dynamic() if config.dtype == "f16" else None,
+        loss_scale=LossScale.dynamic() if config.model.dtype == "float16" else None,
     )
     step = make_train_step(config, state)
     sharding = NamedSharding(mesh.jax, batch_spec(config))

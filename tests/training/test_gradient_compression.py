@@ -68,7 +68,7 @@ def put(config: StepConfig, batch: Any) -> Any:
 @cache
 def run(mesh: Mesh, **options: Any) -> Ran:
     config = StepConfig(
-        model=DecoderModel(CONFIG),
+        model=DecoderModel(CONFIG, dtype=options.pop("dtype", None)),
         # A trace without decay holds the gradients of the last step.
         optimizer=optax.chain(optax.trace(decay=0.0), ADAMW),
         learning_rate=RATE,
@@ -81,7 +81,7 @@ def run(mesh: Mesh, **options: Any) -> Ran:
         config.optimizer,
         jax.random.key(0),
         mesh,
-        loss_scale=LossScale.dynamic() if config.dtype == "f16" else None,
+        loss_scale=LossScale.dynamic() if config.model.dtype == "float16" else None,
         zero_stage=config.zero_stage,
     )
     state = dataclasses.replace(state, residual=config.exchange.first_residual())
@@ -228,7 +228,7 @@ def test_a_compressed_run_learns(options):
 
 @pytest.mark.full
 def test_an_overflow_keeps_what_was_kept_back():
-    ran = run(DP, **TOP, dtype="f16")
+    ran = run(DP, **TOP, dtype="float16")
     before = dataclasses.replace(ran.state, loss_scale=LossScale.dynamic(2.0**24))
     after = dataclasses.replace(ran, state=before).again(seed=0)
     assert float(after.metrics["overflow"]) == 1.0

@@ -189,7 +189,23 @@ def test_plain_names_are_taken(name):
         (
             {"mixed_precision": "bf6"},
             "training.mixed_precision=bf6",
-            "did you mean 'bf16'? use f32, bf16 or fp16",
+            "did you mean 'bf16'? Known: 'f32', 'bf16', 'fp16'",
+        ),
+        (
+            {"mixed_precision": {"compute": "bf16"}},
+            "training.mixed_precision={'compute': 'bf16'}",
+            "did you mean 'computation'? Known: 'parameters', 'computation', "
+            "'reduction'",
+        ),
+        (
+            {"mixed_precision": {"parameters": "bf16"}},
+            "training.mixed_precision={'parameters': 'bf16'}",
+            "Known: 'f32'",
+        ),
+        (
+            {"mixed_precision": {"reduction": "bf16"}},
+            "training.mixed_precision={'reduction': 'bf16'}",
+            "use reduction: f32, or computation: bf16",
         ),
         ({"clip_norm": 0.0}, "training.clip_norm=0.0", "use a number above 0"),
         ({"seed": -1}, "training.seed=-1", "use a number from 0 to 4294967295"),

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tessera import _jax
+from tessera.casts import AUTOCAST_DTYPES, AUTOCAST_OFF, AUTOCAST_SCOPE
 from tessera.compiler import rewriting
 from tessera.compiler.ir import Graph
 from tessera.primitive_properties import CONTRACTIONS
-from tessera.scope import AUTOCAST_DTYPES, AUTOCAST_OFF, AUTOCAST_SCOPE
 
 _SCOPE = re.compile(
     rf"\b{AUTOCAST_SCOPE}({'|'.join((AUTOCAST_OFF, *AUTOCAST_DTYPES))})\b"

@@ -8,10 +8,10 @@ from typing import Any, Final
 import jax.numpy as jnp
 
 from tessera import _jax
+from tessera.casts import PARAMETER_CAST
 from tessera.compiler import rewriting
 from tessera.compiler.ir import Graph
 from tessera.primitive_properties import CONTRACTIONS, COPIES, PLACEMENTS, RESHAPES
-from tessera.scope import PARAMETER_CAST
 
 _MOVES: Final = COPIES | PLACEMENTS | RESHAPES
 _NARROW: Final = (jnp.bfloat16, jnp.float16)
@@ -90,7 +90,8 @@ def _gradients(program: _jax.Program, scopes: str) -> Iterator[_jax.Equation]:
 
 
 def _casts_gradient(equation: _jax.Equation, scopes: str) -> bool:
-    if equation.primitive.name != "convert_element_type" or PARAMETER_CAST not in scopes:
+    is_cast = equation.primitive.name == "convert_element_type"
+    if not is_cast or PARAMETER_CAST not in scopes:
         return False
     source, result = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     return source in _NARROW and result == jnp.float32

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from tessera import _jax, scope
+from tessera import _jax, casts, scope
 from tessera.annotations import Binding, bind
 from tessera.compiler.gradient_primitive import gradient_p, unreached_error
 from tessera.compiler.ir import Graph, Value
@@ -314,7 +314,7 @@ def _run(
         }
         args, kwargs = call.rebuilt(arrays[:count])
         watch = MutationTracker([*args, *kwargs.values()], names, donated)
-        with scope.carried_autocast():
+        with casts.carried_autocast():
             result = scope.resolve_callee(function)(*args, **kwargs)
         check_references(jax.tree.leaves(result), ())
         returned, run.result = partition(result, is_number)

@@ -37,8 +37,9 @@ from tessera.models.layer_scan import (
     scan_layers,
 )
 from tessera.models.partition_rules import NO_MESH, Placement
-from tessera.ops.chunked_loss import Head, Split, Terms, fused_loss
+from tessera.ops.chunked_loss import fused_loss
 from tessera.ops.embedding import look_up
+from tessera.ops.loss_chunks import Head, Split, Terms
 from tessera.ops.losses import cross_entropy
 from tessera.ops.wide_gradients import with_wide_gradient
 

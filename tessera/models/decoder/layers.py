@@ -18,12 +18,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from tessera.casts import cast_parameter
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.decoder.rotary import Rotation
 from tessera.models.partition_rules import Placement
 from tessera.ops.activations import GATES
 from tessera.ops.norms import rms_norm
-from tessera.scope import cast_parameter
 from tessera.shard import ShardSpec
 
 # Logical dim names of queries, and of keys and values.

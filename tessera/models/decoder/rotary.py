@@ -18,12 +18,19 @@ class Rotation(NamedTuple):
     """How a layer rotates its queries and keys.
 
     Attributes:
-      angles: Of each pair of dims, in radians, f32 ``[#B, S, K / 2]``.
+      positions: Of the tokens, int32 ``[#B, S]``.
+      frequencies: Of each pair of dims, in radians per position, f32 ``[K / 2]``.
       factor: Of the rotated queries and keys, an f32 scalar; None is 1.
     """
 
-    angles: Float[Array, "#batch seq half_head_dim"]
+    positions: Int[Array, "#batch seq"]
+    frequencies: Float[Array, " half_head_dim"]
     factor: Float[Array, ""] | None = None
+
+    @property
+    def angles(self) -> Float[Array, "#batch seq half_head_dim"]:
+        """Of each pair of dims, in radians."""
+        return self.positions[..., None].astype(jnp.float32) * self.frequencies
 
 
 def rotation(
@@ -35,11 +42,10 @@ def rotation(
     local_K, local_factor = frequencies(config, "local")
     global_K, global_factor = frequencies(config, "global")
     frequency_K = jnp.where(is_global, global_K, local_K)
-    angles = positions[..., None].astype(jnp.float32) * frequency_K
     if local_factor == global_factor == 1:
-        return Rotation(angles)
+        return Rotation(positions, frequency_K)
     factors = jnp.float32(global_factor), jnp.float32(local_factor)
-    return Rotation(angles, jnp.where(is_global, *factors))
+    return Rotation(positions, frequency_K, jnp.where(is_global, *factors))
 
 
 def frequencies(config: DecoderConfig, kind: str) -> tuple[Array, float]:

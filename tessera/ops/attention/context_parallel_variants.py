@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from tessera import scope
+from tessera import casts, scope
 from tessera.ops.attention.all_to_all import AllToAll
 from tessera.ops.attention.context_parallel_residuals import KeyExchange, Residuals
 from tessera.ops.attention.halo import Gather, Halo
@@ -76,9 +76,9 @@ def wire_of(dtype: Any) -> str | None:
 
     Operands that are rounded after they are received may be rounded before.
     """
-    narrow = scope.current_autocast()
+    narrow = casts.current_autocast()
     # Plain JAX takes no notice of autocast, and neither do its matmuls.
-    is_cast = scope.current() is not None and narrow in scope.AUTOCAST_DTYPES
+    is_cast = scope.current() is not None and narrow in casts.AUTOCAST_DTYPES
     return narrow if is_cast and dtype == jnp.float32 else None
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera import scope
+from tessera import casts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def route(x: Array, router_DE: Array, options: RoutingOptions) -> Routes:
       router_DE: ``[D, E]``.
       options: For ``top_k`` and ``renormalize``.
     """
-    with jax.named_scope("router"), scope.autocast("f32"):
+    with jax.named_scope("router"), casts.autocast("f32"):
         wide = x.astype(jnp.float32)
         logits = jnp.matmul(wide, router_DE.astype(jnp.float32))
         probabilities = jax.nn.softmax(logits, axis=-1)

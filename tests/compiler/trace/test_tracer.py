@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera import _jax, scope
+from tessera import _jax, casts, scope
 from tessera.compiler.gradient_primitive import backward
 from tessera.compiler.ir import Role
 from tessera.compiler.trace.arguments import flatten_args
@@ -266,7 +266,7 @@ def test_a_body_that_raises_leaves_nothing_open(dp_mesh):
     with pytest.raises(RuntimeError, match="mine"):
         traced(function, X, mesh=dp_mesh)
     assert scope.current() is None
-    assert scope.current_autocast() is None
+    assert casts.current_autocast() is None
     assert jnp.asarray(table).all()
 
 

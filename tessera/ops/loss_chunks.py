@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cross-entropy of a linear layer on one device, by chunks of tokens.
+
+With its gradients, where they are asked for, which the same pass over the chunks
+computes; ``chunked_loss.py`` makes one differentiable loss of it.
+
+Dims: N tokens, C tokens of a chunk, D width, V vocabulary; per device.
+
+Source: the order of Liger Kernel, arXiv 2410.10989; vocabulary-parallel, arXiv
+1909.08053.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from tessera import scope
+from tessera.labels import IGNORE_INDEX
+from tessera.mesh import Mesh
+from tessera.ops.attention.blockwise import varying_as
+from tessera.shard_spec import axes_of_dims
+
+_CHUNK_BYTES: Final = 16 << 20
+_LARGEST_CHUNK_BYTES: Final = 1 << 29
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a token's loss, and how it is computed.
+
+    Attributes:
+      ignore_index: Label of tokens to ignore.
+      label_smoothing: The part of each target that is spread over the vocabulary.
+      z_loss: Weight of the squared log of the softmax's denominator.
+      soft_cap: Logits x become ``soft_cap * tanh(x / soft_cap)``; None leaves them.
+      vocab_dim: The dim of the weight that is the vocabulary.
+      gradient_scale: Factor of the logits' gradients before they are rounded to the
+        dtype of the operands; sums of them are divided by it. A power of two.
+    """
+
+    ignore_index: int = IGNORE_INDEX
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    soft_cap: float | None = None
+    vocab_dim: int = 0
+    gradient_scale: float = 1.0
+
+
+class Head(NamedTuple):
+    """The last layer, which computes the logits.
+
+    Attributes:
+      weight: ``[V, D]``, or ``[D, V]`` with ``vocab_dim=1``. It may be wider than
+        ``hidden``: it is cast to that dtype, and its gradient is not.
+      bias: ``[V]`` or None.
+    """
+
+    weight: Any
+    bias: Any = None
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the operands are sharded over a mesh.
+
+    Attributes:
+      mesh: The mesh.
+      tokens: Layout of the labels, and of ``hidden`` but for its last dim.
+      vocabulary: Axes that split the vocabulary, outer first.
+      weight: Layout in which the weight is stored, and in which it is cast.
+    """
+
+    mesh: Mesh
+    tokens: PartitionSpec
+    vocabulary: tuple[str, ...] = ()
+    weight: PartitionSpec | None = None
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Axes that split the tokens."""
+        return tuple(axis for axes in axes_of_dims(self.tokens, 0) for axis in axes)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The static arguments of a call.
+
+    Attributes:
+      terms: The terms of a token's loss.
+      split: How the operands are sharded, where they are.
+      chunk_size: Tokens of a device in a chunk; None is the default.
+      dtypes: Those of ``hidden`` and of the head.
+      per_token: Whether each token's loss is a result, or their sum.
+    """
+
+    terms: Terms
+    split: Split | None
+    chunk_size: int | None
+    dtypes: tuple[str, str]
+    per_token: bool
+
+    @property
+    def vocabulary_axes(self) -> tuple[str, ...]:
+        """Axes that split the vocabulary."""
+        return self.split.vocabulary if self.split else ()
+
+
+class Operands(NamedTuple):
+    """The arrays of a call, or their gradients.
+
+    Attributes:
+      hidden: ``[..., D]``.
+      head: Weight and bias.
+      labels: ``[...]``.
+      cotangents: ``[...]``, those of the losses, where each has its own.
+    """
+
+    hidden: Any
+    head: Head
+    labels: Any = None
+    cotangents: Any = None
+
+
+def chunk_rows(tokens: int, vocabulary: int, platform: str) -> int:
+    """The number of tokens in a chunk of a device, from the bytes of its f32 logits.
+
+    Up to 16 MiB, which is fastest on CPU, where they stay in cache until they are read
+    again. Elsewhere up to an eighth of all logits, but at most 512 MiB: a matmul of few
+    rows is bound by reading the weight. At least 128 rows, or 512.
+
+    Args:
+      tokens: Of one device.
+      vocabulary: The part of it that one device has.
+      platform: As JAX calls it: ``cpu``, ``gpu`` or ``tpu``.
+
+    Example:
+      >>> chunk_rows(2048, 32_768, "cpu"), chunk_rows(32_768, 131_072, "gpu")
+      (128, 2048)
+    """
+    row, fewest = 4 * vocabulary, 128 if platform == "cpu" else 512
+    rows = max(_CHUNK_BYTES // row, fewest)
+    if platform != "cpu":
+        rows = max(rows, min(tokens // 8, _LARGEST_CHUNK_BYTES // row))
+    return max(min(rows, tokens), 1)
+
+
+def chunked(call: Call, differentiate: bool, tokens: Operands) -> Any:
+    """Losses f32 ``[N]``, and the gradients of their sum, weighted by any cotangents.
+
+    Each matmul contracts one dim of two-dim operands. That of the weight's gradient has
+    the tokens as the leading dim of both operands and the vocabulary last, the form
+    that XLA runs fastest on CPU (JAX 0.10.2).
+
+    Gradients by tokens are summed over the axes that split the vocabulary; those by the
+    head are of the device's own part of it.
+    """
+    terms, head, axes = call.terms, tokens.head, call.vocabulary_axes
+    words, width = head.weight.shape[:: -1 if terms.vocab_dim else 1]
+
+    def one(sums: Any, chunk: Operands) -> tuple[Any, Any]:
+        losses, by_logits, by_bias = _in_parts(call, differentiate, chunk)
+        if by_logits is None:
+            return sums, (losses, None)
+        # [D, C] @ [C, V]; [C, V] @ [V, D].
+        by_weight = sums.weight + _dot(chunk.hidden, by_logits, 0, 0)
+        by_hidden = _dot(by_logits, head.weight, 1, terms.vocab_dim)
+        by_hidden = by_hidden / terms.gradient_scale
+        by_bias = None if by_bias is None else sums.bias + by_bias
+        return Head(by_weight, by_bias), (losses, by_hidden)
+
+    def zeros(like: Array, *shape: int) -> Array:
+        return varying_as(like, jnp.zeros(shape, jnp.float32))
+
+    if not differentiate:
+        return _over_chunks(call, one, None, tokens)[1][0], None
+    start = Head(
+        zeros(head.weight, width, words),
+        None if head.bias is None else zeros(head.bias, words),
+    )
+    sums, (losses, by_hidden) = _over_chunks(call, one, start, tokens)
+    by_hidden = lax.psum(by_hidden, axes) if axes else by_hidden
+    by_weight = (
+        sums.weight if terms.vocab_dim else sums.weight.T
+    ) / terms.gradient_scale
+    by_bias = None if sums.bias is None else sums.bias / terms.gradient_scale
+    return losses, Operands(by_hidden, Head(by_weight, by_bias))
+
+
+def _in_parts(call: Call, differentiate: bool, chunk: Operands) -> Any:
+    """The losses of a chunk, its gradients by the logits, and their sum for the bias.
+
+    A part of the chunk has f32 logits at a time; the gradients are in the dtype of the
+    operands. The fewer chunks, the seldomer the gradient of the weight is read and
+    written to add to it, which on a GPU takes the time of the matmul.
+    """
+
+    def one(part: Operands) -> tuple[Array, Array | None, Array | None]:
+        losses, by_logits = _losses_of_chunk(call, differentiate, part)
+        if by_logits is None:
+            return losses, None, None
+        by_bias = None if chunk.head.bias is None else by_logits.sum(axis=0)
+        return losses, by_logits.astype(chunk.hidden.dtype), by_bias
+
+    rows = len(chunk.hidden)
+    if scope.device().platform == "cpu" or rows % 2 or not differentiate:
+        return one(chunk)
+
+    def half(tokens: tuple[Any, ...]) -> Any:
+        hidden, labels, cotangents = tokens
+        return one(Operands(hidden, chunk.head, labels, cotangents))
+
+    tokens = chunk.hidden, chunk.labels, chunk.cotangents
+
+    def split(array: Array) -> Array:
+        return array.reshape(2, rows // 2, *array.shape[1:])
+
+    halves = jax.tree.map(split, tokens)
+    losses, by_logits, by_bias = lax.map(half, halves)
+    by_bias = None if by_bias is None else by_bias.sum(axis=0)
+    return losses.reshape(rows), by_logits.reshape(rows, -1), by_bias
+
+
+def _dot(left: Array, right: Array, contracted: int, other: int) -> Array:
+    dims = (((contracted,), (other,)), ((), ()))
+    return lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
+
+
+def _losses_of_chunk(
+    call: Call, differentiate: bool, tokens: Operands
+) -> tuple[Array, Array | None]:
+    """f32 losses ``[C]``, and gradients by the logits, f32 ``[C, V]``.
+
+    The device has the logits of its own part of the vocabulary. A loss is 0 where the
+    token is ignored and NaN where its label is not in the vocabulary. Gradients are
+    multiplied by the cotangents and by ``gradient_scale``.
+    """
+    terms, head, axes = call.terms, tokens.head, call.vocabulary_axes
+    logits, capped = _dot(tokens.hidden, head.weight, 1, 1 - terms.vocab_dim), None
+    if head.bias is not None:
+        logits = logits + head.bias.astype(jnp.float32)
+    if terms.soft_cap is not None:
+        capped = jnp.tanh(logits / terms.soft_cap)
+        logits = capped * terms.soft_cap
+    highest, first = logits.max(axis=-1), 0
+    columns = logits.shape[-1]
+    vocabulary = columns * prod(lax.axis_size(axis) for axis in axes)
+    if axes:
+        highest = lax.pmax(highest, axes)
+        first = lax.axis_index(axes) * columns
+    # Relative to the largest, so that rounding is that of the loss.
+    scores = logits - highest[:, None]
+    exponentials = jnp.exp(scores)
+    labels = tokens.labels
+    index = labels - jnp.asarray(first, labels.dtype)
+    is_target = lax.broadcasted_iota(labels.dtype, scores.shape, 1) == index[:, None]
+    sums = [exponentials.sum(-1), jnp.where(is_target, scores, 0.0).sum(-1)]
+    if terms.label_smoothing:
+        sums.append(scores.sum(-1))
+    total, target_score, *score_sums = lax.psum(sums, axes) if axes else sums
+    log_total = jnp.log(total)
+    log_sum = log_total + highest
+    losses = log_total - target_score
+    for score_sum in score_sums:
+        mean = log_total - score_sum / vocabulary
+        losses = (1.0 - terms.label_smoothing) * losses + terms.label_smoothing * mean
+    if terms.z_loss:
+        losses = losses + terms.z_loss * log_sum**2
+    counts = labels != terms.ignore_index
+    is_legal = (labels >= 0) & (labels < vocabulary)
+    losses = jnp.where(counts, jnp.where(is_legal, losses, jnp.nan), 0.0)
+    if not differentiate:
+        return losses, None
+    weight = jnp.where(is_legal & counts, jnp.float32(terms.gradient_scale), 0.0)
+    if tokens.cotangents is not None:
+        weight = weight * tokens.cotangents
+    share = weight / total
+    if terms.z_loss:
+        share = share * (1.0 + 2.0 * terms.z_loss * log_sum)
+    target = (1.0 - terms.label_smoothing) * weight
+    gradient = exponentials * share[:, None]
+    gradient = gradient - jnp.where(is_target, target[:, None], 0.0)
+    if terms.label_smoothing:
+        gradient = gradient - (terms.label_smoothing / vocabulary * weight)[:, None]
+    if capped is not None:
+        gradient = gradient * (1.0 - capped * capped)
+    return losses, gradient
+
+
+def _over_chunks(call: Call, function: Any, carry: Any, tokens: Operands) -> Any:
+    """``lax.scan`` over chunks of tokens, as even as possible.
+
+    The last chunk is padded with ignored tokens.
+    """
+    count, words = len(tokens.hidden), tokens.head.weight.shape[call.terms.vocab_dim]
+    size = call.chunk_size or chunk_rows(count, words, scope.device().platform)
+    chunks = max(-(-count // size), 1)
+    if chunks == 1:
+        return function(carry, tokens)
+    rows = -(-count // chunks)
+    padding = chunks * rows - count
+
+    def split(array: Array, fill: int = 0) -> Array:
+        if padding:
+            widths = ((0, padding), *((0, 0) for _ in array.shape[1:]))
+            array = jnp.pad(array, widths, constant_values=fill)
+        return array.reshape(chunks, rows, *array.shape[1:])
+
+    def join(array: Array) -> Array:
+        return array.reshape(chunks * rows, *array.shape[2:])[:count]
+
+    def one(carry: Any, chunk: Any) -> Any:
+        hidden, labels, cotangents = chunk
+        return function(carry, Operands(hidden, tokens.head, labels, cotangents))
+
+    chunked = (
+        split(tokens.hidden),
+        split(tokens.labels, call.terms.ignore_index),
+        None if tokens.cotangents is None else split(tokens.cotangents),
+    )
+    carry, results = lax.scan(one, carry, chunked)
+    return carry, jax.tree.map(join, results)
