@@ -68,8 +68,8 @@ def flash_attention(  # noqa: PLR0913
       query_offset: The position of the first query, which is the number of keys before
         it: an integer, or an integer array of shape (). None is 0, and requires S = T
         if ``causal``.
-      implementation: ``cudnn``, ``pallas``, ``splash``, ``xla`` or ``reference``; None is
-        the first of these that supports this call and is fast on this device.
+      implementation: ``cudnn``, ``pallas``, ``splash``, ``xla`` or ``reference``; None
+        is the first of these that supports this call and is fast on this device.
 
     Returns:
       ``[B, H, S, D]`` in the dtype of the operands. The output of a query that attends

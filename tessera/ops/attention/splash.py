@@ -31,6 +31,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from tessera._jax_traces import checks_varying_axes
 from tessera.ops.attention.dispatch import Device, Operands, Options, split_reason
 from tessera.ops.rematerialization import ATTENTION_RESIDUALS
+from tessera.scope import VISITS
 
 LANES = 128  # of a vector register: what the sizes of blocks are multiples of
 # The largest block of queries and of keys. Twice as many rows do not fit into the
@@ -108,7 +109,10 @@ def attend_with(
     kernel = _kernel(BandMask.of(rows, columns, options), options.soft_cap, interpret)
     attend_sequence = jax.vmap(kernel, (0, 0, 0, None if segments is None else 0))
     padded = rows.pad(q, 2), columns.pad(k, 2), columns.pad(v, 2)
-    return attend_sequence(*padded, segments)[:, :, : rows.length]
+    visited = np.count_nonzero(kernel.fwd_mask_info.block_mask)
+    with jax.named_scope(f"{VISITS}{visited}_of_{rows.count * columns.count}"):
+        out = attend_sequence(*padded, segments)
+    return out[:, :, : rows.length]
 
 
 @dataclass(frozen=True)
@@ -199,11 +203,11 @@ class BandMask(masks.Mask):
             visible = visible & (distance < self.window)
         return visible
 
-    def __getitem__(self, index: Any) -> np.ndarray:
+    def __getitem__(self, idx: Any) -> np.ndarray:
         """The part of the mask in two slices."""
         query, key = (
             np.arange(size, dtype=np.int32)[part]
-            for size, part in zip(self.shape, index, strict=True)
+            for size, part in zip(self.shape, idx, strict=True)
         )
         return self(query[:, None], key[None])
 

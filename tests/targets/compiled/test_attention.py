@@ -100,7 +100,9 @@ def test_h100_needs_no_scores_without_kernels():
 
 def splash_kernels(compiled):
     """The names of JAX's attention kernels in a program for TPUs."""
-    names = re.findall(r"%splash_mha_(\w+?)_(?:no_)?residuals\S* = ", compiled.as_text())
+    names = re.findall(
+        r"%splash_mha_(\w+?)_(?:no_)?residuals\S* = ", compiled.as_text()
+    )
     return sorted(names)
 
 
