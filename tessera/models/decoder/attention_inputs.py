@@ -109,11 +109,14 @@ def _supports_traced_windows() -> bool:
 
 
 def _runs_per_device(place: Placement) -> bool:
-    """Whether attention runs in an SPMD region: XLA cannot split a TPU's kernels."""
+    """Whether attention runs in an SPMD region: XLA cannot split all kernels.
+
+    It can split cuDNN's, but not where it has only some axes, as in a pipeline's stage.
+    """
     mesh = place.mesh
     if mesh is None or mesh.size == 1 or mesh.explicit_axes:
         return False
-    return Device.here().platform == "tpu"
+    return not _supports_traced_windows()
 
 
 def _sharded_attention(

@@ -77,6 +77,21 @@ def test_h100_uses_cudnn_forward_and_backward(width, window):
     assert compiled.memory.temporaries < 1.1 * compiled.memory.arguments
 
 
+@pytest.mark.parametrize("target", [H100, "b200:1x1"])
+@pytest.mark.parametrize(("width", "window"), [(64, None), (256, 512)])
+def test_packed_rows_use_cudnn(target, width, window):
+    compiled = attention(target, width, window=window, packed=True)
+    calls = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert custom_calls(compiled) == calls
+    text = compiled.as_text()
+    assert '"max_seg_per_batch": 64' in text
+    assert f'"sliding_window_length": {window or 0}' in text
+    # Where cuDNN cannot, XLA computes: the memory is of both.
+    blocks = attention(target, width, "xla", window, packed=True).memory
+    own = 6 * compiled.memory.arguments
+    assert compiled.memory.temporaries < blocks.temporaries + own < SCORES
+
+
 def test_a100_has_no_cudnn_for_the_widest_heads():
     assert "__cudnn$fmhaSoftmax" in custom_calls(attention("a100:1x1", 128))
     assert "__cudnn$fmhaSoftmax" not in custom_calls(attention("a100:1x1", 256))
