@@ -44,6 +44,12 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
 
 
+def checks_varying_axes() -> bool:
+    """Whether this is an SPMD region that checks which values vary (``check_vma``)."""
+    in_region = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return in_region and bool(config._check_vma.value)
+
+
 def varying_over(value: Any, axes: Iterable[str]) -> Any:
     """The same value, typed as varying over these axes too."""
     missing = tuple(set(axes) - varying_axes(value))

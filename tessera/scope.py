@@ -269,6 +269,9 @@ def layout_of(value: Any, *, of_gradient: bool = False) -> Layout | None:
 # The name scope of constraints that may pad. An output under one is stored padded; any
 # other constraint that does not divide an output is an error.
 PADDED = "tessera_padded"
+# The name scope of kernels that compute some pairs of blocks of queries and keys:
+# ``tessera_visits_36_of_64``. Compiled programs do not say which ones.
+VISITS = "tessera_visits_"
 
 
 def device() -> jax.Device:

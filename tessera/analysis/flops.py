@@ -133,7 +133,16 @@ def format_flops(number: float) -> str:
 
 
 def _count(program: _jax.Program) -> Flops:
-    return _sum(count_equation(equation) for equation in _jax.equations(program))
+    equations = _jax.equations(program)
+    return _sum(count_equation(each) for each in equations if is_live(each))
+
+
+def is_live(equation: _jax.Equation) -> bool:
+    """Whether an equation has results or effects.
+
+    Rematerialization leaves calls of kernels in a program whose results nothing reads.
+    """
+    return bool(equation.outvars or equation.effects)
 
 
 def count_equation(equation: _jax.Equation) -> Flops:

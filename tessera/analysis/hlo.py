@@ -23,6 +23,8 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)
 _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]|, ')
 _COMMENT = re.compile(r"/\*index=\d+\*/")
+# The attributes of a kernel of Pallas for TPUs, which have lines of their own.
+_LINES = re.compile(r'\{\n((?:".*\n)+)\}')
 _QUOTED = r'"((?:[^"\\]|\\.)*)"'
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _CALLS = (
@@ -236,6 +238,7 @@ def parse(text: str) -> Module:
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     header, entry, table = "", "", None
     current: dict[str, Instruction] | None = None
+    text = _LINES.sub(lambda lines: f"{{{lines[1].replace(chr(10), '')}}}", text)
     for line in text.splitlines():
         if current is not None:
             if line.startswith("}"):

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from tessera import _jax
-from tessera.analysis.flops import count_equation
+from tessera.analysis.flops import count_equation, is_live
 
 # Larger constants are not evaluated: what selects a branch is of a few numbers.
 _LARGEST_KNOWN: Final = 65_536
@@ -149,11 +149,10 @@ def find_products(program: _jax.Program, weights: Sequence[Weight | None]) -> Fo
       from constants counts as often as it is taken; of others each counts equally.
     """
     found = Found()
+    env = _constants(program)
     program = _jax.without_dead_code(program, keep_inputs=True)
-    inputs = _jax.inputs(program)
-    env: _Env = {
-        var: weight for var, weight in zip(inputs, weights, strict=True) if weight
-    }
+    pairs = zip(_jax.inputs(program), weights, strict=True)
+    env |= {var: weight for var, weight in pairs if weight}
     _Walk(found).program(program, env, 1.0)
     return found
 
@@ -167,14 +166,10 @@ class _Walk:
 
     def program(self, program: _jax.Program, env: _Env, times: float) -> None:
         """Count what is in a program, and follow parameters through it."""
-        constants = zip(
-            _jax.constant_inputs(program), _jax.constants(program), strict=False
-        )
-        for var, value in constants:
-            if np.size(value) <= _LARGEST_KNOWN:
-                env[var] = _Known(np.asarray(value))
+        env |= _constants(program)
         for equation in _jax.equations(program):
-            self._equation(equation, env, times)
+            if is_live(equation):
+                self._equation(equation, env, times)
 
     def _equation(self, equation: _jax.Equation, env: _Env, times: float) -> None:
         name = equation.primitive.name
@@ -190,7 +185,7 @@ class _Walk:
         elif name in ("gather", "dynamic_slice") and isinstance(operands[0], Weight):
             self._rows(equation, operands[0], env)
         elif name == "pallas_call" or name.startswith("custom_call"):
-            self._kernel(equation, times)
+            self._kernel(equation, operands, times)
         elif inner := list(_jax.nested(equation)):
             self._call(equation, [each for _, each in inner], operands, env, times)
         elif name.startswith(("reduce_", "argmax", "sort", "cum")):
@@ -264,8 +259,10 @@ class _Walk:
             )
         )
 
-    def _kernel(self, equation: _jax.Equation, times: float) -> None:
-        flops = float(_flops(equation))
+    def _kernel(
+        self, equation: _jax.Equation, operands: list[Any], times: float
+    ) -> None:
+        flops = float(_flops(equation)) * _visited_share(equation, operands)
         self.found.total_flops += times * flops
         self.found.inner_flops += times * flops
         atoms = [*equation.invars, *equation.outvars]
@@ -362,6 +359,17 @@ def count_devices(equation: _jax.Equation) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
+def _constants(program: _jax.Program) -> _Env:
+    """The constants of a program that are small; it has none without dead code."""
+    inputs = _jax.constant_inputs(program)
+    pairs = zip(inputs, _jax.constants(program), strict=False)
+    return {
+        var: _Known(np.asarray(value))
+        for var, value in pairs
+        if np.size(value) <= _LARGEST_KNOWN
+    }
+
+
 def _value(atom: Any, env: Mapping[Any, Any]) -> Weight | _Known | None:
     if hasattr(atom, "val"):
         return _Known(np.asarray(atom.val)) if np.size(atom.val) == 1 else None
@@ -430,6 +438,17 @@ def _weight_dims(
     inner = tuple(contracted[place])
     kept = tuple(d for d in range(len(shape)) if d not in (*inner, *groups))
     return inner, groups, kept
+
+
+def _visited_share(equation: _jax.Equation, operands: list[Any]) -> float:
+    """The share of a kernel's grid that it computes, 1 where that is not known.
+
+    The second operand of JAX's attention kernels for TPUs is 0 for the other blocks.
+    """
+    if not str(equation.params.get("name", "")).startswith("splash_"):
+        return 1.0
+    blocks = operands[1].value if isinstance(operands[1], _Known) else np.ones(1)
+    return np.count_nonzero(blocks) / blocks.size
 
 
 def _flops(equation: _jax.Equation) -> int:

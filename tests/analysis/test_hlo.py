@@ -103,6 +103,24 @@ def test_attributes_keep_their_commas(module):
     assert root.op_name == "jit(step)/dot_general, with {odd} text"
 
 
+def test_attributes_on_lines_of_their_own_belong_to_their_instruction():
+    module = hlo.parse("""HloModule m
+
+ENTRY main {
+  x = f32[8]{0} parameter(0)
+  y = f32[8]{0} custom-call(x), frontend_attributes={kernel_metadata={
+"first":"{\\"block_q\\": 512}",
+"second":"2"
+}}, metadata={op_name="jit(step)/attend"}
+  ROOT z = f32[8]{0} negate(y)
+}
+""")
+    entry = module.computations[module.entry]
+    assert list(entry.instructions) == ["x", "y", "z"]
+    assert entry.root.operands == ("y",)
+    assert entry.instructions["y"].op_name == "jit(step)/attend"
+
+
 def test_stack_frames_come_innermost_first(module):
     root = module.computations[module.entry].root
     assert module.frames(root) == (

@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tessera.ops.attention import splash
+from tessera.ops.attention.dispatch import Operands, Options
 from tessera.planner.traced_products import Found, Weight, find_products
 
 F32 = jnp.float32
@@ -100,6 +102,23 @@ def test_a_branch_that_constants_choose_counts_as_often_as_it_is_taken():
     (product,) = result.products
     assert product.times == 2
     assert result.inner_flops == 4 * 2 * (2 * 8**3)
+
+
+def test_attention_kernels_of_tpus_count_the_blocks_that_they_visit():
+    q = jax.ShapeDtypeStruct((1, 2, 256, 16), jnp.float32)
+
+    def flops(causal):
+        def attend(q):
+            options = Options(causal=causal, scale=1.0)
+            operands = Operands(q, q, q)
+            return splash.attend_with(operands, options, 128, interpret=True)
+
+        program = jax.make_jaxpr(attend)(q)
+        return find_products(program, [None]).inner_flops
+
+    assert flops(causal=False) == 2 * 2 * 2 * 256 * 256 * 16
+    # Of two times two blocks, that of early queries and late keys is empty.
+    assert flops(causal=True) == flops(causal=False) * 3 / 4
 
 
 def test_branches_that_data_choose_count_equally():

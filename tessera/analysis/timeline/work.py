@@ -7,11 +7,12 @@ slices an operand reads the slice, and one that updates a slice in place writes 
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from tessera.analysis.hlo import Computation, Instruction, Module, Shape
+from tessera.scope import VISITS
 
 # Operations that only name values, or that the compiler gives no code.
 FREE: Final = frozenset(
@@ -33,6 +34,12 @@ _CONTRACTED: Final = re.compile(
     r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"\s]*)'
 )
 _SCORES: Final = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)')
+_VISITS: Final = re.compile(rf"{VISITS}(\d+)_of_(\d+)")
+# Matmuls over the scores in each of JAX's attention kernels for TPUs.
+_SPLASH: Final = re.compile(r"splash_\w+?_(fwd|dq|dkv)_")
+_TPU_KERNEL: Final = "tpu_custom_call"
+_FLOATS: Final = ("bf16", "f16", "f32")
+_SPLASH_MATMULS: Final = {"fwd": 2, "dq": 3, "dkv": 4}
 _KERNEL: Final = re.compile(r"dim_labels=\w+_(\w+)->")
 _NAMES: Final = {"f32": "float32", "f64": "float32"}
 # Operations whose operand is read, or whose result is written, in part.
@@ -104,6 +111,15 @@ def work(module: Module, computation: Computation, instruction: Instruction) -> 
         flops = _attention_flops(computation, instruction, "Backward" in target)
         dtype = _dtype(computation, instruction)
         return Work("attention", ((dtype, flops),) if flops else (), 0.0, nbytes)
+    name = instruction.op_name
+    if target == _TPU_KERNEL and (kernel := _SPLASH.search(name)):
+        operands = computation.operand_shapes(instruction)
+        arrays = [shape for shape in operands if shape.dtype in _FLOATS]
+        flops = _splash_flops(kernel[1], arrays)
+        if visits := _VISITS.search(name):
+            flops *= int(visits[1]) / int(visits[2])
+        dtype = _NAMES.get(arrays[0].dtype, "bfloat16")
+        return Work("attention", ((dtype, flops),), 0.0, nbytes)
     inside = list(_operations(module, computation, instruction))
     products: dict[str, float] = {}
     elementwise = 0.0
@@ -177,6 +193,12 @@ def _attention_flops(
     )
     flops = (10.0 if is_backward else 4.0) * batch * heads * queries * keys * width
     return flops / 2 if '"mask_type":"CAUSAL"' in instruction.tail else flops
+
+
+def _splash_flops(kernel: str, arrays: Sequence[Shape]) -> float:
+    """FLOPs of one of JAX's attention kernels for TPUs over all pairs of blocks."""
+    queries, keys = arrays[:2]  # [..., heads, length, width]
+    return 2.0 * _SPLASH_MATMULS[kernel] * _size([queries]) * keys.dims[-2]
 
 
 def _dtype(computation: Computation, instruction: Instruction) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from tessera.mesh import manual_axes
@@ -28,7 +29,7 @@ from tessera.ops.attention.context_parallel_variants import (
 from tessera.ops.attention.dispatch import Device
 from tessera.ops.attention.flash import flash_attention
 from tessera.ops.attention.zigzag import ContextSharding
-from tessera.ops.operand_layouts import region_mesh
+from tessera.ops.operand_layouts import map_free_axes, region_mesh
 
 # From whether a layer is global to its attention.
 LayerAttention: TypeAlias = Callable[[Bool[Array, ""]], Attend]
@@ -64,16 +65,25 @@ def _whole_attention(
     place: Placement,
 ) -> LayerAttention:
     def attend(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, window: Any) -> Array:
-        heads_first = (jnp.swapaxes(x, 1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
-        out_BHSK = flash_attention(
-            *heads_first,
-            causal=True,
-            scale=1.0,
-            window=window,
-            soft_cap=config.attention_soft_cap,
-            segment_ids=segment_ids,
-        )
-        return place.constrain(jnp.swapaxes(out_BHSK, 1, 2), *HEADS)
+        def on_device(q: Array, k: Array, v: Array, segment_ids: Any) -> Array:
+            out_BHSK = flash_attention(
+                *(jnp.swapaxes(x, 1, 2) for x in (q, k, v)),
+                causal=True,
+                scale=1.0,
+                window=window,
+                soft_cap=config.attention_soft_cap,
+                segment_ids=segment_ids,
+            )
+            return jnp.swapaxes(out_BHSK, 1, 2)
+
+        operands = q_BSHK, k_BTGK, v_BTGK, segment_ids
+        if not _runs_per_device(place):
+            return place.constrain(on_device(*operands), *HEADS)
+        layout = place.resolve(HEADS, q_BSHK.shape, "queries")
+        specs = layout, layout, layout, PartitionSpec(layout[0])
+        assert place.mesh is not None
+        region = region_mesh(place.mesh)
+        return map_free_axes(on_device, region, specs, layout)(*operands)
 
     def select(is_global: Bool[Array, ""]) -> Attend:
         if config.window is None or config.window >= length:
@@ -92,10 +102,21 @@ def _whole_attention(
 def _supports_traced_windows() -> bool:
     """Whether attention on this device is as fast with a window that is traced.
 
-    GPU kernels are compiled for one window, so the program has one for each kind of
-    layer.
+    The kernels of GPUs and TPUs are compiled for one window, so the program has one for
+    each kind of layer.
     """
-    return Device.here().platform != "cuda"
+    return Device.here().platform not in ("cuda", "tpu")
+
+
+def _runs_per_device(place: Placement) -> bool:
+    """Whether attention runs in an SPMD region: XLA cannot split all kernels.
+
+    It can split cuDNN's, but not where it has only some axes, as in a pipeline's stage.
+    """
+    mesh = place.mesh
+    if mesh is None or mesh.size == 1 or mesh.explicit_axes:
+        return False
+    return not _supports_traced_windows()
 
 
 def _sharded_attention(

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by cuDNN's kernels, through ``jax.nn.dot_product_attention``.
+"""Attention by cuDNN's kernels, through JAX.
 
 It supports what cuDNN can do without a mask array: such a mask is as large as the
-square of the sequence, and slower than the kernels that need none.
+square of the sequence, and slower than the kernels that need none. Of packed rows it
+takes the first token and the length of each segment.
 """
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
+from tessera._jax_cudnn import PACKS_GROUPED_HEADS, packed_attention
+from tessera.ops.attention import xla
 from tessera.ops.attention.dispatch import Device, Operands, Options
+from tessera.ops.attention.packed_rows import Segments
 
 # Attention needs Ampere, heads wider than 128 need Hopper.
 _AMPERE, _HOPPER = (8, 0), (9, 0)
+# How many segments a row may have. cuDNN schedules tiles for as many rows, of which
+# those of segments that do not exist return at once, and stores a number for each query
+# of each: with 64, as much as queries of 128 numbers take.
+MAX_SEGMENTS = 64
 
 
 def unsupported_reason(
@@ -36,7 +44,10 @@ def unsupported_reason(
     if options.soft_cap is not None:
         return "cuDNN has no soft_cap"
     if operands.query_segments is not None:
-        return "cuDNN takes segment ids only as a mask in memory"
+        if device.capability < _HOPPER:
+            return "cuDNN's attention over packed rows needs compute capability 9.0"
+        if not options.shared_segments or q.shape[2] != k.shape[2]:
+            return "cuDNN takes one array of segment ids, for queries and keys"
     if operands.offset is not None or options.offset:
         return "cuDNN has no query_offset"
     if options.causal and q.shape[2] != k.shape[2]:
@@ -46,6 +57,8 @@ def unsupported_reason(
 
 def attend(operands: Operands, options: Options) -> Array:
     """The output of the queries: ``[B, H, S, D]``."""
+    if operands.query_segments is not None:
+        return _attend_packed(operands, options)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
     # JAX does not count the query's own position.
     window = None if options.window is None else (options.window - 1, 0)
@@ -59,3 +72,37 @@ def attend(operands: Operands, options: Options) -> Array:
         implementation="cudnn",
     )
     return jnp.swapaxes(out, 1, 2)
+
+
+def _attend_packed(operands: Operands, options: Options) -> Array:
+    """Attention within segments, by XLA where these are too many or not runs of ids.
+
+    The ids decide at run time: segments that cuDNN is not told of would be wrong.
+    """
+    assert operands.query_segments is not None
+    segments = Segments.of(operands.query_segments, MAX_SEGMENTS)
+
+    def by_cudnn(operands: Operands) -> Array:
+        q, k, v = operands[:3]
+        if not PACKS_GROUPED_HEADS:
+            copies = q.shape[1] // k.shape[1]
+            k, v = (jnp.repeat(x, copies, axis=1) for x in (k, v))
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+        out = packed_attention(
+            q,
+            k,
+            v,
+            segments.lengths,
+            segments.offsets,
+            scale=options.scale,
+            causal=options.causal,
+            window=options.window,
+        )
+        return jnp.swapaxes(out, 1, 2)
+
+    # JAX saves the residuals of both branches: of this one there are none.
+    @jax.checkpoint
+    def by_xla(operands: Operands) -> Array:
+        return xla.attend(operands, options)
+
+    return lax.cond(segments.are_listed, by_cudnn, by_xla, operands)

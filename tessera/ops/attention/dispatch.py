@@ -39,10 +39,10 @@ from jax import Array
 from tessera import scope
 from tessera.errors import ImplementationError, did_you_mean
 
-Name: TypeAlias = Literal["cudnn", "pallas", "xla", "reference"]
+Name: TypeAlias = Literal["cudnn", "pallas", "splash", "xla", "reference"]
 IMPLEMENTATIONS: Final[tuple[str, ...]] = get_args(Name)
 # Those whose matmuls are in the dtype of the operands; no pass can change that.
-KERNELS: Final = ("cudnn", "pallas")
+KERNELS: Final = ("cudnn", "pallas", "splash")
 # Those that support a window that is known only at run time.
 _DYNAMIC_WINDOWS: Final = ("xla", "reference")
 _PACKAGE = "tessera.ops.attention"
@@ -80,6 +80,8 @@ class Options:
       window: How many positions back a causal query attends, including its own.
       soft_cap: Scaled scores s become ``soft_cap * tanh(s / soft_cap)``.
       offset: The position of the first query.
+      shared_segments: Whether the segments of the keys are those of the queries, so
+        that each query attends at least to the key at its own index.
     """
 
     causal: bool
@@ -87,6 +89,7 @@ class Options:
     window: int | None = None
     soft_cap: float | None = None
     offset: int = 0
+    shared_segments: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,19 @@ def fastest(operands: Operands, options: Options, device: Device) -> Name:
 def _is_fast(name: str, operands: Operands, options: Options, device: Device) -> bool:
     slow_reason = getattr(_module(name), "slow_reason", None)
     return slow_reason is None or slow_reason(operands, options, device) is None
+
+
+def split_reason() -> str | None:
+    """Why a kernel that XLA cannot split is slow in the code being traced; or None."""
+    if scope.num_devices() > 1 and not _in_spmd_region():
+        return "its operands may be split over devices, and XLA cannot split a kernel"
+    return None
+
+
+def _in_spmd_region() -> bool:
+    """Whether this is an SPMD region over all axes of its mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
 
 
 def unsupported_reason(

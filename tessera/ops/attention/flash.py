@@ -3,7 +3,7 @@
 
 flash          checks the arguments
   dispatch     chooses the implementation for this device
-    reference, xla, cudnn, pallas   compute
+    reference, xla, cudnn, pallas, splash   compute
 """
 
 from collections.abc import Callable
@@ -68,8 +68,8 @@ def flash_attention(  # noqa: PLR0913
       query_offset: The position of the first query, which is the number of keys before
         it: an integer, or an integer array of shape (). None is 0, and requires S = T
         if ``causal``.
-      implementation: ``cudnn``, ``pallas``, ``xla`` or ``reference``; None is the first
-        of these that supports this call and is fast on this device.
+      implementation: ``cudnn``, ``pallas``, ``splash``, ``xla`` or ``reference``; None
+        is the first of these that supports this call and is fast on this device.
 
     Returns:
       ``[B, H, S, D]`` in the dtype of the operands. The output of a query that attends
@@ -96,7 +96,8 @@ def flash_attention(  # noqa: PLR0913
     if not causal:
         offset, dynamic_offset = None, None  # positions make no difference
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = Options(causal, scale, width, soft_cap, offset or 0)
+    shared = segment_ids is not None and not isinstance(segment_ids, tuple)
+    options = Options(causal, scale, width, soft_cap, offset or 0, shared)
     arrays = varying_alike(q, k, v, *segments, dynamic_offset, dynamic_width)
     operands = Operands(*arrays)
     if narrow := wire_of(q.dtype):

@@ -134,6 +134,24 @@ def test_attention_of_cudnn_is_counted_from_its_scores(target, mask, flops):
     assert found.products == (("bfloat16", flops * 2 * 4 * 64 * 32 * (32 / 512)),)
 
 
+@pytest.mark.parametrize(("kernel", "matmuls"), [("fwd", 2), ("dq", 3), ("dkv", 4)])
+def test_splash_attention_is_counted_from_the_blocks_that_it_visits(kernel, matmuls):
+    module = parse(f"""HloModule m
+ENTRY e {{
+  t = s8[1,8,8] parameter(0)
+  q = bf16[2,4,64,16] parameter(1)
+  k = bf16[2,2,32,16] parameter(2)
+  ROOT r = bf16[2,4,64,16] custom-call(t, t, q, k, k), \
+custom_call_target="tpu_custom_call", metadata={{op_name=\
+"jit(f)/tessera_visits_3_of_8/jit(_splash_attention)/splash_mha_{kernel}_residuals"}}
+}}""")
+    entry = module.computations["e"]
+    found = work(module, entry, entry.root)
+    assert found.kind == "attention"
+    everything = 2 * 4 * 64 * 32 * 16 * 2 * matmuls
+    assert found.products == (("bfloat16", everything * 3 / 8),)
+
+
 def test_a_convolution_sums_over_the_window_and_the_input_features():
     lines = """HloModule m
 ENTRY e {

@@ -3,6 +3,8 @@
 
 import dataclasses
 import math
+import re
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -23,6 +25,8 @@ from tessera.models import (
 )
 from tessera.models.decoder import attention_inputs
 from tessera.models.partition_rules import NO_MESH
+from tessera.ops.attention import dispatch, splash
+from tessera.ops.attention.dispatch import Device
 
 CONFIG = DecoderConfig(
     vocab_size=64,
@@ -166,3 +170,55 @@ def test_each_kind_of_layer_has_a_kernel_with_a_static_window(monkeypatch):
     for flag, want in zip(flags, expected, strict=True):
         np.testing.assert_allclose(jax.jit(attend)(flag), want, atol=1e-6)
     assert abs(expected[0] - expected[1]).max() > 0.1
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """Attention as on a TPU, whose kernels are interpreted."""
+    interpreted = partial(splash.attend_with, max_block=128, interpret=True)
+    monkeypatch.setattr(Device, "here", classmethod(lambda cls: Device("tpu")))
+    monkeypatch.setattr(splash, "attend", interpreted)
+    dispatch._program.cache_clear()
+    yield
+    dispatch._program.cache_clear()
+
+
+def attention_gradients(place: Any, is_global: bool) -> Callable[..., Any]:
+    """Of a loss of a layer's attention by queries, keys and values."""
+
+    def attend(*operands: Any) -> Any:
+        *arrays, segments = operands
+        select = attention_inputs.layer_attention(CONFIG, 16, segments, place)
+        return (select(jnp.asarray(is_global))(*arrays) ** 2).sum()
+
+    def total(*operands: Any) -> Any:
+        if not place.vmapped_axes:
+            return attend(*operands)
+        copies = (x.reshape(2, -1, *x.shape[1:]) for x in operands)
+        return jax.vmap(attend, spmd_axis_name=("dp",))(*copies).sum()
+
+    return jax.jit(jax.grad(total, (0, 1, 2)))
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+@pytest.mark.parametrize("vmapped", [(), ("dp",)])
+def test_a_tpu_attends_in_regions_by_kernels(on_tpu, monkeypatch, vmapped, is_global):
+    """XLA cannot split them, and each is compiled for one window."""
+    operands = [
+        jax.random.normal(jax.random.key(n), (4, 16, heads, 4))
+        for n, heads in enumerate((4, 2, 2))
+    ]
+    segments = jnp.concatenate([SEGMENTS, SEGMENTS])
+    place = Placement(mesh_of(dp=2, tp=2), vmapped_axes=frozenset(vmapped))
+    step = attention_gradients(place, is_global)
+    kernels = re.findall(
+        r"name=splash_mha_(fwd|dq|dkv)", str(step.trace(*operands, segments).jaxpr)
+    )
+    assert sorted(set(kernels)) == ["dkv", "dq", "fwd"]
+    compiled = step.lower(*operands, segments).compile().as_text()
+    assert "all-gather" not in compiled
+    found = step(*operands, segments)
+    monkeypatch.undo()
+    expected = attention_gradients(NO_MESH, is_global)(*operands, segments)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)

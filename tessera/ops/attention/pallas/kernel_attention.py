@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera import scope
 from tessera._jax_traces import HAS_MOSAIC_GPU_KERNELS
 from tessera.ops.attention.blockwise import (
     OutputGradients,
@@ -16,7 +15,7 @@ from tessera.ops.attention.blockwise import (
     varying_alike,
     varying_as,
 )
-from tessera.ops.attention.dispatch import Device, Operands, Options
+from tessera.ops.attention.dispatch import Device, Operands, Options, split_reason
 from tessera.ops.attention.pallas.block_sizes import (
     WIDEST,
     Hopper,
@@ -52,15 +51,7 @@ def unsupported_reason(
 def slow_reason(operands: Operands, options: Options, device: Device) -> str | None:
     """Why such a call should use a kernel only if it asks for it by name; or None."""
     del operands, options, device
-    if scope.num_devices() > 1 and not _in_spmd_region():
-        return "its operands may be split over devices, and XLA cannot split a kernel"
-    return None
-
-
-def _in_spmd_region() -> bool:
-    """Whether this is an SPMD region over all axes of its mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+    return split_reason()
 
 
 def attend(operands: Operands, options: Options) -> Array:
