@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists the collectives of a training step, by the rules that lower its layout.
 
-- ``fsdp``: parameters are gathered for the forward pass, for the backward pass, and for
-  a forward pass that is computed again; gradients are reduce-scattered.
+- ``fsdp``: parameters of layers are gathered for the forward and for the backward
+  pass, in the dtype of activations; rows that tokens choose are exchanged; gradients
+  are reduce-scattered.
 - ``dp``: gradients are all-reduced; ZeRO reduce-scatters them or gathers parameters.
 - ``tp``: an all-reduce after each matmul whose contracted dim is split, and one of the
   input's gradient for those whose kept dim is.
@@ -60,7 +61,10 @@ class Communication:
         self.sizes = {name: size for name, size in layout.mesh if size > 1}
         self._item = 2 if self.work.matmul_dtype != "float32" else _F32
         self._layered = self.work.layered()
-        self._looked_up = {each.path for each in self.work.lookups}
+        products = {each.path for each in self.work.products}
+        looked_up = {each.path for each in self.work.lookups}
+        # Their rows are exchanged, and no more of them.
+        self._exchanged = set() if layout.schedule else looked_up - products
 
     def of_microbatch(self) -> list[Transfer]:
         """The collectives of the forward and backward pass of one microbatch."""
@@ -85,7 +89,7 @@ class Communication:
 
     def of_tick(self) -> list[Transfer]:
         """What one stage of a pipeline sends on, and back, in each tick."""
-        nbytes = self._tokens * self._width * _F32
+        nbytes = self._tokens * self._width * self._item
         return [Transfer(("pp",), "collective-permute", nbytes, 2, False)]
 
     @property
@@ -97,40 +101,45 @@ class Communication:
     @property
     def _width(self) -> float:
         """Numbers of the residual stream for each token."""
-        tokens = self.work.sequence_length * _F32
+        tokens = self.work.sequence_length * self._item
         return max((each.nbytes / tokens for each in self.work.lookups), default=0.0)
 
     def _parameters(self) -> Iterator[Transfer]:
-        again = self.work.recomputed[str(self.layout.remat)].products
         for each in self.work.parameters:
-            yield from self._gathers(each, again)
-            if each.is_trained:
-                yield from self._reductions(each)
+            if each.path not in self._exchanged:
+                yield from self._gathers(each)
+                if each.is_trained:
+                    yield from self._reductions(each)
+        if "fsdp" not in self.sizes or self.layout.schedule:
+            return
+        share = self._tokens / self.work.sequence_length
+        for row in self.work.lookups:
+            passes = 1 + (row.path in self.work.trained())
+            yield Transfer(
+                ("fsdp",), "all-to-all", row.nbytes * share, passes, False, False
+            )
 
     def _sharded_over(self, each: Parameter) -> tuple[str, ...]:
         axes = self.device.axes(each.names)
         return tuple(axis for axis in self.sizes if axis in axes)
 
-    def _gathers(self, each: Parameter, again: float) -> Iterator[Transfer]:
+    def _gathers(self, each: Parameter) -> Iterator[Transfer]:
         axes = [axis for axis in self._sharded_over(each) if axis == "fsdp"]
         if self.layout.zero_stage == 3 and "dp" in self.sizes:
             axes.append("dp")
         if not axes:
             return
-        item = _F32 if each.path in self._looked_up else self._item
         calls = self.work.num_layers if each.is_layered else 1
         # Of all layers, as in _reductions.
         local = self.device.scalars(each, without=(*axes, "pp"))
         # The backward pass of a pipeline's stage begins with its forward pass.
         passes = 3.0 if self.layout.schedule else 2.0
-        if each.is_layered:
-            passes += again
-        elif not self.layout.schedule:
+        if not each.is_layered and not self.layout.schedule:
             passes = 1.0  # the logits keep it for the backward pass
         yield Transfer(
             tuple(axes),
             "all-gather",
-            local * item / calls,
+            local * self._item / calls,
             passes * calls,
             hides=True,
             in_layers=each.is_layered,
@@ -216,7 +225,7 @@ class Communication:
                 times *= passes if layered else 1
                 yield Transfer(("tp",), "all-reduce", result, times, False, layered)
             elif self.device.split(each.outer_names) > 1:
-                nbytes = rows * each.inner * _F32
+                nbytes = rows * each.inner * self._item
                 inputs[each.source] = Transfer(
                     ("tp",), "all-reduce", nbytes, times, False, layered
                 )

@@ -3,8 +3,8 @@
 
 The state is exact: the parameters and the state of the optimizer by their declared
 layouts. The rest is the larger of two moments. While the loss is computed, everything
-that the backward pass needs is kept, the embedding is there in f32 and in 16 bits, and
-its gradient and some logits are added. While a layer is differentiated, so are the
+that the backward pass needs is kept, the embedding is there in the dtype of
+activations, and its gradient in f32 and some logits are added. While a layer is differentiated, so are the
 layer's own results and the gradients so far.
 """
 
@@ -13,6 +13,7 @@ from typing import Final
 
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned
+from tessera.ops.loss_chunks import chunk_rows
 from tessera.planner.device_work import DeviceWork
 from tessera.planner.layout import Layout
 from tessera.planner.workload import Parameter
@@ -23,8 +24,6 @@ MARGIN: Final = {"cpu": 1.5, "gpu": 1.25, "tpu": 1.6}
 
 benchmarks/planner_memory.py measures the errors that these bounds are above."""
 
-# Tokens whose logits a device computes at a time, where training.loss_chunk is auto.
-_AUTO_CHUNK: Final = 1024
 _F32: Final = 4
 # Copies of the embedding in f32 while the loss is computed: gathered, and its gradient;
 # TPUs have them in a second order of dims, too; in pipelines, whose stages branch, also
@@ -145,35 +144,38 @@ class MemoryModel:
         copies = of_platform[self.machine.platform] - (1 if gathered else 2)
         in_loss = copies * tables + trained
         return (
-            (kept + in_flight, sums, logits + tables / 2, in_loss),
+            (kept + in_flight, sums, logits, in_loss),
             (kept + in_flight, sums + gradients, layer, trained),
         )
 
     def _ends(
         self, device: DeviceWork, layout: Layout
     ) -> tuple[float, float, float, float]:
-        """Bytes of gathered tables in f32, of those trained, of weights, of logits."""
-        over = ("fsdp", "pp")
+        """Bytes of gathered tables, of their gradients, of weights, of logits."""
+        over, item = ("fsdp", "pp"), 2 if device.work.matmul_dtype != "float32" else _F32
         tables = trained = weights = 0.0
         for each in device.work.parameters:
             local = device.scalars(each, without=over)
             if each.is_layered:
-                weights += local * (2 if device.work.matmul_dtype != "float32" else 4)
+                weights += local * item
             else:
-                tables += local * _F32
+                tables += local * item
                 trained += local * _F32 * each.is_trained
         tokens = layout.micro_batch_size * device.work.sequence_length
         tokens /= device.place.size("context")
-        if layout.loss_chunk == "auto":
-            tokens = min(tokens, _AUTO_CHUNK)
-        elif layout.loss_chunk != "none":
-            tokens = min(tokens, int(layout.loss_chunk))
         widths = [
             each.outer / device.split(each.outer_names)
             for each in device.work.products
             if each.path not in device.work.layered()
         ]
-        return tables, trained, weights, tokens * max(widths, default=0.0) * _F32
+        width, platform = max(widths, default=0.0), self.machine.platform
+        if layout.loss_chunk == "auto" and width:
+            tokens = chunk_rows(int(tokens), int(width), platform)
+        elif layout.loss_chunk not in ("auto", "none"):
+            tokens = min(tokens, int(layout.loss_chunk))
+        # The logits of half a chunk, and the gradients by those of all of it.
+        logits = _F32 if platform == "cpu" else _F32 / 2 + item
+        return tables, trained, weights, tokens * width * logits
 
 
 def _local(device: DeviceWork, parameter: Parameter) -> float:

@@ -30,7 +30,7 @@ from tessera.targets.target import Target
 from tessera.training.config import Config
 from tessera.training.layout_checks import build_model
 
-POLICIES: Final = ("none", "dots", "full")
+POLICIES: Final = ("none", "named", "full")
 
 
 class StepModel:
