@@ -62,7 +62,7 @@ def fused_linear_cross_entropy(  # noqa: PLR0913
       soft_cap: Logits x become ``soft_cap * tanh(x / soft_cap)``; None leaves them.
       chunk_size: Tokens per chunk of each device. By default the logits of a chunk
         take 16 MiB on CPU, of at least 128 tokens; elsewhere an eighth of all logits,
-        between 16 MiB and 1 GiB, of at least 1024 tokens.
+        between 16 MiB and 512 MiB, of at least 512 tokens.
 
     Returns:
       f32 scalar, or ``[...]`` f32 with ``reduction="none"``, in nats. A label outside
