@@ -16,6 +16,8 @@ import numpy as np
 
 from tessera import _jax
 from tessera.analysis.flops import count_equation, is_live
+from tessera.primitive_properties import KERNELS
+from tessera.scope import FALLBACK
 
 # Larger constants are not evaluated: what selects a branch is of a few numbers.
 _LARGEST_KNOWN: Final = 65_536
@@ -184,7 +186,7 @@ class _Walk:
             self._cond(equation, operands, env, times)
         elif name in ("gather", "dynamic_slice") and isinstance(operands[0], Weight):
             self._rows(equation, operands[0], env)
-        elif name == "pallas_call" or name.startswith("custom_call"):
+        elif name in KERNELS or name.startswith("custom_call"):
             self._kernel(equation, operands, times)
         elif inner := list(_jax.nested(equation)):
             self._call(equation, [each for _, each in inner], operands, env, times)
@@ -314,7 +316,10 @@ class _Walk:
         branches = equation.params["branches"]
         shares = [1 / len(branches)] * len(branches)
         index = operands[0]
-        if isinstance(index, _Known):
+        is_fallback = [*map(_is_fallback, branches)]
+        if len(branches) == 2 and sum(is_fallback) == 1:
+            shares = [0.0 if each else 1.0 for each in is_fallback]
+        elif isinstance(index, _Known):
             taken = np.clip(index.value.astype(int).ravel(), 0, len(branches) - 1)
             counts = np.bincount(taken, minlength=len(branches))
             shares = [float(each) for each in counts / taken.size]
@@ -438,6 +443,12 @@ def _weight_dims(
     inner = tuple(contracted[place])
     kept = tuple(d for d in range(len(shape)) if d not in (*inner, *groups))
     return inner, groups, kept
+
+
+def _is_fallback(branch: _jax.Program) -> bool:
+    """Whether data have to demand a branch; see ``scope.FALLBACK``."""
+    names = map(_jax.name_scopes, _jax.equations(branch))
+    return any(FALLBACK in name for name in names)
 
 
 def _visited_share(equation: _jax.Equation, operands: list[Any]) -> float:

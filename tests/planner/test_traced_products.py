@@ -8,6 +8,7 @@ import numpy as np
 from tessera.ops.attention import splash
 from tessera.ops.attention.dispatch import Operands, Options
 from tessera.planner.traced_products import Found, Weight, find_products
+from tessera.scope import FALLBACK
 
 F32 = jnp.float32
 
@@ -102,6 +103,20 @@ def test_a_branch_that_constants_choose_counts_as_often_as_it_is_taken():
     (product,) = result.products
     assert product.times == 2
     assert result.inner_flops == 4 * 2 * (2 * 8**3)
+
+
+def test_a_branch_that_data_have_to_demand_does_not_count():
+    def step(w, x, flag):
+        def fallback():
+            with jax.named_scope(FALLBACK):
+                return (x @ x) @ w
+
+        return jax.lax.cond(flag, lambda: x @ w, fallback)
+
+    x, flag = jax.ShapeDtypeStruct((8, 8), F32), jax.ShapeDtypeStruct((), jnp.bool_)
+    result = found(step, {"w": ((8, 8), ("embed", None))}, x, flag)
+    (product,) = result.products
+    assert (product.times, result.inner_flops) == (1.0, 0.0)
 
 
 def test_attention_kernels_of_tpus_count_the_blocks_that_they_visit():
