@@ -128,12 +128,17 @@ def test_attention_kernels_of_tpus_count_the_blocks_that_they_visit():
             operands = Operands(q, q, q)
             return splash.attend_with(operands, options, 128, interpret=True)
 
-        program = jax.make_jaxpr(attend)(q)
+        def loss(q):
+            return (attend(q) ** 2).sum()
+
+        program = jax.make_jaxpr(jax.grad(loss))(q)
         return find_products(program, [None]).inner_flops
 
-    assert flops(causal=False) == 2 * 2 * 2 * 256 * 256 * 16
-    # Of two times two blocks, that of early queries and late keys is empty.
-    assert flops(causal=True) == flops(causal=False) * 3 / 4
+    # Two products over the scores forward, seven backward, and the output times its
+    # gradient. Of two times two blocks, that of early queries and late keys is empty.
+    scores, once = 9 * 2 * 2 * 256 * 256 * 16, 2 * 2 * 256 * 16
+    assert flops(causal=False) == scores + once
+    assert flops(causal=True) == scores * 3 / 4 + once
 
 
 def test_branches_that_data_choose_count_equally():
