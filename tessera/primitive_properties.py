@@ -74,7 +74,12 @@ MATMULS: Final = _names("dot_general ragged_dot_general")
 CONVOLUTIONS: Final = _names("conv_general_dilated")
 """Convolutions."""
 
-KERNELS: Final = _names("ffi_call pallas_call")
+CUDNN_ATTENTION: Final = _names("""
+    dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper
+""")
+"""Attention by cuDNN, and its gradient."""
+
+KERNELS: Final = _names("ffi_call pallas_call") | CUDNN_ATTENTION
 """Opaque to XLA, and assumed to be expensive."""
 
 CALLS: Final = _names("""

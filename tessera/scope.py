@@ -272,6 +272,8 @@ PADDED = "tessera_padded"
 # The name scope of kernels that compute some pairs of blocks of queries and keys:
 # ``tessera_visits_36_of_64``. Compiled programs do not say which ones.
 VISITS = "tessera_visits_"
+# The name scope of a branch that data have to demand. Predictions take the other one.
+FALLBACK = "tessera_fallback"
 
 
 def device() -> jax.Device:

@@ -15,6 +15,7 @@ import numpy as np
 
 from tessera import _jax
 from tessera.primitive_properties import (
+    CUDNN_ATTENTION,
     CUMULATIVE,
     DATA_MOVEMENT,
     REDUCTIONS,
@@ -240,10 +241,26 @@ def _window_products(
     return int(inside.sum())
 
 
+def _cudnn_attention(equation: _jax.Equation) -> int:
+    """Two matmuls over the scores, and five for the gradient; half with causality.
+
+    Packed rows count as rows of one segment, which is the most that they may be.
+    """
+    queries, keys = (x.aval.shape for x in equation.invars[:2])
+    is_backward = "bwd" in equation.primitive.name
+    batch, length, heads, width = queries  # tessera and jax.nn pass no other layout
+    seen = length * keys[1]
+    if "CAUSAL" in equation.params["mask_type"].name:
+        window = equation.params["sliding_window_length"] or length
+        seen = min(seen // 2, length * window)
+    return 2 * (5 if is_backward else 2) * batch * heads * width * seen
+
+
 _CONTRACTIONS: dict[str, Callable[[_jax.Equation], int]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot_general,
     "conv_general_dilated": _convolution,
+    **dict.fromkeys(CUDNN_ATTENTION, _cudnn_attention),
 }
 
 

@@ -7,6 +7,7 @@ contracts and keeps. Products of two activations, as in attention, are counted a
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -16,8 +17,11 @@ import numpy as np
 
 from tessera import _jax
 from tessera.analysis.flops import count_equation, is_live
+from tessera.primitive_properties import KERNELS
+from tessera.scope import FALLBACK, VISITS
 
 # Larger constants are not evaluated: what selects a branch is of a few numbers.
+_VISITS: Final = re.compile(rf"{VISITS}(\d+)_of_(\d+)")
 _LARGEST_KNOWN: Final = 65_536
 # What moves parts of arrays is an operation of its own in a compiled program.
 _STARTS: Final = ("dynamic_", "gather", "scatter", "concatenate")
@@ -149,10 +153,11 @@ def find_products(program: _jax.Program, weights: Sequence[Weight | None]) -> Fo
       from constants counts as often as it is taken; of others each counts equally.
     """
     found = Found()
-    env = _constants(program)
     program = _jax.without_dead_code(program, keep_inputs=True)
-    pairs = zip(_jax.inputs(program), weights, strict=True)
-    env |= {var: weight for var, weight in pairs if weight}
+    inputs = _jax.inputs(program)
+    env: _Env = {
+        var: weight for var, weight in zip(inputs, weights, strict=True) if weight
+    }
     _Walk(found).program(program, env, 1.0)
     return found
 
@@ -163,10 +168,16 @@ class _Walk:
     def __init__(self, found: Found) -> None:
         self.found = found
         self.scans = 0
+        self.visited = 1.0  # of the blocks of kernels
 
     def program(self, program: _jax.Program, env: _Env, times: float) -> None:
         """Count what is in a program, and follow parameters through it."""
-        env |= _constants(program)
+        constants = zip(
+            _jax.constant_inputs(program), _jax.constants(program), strict=False
+        )
+        for var, value in constants:
+            if np.size(value) <= _LARGEST_KNOWN:
+                env[var] = _Known(np.asarray(value))
         for equation in _jax.equations(program):
             if is_live(equation):
                 self._equation(equation, env, times)
@@ -184,8 +195,8 @@ class _Walk:
             self._cond(equation, operands, env, times)
         elif name in ("gather", "dynamic_slice") and isinstance(operands[0], Weight):
             self._rows(equation, operands[0], env)
-        elif name == "pallas_call" or name.startswith("custom_call"):
-            self._kernel(equation, operands, times)
+        elif name in KERNELS or name.startswith("custom_call"):
+            self._kernel(equation, times)
         elif inner := list(_jax.nested(equation)):
             self._call(equation, [each for _, each in inner], operands, env, times)
         elif name.startswith(("reduce_", "argmax", "sort", "cum")):
@@ -259,10 +270,8 @@ class _Walk:
             )
         )
 
-    def _kernel(
-        self, equation: _jax.Equation, operands: list[Any], times: float
-    ) -> None:
-        flops = float(_flops(equation)) * _visited_share(equation, operands)
+    def _kernel(self, equation: _jax.Equation, times: float) -> None:
+        flops = float(_flops(equation)) * self.visited
         self.found.total_flops += times * flops
         self.found.inner_flops += times * flops
         atoms = [*equation.invars, *equation.outvars]
@@ -314,7 +323,10 @@ class _Walk:
         branches = equation.params["branches"]
         shares = [1 / len(branches)] * len(branches)
         index = operands[0]
-        if isinstance(index, _Known):
+        is_fallback = [*map(_is_fallback, branches)]
+        if len(branches) == 2 and sum(is_fallback) == 1:
+            shares = [0.0 if each else 1.0 for each in is_fallback]
+        elif isinstance(index, _Known):
             taken = np.clip(index.value.astype(int).ravel(), 0, len(branches) - 1)
             counts = np.bincount(taken, minlength=len(branches))
             shares = [float(each) for each in counts / taken.size]
@@ -336,7 +348,10 @@ class _Walk:
             operands = [None] * len(_jax.inputs(program))
         if equation.primitive.name == "shard_map":
             times *= count_devices(equation)
+        outer = self.visited
+        self.visited = _visited_share(equation) or outer
         inner = self._inside(program, operands, env, times)
+        self.visited = outer
         for var, result in zip(equation.outvars, _jax.outputs(program), strict=False):
             value = _value(result, inner)
             if value is not None:
@@ -357,17 +372,6 @@ def count_devices(equation: _jax.Equation) -> int:
     params = equation.params
     axes = params.get("newly_manual_axes") or params.get("manual_axes") or ()
     return math.prod(sizes[axis] for axis in axes)
-
-
-def _constants(program: _jax.Program) -> _Env:
-    """The constants of a program that are small; it has none without dead code."""
-    inputs = _jax.constant_inputs(program)
-    pairs = zip(inputs, _jax.constants(program), strict=False)
-    return {
-        var: _Known(np.asarray(value))
-        for var, value in pairs
-        if np.size(value) <= _LARGEST_KNOWN
-    }
 
 
 def _value(atom: Any, env: Mapping[Any, Any]) -> Weight | _Known | None:
@@ -440,15 +444,16 @@ def _weight_dims(
     return inner, groups, kept
 
 
-def _visited_share(equation: _jax.Equation, operands: list[Any]) -> float:
-    """The share of a kernel's grid that it computes, 1 where that is not known.
+def _is_fallback(branch: _jax.Program) -> bool:
+    """Whether data have to demand a branch; see ``scope.FALLBACK``."""
+    names = map(_jax.name_scopes, _jax.equations(branch))
+    return any(FALLBACK in name for name in names)
 
-    The second operand of JAX's attention kernels for TPUs is 0 for the other blocks.
-    """
-    if not str(equation.params.get("name", "")).startswith("splash_"):
-        return 1.0
-    blocks = operands[1].value if isinstance(operands[1], _Known) else np.ones(1)
-    return np.count_nonzero(blocks) / blocks.size
+
+def _visited_share(equation: _jax.Equation) -> float | None:
+    """The share of blocks that the kernels of a call compute; see ``scope.VISITS``."""
+    found = _VISITS.search(_jax.name_scopes(equation))
+    return int(found[1]) / int(found[2]) if found else None
 
 
 def _flops(equation: _jax.Equation) -> int:

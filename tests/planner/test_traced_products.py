@@ -8,6 +8,7 @@ import numpy as np
 from tessera.ops.attention import splash
 from tessera.ops.attention.dispatch import Operands, Options
 from tessera.planner.traced_products import Found, Weight, find_products
+from tessera.scope import FALLBACK
 
 F32 = jnp.float32
 
@@ -104,6 +105,20 @@ def test_a_branch_that_constants_choose_counts_as_often_as_it_is_taken():
     assert result.inner_flops == 4 * 2 * (2 * 8**3)
 
 
+def test_a_branch_that_data_have_to_demand_does_not_count():
+    def step(w, x, flag):
+        def fallback():
+            with jax.named_scope(FALLBACK):
+                return (x @ x) @ w
+
+        return jax.lax.cond(flag, lambda: x @ w, fallback)
+
+    x, flag = jax.ShapeDtypeStruct((8, 8), F32), jax.ShapeDtypeStruct((), jnp.bool_)
+    result = found(step, {"w": ((8, 8), ("embed", None))}, x, flag)
+    (product,) = result.products
+    assert (product.times, result.inner_flops) == (1.0, 0.0)
+
+
 def test_attention_kernels_of_tpus_count_the_blocks_that_they_visit():
     q = jax.ShapeDtypeStruct((1, 2, 256, 16), jnp.float32)
 
@@ -113,12 +128,17 @@ def test_attention_kernels_of_tpus_count_the_blocks_that_they_visit():
             operands = Operands(q, q, q)
             return splash.attend_with(operands, options, 128, interpret=True)
 
-        program = jax.make_jaxpr(attend)(q)
+        def loss(q):
+            return (attend(q) ** 2).sum()
+
+        program = jax.make_jaxpr(jax.grad(loss))(q)
         return find_products(program, [None]).inner_flops
 
-    assert flops(causal=False) == 2 * 2 * 2 * 256 * 256 * 16
-    # Of two times two blocks, that of early queries and late keys is empty.
-    assert flops(causal=True) == flops(causal=False) * 3 / 4
+    # Two products over the scores forward, seven backward, and the output times its
+    # gradient. Of two times two blocks, that of early queries and late keys is empty.
+    scores, once = 9 * 2 * 2 * 256 * 256 * 16, 2 * 2 * 256 * 16
+    assert flops(causal=False) == scores + once
+    assert flops(causal=True) == scores * 3 / 4 + once
 
 
 def test_branches_that_data_choose_count_equally():

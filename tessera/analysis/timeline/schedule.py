@@ -27,6 +27,7 @@ from tessera.analysis.timeline.transfers import (
     Transfer,
 )
 from tessera.mesh import Mesh
+from tessera.scope import FALLBACK
 from tessera.targets.machine import HOST_BANDWIDTH
 from tessera.targets.target import Target
 
@@ -213,6 +214,9 @@ class Schedule:
         if shares is None:
             shares = self._devices.shares(frame, instruction, seconds, axes)
         is_known = shares is not None
+        is_fallback = [*map(_is_fallback, self._module.callees(instruction))]
+        if shares is None and count == 2 and sum(is_fallback) == 1:
+            shares = tuple(float(not each) for each in is_fallback)
         if shares is None:
             assumed = frame.assuming()
             shares = self._devices.shares(assumed, instruction, seconds, axes)
@@ -318,3 +322,8 @@ def _end_key(computation: Computation, instruction: Instruction) -> str:
     while started is not None and started.opcode.endswith("-update"):
         started = next(iter(computation.sources(started)), None)
     return started.name if started is not None else ""
+
+
+def _is_fallback(branch: Computation) -> bool:
+    """Whether data have to demand a branch; see ``scope.FALLBACK``."""
+    return any(FALLBACK in each.op_name for each in branch.instructions.values())

@@ -33,7 +33,10 @@ _CONTRACTED: Final = re.compile(
     # Of a dot, and of a call of cuBLAS.
     r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"\s]*)'
 )
-_SCORES: Final = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)')
+_SCORES: Final = re.compile(
+    r'"intermediate_tensor_shape": ?\{.*?"dimensions": ?\[([^\]]*)'
+)
+_IS_CAUSAL: Final = re.compile(r'"mask_type": ?"(?:PADDING_)?CAUSAL"')
 _VISITS: Final = re.compile(rf"{VISITS}(\d+)_of_(\d+)")
 # Matmuls over the scores in each of JAX's attention kernels for TPUs.
 _SPLASH: Final = re.compile(r"splash_\w+?_(fwd|dq|dkv)_")
@@ -182,6 +185,8 @@ def _attention_flops(
 ) -> float:
     """FLOPs of cuDNN's attention: two matmuls over the scores forward, five backward.
 
+    Packed rows count as rows of one segment, which is the most that they may be.
+
     Source: Dao, FlashAttention-2, arXiv 2307.08691, section 4.1.
     """
     found = _SCORES.search(instruction.tail)
@@ -192,7 +197,7 @@ def _attention_flops(
         batch * heads * queries
     )
     flops = (10.0 if is_backward else 4.0) * batch * heads * queries * keys * width
-    return flops / 2 if '"mask_type":"CAUSAL"' in instruction.tail else flops
+    return flops / 2 if _IS_CAUSAL.search(instruction.tail) else flops
 
 
 def _splash_flops(kernel: str, arrays: Sequence[Shape]) -> float:

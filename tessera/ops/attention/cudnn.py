@@ -14,6 +14,7 @@ from tessera._jax_cudnn import PACKS_GROUPED_HEADS, packed_attention
 from tessera.ops.attention import xla
 from tessera.ops.attention.dispatch import Device, Operands, Options
 from tessera.ops.attention.packed_rows import Segments
+from tessera.scope import FALLBACK
 
 # Attention needs Ampere, heads wider than 128 need Hopper.
 _AMPERE, _HOPPER = (8, 0), (9, 0)
@@ -102,7 +103,11 @@ def _attend_packed(operands: Operands, options: Options) -> Array:
 
     # JAX saves the residuals of both branches: of this one there are none.
     @jax.checkpoint
-    def by_xla(operands: Operands) -> Array:
+    def blocks(operands: Operands) -> Array:
         return xla.attend(operands, options)
+
+    def by_xla(operands: Operands) -> Array:
+        with jax.named_scope(FALLBACK):
+            return blocks(operands)
 
     return lax.cond(segments.are_listed, by_cudnn, by_xla, operands)

@@ -243,6 +243,14 @@ def test_of_branches_that_data_choose_the_longest_is_taken():
     assert serial_seconds([found]) == pytest.approx(16e-6)
 
 
+def test_a_fallback_is_not_taken_where_data_choose():
+    marked = 'ROOT z = f32[1000] negate(y), metadata={op_name="tessera_fallback/neg"}'
+    text = CONDITIONAL.replace("ROOT z = f32[1000] negate(y)", marked)
+    (found,) = steps_of(text.replace("NUMBER", "parameter(1)"))
+    ((share, body),) = found.parts
+    assert (found.is_known, share, told(body)) == (False, 1.0, ["y"])
+
+
 SKIPS = """busy {
   ROOT x = f32[1000] parameter(0)
 }

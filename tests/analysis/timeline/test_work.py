@@ -125,6 +125,7 @@ def fmha(target, mask):
         ("__cudnn$fmhaSoftmax", "NO_MASK", 4),
         ("__cudnn$fmhaSoftmaxBackward", "NO_MASK", 10),
         ("__cudnn$fmhaSoftmax", "CAUSAL", 2),
+        ("__cudnn$fmhaSoftmaxBackward", "PADDING_CAUSAL", 5),
     ],
 )
 def test_attention_of_cudnn_is_counted_from_its_scores(target, mask, flops):

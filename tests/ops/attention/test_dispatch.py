@@ -10,6 +10,7 @@ import pytest
 
 import tessera as ts
 from tessera import op
+from tessera.analysis.flops import count as count_flops
 from tessera.errors import ImplementationError
 from tessera.ops.attention import flash
 from tessera.ops.attention.dispatch import (
@@ -157,6 +158,11 @@ def test_the_kernels_of_cudnn_are_in_the_program_for_cuda(monkeypatch):
     def loss(q, k, v):
         return cudnn.attend(Operands(q, k, v), setting).astype(jnp.float32).sum()
 
+    # Half of two matmuls of 32 × 32 scores forward; in a window of 7 there are fewer.
+    scores = 2 * 4 * 32 * 7 * 64
+    forward = count_flops(jax.make_jaxpr(loss)(*call[:3])).matmul
+    both = count_flops(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*call[:3])).matmul
+    assert (forward, both) == (2 * 2 * scores, 7 * 2 * scores)
     for function, target in (
         (loss, "__cudnn$fmhaSoftmax"),
         (jax.grad(loss, (0, 1, 2)), "__cudnn$fmhaSoftmaxBackward"),
