@@ -4,8 +4,8 @@
 The state is exact: the parameters and the state of the optimizer by their declared
 layouts. The rest is the larger of two moments. While the loss is computed, everything
 that the backward pass needs is kept, the embedding is there in the dtype of
-activations, and its gradient in f32 and some logits are added. While a layer is differentiated, so are the
-layer's own results and the gradients so far.
+activations, and its gradient in f32 and some logits are added. While a layer is
+differentiated, so are the layer's own results and the gradients so far.
 """
 
 from dataclasses import dataclass
@@ -152,7 +152,8 @@ class MemoryModel:
         self, device: DeviceWork, layout: Layout
     ) -> tuple[float, float, float, float]:
         """Bytes of gathered tables, of their gradients, of weights, of logits."""
-        over, item = ("fsdp", "pp"), 2 if device.work.matmul_dtype != "float32" else _F32
+        is_narrow = device.work.matmul_dtype != "float32"
+        over, item = ("fsdp", "pp"), 2 if is_narrow else _F32
         tables = trained = weights = 0.0
         for each in device.work.parameters:
             local = device.scalars(each, without=over)

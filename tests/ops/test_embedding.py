@@ -68,6 +68,28 @@ def test_outside_of_regions_it_is_numpy_indexing_but_for_rows_that_are_not_there
 
 
 @pytest.mark.parametrize(
+    ("rows", "columns", "split"),
+    [
+        ((), ("fsdp",), P("fsdp")),
+        (("tp",), (), P("dp")),
+        (("tp",), ("fsdp",), P(("dp", "fsdp"))),
+        (("tp",), ("dp", "fsdp"), P(("dp", "fsdp"))),
+        (("tp",), ("dp",), P(("dp", "fsdp"))),
+    ],
+)
+def test_devices_exchange_the_parts_of_rows_that_they_have(rows, columns, split):
+    mesh = Mesh(("dp", "fsdp", "tp"), shape=(2, 2, 2))
+    layouts = [NamedSharding(mesh.jax, spec) for spec in (P(rows, columns), split)]
+
+    def run(table: jax.Array, numbers: jax.Array) -> jax.Array:
+        placed = map(jax.lax.with_sharding_constraint, (table, numbers), layouts)
+        out = look_up(*placed, mesh=mesh, rows=rows, columns=columns, split=split)
+        return jax.lax.with_sharding_constraint(out, NamedSharding(mesh.jax, P()))
+
+    checked(run)
+
+
+@pytest.mark.parametrize(
     ("rows", "split"),
     [
         ((), P()),

@@ -9,7 +9,6 @@ in the rotary frequencies, selected by a flag that is scanned with the parameter
 Source: Gemma 3 Technical Report, arXiv 2503.19786.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -296,20 +295,17 @@ class Decoder(nnx.Module):
 def _rows_of(
     place: Placement, table: Array, tokens: Array, *, narrow: bool = False
 ) -> Array:
-    """The rows of a table, of which each device looks up the columns that it stores.
-
-    Devices exchange rows for columns, and in the backward pass gradients of rows,
-    which is less than the table and its gradient.
-    """
-    place.resolve(GATHERED[:2], tokens.shape, "tokens")
-    table = place.constrain(table, "vocab", "table")
+    """The rows of the embedding table, as they are stored or in a narrower dtype."""
     if narrow:
         table = place.cast(table, "vocab", "table")
-    columns = place.vmapped_axes | {*place.axes("table")}
-    split = replace(place, vmapped_axes=columns)
-    layout = split.resolve(GATHERED[:2], tokens.shape, "tokens")
-    rows = look_up(table, tokens, rows=place.axes("vocab"), split=layout)
-    return place.constrain(rows, *GATHERED[:2], None)
+    return look_up(
+        table,
+        tokens,
+        mesh=place.mesh,
+        rows=place.axes("vocab"),
+        columns=place.axes("table"),
+        split=place.resolve(GATHERED[:2], tokens.shape, "tokens"),
+    )
 
 
 def _are_global(

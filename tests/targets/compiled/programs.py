@@ -53,7 +53,7 @@ LAYOUTS = {
 }
 NUM_LAYERS, NUM_PARAMETERS = 6, 1_511_936
 ROWS, LENGTH, WIDTH = 8, 128, 128
-ACTIVATIONS = 4 * ROWS * LENGTH * WIDTH  # of one device, bytes in f32
+ACTIVATIONS = 2 * ROWS * LENGTH * WIDTH  # of one device, bytes in bf16
 
 _START = re.compile(r" +%\S+ = .* ([a-z-]+)-start\(")
 
