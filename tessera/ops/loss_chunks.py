@@ -140,7 +140,7 @@ def chunk_rows(tokens: int, vocabulary: int, platform: str) -> int:
 
     Example:
       >>> chunk_rows(2048, 32_768, "cpu"), chunk_rows(32_768, 131_072, "gpu")
-      (128, 2048)
+      (128, 1024)
     """
     row, fewest = 4 * vocabulary, 128 if platform == "cpu" else 512
     rows = max(_CHUNK_BYTES // row, fewest)
