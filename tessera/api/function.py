@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ts.function`` and ``ts.jit``: a Python function that runs as one compiled program.
 
-A call first tries the most recent program with the arguments as they are. Only if that
-does not fit, it flattens the arguments and looks up or compiles another program. A call
-inside another traced function is part of that function's program.
+A call looks for its program among those of the last calls, by the few leaves of the
+arguments that distinguish them. Only if there is none that fits, it compares the whole
+call with all programs so far, or compiles another one. A call inside another traced
+function is part of that function's program.
 """
 
 import functools
@@ -13,9 +14,9 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import jax
 
@@ -30,9 +31,14 @@ from tessera.compiler.trace.arguments import (
     ProgramMismatch,
     changed_statics,
 )
-from tessera.compiler.trace.call_signature import CallPattern, CallSignature
+from tessera.compiler.trace.call_signature import (
+    CallPattern,
+    CallSignature,
+    LeafRoles,
+)
 from tessera.compiler.trace.declared_layouts import Options
 from tessera.compiler.trace.inlining import inline
+from tessera.compiler.trace.program_lookup import ProgramLookup
 from tessera.compiler.trace.tracer import trace
 from tessera.compiler.trace.write_back import check_no_alias, write_back
 from tessera.errors import (
@@ -56,6 +62,8 @@ _Result = TypeVar("_Result")
 _Run: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 _RECOMPILES_BEFORE_WARNING = 3
+# How many kinds of call find their program quickly.
+_QUICK_CALLS = 32
 
 # The most recently called function, for ``dist.profile()``; a weak reference.
 _ran: deque["weakref.ref[Function]"] = deque(maxlen=1)
@@ -63,18 +71,37 @@ _ran: deque["weakref.ref[Function]"] = deque(maxlen=1)
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A compiled program and the calls that it fits."""
+    """A compiled program and the call that it was compiled for."""
 
     call: Call
-    context: Any
     compiled: Compiled
-    pattern: CallPattern | None = None
 
-    def parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments as the program takes them; raises ``ProgramMismatch``."""
-        if self.pattern is None or _context_key() != self.context:
-            raise ProgramMismatch
-        return self.pattern.parts(self.call, args, kwargs)
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Calls that are written alike and have one program.
+
+    Attributes:
+      program: The program.
+      pattern: How the calls pass their arguments.
+      roles: Which of their leaves are arrays.
+      writes: Whether the arguments change.
+      returns_result: Whether the function returns what the program does.
+    """
+
+    program: _Program
+    pattern: CallPattern
+    roles: LeafRoles
+    writes: bool
+    returns_result: bool
+
+    @classmethod
+    def of(cls, program: _Program, pattern: CallPattern, call: Call, tree: Any) -> Self:
+        """The kind of one call, by the tree of its arguments."""
+        compiled = program.compiled
+        writes = bool(compiled.traced.origin.writes)
+        is_result = not writes and compiled.returns_result
+        return cls(program, pattern, pattern.leaf_roles(call, tree), writes, is_result)
 
 
 def _context_key() -> Any:
@@ -112,6 +139,7 @@ class Function:
         self._programs: dict[Any, _Program] = {}
         self._inlined: dict[Any, tuple[Traced, Callable[..., Any]]] = {}
         self._recent: _Program | None = None
+        self._kinds: ProgramLookup[_Kind] = ProgramLookup(_QUICK_CALLS)
         self._body_with_objects = WithObjects(body)
         self._takes_objects = False
         self._weak: weakref.ref[Function] = weakref.ref(self)
@@ -126,7 +154,7 @@ class Function:
         return self._run_any(args, kwargs)
 
     def _run_any(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the most recent program, or another one if that does not fit."""
+        """Run a program, or become part of one that JAX traces."""
         if _jax_traces.jit_is_disabled():
             return self._run_eagerly(args, kwargs)
         if _jax_traces.is_tracing():
@@ -137,18 +165,15 @@ class Function:
             raise self._where_not_finite(error, args, kwargs) from None
 
     def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        recent = self._recent
-        if recent is not None:
+        if not self._kinds:
+            return self._run_new(args, kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        kind = self._kinds.find((_context_key(), tree), leaves)
+        if kind is not None:
             try:
-                return self._run(recent, args, kwargs)
+                return self._run(kind, leaves, args, kwargs)
             except ProgramMismatch:
                 pass
-            except (TypeError, ValueError):
-                # JAX refuses arrays of other types or layouts before it runs.
-                if self._key(self._calls.flatten(args, kwargs)) == self._key(
-                    recent.call
-                ):
-                    raise
         return self._run_new(args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
@@ -180,18 +205,30 @@ class Function:
         return tuple(tensor.stored() for tensor in traced.origin.parameters.values())
 
     def _run(
-        self, program: _Program, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        kind: _Kind,
+        leaves: list[Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> Any:
-        compiled, parts = program.compiled, program.parts(args, kwargs)
+        """Run the program of one kind of calls; ``ProgramMismatch`` for another."""
+        program, arrays = kind.program, kind.roles.arrays_of(leaves)
+        compiled = program.compiled
         traced = compiled.traced
+        values: Sequence[Any] = ()
+        if kind.writes:
+            values = kind.pattern.values(args, kwargs)
+            check_no_alias(traced.origin.writes, values)
         _ran.append(self._weak)
-        parts += (self._parameters(traced), compiled.captured)
-        if not traced.origin.writes:
-            return compiled(*parts)
-        assert program.pattern is not None, "a program that runs has a pattern"
-        values = program.pattern.values(args, kwargs)
-        check_no_alias(traced.origin.writes, values)
-        return self._finished(traced, compiled.outputs(*parts), values)
+        parameters = self._parameters(traced) if traced.origin.parameters else ()
+        returned = compiled.dispatch(arrays, parameters, compiled.captured)
+        self._recent = program
+        if kind.returns_result:
+            return returned
+        outputs = compiled.stored(returned)
+        if not kind.writes:
+            return traced.result(outputs)
+        return self._finished(traced, outputs, values)
 
     def _finished(self, traced: Traced, outputs: Any, values: Sequence[Any]) -> Any:
         """The function's result, once its writes have reached the arguments."""
@@ -203,11 +240,15 @@ class Function:
         if changes_in_place((args, kwargs)):
             self._takes_objects = True
             return self._with_objects(self._run_any, args, kwargs)
-        call = self._calls.flatten(args, kwargs)
+        call, context = self._calls.flatten(args, kwargs), _context_key()
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        program = self._program(call, to_run=True)
         pattern = self._calls.pattern(args, kwargs)
-        program = replace(self._program(call, to_run=True), pattern=pattern)
+        kind = _Kind.of(program, pattern, call, tree)
+        program.compiled.dispatch.accept(kind.roles.arrays_of(leaves))
+        self._kinds.add((context, tree), leaves, kind)
         self._recent = program
-        return self._run(program, args, kwargs)
+        return self._run(kind, leaves, args, kwargs)
 
     def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if changes_in_place((args, kwargs)):
@@ -253,7 +294,7 @@ class Function:
             placed = self._key(traced.call_as_placed())
             program = self._programs.get(placed)
             compiled = program.compiled if program else traced.lower().compile()
-            new = _Program(traced.call, _context_key(), compiled)
+            new = _Program(traced.call, compiled)
             # Another thread may have compiled this program in the meantime.
             if self._programs.setdefault(key, new) is new:
                 self._programs.setdefault(placed, new)
