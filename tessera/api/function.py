@@ -14,14 +14,14 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 
 from tessera import _jax, _jax_traces, scope
 from tessera.annotations import checked
+from tessera.api.call_kinds import QUICK_CALLS, CallKind, Program, context_key
 from tessera.compiler.compile_stages import Compiled, Lowered, Traced
 from tessera.compiler.eager import EagerResult, run_eagerly
 from tessera.compiler.lower.jit import jitted, returns_list, without_padding
@@ -31,11 +31,7 @@ from tessera.compiler.trace.arguments import (
     ProgramMismatch,
     changed_statics,
 )
-from tessera.compiler.trace.call_signature import (
-    CallPattern,
-    CallSignature,
-    LeafRoles,
-)
+from tessera.compiler.trace.call_signature import CallSignature
 from tessera.compiler.trace.declared_layouts import Options
 from tessera.compiler.trace.inlining import inline
 from tessera.compiler.trace.program_lookup import ProgramLookup
@@ -43,11 +39,9 @@ from tessera.compiler.trace.tracer import trace
 from tessera.compiler.trace.write_back import check_no_alias, write_back
 from tessera.errors import (
     OutsideTraceError,
-    SpecFormError,
     TesseraWarning,
-    did_you_mean,
 )
-from tessera.mesh import Mesh, opened_or_none
+from tessera.mesh import Mesh
 from tessera.object_arguments import (
     WithObjects,
     changes_explained,
@@ -62,56 +56,9 @@ _Result = TypeVar("_Result")
 _Run: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 _RECOMPILES_BEFORE_WARNING = 3
-# How many kinds of call find their program quickly.
-_QUICK_CALLS = 32
 
 # The most recently called function, for ``dist.profile()``; a weak reference.
 _ran: deque["weakref.ref[Function]"] = deque(maxlen=1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """A compiled program and the call that it was compiled for."""
-
-    call: Call
-    compiled: Compiled
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Calls that are written alike and have one program.
-
-    Attributes:
-      program: The program.
-      pattern: How the calls pass their arguments.
-      roles: Which of their leaves are arrays.
-      writes: Whether the arguments change.
-      returns_result: Whether the function returns what the program does.
-    """
-
-    program: _Program
-    pattern: CallPattern
-    roles: LeafRoles
-    writes: bool
-    returns_result: bool
-
-    @classmethod
-    def of(cls, program: _Program, pattern: CallPattern, call: Call, tree: Any) -> Self:
-        """The kind of one call, by the tree of its arguments."""
-        compiled = program.compiled
-        writes = bool(compiled.traced.origin.writes)
-        is_result = not writes and compiled.returns_result
-        return cls(program, pattern, pattern.leaf_roles(call, tree), writes, is_result)
-
-
-def _context_key() -> Any:
-    """What a program depends on besides its function and arguments."""
-    return (
-        opened_or_none(),
-        scope.current_autocast(),
-        scope.current_plan(),
-        _jax.trace_settings(),
-    )
 
 
 class Function:
@@ -133,13 +80,14 @@ class Function:
         self.body = body
         self.options = options
         self.skip_passes = tuple(skip_passes)
+        signature = inspect.signature(body)
+        options.check_names(signature)
         name = getattr(body, "__name__", options.name)
-        self._calls = CallSignature(inspect.signature(body), name)
-        self._check_argument_names()
-        self._programs: dict[Any, _Program] = {}
+        self._calls = CallSignature(signature, name)
+        self._programs: dict[Any, Program] = {}
         self._inlined: dict[Any, tuple[Traced, Callable[..., Any]]] = {}
-        self._recent: _Program | None = None
-        self._kinds: ProgramLookup[_Kind] = ProgramLookup(_QUICK_CALLS)
+        self._recent: Program | None = None
+        self._kinds: ProgramLookup[CallKind] = ProgramLookup(QUICK_CALLS)
         self._body_with_objects = WithObjects(body)
         self._takes_objects = False
         self._weak: weakref.ref[Function] = weakref.ref(self)
@@ -168,10 +116,11 @@ class Function:
         if not self._kinds:
             return self._run_new(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        kind = self._kinds.find((_context_key(), tree), leaves)
+        kind = self._kinds.find(context_key(), tree, leaves)
         if kind is not None:
             try:
-                return self._run(kind, leaves, args, kwargs)
+                kind.roles.check(leaves)
+                return self._run(kind, kind.roles.arrays_of(leaves), args, kwargs)
             except ProgramMismatch:
                 pass
         return self._run_new(args, kwargs)
@@ -206,14 +155,13 @@ class Function:
 
     def _run(
         self,
-        kind: _Kind,
-        leaves: list[Any],
+        kind: CallKind,
+        arrays: list[Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Run the program of one kind of calls; ``ProgramMismatch`` for another."""
-        program, arrays = kind.program, kind.roles.arrays_of(leaves)
-        compiled = program.compiled
+        program, compiled = kind.program, kind.program.compiled
         traced = compiled.traced
         values: Sequence[Any] = ()
         if kind.writes:
@@ -240,15 +188,16 @@ class Function:
         if changes_in_place((args, kwargs)):
             self._takes_objects = True
             return self._with_objects(self._run_any, args, kwargs)
-        call, context = self._calls.flatten(args, kwargs), _context_key()
+        call, context = self._calls.flatten(args, kwargs), context_key()
         leaves, tree = jax.tree.flatten((args, kwargs))
         program = self._program(call, to_run=True)
         pattern = self._calls.pattern(args, kwargs)
-        kind = _Kind.of(program, pattern, call, tree)
-        program.compiled.dispatch.accept(kind.roles.arrays_of(leaves))
-        self._kinds.add((context, tree), leaves, kind)
+        kind = CallKind.of(program, pattern, call, tree)
+        arrays = kind.roles.arrays_of(leaves)
+        program.compiled.dispatch.accept(arrays)
+        self._kinds.add(context, tree, leaves, kind)
         self._recent = program
-        return self._run(kind, leaves, args, kwargs)
+        return self._run(kind, arrays, args, kwargs)
 
     def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if changes_in_place((args, kwargs)):
@@ -284,7 +233,7 @@ class Function:
         del name
         return declared.materialize()
 
-    def _program(self, call: Call, *, to_run: bool = False) -> _Program:
+    def _program(self, call: Call, *, to_run: bool = False) -> Program:
         """The program of a call, compiled unless an equal call has one."""
         key = self._key(call)
         if key not in self._programs:
@@ -294,7 +243,7 @@ class Function:
             placed = self._key(traced.call_as_placed())
             program = self._programs.get(placed)
             compiled = program.compiled if program else traced.lower().compile()
-            new = _Program(traced.call, compiled)
+            new = Program(traced.call, compiled)
             # Another thread may have compiled this program in the meantime.
             if self._programs.setdefault(key, new) is new:
                 self._programs.setdefault(placed, new)
@@ -366,33 +315,11 @@ class Function:
         return self._body_with_objects, self.options.for_objects(call)
 
     def _key(self, call: Call) -> Any:
-        return (_context_key(), call.key())
+        return (context_key(), call.key())
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """A function in a class is a method of its instances."""
         return self if instance is None else MethodType(self, instance)
-
-    def _check_argument_names(self) -> None:
-        """Raise [T204] for options that name an argument that does not exist."""
-        kinds = {n: p.kind for n, p in self._calls.signature.parameters.items()}
-        if inspect.Parameter.VAR_KEYWORD in kinds.values():
-            return
-        arguments = [
-            n for n in kinds if kinds[n] is not inspect.Parameter.VAR_POSITIONAL
-        ]
-        has_more = len(arguments) < len(kinds)
-        uses = dict.fromkeys(self.options.batch or (), "treat as a batch")
-        uses |= dict.fromkeys(
-            (*self.options.in_specs, *self.options.donate), "lay out or donate"
-        )
-        for name, use in uses.items():
-            if has_more and name.startswith("args["):
-                continue
-            if name.partition("/")[0] not in arguments:
-                raise SpecFormError(
-                    f"{self.options.name!r} has no argument {name!r} to {use}",
-                    fix=did_you_mean(name, arguments),
-                )
 
     def _warn_of_recompiles(self, call: Call) -> None:
         if self._recent is None:

@@ -202,6 +202,15 @@ def test_an_object_equal_to_one_that_changed_is_not_mistaken_for_its_old_value()
     np.testing.assert_array_equal(step(X, Rate(2.0)), X * 2)
 
 
+def test_an_object_may_change_while_it_is_traced():
+    @ts.function
+    def step(x, rate):
+        rate.number += 1.0
+        return x * rate.number
+
+    np.testing.assert_array_equal(step(X, Rate(2.0)), X * 3)
+
+
 def test_a_variable_that_a_callable_closes_over_is_compared():
     def scaling(factor):
         def apply(x):

@@ -139,7 +139,7 @@ class CallPattern:
                 is_atom = type(static.value) in ATOMS
                 statics.append((index, static.value if is_atom else _NEVER, static))
         all_arrays = arrays == list(range(tree.num_leaves))
-        return LeafRoles(tuple(statics), None if all_arrays else tuple(arrays))
+        return LeafRoles(tuple(statics), None if all_arrays else _slices(arrays))
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The arguments in the order of the normal form."""
@@ -154,24 +154,43 @@ class LeafRoles:
     Attributes:
       statics: For each static leaf its index; the value, if being this value suffices;
         and the static value.
-      arrays: Indices of the arrays in the program's order; None if these are all
+      arrays: Where the arrays are, in the program's order; None if these are all
         leaves, in order.
     """
 
     statics: tuple[tuple[int, Any, StaticValue], ...]
-    arrays: tuple[int, ...] | None
+    arrays: tuple[slice, ...] | None
 
-    def arrays_of(self, leaves: list[Any]) -> list[Any]:
-        """The arrays among the leaves of a call, as the program takes them.
-
-        Raises:
-          ProgramMismatch: The static leaves have other values.
-        """
+    def check(self, leaves: Sequence[Any]) -> None:
+        """Raise ``ProgramMismatch`` if the static leaves have other values."""
         for index, value, static in self.statics:
             found = leaves[index]
             if found is not value and not static.is_equivalent(found):
                 raise ProgramMismatch
-        return leaves if self.arrays is None else [leaves[i] for i in self.arrays]
+
+    def arrays_of(self, leaves: list[Any]) -> list[Any]:
+        """The arrays among the leaves of a call, as the program takes them."""
+        if self.arrays is None:
+            return leaves
+        if len(self.arrays) == 1:
+            return leaves[self.arrays[0]]
+        return [leaf for indices in self.arrays for leaf in leaves[indices]]
+
+
+def _slices(indices: Sequence[int]) -> tuple[slice, ...]:
+    """Some indices as slices of neighbors.
+
+    Example:
+      >>> _slices([3, 4, 5, 0, 2])
+      (slice(3, 6, None), slice(0, 1, None), slice(2, 3, None))
+    """
+    found: list[slice] = []
+    for index in indices:
+        if found and found[-1].stop == index:
+            found[-1] = slice(found[-1].start, index + 1)
+        else:
+            found.append(slice(index, index + 1))
+    return tuple(found)
 
 
 def _is_static(default: Any) -> bool:
