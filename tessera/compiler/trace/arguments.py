@@ -19,7 +19,7 @@ from jax.sharding import (
 )
 
 from tessera import _jax
-from tessera.compiler.trace.static_values import StaticValue, static_key
+from tessera.compiler.trace.static_values import ATOMS, StaticValue, static_key
 from tessera.errors import ArgumentError
 from tessera.mesh import Mesh
 from tessera.object_arguments import STRUCTURE, Structure
@@ -263,6 +263,8 @@ def leaf_signature(value: Any) -> Hashable:
     value. The converse does not hold: NumPy's arrays differ from JAX's here.
     """
     kind = type(value)
+    if kind in ATOMS:
+        return static_key(value)
     if kind is DistTensor:
         return kind, value.shape, value.dtype, value.mesh, value.spec
     try:
