@@ -20,6 +20,10 @@ from tessera.compiler.trace.arguments import leaf_signature
 
 _Item = TypeVar("_Item")
 
+# Held while something is added: rare, and a lock of each lookup's own could be neither
+# copied nor pickled with it.
+_lock = threading.Lock()
+
 
 @dataclass(slots=True, eq=False)
 class _Entry(Generic[_Item]):
@@ -91,7 +95,6 @@ class ProgramLookup(Generic[_Item]):
         # What the last call found: the next one is probably of the same group.
         self._last: tuple[Hashable, _Index[_Item]] | None = None
         self._newest: _Entry[_Item] | None = None
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._by_use)
@@ -133,7 +136,7 @@ class ProgramLookup(Generic[_Item]):
         """Add an item; it replaces one for a call of the same signatures."""
         signatures = tuple(map(leaf_signature, leaves))
         entry = _Entry((context, hash(tree)), tree, signatures, item)
-        with self._lock:
+        with _lock:
             for other in self._entries_of(entry.group):
                 if other.signatures == signatures and other.tree == tree:
                     self._remove(other)
