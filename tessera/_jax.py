@@ -379,20 +379,6 @@ def trace_settings() -> Any:
     return config.trace_context()
 
 
-def weak_types(values: Sequence[Any]) -> tuple[list[bool | None], bool]:
-    """Whether each dtype is weak (None for values without one); whether all are arrays.
-
-    Every call of a compiled step asks this for every array: the usual case is fast.
-    """
-    try:
-        return [value.aval.weak_type for value in values], True
-    except AttributeError:
-        return [
-            getattr(value, "weak_type", False) if hasattr(value, "dtype") else None
-            for value in values
-        ], False
-
-
 def underlying(value: Any) -> Any:
     """The primal of a value that is being differentiated; other values themselves."""
     while isinstance(value, Tracer) and hasattr(value, "primal"):

@@ -342,7 +342,7 @@ class Mesh:
                 notes.append(f"idle {listed(idle)}")
         return f"Mesh({sizes}; {'; '.join(notes)})"
 
-    @property
+    @cached_property
     def _key(self) -> tuple[object, ...]:
         parts = self.axes, self._sizes, self.device_ids, self.axis_types
         return (*parts, self.target)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ts.function`` and ``ts.jit``: a Python function that runs as one compiled program.
 
-A call first tries the most recent program with the arguments as they are. Only if that
-does not fit, it flattens the arguments and looks up or compiles another program. A call
-inside another traced function is part of that function's program.
+A call looks for its program among those of the last calls, by the few leaves of the
+arguments that distinguish them. Only if there is none that fits, it compares the whole
+call with all programs so far, or compiles another one. A call inside another traced
+function is part of that function's program.
 """
 
 import functools
@@ -13,14 +14,14 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, TypeAlias, TypeVar
 
 import jax
 
-from tessera import _jax, _jax_traces, casts, scope
+from tessera import _jax, _jax_traces, scope
 from tessera.annotations import checked
+from tessera.api.call_kinds import QUICK_CALLS, CallKind, Program, context_key
 from tessera.compiler.compile_stages import Compiled, Lowered, Traced
 from tessera.compiler.eager import EagerResult, run_eagerly
 from tessera.compiler.lower.jit import jitted, returns_list, without_padding
@@ -30,18 +31,17 @@ from tessera.compiler.trace.arguments import (
     ProgramMismatch,
     changed_statics,
 )
-from tessera.compiler.trace.call_signature import CallPattern, CallSignature
+from tessera.compiler.trace.call_signature import CallSignature
 from tessera.compiler.trace.declared_layouts import Options
 from tessera.compiler.trace.inlining import inline
+from tessera.compiler.trace.program_lookup import ProgramLookup
 from tessera.compiler.trace.tracer import trace
 from tessera.compiler.trace.write_back import check_no_alias, write_back
 from tessera.errors import (
     OutsideTraceError,
-    SpecFormError,
     TesseraWarning,
-    did_you_mean,
 )
-from tessera.mesh import Mesh, opened_or_none
+from tessera.mesh import Mesh
 from tessera.object_arguments import (
     WithObjects,
     changes_explained,
@@ -59,32 +59,6 @@ _RECOMPILES_BEFORE_WARNING = 3
 
 # The most recently called function, for ``dist.profile()``; a weak reference.
 _ran: deque["weakref.ref[Function]"] = deque(maxlen=1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """A compiled program and the calls that it fits."""
-
-    call: Call
-    context: Any
-    compiled: Compiled
-    pattern: CallPattern | None = None
-
-    def parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments as the program takes them; raises ``ProgramMismatch``."""
-        if self.pattern is None or _context_key() != self.context:
-            raise ProgramMismatch
-        return self.pattern.parts(self.call, args, kwargs)
-
-
-def _context_key() -> Any:
-    """What a program depends on besides its function and arguments."""
-    return (
-        opened_or_none(),
-        casts.current_autocast(),
-        scope.current_plan(),
-        _jax.trace_settings(),
-    )
 
 
 class Function:
@@ -106,12 +80,14 @@ class Function:
         self.body = body
         self.options = options
         self.skip_passes = tuple(skip_passes)
+        signature = inspect.signature(body)
+        options.check_names(signature)
         name = getattr(body, "__name__", options.name)
-        self._calls = CallSignature(inspect.signature(body), name)
-        self._check_argument_names()
-        self._programs: dict[Any, _Program] = {}
+        self._calls = CallSignature(signature, name)
+        self._programs: dict[Any, Program] = {}
         self._inlined: dict[Any, tuple[Traced, Callable[..., Any]]] = {}
-        self._recent: _Program | None = None
+        self._recent: Program | None = None
+        self._kinds: ProgramLookup[CallKind] = ProgramLookup(QUICK_CALLS)
         self._body_with_objects = WithObjects(body)
         self._takes_objects = False
         self._weak: weakref.ref[Function] = weakref.ref(self)
@@ -126,7 +102,7 @@ class Function:
         return self._run_any(args, kwargs)
 
     def _run_any(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the most recent program, or another one if that does not fit."""
+        """Run a program, or become part of one that JAX traces."""
         if _jax_traces.jit_is_disabled():
             return self._run_eagerly(args, kwargs)
         if _jax_traces.is_tracing():
@@ -137,18 +113,16 @@ class Function:
             raise self._where_not_finite(error, args, kwargs) from None
 
     def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        recent = self._recent
-        if recent is not None:
+        if not self._kinds:
+            return self._run_new(args, kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        kind = self._kinds.find(context_key(), tree, leaves)
+        if kind is not None:
             try:
-                return self._run(recent, args, kwargs)
+                kind.roles.check(leaves)
+                return self._run(kind, kind.roles.arrays_of(leaves), args, kwargs)
             except ProgramMismatch:
                 pass
-            except (TypeError, ValueError):
-                # JAX refuses arrays of other types or layouts before it runs.
-                if self._key(self._calls.flatten(args, kwargs)) == self._key(
-                    recent.call
-                ):
-                    raise
         return self._run_new(args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
@@ -180,18 +154,29 @@ class Function:
         return tuple(tensor.stored() for tensor in traced.origin.parameters.values())
 
     def _run(
-        self, program: _Program, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        kind: CallKind,
+        arrays: list[Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> Any:
-        compiled, parts = program.compiled, program.parts(args, kwargs)
+        """Run the program of one kind of calls; ``ProgramMismatch`` for another."""
+        program, compiled = kind.program, kind.program.compiled
         traced = compiled.traced
+        values: Sequence[Any] = ()
+        if kind.writes:
+            values = kind.pattern.values(args, kwargs)
+            check_no_alias(traced.origin.writes, values)
         _ran.append(self._weak)
-        parts += (self._parameters(traced), compiled.captured)
-        if not traced.origin.writes:
-            return compiled(*parts)
-        assert program.pattern is not None, "a program that runs has a pattern"
-        values = program.pattern.values(args, kwargs)
-        check_no_alias(traced.origin.writes, values)
-        return self._finished(traced, compiled.outputs(*parts), values)
+        parameters = self._parameters(traced) if traced.origin.parameters else ()
+        returned = compiled.dispatch(arrays, parameters, compiled.captured)
+        self._recent = program
+        if kind.returns_result:
+            return returned
+        outputs = compiled.stored(returned)
+        if not kind.writes:
+            return traced.result(outputs)
+        return self._finished(traced, outputs, values)
 
     def _finished(self, traced: Traced, outputs: Any, values: Sequence[Any]) -> Any:
         """The function's result, once its writes have reached the arguments."""
@@ -203,11 +188,16 @@ class Function:
         if changes_in_place((args, kwargs)):
             self._takes_objects = True
             return self._with_objects(self._run_any, args, kwargs)
-        call = self._calls.flatten(args, kwargs)
+        call, context = self._calls.flatten(args, kwargs), context_key()
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        program = self._program(call, to_run=True)
         pattern = self._calls.pattern(args, kwargs)
-        program = replace(self._program(call, to_run=True), pattern=pattern)
+        kind = CallKind.of(program, pattern, call, tree)
+        arrays = kind.roles.arrays_of(leaves)
+        program.compiled.dispatch.accept(arrays)
+        self._kinds.add(context, tree, leaves, kind)
         self._recent = program
-        return self._run(program, args, kwargs)
+        return self._run(kind, arrays, args, kwargs)
 
     def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if changes_in_place((args, kwargs)):
@@ -243,7 +233,7 @@ class Function:
         del name
         return declared.materialize()
 
-    def _program(self, call: Call, *, to_run: bool = False) -> _Program:
+    def _program(self, call: Call, *, to_run: bool = False) -> Program:
         """The program of a call, compiled unless an equal call has one."""
         key = self._key(call)
         if key not in self._programs:
@@ -253,7 +243,7 @@ class Function:
             placed = self._key(traced.call_as_placed())
             program = self._programs.get(placed)
             compiled = program.compiled if program else traced.lower().compile()
-            new = _Program(traced.call, _context_key(), compiled)
+            new = Program(traced.call, compiled)
             # Another thread may have compiled this program in the meantime.
             if self._programs.setdefault(key, new) is new:
                 self._programs.setdefault(placed, new)
@@ -325,33 +315,11 @@ class Function:
         return self._body_with_objects, self.options.for_objects(call)
 
     def _key(self, call: Call) -> Any:
-        return (_context_key(), call.key())
+        return (context_key(), call.key())
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """A function in a class is a method of its instances."""
         return self if instance is None else MethodType(self, instance)
-
-    def _check_argument_names(self) -> None:
-        """Raise [T204] for options that name an argument that does not exist."""
-        kinds = {n: p.kind for n, p in self._calls.signature.parameters.items()}
-        if inspect.Parameter.VAR_KEYWORD in kinds.values():
-            return
-        arguments = [
-            n for n in kinds if kinds[n] is not inspect.Parameter.VAR_POSITIONAL
-        ]
-        has_more = len(arguments) < len(kinds)
-        uses = dict.fromkeys(self.options.batch or (), "treat as a batch")
-        uses |= dict.fromkeys(
-            (*self.options.in_specs, *self.options.donate), "lay out or donate"
-        )
-        for name, use in uses.items():
-            if has_more and name.startswith("args["):
-                continue
-            if name.partition("/")[0] not in arguments:
-                raise SpecFormError(
-                    f"{self.options.name!r} has no argument {name!r} to {use}",
-                    fix=did_you_mean(name, arguments),
-                )
 
     def _warn_of_recompiles(self, call: Call) -> None:
         if self._recent is None:

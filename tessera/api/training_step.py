@@ -49,7 +49,8 @@ class Step(Function):
         super().__init__(body, options, skip_passes)
         self._declared: dict[str, DistTensor] | None = None
         self._values: dict[str, Any] = {}
-        self._placed_for: Traced | None = None
+        # The programs that take the parameters as they are, by identity.
+        self._placed_for: dict[int, Traced] = {}
 
     @property
     def params(self) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class Step(Function):
                 fix="assign a tree like step.params",
             )
         self._values = {name: flat[name] for name in declarations}
-        self._placed_for = None
+        self._placed_for = {}
 
     def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Create the parameters, each shard on its own device.
@@ -115,7 +116,7 @@ class Step(Function):
         for name, tensor in self._declarations().items():
             own = jax.random.fold_in(key, zlib.crc32(name.encode()))
             self._values[name] = tensor.materialize(own)
-        self._placed_for = None
+        self._placed_for = {}
         return self.params
 
     def _declarations(self) -> dict[str, DistTensor]:
@@ -142,11 +143,14 @@ class Step(Function):
         return traced
 
     def _parameters(self, traced: Traced) -> tuple[Any, ...]:
-        if traced is not self._placed_for:
+        if id(traced) not in self._placed_for:
+            before = dict(self._values)
             # Even inside a trace, parameters are created and moved as concrete arrays.
             with jax.ensure_compile_time_eval():
                 self._place(traced)
-            self._placed_for = traced
+            if any(self._values[name] is not before[name] for name in before):
+                self._placed_for = {}  # Others may take them in another layout.
+            self._placed_for[id(traced)] = traced
         values = [self._values[name] for name in traced.origin.parameters]
         return tuple(
             value.stored() if isinstance(value, DistTensor) else value

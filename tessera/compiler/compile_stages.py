@@ -15,6 +15,7 @@ import numpy as np
 
 from tessera.analysis.memory import Memory, memory
 from tessera.compiler.ir import Graph, Role
+from tessera.compiler.lower.dispatch import Dispatch
 from tessera.compiler.lower.jit import (
     check_layouts,
     compiler_options,
@@ -94,10 +95,11 @@ class Traced:
 
     def result(self, returned: Any) -> Any:
         """The function's result from what ``Compiled.outputs`` gives."""
-        return self.origin.unflatten(returned) if self._returns_list else returned
+        return self.origin.unflatten(returned) if self.returns_list else returned
 
     @cached_property
-    def _returns_list(self) -> bool:
+    def returns_list(self) -> bool:
+        """Whether the program returns a list, and not the function's result."""
         return returns_list(self.origin, self.graph)
 
     def lower(self) -> "Lowered":
@@ -228,9 +230,32 @@ class Compiled:
           AbstractMeshError: [T105] its mesh has devices that this machine lacks.
         """
         self.traced.require_devices()
-        returned, graph = self.jax(*parts), self.traced.graph
+        return self.stored(self.jax(*parts))
+
+    @cached_property
+    def dispatch(self) -> Dispatch:
+        """Runs it for the arrays of calls, at the least cost on the host.
+
+        Raises:
+          AbstractMeshError: [T105] its mesh has devices that this machine lacks.
+        """
+        self.traced.require_devices()
+        origin = self.traced.origin
+        num_arrays = len(self.traced.call.leaves)
+        return Dispatch(
+            self.jax, num_arrays, len(origin.parameters), len(self.captured)
+        )
+
+    @property
+    def returns_result(self) -> bool:
+        """Whether the program returns the function's result itself."""
+        return not self._padded and not self.traced.returns_list
+
+    def stored(self, returned: Any) -> Any:
+        """What the program returns, with tensors for results that are stored padded."""
         if not self._padded:
             return returned
+        graph = self.traced.graph
         return [
             stored_tensor(array, value.aval.shape, value.spec, graph.mesh)
             if value.spec is not None and graph.mesh and index in self._padded

@@ -22,6 +22,7 @@ from tessera.api.training_step import Step
 from tessera.compiler.compile_stages import Compiled, Traced
 from tessera.compiler.ir import Graph, Value
 from tessera.compiler.lower.jit import compiler_options, lower
+from tessera.compiler.trace.arguments import flatten_args
 from tessera.debug.intermediates import Site, collecting, sites
 from tessera.errors import ParameterTreeError
 from tessera.mesh import Mesh
@@ -65,10 +66,7 @@ class MeshRun:
             traced.require_devices()
             program = _jax.without_dead_code(traced.graph.program, keep_inputs=True)
             graph = replace(traced.graph, program=program)
-            parts = [
-                argument.dynamic_part(value)
-                for argument, value in zip(traced.call.arguments, moved, strict=True)
-            ]
+            parts = [arg.own_part() for arg in flatten_args((), moved, {}).arguments]
             owner = step if isinstance(step, Step) else function
             inputs, outputs = (
                 [value.name for value in values]

@@ -6,7 +6,7 @@ value: another value is another program.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax.sharding import (
 )
 
 from tessera import _jax
-from tessera.compiler.trace.static_values import StaticValue
+from tessera.compiler.trace.static_values import ATOMS, StaticValue, static_key
 from tessera.errors import ArgumentError
 from tessera.mesh import Mesh
 from tessera.object_arguments import STRUCTURE, Structure
@@ -147,67 +147,15 @@ class Argument:
     leaves: tuple[Leaf, ...]
     statics: tuple[tuple[int, StaticValue], ...]
 
-    @functools.cached_property
-    def _dynamic(self) -> list[int]:
-        fixed = {index for index, _ in self.statics}
-        total = len(self.leaves) + len(fixed)
-        return [index for index in range(total) if index not in fixed]
-
-    @functools.cached_property
-    def _weak(self) -> list[bool]:
-        return [leaf.is_weak for leaf in self.leaves]
-
-    @functools.cached_property
-    def _has_padding(self) -> bool:
-        return any(_is_padded(leaf.value) for leaf in self.leaves)
-
-    def _fits_padding(self, arrays: Sequence[Any]) -> bool:
-        """Whether arrays are padded where the leaves are, from the same shape."""
-        return all(
-            _is_padded(array) == _is_padded(leaf.value)
-            and (not _is_padded(array) or array.shape == leaf.value.shape)
-            for array, leaf in zip(arrays, self.leaves, strict=True)
-        )
-
-    @functools.cached_property
-    def _placed(self) -> list[int]:
-        return [index for index, leaf in enumerate(self.leaves) if leaf.layout]
-
     @property
     def structure(self) -> Structure | None:
         """The static part of an NNX object, where the argument is one."""
         value = self.rebuilt(self.leaves)
         return value.get(STRUCTURE) if isinstance(value, dict) else None
 
-    def dynamic_part(self, value: Any) -> list[Any]:
-        """What the compiled program takes for this argument: its arrays.
-
-        Raises:
-          ProgramMismatch: The value has another structure or other static leaves.
-        """
-        flat, tree = jax.tree.flatten(value)
-        if tree != self.tree:
-            raise ProgramMismatch
-        for index, static in self.statics:
-            found = flat[index]
-            if found is not static.value and not static.is_equivalent(found):
-                raise ProgramMismatch
-        arrays = [flat[index] for index in self._dynamic] if self.statics else flat
-        # JAX would accept Python numbers as arrays, and weak dtypes as strong ones.
-        weak, are_arrays = _jax.weak_types(arrays)
-        if weak != self._weak:
-            raise ProgramMismatch
-        # And an array of the padded shape in place of a tensor that is stored padded.
-        if (self._has_padding or not are_arrays) and not self._fits_padding(arrays):
-            raise ProgramMismatch
-        # It would also accept uncommitted arrays in place of those on the mesh.
-        if not all(_is_placed(arrays[index]) for index in self._placed):
-            raise ProgramMismatch
-        return arrays if are_arrays else _materialized(arrays)
-
     def own_part(self) -> list[Any]:
         """What the compiled program takes for this argument itself."""
-        return _materialized([leaf.value for leaf in self.leaves])
+        return stored_arrays([leaf.value for leaf in self.leaves])
 
     def rebuilt(self, arrays: Sequence[Any]) -> Any:
         """The argument with other arrays, such as tracers, in place of its own."""
@@ -308,6 +256,27 @@ def flatten_args(
     return Call(len(args), keywords, tuple(arguments))
 
 
+def leaf_signature(value: Any) -> Hashable:
+    """What a program depends on in one leaf of a call, quickly.
+
+    Leaves of one signature have equal keys, ``Leaf.key()`` or that of their static
+    value. The converse does not hold: NumPy's arrays differ from JAX's here.
+    """
+    kind = type(value)
+    if kind in ATOMS:
+        return static_key(value)
+    if kind is DistTensor:
+        return kind, value.shape, value.dtype, value.mesh, value.spec
+    try:
+        return value.aval, value.sharding, value.committed
+    except AttributeError:
+        pass
+    if isinstance(value, _ARRAYS):
+        sharding = getattr(value, "sharding", None)
+        return kind, tuple(value.shape), value.dtype, _is_weak(value), sharding
+    return static_key(value)
+
+
 def as_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
     """A tuple of names from one name, several or None."""
     if names is None:
@@ -341,9 +310,8 @@ def _argument(name: str, value: Any) -> Argument:
 
 
 def _static(name: str, leaf: Any) -> StaticValue:
-    static = StaticValue.of(leaf)
     try:
-        hash(static)
+        return StaticValue.of(leaf)
     except TypeError as error:
         if isinstance(leaf, Structure):
             raise ArgumentError(
@@ -358,19 +326,15 @@ def _static(name: str, leaf: Any) -> StaticValue:
             fix="pass an array, or a value that hashes: a number, a string, a tuple, "
             "a frozen dataclass, a function",
         ) from None
-    return static
 
 
-def _materialized(values: list[Any]) -> list[Any]:
+def stored_arrays(values: Sequence[Any]) -> list[Any]:
+    """Arrays with those that devices hold in the place of tensors."""
     return [v.stored() if isinstance(v, DistTensor) else v for v in values]
 
 
 def _is_padded(value: Any) -> bool:
     return isinstance(value, DistTensor) and value.is_padded
-
-
-def _is_placed(value: Any) -> bool:
-    return isinstance(value, DistTensor) or getattr(value, "committed", False)
 
 
 def _is_weak(value: Any) -> bool:

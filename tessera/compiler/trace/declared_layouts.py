@@ -5,6 +5,7 @@ Declared layouts, the arrays' own and the rule for batches come together here: e
 input and output of a graph gets its name and its checked layout.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -58,6 +59,26 @@ class Options:
     split_batch: bool = False
     batch: frozenset[str] | None = frozenset()
     inferred: Mapping[str, bool] = field(default_factory=dict)
+
+    def check_names(self, signature: inspect.Signature) -> None:
+        """Raise [T204] for options that name an argument that does not exist."""
+        kinds = {name: p.kind for name, p in signature.parameters.items()}
+        if inspect.Parameter.VAR_KEYWORD in kinds.values():
+            return
+        arguments = [
+            n for n in kinds if kinds[n] is not inspect.Parameter.VAR_POSITIONAL
+        ]
+        has_more = len(arguments) < len(kinds)
+        uses = dict.fromkeys(self.batch or (), "treat as a batch")
+        uses |= dict.fromkeys((*self.in_specs, *self.donate), "lay out or donate")
+        for name, use in uses.items():
+            if has_more and name.startswith("args["):
+                continue
+            if name.partition("/")[0] not in arguments:
+                raise SpecFormError(
+                    f"{self.name!r} has no argument {name!r} to {use}",
+                    fix=did_you_mean(name, arguments),
+                )
 
     def is_batch(self, path: str) -> bool:
         """Whether an array of the arguments is declared or inferred to be a batch."""

@@ -11,9 +11,14 @@ import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Final
 
 from tessera.annotations.tensor import is_array
+
+# Types whose values cannot change, so that a value of one is equivalent to itself.
+ATOMS: Final = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type)
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,15 +27,21 @@ class StaticValue:
 
     Attributes:
       value: The value.
-      key: Equal for equivalent values; hashable if the value is.
+      key: Equal for equivalent values.
+      hash: The key's hash when the value was given. A value that hashes by its content
+        may change in place: then it is still equal to itself, but its hash is another.
     """
 
     value: Any
     key: Any
+    hash: int
 
     @classmethod
     def of(cls, value: Any) -> "StaticValue":
-        """A static value, which is not hashed yet.
+        """A static value.
+
+        Raises:
+          TypeError: It has no hash.
 
         Example:
           >>> of = StaticValue.of
@@ -40,17 +51,43 @@ class StaticValue:
           >>> made[0] == made[1], of(made[0]) == of(made[1])
           (False, True)
         """
-        return cls(value, _key_of(value, ()))
+        key = static_key(value)
+        return cls(value, key, hash(key))
 
     def is_equivalent(self, other: Any) -> bool:
         """Whether a program for this value is valid for another one."""
-        return other is self.value or _key_of(other, ()) == self.key
+        if other is self.value and _is_constant(other):
+            return True
+        key = static_key(other)
+        try:
+            return key == self.key and hash(key) == self.hash
+        except TypeError:  # it has no hash
+            return False
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StaticValue) and other.key == self.key
+        return (
+            isinstance(other, StaticValue)
+            and other.hash == self.hash
+            and other.key == self.key
+        )
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return self.hash
+
+
+def static_key(value: Any) -> Hashable:
+    """A key that equivalent static values share; hashable if the value is."""
+    return _key_of(value, ())
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value stays equivalent to itself, because its hash is its identity."""
+    kind = type(value)
+    if kind is FunctionType:
+        given = value.__defaults__, value.__kwdefaults__, value.__dict__
+        return not (value.__closure__ or any(given))
+    by_identity = kind.__hash__ is object.__hash__ and kind is not functools.partial
+    return by_identity or kind in ATOMS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

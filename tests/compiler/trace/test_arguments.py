@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.compiler.trace.arguments import (
     Leaf,
-    ProgramMismatch,
     changed_statics,
     flatten_args,
+    leaf_signature,
 )
 from tessera.errors import ArgumentError
 from tessera.shard import ShardSpec, tensor
@@ -149,54 +149,34 @@ def test_a_call_without_its_numbers_is_alike_and_keeps_no_array():
 # --- parts for the compiled program
 
 
-def test_the_program_takes_the_arrays_of_an_argument_as_they_are():
-    (argument,) = apart({"x": X, "n": np.ones(3)}).abstract().arguments
-    other = {"x": X + 1, "n": np.zeros(3)}
-    part = argument.dynamic_part(other)
-    assert part[0] is other["n"]
-    assert part[1] is other["x"]
-
-
-def test_a_tensor_may_come_where_an_array_came():
-    (argument,) = apart((X,)).abstract().arguments
-    (part,) = argument.dynamic_part((tensor(X.shape, init="ones", name="t"),))
-    assert isinstance(part, jax.Array)
-
-
-def test_statics_are_left_out_and_tensors_created():
+def test_the_program_takes_the_arrays_of_an_argument_and_those_of_tensors():
     table = tensor((2,), init="ones", name="table")
     (argument,) = apart((X, 3, table)).arguments
-    part = argument.dynamic_part((X, 3, table))
-    assert part[0] is X
-    assert isinstance(part[1], jax.Array)
+    first, second = argument.own_part()
+    assert first is X
+    assert isinstance(second, jax.Array)
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ((X, 3), (X, 4)),
-        ((X, 3), (X, 3.0)),
-        ((X, 3), (X, np.int32(3))),
-        ((X, 3), [X, 3]),
-        ((X, 3), (X, 3, X)),
-        (jnp.float32(2), 2.0),
-        (jnp.float32(2), jnp.asarray(2.0)),
-        (jnp.asarray(2.0), jnp.float32(2)),
-        (np.float32(2), 2.0),
-        ({"x": X}, {"x": 1.0}),
-    ],
-    ids=str,
-)
-def test_what_a_program_was_not_made_for_is_stale(first, then):
-    (argument,) = apart(first).abstract().arguments
-    with pytest.raises(ProgramMismatch):
-        argument.dynamic_part(then)
-
-
-def test_a_value_that_is_not_equal_to_itself_is_still_the_same():
-    nan = float("nan")
-    (argument,) = apart((X, nan)).arguments
-    assert argument.dynamic_part((X, nan)) == [X]
+def test_leaves_of_one_signature_have_one_key(dp_mesh, grid_mesh):
+    uneven = ShardSpec((0,), ("dp",), uneven="pad")
+    shapes = [jax.ShapeDtypeStruct((8, 2), dtype) for dtype in (jnp.float32, jnp.int32)]
+    leaves = [
+        *(X, X + 1, X[:4], X.astype(jnp.bfloat16), jax.device_put(X, jax.devices()[0])),
+        *(jax.device_put(X, jax.devices()[1]), on(dp_mesh), on(dp_mesh, "dp")),
+        *(on(dp_mesh, ("dp",), None), on(grid_mesh, "dp"), on(grid_mesh, None, "dp")),
+        *(np.ones((8, 2), "f4"), np.ones((8, 2), "i4"), np.float32(1), np.int32(1)),
+        *(jnp.float32(1), jnp.asarray(1.0), 1.0, -1.0, 0.0, -0.0, 1, True, "1"),
+        *(tensor((8, 2)), tensor((8, 2), ShardSpec((0,), ("dp",)), dp_mesh), *shapes),
+        *(tensor((6, 2), uneven, dp_mesh), tensor((6, 2)), tensor((6, 2), dtype="i4")),
+        *(jax.random.key(0), jax.random.key(1), jax.random.key(0, impl="rbg")),
+    ]
+    signatures = list(map(leaf_signature, leaves))
+    keys = [apart(leaf).key() for leaf in leaves]
+    for one, key in zip(signatures, keys, strict=True):
+        for other, other_key in zip(signatures, keys, strict=True):
+            assert one != other or key == other_key
+    assert leaf_signature(X) == leaf_signature(X + 1)
+    assert leaf_signature(0.5) == leaf_signature(0.25 * 2)
 
 
 def test_arguments_are_put_together_again_around_other_arrays():

@@ -3,6 +3,7 @@
 
 import inspect
 
+import jax
 import numpy as np
 import pytest
 
@@ -61,17 +62,31 @@ def test_a_wrong_call_is_a_type_error_as_in_python():
     ],
 )
 def test_a_program_takes_what_its_form_has_in_its_order(args, kwargs, expected):
+    found = roles_of(args, kwargs).arrays_of(jax.tree.leaves((args, kwargs)))
+    wanted = [id(array) for array in expected if array is not None]
+    assert [id(array) for array in found] == wanted
+
+
+def roles_of(args, kwargs):
     call = flatten_args(("a", "b", "c"), *FORM.normalize(args, kwargs))
-    parts = FORM.pattern(args, kwargs).parts(call, args, kwargs)
-    for part, want in zip(parts, expected, strict=True):
-        wanted = [] if want is None else [id(want)]
-        assert [id(array) for array in part] == wanted
+    tree = jax.tree.structure((args, kwargs))
+    return FORM.pattern(args, kwargs).leaf_roles(call, tree)
 
 
-def test_another_spelling_is_stale():
-    call = flatten_args(("a", "b", "c"), *FORM.normalize((X, Y), {}))
-    pattern = FORM.pattern((X, Y), {})
-    assert len(pattern.parts(call, (X, Y), {})) == 4
-    for args, kwargs in [((X,), {"b": Y}), ((X, Y, 3), {}), ((X, Y), {"d": 4})]:
-        with pytest.raises(ProgramMismatch):
-            pattern.parts(call, args, kwargs)
+def test_leaves_in_the_programs_order_are_not_copied():
+    leaves = [X, Y]
+    assert roles_of((X, Y), {}).arrays_of(leaves) is leaves
+
+
+@pytest.mark.parametrize("other", [4, 3.0, True, "3", X, None, {3}], ids=str)
+def test_a_static_leaf_of_another_value_is_a_mismatch(other):
+    roles = roles_of((X, {"y": Y, "k": 3}), {})
+    roles.check([X, 3, Y])
+    with pytest.raises(ProgramMismatch):
+        roles.check([X, other, Y])
+
+
+def test_a_value_that_is_not_equal_to_itself_is_still_the_same():
+    nan = float("nan")
+    roles_of((X, nan), {}).check([X, nan])
+    roles_of((X, nan), {}).check([X, float("nan")])

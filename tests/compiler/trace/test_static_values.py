@@ -135,7 +135,50 @@ def test_a_function_that_is_changed_is_another():
     assert not alike(one, other)
 
 
-def test_a_set_has_no_hash_and_is_like_an_equal_one():
-    assert StaticValue.of({1, 2}).is_equivalent({2, 1})
+def test_what_has_no_hash_is_no_static_value_and_like_none():
     with pytest.raises(TypeError):
-        hash(StaticValue.of({1}))
+        StaticValue.of({1})
+    assert not StaticValue.of(frozenset({1})).is_equivalent({1})
+
+
+class Number:
+    """Compares and hashes by its number."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __eq__(self, other):
+        return isinstance(other, Number) and other.number == self.number
+
+    def __hash__(self):
+        return hash(self.number)
+
+
+def test_a_value_that_changes_in_place_is_another():
+    number = Number(1)
+    before = StaticValue.of(number)
+    assert before.is_equivalent(number)
+    number.number = 2
+    assert not before.is_equivalent(number)
+    assert before != StaticValue.of(number)
+    assert not before.is_equivalent(Number(2))
+    number.number = 1
+    assert before.is_equivalent(number)
+    assert before.is_equivalent(Number(1))
+
+
+def test_a_function_whose_variable_changes_is_another():
+    def counting():
+        count = 0
+
+        def step():
+            nonlocal count
+            count += 1
+
+        return step
+
+    step = counting()
+    before = StaticValue.of(step)
+    assert before.is_equivalent(step)
+    step()
+    assert not before.is_equivalent(step)
