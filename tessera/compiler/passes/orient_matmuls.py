@@ -40,6 +40,8 @@ def orient_matmuls(graph: Graph) -> Graph:
     if graph.platform != "cpu":
         return graph
     plans = {id(plan.equation): plan for plan in _plans(graph.program)}
+    if not plans:
+        return graph
     exchanged = {
         id(plan.transpose) for plan in plans.values() if plan.transpose is not None
     }
