@@ -7,6 +7,7 @@ jaxpr with its constants is ``ClosedJaxpr`` in 0.10 and ``Jaxpr`` in 0.12: outsi
 module its type is ``Program``.
 """
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,11 +23,14 @@ from jax._src.state.types import RefEffect
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from tessera._jax_checks import check as check
 from tessera._jax_lines import hide_library_frames as hide_library_frames
 from tessera._jax_lines import is_library_code as is_library_code
 from tessera._jax_lines import source_line as source_line
+from tessera._jax_traces import all_gather_invariant as all_gather_invariant
 from tessera._jax_traces import inputs_read
 from tessera._jax_traces import partial_evaluation as partial_evaluation
+from tessera._jax_traces import replay as replay
 from tessera._jax_traces import varying_axes as varying_axes
 from tessera._jax_traces import varying_over as varying_over
 
@@ -37,6 +41,8 @@ Atom: TypeAlias = Any  # jax.extend.core.Var | jax.extend.core.Literal
 Primitive = jex.Primitive
 Literal = jex.Literal
 Tracer = jax.core.Tracer
+
+_PROGRAMS = (jex.ClosedJaxpr, jex.Jaxpr)
 
 # Primitives, or prefixes of several, with a function of two elements as parameter.
 _COMBINING = ("reduce", "scatter", "select_and_scatter")
@@ -85,15 +91,18 @@ def pretty(program: Program) -> str:
 
 def is_program(value: object) -> bool:
     """Whether an equation's parameter is a nested program."""
-    return isinstance(value, (jex.ClosedJaxpr, jex.Jaxpr))
+    return isinstance(value, _PROGRAMS)
 
 
 def nested(equation: Equation) -> Iterator[tuple[str, Any]]:
     """The programs among an equation's parameters, with the parameter's name."""
     for name, value in equation.params.items():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if is_program(item):
-                yield name, item
+        if isinstance(value, _PROGRAMS):
+            yield name, value
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                if isinstance(item, _PROGRAMS):
+                    yield name, item
 
 
 def inner_programs(equation: Equation) -> list[Program]:
@@ -343,14 +352,12 @@ def without_dead_code(
     return partial_eval.dce_jaxpr(_body(program), outputs, instantiate=keep_inputs)[0]
 
 
-def check(program: Program) -> None:
-    """Raise JAX's own error when a program is not well formed."""
-    jex.check_jaxpr(_body(program))
-
-
 def name_scopes(equation: Equation) -> str:
     """The name scopes and transforms of an equation: ``transpose(jvp(encoder))``."""
-    return str(equation.source_info.name_stack)
+    return _as_text(equation.source_info.name_stack)
+
+
+_as_text = functools.lru_cache(maxsize=4096)(str)  # many equations share few of them
 
 
 def refuse_transforms(primitive: Primitive, refuse: Callable[[str], NoReturn]) -> None:
@@ -384,18 +391,6 @@ def underlying(value: Any) -> Any:
     while isinstance(value, Tracer) and hasattr(value, "primal"):
         value = value.primal
     return value
-
-
-def all_gather_invariant(value: Any, axes: tuple[str, ...], dim: int) -> Any:
-    """All-gather whose result is typed as the same on every device of the axes.
-
-    The result of the public ``lax.all_gather`` may vary by type, which a replicated
-    output does not accept.
-    """
-    parallel = jax._src.lax.parallel
-    newer = getattr(parallel, "_all_gather_invariant", None)
-    gather = newer or parallel.all_gather_invariant
-    return gather(value, axes, axis=dim, tiled=True)
 
 
 def backend_started() -> bool:

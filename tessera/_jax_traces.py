@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 import jax
-from jax._src import config, core, dtypes
+from jax._src import api, config, core, dtypes, source_info_util
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax import lax
@@ -23,6 +23,9 @@ _RULES_TAKE_LIVE_INPUTS = partial_eval._default_dce_rule.__code__.co_argcount ==
 
 # Before, Mosaic GPU's kernels had another API.
 HAS_MOSAIC_GPU_KERNELS = jax.__version_info__ >= (0, 12)
+
+# Before, it was whether to inline; now a bool means another time to do it.
+_INLINE: Any = api.Inline.JAX_EARLY if hasattr(api, "Inline") else True
 
 BatchingRule: TypeAlias = Callable[[Sequence[Any], Sequence[int | None]], Any]
 
@@ -54,6 +57,18 @@ def varying_over(value: Any, axes: Iterable[str]) -> Any:
     """The same value, typed as varying over these axes too."""
     missing = tuple(set(axes) - varying_axes(value))
     return jax.lax.pcast(value, missing, to="varying") if missing else value
+
+
+def all_gather_invariant(value: Any, axes: tuple[str, ...], dim: int) -> Any:
+    """All-gather whose result is typed as the same on every device of the axes.
+
+    The result of the public ``lax.all_gather`` may vary by type, which a replicated
+    output does not accept.
+    """
+    parallel = jax._src.lax.parallel
+    newer = getattr(parallel, "_all_gather_invariant", None)
+    gather = newer or parallel.all_gather_invariant
+    return gather(value, axes, axis=dim, tiled=True)
 
 
 def as_number(value: Any, kind: type) -> Any:
@@ -128,6 +143,66 @@ def register_batching(primitive: Any, rule: BatchingRule) -> None:
         parameters; gives the results and such a dim for each.
     """
     batching.primitive_batchers[primitive] = rule
+
+
+def inlined_call(equation: Any, types: Iterable[jax.ShapeDtypeStruct]) -> Any:
+    """A call of a program that is one equation; wherever it is applied, it is inlined.
+
+    Args:
+      equation: The equation.
+      types: The types of its operands.
+    """
+    primitive = equation.primitive
+
+    def alone(*values: Any) -> Any:
+        return primitive.bind(*values, **primitive.get_bind_params(equation.params))
+
+    with equation.ctx.manager:
+        program = jax.make_jaxpr(jax.jit(alone))(*types)
+    (call,) = getattr(program, "jaxpr", program).eqns
+    return call.replace(params=dict(call.params, inline=_INLINE))
+
+
+def replay(program: Any, *values: Any) -> list[Any]:
+    """Run a program without effects, as ``jax.core.eval_jaxpr`` does.
+
+    A trace of ``jax.jit`` records its equations as they are: their types are known, and
+    inferring them again would take as long as tracing the function did.
+    """
+    body, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+    with core.take_current_trace() as trace:
+        records = isinstance(trace, partial_eval.DynamicJaxprTrace)
+    if not records or body.effects or consts:
+        return core.eval_jaxpr(body, consts, *values)
+    here = source_info_util.current()
+    env = dict(
+        zip(
+            body.invars,
+            [trace.to_jaxpr_tracer(value, here) for value in values],
+            strict=True,
+        )
+    )
+
+    def read(atom: Any, source: Any) -> Any:
+        if isinstance(atom, core.Literal):
+            return partial_eval.DynamicJaxprTracer(trace, atom.aval, atom, source)
+        return env[atom]
+
+    for equation in body.eqns:
+        source = equation.source_info
+        if here.name_stack:
+            source = source.replace(name_stack=here.name_stack + source.name_stack)
+        results = trace.emit_eqn(
+            [read(atom, source) for atom in equation.invars],
+            [variable.aval for variable in equation.outvars],
+            equation.primitive,
+            equation.params,
+            equation.effects,
+            source,
+            equation.ctx,
+        )
+        env.update(zip(equation.outvars, results, strict=True))
+    return [read(atom, here) for atom in body.outvars]
 
 
 # --- observing conversions of traced values

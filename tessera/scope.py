@@ -85,6 +85,7 @@ class Scope:
     layouts: dict[int, tuple[Any, Layout]] = field(default_factory=dict)
     gradient_layouts: dict[int, tuple[Any, Layout]] = field(default_factory=dict)
     counts: dict[tuple[tuple[str, ...], str], int] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=set)  # above parameters, or some more
 
     def value_of(self, name: str) -> Any:
         """The traced value of a declared parameter."""
@@ -112,6 +113,10 @@ class Scope:
 
     def check_free(self, name: str, shape: tuple[int, ...], *, fix: str) -> None:
         """Raise [T305] where a name collides with another in the tree of parameters."""
+        above = [name[:i] for i, letter in enumerate(name) if letter == "/"]
+        if name not in self.folders and self.declared.keys().isdisjoint([name, *above]):
+            self.folders.update(above)
+            return
         for other, parameter in self.declared.items():
             if other == name:
                 raise ParameterNameError(

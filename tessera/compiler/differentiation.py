@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tessera import _jax
 from tessera.compiler import rewriting
+from tessera.compiler.cached_linearization import CachedLinearization
 from tessera.compiler.gradient_primitive import (
     differentiating,
     gradient_p,
@@ -163,13 +164,15 @@ def _sorted(
 def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
     """Run the region once, forward and backward, and write its results."""
     loss_atom, *weight_atoms = plan.gradient.invars
+    equations = CachedLinearization()
 
     def forward(values: list[Any], offsets: list[Any]) -> tuple[Any, list[Any]]:
         local = env.copy()
         local.write(plan.outer_weights, values)
         taps = dict(zip(plan.inner_weights, offsets, strict=True))
         for equation in plan.region:
-            local.run([equation])
+            values = [local.read(atom) for atom in equation.invars]
+            local.write(equation.outvars, equations.bind(equation, values))
             for weight in taps.keys() & set(equation.outvars):
                 local.write([weight], [_tap(local.read(weight), taps[weight])])
         return local.read(loss_atom), [local.read(v) for v in plan.shared]

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import graph, op, scope
+from tessera.compiler.trace import tracer
 from tessera.errors import (
     AbstractMeshError,
     NoMeshError,
@@ -172,6 +173,24 @@ def test_parameters_are_not_known_before_the_step_was_traced():
     assert str(caught.value) == text
     with pytest.raises(ParameterTreeError, match="not known yet"):
         step.params = {}
+
+
+def test_a_step_is_traced_once_to_find_its_parameters_and_once_with_them(monkeypatch):
+    inputs, run = [], tracer._run
+
+    def recorded(function, call, values, *rest, **options):
+        inputs.append([value.name for value in values])
+        return run(function, call, values, *rest, **options)
+
+    monkeypatch.setattr(tracer, "_run", recorded)
+
+    @graph.training_step
+    def step(x):
+        loss = jnp.sum(x * scope.parameter("scale", (3,), init="ones"))
+        return graph.backward(loss)
+
+    step.trace(jnp.ones((2, 3)))
+    assert inputs == [["x"], ["x", "scale"]]
 
 
 def test_parameters_are_lazy_once_the_step_was_traced():

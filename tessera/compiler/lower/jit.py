@@ -40,7 +40,7 @@ def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
     def step(*parts: Any) -> Any:
         stored = zip(graph.inputs, jax.tree.leaves(parts), strict=True)
         own = [without_padding(graph, value, array) for value, array in stored]
-        results = zip(graph.outputs, _jax.evaluate(graph.program, *own), strict=True)
+        results = zip(graph.outputs, _jax.replay(graph.program, *own), strict=True)
         arrays = [
             padded(array, graph.stored_shape(value))
             if graph.is_padded(value)

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax import lax
 from tessera import _jax
 from tessera.compiler import rewriting
 from tessera.compiler.ir import Graph
+from tessera.compiler.lifetimes import Lifetimes, called
 
 Dims: TypeAlias = tuple[int, ...]
 
@@ -31,6 +32,10 @@ def orient_matmuls(graph: Graph) -> Graph:
     Optimization barriers keep the compiler from merging the transposes into the matmul
     again. Dims are not merged, so each keeps its layout over the mesh.
 
+    The compiler transposes an activation as soon as it has it, in the forward pass. If
+    the backward pass needs the activation itself too, both would be in memory; then the
+    cotangent is transposed, which does not live long.
+
     Before:  g = dot_general[contract B,T of both] dy:[B,T,F] x:[B,T,D]    [F, D]
              w = transpose g                                               [D, F]
     After:   a = optimization_barrier (transpose x)                        [D, B, T]
@@ -38,7 +43,9 @@ def orient_matmuls(graph: Graph) -> Graph:
     """
     if graph.platform != "cpu":
         return graph
-    plans = {id(plan.equation): plan for plan in _plans(graph.program)}
+    plans = {id(p.equation): p for p in _plans(graph.program, holds_inputs=True)}
+    if not plans:
+        return graph
     exchanged = {
         id(plan.transpose) for plan in plans.values() if plan.transpose is not None
     }
@@ -102,12 +109,34 @@ class _Plan:
       left: The operand whose free dims come first in what is wanted.
       right: The other one.
       transpose: The transpose that wants them in the other order than the matmul has.
+      keeps_smaller: Whether the larger operand is to be transposed.
     """
 
     equation: _jax.Equation
     left: _Operand
     right: _Operand
     transpose: _jax.Equation | None
+    keeps_smaller: bool = False
+
+    @property
+    def smaller(self) -> _Operand:
+        """The operand that is cheaper to transpose."""
+        return self.left if self.left.cost <= self.right.cost else self.right
+
+    @property
+    def number(self) -> int:
+        """Which operand of the equation the smaller one is."""
+        return 0 if self.smaller.atom is self.equation.invars[0] else 1
+
+    def activations(self, lifetimes: Lifetimes) -> Iterator[tuple[int, Any, Any]]:
+        """For each call, which operand is the activation, this, and the cotangent."""
+        for first, second in lifetimes.operands(self.equation):
+            is_older = lifetimes.made(first) < lifetimes.made(second)
+            # JAX writes the cotangent first. What is rematerialized is made after it.
+            if self.transpose is None and is_older:
+                yield 0, first, second
+            else:
+                yield 1, second, first
 
     def product(self, first: Any, second: Any) -> Any:
         """The product of the equation's operands, in the order that is wanted."""
@@ -115,7 +144,7 @@ class _Plan:
         if self.transpose is not None:
             left, right = (self.left, second), (self.right, first)
         with _jax.source_context(self.equation):
-            if self.left.cost <= self.right.cost:
+            if (self.smaller is self.left) != self.keeps_smaller:
                 return self._product(*left, *right)
             transposed = lax.optimization_barrier(self._product(*right, *left))
             batch, firsts = len(self.left.batch), len(self.right.free)
@@ -135,8 +164,56 @@ class _Plan:
         return _jax.bind(self.equation, [transposed, b], params)[0]
 
 
-def _plans(program: _jax.Program) -> Iterator[_Plan]:
+def _plans(program: _jax.Program, *, holds_inputs: bool = False) -> Iterator[_Plan]:
     """The matmuls that contract neither operand's last dims, nested ones too."""
+    for inner in _bodies(program):
+        yield from _plans(inner)
+    # A program that is called twice has one plan for each of its matmuls.
+    found = {id(plan.equation): plan for plan in _own_plans(program)}
+    if not found:
+        return
+    transposed = {(key, plan.number) for key, plan in found.items()}
+    lifetimes = Lifetimes(program, transposed, holds_inputs=holds_inputs)
+    made = [
+        lifetimes.made(cotangent)
+        for plan in found.values()
+        for *_, cotangent in plan.activations(lifetimes)
+    ]
+    for plan in found.values():
+        is_kept = _is_kept(plan, lifetimes, backward=min(made, default=-1))
+        yield replace(plan, keeps_smaller=is_kept)
+
+
+def _is_kept(plan: _Plan, lifetimes: Lifetimes, backward: int) -> bool:
+    """Whether the smaller operand is an activation that is needed untransposed too.
+
+    Args:
+      plan: The plan.
+      lifetimes: Of the values of the program.
+      backward: When the first cotangent is made.
+    """
+    if not plan.left.contracts_first or not plan.right.contracts_first:
+        return False  # the compiler transposes that one anyway
+    for number, activation, cotangent in plan.activations(lifetimes):
+        is_of_forward = lifetimes.made(activation) < backward
+        since = backward if is_of_forward else lifetimes.made(cotangent)
+        if number == plan.number and lifetimes.needed(activation) > since:
+            return True
+    return False
+
+
+def _bodies(program: _jax.Program) -> Iterator[_jax.Program]:
+    """The bodies of loops and branches in a program, and in those that it calls."""
+    for equation in _jax.equations(program):
+        inner = called(equation)
+        if inner is None:
+            yield from _jax.inner_programs(equation)
+        else:
+            yield from _bodies(inner)
+
+
+def _own_plans(program: _jax.Program) -> Iterator[_Plan]:
+    """The plans of a program and of those that it calls."""
     equations = _jax.equations(program)
     read = rewriting.use_counts(program)
     transposes = {
@@ -145,9 +222,9 @@ def _plans(program: _jax.Program) -> Iterator[_Plan]:
         if equation.primitive.name == "transpose" and read[equation.invars[0]] == 1
     }
     for equation in equations:
-        for inner in _jax.inner_programs(equation):
-            yield from _plans(inner)
-        if equation.primitive.name == "dot_general":
+        if (inner := called(equation)) is not None:
+            yield from _own_plans(inner)
+        elif equation.primitive.name == "dot_general":
             plan = _plan(equation, transposes.get(equation.outvars[0]))
             if plan is not None:
                 yield plan

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from tessera import _jax, casts, scope
 from tessera.annotations import Binding, bind
 from tessera.compiler.gradient_primitive import gradient_p, unreached_error
-from tessera.compiler.ir import Graph, Value
+from tessera.compiler.ir import Graph, Role, Value
 from tessera.compiler.pipelining.pipeline_primitive import (
     Decision,
     argument_rows,
@@ -222,7 +222,12 @@ class _Tracing:
             return False
         before, by = self.weights, gradient_uses(program).differentiated
         pairs = zip(inputs, _jax.inputs(program), strict=True)
-        self.weights = {value.name: False for value, x in pairs if x in by}
+        # Parameters are no arguments, so they are no batches anyway.
+        self.weights = {
+            value.name: False
+            for value, x in pairs
+            if x in by and value.role is Role.ARGUMENT
+        }
         self.options = replace(self.options, inferred=self.weights)
         return self.weights != before
 

@@ -63,7 +63,7 @@ def program_of(function, *args, **options):
 
 
 def test_a_weight_gradient_contracts_the_last_dims_of_its_left_operand():
-    gradient = slope(jnp.matmul)
+    gradient = slope(lambda x, w: jnp.sin(x) @ w)
     before = program_of(gradient, X, W, skip_passes=SKIP)
     after = program_of(gradient, X, W)
     assert matmuls(before) == [((2,), (0,)), ((0, 1), (0, 1))]
@@ -72,15 +72,28 @@ def test_a_weight_gradient_contracts_the_last_dims_of_its_left_operand():
     assert names(after)[-3:] == ["transpose", "optimization_barrier", "dot_general"]
 
 
-def test_the_smaller_operand_is_the_one_that_is_transposed():
-    gradient = slope(jnp.matmul)
-    shapes = [
+def transposed(function, x, w):
+    """The shapes of what the pass puts behind barriers."""
+    return [
         equation.outvars[0].aval.shape
-        for w in (W, W[:, :3])
-        for equation in _jax.equations(program_of(gradient, X, w))
+        for equation in _jax.equations(program_of(slope(function), x, w))
         if equation.primitive.name == "optimization_barrier"
     ]
-    assert shapes == [(6, 4, 8), (3, 4, 8), (3, 6)]
+
+
+def test_the_smaller_operand_is_the_one_that_is_transposed():
+    assert transposed(lambda x, w: jnp.sin(x) @ w, X, W) == [(6, 4, 8)]
+    assert transposed(lambda x, w: jnp.sin(x) @ w, X, W[:, :3]) == [(3, 4, 8), (3, 6)]
+
+
+def test_an_activation_that_is_needed_in_its_own_order_is_not_transposed():
+    assert transposed(jnp.matmul, X, W) == [(10, 4, 8), (10, 6)]  # an input
+
+    def read_by_its_derivative(x, w):
+        return jnp.tanh(jnp.tanh(x @ w[:, :6]) @ w)
+
+    narrow, wide = (6, 4, 8), (10, 4, 8)
+    assert transposed(read_by_its_derivative, X, W) == [wide, (10, 6), narrow, (6, 6)]
 
 
 PRODUCTS = {
@@ -277,3 +290,59 @@ def test_what_is_sent_over_a_mesh_stays_as_it_was(axes, sizes, wide):
     sent = [collectives(each.jax, mesh).totals() for each in found]
     assert sent[0] == sent[1]
     assert sent[0]
+
+
+# --- memory
+
+
+def block(activation, is_residual):
+    def apply(weights, x):
+        hidden = activation(x @ weights["up"]) @ weights["down"]
+        return x + hidden if is_residual else activation(hidden)
+
+    return apply
+
+
+def parallel(weights, x):
+    """Two branches that read one activation."""
+    return x + jnp.tanh(x @ weights["up"]) @ weights["down"] + jnp.sin(x @ weights["a"])
+
+
+DEEP = {
+    "of one width": (16, block(jnp.tanh, is_residual=False)),
+    "wider inside": (24, block(jax.nn.sigmoid, is_residual=False)),
+    "residual": (16, block(jnp.tanh, is_residual=True)),
+    "rematerialized": (16, jax.checkpoint(parallel)),
+    "jitted": (24, jax.jit(block(jnp.tanh, is_residual=False))),
+    "whose activations are not read otherwise": (64, block(jax.nn.gelu, True)),
+}
+
+
+def deep_step(layer):
+    def step(weights, x):
+        for each in weights:
+            x = layer(each, x)
+        loss = jnp.mean(x**2)
+        gradients = ts.grad(loss, weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+    return step
+
+
+@pytest.mark.parametrize("model", DEEP)
+def test_temporaries_grow_by_a_twentieth_at_most(model):
+    width, layer = DEEP[model]
+    shapes = {"up": (16, width), "down": (width, 16), "a": (16, 16)}
+    if "rematerialized" not in model:
+        del shapes["a"]
+    types = {name: jax.ShapeDtypeStruct(s, "float32") for name, s in shapes.items()}
+    weights = [types] * 12  # of fewer layers, one transposed array is more than that
+    x = jax.ShapeDtypeStruct((4, 16, 16), "float32")
+    step = deep_step(layer)
+    changed, plain = (
+        ts.function(step, donate=["weights"], skip_passes=skip).compile(weights, x)
+        for skip in ((), SKIP)
+    )
+    assert changed.traced.diff("orient_matmuls")
+    sizes = [c.jax.memory_analysis().temp_size_in_bytes for c in (changed, plain)]
+    assert sizes[0] <= 1.05 * sizes[1]

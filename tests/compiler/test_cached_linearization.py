@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equal equations are differentiated once, and each keeps what is its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+
+import tessera as ts
+from tessera import _jax
+from tessera.compiler import differentiation
+from tessera.compiler.cached_linearization import CachedLinearization
+
+X = jnp.linspace(-1.0, 1.0, 6, dtype=jnp.float32).reshape(2, 3)
+W = jnp.linspace(0.5, 2.0, 9, dtype=jnp.float32).reshape(3, 3)
+
+scale_p = Primitive("scale")
+scale_p.def_abstract_eval(lambda x, *, by: x)
+scale_p.def_impl(lambda x, *, by: x * by)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """A context in which JAX differentiates every equation by itself."""
+
+    class Plain:
+        bind = staticmethod(_jax.bind)
+
+    def patch():
+        monkeypatch.setattr(differentiation, "CachedLinearization", Plain)
+
+    return patch
+
+
+def loss(w, x):
+    with jax.named_scope("net"), ts.autocast("bf16"):
+        for _ in range(3):
+            x = jnp.where(x > 0, jax.nn.softmax(x @ w) - 0.1, jnp.sin(x))
+    return jnp.sum(x**2) + jnp.mean(jnp.exp(w)) ** 3
+
+
+def traced(w, x):
+    return ts.function(lambda w, x: ts.grad(loss(w, x), w)).trace(w, x)
+
+
+def described(program):
+    """What each equation is, in no order: JAX adds cotangents up early or late."""
+    return sorted(
+        (
+            equation.primitive.name,
+            [str(atom.aval) for atom in (*equation.invars, *equation.outvars)],
+            _jax.name_scopes(equation),
+            _jax.source_line(equation),
+        )
+        for equation in _jax.equations(program)
+    )
+
+
+def test_the_program_is_the_one_of_differentiating_every_equation(plain):
+    found = traced(W, X).graph.program
+    plain()
+    wanted = traced(W, X).graph.program
+    assert described(found) == described(wanted)
+    with jax.disable_jit():
+        got, want = (_jax.evaluate(each, W, X)[0] for each in (found, wanted))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_equal_equations_are_one_call():
+    program = jax.make_jaxpr(lambda x: jnp.sin(jnp.sin(x)) + jnp.cos(x))(X)
+    first, second, cos, _ = _jax.equations(program)
+    equations = CachedLinearization()
+    calls = [equations._call(e, [X]) for e in (first, second, cos, first)]
+    assert calls[0] is calls[1] is calls[3]
+    assert calls[0] is not calls[2]
+    assert equations._call(first, [X[0]]) is not calls[0]  # of another shape
+
+
+def test_parameters_that_are_equal_and_not_the_same_are_told_apart():
+    def function(x):
+        return scale_p.bind(x, by=0.0), scale_p.bind(x, by=-0.0)
+
+    equations = CachedLinearization()
+    one = jnp.ones(())
+    found = [
+        float(equations.bind(equation, [one])[0])
+        for equation in _jax.equations(jax.make_jaxpr(function)(one))
+    ]
+    np.testing.assert_array_equal(np.signbit(found), [False, True])
+
+
+def test_settings_around_an_equation_are_its_own():
+    def function(x):
+        with jax.default_matmul_precision("highest"):
+            exact = x @ x
+        return exact + x @ x
+
+    (first, second, _) = _jax.equations(jax.make_jaxpr(function)(W))
+    equations = CachedLinearization()
+    calls = [equations._call(e, [W, W]) for e in (first, second)]
+    assert calls[0] is not calls[1]
+
+
+def test_equations_with_programs_or_effects_are_left_alone():
+    def function(x):
+        jax.debug.print("{}", x)
+        return jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x)
+
+    equations = CachedLinearization()
+    for equation in _jax.equations(jax.make_jaxpr(function)(X)):
+        if equation.effects or equation.primitive.name == "cond":
+            assert equations._call(equation, [X] * len(equation.invars)) is None
