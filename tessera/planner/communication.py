@@ -19,6 +19,7 @@ from typing import Final
 
 from tessera.planner.device_work import DeviceWork
 from tessera.planner.layout import Layout
+from tessera.planner.traced_products import Lookup
 from tessera.planner.workload import Parameter, Workload
 
 _F32: Final = 4
@@ -114,10 +115,8 @@ class Communication:
             return
         share = self._tokens / self.work.sequence_length
         for row in self.work.lookups:
-            passes = 1 + (row.path in self.work.trained())
-            yield Transfer(
-                ("fsdp",), "all-to-all", row.nbytes * share, passes, False, False
-            )
+            nbytes = self._there_and_back(row) * share
+            yield Transfer(("fsdp",), "all-to-all", nbytes, 1, False, False)
 
     def _sharded_over(self, each: Parameter) -> tuple[str, ...]:
         axes = self.device.axes(each.names)
@@ -225,7 +224,9 @@ class Communication:
                 times *= passes if layered else 1
                 yield Transfer(("tp",), "all-reduce", result, times, False, layered)
             elif self.device.split(each.outer_names) > 1:
-                nbytes = rows * each.inner * self._item
+                # The loss adds up its gradients in f32.
+                item = self._item if layered else _F32
+                nbytes = rows * each.inner * item
                 inputs[each.source] = Transfer(
                     ("tp",), "all-reduce", nbytes, times, False, layered
                 )
@@ -235,8 +236,13 @@ class Communication:
         yield from inputs.values()
         for row in self.work.lookups:
             if self.device.split(row.names) > 1:
-                nbytes = row.nbytes * share
+                nbytes = self._there_and_back(row) * share
                 yield Transfer(("tp",), "all-reduce", nbytes, 1, False, False)
+
+    def _there_and_back(self, row: Lookup) -> float:
+        """Bytes of the rows of one sequence, and of their gradients, which are f32."""
+        is_trained = row.path in self.work.trained()
+        return row.nbytes * (1 + is_trained * _F32 / self._item)
 
     def _context(self) -> Iterator[Transfer]:
         """A ring sends the block of each device to all others, forward and backward."""

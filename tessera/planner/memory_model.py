@@ -135,7 +135,6 @@ class MemoryModel:
             share = layout.micro_batch_size / device.place.size("context")
             kept += 2 * stages * inputs * share
             sums += trained
-        in_flight = weights if policy == "none" and gathered and stages == 1 else 0.0
         layer = (whole + 2 * weights) / work.num_layers
         if policy == "none":
             layer /= 4  # its results are among what is kept
@@ -144,8 +143,8 @@ class MemoryModel:
         copies = of_platform[self.machine.platform] - (1 if gathered else 2)
         in_loss = copies * tables + trained
         return (
-            (kept + in_flight, sums, logits, in_loss),
-            (kept + in_flight, sums + gradients, layer, trained),
+            (kept, sums, logits, in_loss),
+            (kept, sums + gradients, layer, trained),
         )
 
     def _ends(

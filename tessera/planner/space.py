@@ -19,7 +19,7 @@ AXES: Final = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 MOST_MICROBATCHES: Final = 16
 """Microbatches for each stage of a pipeline, at which its bubble is 6 % of a step."""
 
-_REMAT: Final = ("none", "named", "full")
+_REMAT: Final = ("none", "dots", "named", "full")
 _CHUNKS: Final = (2, 4)
 _SMALL_LOSS_CHUNK: Final = 256
 

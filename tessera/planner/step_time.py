@@ -30,7 +30,7 @@ from tessera.targets.target import Target
 from tessera.training.config import Config
 from tessera.training.layout_checks import build_model
 
-POLICIES: Final = ("none", "named", "full")
+POLICIES: Final = ("none", "dots", "named", "full")
 
 
 class StepModel:

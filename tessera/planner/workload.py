@@ -158,11 +158,20 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
         for each in parameters
         if each.is_layered and each.is_trained
     )
+    # Under ``none`` also parameters that were cast, which devices store in parts.
+    multiplied = {each.path for each in forward.products}
+    width = jnp.dtype(config.training.precision.computation).itemsize
+    cast = sum(
+        each.size * width
+        for each in parameters
+        if each.is_layered and each.path in multiplied and width < each.itemsize
+    )
+    casts = (0, cast)
     recomputed = {}
     for policy in policies:
         backward = traced.backward(policy)
         more = backward.total_flops - plain.total_flops
-        kept = max(backward.stacked_bytes - gradients, 0.0)
+        kept = max(backward.stacked_bytes - gradients - casts[policy == "none"], 0.0)
         again = min(max(more, 0.0), forward.inner_flops)
         share = max(more - again, 0.0) / in_layers if in_layers else 0.0
         more_rows = traced.backward(policy, _ROWS).operations - backward.operations

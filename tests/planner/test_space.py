@@ -78,7 +78,7 @@ def test_only_pipelines_have_schedules():
 def test_variants_save_more_and_more_memory():
     (layout, *_) = space().layouts((("dp", 4), ("tp", 2)))
     variants = list(space().variants(layout))
-    assert [v.remat for v in variants[:12:4]] == ["none", "dots", "full"]
+    assert [v.remat for v in variants[:16:4]] == ["none", "dots", "named", "full"]
     assert [v.zero_stage for v in variants[:4]] == [0, 1, 2, 3]
     assert variants[-2].loss_chunk == 256
     assert variants[-1].offload
