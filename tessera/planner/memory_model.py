@@ -25,11 +25,14 @@ MARGIN: Final = {"cpu": 1.5, "gpu": 1.25, "tpu": 1.6}
 benchmarks/planner_memory.py measures the errors that these bounds are above."""
 
 _F32: Final = 4
-# Copies of the embedding in f32 while the loss is computed: gathered, and its gradient;
-# TPUs have them in a second order of dims, too; in pipelines, whose stages branch, also
-# the results of branches and what is summed over devices.
+# Copies of the embedding while the loss is computed: as stored, and gathered; TPUs have
+# it in a second order of dims, too; in pipelines, whose stages branch, also the results
+# of branches and what is summed over devices.
 _TABLES: Final = {"cpu": 2.0, "gpu": 2.0, "tpu": 3.0}
 _TABLES_OF_STAGES: Final = {**_TABLES, "tpu": 6.0}
+# Copies of its gradient in f32, without and with ``tp``, counted in programs for v5p:
+# compilers of TPUs keep those of the loop over chunks and of its sum over devices.
+_GRADIENTS: Final = {"cpu": (1.0, 1.0), "gpu": (1.0, 1.0), "tpu": (2.0, 4.5)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,8 @@ class MemoryModel:
         layer += device.ragged_bytes(layout.micro_batch_size)
         of_platform = _TABLES_OF_STAGES if stages > 1 else _TABLES
         copies = of_platform[self.machine.platform] - (1 if gathered else 2)
-        in_loss = copies * tables + trained
+        in_loss = copies * tables
+        in_loss += _GRADIENTS[self.machine.platform]["tp" in sizes] * trained
         return (
             (kept, sums, logits, in_loss),
             (kept, sums + gradients, layer, trained),
