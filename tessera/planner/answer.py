@@ -16,7 +16,7 @@ from tessera.planner.verify import Verified
 from tessera.targets.target import Target
 
 UNCERTAINTY: Final = (
-    "Times are predicted, not measured: those of published runs were met within 12 % "
+    "Times are predicted, not measured: those of published runs were met within 10 % "
     "at the median and 30 % at worst (benchmarks/planner_published.py)."
 )
 _COLUMNS: Final = (
