@@ -316,7 +316,8 @@ class RegisteredModel(Model):
                 got=f"cache_dtype={dtype}",
                 fix="leave cache_dtype out",
             )
-        return RecomputedDecoding(self, place=self.place(mesh))
+        # In the dtype of the parameters, as decoders generate.
+        return RecomputedDecoding(self, place=replace(self.place(mesh), dtype=None))
 
     def loss(
         self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str
