@@ -204,10 +204,12 @@ class RegisteredBlocks(StagedModel, RegisteredModel):
 
     def _block_of_zeros(self, hidden: Array) -> Array:
         """One block, whose parameters and inputs are zeros."""
-        own, rest = zeros(self._parts)
+        place = self.place(None)
+        own, rest = jax.tree.map(place.cast, zeros(self._parts))
         inputs = zeros(self._abstract_inputs(*hidden.shape[:2]))
         model, block = self._blocks.bind(rest, own)
-        return call(model.block, {**inputs, INDEX: jnp.int32(0)}, block, hidden)
+        hidden = call(model.block, {**inputs, INDEX: jnp.int32(0)}, block, hidden)
+        return self.constrain_wire(hidden, place)
 
     def wire(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
         """The hidden state of so many sequences."""

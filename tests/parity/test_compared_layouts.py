@@ -72,7 +72,8 @@ def test_a_step_of_the_trainer_is_the_same_on_a_mesh(mesh):
     )
     assert report.agrees, report
     assert report.meshes[0].compared > 100
-    assert report.meshes[0].alone < 10
+    # Those inside of the regions that look up and exchange rows of the embedding.
+    assert report.meshes[0].alone < 20
 
 
 def test_where_a_step_of_the_trainer_depends_on_the_mesh_is_named(mesh):

@@ -106,7 +106,7 @@ def step_config(
     chunks: int = 1,
     microbatches: int = 4,
     zero_stage: int = 0,
-    dtype: str = "f32",
+    dtype: str | None = None,
     config: DecoderConfig = CONFIG,
     **options: Any,
 ) -> StepConfig:
@@ -114,13 +114,14 @@ def step_config(
     devices = range(math.prod(shape.values()))
     mesh = Mesh(list(shape), devices=devices, shape=[*shape.values()])
     return StepConfig(
-        model=DecoderModel(config, split=split_of(mesh, config, chunks), **options),
+        model=DecoderModel(
+            config, split=split_of(mesh, config, chunks), dtype=dtype, **options
+        ),
         optimizer=ADAMW,
         learning_rate=RATE,
         mesh=mesh,
         accumulation=microbatches,
         zero_stage=zero_stage,
-        dtype=dtype,
         loss_chunk=6,
         schedule=schedule_of(mesh, schedule, chunks, microbatches),
     )
@@ -245,7 +246,7 @@ def expected() -> tuple[list[float], Any]:
 
 def train(config: StepConfig) -> tuple[list[float], Any, Any]:
     """Losses, plain parameters and stored parameters after the same steps."""
-    scale = LossScale.dynamic() if config.dtype == "f16" else None
+    scale = LossScale.dynamic() if config.model.dtype == "float16" else None
     state = init_state(
         config.model,
         ADAMW,
@@ -290,7 +291,7 @@ def test_losses_and_parameters_are_those_of_one_device(case):
 
 
 def test_matmuls_in_half_precision_stay_near():
-    losses, params, _ = train(step_config({"pp": 2}, "zero_bubble", dtype="f16"))
+    losses, params, _ = train(step_config({"pp": 2}, "zero_bubble", dtype="float16"))
     np.testing.assert_allclose(losses, expected()[0], rtol=2e-3)
     assert losses != expected()[0]
     got, want = (

@@ -124,5 +124,5 @@ def test_fast_numerics_differ_from_mesh_to_mesh():
 
 @pytest.mark.full
 def test_settings_beside_it_give_the_same_bits_on_every_mesh():
-    options = {"zero_stage": 2, "dtype": "f16"}
+    options = {"zero_stage": 2, "dtype": "float16"}
     assert run("dp4", **options) == run("dp1", **options)

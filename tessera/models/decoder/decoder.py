@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from tessera.mesh import manual_axes
 from tessera.models.decoder.attention_inputs import layer_attention
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.decoder.expert_mlp import Experts
@@ -298,14 +299,12 @@ def _rows_of(
     """The rows of the embedding table, as they are stored or in a narrower dtype."""
     if narrow:
         table = place.cast(table, "vocab", "table")
-    return look_up(
-        table,
-        tokens,
-        mesh=place.mesh,
-        rows=place.axes("vocab"),
-        columns=place.axes("table"),
-        split=place.resolve(GATHERED[:2], tokens.shape, "tokens"),
-    )
+    split = place.resolve(GATHERED[:2], tokens.shape, "tokens")
+    rows, columns, mesh = place.axes("vocab"), place.axes("table"), place.mesh
+    if place.vmapped_axes - set(manual_axes()):
+        # JAX has no regions inside of a vmap over axes of their mesh (JAX 0.10.2).
+        table, columns, mesh = place.constrain(table, "vocab", None), (), None
+    return look_up(table, tokens, mesh=mesh, rows=rows, columns=columns, split=split)
 
 
 def _are_global(
