@@ -63,11 +63,16 @@ def test_data_parallelism_sends_each_gradient_and_the_sums_of_the_batch():
 
 @pytest.mark.full
 def test_fsdp_also_gathers_each_layers_kernels_twice_and_the_embedding_once():
-    gradients = PARAMETERS + EMBEDDING
     sums = 2 + NORMS * (KERNEL_ARRAYS + 1)
-    gathered = EMBEDDING + 2 * LAYERS * KERNELS
+    ids = 2 * B * S  # of all tokens, whose rows each device has in part
+    gathered = EMBEDDING + 2 * LAYERS * KERNELS + ids
     assert sent(ledger("fsdp")) == (
-        {"all-gather": F32 * gathered, "all-reduce": F32 * (gradients + sums)},
+        {
+            "all-gather": F32 * gathered,
+            "all-reduce": F32 * (PARAMETERS + sums),
+            # The rows that tokens look up, and their gradients.
+            "all-to-all": F32 * 2 * ACTIVATION,
+        },
         ("fsdp",),
     )
 
@@ -75,8 +80,9 @@ def test_fsdp_also_gathers_each_layers_kernels_twice_and_the_embedding_once():
 @pytest.mark.full
 def test_tensor_parallelism_sends_activations_and_no_kernel():
     forward = 1 + 2 * LAYERS  # the lookup; attention and MLP of each layer
-    # By gate and up, by queries, keys and values, and by the logits.
-    backward = LAYERS * (2 + 3) + 1
+    # By gate and up, by queries, keys and values, and by the logits; the gradient of
+    # the lookup; and what norms follow, which is computed again.
+    backward = LAYERS * (2 + 3) + 1 + 1 + 2 * LAYERS
     # Of queries and keys, whose heads are split.
     scales = LAYERS * 2 * K
     # Logits are split over the vocabulary: their maximum, their sum, the label's.

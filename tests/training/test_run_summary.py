@@ -63,6 +63,7 @@ def test_the_table_says_mesh_model_state_batch_memory_and_what_is_sent(run):
             "held per device",
             "parameters 7.75 KiB, gradients 7.75 KiB, optimizer 15.5 KiB",
         ),
+        ("recomputed", "named in 2 of 2 layers"),
         ("batch", "24 sequences of 16 tokens in 3 microbatches"),
         (
             "memory per device",
