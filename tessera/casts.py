@@ -79,7 +79,7 @@ def carried_autocast() -> AbstractContextManager[Any]:
 def cast_parameter(x: jax.Array, dtype: Any) -> jax.Array:
     """Cast a parameter where it is used.
 
-    The pass ``widen_matmuls`` knows its gradient by the name scope.
+    The pass ``widen_sums`` knows its gradient by the name scope.
     """
     with jax.named_scope(PARAMETER_CAST):
         return x.astype(dtype)

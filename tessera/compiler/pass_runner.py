@@ -14,7 +14,7 @@ from tessera.compiler.passes.autocast_matmuls import autocast_matmuls
 from tessera.compiler.passes.differentiate_losses import differentiate_losses
 from tessera.compiler.passes.orient_matmuls import orient_matmuls
 from tessera.compiler.passes.schedule_pipelines import schedule_pipelines
-from tessera.compiler.passes.widen_matmuls import widen_matmuls
+from tessera.compiler.passes.widen_sums import widen_sums
 from tessera.compiler.program_diff import diff_programs
 from tessera.errors import UnknownPassError, did_you_mean
 
@@ -28,7 +28,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     schedule_pipelines,
     differentiate_losses,
     autocast_matmuls,
-    widen_matmuls,
+    widen_sums,
     orient_matmuls,
     assign_output_layouts,
 )

@@ -5,6 +5,7 @@ Axes that the mesh does not have are skipped, so one model works on every subset
 ``dp``, ``fsdp`` and ``tp``.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -13,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from tessera import scope
-from tessera.casts import cast_parameter
+from tessera.casts import autocast, cast_parameter
 from tessera.errors import LogicalAxisError, did_you_mean
 from tessera.mesh import Mesh
 from tessera.models.axis_rules import RULES as RULES
@@ -136,6 +137,10 @@ class Placement:
         if self.dtype is None or x.dtype == self.dtype:
             return x
         return self.constrain(cast_parameter(x, self.dtype), *names)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Do matmuls in the dtype of activations, where code computes in f32 anyhow."""
+        return nullcontext() if self.dtype is None else autocast(self.dtype)
 
 
 NO_MESH: Final = Placement()

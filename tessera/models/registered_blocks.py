@@ -228,7 +228,8 @@ class RegisteredBlocks(StagedModel, RegisteredModel):
     def embed(self, params: Tree, batch: Batch, place: Placement) -> Array:
         """See ``StagedModel.embed``."""
         model = self._adapter.bind(self._rest(params, place))
-        hidden = call(model.embed, self._inputs(batch))
+        with place.autocast():
+            hidden = call(model.embed, self._inputs(batch))
         return self.constrain_wire(hidden, place)
 
     def run_blocks(
@@ -247,7 +248,8 @@ class RegisteredBlocks(StagedModel, RegisteredModel):
             named, number = layer
             own = self._gathered(named, self._own_dims, self._parts[0], place)
             model, block = self._blocks.bind(rest, own)
-            hidden = call(model.block, {**inputs, INDEX: number}, block, hidden)
+            with place.autocast():
+                hidden = call(model.block, {**inputs, INDEX: number}, block, hidden)
             return self.constrain_wire(hidden, place), ()
 
         exists = None if numbers is None or self.is_even else numbers < total
@@ -290,7 +292,8 @@ class RegisteredBlocks(StagedModel, RegisteredModel):
         self, params: Tree, hidden: Array, batch: Inputs, place: Placement
     ) -> Array:
         model = self._adapter.bind(self._rest(params, place))
-        return call(model.head, self._inputs(batch), hidden)
+        with place.autocast():
+            return call(model.head, self._inputs(batch), hidden)
 
     def _rest(self, params: Tree, place: Placement) -> Tree:
         """What is beside the blocks, as the adapter has it."""

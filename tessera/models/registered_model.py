@@ -280,7 +280,8 @@ class RegisteredModel(Model):
         tree = self._gathered(
             named_leaves(params), self._dim_names, self._shapes, place
         )
-        return self._adapter.bind(tree)(**self._inputs(batch))
+        with place.autocast():
+            return self._adapter.bind(tree)(**self._inputs(batch))
 
     def _inputs(self, batch: Inputs) -> dict[str, Array]:
         """What the model reads of a batch."""

@@ -140,11 +140,7 @@ def _on_device(call: Call, differentiate: bool, operands: Operands) -> Any:
     if gradients is not None:
         of_head = gradients.head
         if call.split and (axes := call.split.token_axes):
-            # In the dtype that it has then. In fp16 it would underflow before the
-            # loss scale multiplies it.
-            if call.dtypes[1] == "bfloat16":
-                of_head = _cast(of_head, jnp.bfloat16)
-            of_head = lax.psum(of_head, axes)
+            of_head = lax.psum(_cast(of_head, call.split.sums), axes)
         gradients = Operands(gradients.hidden.reshape(hidden.shape), of_head)
     return losses.reshape(labels.shape), gradients
 

@@ -73,12 +73,14 @@ class Split:
       tokens: Layout of the labels, and of ``hidden`` but for its last dim.
       vocabulary: Axes that split the vocabulary, outer first.
       weight: Layout in which the weight is stored, and in which it is cast.
+      sums: Dtype in which devices add up the gradient of the weight.
     """
 
     mesh: Mesh
     tokens: PartitionSpec
     vocabulary: tuple[str, ...] = ()
     weight: PartitionSpec | None = None
+    sums: str = "float32"
 
     @property
     def token_axes(self) -> tuple[str, ...]:

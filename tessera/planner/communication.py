@@ -19,7 +19,7 @@ from typing import Final
 
 from tessera.planner.device_work import DeviceWork
 from tessera.planner.layout import Layout
-from tessera.planner.traced_products import Lookup
+from tessera.planner.products import Lookup
 from tessera.planner.workload import Parameter, Workload
 
 _F32: Final = 4
@@ -153,7 +153,8 @@ class Communication:
         calls, local = self._gradient(each, (*axes, "pp"))
         times = calls / self.sync_every
         kind = "reduce-scatter" if each.is_layered or self._is_single else "all-reduce"
-        yield Transfer(axes, kind, local * _F32, times, True, each.is_layered)
+        nbytes = local * self.work.reduced_itemsize
+        yield Transfer(axes, kind, nbytes, times, True, each.is_layered)
 
     @property
     def _is_single(self) -> bool:
@@ -175,7 +176,8 @@ class Communication:
             if each.is_trained and axes:
                 scattered = self._scattered(each)
                 calls, local = self._gradient(each, scattered)
-                nbytes = local * _F32 / math.prod(self.sizes[a] for a in scattered)
+                parts = math.prod(self.sizes[a] for a in scattered)
+                nbytes = local * self.work.reduced_itemsize / parts
                 times = calls / self.sync_every
                 found.append(
                     Transfer(axes, "all-reduce", nbytes, times, True, each.is_layered)

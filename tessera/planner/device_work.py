@@ -15,8 +15,8 @@ from typing import Final
 
 from tessera.models.partition_rules import Placement
 from tessera.models.pipeline_stages import StageSplit
+from tessera.planner.products import Product
 from tessera.planner.ragged_products import RaggedProducts
-from tessera.planner.traced_products import Product
 from tessera.planner.workload import Parameter, Workload
 from tessera.targets.machine import Machine
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from tessera.models.partition_rules import Placement
 from tessera.ops.moe.routing import RoutingOptions
-from tessera.planner.traced_products import Product
+from tessera.planner.products import Product
 from tessera.planner.workload import Workload
 
 _MASKS: Final = {"cpu": True, "gpu": True, "tpu": False}

@@ -16,13 +16,8 @@ import jax.numpy as jnp
 from tessera import scope
 from tessera.mesh import Mesh
 from tessera.models.model import Model
-from tessera.planner.traced_products import (
-    Found,
-    Lookup,
-    Product,
-    Weight,
-    find_products,
-)
+from tessera.planner.products import Found, Lookup, Product, Weight
+from tessera.planner.traced_products import find_products
 from tessera.scope import Scope
 from tessera.targets.target import Target
 from tessera.training.config import Config
@@ -91,6 +86,7 @@ class Workload:
       sequence_length: Tokens of a sequence.
       num_layers: Blocks that repeat.
       matmul_dtype: NumPy's name of the dtype of the operands of matmuls.
+      reduced_itemsize: Bytes of a number of a gradient that devices add up.
       parameters: The arrays of the model.
       products: Matmuls with parameters in the forward pass.
       lookups: Rows of parameters in the forward pass.
@@ -105,6 +101,7 @@ class Workload:
     sequence_length: int
     num_layers: int
     matmul_dtype: str
+    reduced_itemsize: int
     parameters: tuple[Parameter, ...]
     products: tuple[Product, ...]
     lookups: tuple[Lookup, ...]
@@ -186,6 +183,7 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
         sequence_length=config.training.sequence_length,
         num_layers=_num_layers(parameters),
         matmul_dtype=config.training.precision.computation,
+        reduced_itemsize=jnp.dtype(config.training.precision.reduction).itemsize,
         parameters=parameters,
         products=tuple(forward.products),
         lookups=tuple(forward.lookups),

@@ -32,8 +32,9 @@ from tessera.training.config import (
 )
 from tessera.training.data import data_config as data_config
 from tessera.training.precision import precision_of
-from tessera.training.setting_conflicts import conflicts, unused_problems
+from tessera.training.setting_conflicts import conflicts
 from tessera.training.setting_fields import MOST_COUNT, as_yaml, problems_of
+from tessera.training.unused_settings import unused_problems
 
 # More than any machine has.
 _MOST_DEVICES: Final = 2**20

@@ -90,7 +90,7 @@ def test_a_change_inside_of_a_loop_is_shown_alone():
         return jax.lax.scan(body, x, length=3)[0]
 
     lines = changed(ts.function(step).trace(W, X).diff("autocast_matmuls"))
-    assert sum("reduce_precision" in line for line in lines) == 4
+    assert sum("convert_element_type" in line for line in lines) == 4
     assert not any("tanh" in line for line in lines)
     assert not any("scan" in line for line in lines)
 

@@ -4,7 +4,7 @@
 For each kind of run and each setting that the step or its data is made of: with another
 value than that of the run the settings are refused; or arrays, layouts, learning rates,
 batches or the traced step are others; or the run says that the setting changes nothing.
-What the loop alone reads is in ``tests/training/test_setting_conflicts.py``.
+What the loop alone reads is in ``tests/training/test_unused_settings.py``.
 """
 
 import re

@@ -7,7 +7,8 @@ import numpy as np
 
 from tessera.ops.attention import splash
 from tessera.ops.attention.dispatch import Operands, Options
-from tessera.planner.traced_products import Found, Weight, find_products
+from tessera.planner.products import Found, Weight
+from tessera.planner.traced_products import find_products
 from tessera.scope import FALLBACK
 
 F32 = jnp.float32

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tessera import _jax
 from tessera.__main__ import main as tessera
 from tessera.errors import (
     ModelFolderError,
@@ -142,19 +143,36 @@ def test_four_devices_learn_what_one_does():
     ],
 )
 def test_options_of_the_step_compile_for_it(overrides):
-    # Flax's own norms promote dtypes.
-    with jax.numpy_dtype_promotion("standard"):
-        _check_options_compile(overrides)
-
-
-def _check_options_compile(overrides):
     mesh = (
         () if "mesh_shape" in overrides[-1] else ("model.mesh_shape=[[2,2],[dp,tp]]",)
     )
-    run = run_of(*overrides, *mesh)
-    rows = dict(row for row in run_rows(run) if row[0] != "layout")
-    assert rows["parameters"] == f"{run.model.num_params:,}"
-    assert "all-reduce" in dry_run_text(run)
+    # Flax's own norms promote dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+        run = run_of(*overrides, *mesh)
+        rows = dict(row for row in run_rows(run) if row[0] != "layout")
+        assert rows["parameters"] == f"{run.model.num_params:,}"
+        assert "all-reduce" in dry_run_text(run)
+
+
+def test_every_matmul_of_a_narrow_step_has_narrow_operands():
+    """Also where Flax computes in f32: an embedding has recorded its first dtype."""
+    run = run_of("training.mixed_precision=bf16")
+    with jax.numpy_dtype_promotion("standard"):
+        records = run.step.trace(run.abstract_state, run.abstract_batch).passes
+    operands = []
+
+    def visit(program):
+        makers = {}
+        for equation in _jax.equations(program):
+            makers.update(dict.fromkeys(equation.outvars, equation.primitive.name))
+            if equation.primitive.name == "dot_general":
+                operands.extend(makers.get(operand) for operand in equation.invars)
+            for inner in _jax.inner_programs(equation):
+                visit(inner)
+
+    visit(next(each.graph for each in records if each.name == "widen_sums").program)
+    # What rounds operands on CPU. A layer has eight matmuls, and the logits one.
+    assert operands == ["reduce_precision"] * 2 * 3 * 9
 
 
 @pytest.mark.full

@@ -309,6 +309,23 @@ def test_gradients_of_parameters_are_never_rounded(accumulation):
     assert [len(each.invars[0].aval.shape) for each in updates] == [3]
 
 
+def test_gradients_are_reduced_in_the_narrow_dtype_where_that_is_asked_for():
+    """Only rows of the embedding are added up in f32, and microbatches."""
+
+    def results(**options: Any) -> list[tuple[str, tuple[int, ...]]]:
+        return [
+            (equation.outvars[0].aval.dtype.name, equation.outvars[0].aval.shape)
+            for equation, _ in equations(traced("bfloat16", **options))
+            if equation.primitive.name in ("psum", "psum_invariant")
+        ]
+
+    head = (CONFIG.vocab_size // 2, CONFIG.d_model)  # which tp splits
+    assert ("float32", head) in results()
+    narrow = results(reduces_narrow=True)
+    assert ("bfloat16", head) in narrow
+    assert ("float32", head) not in narrow
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "bits"),

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from tessera import _jax
 from tessera.casts import AUTOCAST_DTYPES, AUTOCAST_OFF, AUTOCAST_SCOPE
@@ -29,14 +28,8 @@ def autocast_matmuls(graph: Graph) -> Graph:
     After:   a:bf16 = convert x; b:bf16 = convert w
              y:f32 = dot_general[preferred_element_type=f32] a b
 
-    On CPU the operands are rounded to the dtype and multiplied in f32: the same numbers
-    without its speed. XLA's CPU compiler accepts every narrow matmul with an f32
-    result and then refuses some of them at run time ("Unsupported element type for
-    DotThunk", JAX 0.10.2).
-
     Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740.
     """
-    narrow = _rounded if graph.platform == "cpu" else _converted
 
     def cast(
         equation: _jax.Equation, operands: Sequence[Any], scopes: str
@@ -44,23 +37,12 @@ def autocast_matmuls(graph: Graph) -> Graph:
         dtype = jnp.dtype(_dtype_of(scopes))
         with _jax.source_context(equation):
             # Of a ragged dot the third operand is the sizes of its groups.
-            narrowed = [narrow(operand, dtype) for operand in operands[:2]]
+            narrowed = [operand.astype(dtype) for operand in operands[:2]]
         result = equation.outvars[0].aval.dtype
         params = dict(equation.params, preferred_element_type=result)
         return _jax.bind(equation, [*narrowed, *operands[2:]], params)
 
     return graph.with_program(rewriting.rewrite(graph.program, _is_inside, cast))
-
-
-def _converted(operand: Any, dtype: Any) -> Any:
-    return operand.astype(dtype)
-
-
-def _rounded(operand: Any, dtype: Any) -> Any:
-    info = jnp.finfo(dtype)
-    return lax.reduce_precision(
-        operand, exponent_bits=info.nexp, mantissa_bits=info.nmant
-    )
 
 
 def _dtype_of(scopes: str) -> str:

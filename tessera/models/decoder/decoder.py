@@ -275,7 +275,9 @@ class Decoder(nnx.Module):
         if place.mesh is not None:
             tokens = place.resolve(GATHERED[:2], targets.shape, "targets")
             stored = place.resolve(("vocab", "table"), self._head.shape, "head")
-            split = Split(place.mesh, tokens, place.axes("vocab"), stored)
+            # A narrow head has been cast before, to be reduced in that dtype.
+            sums = self._head.dtype.name
+            split = Split(place.mesh, tokens, place.axes("vocab"), stored, sums)
         with jax.named_scope("logits"):
             return fused_loss(
                 Terms(ignore_index, soft_cap=self.config.logit_soft_cap),

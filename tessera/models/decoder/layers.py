@@ -170,7 +170,9 @@ class Projection(nnx.Module):
             low = self.scale * jnp.tensordot(x, a, axes=self.num_inputs)
             low = place.constrain(low, "batch", "context", "lora_rank")
             y = y + jnp.tensordot(low, b, axes=1)
-        return y + self.bias[...].astype(y.dtype) if hasattr(self, "bias") else y
+        if hasattr(self, "bias"):
+            y = y + cast_parameter(self.bias[...], y.dtype)
+        return y
 
 
 def rotate(

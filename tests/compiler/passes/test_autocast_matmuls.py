@@ -354,14 +354,3 @@ def test_a_disabled_autocast_changes_nothing():
             return x @ w
 
     np.testing.assert_array_equal(function(X, W), jax.jit(jnp.matmul)(X, W))
-
-
-def test_a_program_for_the_cpu_rounds_instead_of_converting():
-    def function(x, w):
-        with ts.autocast("bf16"):
-            return x @ w
-
-    program = ts.function(function).trace(X, W).graph.program
-    names = [equation.primitive.name for equation in _jax.equations(program)]
-    assert names == ["reduce_precision", "reduce_precision", "dot_general"]
-    assert matmuls(program) == [WIDE]

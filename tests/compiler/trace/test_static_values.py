@@ -141,17 +141,11 @@ def test_what_has_no_hash_is_no_static_value_and_like_none():
     assert not StaticValue.of(frozenset({1})).is_equivalent({1})
 
 
+@dataclass(unsafe_hash=True)
 class Number:
-    """Compares and hashes by its number."""
+    """Compares and hashes by a number that may change."""
 
-    def __init__(self, number):
-        self.number = number
-
-    def __eq__(self, other):
-        return isinstance(other, Number) and other.number == self.number
-
-    def __hash__(self):
-        return hash(self.number)
+    number: int
 
 
 def test_a_value_that_changes_in_place_is_another():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of cast parameters keep their f32 sums; on CPU matmuls are wide."""
+"""Gradients of cast parameters keep f32 sums; matmuls on CPU are of f32 operands."""
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +112,91 @@ def test_the_numbers_are_those_of_an_f32_matmul_of_the_rounded_operands():
     np.testing.assert_allclose(step(X, W), x.T @ dy, rtol=1e-5, atol=1e-5)
 
 
+ROWS = np.zeros(1000, np.int32)
+ROWS[-1] = 1
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda table, rows: table[rows],
+        lambda table, rows: jnp.take(table, rows, axis=0),
+        lambda table, rows: jax.jit(lambda t: jax.nn.relu(t)[rows])(table),
+    ],
+    ids=["index", "take", "jit"],
+)
+def test_a_thousand_rows_of_a_table_are_added_up(look_up):
+    """In bf16, adding 1 to 256 gives 256."""
+
+    @ts.function
+    def step(table):
+        rows = look_up(cast_parameter(table, jnp.bfloat16), ROWS)
+        return ts.grad(jnp.sum(rows.astype(jnp.float32)), table)
+
+    np.testing.assert_array_equal(step(jnp.ones((3, 2)))[:, 0], [999, 1, 0])
+
+
+def test_a_table_that_is_looked_up_and_multiplied_is_added_up():
+    x = jnp.ones((1, 2), jnp.bfloat16)
+
+    @ts.function
+    def step(table):
+        narrow = cast_parameter(table, jnp.bfloat16)
+        loss = jnp.sum(narrow[ROWS].astype(jnp.float32))
+        return ts.grad(loss + jnp.sum((x @ narrow.T).astype(jnp.float32)), table)
+
+    np.testing.assert_array_equal(step(jnp.ones((3, 2)))[:, 0], [1000, 2, 1])
+
+
+def test_two_tables_of_one_shape_share_a_jitted_lookup():
+    """Which has one result for both: only one of the tables has been cast."""
+
+    @ts.function
+    def step(table, narrow):
+        loss = jnp.sum(jnp.take(cast_parameter(table, "bfloat16"), ROWS, axis=0))
+        loss = loss.astype(jnp.float32)
+        loss += jnp.sum(jnp.take(narrow, ROWS, axis=0)).astype(jnp.float32)
+        return ts.grad(loss, (table, narrow))
+
+    table = jnp.ones((3, 2))
+    found, other = step(table, table.astype(jnp.bfloat16))
+    assert (found.dtype, other.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(found, other.astype(jnp.float32))
+
+
+def test_the_gradient_of_a_bias_is_a_sum_of_f32():
+    @ts.function
+    def step(bias):
+        y = X[:, :1] * 0 + cast_parameter(bias, X.dtype)
+        return ts.grad(jnp.sum(y.astype(jnp.float32)), bias)
+
+    assert float(step(jnp.float32(0.5))) == 512.0
+
+
+def test_a_weight_of_which_parts_are_used_is_not_rounded(accelerator):
+    def step(x, w):
+        left, right = jnp.split(cast_parameter(w, x.dtype), 2, axis=1)
+        y = (x @ left).sum(dtype=jnp.float32) + (x @ right).sum(dtype=jnp.float32)
+        return ts.grad(y, w)
+
+    assert matmuls(step, X, W)[-2:] == [WIDE_RESULT] * 2
+
+
+def test_matmuls_that_a_module_computes_in_f32_are_not_rounded_after(accelerator):
+    """Flax promotes a narrow weight where its input is f32."""
+
+    def step(x, w):
+        with ts.autocast("bf16"):
+            y = x @ cast_parameter(w, "bfloat16").astype(jnp.float32)
+        return ts.grad(jnp.sum(y), w)
+
+    x = X.astype(jnp.float32)
+    assert matmuls(step, x, W)[-1] == WIDE_RESULT
+    program = ts.function(step).trace(x, W).graph.program
+    casts = list(equations(program, "convert_element_type"))
+    assert [each.outvars[0].aval.dtype for each in casts][-1] != jnp.float32
+
+
 @pytest.mark.parametrize("result", ["bfloat16", "float32"])
 def test_on_cpu_narrow_operands_are_multiplied_in_f32(result):
     def product(x, w):
@@ -120,3 +205,23 @@ def test_on_cpu_narrow_operands_are_multiplied_in_f32(result):
 
     assert matmuls(product, X, W) == [("float32",) * 3]
     assert ts.function(product)(X, W).dtype == result
+
+
+def test_on_cpu_operands_are_rounded_although_xla_may_skip_casts():
+    """A cast to bf16 and back is an excess of precision that XLA may keep."""
+
+    def product(x, w):
+        return jnp.float32(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+
+    x, w = np.float32([[1 + 2**-12]]), np.float32([[1.0]])
+    assert float(ts.function(product)(x, w)[0, 0]) == 1.0
+    assert (
+        len(
+            list(
+                equations(
+                    ts.function(product).trace(x, w).graph.program, "reduce_precision"
+                )
+            )
+        )
+        == 2
+    )
