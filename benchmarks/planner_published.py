@@ -166,6 +166,7 @@ def workload(model: Model, sequence: int, *, fused: bool) -> Workload:
         sequence_length=sequence,
         num_layers=model.layers,
         matmul_dtype="bfloat16",
+        reduced_itemsize=4,
         parameters=tuple(parameters),
         products=(*products, logits),
         lookups=(Lookup("embedding", ("vocab", "table"), sequence * d * _BF16),),

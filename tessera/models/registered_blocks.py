@@ -241,11 +241,13 @@ class RegisteredBlocks(StagedModel, RegisteredModel):
         numbers: Int[Array, " layers"] | None = None,
     ) -> tuple[Array, Float[Array, ""] | float, Sums]:
         """See ``StagedModel.run_blocks``."""
-        rest, inputs = self._rest(params, place), self._inputs(batch)
+        inputs = self._inputs(batch)
         total = len(self._blocks.forms)
 
         def body(hidden: Array, layer: tuple[Tree, Array]) -> tuple[Array, Tree]:
             named, number = layer
+            # Cast here, or the loop would add up the gradients by its layers narrow.
+            rest = self._rest(params, place)
             own = self._gathered(named, self._own_dims, self._parts[0], place)
             model, block = self._blocks.bind(rest, own)
             with place.autocast():

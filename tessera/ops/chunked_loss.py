@@ -87,7 +87,11 @@ def _backward(call: Call, residuals: Operands, cotangent: Array) -> Any:
         operands = residuals._replace(cotangents=cotangent)
         _, gradients = _sharded(call, operands, differentiate=True)
     else:
-        gradients = jax.tree.map(cotangent.__mul__, residuals)
+
+        def scaled(gradient: Array) -> Array:
+            return cotangent * gradient.astype(cotangent.dtype)
+
+        gradients = jax.tree.map(scaled, residuals)
     hidden, head = gradients.hidden, gradients.head
     of_hidden, of_head = call.dtypes
     head = _cast(head, of_head)

@@ -297,7 +297,8 @@ def test_the_step_is_the_program_of_value_and_grad(guide):
 
 def rounded(x):
     """To bf16 and back, as autocast does to operands of matmuls on a CPU."""
-    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    narrow = x.astype(jnp.bfloat16).astype(jnp.float32)
+    return jax.lax.reduce_precision(narrow, exponent_bits=8, mantissa_bits=7)
 
 
 @jax.custom_vjp

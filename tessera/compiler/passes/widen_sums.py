@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep the sums of parameters' gradients in f32, and narrow matmuls on CPU."""
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from tessera.casts import PARAMETER_CAST
 from tessera.compiler import rewriting
 from tessera.compiler.ir import Graph
 from tessera.primitive_properties import (
+    CALLS,
     CONTRACTIONS,
     COPIES,
     PLACEMENTS,
@@ -26,6 +27,7 @@ _SUMS: Final = frozenset(("reduce_sum", "scatter-add"))
 _LINEAR: Final = frozenset(["add", "add_any", "div", "mul", "neg", "select_n", "sub"])
 _BETWEEN: Final = COPIES | PLACEMENTS | RESHAPES | SLICES | _LINEAR
 _CAST: Final = "convert_element_type"
+_ENDS: Final = CONTRACTIONS | _SUMS | {_CAST}
 _NARROW: Final = (jnp.bfloat16, jnp.float16)
 
 
@@ -43,52 +45,108 @@ def widen_sums(graph: Graph) -> Graph:
     After:   g:f32 = dot_general[preferred_element_type=f32] x dy
              w:f32 = transpose g
 
+    A loop adds up the gradients of what it closes over in the dtype of that, so cast
+    inside of it. The terms of a sum are rounded, as gradients of activations are.
+
     On CPU narrow operands are cast to f32, which is exact, and narrow results rounded:
     XLA's CPU compiler accepts every narrow matmul with an f32 result and then refuses
     some of them at run time ("Unsupported element type for DotThunk", JAX 0.10.2).
 
     Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740.
     """
-    on_cpu = graph.platform == "cpu"
-    widened = _widened(graph.program)
+    widening = _Widening(graph.platform == "cpu", _marked(graph.program, ""))
+    return graph.with_program(widening.rewritten(graph.program))
 
-    def is_rewritten(equation: _jax.Equation, scopes: str) -> bool:
-        return id(equation) in widened or (on_cpu and _is_narrow_matmul(equation))
 
-    def apply(
-        equation: _jax.Equation, operands: Sequence[Any], scopes: str
+class _Widening:
+    """Interprets a program with f32 results of some of its equations.
+
+    Args:
+      on_cpu: Whether matmuls have f32 operands.
+      marked: The ids of the equations whose results are f32.
+    """
+
+    def __init__(self, on_cpu: bool, marked: set[int]) -> None:
+        self._on_cpu, self._marked = on_cpu, marked
+
+    def rewritten(self, program: _jax.Program) -> _jax.Program:
+        """The program; the same if there is nothing to do."""
+        if not rewriting.contains(program, self._changes):
+            return program
+
+        def run(*values: Any) -> list[Any]:
+            return self._run(program, values, is_marked=False)
+
+        return _jax.retrace(run, program)
+
+    def _changes(self, equation: _jax.Equation, scopes: str) -> bool:
+        del scopes
+        return id(equation) in self._marked or self._is_on_cpu(equation)
+
+    def _is_on_cpu(self, equation: _jax.Equation) -> bool:
+        is_matmul = self._on_cpu and equation.primitive.name in CONTRACTIONS
+        return is_matmul and all(map(_is_narrow, equation.invars[:2]))
+
+    def _run(
+        self, program: _jax.Program, values: Sequence[Any], *, is_marked: bool
     ) -> list[Any]:
-        with _jax.source_context(equation):
-            if equation.primitive.name in CONTRACTIONS:
-                return [_product(equation, operands, id(equation) in widened, on_cpu)]
-            return [_in_f32(equation, operands)]
+        """The outputs; those of a marked call may be f32, others have their dtype."""
+        outputs = rewriting.interpret(program, values, self._apply)
+        return outputs if is_marked else _as_declared(_jax.outputs(program), outputs)
 
-    return graph.with_program(rewriting.rewrite(graph.program, is_rewritten, apply))
+    def _apply(self, equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+        is_marked = id(equation) in self._marked
+        if is_marked and _jax.is_jit(equation):
+            with _jax.source_context(equation):
+                return self._run(equation.params["jaxpr"], operands, is_marked=True)
+        if is_marked and equation.primitive.name not in CONTRACTIONS | CALLS:
+            with _jax.source_context(equation):
+                return _in_f32(equation, operands)
+        operands = _as_declared(equation.invars, operands)
+        is_matmul = equation.primitive.name in CONTRACTIONS
+        if is_matmul and (is_marked or self._is_on_cpu(equation)):
+            with _jax.source_context(equation):
+                return [self._product(equation, operands, is_marked)]
+        programs = _jax.inner_programs(equation)
+        if any(rewriting.contains(each, self._changes) for each in programs):
+            run = partial(self._run, is_marked=is_marked)
+            return rewriting.bind_with_nested(equation, operands, run)
+        return _jax.bind(equation, operands)
 
-
-def _product(
-    equation: _jax.Equation, operands: Sequence[Any], is_widened: bool, on_cpu: bool
-) -> Any:
-    params, result = dict(equation.params), equation.outvars[0].aval.dtype
-    on_cpu = on_cpu and _is_narrow_matmul(equation)
-    if is_widened or on_cpu:
+    def _product(
+        self, equation: _jax.Equation, operands: Sequence[Any], is_marked: bool
+    ) -> Any:
+        params, result = dict(equation.params), equation.outvars[0].aval.dtype
         params["preferred_element_type"] = jnp.dtype(jnp.float32)
-    if on_cpu:
-        # Of a ragged dot the third operand is the sizes of its groups.
-        operands = [*map(_rounded, operands[:2]), *operands[2:]]
-    (product,) = _jax.bind(equation, operands, params)
-    return product if is_widened else product.astype(result)
+        if self._is_on_cpu(equation):
+            # Of a ragged dot the third operand is the sizes of its groups.
+            operands = [*map(_rounded, operands[:2]), *operands[2:]]
+        (product,) = _jax.bind(equation, operands, params)
+        return product if is_marked else product.astype(result)
 
 
-def _in_f32(equation: _jax.Equation, operands: Sequence[Any]) -> Any:
-    """The f32 result of an equation that is no matmul."""
+def _as_declared(atoms: Sequence[_jax.Atom], values: Sequence[Any]) -> list[Any]:
+    """Values in the dtypes that a program has for them, of which some may be f32."""
+    pairs = zip(atoms, values, strict=True)
+    return [
+        value.astype(atom.aval.dtype) if _is_widened(atom, value) else value
+        for atom, value in pairs
+    ]
+
+
+def _is_widened(atom: _jax.Atom, value: Any) -> bool:
+    return _is_narrow(atom) and value.dtype == jnp.float32
+
+
+def _in_f32(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+    """The f32 results of an equation that is neither a matmul nor a call."""
     wide = list(map(_wide, operands))
     if equation.primitive.name == _CAST:
-        return wide[0]
+        return wide
     if equation.primitive.name != "scatter-add":
-        return _jax.bind(equation, wide)[0]
+        return list(_jax.bind(equation, wide))
     params, (operand, indices, updates) = equation.params, wide
-    return lax.scatter_add(
+    result = lax.scatter_add(
         operand,
         indices,
         updates,
@@ -97,6 +155,7 @@ def _in_f32(equation: _jax.Equation, operands: Sequence[Any]) -> Any:
         unique_indices=params["unique_indices"],
         mode=params["mode"],
     )
+    return [result]
 
 
 def _wide(operand: Any) -> Any:
@@ -119,40 +178,17 @@ def _is_narrow(atom: _jax.Atom) -> bool:
     return atom.aval.dtype in _NARROW
 
 
-def _is_narrow_matmul(equation: _jax.Equation) -> bool:
-    is_matmul = equation.primitive.name in CONTRACTIONS
-    return is_matmul and all(map(_is_narrow, equation.invars[:2]))
-
-
-def _widened(program: _jax.Program) -> set[int]:
-    """The equations, by their ids, that have f32 results on the way to a cast."""
-    calls = Counter(_called(program))
+def _marked(program: _jax.Program, scopes: str) -> set[int]:
+    """The ids of casts of parameters' gradients, and of what computes these."""
     found: set[int] = set()
-    for tree in _gradients(program, ""):
-        # A jitted function that others call, too, has one result for all of them.
-        jitted = Counter(id(each.params["jaxpr"]) for each in tree if _jax.is_jit(each))
-        if all(calls[function] == times for function, times in jitted.items()):
-            found.update(id(each) for each in tree if not _jax.is_jit(each))
-    return found
-
-
-def _called(program: _jax.Program) -> Iterator[int]:
-    for equation in _jax.equations(program):
-        if _jax.is_jit(equation):
-            yield id(equation.params["jaxpr"])
-        for inner in _jax.inner_programs(equation):
-            yield from _called(inner)
-
-
-def _gradients(program: _jax.Program, scopes: str) -> Iterator[list[_jax.Equation]]:
-    """For each cast of a parameter's gradient, the cast and what computes it."""
-    sums = _Sums(program)
+    sums = _Sums(program, found)
     for equation in _jax.equations(program):
         path = f"{scopes}/{_jax.name_scopes(equation)}"
-        if _casts_gradient(equation, path) and (tree := sums.of(equation.invars[0])):
-            yield [equation, *tree]
+        if _casts_gradient(equation, path) and sums.mark(equation.invars[0]):
+            found.add(id(equation))
         for inner in _jax.inner_programs(equation):
-            yield from _gradients(inner, path)
+            found |= _marked(inner, path)
+    return found
 
 
 def _casts_gradient(equation: _jax.Equation, scopes: str) -> bool:
@@ -163,32 +199,69 @@ def _casts_gradient(equation: _jax.Equation, scopes: str) -> bool:
 
 
 class _Sums:
-    """Finds the sums of which the variables of a program are made."""
+    """Finds the sums of which variables of a program are made.
 
-    def __init__(self, program: _jax.Program) -> None:
+    Args:
+      program: The program.
+      found: The ids of the equations from sums to variables are added to it.
+      mark_input: Marks what makes an input, for a program that is called.
+    """
+
+    def __init__(
+        self,
+        program: _jax.Program,
+        found: set[int],
+        mark_input: Callable[[int, frozenset[str]], bool] = lambda *_: False,
+    ) -> None:
         equations = _jax.equations(program)
         self._makers = {var: each for each in equations for var in each.outvars}
-        self._uses = rewriting.use_counts(program)
+        self._inputs = {var: n for n, var in enumerate(_jax.inputs(program))}
+        self._found, self._mark_input = found, mark_input
+        self._marks: dict[tuple[_jax.Atom, frozenset[str]], bool] = {}
 
-    def of(self, atom: _jax.Atom) -> list[_jax.Equation]:
-        """The equations from sums to a variable; none if it is not made of sums.
+    def mark(self, atom: _jax.Atom, ends: frozenset[str] = _ENDS) -> bool:
+        """Mark the equations from sums to a variable; whether there are any.
 
-        What something else reads, too, is left as it is.
+        Args:
+          atom: The variable.
+          ends: The primitives that count as sums.
         """
-        maker = None if isinstance(atom, _jax.Literal) else self._makers.get(atom)
-        if maker is None or self._uses[atom] > 1 or len(maker.outvars) > 1:
-            return []
-        name = maker.primitive.name
-        if name in CONTRACTIONS or name in _SUMS:
-            return [maker]
+        if isinstance(atom, _jax.Literal) or not _is_narrow(atom):
+            return False
+        if (atom, ends) not in self._marks:
+            self._marks[atom, ends] = self._is_made_of_sums(atom, ends)
+        return self._marks[atom, ends]
+
+    def _is_made_of_sums(self, atom: _jax.Atom, ends: frozenset[str]) -> bool:
+        if atom in self._inputs:
+            return self._mark_input(self._inputs[atom], ends)
+        maker = self._makers.get(atom)
+        if maker is None or not self._leads_to_sums(maker, atom, ends):
+            return False
+        self._found.add(id(maker))
+        return True
+
+    def _leads_to_sums(
+        self, maker: _jax.Equation, atom: _jax.Atom, ends: frozenset[str]
+    ) -> bool:
+        name, operands = maker.primitive.name, maker.invars
+        if name in CALLS:
+            (inner,) = _jax.inner_programs(maker)
+            output = _jax.outputs(inner)[maker.outvars.index(atom)]
+            return self._inside(maker, inner).mark(output, ends)
         if name == _CAST:  # from f32: not rounding it is all there is to do
-            return [] if _is_narrow(maker.invars[0]) else [maker]
-        if _jax.is_jit(maker):
-            inner = maker.params["jaxpr"]
-            tree = _Sums(inner).of(_jax.outputs(inner)[0])
-        elif name in _BETWEEN:
-            narrow = filter(_is_narrow, maker.invars)
-            tree = [each for operand in narrow for each in self.of(operand)]
-        else:
-            return []
-        return [maker, *tree] if tree else []
+            return name in ends and not _is_narrow(operands[0])
+        if name in _SUMS:  # a sum may be made in steps, such as of a reshaped array
+            _ = [self.mark(each, _SUMS) for each in operands]
+            return True
+        if name in _BETWEEN:
+            marks = [self.mark(each, ends) for each in operands]
+            return any(marks)
+        return name in ends
+
+    def _inside(self, call: _jax.Equation, inner: _jax.Program) -> "_Sums":
+        if not _jax.is_jit(call):
+            return _Sums(inner, self._found)
+        return _Sums(
+            inner, self._found, lambda n, ends: self.mark(call.invars[n], ends)
+        )
