@@ -16,7 +16,7 @@ from tessera import scope
 from tessera.errors import SettingValueError, did_you_mean
 from tessera.object_arguments import is_object
 from tessera.object_arguments import remat as remat_with_objects
-from tessera.primitive_properties import MATMULS
+from tessera.primitive_properties import CUDNN_ATTENTION, MATMULS
 from tessera.tree import partition
 
 NONE: Final = "none"
@@ -33,12 +33,15 @@ def save_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
     """
     if primitive.name == "name":
         return params.get("name") == ATTENTION_RESIDUALS
-    return primitive.name in MATMULS
+    return primitive.name in MATMULS | CUDNN_ATTENTION
 
 
 def save_named(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy that saves what ``jax.ad_checkpoint.checkpoint_name`` names."""
-    return primitive.name == "name"
+    """A policy that saves what ``jax.ad_checkpoint.checkpoint_name`` names.
+
+    Of cuDNN's attention it saves the residuals, which JAX gives no name.
+    """
+    return primitive.name == "name" or primitive.name in CUDNN_ATTENTION
 
 
 POLICIES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(

@@ -6,6 +6,8 @@ square of the sequence, and slower than the kernels that need none. Of packed ro
 takes the first token and the length of each segment.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -18,10 +20,11 @@ from tessera.scope import FALLBACK
 
 # Attention needs Ampere, heads wider than 128 need Hopper.
 _AMPERE, _HOPPER = (8, 0), (9, 0)
-# How many segments a row may have. cuDNN schedules tiles for as many rows, of which
-# those of segments that do not exist return at once, and stores a number for each query
-# of each: with 64, as much as queries of 128 numbers take.
-MAX_SEGMENTS = 64
+# How many segments a row may have: this many, or one for each so many tokens. cuDNN
+# schedules tiles for as many rows, of which those of segments that do not exist return
+# at once, and stores a number for each query of each: with 64, as much as queries of
+# 128 numbers take.
+MAX_SEGMENTS, _SEGMENT_TOKENS = 64, 128
 
 
 def unsupported_reason(
@@ -56,6 +59,11 @@ def unsupported_reason(
     return None
 
 
+def max_segments(length: int) -> int:
+    """How many segments a row of a length may have; with more, XLA computes it."""
+    return min(MAX_SEGMENTS, max(16, length // _SEGMENT_TOKENS))
+
+
 def attend(operands: Operands, options: Options) -> Array:
     """The output of the queries: ``[B, H, S, D]``."""
     if operands.query_segments is not None:
@@ -81,7 +89,7 @@ def _attend_packed(operands: Operands, options: Options) -> Array:
     The ids decide at run time: segments that cuDNN is not told of would be wrong.
     """
     assert operands.query_segments is not None
-    segments = Segments.of(operands.query_segments, MAX_SEGMENTS)
+    segments = Segments.of(operands.query_segments, max_segments(operands.q.shape[2]))
 
     def by_cudnn(operands: Operands) -> Array:
         q, k, v = operands[:3]
@@ -102,9 +110,11 @@ def _attend_packed(operands: Operands, options: Options) -> Array:
         return jnp.swapaxes(out, 1, 2)
 
     # JAX saves the residuals of both branches: of this one there are none.
+    unsaved = replace(options, saves_residuals=False)
+
     @jax.checkpoint
     def blocks(operands: Operands) -> Array:
-        return xla.attend(operands, options)
+        return xla.attend(operands, unsaved)
 
     def by_xla(operands: Operands) -> Array:
         with jax.named_scope(FALLBACK):

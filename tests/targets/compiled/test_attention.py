@@ -84,7 +84,7 @@ def test_packed_rows_use_cudnn(target, width, window):
     calls = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
     assert custom_calls(compiled) == calls
     text = compiled.as_text()
-    assert '"max_seg_per_batch": 64' in text
+    assert '"max_seg_per_batch": 32' in text
     assert f'"sliding_window_length": {window or 0}' in text
     # Where cuDNN cannot, XLA computes: the memory is of both.
     blocks = attention(target, width, "xla", window, packed=True).memory

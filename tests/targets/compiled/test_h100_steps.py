@@ -148,6 +148,13 @@ def test_saved_matmuls_stay_on_their_devices():
     assert all(row.nbytes <= 4 * DEVICES * ROWS * HEADS * LENGTH for row in gathers)
 
 
+def test_saved_attention_is_computed_once():
+    calls = re.findall(
+        r'"__cudnn\$fmhaSoftmax(Backward)?"', trainer_step(H100, "dots").as_text()
+    )
+    assert calls.count("") == calls.count("Backward") > 0
+
+
 def test_an_offloaded_optimizer_is_in_the_memory_of_the_host():
     compiled = trainer_step(H100, "offload")
     assert host_argument_bytes(compiled) >= 2 * 4 * NUM_PARAMETERS

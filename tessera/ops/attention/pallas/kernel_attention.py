@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from tessera._jax_traces import HAS_MOSAIC_GPU_KERNELS
 from tessera.ops.attention.blockwise import (
@@ -23,6 +24,7 @@ from tessera.ops.attention.pallas.block_sizes import (
     padded_width,
 )
 from tessera.ops.attention.pallas.mask_rules import Rules
+from tessera.ops.rematerialization import ATTENTION_RESIDUALS
 
 _HOPPER = (9, 0)
 
@@ -82,7 +84,8 @@ def _forward(plan: _Plan, q: Array, k: Array, v: Array) -> Any:
     results = forward(operands, rules, kernel.forward, kernel.interpret)
     out, lse = (varying_as(q, x) for x in results)
     length, width = q.shape[2:]
-    out, lse = out[:, :, :length, :width], lse[:, :, :length]
+    out = checkpoint_name(out[:, :, :length, :width], ATTENTION_RESIDUALS)
+    lse = checkpoint_name(lse[:, :, :length], ATTENTION_RESIDUALS)
     return out, (q, k, v, out, lse)
 
 
