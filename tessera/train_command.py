@@ -2,7 +2,8 @@
 """``tessera train``, and ``run_training.py``: training, with a planned layout if asked.
 
 The trainer does not know the planner, which is made of its settings and its step. So
-``model.mesh_shape=auto`` is replaced here, before the trainer reads the command line.
+``model.mesh_shape=auto`` and ``training.remat=auto`` are replaced here, before the
+trainer reads the command line.
 """
 
 import json
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-_AUTO = "model.mesh_shape=auto"
+_AUTO = {"model.mesh_shape=auto", "training.remat=auto"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,10 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tessera.training.main import main as train
 
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if _AUTO not in words:
+    if _AUTO.isdisjoint(words):
         return train(words)
     done = subprocess.run(
-        [sys.executable, "-m", "tessera.planner.auto_mesh"],
+        [sys.executable, "-m", "tessera.planner.auto_layout"],
         input=json.dumps(words),
         stdout=subprocess.PIPE,
         text=True,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``model.mesh_shape=auto``: a layout for the devices of a run, chosen at its start.
+"""``model.mesh_shape=auto`` and ``training.remat=auto``, chosen at the start of a run.
 
 What is chosen becomes part of the command line, so ``config.yaml`` has it as if it had
 been written. A run that goes on from a folder keeps the layout of that folder, and on
 another number of devices its global batch.
 
-``python -m tessera.planner.auto_mesh`` does it in a process of its own: planning starts
-JAX, and the trainer decides how JAX starts in its process.
+``python -m tessera.planner.auto_layout`` does it in a process of its own: planning
+starts JAX, and the trainer decides how JAX starts in its process.
 """
 
 import json
@@ -23,6 +23,8 @@ import yaml
 
 from tessera.errors import TargetError, TesseraError
 from tessera.planner.answer import Answer, describe
+from tessera.planner.auto_remat import AUTO as AUTO_REMAT
+from tessera.planner.auto_remat import choose_remat
 from tessera.planner.plan_run import plan_run
 from tessera.planner.search import Candidate
 from tessera.runtime.cluster import detect
@@ -57,12 +59,13 @@ _PROBE: Final = (
 )
 
 
-def with_mesh(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line with a layout in the place of ``model.mesh_shape=auto``.
+def with_layout(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line with settings in the place of ``auto``.
 
     Args:
-      words: Of ``tessera train``. Without ``runtime.target`` the layout is for the
-        devices of this machine.
+      words: Of ``tessera train``, with ``training.remat=auto`` for the policy alone, or
+        with ``model.mesh_shape=auto`` for every setting of the layout that is not set.
+        Without ``runtime.target`` they are for the devices of this machine.
 
     Returns:
       The command line, and lines that say what was chosen and why.
@@ -72,11 +75,20 @@ def with_mesh(words: Sequence[str]) -> tuple[list[str], list[str]]:
         several processes and names no target.
       PlanError: [T714] no layout is legal, or none fits.
     """
-    given = [word for word in words if word != AUTO]
+    if AUTO in words:
+        return _with_mesh([word for word in words if word not in (AUTO, AUTO_REMAT)])
+    asked = _without(words, "training.remat", *_OF_TARGET)
+    policy, note = choose_remat(asked, Target.parse(_target(words)))
+    line = [
+        f"training.remat={policy}" if word == AUTO_REMAT else word
+        for word in _to_run(words)
+    ]
+    return line, [note]
+
+
+def _with_mesh(given: Sequence[str]) -> tuple[list[str], list[str]]:
     target, run = _target(given), _RecordedRun.find(given)
-    # A run is on what is here; a dry run keeps its target.
-    is_dry = "training.dry_run=true" in given
-    line = given if is_dry else _without(given, *_OF_TARGET)
+    line = _to_run(given)
     if run is not None and run.fits(Target.parse(target)):
         layout = _without(run.overrides(), *map(_key, given))
         return [*line, *layout], [f"the layout is that of the run in {run.folder}"]
@@ -91,6 +103,12 @@ def with_mesh(words: Sequence[str]) -> tuple[list[str], list[str]]:
     text = answer.as_text(rows=3).rpartition("\n\n")[0]
     chosen = f"{AUTO} chose {describe(best.layout)}, {reason}"
     return [*line, *overrides], [chosen, *text.splitlines()]
+
+
+def _to_run(words: Sequence[str]) -> list[str]:
+    """The words of a run: it is on what is here, and a dry run keeps its target."""
+    is_dry = "training.dry_run=true" in words
+    return list(words) if is_dry else _without(words, *_OF_TARGET)
 
 
 def _safest(answer: Answer) -> tuple[Candidate, str]:
@@ -229,7 +247,7 @@ def main() -> int:
     words = json.loads(sys.stdin.read())
     prepare_devices(1, "cpu")
     try:
-        found = with_mesh(words)
+        found = with_layout(words)
     except TesseraError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

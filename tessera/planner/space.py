@@ -19,7 +19,9 @@ AXES: Final = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 MOST_MICROBATCHES: Final = 16
 """Microbatches for each stage of a pipeline, at which its bubble is 6 % of a step."""
 
-_REMAT: Final = ("none", "dots", "named", "full")
+REMAT: Final = ("none", "dots", "named", "full")
+"""Policies of rematerialization, from the one that keeps most."""
+
 _CHUNKS: Final = (2, 4)
 _SMALL_LOSS_CHUNK: Final = 256
 
@@ -145,7 +147,7 @@ class Space:
     def _remat(self) -> Sequence[Any]:
         if "training.remat" in self.pinned:
             return [self.config.training.remat]
-        return _REMAT
+        return REMAT
 
     def _zero_stages(self, sizes: dict[str, int]) -> Collection[int]:
         if "training.zero_stage" in self.pinned or sizes.get("dp", 1) == 1:

@@ -74,7 +74,8 @@ class TrainingConfig:
         value, attention, gate and up; dots the results of all matmuls, none everything
         but element-wise values, full nothing; other names are policies of
         jax.checkpoint_policies. A list has one for each layer, {global full,
-        local none} one for each kind of layer.
+        local none} one for each kind of layer. On a command line auto is the first of
+        none, dots, named and full that surely fits the devices.
       loss_chunk: Of how many tokens each device makes logits at a time, for the loss
         and its gradient; auto chooses by their bytes, none makes all of them at once,
         as auto does with deterministic numerics.

@@ -14,8 +14,8 @@ import yaml
 
 from tessera.config_files import configs_dir
 from tessera.errors import PlanError, TargetError
-from tessera.planner import auto_mesh
-from tessera.planner.auto_mesh import AUTO, with_mesh
+from tessera.planner import auto_layout
+from tessera.planner.auto_layout import AUTO, with_layout
 from tessera.planner.memory_model import MARGIN
 from tessera.planner.plan_run import plan_run
 from tessera.training.command_line import compose
@@ -39,7 +39,7 @@ def settings(words):
 
 
 def test_a_layout_takes_the_place_of_auto():
-    words, notes = with_mesh([*WORDS, TARGET])
+    words, notes = with_layout([*WORDS, TARGET])
     assert AUTO not in words
     assert TARGET not in words  # the run is on what is here
     sizes, _ = settings(words).model.mesh_shape
@@ -49,17 +49,17 @@ def test_a_layout_takes_the_place_of_auto():
 
 
 def test_a_dry_run_keeps_its_target():
-    words, _ = with_mesh([*WORDS, TARGET, "training.dry_run=true"])
+    words, _ = with_layout([*WORDS, TARGET, "training.dry_run=true"])
     assert TARGET in words
 
 
 def test_what_is_written_is_kept():
-    words, _ = with_mesh([*WORDS, TARGET, "training.remat=full"])
+    words, _ = with_layout([*WORDS, TARGET, "training.remat=full"])
     assert settings(words).training.remat == "full"
 
 
 def test_without_a_global_batch_all_devices_have_a_microbatch():
-    words, _ = with_mesh([*WORDS[:3], TARGET, "training.micro_batch_size=3"])
+    words, _ = with_layout([*WORDS[:3], TARGET, "training.micro_batch_size=3"])
     assert settings(words).training.global_batch_size == 6
 
 
@@ -76,7 +76,7 @@ def record(folder, *words):
 def test_a_run_that_resumes_keeps_its_layout(tmp_path, place, given):
     recorded = record(tmp_path, "training.remat=dots")
     resume = f"training.resume={tmp_path / place}"
-    words, notes = with_mesh([*given, TARGET, resume])
+    words, notes = with_layout([*given, TARGET, resume])
     found = settings([word for word in words if word != resume])
     assert found.model.mesh_shape == recorded.model.mesh_shape
     assert found.training == recorded.training
@@ -86,7 +86,7 @@ def test_a_run_that_resumes_keeps_its_layout(tmp_path, place, given):
 def test_a_run_that_resumes_takes_what_is_written(tmp_path):
     record(tmp_path, "training.remat=dots")
     resume = f"training.resume={tmp_path}"
-    words, _ = with_mesh([*WORDS, TARGET, resume, "training.remat=full"])
+    words, _ = with_layout([*WORDS, TARGET, resume, "training.remat=full"])
     found = settings([word for word in words if word != resume])
     assert found.training.remat == "full"
 
@@ -94,7 +94,7 @@ def test_a_run_that_resumes_takes_what_is_written(tmp_path):
 def test_on_other_devices_a_run_resumes_with_another_layout(tmp_path):
     recorded = record(tmp_path)
     resume = f"training.resume={tmp_path}"
-    words, notes = with_mesh([*WORDS[:3], "runtime.target=cpu:4", resume])
+    words, notes = with_layout([*WORDS[:3], "runtime.target=cpu:4", resume])
     found = settings([word for word in words if word != resume])
     assert math.prod(found.model.mesh_shape[0]) == 4
     total = recorded.training.global_batch_size
@@ -106,14 +106,14 @@ def test_the_batch_of_a_run_without_a_global_one_is_that_of_its_groups(tmp_path)
     batch = ["training.global_batch_size=null", "training.micro_batch_size=3"]
     mesh = "model.mesh_shape=[[2,2],[fsdp,tp]]"
     record(tmp_path, *batch, mesh, "training.gradient_accumulation_steps=2")
-    run = auto_mesh._RecordedRun.find([f"training.resume={tmp_path}"])
+    run = auto_layout._RecordedRun.find([f"training.resume={tmp_path}"])
     assert run.global_batch_size == 12
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "model: 3", "a: b: c", "model: {}"])
 def test_a_file_that_is_no_record_of_a_run_is_left_to_the_trainer(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
-    assert auto_mesh._RecordedRun.find([f"training.resume={tmp_path}"]) is None
+    assert auto_layout._RecordedRun.find([f"training.resume={tmp_path}"]) is None
 
 
 def test_resuming_from_the_own_folder_reads_no_other(tmp_path, monkeypatch):
@@ -121,12 +121,12 @@ def test_resuming_from_the_own_folder_reads_no_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record(tmp_path)
     for own in ([], [f"hydra.run.dir={tmp_path / 'new'}"]):
-        assert auto_mesh._RecordedRun.find(["training.resume=auto", *own]) is None
+        assert auto_layout._RecordedRun.find(["training.resume=auto", *own]) is None
 
 
 def test_where_no_layout_is_safe_the_smallest_is_taken(monkeypatch):
     monkeypatch.setitem(MARGIN, "cpu", 1e9)
-    words, notes = with_mesh([*WORDS, TARGET])
+    words, notes = with_layout([*WORDS, TARGET])
     answer = plan_run([*WORDS[1:], TARGET], verified=0)
     smallest = min(answer.ranked, key=lambda each: each.prediction.memory_bytes)
     assert {*smallest.layout.overrides()} <= {*words}
@@ -144,16 +144,16 @@ def test_a_run_of_several_processes_names_its_devices(monkeypatch, variables, wo
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(TargetError) as caught:
-        with_mesh([*WORDS, *words])
+        with_layout([*WORDS, *words])
     assert "without runtime.target" in caught.value.got
     assert "runtime.target=h100:2x8" in caught.value.fix
 
 
 def test_devices_without_a_file_are_refused(monkeypatch):
     probe = 'print(\'["gpu", "Abacus 9", 1, [[]]]\')'
-    monkeypatch.setattr(auto_mesh, "_PROBE", probe)
+    monkeypatch.setattr(auto_layout, "_PROBE", probe)
     with pytest.raises(TargetError) as caught:
-        with_mesh(WORDS)
+        with_layout(WORDS)
     assert "no target has devices of the kind 'Abacus 9'" in str(caught.value)
     assert "tessera calibrate" in str(caught.value)
 
@@ -165,14 +165,14 @@ def test_devices_become_a_target(monkeypatch):
             "v5e:2x2"
         ),
     }.items():
-        monkeypatch.setattr(auto_mesh, "_PROBE", f"print({found!r})")
-        assert auto_mesh._devices_here() == target
+        monkeypatch.setattr(auto_layout, "_PROBE", f"print({found!r})")
+        assert auto_layout._devices_here() == target
 
 
 def test_an_error_is_that_of_the_planner(monkeypatch, capsys):
     words = [*WORDS[:3], "training.global_batch_size=5", "runtime.target=cpu:7"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(words)))
-    assert auto_mesh.main() == PlanError("").exit_code
+    assert auto_layout.main() == PlanError("").exit_code
     assert "[T714] no layout on cpu:7 is legal" in capsys.readouterr().err
 
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``training.remat=auto``: the policy that keeps most of those that surely fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from tessera.config_files import configs_dir
+from tessera.errors import TesseraError
+from tessera.planner.auto_layout import with_layout
+from tessera.planner.auto_remat import AUTO, choose_remat
+from tessera.planner.layout import Layout
+from tessera.planner.memory_model import MARGIN
+from tessera.planner.space import REMAT
+from tessera.planner.step_time import StepModel
+from tessera.targets.target import Target
+from tessera.training.command_line import compose
+
+MESH = "model.mesh_shape=[[2,-1],[fsdp,tp]]"
+WORDS = [MESH, "data=synthetic", "training.micro_batch_size=8"]
+TARGET = "h100:1x4"
+
+
+def predicted():
+    """Bytes of a device by policy, for the mesh that ``WORDS`` mean there."""
+    known = [WORDS[0].replace("-1", "2"), *WORDS[1:], "training.dry_run=true"]
+    config = compose([*known, f"runtime.target={TARGET}"], configs_dir()).config
+    model = StepModel.of(config, Target.parse(TARGET))
+    layout = Layout.of(config)
+    return [model.memory(replace(layout, remat=each)).total for each in REMAT]
+
+
+def with_memory(nbytes):
+    target = Target.parse(TARGET)
+    return replace(
+        target, machine=replace(target.machine, memory_bytes=int(nbytes) + 1)
+    )
+
+
+def test_the_first_policy_that_surely_fits_is_chosen():
+    sizes = predicted()
+    assert sizes == sorted(sizes, reverse=True)
+    for policy, nbytes in zip(REMAT, sizes, strict=True):
+        chosen, note = choose_remat(WORDS, with_memory(nbytes * MARGIN["gpu"]))
+        assert chosen == policy
+        assert f"chose {policy}, which keeps most of those that surely fit" in note
+
+
+def test_where_none_surely_fits_the_smallest_is_chosen():
+    chosen, note = choose_remat(WORDS, with_memory(2**20))
+    assert chosen == "full"
+    assert "keeps least, and does not surely fit 1.0 MiB" in note
+
+
+def test_the_policy_takes_the_place_of_auto():
+    target = f"runtime.target={TARGET}"
+    words, notes = with_layout([*WORDS, AUTO, target, "training.dry_run=true"])
+    assert words == [*WORDS, "training.remat=none", target, "training.dry_run=true"]
+    assert notes[0].startswith("training.remat=auto chose none")
+
+
+def test_a_run_is_on_the_devices_that_are_here():
+    words, _ = with_layout([AUTO, *WORDS, f"runtime.target={TARGET}"])
+    assert words == ["training.remat=none", *WORDS]
+
+
+def test_a_planned_layout_has_a_policy_of_its_own():
+    words = ["model.mesh_shape=auto", AUTO, *WORDS[1:], "runtime.target=cpu:1"]
+    assert AUTO not in with_layout(words)[0]
+
+
+def test_bad_settings_are_refused_as_those_of_a_run():
+    with pytest.raises(TesseraError) as caught:
+        with_layout([AUTO, "model.mesh_shape=[[3],[fsdp,tp]]", "runtime.target=cpu:1"])
+    assert caught.value.code == "T502"
