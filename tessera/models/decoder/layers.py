@@ -8,7 +8,7 @@ Shape suffixes: B batch, S query position, T key position, D d_model, F mlp, H q
 heads, G key/value heads, K head_dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -144,10 +144,7 @@ class Projection(nnx.Module):
             uniform = jax.nn.initializers.variance_scaling(
                 *(1 / 3, "fan_in", "uniform", tuple(range(1, first)), first, 0)
             )
-            self.gathered = tuple(
-                tuple(None if name == "embed" else name for name in dims)
-                for dims in (inputs | rank, rank | outputs)
-            )
+            self.lora_dims = (*inputs, "lora_rank"), ("lora_rank", *outputs)
             # A key of its own: the weights are those of the model without adapters.
             key = jax.random.fold_in(key, 1)
             self.lora_a = new(uniform, key, layers | inputs | rank, nnx.LoRAParam)
@@ -158,13 +155,20 @@ class Projection(nnx.Module):
     ) -> Float[Array, "batch seq ..."]:
         """``x`` with its trailing dims replaced by the output dims."""
         kernel = place.cast(self.kernel[...], *self.dims)
-        y = jnp.tensordot(x, kernel, axes=self.num_inputs)
+
+        def product(x: Array, kernel: Array) -> Array:
+            # Once for all uses: XLA for TPUs would gather it for each of them.
+            whole = place.constrain(kernel, *_gathered(self.dims))
+            return jnp.tensordot(x, whole, axes=self.num_inputs)
+
+        # A backward pass gathers it again, whatever else it keeps.
+        y = (recomputed(product) if place.size("embed") > 1 else product)(x, kernel)
         if self.scale is not None:
             # Gathered along fsdp as W is: XLA would permute matrices so small.
             a, b = (
-                place.constrain(cast_parameter(factor[...], x.dtype), *names)
-                for factor, names in zip(
-                    (self.lora_a, self.lora_b), self.gathered, strict=True
+                place.constrain(cast_parameter(factor[...], x.dtype), *_gathered(dims))
+                for factor, dims in zip(
+                    (self.lora_a, self.lora_b), self.lora_dims, strict=True
                 )
             )
             low = self.scale * jnp.tensordot(x, a, axes=self.num_inputs)
@@ -173,6 +177,11 @@ class Projection(nnx.Module):
         if hasattr(self, "bias"):
             y = y + cast_parameter(self.bias[...], y.dtype)
         return y
+
+
+def _gathered(dims: Iterable[str]) -> tuple[str | None, ...]:
+    """Dims of a parameter that is gathered along fsdp."""
+    return tuple(None if name == "embed" else name for name in dims)
 
 
 def rotate(
