@@ -43,6 +43,7 @@ class ModelOptions:
       pipeline_chunks: Virtual stages of each device of ``pp``.
       loss_chunk: Tokens whose logits are computed at a time.
       dtype: Dtype of activations; None is that of the parameters.
+      fp8: Whether the projections of blocks multiply 8-bit operands.
     """
 
     sequence_parallel: bool = False
@@ -51,6 +52,7 @@ class ModelOptions:
     pipeline_chunks: int = 1
     loss_chunk: int | str = "auto"
     dtype: str | None = None
+    fp8: bool = False
 
 
 class ModelDefinition(ABC):

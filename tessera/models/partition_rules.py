@@ -39,6 +39,7 @@ class Placement:
         ``all_to_all``.
       dtype: Dtype of activations, to which parameters are cast where they are used;
         None is that of the parameters.
+      fp8: Whether the projections of blocks multiply 8-bit operands.
 
     Example:
       >>> from tessera.mesh import Mesh
@@ -51,6 +52,7 @@ class Placement:
     vmapped_axes: frozenset[str] = frozenset()
     context_parallel: Method = "ring"
     dtype: str | None = None
+    fp8: bool = False
 
     def axes(self, name: str) -> tuple[str, ...]:
         """The mesh axes that shard a logical dim, outermost first.

@@ -158,6 +158,7 @@ class RegisteredDefinition(ModelDefinition):
             "model.context_parallel": options.context_parallel != "ring",
             "training.remat": not has_blocks and options.remat != default.remat,
             "training.loss_chunk": isinstance(options.loss_chunk, int),
+            "training.mixed_precision=fp8": options.fp8,
         }
         lacking = [name for name, is_set in values.items() if is_set]
         lacking += [f"mesh axis {a!r}" for a in mesh.axes if a not in axes]

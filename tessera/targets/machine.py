@@ -26,6 +26,7 @@ HOST_BANDWIDTH: Final = 2.4e10
 _EFFICIENCIES: Final = ("matmul", "attention", "memory", "overlap")
 _OVERHEADS: Final = ("operation", "step", "allocation")
 _RATES: Final = ("bfloat16", "float32", "elementwise")
+_FP8: Final = "float8"  # of machines that have it
 # Names and switches, which have no source.
 _NO_FIGURES: Final = ("name", "compiler", "device_kinds", "topology", "chip_config")
 
@@ -65,8 +66,9 @@ class Machine:
       device_kinds: JAX's names of the device, ``jax.devices()[0].device_kind``.
       memory_bytes: Memory of one device.
       memory_bandwidth: Bytes/s between a device and its memory.
-      flops: Peak FLOP/s of dense matmuls, by dtype: ``bfloat16`` and ``float32``; and
-        of other operations, ``elementwise``.
+      flops: Peak FLOP/s of dense matmuls, by dtype: ``bfloat16``, ``float32``, and
+        ``float8`` where the devices have such; and of other operations,
+        ``elementwise``.
       links: The levels of links, fastest first.
       efficiency: Shares of the peaks that good kernels reach on large operands:
         ``matmul``, ``attention`` and ``memory``; and ``overlap``, the share of the time
@@ -118,6 +120,11 @@ class Machine:
     def is_torus(self) -> bool:
         """Whether devices have links to their neighbors alone, as in a TPU slice."""
         return bool(self.largest_torus)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether devices multiply 8-bit floating-point numbers; CPUs simulate it."""
+        return self.compiler == "cpu" or _FP8 in self.flops
 
     def peak(self, dtype: str) -> float | None:
         """Peak FLOP/s of matmuls of a dtype by NumPy's name; None where unknown."""
@@ -225,7 +232,8 @@ def _figure_problems(values: Mapping[str, Any]) -> Iterator[str]:
         "overhead": _OVERHEADS,
     }.items():
         numbers = values.get(key, {})
-        if not isinstance(numbers, dict) or set(numbers) != set(names):
+        optional = {_FP8} if key == "flops" else set()
+        if not isinstance(numbers, dict) or {*numbers} - optional != {*names}:
             yield f"{key} has the keys {', '.join(names)}"
         elif not all(_is_rate(key, number) for number in numbers.values()):
             yield f"{key} has numbers above 0" + ", or 0" * (key == "overhead")

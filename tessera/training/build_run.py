@@ -32,7 +32,7 @@ from tessera.training.config import Config, data_parallel_groups
 from tessera.training.data import Corpus, load
 from tessera.training.data.vocabulary import check_tokens
 from tessera.training.deterministic_numerics import check_accelerator
-from tessera.training.device_checks import check_compilable, check_state_fits
+from tessera.training.device_checks import check_compilable, check_fp8, check_state_fits
 from tessera.training.host_data_sharding import HostShard
 from tessera.training.layout_checks import build_model
 from tessera.training.optimizers import make_optimizer
@@ -274,7 +274,8 @@ class Run:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
           ShardDivisibilityError: [T201] a parameter cannot be split over its axes.
           HostMemoryError: [T703] there is no host memory to offload to.
-          SettingConflictError: [T507] numerics cannot be deterministic here.
+          SettingConflictError: [T507] numerics cannot be deterministic here, or the
+            devices have no fp8.
           BatchSizeError: [T503] a microbatch cannot be cut into its microshards.
           WeightFileError: [T805] the file to begin with has other parameters.
           DeviceCountError: [T702] the mesh has too many devices to compile for here.
@@ -286,6 +287,8 @@ class Run:
         if self.config.training.numerics == "deterministic":
             check_accelerator()
         check_compilable(self.mesh)
+        if self.config.training.precision.fp8:
+            check_fp8(self.mesh)
         self.model.layouts(self.mesh)
         if self.config.training.init_from is not None:
             check_weights(self.config.training.init_from, self.model)

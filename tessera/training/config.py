@@ -313,6 +313,7 @@ class Config:
             pipeline_chunks=self.training.pipeline_chunks,
             loss_chunk=self.training.loss_chunk,
             dtype=self.training.precision.activations,
+            fp8=self.training.precision.fp8,
         )
 
     def rows_per_microbatch(self, mesh: "Mesh") -> int:

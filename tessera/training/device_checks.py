@@ -7,8 +7,13 @@ from typing import Any
 from tessera import _jax
 from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
-from tessera.errors import DeviceCountError, DeviceMemoryError
+from tessera.errors import (
+    DeviceCountError,
+    DeviceMemoryError,
+    SettingConflictError,
+)
 from tessera.mesh import Mesh
+from tessera.targets.machine import machine_of_kind
 
 
 def check_compilable(mesh: Mesh) -> None:
@@ -28,6 +33,26 @@ def check_compilable(mesh: Mesh) -> None:
             got=f"{mesh.topology}: {mesh.size} devices, and CPU devices stand in for "
             f"{_jax.MOST_CPU_DEVICES} at most",
             fix="use a smaller mesh, or run it where the devices are",
+        )
+
+
+def check_fp8(mesh: Mesh) -> None:
+    """Check that devices multiply 8-bit numbers, as far as their kind is known.
+
+    Raises:
+      SettingConflictError: [T507] the compiler would cast them to 16 bits.
+    """
+    if mesh.target is not None:
+        found = mesh.target.machine
+    elif mesh.is_abstract:
+        return
+    else:
+        found = machine_of_kind(mesh.jax.devices.flat[0].device_kind)
+    if found is not None and not found.has_fp8:
+        raise SettingConflictError(
+            f"{found.device_kind} has no matmuls of 8-bit floating-point numbers",
+            got=f"training.mixed_precision=fp8 on {found.name}",
+            fix="use training.mixed_precision=bf16",
         )
 
 

@@ -6,12 +6,14 @@ those of JMP and of PyTorch's FSDP.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final
 
 from tessera.errors import SettingValueError, did_you_mean
 
+_PARTS: Final = ("parameters", "computation", "reduction")
 _NUMPY_NAMES: Final = {"f32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_FP8: Final = "fp8"
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,14 @@ class Precision:
       reduction: Of the gradients that devices add up. Where it is not float32, all
         parameters are cast before the loss is computed, as FSDP casts them; the rows
         of an embedding and microbatches are added up in float32 all the same.
+      fp8: Whether the projections of blocks multiply 8-bit operands; activations are
+        bfloat16 then.
     """
 
     parameters: str = "float32"
     computation: str = "float32"
     reduction: str = "float32"
+    fp8: bool = False
 
     @property
     def reduces_narrow(self) -> bool:
@@ -43,15 +48,12 @@ class Precision:
         return None if self.computation == self.parameters else self.computation
 
 
-_PARTS: Final = tuple(field.name for field in fields(Precision))
-
-
 def precision_of(setting: Any) -> Precision:
     """The policy that ``training.mixed_precision`` names.
 
     Args:
-      setting: ``f32``, ``bf16`` or ``fp16``, the dtype of computation; or a mapping
-        with some of the parts.
+      setting: ``f32``, ``bf16``, ``fp16`` or ``fp8``, the dtype of computation; or a
+        mapping with some of the parts.
 
     Raises:
       SettingValueError: [T502] there is no such part or dtype.
@@ -61,12 +63,19 @@ def precision_of(setting: Any) -> Precision:
       Precision(parameters='float32', computation='bfloat16', reduction='float32')
     """
     parts = setting if isinstance(setting, Mapping) else {"computation": setting}
+    allowed = {
+        "parameters": ("f32",),
+        "computation": (*_NUMPY_NAMES, _FP8),
+        "reduction": tuple(_NUMPY_NAMES),
+    }
     for name, value in parts.items():
         _check(name, _PARTS, setting)
-        allowed = ("f32",) if name == "parameters" else tuple(_NUMPY_NAMES)
-        _check(value, allowed, setting)
-    policy = Precision(**{name: _NUMPY_NAMES[value] for name, value in parts.items()})
-    if policy.reduction not in ("float32", policy.computation):
+        _check(value, allowed[name], setting)
+    fp8 = parts.get("computation") == _FP8
+    names = _NUMPY_NAMES | {_FP8: "bfloat16"}
+    policy = Precision(**{part: names[parts[part]] for part in parts}, fp8=fp8)
+    own = "float32" if fp8 else policy.computation
+    if policy.reduction not in ("float32", own):
         raise SettingValueError(
             "gradients are reduced in f32 or in the dtype of computation",
             got=f"training.mixed_precision={setting}",

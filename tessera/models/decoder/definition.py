@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, cast
 
-from tessera.errors import TesseraError
+from tessera.errors import SettingConflictError, TesseraError
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.definition import DECODER, ModelDefinition, ModelOptions
 
@@ -33,13 +33,14 @@ class DecoderDefinition(ModelDefinition):
             context_parallel=cast("Method", options.context_parallel),
             remat=options.remat,
             dtype=options.dtype,
+            fp8=options.fp8,
             split=split_of(mesh, config, options.pipeline_chunks),
         )
 
     def problems(
         self, config: DecoderConfig, options: ModelOptions, mesh: "Mesh"
     ) -> Iterator[TesseraError]:
-        """T402 for heads, T502 and T507 for policies of ``remat``, T311 for stages."""
+        """T402 for heads, T311 for stages, T502 and T507 for what settings ask for."""
         from tessera.models.decoder.placement import decoder_placement
         from tessera.models.layer_scan import policies_of, policies_of_stage
         from tessera.models.pipeline_stages import split_of
@@ -57,7 +58,16 @@ class DecoderDefinition(ModelDefinition):
         def check_stages() -> None:
             split_of(mesh, config, options.pipeline_chunks)
 
-        for check in (check_heads, check_remat, check_stages):
+        def check_fp8() -> None:
+            if options.fp8 and config.num_experts:
+                raise SettingConflictError(
+                    "the matmuls of experts have no 8-bit operands",
+                    got="training.mixed_precision=fp8, "
+                    f"model.num_experts={config.num_experts}",
+                    fix="use training.mixed_precision=bf16, or a model without experts",
+                )
+
+        for check in (check_heads, check_remat, check_stages, check_fp8):
             try:
                 check()
             except TesseraError as error:

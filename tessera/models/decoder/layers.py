@@ -23,6 +23,7 @@ from tessera.models.decoder.config import DecoderConfig
 from tessera.models.decoder.rotary import Rotation
 from tessera.models.partition_rules import Placement
 from tessera.ops.activations import GATES
+from tessera.ops.fp8_matmul import fp8_tensordot
 from tessera.ops.norms import rms_norm
 from tessera.shard import ShardSpec
 
@@ -155,11 +156,12 @@ class Projection(nnx.Module):
     ) -> Float[Array, "batch seq ..."]:
         """``x`` with its trailing dims replaced by the output dims."""
         kernel = place.cast(self.kernel[...], *self.dims)
+        multiply = fp8_tensordot if place.fp8 else jnp.tensordot
 
         def product(x: Array, kernel: Array) -> Array:
             # Once for all uses: XLA for TPUs would gather it for each of them.
             whole = place.constrain(kernel, *_gathered(self.dims))
-            return jnp.tensordot(x, whole, axes=self.num_inputs)
+            return multiply(x, whole, self.num_inputs)
 
         # A backward pass gathers it again, whatever else it keeps.
         y = (recomputed(product) if place.size("embed") > 1 else product)(x, kernel)

@@ -57,6 +57,7 @@ class DecoderModel(StagedModel):
         an all-gather (arXiv 2205.05198).
       context_parallel: The attention over sequences that ``cp`` shards: ``ring`` passes
         keys and values around, ``all_to_all`` exchanges sequence shards for heads.
+      fp8: Whether the projections of blocks multiply 8-bit operands.
 
     Example:
       >>> from tessera.models.registry import config_of
@@ -68,6 +69,7 @@ class DecoderModel(StagedModel):
     config: DecoderConfig
     sequence_parallel: bool = False
     context_parallel: Method = "ring"
+    fp8: bool = False
 
     blocks = "decoder"
 
@@ -140,7 +142,7 @@ class DecoderModel(StagedModel):
             sequence_parallel=self.sequence_parallel,
             context_parallel=self.context_parallel,
         )
-        return replace(place, dtype=self.dtype)
+        return replace(place, dtype=self.dtype, fp8=self.fp8)
 
     def layout_notes(self, mesh: Mesh) -> list[str]:
         """Notes on layouts that a reader may not expect, one sentence each.
