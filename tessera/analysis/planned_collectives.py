@@ -273,7 +273,7 @@ class Reasons:
             if opcode in _STOPS:
                 return []
             every = self._flow.definitions(*operands)
-            arrays = [each for each in every if not _is_constant(each)]
+            arrays = [each for each in every if not _is_number(each)]
             return arrays if combined or len(arrays) == 1 else []
 
         return follow(self._flow.definitions(node), behind)
@@ -326,11 +326,12 @@ def _primitives(op_name: str) -> list[str]:
     return [part.rpartition("/")[2].strip("()") for part in op_name.split(":")]
 
 
-def _is_constant(node: Node) -> bool:
+def _is_number(node: Node) -> bool:
+    """Whether it is a constant, or one number for all elements, such as a scale."""
     opcode = node.instruction.opcode
     if opcode == "broadcast":
-        return _is_constant(node.operands()[0])
-    return opcode == "constant"
+        return _is_number(node.operands()[0])
+    return opcode == "constant" or not node.instruction.shapes[0].dims
 
 
 def _size(node: Node) -> int:

@@ -84,6 +84,8 @@ class DeviceWork:
             "float32" if work.matmul_dtype == "float32" else "bfloat16"
         ]
         self._matmul_rate = peak * machine.efficiency["matmul"]
+        in_layers = machine.flops.get(work.matmul_dtype, peak)
+        self._layer_rate = in_layers * machine.efficiency["matmul"]
         self._attention_rate = peak * machine.efficiency["attention"]
         self._memory_rate = machine.memory_bandwidth * machine.efficiency["memory"]
         self._tile = _TILE[machine.platform]
@@ -152,6 +154,7 @@ class DeviceWork:
     def _products(self, share: float, in_layers: bool) -> tuple[float, float]:
         """Seconds of the matmuls with parameters, forward and backward."""
         forward = backward = 0.0
+        rate = self._layer_rate if in_layers else self._matmul_rate
         for product in self.work.products:
             if (product.path in self._layered) != in_layers:
                 continue
@@ -164,10 +167,10 @@ class DeviceWork:
             groups = self.ragged.matrices(product)
             # Masked operands are written before they are read.
             mask = self._itemsize * m * groups / self._memory_rate if groups > 1 else 0
-            once = self._matmul(m, groups * k, n, product.itemsize) + mask * k
-            back = self._matmul(m, groups * n, k, product.itemsize) + mask * n
+            once = self._matmul(m, groups * k, n, product.itemsize, rate) + mask * k
+            back = self._matmul(m, groups * n, k, product.itemsize, rate) + mask * n
             if product.path in self._trained:
-                back += self._matmul(groups * k, m, n, _F32) + mask * k
+                back += self._matmul(groups * k, m, n, _F32, rate) + mask * k
             forward, backward = forward + times * once, backward + times * back
         return forward, backward
 
@@ -192,12 +195,14 @@ class DeviceWork:
         share = sequences / self.place.size("context")
         return share * nbytes / self.work.num_layers
 
-    def _matmul(self, m: float, k: float, n: float, itemsize: int) -> float:
-        """Seconds of ``[m, k] @ [k, n]``."""
+    def _matmul(
+        self, m: float, k: float, n: float, itemsize: int, rate: float
+    ) -> float:
+        """Seconds of ``[m, k] @ [k, n]`` at so many FLOP/s."""
         tile, item = self._tile, self._itemsize
         flops = 2 * m * (tile * math.ceil(k / tile)) * (tile * math.ceil(n / tile))
         nbytes = item * (m * k + k * n) + itemsize * m * n
-        return max(flops / self._matmul_rate, nbytes / self._memory_rate)
+        return max(flops / rate, nbytes / self._memory_rate)
 
     def _windows(self, share: float) -> float:
         """Seconds in which windowed matmuls add up their parts, forward.

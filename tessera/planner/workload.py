@@ -85,7 +85,8 @@ class Workload:
     Attributes:
       sequence_length: Tokens of a sequence.
       num_layers: Blocks that repeat.
-      matmul_dtype: NumPy's name of the dtype of the operands of matmuls.
+      matmul_dtype: NumPy's name of the dtype of the operands of matmuls; ``float8``
+        where it is that of products with parameters in layers, and of others bfloat16.
       reduced_itemsize: Bytes of a number of a gradient that devices add up.
       parameters: The arrays of the model.
       products: Matmuls with parameters in the forward pass.
@@ -157,7 +158,8 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
     )
     # Under ``none`` also parameters that were cast, which devices store in parts.
     multiplied = {each.path for each in forward.products}
-    width = jnp.dtype(config.training.precision.computation).itemsize
+    precision = config.training.precision
+    width = jnp.dtype(precision.computation).itemsize
     cast = sum(
         each.size * width
         for each in parameters
@@ -182,8 +184,8 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
     return Workload(
         sequence_length=config.training.sequence_length,
         num_layers=_num_layers(parameters),
-        matmul_dtype=config.training.precision.computation,
-        reduced_itemsize=jnp.dtype(config.training.precision.reduction).itemsize,
+        matmul_dtype="float8" if precision.fp8 else precision.computation,
+        reduced_itemsize=jnp.dtype(precision.reduction).itemsize,
         parameters=parameters,
         products=tuple(forward.products),
         lookups=tuple(forward.lookups),
@@ -208,6 +210,8 @@ class _Traced:
     def model(self, policy: Any) -> Model:
         training = replace(self.config.training, remat=policy)
         model = replace(self.config.model, mesh_shape=((1,), ("fsdp",)))
+        if training.precision.fp8:  # the same products, of other operands
+            training = replace(training, mixed_precision="bf16")
         config = replace(self.config, model=model, training=training)
         return build_model(config, self.mesh)
 

@@ -127,7 +127,10 @@ class Machine:
         return self.compiler == "cpu" or _FP8 in self.flops
 
     def peak(self, dtype: str) -> float | None:
-        """Peak FLOP/s of matmuls of a dtype by NumPy's name; None where unknown."""
+        """Peak FLOP/s of matmuls by a key of ``flops``; float16 is as bfloat16.
+
+        None where it is unknown.
+        """
         return self.flops.get("bfloat16" if dtype == "float16" else dtype)
 
 

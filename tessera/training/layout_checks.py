@@ -17,6 +17,7 @@ from tessera.models.partition_rules import Placement
 from tessera.targets.target import Target
 from tessera.training.batch_sizes import with_batch_sizes
 from tessera.training.config import Config
+from tessera.training.device_checks import check_fp8
 
 # Entries of a schedule's table, stages times microbatches: some seconds to make.
 _LARGEST_TABLE: Final = 2**18
@@ -25,8 +26,8 @@ _LARGEST_TABLE: Final = 2**18
 def layout_problems(settings: Config) -> list[TesseraError]:
     """Every mistake that is seen once a mesh is known; starts no backend.
 
-    T711 for the target, T402 for heads, T502 for policies of ``remat``, T503 for
-    sequences, T311 and T507 for stages. A size of -1 counts as 1.
+    T711 and T507 for the target, T402 for heads, T502 for policies of ``remat``, T503
+    for sequences, T311 and T507 for stages. A size of -1 counts as 1.
 
     Args:
       settings: Against which ``checks.check`` has nothing.
@@ -35,6 +36,8 @@ def layout_problems(settings: Config) -> list[TesseraError]:
     try:
         target = target_of(settings)
         mesh = Mesh.from_shape([[max(size, 1) for size in sizes], axes], target=target)
+        if target is not None and settings.training.precision.fp8:
+            check_fp8(mesh)
         if -1 not in sizes:
             settings = with_batch_sizes(settings, mesh.shape)
     except TesseraError as error:

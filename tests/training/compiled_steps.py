@@ -62,10 +62,14 @@ def config_on(
     *,
     sequence_parallel: bool = False,
     dtype: str | None = None,
+    fp8: bool = False,
     **options: Any,
 ) -> StepConfig:
+    model = DecoderModel(
+        CONFIG, sequence_parallel=sequence_parallel, dtype=dtype, fp8=fp8
+    )
     return StepConfig(
-        model=DecoderModel(CONFIG, sequence_parallel=sequence_parallel, dtype=dtype),
+        model=model,
         # A trace without decay holds the gradients of the last step.
         optimizer=optax.chain(optax.trace(decay=0.0), ADAMW),
         learning_rate=RATE,

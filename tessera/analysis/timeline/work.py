@@ -44,7 +44,10 @@ _TPU_KERNEL: Final = "tpu_custom_call"
 _FLOATS: Final = ("bf16", "f16", "f32")
 _SPLASH_MATMULS: Final = {"fwd": 2, "dq": 3, "dkv": 4}
 _KERNEL: Final = re.compile(r"dim_labels=\w+_(\w+)->")
-_NAMES: Final = {"f32": "float32", "f64": "float32"}
+_NAMES: Final = {
+    **{"f32": "float32", "f64": "float32"},
+    **{"f8e4m3fn": "float8", "f8e5m2": "float8"},
+}
 # Operations whose operand is read, or whose result is written, in part.
 _SLICES: Final = ("dynamic-slice", "slice", "gather")
 _UPDATES: Final = {"dynamic-update-slice": 1, "scatter": 2}  # operand of the update
@@ -65,7 +68,7 @@ class Work:
     Attributes:
       kind: ``matmul``, ``attention`` or ``other``.
       products: FLOPs of matmuls, attention and convolutions, by NumPy's name of the
-        dtype of their operands.
+        dtype of their operands, or ``float8``.
       elementwise: Operations of everything else, one for each element.
       nbytes: Bytes read and written.
     """
