@@ -6,7 +6,7 @@ more range and less precision (Micikevicius et al., arXiv 2209.05433).
 """
 
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -66,10 +66,10 @@ def fp8_tensordot(x: Array, weight: Array, axes: int) -> Array:
       >>> fp8_tensordot(jnp.ones((2, 3)), 2 * jnp.ones((3, 4)), 1).shape
       (2, 4)
     """
-    return _forward(x, weight, axes)[0]
+    return _multiply(x, weight, axes)[0]
 
 
-def _forward(
+def _multiply(
     x: Array, weight: Array, axes: int
 ) -> tuple[Array, tuple[Quantized, Quantized]]:
     operands = quantize(x, jnp.float8_e4m3fn), quantize(weight, jnp.float8_e4m3fn)
@@ -77,21 +77,31 @@ def _forward(
     return _product(*operands, dims, x.dtype).astype(x.dtype), operands
 
 
+def _forward(
+    x: Any, weight: Any, axes: int
+) -> tuple[Array, tuple[Quantized | None, Quantized]]:
+    result, operands = _multiply(x.value, weight.value, axes)
+    # The input is for the gradient of the weight, which one that is frozen has not.
+    return result, (operands[0] if weight.perturbed else None, operands[1])
+
+
 def _backward(
-    axes: int, operands: tuple[Quantized, Quantized], gradient: Array
-) -> tuple[Array, Array]:
+    axes: int, operands: tuple[Quantized | None, Quantized], gradient: Array
+) -> tuple[Array, Array | None]:
     (x, weight), dtype = operands, gradient.dtype
+    outputs = weight.values.ndim - axes
+    rows = range(gradient.ndim - outputs)
     narrow = quantize(gradient, jnp.float8_e5m2)
-    outputs, rows = weight.values.ndim - axes, range(x.values.ndim - axes)
-    last = range(gradient.ndim - outputs, gradient.ndim)
-    of_x = _product(
-        narrow, weight, (last, range(axes, axes + outputs)), dtype, "highest"
-    )
+    last = range(len(rows), gradient.ndim)
+    dims = last, range(axes, axes + outputs)
+    of_x = _product(narrow, weight, dims, dtype, "highest").astype(dtype)
+    if x is None:
+        return of_x, None
     of_weight = _product(x, narrow, (rows, rows), jnp.float32, "highest")
-    return of_x.astype(dtype), of_weight.astype(dtype)
+    return of_x, of_weight.astype(dtype)
 
 
-fp8_tensordot.defvjp(_forward, _backward)
+fp8_tensordot.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _product(

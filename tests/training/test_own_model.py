@@ -154,6 +154,11 @@ def test_options_of_the_step_compile_for_it(overrides):
         assert "all-reduce" in dry_run_text(run)
 
 
+def test_its_matmuls_are_not_fp8():
+    with pytest.raises(SettingConflictError, match="no use for training"):
+        composed("training.mixed_precision=fp8")
+
+
 def test_every_matmul_of_a_narrow_step_has_narrow_operands():
     """Also where Flax computes in f32: an embedding has recorded its first dtype."""
     run = run_of("training.mixed_precision=bf16")

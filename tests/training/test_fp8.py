@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``training.mixed_precision=fp8``: which matmuls it is about, and on which meshes.
+
+Meshes are compared with f32 activations. With bf16 ones the last bit of a sum differs
+between meshes, and the rounding to 8 bits makes a step of it.
+"""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from tessera import _jax
+from tessera.api.function import function
+from tessera.errors import SettingConflictError
+from tessera.mesh import Mesh
+from tessera.models import DecoderModel
+from tessera.models.pipeline_stages import split_of
+from tessera.training.build_run import Run
+from tessera.training.pipelined_model import schedule_of
+from tessera.training.step import StepConfig, batch_spec
+from tests.training.command_lines import composed
+from tests.training.compiled_steps import (
+    ADAMW,
+    BATCH,
+    CONFIG,
+    COUNTED,
+    CUBE,
+    MICROBATCHES,
+    ONE,
+    RATE,
+    distances,
+    first_state,
+    run,
+)
+
+SMALL = (
+    *("model=tiny", "model.num_layers=2", "training.sequence_length=16"),
+    *("data=synthetic", "training.mixed_precision=fp8"),
+)
+SEQUENCES = Mesh(("cp", "tp"), devices=range(4), shape=(2, 2))
+
+
+def run_of(*overrides: str) -> Run:
+    settings = composed(*SMALL, *overrides).config
+    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+
+
+def matmuls(program: _jax.Program) -> Counter[str]:
+    """How many matmuls have operands and results of which dtypes."""
+    found: Counter[str] = Counter()
+    for equation in _jax.equations(program):
+        if equation.primitive.name == "dot_general":
+            operands = sorted(x.aval.dtype.name for x in equation.invars)
+            found[f"{' '.join(operands)} -> {equation.outvars[0].aval.dtype}"] += 1
+        for inner in _jax.inner_programs(equation):
+            found += matmuls(inner)
+    return found
+
+
+# --- which matmuls
+
+
+FORWARD = "float8_e4m3fn float8_e4m3fn -> bfloat16"
+OF_ACTIVATIONS = "float8_e4m3fn float8_e5m2 -> bfloat16"
+OF_WEIGHTS = "float8_e4m3fn float8_e5m2 -> float32"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.lora.rank=2",),
+        ("training.gradient_accumulation_steps=2", "model.mesh_shape=[[2],[pp]]"),
+    ],
+    ids=["one_device", "lora", "pipeline"],
+)
+def test_the_three_products_of_each_projection_are_fp8(overrides):
+    made = run_of("training.remat=none", *overrides)
+    traced = made.step.trace(made.abstract_state, made.abstract_batch)
+    found = matmuls(traced.graph.program)
+    of_fp8 = {name: count for name, count in found.items() if "float8" in name}
+    # A stage's backward pass runs its layers again.
+    forward = 7 * (2 if "pp" in made.mesh.axes else 1)
+    expected = {FORWARD: forward, OF_ACTIVATIONS: 7, OF_WEIGHTS: 7}
+    if made.model.adapters:  # the weights beside them are frozen
+        del expected[OF_WEIGHTS]
+    assert of_fp8 == expected
+    # Those of attention and of the logits are not.
+    assert found.total() - sum(of_fp8.values()) >= 9
+
+
+# --- on which meshes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        pytest.param(CUBE, {}, id="cube"),
+        pytest.param(
+            *(CUBE, {"sequence_parallel": True}), id="sequences", marks=pytest.mark.full
+        ),
+        pytest.param(SEQUENCES, {}, id="cp", marks=pytest.mark.full),
+    ],
+)
+def test_a_step_is_the_same_on_every_mesh(mesh, options):
+    one, ran = run(ONE, fp8=True), run(mesh, fp8=True, **options)
+    np.testing.assert_allclose(ran.metrics["loss"], one.metrics["loss"], rtol=1e-6)
+    apart = distances(ran.gradients, jax.tree.map(np.asarray, one.gradients))
+    assert max(apart.values()) <= 2e-6, apart
+    wide = run(mesh, **options)
+    assert abs(float(wide.metrics["loss"] / ran.metrics["loss"]) - 1) > 1e-5
+
+
+def test_a_pipeline_has_the_gradients_of_one_device():
+    mesh = Mesh(("pp", "fsdp"), devices=range(4), shape=(2, 2))
+    config = StepConfig(
+        model=DecoderModel(CONFIG, fp8=True, split=split_of(mesh, CONFIG, 1)),
+        optimizer=ADAMW,
+        learning_rate=RATE,
+        mesh=mesh,
+        accumulation=MICROBATCHES,
+        loss_chunk=6,
+        schedule=schedule_of(mesh, "zero_bubble", 1, MICROBATCHES),
+    )
+
+    @function(mesh=mesh, in_specs={"batch": batch_spec(config)})
+    def step(params: Any, batch: Any) -> Any:
+        return config.pipeline.gradients(params, batch, jnp.float32(1 / COUNTED))
+
+    stored = config.model.stored(first_state().params)
+    layouts = jax.tree.map(lambda s: NamedSharding(mesh.jax, s), config.zero.params)
+    _, gradients = step(jax.device_put(stored, layouts), BATCH)
+    one = run(ONE, fp8=True)
+    apart = distances(
+        config.model.plain(gradients), jax.tree.map(np.asarray, one.gradients)
+    )
+    assert max(apart.values()) <= 2e-6, apart
+
+
+@pytest.mark.full
+def test_losses_with_bf16_activations_are_close_on_every_mesh():
+    one, ran = (run(m, fp8=True, dtype="bfloat16").metrics["loss"] for m in (ONE, CUBE))
+    np.testing.assert_allclose(ran, one, rtol=1e-3)
+
+
+# --- what has no fp8
+
+
+def test_experts_are_refused():
+    with pytest.raises(SettingConflictError, match="the matmuls of experts have no 8-"):
+        composed("model=moe_tiny", *SMALL[3:])
+
+
+@pytest.mark.parametrize("target", ["a100:1x8", "v5e:2x4"])
+def test_devices_without_fp8_are_refused(target):
+    overrides = f"runtime.target={target}", "training.dry_run=true"
+    with pytest.raises(
+        SettingConflictError, match="no matmuls of 8-bit floating-point"
+    ):
+        composed(*SMALL, *overrides)
+    composed(*SMALL[:4], *overrides)
+
+
+@pytest.mark.parametrize("target", ["h100:1x8", "7x:2x2x1", "cpu:8"])
+def test_devices_with_fp8_and_simulations_are_not(target):
+    composed(*SMALL, f"runtime.target={target}", "training.dry_run=true")
