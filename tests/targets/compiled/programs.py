@@ -34,7 +34,7 @@ only_in_test_targets = [
 
 H100, V5E = "h100:1x8", "v5e:2x4"
 
-# Of ``tiny`` in bf16 on eight devices; a device has 8 rows of 128 tokens, or shares
+# Of ``tiny`` on eight devices; a device has 8 rows of 128 tokens, or shares
 # them along tp and pp.
 LAYOUTS = {
     "fsdp": ("model.mesh_shape=[[8],[fsdp]]", "training.remat=full"),
@@ -59,10 +59,11 @@ _START = re.compile(r" +%\S+ = .* ([a-z-]+)-start\(")
 
 
 @cache
-def trainer_step(target: str, layout: str) -> Compiled:
+def trainer_step(target: str, layout: str, precision: str = "bf16") -> Compiled:
     """The trainer's step of ``tiny`` in one of ``LAYOUTS``."""
     settings = [*LAYOUTS[layout], f"runtime.target={target}"]
-    settings += ["model=tiny", "training.mixed_precision=bf16", "training.dry_run=true"]
+    settings += ["model=tiny", f"training.mixed_precision={precision}"]
+    settings += ["training.dry_run=true"]
     config = compose(settings, configs_dir()).config
     mesh = Mesh.from_shape(config.model.mesh_shape, target=Target.parse(target))
     return Run(config, mesh).compiled
