@@ -60,8 +60,8 @@ class TrainingConfig:
         data-parallel groups; divides gradient_accumulation_steps. More means less
         communication and one more copy of the gradients on each device.
       mixed_precision: The dtype of computation, f32, bf16 or fp16, that activations
-        are in, what the backward pass keeps, and parameters where they are used. A
-        mapping names the parts of the policy, as {computation bf16, reduction bf16};
+        are in, what the backward pass keeps, and parameters where they are used; fp8 is
+        bf16 whose projections multiply 8-bit operands. A mapping names the parts of the policy, as {computation bf16, reduction bf16};
         parameters, sums inside of matmuls, norms, softmax and the loss are f32, and so
         is the reduction of gradients over devices unless that part says otherwise.
       zero_stage: What is split over dp instead of copied along it; 0 nothing, 1 the

@@ -189,6 +189,7 @@ GRAMMAR = (
 # Each is legal, and goes with some of the others.
 FEATURES = (
     *("training.mixed_precision=bf16", "training.mixed_precision=fp16"),
+    "training.mixed_precision=fp8",
     *("training.zero_stage=1", "training.zero_stage=2", "training.zero_stage=3"),
     *("training.offload_optimizer=true", "training.remat=full", "training.remat=dots"),
     *("training.remat=[full,none]", "training.remat={global:full}"),

@@ -174,7 +174,7 @@ def test_all_mistakes_come_at_once():
         "optimizer.beta3=1",
         "training.gradient_accumulation_steps=4",
         "training.sync_gradients_every=3",
-        "training.mixed_precision=fp8",
+        "training.mixed_precision=fp4",
         "training.steps=five",
         "model.mesh_shape=[[2],[sp]]",
     ).splitlines()[:6] == [
@@ -186,7 +186,7 @@ def test_all_mistakes_come_at_once():
         "  got: 3. [T103] the model has no use for mesh axes 'sp': "
         "model.mesh_shape=[[2],[sp]]",
         "  got: 4. [T502] training.mixed_precision does not take this value: "
-        "training.mixed_precision=fp8",
+        "training.mixed_precision=fp4",
         "  got: 5. [T503] training.sync_gradients_every does not divide "
         "training.gradient_accumulation_steps: 4 / 3 leaves 1",
     ]

@@ -20,7 +20,7 @@ MISTAKES = {
     "optimizer=adan": "T505",
     "training.steps=five": "T502",
     "training.steps=99999999999999999999999": "T502",
-    "training.mixed_precision=fp8": "T502",
+    "training.mixed_precision=fp4": "T502",
     "training.remat=[full,[none]]": "T502",
     "training.loss_chunk=0": "T502",
     "training.gradient_accumulation_steps=4 training.sync_gradients_every=3": "T503",

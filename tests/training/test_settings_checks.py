@@ -189,7 +189,7 @@ def test_plain_names_are_taken(name):
         (
             {"mixed_precision": "bf6"},
             "training.mixed_precision=bf6",
-            "did you mean 'bf16'? Known: 'f32', 'bf16', 'fp16'",
+            "did you mean 'bf16'? Known: 'f32', 'bf16', 'fp16', 'fp8'",
         ),
         (
             {"mixed_precision": {"compute": "bf16"}},
