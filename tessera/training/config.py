@@ -61,9 +61,10 @@ class TrainingConfig:
         communication and one more copy of the gradients on each device.
       mixed_precision: The dtype of computation, f32, bf16 or fp16, that activations
         are in, what the backward pass keeps, and parameters where they are used; fp8 is
-        bf16 whose projections multiply 8-bit operands. A mapping names the parts of the policy, as {computation bf16, reduction bf16};
-        parameters, sums inside of matmuls, norms, softmax and the loss are f32, and so
-        is the reduction of gradients over devices unless that part says otherwise.
+        bf16 whose projections multiply 8-bit operands. A mapping names the parts of
+        the policy, as {computation bf16, reduction bf16}; parameters, sums inside of
+        matmuls, norms, softmax and the loss are f32, and so is the reduction of
+        gradients over devices unless that part says otherwise.
       zero_stage: What is split over dp instead of copied along it; 0 nothing, 1 the
         optimizer state, 2 also the gradients, 3 also the parameters. What fsdp splits
         is split at every stage.

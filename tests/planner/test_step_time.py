@@ -10,6 +10,7 @@ from tessera.analysis.flops import count
 from tessera.config_files import configs_dir
 from tessera.mesh import Mesh
 from tessera.planner.communication import Communication
+from tessera.planner.device_work import Compute
 from tessera.planner.layout import Layout
 from tessera.planner.step_time import StepModel
 from tessera.targets.target import Target
@@ -49,6 +50,22 @@ def compiled(layout: Layout, *words: str):
 
 def seconds(layout: Layout) -> float:
     return model().predict(layout).seconds
+
+
+def test_products_in_layers_alone_run_at_the_peak_of_fp8():
+    def compute(precision: str) -> Compute:
+        words = ("model=llama3.2_1b", f"training.mixed_precision={precision}")
+        settings = compose(words, configs_dir()).config
+        found = StepModel.of(settings, Target.parse("h100:1x8", "cpu"))
+        return found.device_work(FULL)[0].compute(8, "full")
+
+    bf16, fp8 = compute("bf16"), compute("fp8")
+    assert 0.5 < fp8.layers_forward / bf16.layers_forward < 0.85
+    assert 0.5 < fp8.layers_backward / bf16.layers_backward < 0.85
+    assert (fp8.ends_forward, fp8.ends_backward) == (
+        bf16.ends_forward,
+        bf16.ends_backward,
+    )
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

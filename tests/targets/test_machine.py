@@ -10,6 +10,7 @@ from tessera.targets.machine import machine, machine_names, machine_of_kind
 
 NAMED = ("a100", "h100", "h200", "b200", "gb200", "gb200_nvl72")
 NAMED += ("v4", "v5e", "v5p", "v6e", "7x", "cpu")
+SHARES = ("matmul", "attention", "memory", "overlap")
 
 
 def file_of(folder, **changes):
@@ -52,6 +53,18 @@ def test_a_cpu_has_no_machine_of_its_kind():
     assert machine_of_kind("cpu") is None
 
 
+def test_only_machines_with_a_rate_for_it_multiply_8_bits(tmp_path):
+    rates = {"bfloat16": 2.0, "float32": 1.0, "elementwise": 1.0}
+    narrow = machine(file_of(tmp_path, flops={**rates, "float8": 4.0}))
+    assert (narrow.has_fp8, narrow.peak("float8")) == (True, 4.0)
+    (tmp_path / "other").mkdir()
+    wide = machine(file_of(tmp_path / "other", flops=rates))
+    assert (wide.has_fp8, wide.peak("float8")) == (False, None)
+    known = {name for name in machine_names() if machine(name).has_fp8}
+    blackwell = {"b200", "gb200", "gb200_nvl72"}
+    assert known == {"7x", "cpu", "h100", "h200", *blackwell}
+
+
 def test_a_file_of_ones_own_is_a_machine(tmp_path):
     mine = machine(file_of(tmp_path, memory_bytes=10**10))
     assert (mine.name, mine.memory_bytes) == ("mine", 10**10)
@@ -66,6 +79,10 @@ def test_a_file_of_ones_own_is_a_machine(tmp_path):
         ({"memory_bytes": "1e5x"}, "memory_bytes is a number above 0"),
         ({"compiler": "nvcc"}, "compiler is one of cpu, cuda12, tpu"),
         ({"flops": {"bf16": 1e15}}, "flops has the keys bfloat16, float32"),
+        (
+            {"efficiency": dict.fromkeys([*SHARES, "float8"], 0.5)},
+            "efficiency has the keys",
+        ),
         (
             {"efficiency": {"matmul": 2, "attention": 1, "memory": 1, "overlap": 1}},
             "efficiency has shares of 1",

@@ -7,8 +7,13 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from tessera.errors import DeviceCountError, DeviceMemoryError
+from tessera.errors import (
+    DeviceCountError,
+    DeviceMemoryError,
+    SettingConflictError,
+)
 from tessera.mesh import Mesh
+from tessera.targets.machine import machine
 from tessera.training import device_checks
 from tessera.training.build_run import Run
 from tessera.training.device_checks import check_compilable, check_state_fits
@@ -34,6 +39,18 @@ def test_a_mesh_of_more_devices_than_jax_compiles_for_is_refused():
     )
     with pytest.raises(DeviceCountError):
         run_of("training.dry_run=true", "model.mesh_shape=[[4096],[dp]]").check()
+
+
+def test_devices_that_are_here_are_asked_for_fp8(monkeypatch):
+    run = run_of("training.mixed_precision=fp8")
+    run.check()
+    monkeypatch.setattr(device_checks, "machine_of_kind", lambda _: machine("h100"))
+    run.check()
+    monkeypatch.setattr(device_checks, "machine_of_kind", lambda _: machine("a100"))
+    with pytest.raises(SettingConflictError) as caught:
+        run.check()
+    assert caught.value.got == "training.mixed_precision=fp8 on a100"
+    run_of("training.mixed_precision=bf16").check()
 
 
 def test_a_state_larger_than_the_machine_is_refused_before_it_is_made():

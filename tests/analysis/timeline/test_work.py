@@ -50,11 +50,15 @@ def test_a_matmul_has_two_flops_for_each_product(line, written):
     assert found.nbytes == READS_OF_AB + written
 
 
-def test_the_dtype_of_the_operands_decides_at_which_peak_a_matmul_runs():
-    fused = "f {\n  p = f32[4,8] parameter(0)\n  ROOT d = f32[4,4] dot(p, p), "
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("f32", "float32"), ("f8e4m3fn", "float8"), ("f8e5m2", "float8")],
+)
+def test_the_dtype_of_the_operands_decides_at_which_peak_a_matmul_runs(dtype, name):
+    fused = f"f {{\n  p = {dtype}[4,8] parameter(0)\n  ROOT d = f32[4,4] dot(p, p), "
     fused += "lhs_contracting_dims={1}\n}"
     found = work_of("f32[4,4] fusion(a), kind=kCustom, calls=f", fused)
-    assert found.products == (("float32", 2.0 * 4 * 4 * 8),)
+    assert found.products == ((name, 2.0 * 4 * 4 * 8),)
 
 
 def test_a_fusion_counts_the_matmul_and_the_elementwise_operations_in_it():
