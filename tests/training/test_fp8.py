@@ -97,15 +97,11 @@ def test_the_three_products_of_each_projection_are_fp8(overrides):
 # --- on which meshes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [
-        pytest.param(CUBE, {}, id="cube"),
-        pytest.param(
-            *(CUBE, {"sequence_parallel": True}), id="sequences", marks=pytest.mark.full
-        ),
-        pytest.param(SEQUENCES, {}, id="cp", marks=pytest.mark.full),
-    ],
+    [(CUBE, {}), (CUBE, {"sequence_parallel": True}), (SEQUENCES, {})],
+    ids=["cube", "sequences", "cp"],
 )
 def test_a_step_is_the_same_on_every_mesh(mesh, options):
     one, ran = run(ONE, fp8=True), run(mesh, fp8=True, **options)
@@ -119,6 +115,7 @@ def test_a_step_is_the_same_on_every_mesh(mesh, options):
     assert abs(float(wide.metrics["loss"] / ran.metrics["loss"]) - 1) > 1e-5
 
 
+@pytest.mark.full
 def test_a_pipeline_has_the_gradients_of_one_device():
     mesh = Mesh(("pp", "fsdp"), devices=range(4), shape=(2, 2))
     config = StepConfig(
