@@ -56,7 +56,7 @@ def fp8_tensordot(x: Array, weight: Array, axes: int) -> Array:
 
     Args:
       x: ``[..., *contracted]``.
-      weight: ``[*contracted, *outputs]``.
+      weight: ``[*contracted, *outputs]``, in the dtype of ``x``.
       axes: The number of contracted dims.
 
     Returns:
