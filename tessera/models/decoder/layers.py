@@ -156,15 +156,19 @@ class Projection(nnx.Module):
     ) -> Float[Array, "batch seq ..."]:
         """``x`` with its trailing dims replaced by the output dims."""
         kernel = place.cast(self.kernel[...], *self.dims)
-        multiply = fp8_tensordot if place.fp8 else jnp.tensordot
 
         def product(x: Array, kernel: Array) -> Array:
             # Once for all uses: XLA for TPUs would gather it for each of them.
             whole = place.constrain(kernel, *_gathered(self.dims))
-            return multiply(x, whole, self.num_inputs)
+            return jnp.tensordot(x, whole, self.num_inputs)
 
-        # A backward pass gathers it again, whatever else it keeps.
-        y = (recomputed(product) if place.size("embed") > 1 else product)(x, kernel)
+        if place.fp8:  # is gathered after it is cast
+            y = fp8_tensordot(x, kernel, self.num_inputs)
+        elif place.size("embed") > 1:
+            # A backward pass gathers it again, whatever else it keeps.
+            y = recomputed(product)(x, kernel)
+        else:
+            y = product(x, kernel)
         if self.scale is not None:
             # Gathered along fsdp as W is: XLA would permute matrices so small.
             a, b = (
