@@ -95,6 +95,8 @@ def map_free_axes(
 ) -> Callable[..., Any]:
     """``jax.shard_map`` over all axes but those of the region that it is called in.
 
+    Where the region is over all axes, that is the function itself.
+
     Args:
       function: What each device runs.
       mesh: A JAX mesh; inside a region, the mesh of that region is used.
@@ -103,12 +105,14 @@ def map_free_axes(
     """
     manual = set(manual_axes())
     region = jax.sharding.get_abstract_mesh() if manual else mesh
+    if not (free := set(region.axis_names) - manual):
+        return function
     return jax.shard_map(
         function,
         mesh=region,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=set(region.axis_names) - manual,
+        axis_names=free,
         check_vma=False,
     )
 

@@ -80,7 +80,7 @@ def _whole_attention(
         if not _runs_per_device(place):
             return place.constrain(on_device(*operands), *HEADS)
         layout = place.resolve(HEADS, q_BSHK.shape, "queries")
-        specs = layout, layout, layout, PartitionSpec(layout[0])
+        specs = layout, layout, layout, PartitionSpec(*layout[:1])
         assert place.mesh is not None
         region = region_mesh(place.mesh)
         return map_free_axes(on_device, region, specs, layout)(*operands)
