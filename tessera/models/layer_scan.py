@@ -20,6 +20,7 @@ from tessera.errors import SettingConflictError, SettingValueError, did_you_mean
 from tessera.ops.rematerialization import NAMED as NAMED
 from tessera.ops.rematerialization import NONE as NONE
 from tessera.ops.rematerialization import POLICIES as POLICIES
+from tessera.ops.wide_gradients import read_copies
 
 Policies: TypeAlias = tuple[str, ...]
 Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
@@ -114,6 +115,7 @@ def scan_layers(
     Returns:
       The last carry, and the results of all layers stacked.
     """
+    body = _reading_copies(body)
     if exists is not None:
         body, layers = _skipping_padding(body), (layers, exists)
     runs = [(name, len(list(same))) for name, same in groupby(policies)]
@@ -128,6 +130,13 @@ def scan_layers(
         carry, result = scan(carry, jax.tree.unflatten(tree, piece), run)
         results.append(result)
     return carry, jax.tree.map(_concatenated, *results)
+
+
+def _reading_copies(body: Body) -> Body:
+    def read_and_run(carry: Any, layer: Any) -> tuple[Any, Any]:
+        return body(carry, read_copies(layer))
+
+    return read_and_run
 
 
 def _skipping_padding(body: Body) -> Body:

@@ -31,6 +31,7 @@ from tessera.models.pipeline_stages import split_of
 from tessera.models.registered_model import RegisteredDefinition, RegisteredModel
 from tessera.models.staged_model import StagedModel
 from tessera.ops.losses import cross_entropy
+from tessera.ops.wide_gradients import is_copy
 from tessera.tree import Tree, named_leaves, nest
 
 _ROWS, _LENGTH = 2, 8
@@ -256,7 +257,7 @@ class RegisteredBlocks(StagedModel, RegisteredModel):
 
         exists = None if numbers is None or self.is_even else numbers < total
         numbers = jnp.arange(total, dtype=jnp.int32) if numbers is None else numbers
-        layers = named_leaves(params[self.blocks]), numbers
+        layers = named_leaves(params[self.blocks], is_leaf=is_copy), numbers
         policies = policies_of_stage(self._known_policies, len(numbers))
         hidden, _ = scan_layers(
             body,

@@ -7,6 +7,7 @@ lookups and collectives do not.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tessera.casts import cast_parameter
+from tessera.tree import Tree
 
 _Function: TypeAlias = Callable[..., Array]
 
@@ -62,6 +64,73 @@ def _backward(
 
 
 with_wide_gradient.defvjp(_forward, _backward)
+
+
+@jax.tree_util.register_static
+class _Static:
+    """A shape among residuals, which are arrays otherwise."""
+
+    def __init__(self, struct: jax.ShapeDtypeStruct) -> None:
+        self.struct = struct
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self.struct == other.struct
+
+    def __hash__(self) -> int:
+        return hash((self.struct.shape, self.struct.dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ParameterCopy:
+    """A parameter and a narrow copy of it, as one leaf of a tree of parameters.
+
+    A gradient by the copy would be narrow, and so would its sums. ``read_copies`` gives
+    the copy where it is used, and the parameter has the gradient, as in a cast there.
+
+    Attributes:
+      parameter: An array with the gradient's shape and dtype; its values are not read.
+      copy: The copy.
+    """
+
+    parameter: Array
+    copy: Array
+
+    @classmethod
+    def of(cls, parameter: Array, copy: Array) -> "ParameterCopy | Array":
+        """The pair; the parameter alone where the copy is no narrower."""
+        return parameter if parameter.dtype == copy.dtype else cls(parameter, copy)
+
+
+def is_copy(node: Any) -> bool:
+    """Whether a node of a tree is a ``ParameterCopy``."""
+    return isinstance(node, ParameterCopy)
+
+
+def read_copies(tree: Tree) -> Tree:
+    """The arrays to compute with: the copy of each parameter that has one."""
+
+    def read(leaf: Any) -> Any:
+        return _copy_of(leaf.parameter, leaf.copy) if is_copy(leaf) else leaf
+
+    return jax.tree.map(read, tree, is_leaf=is_copy)
+
+
+@jax.custom_vjp
+def _copy_of(parameter: Array, copy: Array) -> Array:
+    del parameter
+    return copy
+
+
+def _copy_forward(parameter: Array, copy: Array) -> tuple[Array, Any]:
+    return copy, _Static(jax.ShapeDtypeStruct(parameter.shape, parameter.dtype))
+
+
+def _copy_backward(residual: Any, cotangent: Array) -> tuple[Array, None]:
+    return cast_parameter(cotangent, residual.struct.dtype), None
+
+
+_copy_of.defvjp(_copy_forward, _copy_backward)
 
 
 @jax.tree_util.register_static

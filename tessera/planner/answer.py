@@ -217,6 +217,8 @@ def _words(layout: Layout) -> Iterator[str]:
     if layout.schedule:
         chunks = f" in {layout.chunks} chunks" if layout.chunks > 1 else ""
         yield f"{layout.schedule}{chunks}"
+        if layout.gather == "step":
+            yield "gathered once"
     yield f"remat {layout.remat}"
     if layout.zero_stage:
         yield f"ZeRO {layout.zero_stage}"

@@ -50,6 +50,7 @@ _KEPT: Final = (
     "training.loss_chunk",
     "training.pipeline_schedule",
     "training.pipeline_chunks",
+    "training.pipeline_gather",
 )
 # A process of its own: JAX's devices can be simulated only before it has started.
 _PROBE: Final = (

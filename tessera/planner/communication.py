@@ -9,7 +9,8 @@
   input's gradient for those whose kept dim is.
 - ``cp``: keys and values go around a ring, and their gradients.
 - ``ep``: tokens go to their experts and back.
-- ``pp``: activations and their gradients go from stage to stage.
+- ``pp``: activations and their gradients go from stage to stage. Where its stages
+  gather once, the collectives of ``fsdp`` are those of a step.
 """
 
 import math
@@ -94,6 +95,10 @@ class Communication:
         return [Transfer(("pp",), "collective-permute", nbytes, 2, False)]
 
     @property
+    def _gathers_once(self) -> bool:
+        return self.layout.gather == "step"
+
+    @property
     def _tokens(self) -> float:
         """Tokens of a microbatch on one device."""
         share = self.layout.micro_batch_size / self.device.place.size("context")
@@ -124,6 +129,7 @@ class Communication:
 
     def _gathers(self, each: Parameter) -> Iterator[Transfer]:
         axes = [axis for axis in self._sharded_over(each) if axis == "fsdp"]
+        axes = [] if self._gathers_once else axes
         if self.layout.zero_stage == 3 and "dp" in self.sizes:
             axes.append("dp")
         if not axes:
@@ -147,6 +153,8 @@ class Communication:
     def _reductions(self, each: Parameter) -> Iterator[Transfer]:
         """Of a gradient, over the axes that its parameter is split over."""
         axes = self._scattered(each)
+        if self._gathers_once:
+            axes = tuple(axis for axis in axes if axis != "fsdp")
         if not axes:
             return
         # Of all layers, of which a prediction takes the share of each stage.
@@ -185,14 +193,19 @@ class Communication:
         return found
 
     def _stages(self) -> Iterator[Transfer]:
-        """Of arrays such as the embedding, of which each stage stores a part."""
+        """Of arrays such as the embedding, and of those that stages gather once."""
+        once = ("fsdp",) if self._gathers_once else ()
         for each in self.work.parameters:
-            if "pp" not in self._sharded_over(each):
+            over = once if each.is_layered else (*once, "pp")
+            axes = tuple(axis for axis in self._sharded_over(each) if axis in over)
+            if not axes:
                 continue
-            nbytes = self.device.scalars(each, without=("pp",)) * _F32
-            yield Transfer(("pp",), "all-gather", nbytes, 1, False, False)
+            number = self.device.scalars(each, without=axes)
+            item = self._item if each.is_layered else _F32
+            yield Transfer(axes, "all-gather", number * item, 1, False, False)
             if each.is_trained:
-                yield Transfer(("pp",), "all-reduce", nbytes, 1, False, False)
+                kind = "reduce-scatter" if once else "all-reduce"
+                yield Transfer(axes, kind, number * _F32, 1, False, False)
 
     def _scattered(self, each: Parameter) -> tuple[str, ...]:
         axes = [axis for axis in self._sharded_over(each) if axis == "fsdp"]

@@ -24,6 +24,7 @@ class Layout:
       loss_chunk: As ``training.loss_chunk``.
       schedule: Of the pipeline, as ``training.pipeline_schedule``; None without ``pp``.
       chunks: Parts of the layers on each stage, as ``training.pipeline_chunks``.
+      gather: When stages gather over ``fsdp``, as ``training.pipeline_gather``.
       sequence_parallel: As ``model.sequence_parallel``.
     """
 
@@ -36,6 +37,7 @@ class Layout:
     loss_chunk: int | str = "auto"
     schedule: str | None = None
     chunks: int = 1
+    gather: str = "tick"
     sequence_parallel: bool = False
 
     @property
@@ -69,6 +71,7 @@ class Layout:
             loss_chunk=self.loss_chunk,
             pipeline_schedule=self.schedule or config.training.pipeline_schedule,
             pipeline_chunks=self.chunks,
+            pipeline_gather=self.gather,
         )
         model = replace(
             config.model,
@@ -93,6 +96,7 @@ class Layout:
             loss_chunk=training.loss_chunk,
             schedule=training.pipeline_schedule if is_pipeline else None,
             chunks=training.pipeline_chunks if is_pipeline else 1,
+            gather=training.pipeline_gather if is_pipeline else "tick",
             sequence_parallel=config.model.sequence_parallel,
         )
 
@@ -121,3 +125,5 @@ class Layout:
             yield f"training.pipeline_schedule={self.schedule}"
             if self.chunks > 1:
                 yield f"training.pipeline_chunks={self.chunks}"
+            if self.gather != "tick":
+                yield f"training.pipeline_gather={self.gather}"

@@ -138,6 +138,9 @@ class MemoryModel:
             share = layout.micro_batch_size / device.place.size("context")
             kept += 2 * stages * inputs * share
             sums += trained
+        if layout.gather == "step":
+            kept += weights * device.stage_share * layout.chunks
+            sums = gradients = gradients * sizes.get("fsdp", 1)
         layer = (whole + 2 * weights) / work.num_layers
         if policy == "none":
             layer /= 4  # its results are among what is kept

@@ -28,6 +28,7 @@ _DRY: Final = ("training.dry_run=true",)
 _NEEDS: Final = {
     "training.pipeline_schedule": "pp",
     "training.pipeline_chunks": "pp",
+    "training.pipeline_gather": "pp fsdp",
     "training.gradient_compression": "dp",
     "training.compression_ratio": "dp",
     "training.zero_stage": "dp",
@@ -101,7 +102,9 @@ def _asked(words: Sequence[str]) -> tuple[Config, Target, Space]:
 
 def _axes_for(keys: Sequence[str]) -> list[str]:
     """A mesh on which settings are read that need an axis, where none is set."""
-    axes = dict.fromkeys(_NEEDS[key] for key in keys if key in _NEEDS)
+    axes = dict.fromkeys(
+        axis for key in keys if key in _NEEDS for axis in _NEEDS[key].split()
+    )
     if "model.mesh_shape" in keys or not axes:
         return []
     sizes = ",".join("2" for _ in axes)

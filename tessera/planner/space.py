@@ -11,7 +11,7 @@ from tessera.device_grid import inferred
 from tessera.errors import BatchSizeError, nearest
 from tessera.planner.layout import Layout
 from tessera.training.batch_sizes import largest_divisor
-from tessera.training.config import Config, data_parallel_groups
+from tessera.training.config import GATHERS, Config, data_parallel_groups
 
 AXES: Final = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 """Axes from the outermost to the innermost: those that send most are on fast links."""
@@ -68,7 +68,9 @@ class Space:
         """The layouts with a mesh and a microbatch size."""
         sizes, training = dict(mesh), self.config.training
         options = itertools.product(
-            self._schedules(sizes), self._sequence_parallel(sizes)
+            self._schedules(sizes),
+            self._gathers(sizes),
+            self._sequence_parallel(sizes),
         )
         return [
             Layout(
@@ -79,9 +81,10 @@ class Space:
                 loss_chunk=training.loss_chunk,
                 schedule=schedule,
                 chunks=chunks,
+                gather=gather,
                 sequence_parallel=sequence,
             )
-            for (schedule, chunks), sequence in options
+            for (schedule, chunks), gather, sequence in options
         ]
 
     def variants(self, layout: Layout) -> Iterator[Layout]:
@@ -143,6 +146,13 @@ class Space:
             name = training.pipeline_schedule
             options = [each for each in options if each[0] == name] or [(name, 1)]
         return list(options)
+
+    def _gathers(self, sizes: dict[str, int]) -> Collection[str]:
+        if "pp" not in sizes or sizes.get("fsdp", 1) == 1:
+            return ["tick"]
+        if "training.pipeline_gather" in self.pinned:
+            return [self.config.training.pipeline_gather]
+        return GATHERS
 
     def _remat(self) -> Sequence[Any]:
         if "training.remat" in self.pinned:

@@ -107,6 +107,7 @@ class Run:
             zero_stage=training.zero_stage,
             offload_optimizer=training.offload_optimizer,
             schedule=self.schedule,
+            gathers_once=training.pipeline_gather == "step",
             compression=training.gradient_compression,
             microshards=(
                 training.microshards if training.numerics == "deterministic" else None
@@ -254,7 +255,10 @@ class Run:
             return []
         fewer_microbatches_warning(schedule)
         costs, head = model.layer_costs
-        return [describe(split.layers, costs, last=head), schedule.summary()]
+        notes = [describe(split.layers, costs, last=head), schedule.summary()]
+        if self.step_config.gathers_once and self.mesh.shape.get("fsdp", 1) == 1:
+            notes.append("pipeline_gather step changes nothing: 'fsdp' has one device")
+        return notes
 
     def _unused_notes(self) -> Iterator[str]:
         """Settings that have nothing to do in a model or on a mesh of these sizes."""

@@ -35,6 +35,7 @@ MESH_AXES: Final = tuple(
 # As the modules that implement them call them, which import JAX; a test compares them.
 SCHEDULE_NAMES: Final = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 CONTEXT_METHODS: Final = ("ring", "all_to_all")
+GATHERS: Final = ("tick", "step")
 COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
 RESUME_DATA: Final = ("exact", "restart")
 # The longest that anything is waited for.
@@ -91,6 +92,10 @@ class TrainingConfig:
       pipeline_schedule: The order of forwards and backwards over the stages of pp. The
         pipeline's microbatches are those of gradient_accumulation_steps.
       pipeline_chunks: Runs of layers on each device of pp; 1 but for interleaved.
+      pipeline_gather: When the stages of pp gather their parameters over fsdp. tick
+        gathers a layer wherever a microbatch runs it, and reduces its gradient there;
+        step gathers all layers before the first tick and reduces their gradients after
+        the last, so that each device has both whole in between.
       clip_norm: Scale the gradients down to this global norm; null never does.
       max_skipped_steps: Steps in a row that may be skipped, which is what becomes of a
         step whose loss or gradients are not finite: nothing is learned from it. One
@@ -148,6 +153,7 @@ class TrainingConfig:
     microshards: int = setting(8, least=1, most=2**20)
     pipeline_schedule: str = setting("1f1b", choices=SCHEDULE_NAMES)
     pipeline_chunks: int = setting(1, least=1, most=10_000)
+    pipeline_gather: str = setting("tick", choices=GATHERS)
     clip_norm: float | None = setting(1.0, above=0)
     max_skipped_steps: int = setting(3, least=0, most=MOST_COUNT)
     log_every: int = setting(10, least=1, most=MOST_COUNT)

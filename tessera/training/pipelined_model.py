@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from tessera.casts import cast_parameter
 from tessera.compiler.pipelining.device_tick import Stages
 from tessera.compiler.pipelining.named_schedules import schedule
 from tessera.compiler.pipelining.schedule_loop import Pipeline
@@ -27,7 +28,7 @@ from tessera.models.model import Sums
 from tessera.models.partition_rules import Placement
 from tessera.models.staged_model import StagedModel
 from tessera.scope import constrain
-from tessera.shard_spec import axes_of_dims
+from tessera.shard_spec import axes_of_dims, spec_over
 from tessera.tree import Tree
 
 
@@ -41,6 +42,8 @@ class PipelinedModel:
       schedule: The schedule, for as many microbatches as a step has.
       gradient_layouts: Layouts of gradients; None for those of their parameters.
       loss_chunk: The number of tokens whose logits the last stage computes at a time.
+      gathers_once: Whether parameters are gathered over ``fsdp`` before the first tick
+        and gradients reduce-scattered after the last, not both in every tick.
     """
 
     model: StagedModel
@@ -48,6 +51,7 @@ class PipelinedModel:
     schedule: Schedule
     gradient_layouts: Tree | None = None
     loss_chunk: int | str = "none"
+    gathers_once: bool = False
 
     def gradients(
         self, params: Tree, batch: Tree, seed: Float[Array, ""]
@@ -59,7 +63,7 @@ class PipelinedModel:
           batch: Arrays ``[M, B, S]``, replicated over ``pp``.
           seed: Scale of the gradients.
         """
-        weights, shared = self.model.divide(params)
+        weights, shared = self._divided(params)
         result = self._pipeline(batch).gradients(weights, shared, batch, seed)
         gradients = self.model.join(result.weights, result.shared)
         return result.statistics, gradients
@@ -67,29 +71,54 @@ class PipelinedModel:
     def loss(self, params: Tree, batch: Tree) -> Float[Array, ""]:
         """Summed loss in nats of one microbatch ``[B, S]``, without gradients."""
         batch = jax.tree.map(partial(jnp.expand_dims, axis=0), batch)
-        divided = self.model.divide(params)
+        divided = self._divided(params)
         _, _, sums = self._pipeline(batch).outputs(*divided, batch)
         return sums["loss"]
 
     def _pipeline(self, batch: Tree) -> Pipeline:
-        stages = self._stages(batch)
-        return Pipeline(self.schedule, stages, self.mesh, "pp", self._data_axes)
+        return Pipeline(
+            self.schedule,
+            self._stages(batch),
+            self.mesh,
+            "pp",
+            self._data_axes,
+            self.model.divide(self._layouts) if self.gathers_once else None,
+        )
 
     @property
     def _data_axes(self) -> tuple[str, ...]:
         """Axes over which gradients are summed once in a step, not in every tick.
 
-        None where gradients are sharded over ``dp`` (ZeRO), or with experts, whose
-        balance loss is over the tokens of all devices.
+        Not ``dp`` where gradients are sharded over it (ZeRO), and none with experts,
+        whose balance loss is over the tokens of all devices.
         """
+        if self.model.couples_rows:
+            return ()
         specs = jax.tree.leaves(self._layouts)
         is_sharded = any(
             "dp" in axes for spec in specs for axes in axes_of_dims(spec, 0)
         )
-        has_no_dp = self.mesh.shape.get("dp", 1) == 1
-        if has_no_dp or is_sharded or self.model.couples_rows:
-            return ()
-        return ("dp",)
+        once = {"dp": not is_sharded, "fsdp": self.gathers_once}
+        sizes = self.mesh.shape
+        return tuple(axis for axis in once if once[axis] and sizes.get(axis, 1) > 1)
+
+    def _divided(self, params: Tree) -> tuple[Tree, Tree]:
+        """The parameters of stages and the others, as the region takes them.
+
+        Stages that gather once cast their parameters before. The others are cast where
+        they are used: the loss adds up their gradients in a loop.
+        """
+        weights, shared = self.model.divide(params)
+        if not self.gathers_once or self.model.dtype is None:
+            return weights, shared
+        dtype, (layouts, _) = self.model.dtype, self.model.divide(self._layouts)
+
+        def cast(weight: Array, layout: PartitionSpec) -> Array:
+            if spec_over(layout, ["fsdp"]) == PartitionSpec():
+                return weight
+            return constrain(cast_parameter(weight, dtype), self.mesh, layout)
+
+        return jax.tree.map(cast, weights, layouts), shared
 
     @property
     def _layouts(self) -> Tree:
@@ -117,11 +146,14 @@ class PipelinedModel:
             wire=self.model.wire(rows, length),
             constrain_wire=lambda wire: self.model.constrain_wire(wire, place),
             constrain_weights=constrain_weights,
+            has_copies=self.gathers_once,
         )
 
     def _as_stored(self, gradient: Array, layout: PartitionSpec) -> Array:
         """A virtual stage's gradient in the layout of the stacked gradients."""
-        return constrain(gradient, self.mesh, PartitionSpec(*layout[2:]))
+        manual = {"pp", *self._data_axes}
+        free = [axis for axis in self.mesh.axes if axis not in manual]
+        return constrain(gradient, self.mesh, spec_over(layout[2:], free))
 
     def _run(
         self, weights: Tree, shared: Tree, wire: Array, micro: Tree, index: Array

@@ -45,7 +45,7 @@ def conflicts(config: Config, sizes: Sizes | None) -> Iterator[TesseraError]:
     yield from _reduction_conflicts(training, sizes or {})
     if sizes is not None:
         if "pp" in sizes:
-            yield from _pipeline_conflicts(training)
+            yield from _pipeline_conflicts(config)
         yield from numerics_problems(config, sizes)
 
 
@@ -194,7 +194,9 @@ def _compression_conflicts(
         )
 
 
-def _pipeline_conflicts(training: TrainingConfig) -> Iterator[TesseraError]:
+def _pipeline_conflicts(config: Config) -> Iterator[TesseraError]:
+    training = config.training
+    coupling = config.model.kind.row_coupling(config.model.config)
     is_interleaved = training.pipeline_schedule == "interleaved"
     if (training.pipeline_chunks > 1) != is_interleaved:
         yield SettingConflictError(
@@ -208,6 +210,12 @@ def _pipeline_conflicts(training: TrainingConfig) -> Iterator[TesseraError]:
             "the stages of a pipeline exchange gradients where they arise",
             got=f"{training.sync_gradients_every=}",
             fix="use training.sync_gradients_every=1, or a mesh without pp",
+        )
+    elif training.pipeline_gather == "step" and coupling is not None:
+        yield SettingConflictError(
+            "parameters cannot be gathered once: experts balance tokens over fsdp",
+            got=f"{training.pipeline_gather=!s}; {coupling}",
+            fix="use training.pipeline_gather=tick, or a model without it",
         )
 
 

@@ -41,6 +41,8 @@ class StepConfig:
       compression_ratio: The fraction of the gradients that ``top_k`` sends.
       schedule: The order of a pipeline over ``pp``, whose microbatches are those of the
         step; None where the mesh has no such axis.
+      gathers_once: Whether its stages gather their parameters over ``fsdp`` once in a
+        step; see ``PipelinedModel``.
       microshards: With deterministic numerics, into how many parts the rows of a
         microbatch are cut; None adds in any order.
       loss_chunk: Of how many tokens each device makes logits at a time: a number,
@@ -59,6 +61,7 @@ class StepConfig:
     compression: str = "none"
     compression_ratio: float = 0.01
     schedule: Schedule | None = None
+    gathers_once: bool = False
     microshards: int | None = None
     loss_chunk: int | str = "none"
 
@@ -74,6 +77,7 @@ class StepConfig:
             self.schedule,
             self.zero.layouts("gradients"),
             self.loss_chunk,
+            self.gathers_once,
         )
 
     @cached_property

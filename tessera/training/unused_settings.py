@@ -70,7 +70,9 @@ def _features(
     for axis, names in {
         "cp": "model.context_parallel",
         "tp": "model.sequence_parallel",
-        "pp": "training.pipeline_schedule training.pipeline_chunks",
+        "pp": "training.pipeline_schedule training.pipeline_chunks "
+        "training.pipeline_gather",
+        "fsdp": "training.pipeline_gather" * ("pp" in axes),
     }.items():
         yield (
             axis not in axes,

@@ -203,6 +203,7 @@ FEATURES = (
     ),
     *("training.sync_gradients_every=2", "training.pipeline_schedule=gpipe"),
     *("training.pipeline_schedule=interleaved", "training.pipeline_chunks=2"),
+    "training.pipeline_gather=step",
     *("training.pipeline_schedule=zero_bubble", "training.profile_communication=true"),
     *("training.profile_wait=0", "training.steps=3", "training.validate_every=0"),
     *("training.checkpoint_every=null", "training.keep=1", "training.sample_length=0"),

@@ -37,6 +37,8 @@ RUNS = {
     "cp": ("model.mesh_shape=[[2],[cp]]",),
     "pp": ("model.mesh_shape=[[2],[pp]]",),
     "pp, alone": ("model.mesh_shape=[[1],[pp]]",),
+    "pp and fsdp": ("model.mesh_shape=[[2,2],[pp,fsdp]]",),
+    "pp and fsdp, alone": ("model.mesh_shape=[[2,1],[pp,fsdp]]",),
     "pp, interleaved": (
         *("model.mesh_shape=[[2],[pp]]", "model.num_layers=4"),
         *("training.pipeline_schedule=interleaved", "training.pipeline_chunks=2"),
@@ -127,6 +129,7 @@ OTHERS = {
     "training.microshards": ("4",),
     "training.pipeline_schedule": ("gpipe",),
     "training.pipeline_chunks": ("2", "4"),
+    "training.pipeline_gather": ("step",),
     "training.clip_norm": ("0.5",),
     "training.eval_only": ("true",),
     "training.trainable": ("[embedding]",),

@@ -211,11 +211,13 @@ def test_the_gathered_weights_of_all_blocks_are_never_in_memory_together():
 # --- pipelines
 
 
-def pipelined(target, mesh, schedule="1f1b", chunks=1, remat="none", layers=3):
+def pipelined(
+    target, mesh, schedule="1f1b", chunks=1, remat="none", layers=3, gathers_once=False
+):
     """Loss and gradients, without stages, of four microbatches."""
     model = model_of(target, mesh, chunks=chunks, remat=remat, layers=layers)
     table = schedule_of(mesh, schedule, chunks, 4)
-    step = PipelinedModel(model, mesh, table)
+    step = PipelinedModel(model, mesh, table, gathers_once=gathers_once)
     layouts = jax.tree.map(partial(NamedSharding, mesh.jax), model.layouts(mesh))
     stored = jax.device_get(model.stored(expected(target, layers)[0]))
     params = jax.device_put(stored, layouts)
@@ -240,6 +242,7 @@ def test_stages_have_the_gradients_of_the_loop(target):
     ("sizes", "schedule", "options"),
     [
         ({"pp": 2, "fsdp": 2}, "1f1b", {}),
+        ({"pp": 2, "fsdp": 2}, "gpipe", {"gathers_once": True}),
         pytest.param(
             *({"pp": 2, "fsdp": 2, "tp": 2}, "zero_bubble", {"remat": "full"}),
             marks=pytest.mark.full,

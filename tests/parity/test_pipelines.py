@@ -14,7 +14,7 @@ Five layers on two stages are three and two, on four they are two, one, one and 
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -29,6 +29,8 @@ from tessera.mesh import Mesh
 from tessera.models import DecoderConfig, DecoderModel
 from tessera.models.pipeline_stages import split_of
 from tessera.ops.loss_scale import LossScale
+from tessera.runtime.xla_options import compiler_options
+from tessera.scope import current_plan, set_plan
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.pipelined_model import schedule_of
 from tessera.training.step import (
@@ -107,6 +109,7 @@ def step_config(
     microbatches: int = 4,
     zero_stage: int = 0,
     dtype: str | None = None,
+    gathers_once: bool = False,
     config: DecoderConfig = CONFIG,
     **options: Any,
 ) -> StepConfig:
@@ -124,6 +127,7 @@ def step_config(
         zero_stage=zero_stage,
         loss_chunk=6,
         schedule=schedule_of(mesh, schedule, chunks, microbatches),
+        gathers_once=gathers_once,
     )
 
 
@@ -195,6 +199,11 @@ CASES = {
         "zero_bubble",
         {"microbatches": 6, "remat": "full"},
     ),
+    "gathered_once": (
+        {"dp": 2, "pp": 2, "fsdp": 2},
+        "1f1b",
+        {"microbatches": 6, "remat": "full", "gathers_once": True},
+    ),
     "ring": ({"pp": 2, "cp": 2}, "1f1b", {}),
     "all_to_all": (
         {"pp": 2, "cp": 2, "tp": 2},
@@ -228,9 +237,48 @@ def test_gradients_are_those_of_one_device(case):
         jax.tree.map(lambda gradient: 0.5 * gradient, want.gradients),
         5e-6,
     )
-    if case == "chunks_of_parallel_sequences":
+    if case in ("chunks_of_parallel_sequences", "gathered_once"):
         loss, _ = make_eval_step(config)(params, batches()[0])
         np.testing.assert_allclose(loss, want.loss, rtol=1e-6)
+
+
+SAME = {
+    "gpipe": ({"pp": 2, "fsdp": 2}, {"remat": "full"}),
+    "1f1b": ({"pp": 2, "fsdp": 2, "cp": 2}, {"microbatches": 6}),
+    "interleaved": ({"pp": 2, "fsdp": 2}, {"chunks": 2}),
+    "zero_bubble": (
+        {"pp": 2, "fsdp": 2, "tp": 2},
+        {"sequence_parallel": True, "remat": "dots"},
+    ),
+}
+
+
+@pytest.fixture
+def strict_casts() -> Iterator[None]:
+    """XLA rounds wherever the program does; by default it may leave out casts."""
+    plan = current_plan()
+    flags = compiler_options(["--xla_allow_excess_precision=false"])
+    set_plan(dataclasses.replace(plan, compiler_options=flags))
+    yield
+    set_plan(plan)
+
+
+@pytest.mark.usefixtures("strict_casts")
+@pytest.mark.parametrize("schedule", SAME)
+def test_gathering_once_rounds_nothing_more(schedule):
+    """In bf16, whose rounding of one gradient would be a thousand times as large."""
+    shape, options = SAME[schedule]
+    results = []
+    for once in (False, True):
+        config = step_config(
+            shape, schedule, dtype="bfloat16", gathers_once=once, **options
+        )
+        _, sums, gradients = gradients_of(config)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
+        results.append((float(sums["loss"]), numpy_tree(gradients)))
+    (loss, want), (loss_once, got) = results
+    assert loss_once == pytest.approx(loss, rel=1e-6)
+    assert_close(got, want, 2e-6)
 
 
 # --- three steps of the trainer
@@ -271,6 +319,11 @@ TRAINED = {
         {"dp": 2, "tp": 2, "pp": 2},
         "zero_bubble",
         {"remat": "dots", "zero_stage": 3},
+    ),
+    "zero_stage_3_gathered_once": (
+        {"dp": 2, "fsdp": 2, "pp": 2},
+        "gpipe",
+        {"microbatches": 6, "zero_stage": 3, "gathers_once": True},
     ),
 }
 

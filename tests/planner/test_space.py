@@ -67,6 +67,27 @@ def test_a_setting_of_the_command_line_stays():
     assert found == {"dots"}
 
 
+@pytest.mark.parametrize(
+    ("mesh", "gathers"),
+    [
+        ((("pp", 2), ("fsdp", 4)), {"tick", "step"}),
+        ((("pp", 2), ("dp", 4)), {"tick"}),
+        ((("fsdp", 8),), {"tick"}),
+    ],
+)
+def test_only_pipelines_with_fsdp_may_gather_once(mesh, gathers):
+    found = list(space().layouts(mesh))
+    assert {layout.gather for layout in found} == gathers
+    for layout in found:
+        words = layout.overrides()
+        is_once = layout.gather == "step"
+        assert ("training.pipeline_gather=step" in words) == is_once
+        applied = layout.applied(space().config)
+        assert Layout.of(applied).gather == layout.gather
+    pinned = space(pinned=("training.pipeline_gather",)).layouts(mesh)
+    assert {layout.gather for layout in pinned} == {"tick"}
+
+
 def test_only_pipelines_have_schedules():
     assert {each.schedule for each in space().layouts((("fsdp", 8),))} == {None}
     found = {(e.schedule, e.chunks) for e in space().layouts((("pp", 2), ("fsdp", 4)))}

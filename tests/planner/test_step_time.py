@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the planner expects of a step, against counts and against compiled programs."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -138,6 +140,33 @@ def test_gradients_of_a_pipeline_are_summed_once_by_the_devices_of_a_stage():
     gathered = sum(r.nbytes for r in rows if r.kind == "all-gather")
     assert predicted["dp"] == pytest.approx(summed, rel=0.05)
     assert predicted["pp"] == pytest.approx(2 * gathered, rel=0.01)
+
+
+def test_a_pipeline_that_gathers_once_sends_that_in_each_step():
+    layout = replace(PIPELINE, gather="step")
+    device, _ = model().device_work(layout)
+    comms, predicted = Communication(device, layout), Counter[tuple[Any, ...]]()
+    assert not comms.of_microbatch()
+    for each in comms.of_step():
+        predicted[each.axes, each.kind] += each.nbytes * each.times
+    found = Counter[tuple[Any, ...]]()
+    for row in compiled(layout).collectives.rows:
+        found[row.axes, row.kind] += row.total_bytes
+    for axes in (("fsdp",), ("pp", "fsdp")):
+        for kind in ("all-gather", "reduce-scatter"):
+            nbytes = predicted.pop((axes, kind))
+            assert nbytes == pytest.approx(found[axes, kind], rel=0.01)
+            assert nbytes > 2**16
+    assert sum(predicted.values()) < 2**16  # norms
+
+
+def test_a_pipeline_that_gathers_once_takes_less_time_and_more_memory():
+    """A copy of the stage's parameters, and whole gradients of one tick and of all."""
+    tick, step = (replace(PIPELINE, gather=gather) for gather in ("tick", "step"))
+    assert model().predict(step).exposed < model().predict(tick).exposed
+    more = model().memory(step).total - model().memory(tick).total
+    found = compiled(step).memory.peak - compiled(tick).memory.peak
+    assert more == pytest.approx(found, rel=0.2)
 
 
 def test_recomputation_takes_time_and_saves_memory():

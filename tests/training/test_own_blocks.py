@@ -91,6 +91,13 @@ def test_stages_learn_what_one_device_does():
     [
         (["training.sync_gradients_every=2", "model.mesh_shape=[[2,2],[dp,tp]]"], 1e-5),
         (["training.mixed_precision=bf16", "model.mesh_shape=[[2,2],[pp,ep]]"], 1e-3),
+        (
+            [
+                *("training.mixed_precision=bf16", "training.pipeline_gather=step"),
+                "model.mesh_shape=[[2,2],[pp,fsdp]]",
+            ],
+            1e-3,
+        ),
     ],
 )
 def test_options_of_the_step_learn_what_one_device_does(options, tolerance):

@@ -3,6 +3,9 @@
 
 import pytest
 
+from tessera.config_files import configs_dir
+from tessera.errors import TesseraError
+from tessera.training.command_line import compose
 from tests.training.small_settings import check, settings
 
 STAGES = ((2, 1), ("pp", "tp"))
@@ -53,6 +56,19 @@ def test_stages_exchange_gradients_once_in_a_step():
         "  docs: docs/errors/T507.md"
     )
     assert check(settings(mesh_shape=((2,), ("dp",)), **accumulated)) == []
+
+
+def test_stages_with_experts_gather_parameters_where_they_compute():
+    overrides = ("model=moe_tiny", "training.pipeline_gather=step")
+    with pytest.raises(TesseraError) as caught:
+        compose(["model.mesh_shape=[[2,2],[pp,fsdp]]", *overrides], configs_dir())
+    assert str(caught.value) == (
+        "[T507] parameters cannot be gathered once: experts balance tokens over fsdp\n"
+        "  got: training.pipeline_gather=step; num_experts=8, whose routers balance a "
+        "whole batch\n"
+        "  fix: use training.pipeline_gather=tick, or a model without it\n"
+        "  docs: docs/errors/T507.md"
+    )
 
 
 def test_interleaved_chunks_need_a_multiple_of_the_stages_as_microbatches():

@@ -121,6 +121,28 @@ def test_gradients_cross_dp_once_in_a_step():
     assert held <= over_dp <= held + table + 100
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_stages_gather_and_reduce_once_in_a_step(microbatches):
+    run = run_of(
+        *(("pp", 2), ("fsdp", 2)),
+        pipeline_gather="step",
+        gradient_accumulation_steps=microbatches,
+    )
+    rows = run.compiled.collectives.rows
+    stage = run.model.abstract()["decoder"]
+    layouts = run.model.layouts(run.mesh)["decoder"]
+    parts = zip(jax.tree.leaves(stage), jax.tree.leaves(layouts), strict=True)
+    split = sum(math.prod(leaf.shape) for leaf, spec in parts if "fsdp" in spec) // 2
+    for kind in ("all-gather", "reduce-scatter"):
+        over_fsdp = [row for row in rows if (row.kind, row.axes) == (kind, ("fsdp",))]
+        assert sum(row.total_bytes for row in over_fsdp) == 4 * split
+    # No collective of parameters is left in the loop.
+    table = 4 * CONFIG.vocab_size * CONFIG.d_model
+    in_loop = [row for row in rows if row.calls != 1 and "fsdp" in row.axes]
+    assert sum(row.nbytes for row in in_loop) < table
+
+
 # --- which schedule and which stages
 
 

@@ -23,6 +23,8 @@ UNUSED = {
     ("model.sequence_parallel=true", "model.mesh_shape=[[2],[dp]]"): "has no axis tp",
     ("training.pipeline_schedule=gpipe",): "has no axis pp",
     ("training.pipeline_chunks=2",): "has no axis pp",
+    ("training.pipeline_gather=step",): "has no axis pp",
+    ("training.pipeline_gather=step", "model.mesh_shape=[[1],[pp]]"): "no axis fsdp",
     ("training.profile_wait=2",): "training.profile_communication=false",
     ("training.profile_warmup=2",): "training.profile_communication=false",
     ("training.profile_active=2",): "training.profile_communication=false",

@@ -27,6 +27,7 @@ from tessera.compiler.pipelining.ring_buffers import (
 from tessera.compiler.pipelining.schedule_table import Schedule
 from tessera.compiler.pipelining.stage_packing import Packing
 from tessera.compiler.pipelining.weight_gradients import SplitBackward, split_backward
+from tessera.ops.wide_gradients import ParameterCopy
 from tessera.tree import Tree
 
 Row: TypeAlias = dict[str, Array]
@@ -48,12 +49,15 @@ class Stages:
       wire: Shapes and dtypes of what a stage sends to the next, all floating-point.
       constrain_wire: Lays out a wire over the mesh's other axes.
       constrain_weights: The same for a tree like one virtual stage's weights.
+      has_copies: Whether narrow weights are copies of f32 parameters, so that their
+        gradients are f32; the functions take a ``ParameterCopy`` for each then.
     """
 
     runs: Sequence[Callable[..., tuple[Tree, Array, tuple[Tree, Tree]]]]
     wire: Tree
     constrain_wire: Callable[[Tree], Tree] = lambda wire: wire
     constrain_weights: Callable[[Tree], Tree] = lambda weights: weights
+    has_copies: bool = False
 
     def each(self, index: Array, work: Callable[..., Tree], *operands: Tree) -> Tree:
         """``work(number, *operands)`` by the number of the function of a stage.
@@ -156,7 +160,7 @@ class Device:
         sums = Gradients(
             loss=jnp.float32(0.0),
             statistics=zeros(statistics),
-            weights=zeros(self.weights),
+            weights=zeros(self._own_parameters(self.weights)),
             shared=zeros(self.shared),
             micros=zeros(self._differentiated(self.micros)),
             outputs=ring_buffer(outputs, micros) if self.keep_outputs else None,
@@ -209,7 +213,7 @@ class Device:
             is_last = stage == self.last_stage
             cotangent = jax.tree.map(partial(jnp.where, is_last, 0), received)
             wire, micro = read(carry.inputs, row["backward_slot"]), self.micro(number)
-            weights = (self.chunk(chunk), self.shared)
+            weights = self._parameters_of(chunk)
             inputs = (wire, self._differentiated(micro))
             gradients = partial(self._gradients, micro, stage)
             (back, of_micro), results, rest = self.stages.each(
@@ -275,7 +279,7 @@ class Device:
                 split = self._split_backwards[run]
                 return split.weight_gradients(residuals, weights, micro, stage)
 
-            weights = (self.chunk(chunk), self.shared)
+            weights = self._parameters_of(chunk)
             of_weights = self.stages.each(stage, gradients, packed, weights)
             return self._with_weights(sums, chunk, *of_weights)
 
@@ -324,16 +328,32 @@ class Device:
     ) -> tuple[tuple[Tree, Array], Any]:
         """A stage as a function of what it is differentiated by."""
         (own, shared), (wire, of_micro) = weights, inputs
+        if self.stages.has_copies:
+            copies = self.chunk(stage // self.schedule.stages)
+            own = jax.tree.map(ParameterCopy.of, own, copies)
         leaves, tree = jax.tree.flatten(micro)
         micro = tree.unflatten([of_micro.get(i, leaf) for i, leaf in enumerate(leaves)])
         wire, loss, more = self.stages.runs[run](own, shared, wire, micro, stage)
         return (wire, loss), (loss, more)
 
+    def _parameters_of(self, chunk: Array | int) -> tuple[Tree, Tree]:
+        """What a virtual stage is differentiated by: its own and shared parameters."""
+        return self._own_parameters(self.chunk(chunk)), self.shared
+
+    def _own_parameters(self, weights: Tree) -> Tree:
+        """Weights, and zeros in place of copies, whose values nothing reads there."""
+
+        def parameter(weight: Array) -> Array:
+            is_copy = weight.dtype.itemsize < jnp.dtype(jnp.float32).itemsize
+            return jnp.zeros(weight.shape, jnp.float32) if is_copy else weight
+
+        return jax.tree.map(parameter, weights) if self.stages.has_copies else weights
+
     @cached_property
     def _split_backwards(self) -> list[SplitBackward]:
         """The split backward of each of the stages' functions."""
         wire, micro = self.empty_wire(), self.micro(0)
-        weights = (self.chunk(0), self.shared)
+        weights = self._parameters_of(0)
         inputs = (wire, self._differentiated(micro))
         arguments = (weights, inputs, (wire, self.seed), micro, jnp.int32(0))
         return [

@@ -19,7 +19,7 @@ Sources: GPipe, arXiv 1811.06965; 1F1B, arXiv 1806.03377; interleaved stages, ar
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,8 @@ from tessera.compiler.pipelining.pipeline_primitive import SCOPE
 from tessera.compiler.pipelining.ring_buffers import add, ring_buffer, store, zeros
 from tessera.compiler.pipelining.schedule_table import Kind, Schedule
 from tessera.mesh import Mesh
-from tessera.ops.operand_layouts import region_mesh
+from tessera.ops.operand_layouts import map_free_axes, region_mesh
+from tessera.shard_spec import axes_of_dims, spec_over
 from tessera.tree import Tree
 
 
@@ -57,6 +58,8 @@ class Pipeline:
         dim 1 of every microbatch array. Weights are replicated over them, and their
         gradients are summed once, after the last tick; left to the compiler, such an
         axis would sum them in every tick.
+      gradient_layouts: Of ``weights`` and of ``shared``: over the data axes in them,
+        gradients are reduce-scattered; None all-reduces them.
     """
 
     schedule: Schedule
@@ -64,6 +67,7 @@ class Pipeline:
     mesh: Mesh
     axis: str
     data_axes: tuple[str, ...] = ()
+    gradient_layouts: tuple[Tree, Tree] | None = None
 
     def gradients(
         self,
@@ -99,11 +103,15 @@ class Pipeline:
                 micro_gradients=micro_gradients,
                 keep_outputs=keep_outputs,
             )
-            return _all_sums(_run_ticks(device), self.axis, self.data_axes)
+            return self._all_sums(_run_ticks(device))
 
-        layouts: Any = Gradients(*[PartitionSpec()] * 6)
-        own = PartitionSpec(None, self.axis)
-        layouts = replace(layouts, weights=own, micros=self._rows, outputs=self._rows)
+        rows, whole = self._rows, PartitionSpec()
+        own: Any = PartitionSpec(None, self.axis)
+        of_shared: Any = whole
+        if self.gradient_layouts is not None:
+            manual = partial(spec_over, axes=(self.axis, *self.data_axes))
+            own, of_shared = jax.tree.map(manual, self.gradient_layouts)
+        layouts = Gradients(whole, whole, own, of_shared, rows, rows)
         return self._in_region(run, layouts)(weights, shared, micros, seed)
 
     def outputs(
@@ -131,6 +139,23 @@ class Pipeline:
         layouts = (self._rows, PartitionSpec(), PartitionSpec())
         call = self._in_region(run, layouts)
         return call(weights, shared, micros, jnp.float32(0.0))
+
+    def _all_sums(self, sums: Gradients) -> Gradients:
+        """The sums over devices: over the data axes of everything but rows."""
+        weights = jax.tree.map(partial(jnp.expand_dims, axis=1), sums.weights)
+        micros, outputs = jax.lax.psum((sums.micros, sums.outputs), self.axis)
+        axes, shared = (self.axis, *self.data_axes), sums.shared
+        others = (sums.loss, sums.statistics)
+        if self.gradient_layouts is not None:
+            own, whole = self.gradient_layouts
+            weights = _reduce_scattered(weights, own, self.data_axes)
+            shared = _reduce_scattered(shared, whole, axes)
+            loss, statistics = jax.lax.psum(others, axes)
+        else:
+            loss, statistics, shared = jax.lax.psum((*others, shared), axes)
+            if self.data_axes:
+                weights = jax.lax.psum(weights, self.data_axes)
+        return Gradients(loss, statistics, weights, shared, micros, outputs)
 
     @property
     def _rows(self) -> PartitionSpec:
@@ -190,15 +215,27 @@ def _rows(device: Device) -> Row:
     }
 
 
-def _all_sums(sums: Gradients, axis: str, data_axes: tuple[str, ...]) -> Gradients:
-    """The sums over devices: over the data axes of everything but rows."""
-    weights = jax.tree.map(partial(jnp.expand_dims, axis=1), sums.weights)
-    of_rows = jax.lax.psum((sums.micros, sums.outputs), axis)
-    others = (sums.loss, sums.statistics, sums.shared)
-    loss, statistics, shared = jax.lax.psum(others, (axis, *data_axes))
-    if data_axes:
-        weights = jax.lax.psum(weights, data_axes)
-    return Gradients(loss, statistics, weights, shared, *of_rows)
+def _reduce_scattered(gradients: Tree, layouts: Tree, axes: tuple[str, ...]) -> Tree:
+    """Sums over axes, each scattered over those of them that are in its layout.
+
+    In a region over all axes: XLA would gather what the others split.
+    """
+
+    def sums(gradients: Tree) -> Tree:
+        return jax.tree.map(partial(_reduced, axes=axes), gradients, layouts)
+
+    region = jax.sharding.get_abstract_mesh()
+    free = set(region.axis_names) - set(region.manual_axes)
+    specs = jax.tree.map(partial(spec_over, axes=free), layouts)
+    return map_free_axes(sums, region, (specs,), specs)(gradients)
+
+
+def _reduced(array: Array, layout: PartitionSpec, *, axes: tuple[str, ...]) -> Array:
+    for dim, split in enumerate(axes_of_dims(layout, array.ndim)):
+        if over := tuple(axis for axis in split if axis in axes):
+            axes = tuple(axis for axis in axes if axis not in over)
+            array = jax.lax.psum_scatter(array, over, scatter_dimension=dim, tiled=True)
+    return jax.lax.psum(array, axes) if axes else array
 
 
 def _forward_only(device: Device) -> tuple[Tree, Array, Tree]:

@@ -44,6 +44,12 @@ LAYOUTS = {
         "training.remat=full",
         "training.gradient_accumulation_steps=8",
     ),
+    "gathered": (
+        "model.mesh_shape=[[2,4],[pp,fsdp]]",
+        "training.remat=full",
+        "training.gradient_accumulation_steps=8",
+        "training.pipeline_gather=step",
+    ),
     "dots": ("model.mesh_shape=[[8],[dp]]", "training.remat=dots"),
     "offload": (
         "model.mesh_shape=[[8],[dp]]",

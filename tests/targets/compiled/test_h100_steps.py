@@ -29,6 +29,7 @@ TEMPORARIES = {
     "fsdp": 19_534_336,
     "tp": 13_991_936,
     "pp": 19_568_776,
+    "gathered": 23_327_112,
     "dots": 44_258_888,
 }
 SLACK = 1.15
@@ -139,6 +140,18 @@ def test_pp_gathers_and_scatters_asynchronously_inside_layers():
         name = re.escape(row.instruction)
         (line,) = re.findall(rf"^ +%{name} = .*$", text, re.M)
         assert '"is_sync":false' in line
+
+
+def test_stages_that_gather_once_send_a_copy_in_bf16_and_f32_gradients():
+    compiled = trainer_step(H100, "gathered")
+    stage = MATRICES * NUM_LAYERS // 2
+    gathers = rows(compiled, "all-gather", "fsdp")
+    assert all(dtypes(row) == {"bf16"} for row in gathers if row.calls == 1)
+    assert sum(row.total_bytes for row in gathers) == 2 * stage
+    reduced = rows(compiled, "reduce-scatter", "fsdp")
+    assert sum(row.total_bytes for row in reduced) == 4 * stage
+    of_table = rows(compiled, "reduce-scatter", "pp", "fsdp")
+    assert [row.total_bytes for row in of_table] == [4 * TABLE]
 
 
 def test_saved_matmuls_stay_on_their_devices():
