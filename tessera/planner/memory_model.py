@@ -139,8 +139,11 @@ class MemoryModel:
             kept += 2 * stages * inputs * share
             sums += trained
         if layout.gather == "step":
-            kept += weights * device.stage_share * layout.chunks
-            sums = gradients = gradients * sizes.get("fsdp", 1)
+            # A copy of a stage's weights, and two of tables in f32: one is a branch's.
+            wide = 1 if work.matmul_dtype == "float32" else 2
+            kept += weights * device.stage_share * layout.chunks + 2 * wide * tables
+            gradients *= sizes.get("fsdp", 1)
+            sums = gradients + trained
         layer = (whole + 2 * weights) / work.num_layers
         if policy == "none":
             layer /= 4  # its results are among what is kept
