@@ -26,6 +26,7 @@ class Event:
       each: Seconds of one execution.
       times: How often it is executed; where a conditional skips it, on average.
       exposed: Seconds of all executions in which the device waits for it.
+      hidden: Seconds of all executions of a transfer in which the device computes.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Event:
     each: float
     times: float
     exposed: float = 0.0
+    hidden: float = 0.0
 
     @property
     def total(self) -> float:

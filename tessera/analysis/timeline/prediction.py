@@ -19,7 +19,7 @@ from tessera.analysis.timeline.event import COMPUTE, Event
 from tessera.analysis.timeline.operation_times import OperationTimes
 from tessera.analysis.timeline.report import Communication, Timeline
 from tessera.analysis.timeline.schedule import Schedule
-from tessera.analysis.timeline.simulation import Simulation, Slice
+from tessera.analysis.timeline.simulation import Simulation, Slice, Totals
 from tessera.analysis.timeline.transfers import COMPUTATION, COPY, HOST, Transfer
 from tessera.errors import MeshShapeError, NoTargetError
 from tessera.mesh import Mesh
@@ -81,10 +81,11 @@ def _report(schedule: Schedule, module: Module, target: Target) -> Timeline:
     communication: dict[tuple[str, ...], Communication] = {}
     for name, transfer in transfers.items():
         if transfer.kind not in (COPY, COMPUTATION):
-            before = communication.get(transfer.axes, Communication(0.0, 0.0))
+            before = communication.get(transfer.axes, Communication(0.0, 0.0, 0.0))
             communication[transfer.axes] = Communication(
                 before.seconds + totals.transferred[name],
                 before.exposed + totals.waited[name],
+                before.hidden + totals.hidden[name],
             )
     labels = _labels(target, list(transfers.values()))
     sources = _Sources(module)
@@ -96,10 +97,7 @@ def _report(schedule: Schedule, module: Module, target: Target) -> Timeline:
         communication=communication,
         conditional=totals.conditional,
         unknown_loops=totals.unknown_loops,
-        events=tuple(
-            _event(sources, each, labels, totals.waited[each.instruction.name])
-            for each in run.slices
-        ),
+        events=tuple(_event(sources, each, labels, totals) for each in run.slices),
     )
 
 
@@ -168,12 +166,12 @@ class _Sources:
 
 
 def _event(
-    sources: _Sources, drawn: Slice, labels: dict[object, str], waited: float
+    sources: _Sources, drawn: Slice, labels: dict[object, str], totals: Totals
 ) -> Event:
     transfer = drawn.transfer
-    origin = sources.origin(drawn.instruction, drawn.kind)
+    origin, name = sources.origin(drawn.instruction, drawn.kind), drawn.instruction.name
     return Event(
-        name=drawn.instruction.name,
+        name=name,
         op_name=origin.op_name,
         source=sources.line(origin),
         kind=drawn.kind,
@@ -183,5 +181,6 @@ def _event(
         duration=drawn.duration,
         each=drawn.each,
         times=drawn.times,
-        exposed=waited if transfer else 0.0,
+        exposed=totals.waited[name] if transfer else 0.0,
+        hidden=totals.hidden[name] if transfer else 0.0,
     )

@@ -25,10 +25,12 @@ class Communication:
     Attributes:
       seconds: In which they run.
       exposed: In which the device computes nothing and waits for them.
+      hidden: In which the device computes beside them.
     """
 
     seconds: float
     exposed: float
+    hidden: float
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,13 @@ class Timeline:
     @property
     def overlapped(self) -> float:
         """Seconds of collectives while the device computes."""
+        return sum(each.hidden for each in self.communication.values())
+
+    @property
+    def overlap(self) -> float | None:
+        """The overlapped share of the collectives' time; None without collectives."""
         spent = sum(each.seconds for each in self.communication.values())
-        return max(0.0, spent - self.exposed)
+        return self.overlapped / spent if spent else None
 
     @property
     def idle(self) -> float:
@@ -109,6 +116,7 @@ class Timeline:
             "compute": self.compute,
             "exposed": self.exposed,
             "overlapped": self.overlapped,
+            "overlap": self.overlap,
             "idle": self.idle,
             "conditional": self.conditional,
             "unknown_loops": self.unknown_loops,
@@ -167,7 +175,10 @@ class Timeline:
             f"  exposed communication  {format_seconds(self.exposed)} "
             f"({_share(self.exposed, whole)}): {exposed or 'none'}"
         )
-        yield f"  overlapped             {format_seconds(self.overlapped)}"
+        overlapped = f"  overlapped             {format_seconds(self.overlapped)}"
+        if self.overlap is not None:
+            overlapped += f" ({100 * self.overlap:.1f} % of all communication)"
+        yield overlapped
         yield f"  idle                   {format_seconds(self.idle)}"
         if self.conditional > whole / 1000:
             yield (

@@ -55,6 +55,7 @@ class Totals:
       compute: Of operations on the stream of computation, by kind.
       transferred: Of transfers, by their name.
       waited: For transfers, by their name.
+      hidden: Of transfers beside which the device computes, by their name.
       conditional: Of computation in branches that a run may skip.
       unknown_loops: Loops whose length is known only at run time; each counts once.
     """
@@ -62,6 +63,7 @@ class Totals:
     compute: Seconds = field(default_factory=_no_seconds)
     transferred: Seconds = field(default_factory=_no_seconds)
     waited: Seconds = field(default_factory=_no_seconds)
+    hidden: Seconds = field(default_factory=_no_seconds)
     conditional: float = 0.0
     unknown_loops: int = 0
 
@@ -71,11 +73,34 @@ class Totals:
             (self.compute, more.compute),
             (self.transferred, more.transferred),
             (self.waited, more.waited),
+            (self.hidden, more.hidden),
         ):
             for name, seconds in theirs.items():
                 mine[name] += times * seconds
         self.conditional += times * more.conditional
         self.unknown_loops += more.unknown_loops
+
+
+@dataclass
+class _Flight:
+    """A transfer that is on its way.
+
+    Attributes:
+      transfer: It.
+      start: When it begins.
+      end: When it is over.
+      hidden: Seconds of it in which the device has computed so far.
+    """
+
+    transfer: Transfer
+    start: float
+    end: float
+    hidden: float = 0.0
+
+    def hide(self, start: float, end: float, share: float = 1.0) -> None:
+        """Compute beside it for a share of the time from start to end."""
+        both = min(end, self.end) - max(start, self.start)
+        self.hidden += share * max(0.0, both)
 
 
 class Simulation:
@@ -90,7 +115,7 @@ class Simulation:
     def __init__(self, steps: Sequence[Step]) -> None:
         self.now = 0.0
         self._free: dict[frozenset[Link], float] = {}
-        self._ends: dict[str, tuple[float, Transfer]] = {}
+        self._flights: dict[str, _Flight] = {}
         self._shared: dict[tuple[frozenset[Link], frozenset[Link]], bool] = {}
         self._alone: dict[int, Totals] = {}
         self.totals, self.slices = self._run(steps, 1.0, is_drawn=True)
@@ -111,7 +136,7 @@ class Simulation:
                         slices.append(
                             _slice(instruction, kind, self.now, seconds, share)
                         )
-                    self.now += share * seconds
+                    self._compute(share * seconds)
                 case Start(key, transfer):
                     start = self._begin(key, transfer, share)
                     totals.transferred[transfer.name] += share * transfer.seconds
@@ -142,6 +167,11 @@ class Simulation:
             slices += drawn
         return slices
 
+    def _compute(self, seconds: float) -> None:
+        for flight in self._flights.values():
+            flight.hide(self.now, self.now + seconds)
+        self.now += seconds
+
     def _begin(self, key: str, transfer: Transfer, share: float) -> float:
         """Start a transfer; when it begins."""
         links = transfer.links
@@ -149,7 +179,7 @@ class Simulation:
         start = max(self.now, max(busy, default=0.0))
         end = start + share * transfer.seconds
         self._free[links] = end
-        self._ends[key] = end, transfer
+        self._flights[key] = _Flight(transfer, start, end)
         return start
 
     def _share(self, one: frozenset[Link], other: frozenset[Link]) -> bool:
@@ -159,12 +189,13 @@ class Simulation:
         return self._shared[pair]
 
     def _wait(self, key: str, totals: Totals) -> None:
-        if key not in self._ends:
+        if key not in self._flights:
             return
-        end, transfer = self._ends.pop(key)
-        if end > self.now:
-            totals.waited[transfer.name] += end - self.now
-            self.now = end
+        flight = self._flights.pop(key)
+        totals.hidden[flight.transfer.name] += flight.hidden
+        if flight.end > self.now:
+            totals.waited[flight.transfer.name] += flight.end - self.now
+            self.now = flight.end
 
     def _loop(
         self, loop: Loop, share: float, totals: Totals, is_drawn: bool
@@ -178,18 +209,19 @@ class Simulation:
         if loop.computes_only and not is_drawn:
             once = self._computed(loop, share)
             totals.add(once, count)
-            self.now += count * sum(once.compute.values())
+            self._compute(count * sum(once.compute.values()))
             return []
         first, drawn = self._run(loop.body, share, is_drawn=is_drawn)
         totals.add(first)
         begin, each = start, self.now - start
         if count > 1:
-            begin, free, ends = self.now, dict(self._free), dict(self._ends)
+            begin, free, flights = self.now, dict(self._free), dict(self._flights)
             later, drawn = self._run(loop.body, share, is_drawn=is_drawn)
             later.unknown_loops = 0
             totals.add(later, count - 1)
             each = self.now - begin
-            self._skip((count - 2) * each, free, ends)
+            computing = sum(later.compute.values()) / each if each else 0.0
+            self._skip((count - 2) * each, computing, free, flights)
         spent = self.now - start
         if not is_drawn or not spent:
             return []
@@ -209,17 +241,25 @@ class Simulation:
     def _skip(
         self,
         seconds: float,
+        computing: float,
         free: dict[frozenset[Link], float],
-        ends: dict[str, tuple[float, Transfer]],
+        flights: dict[str, _Flight],
     ) -> None:
-        """Let iterations pass like the last one, before which links were so busy."""
-        self.now += seconds
+        """Let iterations pass like the last one.
+
+        For a share of its time it was ``computing``. Before it, links were busy as in
+        ``free``, and ``flights`` were on their way.
+        """
         for links, end in self._free.items():
             if free.get(links) != end:
                 self._free[links] = end + seconds
-        for key, (end, transfer) in self._ends.items():
-            if ends.get(key) != (end, transfer):
-                self._ends[key] = end + seconds, transfer
+        for key, flight in self._flights.items():
+            if flights.get(key) is flight:
+                flight.hide(self.now, self.now + seconds, computing)
+            else:
+                flight.start += seconds
+                flight.end += seconds
+        self.now += seconds
 
 
 def _slice(

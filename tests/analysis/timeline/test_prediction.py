@@ -43,9 +43,12 @@ def test_a_matmul_hides_a_gather_as_long_as_it_runs(mesh, width, matmul):
     assert found.computation == {"matmul": pytest.approx(matmul)}
     assert found.exposed == pytest.approx(exposed)
     assert found.overlapped == pytest.approx(GATHER - exposed)
+    assert found.overlap == pytest.approx(min(1.0, matmul / GATHER))
     assert found.seconds == pytest.approx(max(matmul, GATHER))
     assert found.communication == {
-        ("fsdp",): Communication(pytest.approx(GATHER), pytest.approx(exposed))
+        ("fsdp",): Communication(
+            *map(pytest.approx, (GATHER, exposed, GATHER - exposed))
+        )
     }
 
 
@@ -75,6 +78,49 @@ ENTRY e {
     assert event.times == 26
     assert event.each == pytest.approx(2 * GATHER)
     assert event.exposed == pytest.approx(found.exposed)
+
+
+LOOP = """HloModule step, is_scheduled=true, num_partitions=8
+body {
+  p = (s32[], f32[250], bf16[1000,1000]) parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  x = f32[250] get-tuple-element(p), index=1
+  a = bf16[1000,1000] get-tuple-element(p), index=2
+  s = (f32[250], f32[2000]) all-gather-start(x), replica_groups=[1,8]<=[8]
+  BEFORE
+  d = f32[2000] all-gather-done(s)
+  AFTER
+  ROOT t = (s32[], f32[250], bf16[1000,1000]) tuple(i, x, m)
+}
+condition {
+  p = (s32[], f32[250], bf16[1000,1000]) parameter(0)
+  ROOT c = pred[] constant(true)
+}
+ENTRY e {
+  x = (s32[], f32[250], bf16[1000,1000]) parameter(0)
+  w = (s32[], f32[250], bf16[1000,1000]) while(x), condition=condition, body=body, TRIPS
+  y = f32[250] get-tuple-element(w), index=1
+  ROOT r = f32[2000] all-gather(y), replica_groups=[1,8]<=[8], dimensions={0}
+}"""
+
+
+@pytest.mark.parametrize(("is_beside", "hidden"), [(True, 3 * 6e-3), (False, 0.0)])
+def test_the_overlap_counts_each_iteration_of_a_loop(mesh, is_beside, hidden):
+    matmul = (
+        "m = bf16[1000,1000] dot(a, a), lhs_contracting_dims={1}, "
+        "rhs_contracting_dims={0}"
+    )
+    text = LOOP.replace("BEFORE" if is_beside else "AFTER", matmul)
+    text = text.replace("AFTER" if is_beside else "BEFORE", "")
+    text = text.replace("TRIPS", 'backend_config={"known_trip_count":{"n":"3"}}')
+    found = timeline(text, mesh)
+    # Three gathers of 7 ms beside 6 ms of matmul, or none; one after the loop.
+    assert found.overlapped == pytest.approx(hidden)
+    assert found.overlap == pytest.approx(hidden / (4 * GATHER))
+    gathers = {each.name: each for each in found.events if each.axes}
+    assert gathers["s"].total == pytest.approx(3 * GATHER)
+    assert gathers["s"].hidden == pytest.approx(hidden)
+    assert (gathers["r"].hidden, gathers["r"].exposed) == (0.0, pytest.approx(GATHER))
 
 
 def test_the_start_of_a_step_is_idle_time(mesh):

@@ -26,7 +26,7 @@ def report(**changes):
         "rule": "a roofline",
         "seconds": 4.0,
         "computation": {"matmul": 2.0, "other": 0.0},
-        "communication": {("dp", "tp"): Communication(2.0, 1.0)},
+        "communication": {("dp", "tp"): Communication(2.0, 1.0, 1.0)},
         "conditional": 0.0,
         "unknown_loops": 0,
         "events": EVENTS,
@@ -38,6 +38,7 @@ def test_the_parts_of_a_step_add_up_to_its_time():
     found = report()
     assert (found.compute, found.exposed, found.overlapped, found.idle) == (2, 1, 1, 1)
     assert found.compute + found.exposed + found.idle == found.seconds
+    assert found.overlap == 0.5
 
 
 def test_the_text_has_the_costliest_operations_and_the_totals():
@@ -53,7 +54,7 @@ def test_the_text_has_the_costliest_operations_and_the_totals():
         "predicted step on h100:1x8: 4.00 s\n"
         "  computation            2.00 s (50.0 %): matmul 2.00 s\n"
         "  exposed communication  1.00 s (25.0 %): dp×tp 1.00 s of 2.00 s\n"
-        "  overlapped             1.00 s\n"
+        "  overlapped             1.00 s (50.0 % of all communication)\n"
         "  idle                   1.00 s"
     ).replace("line    op", "line      op")
 
@@ -85,7 +86,7 @@ def test_the_data_survive_json():
     found = json.loads(json.dumps(report().as_json()))
     assert found["seconds"] == 4.0
     assert found["communication"] == [
-        {"axes": ["dp", "tp"], "seconds": 2.0, "exposed": 1.0}
+        {"axes": ["dp", "tp"], "seconds": 2.0, "exposed": 1.0, "hidden": 1.0}
     ]
     assert found["events"][1]["name"] == "dot.1"
 
@@ -93,4 +94,6 @@ def test_the_data_survive_json():
 def test_an_empty_program_has_a_text():
     found = report(seconds=0.0, computation={}, communication={}, events=())
     assert "predicted step on h100:1x8: 0.00 µs" in found.as_text()
+    assert "  overlapped             0.00 µs\n" in found.as_text()
+    assert found.overlap is None
     assert found.as_svg().startswith("<svg")

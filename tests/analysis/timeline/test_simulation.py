@@ -79,6 +79,49 @@ def test_the_end_of_what_nothing_started_is_no_wait():
     assert (seconds, waited) == (1.0, {})
 
 
+@pytest.mark.parametrize(
+    ("steps", "hidden"),
+    [
+        ((start("g", 2.0), compute(3.0), Wait("g")), 2.0),
+        ((start("g", 6.0), compute(3.0), Wait("g")), 3.0),
+        ((start("g", 2.0), Wait("g"), compute(3.0)), 0.0),
+        # Waiting for another transfer is no computation.
+        (
+            (
+                *(start("g", 5.0), start("h", 3.0, "InfiniBand"), Wait("h")),
+                *(compute(1.0), Wait("g")),
+            ),
+            1.0,
+        ),
+        # Nor is what was computed before its links were free.
+        ((start("h", 2.0), start("g", 2.0), compute(3.0), Wait("g"), Wait("h")), 1.0),
+        ((start("g", 2.0), loop(4, compute(0.25)), Wait("g")), 1.0),
+        ((loop(7, start("g", 5.0), compute(3.0), Wait("g")),), 21.0),
+        # Iterations of 3 s compute for 2; those after the second count on average.
+        (
+            (
+                start("g", 7.5),
+                loop(9, compute(2.0), start("h", 1.0, "PCIe"), Wait("h")),
+                Wait("g"),
+            ),
+            pytest.approx(5.0),
+        ),
+        # Each gather is waited for one iteration later; nothing hides the first.
+        (
+            (
+                start("g", 4.0),
+                loop(10, Wait("g"), start("g", 4.0), compute(3.0)),
+                Wait("g"),
+            ),
+            30.0,
+        ),
+    ],
+)
+def test_what_is_computed_while_a_transfer_runs_hides_it(steps, hidden):
+    found = Simulation(steps)
+    assert found.totals.hidden["g"] == hidden
+
+
 @pytest.mark.parametrize(("count", "times"), [(0, 0), (1, 1), (7, 7), (None, 1)])
 def test_a_loop_takes_as_long_as_its_iterations(count, times):
     body = start("g", 5.0), compute(3.0), Wait("g")
