@@ -166,10 +166,11 @@ def by_hand(mesh: Mesh, name: str) -> Any:
 
 def by_tessera(mesh: Mesh, target: str, remat: str) -> Any:
     """The compiled step of the trainer."""
+    sizes = ",".join(map(str, mesh.shape.values()))
     words = [
         "model=gemma3_1b",
         "data=synthetic",
-        f"model.mesh_shape=[[{mesh.size}],[fsdp]]",
+        f"model.mesh_shape=[[{sizes}],[{','.join(mesh.axes)}]]",
         "training.mixed_precision=bf16",
         f"training.sequence_length={LENGTH}",
         f"training.micro_batch_size={ROWS}",

@@ -142,6 +142,31 @@ def test_overlap_is_an_option_of_the_compiler_on_gpus(
     assert compiler_options(planned) == options
 
 
+PIPELINED = "xla_gpu_enable_pipelined_all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("devices", "plan", "environment", "pipelined"),
+    [
+        (2, Plan(), "", True),
+        (2, Plan(all_reduce_overlap=True), "", True),
+        (2, Plan(all_reduce_overlap=False), "", None),
+        (2, Plan(compiler_options=((PIPELINED, False),)), "", False),
+        (2, Plan(), f"--{PIPELINED}=false", None),
+        (1, Plan(), "", None),
+    ],
+)
+def test_several_gpus_overlap_unless_the_user_says_otherwise(
+    devices, plan, environment, pipelined, monkeypatch
+):
+    mesh = Mesh(["dp"], devices=range(devices))
+    planned = replace(ts.function(jnp.sum, mesh=mesh).trace(X).graph, plan=plan)
+    assert compiler_options(planned) == dict(plan.compiler_options or ())  # on CPUs
+    monkeypatch.setattr(type(planned), "platform", property(lambda _: "gpu"))
+    monkeypatch.setenv("XLA_FLAGS", environment)
+    assert compiler_options(planned).get(PIPELINED) is pipelined
+
+
 def test_a_step_is_compiled_with_these_options(monkeypatch):
     given = []
 

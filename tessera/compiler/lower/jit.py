@@ -6,8 +6,9 @@ with a ``NamedSharding`` for every input and output. After compilation the layou
 XLA chose are compared with the declared ones.
 """
 
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -17,6 +18,13 @@ from tessera.compiler.trace.arguments import Call
 from tessera.compiler.trace.tracer import Trace
 from tessera.errors import LayoutMismatchError
 from tessera.shard import padded
+
+# By platform: what has more of the collectives' time beside computation, without more
+# than a tenth more of temporary memory; ``benchmarks/overlap.py`` compares. On GPUs the
+# gradients of a layer are sent while those of the layer before it are computed.
+OVERLAP: Final = {"gpu": ("xla_gpu_enable_pipelined_all_reduce",)}
+# Variables of the environment that XLA's compilers read flags from.
+_FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
@@ -70,11 +78,20 @@ def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
 
 
 def compiler_options(graph: Graph) -> dict[str, bool | str]:
-    """XLA's options for the step's schedule, on platforms that have them."""
+    """XLA's options for the step's schedule, on platforms that have them.
+
+    Those of ``OVERLAP`` are for programs of several devices, unless the schedule turns
+    overlap off. What the user sets, for the step or in the environment, holds.
+    """
     overlap = graph.plan.all_reduce_overlap
     options: dict[str, bool | str] = dict(graph.plan.compiler_options or ())
     if overlap is not None and graph.platform == "gpu":
         options.setdefault("xla_gpu_enable_latency_hiding_scheduler", overlap)
+    if overlap is not False and graph.mesh is not None and graph.mesh.size > 1:
+        flags = " ".join(os.environ.get(name, "") for name in _FLAGS)
+        for name in OVERLAP.get(graph.platform, ()):
+            if name not in flags:
+                options.setdefault(name, True)
     return options
 
 
