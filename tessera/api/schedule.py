@@ -45,13 +45,17 @@ def pipeline_microbatches(count: int | None) -> None:
 def all_reduce_overlap(enabled: bool | None) -> None:
     """Overlap collectives with computation that does not need them.
 
-    On GPUs this is XLA's latency-hiding scheduler, which starts a collective early and
-    waits for it late; gradients are then sent while others are still computed. Results
-    are the same. On CPUs collectives never overlap with computation: there it changes
-    nothing, and ``graph.trace`` says so.
+    Programs of several GPUs or TPUs are compiled with options of XLA that let more
+    collectives run beside computation: the gradients of a layer are sent while those of
+    the layer before it are computed. The predicted timeline of a step on a target says
+    which share of the collectives' time is hidden. Options of the user, in
+    ``runtime.xla_flags``, ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS``, hold instead. On CPUs
+    collectives never overlap with computation: there it changes nothing, and
+    ``graph.trace`` says so.
 
     Args:
-      enabled: Whether to; None leaves it to XLA.
+      enabled: False leaves these options out; True and False also set the option of
+        XLA's latency-hiding scheduler on GPUs, which None leaves to XLA.
 
     Raises:
       SettingValueError: [T502] it is neither True, False nor None.

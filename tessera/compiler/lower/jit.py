@@ -7,7 +7,7 @@ XLA chose are compared with the declared ones.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -19,10 +19,26 @@ from tessera.compiler.trace.tracer import Trace
 from tessera.errors import LayoutMismatchError
 from tessera.shard import padded
 
-# By platform: what has more of the collectives' time beside computation, without more
-# than a tenth more of temporary memory; ``benchmarks/overlap.py`` compares. On GPUs the
-# gradients of a layer are sent while those of the layer before it are computed.
-OVERLAP: Final = {"gpu": ("xla_gpu_enable_pipelined_all_reduce",)}
+# By platform, options that let more of the collectives' time pass beside computation
+# for less than a tenth more of temporary memory; ``benchmarks/overlap.py`` compares. On
+# GPUs the gradients of a layer are sent while those of the one before are computed.
+_OVERLAP: Final[Mapping[str, Mapping[str, bool | str]]] = {
+    "gpu": {
+        "xla_gpu_enable_pipelined_all_reduce": True,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
+    },
+    "tpu": {
+        "xla_enable_async_all_gather": "true",
+        "xla_enable_async_all_reduce": "true",
+        "xla_tpu_enable_async_collective_fusion": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+        "xla_tpu_overlap_compute_collective_tc": True,
+    },
+}
+# Gathers a layer ahead. Inside of a host its copies take longer than what it hides.
+_PREFETCH: Final = "xla_gpu_enable_pipelined_all_gather"
 # Variables of the environment that XLA's compilers read flags from.
 _FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
@@ -80,19 +96,27 @@ def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
 def compiler_options(graph: Graph) -> dict[str, bool | str]:
     """XLA's options for the step's schedule, on platforms that have them.
 
-    Those of ``OVERLAP`` are for programs of several devices, unless the schedule turns
-    overlap off. What the user sets, for the step or in the environment, holds.
+    Programs of several devices also have those that hide collectives, unless the
+    schedule turns overlap off. What the user sets, for the step or in the environment,
+    holds.
     """
     overlap = graph.plan.all_reduce_overlap
     options: dict[str, bool | str] = dict(graph.plan.compiler_options or ())
     if overlap is not None and graph.platform == "gpu":
         options.setdefault("xla_gpu_enable_latency_hiding_scheduler", overlap)
-    if overlap is not False and graph.mesh is not None and graph.mesh.size > 1:
-        flags = " ".join(os.environ.get(name, "") for name in _FLAGS)
-        for name in OVERLAP.get(graph.platform, ()):
-            if name not in flags:
-                options.setdefault(name, True)
-    return options
+    return options if overlap is False else {**_overlap_options(graph), **options}
+
+
+def _overlap_options(graph: Graph) -> dict[str, bool | str]:
+    """Those of ``_OVERLAP`` that the environment does not set."""
+    if graph.mesh is None or graph.mesh.size == 1:
+        return {}
+    options = dict(_OVERLAP.get(graph.platform, {}))
+    hosts = {device.process_index for device in graph.mesh.compile_mesh.devices.flat}
+    if graph.platform == "gpu" and len(hosts) > 1:
+        options[_PREFETCH] = True
+    flags = " ".join(os.environ.get(name, "") for name in _FLAGS)
+    return {name: value for name, value in options.items() if name not in flags}
 
 
 def _parts(call: Call, graph: Graph, entries: Sequence[Any]) -> tuple[Any, ...]:
