@@ -6,6 +6,9 @@ import re
 
 import pytest
 
+from tessera import function
+from tessera.compiler.lower.jit import compiler_options
+from tessera.mesh import Mesh
 from tests.targets.compiled.programs import (
     ACTIVATIONS,
     H100,
@@ -13,6 +16,7 @@ from tests.targets.compiled.programs import (
     NUM_LAYERS,
     NUM_PARAMETERS,
     ROWS,
+    array,
     async_starts,
     compile_without_spills,
     dtypes,
@@ -52,9 +56,12 @@ def test_fsdp_splits_parameters_and_optimizer_over_the_devices():
 
 def test_fsdp_reduce_scatters_gradients():
     compiled = trainer_step(H100, "fsdp")
-    of_table, of_layers = rows(compiled, "reduce-scatter", "fsdp")
-    assert (of_layers.calls, of_table.calls) == (NUM_LAYERS, 1)
-    assert (of_layers.nbytes, of_table.nbytes) == (4 * MATRICES, 4 * TABLE)
+    scatters = rows(compiled, "reduce-scatter", "fsdp")
+    of_table, *of_layers = sorted(scatters, key=lambda row: row.nbytes)
+    # Those of a layer are sent beside the layer before it, the last after the loop.
+    assert sorted(row.calls for row in of_layers) == [1, NUM_LAYERS - 1]
+    assert {row.nbytes for row in of_layers} == {4 * MATRICES}
+    assert (of_table.calls, of_table.nbytes) == (1, 4 * TABLE)
     # All-reduces are of norms, whose parameters are replicated, and of sums.
     rest = rows(compiled, "all-reduce", "fsdp")
     assert sum(row.total_bytes for row in rest) < 2**15
@@ -62,15 +69,17 @@ def test_fsdp_reduce_scatters_gradients():
 
 def test_fsdp_gathers_parameters_twice_in_bf16():
     gathers = rows(trainer_step(H100, "fsdp"), "all-gather", "fsdp")
-    of_layers = [row for row in gathers if "/while/" in row.op_name]
+    of_layers = [row for row in gathers if row.calls > 1]
     (of_table,) = [row for row in gathers if row not in of_layers]
-    # With remat=full, forward and backward.
+    # With remat=full, forward and backward, which begins before its loop.
     assert [row.nbytes for row in of_layers] == [2 * MATRICES, 2 * MATRICES]
     assert all(dtypes(row) == {"bf16"} for row in of_layers)
-    assert all(row.calls == NUM_LAYERS for row in of_layers)
-    # For the logits, with the ids of the tokens whose rows are looked up.
+    assert [row.calls for row in of_layers] == [NUM_LAYERS, NUM_LAYERS - 1]
+    # For the logits, with the ids of the tokens whose rows are looked up, and for the
+    # layer that the backward pass begins with.
     assert dtypes(of_table) == {"bf16", "s32"}
-    assert of_table.nbytes == 2 * TABLE + 4 * DEVICES * ROWS * LENGTH
+    of_tokens = 4 * DEVICES * ROWS * LENGTH
+    assert of_table.nbytes == 2 * TABLE + of_tokens + 2 * MATRICES
 
 
 def test_fsdp_exchanges_the_rows_of_tokens():
@@ -79,11 +88,11 @@ def test_fsdp_exchanges_the_rows_of_tokens():
     assert (dtypes(backward), backward.nbytes) == ({"f32"}, 2 * ACTIVATIONS)
 
 
-def test_fsdp_has_asynchronous_collectives_in_layers():
+def test_fsdp_has_asynchronous_collectives_in_loops():
     compiled = trainer_step(H100, "fsdp")
-    in_layers = [row for row in compiled.collectives.rows if "/while/" in row.op_name]
-    assert len(in_layers) > 3
-    assert all(row.is_async for row in in_layers)
+    in_loops = [row for row in compiled.collectives.rows if row.calls > 1]
+    assert len(in_loops) > 3
+    assert all(row.is_async for row in in_loops)
     starts = async_starts(compiled)
     assert {"all-gather", "reduce-scatter", "all-reduce"} <= starts.keys()
 
@@ -103,11 +112,18 @@ def test_tp_all_reduces_activations():
         if "/while/" in row.op_name and row.nbytes == ACTIVATIONS
     ]
     # Attention and the MLP: forward, again for the backward pass, and backward.
-    assert len(in_layers) == 6
-    assert all(row.calls == NUM_LAYERS for row in in_layers)
+    assert sum(row.calls for row in in_layers) == 6 * NUM_LAYERS
     assert {row.kind for row in compiled.collectives.rows if "tp" in row.axes} == {
         "all-reduce"
     }
+
+
+@pytest.mark.parametrize(("target", "is_ahead"), [(H100, False), ("h100:2x4", True)])
+def test_parameters_are_gathered_a_layer_ahead_between_hosts(target, is_ahead):
+    mesh = Mesh(["fsdp"], shape=(8,), target=target)
+    traced = function(lambda x: x.sum(), mesh=mesh).trace(array(8))
+    options = compiler_options(traced.graph)
+    assert options.get("xla_gpu_enable_pipelined_all_gather", False) is is_ahead
 
 
 def test_tp_splits_what_fsdp_gathers():
