@@ -18,7 +18,7 @@ from tessera.compiler.ir import Graph, Role
 from tessera.compiler.lower.dispatch import Dispatch
 from tessera.compiler.lower.jit import (
     check_layouts,
-    compiler_options,
+    compile_lowered,
     lower,
     returns_list,
 )
@@ -136,7 +136,7 @@ class Lowered:
         """
         graph = self.traced.graph
         try:
-            compiled = self.jax.compile(compiler_options(graph) or None)
+            compiled = compile_lowered(graph, self.jax)
         except jax.errors.JaxRuntimeError as error:
             if graph.mesh is None or graph.mesh.target is None:
                 raise

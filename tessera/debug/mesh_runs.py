@@ -21,7 +21,7 @@ from tessera.api.function import Function
 from tessera.api.training_step import Step
 from tessera.compiler.compile_stages import Compiled, Traced
 from tessera.compiler.ir import Graph, Value
-from tessera.compiler.lower.jit import compiler_options, lower
+from tessera.compiler.lower.jit import compile_lowered, lower
 from tessera.compiler.trace.arguments import flatten_args
 from tessera.debug.intermediates import Site, collecting, sites
 from tessera.errors import ParameterTreeError
@@ -90,7 +90,7 @@ class MeshRun:
         )
         with self.mesh:
             lowered = lower(origin, graph, self.traced.call)
-            compiled = lowered.compile(compiler_options(graph) or None)
+            compiled = compile_lowered(graph, lowered)
             captured = Compiled(self.traced, compiled).captured
             return list(map(np.asarray, compiled(*self.inputs, captured)))
 

@@ -13,7 +13,7 @@ import pytest
 import tessera as ts
 from tessera import errors, graph, schedule, scope
 from tessera.compiler.compile_stages import Lowered
-from tessera.compiler.lower.jit import compiler_options
+from tessera.compiler.lower.jit import compile_lowered, compiler_options
 from tessera.mesh import Mesh
 from tessera.scope import Plan
 
@@ -182,6 +182,30 @@ def test_a_step_is_compiled_with_these_options(monkeypatch):
     traced = ts.function(lambda x: x.sum()).trace(X)
     Lowered(traced, Stub()).compile()
     assert given == [None, {"xla_gpu_enable_latency_hiding_scheduler": True}]
+
+
+@pytest.mark.parametrize("option", [PIPELINED, "xla_gpu_nosuch"])
+def test_a_default_that_this_xla_lacks_is_left_out(option, monkeypatch):
+    given = []
+
+    class Stub:
+        def compile(self, options: Any) -> str:
+            given.append(dict(options))
+            if option in options:
+                message = f"INVALID_ARGUMENT: No such compile option: '{option}'"
+                raise jax.errors.JaxRuntimeError(message)
+            return "compiled"
+
+    mesh = Mesh(["dp"], devices=range(2))
+    graph = ts.function(jnp.sum, mesh=mesh).trace(X).graph
+    monkeypatch.setattr(type(graph), "platform", property(lambda _: "gpu"))
+    if option == PIPELINED:
+        assert compile_lowered(graph, Stub()) == "compiled"
+        first, second = given
+        assert second == {name: first[name] for name in first if name != option}
+    chosen = replace(graph, plan=Plan(compiler_options=((option, True),)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=option):
+        compile_lowered(chosen, Stub())
 
 
 @pytest.mark.parametrize("said", [2, "yes", jax])

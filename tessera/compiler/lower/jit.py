@@ -7,6 +7,7 @@ XLA chose are compared with the declared ones.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ _OVERLAP: Final[Mapping[str, Mapping[str, bool | str]]] = {
 _PREFETCH: Final = "xla_gpu_enable_pipelined_all_gather"
 # Variables of the environment that XLA's compilers read flags from.
 _FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_UNKNOWN: Final = re.compile(r"No such compile option: '(\w+)'")
 
 
 def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
@@ -91,6 +93,23 @@ def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
     """``jitted``, lowered for the types of the graph's inputs."""
     structs = [_stored(graph, value) for value in graph.inputs]
     return jitted(trace, graph, call).lower(*_parts(call, graph, structs))
+
+
+def compile_lowered(graph: Graph, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile with the options of the graph's schedule.
+
+    Releases of XLA differ in the options that they have: a default that this one lacks
+    is left out. One of the user's is an error of XLA.
+    """
+    options, chosen = compiler_options(graph), dict(graph.plan.compiler_options or ())
+    while True:
+        try:
+            return lowered.compile(options or None)
+        except jax.errors.JaxRuntimeError as error:
+            unknown = _UNKNOWN.search(str(error))
+            if unknown is None or unknown[1] not in options.keys() - chosen.keys():
+                raise
+            del options[unknown[1]]
 
 
 def compiler_options(graph: Graph) -> dict[str, bool | str]:
