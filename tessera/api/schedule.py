@@ -45,11 +45,11 @@ def pipeline_microbatches(count: int | None) -> None:
 def all_reduce_overlap(enabled: bool | None) -> None:
     """Overlap collectives with computation that does not need them.
 
-    Programs of several GPUs or TPUs are compiled with options of XLA that let more
-    collectives run beside computation: the gradients of a layer are sent while those of
+    Programs of several GPUs are compiled with options of XLA that let more collectives
+    run beside computation: the gradients of a layer are sent while those of
     the layer before it are computed. The predicted timeline of a step on a target says
     which share of the collectives' time is hidden. Options of the user, in
-    ``runtime.xla_flags``, ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS``, hold instead. On CPUs
+    ``runtime.xla_flags`` or ``XLA_FLAGS``, hold instead. On TPUs it changes nothing. On CPUs
     collectives never overlap with computation: there it changes nothing, and
     ``graph.trace`` says so.
 

@@ -20,28 +20,16 @@ from tessera.compiler.trace.tracer import Trace
 from tessera.errors import LayoutMismatchError
 from tessera.shard import padded
 
-# By platform, options that let more of the collectives' time pass beside computation
-# for less than a tenth more of temporary memory; ``benchmarks/overlap.py`` compares. On
-# GPUs the gradients of a layer are sent while those of the one before are computed.
-_OVERLAP: Final[Mapping[str, Mapping[str, bool | str]]] = {
-    "gpu": {
-        "xla_gpu_enable_pipelined_all_reduce": True,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
-    },
-    "tpu": {
-        "xla_enable_async_all_gather": "true",
-        "xla_enable_async_all_reduce": "true",
-        "xla_tpu_enable_async_collective_fusion": True,
-        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
-        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-        "xla_tpu_overlap_compute_collective_tc": True,
-    },
+# Options for GPUs that let more of the collectives' time pass beside computation for
+# less than a tenth more of temporary memory; ``benchmarks/overlap.py`` compares. The
+# gradients of a layer are sent while those of the one before are computed. Those that
+# TPUs have take more memory than that.
+_OVERLAP: Final[Mapping[str, bool | str]] = {
+    "xla_gpu_enable_pipelined_all_reduce": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
 }
 # Gathers a layer ahead. Inside of a host its copies take longer than what it hides.
 _PREFETCH: Final = "xla_gpu_enable_pipelined_all_gather"
-# Variables of the environment that XLA's compilers read flags from.
-_FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _UNKNOWN: Final = re.compile(r"No such compile option: '(\w+)'")
 
 
@@ -115,7 +103,7 @@ def compile_lowered(graph: Graph, lowered: jax.stages.Lowered) -> jax.stages.Com
 def compiler_options(graph: Graph) -> dict[str, bool | str]:
     """XLA's options for the step's schedule, on platforms that have them.
 
-    Programs of several devices also have those that hide collectives, unless the
+    Programs of several GPUs also have those that hide collectives, unless the
     schedule turns overlap off. What the user sets, for the step or in the environment,
     holds.
     """
@@ -127,14 +115,14 @@ def compiler_options(graph: Graph) -> dict[str, bool | str]:
 
 
 def _overlap_options(graph: Graph) -> dict[str, bool | str]:
-    """Those of ``_OVERLAP`` that the environment does not set."""
-    if graph.mesh is None or graph.mesh.size == 1:
+    """Those for several GPUs that the environment does not set."""
+    if graph.platform != "gpu" or graph.mesh is None or graph.mesh.size == 1:
         return {}
-    options = dict(_OVERLAP.get(graph.platform, {}))
+    options = dict(_OVERLAP)
     hosts = {device.process_index for device in graph.mesh.compile_mesh.devices.flat}
-    if graph.platform == "gpu" and len(hosts) > 1:
+    if len(hosts) > 1:
         options[_PREFETCH] = True
-    flags = " ".join(os.environ.get(name, "") for name in _FLAGS)
+    flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 
 
