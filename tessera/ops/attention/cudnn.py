@@ -6,7 +6,9 @@ square of the sequence, and slower than the kernels that need none. Of packed ro
 takes the first token and the length of each segment.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jax import Array, lax
 
 from tessera._jax_cudnn import PACKS_GROUPED_HEADS, packed_attention
 from tessera.ops.attention import xla
+from tessera.ops.attention.blockwise import varying_as
 from tessera.ops.attention.dispatch import Device, Operands, Options
 from tessera.ops.attention.packed_rows import Segments
 from tessera.scope import FALLBACK
@@ -109,15 +112,54 @@ def _attend_packed(operands: Operands, options: Options) -> Array:
         )
         return jnp.swapaxes(out, 1, 2)
 
-    # JAX saves the residuals of both branches: of this one there are none.
-    unsaved = replace(options, saves_residuals=False)
-
-    @jax.checkpoint
-    def blocks(operands: Operands) -> Array:
-        return xla.attend(operands, unsaved)
-
     def by_xla(operands: Operands) -> Array:
         with jax.named_scope(FALLBACK):
-            return blocks(operands)
+            return _fallback(options, *operands[:3], operands)
 
     return lax.cond(segments.are_listed, by_cudnn, by_xla, operands)
+
+
+# JAX saves the residuals of both branches: of this one there are none but its operands.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fallback(options: Options, q: Array, k: Array, v: Array, rest: Operands) -> Array:
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return xla.attend(rest._replace(q=q, k=k, v=v), options)
+
+    return _hidden(attend, q, k, v)
+
+
+def _fallback_forward(options: Options, *operands: Any) -> tuple[Array, Any]:
+    return _fallback(options, *operands), operands
+
+
+def _fallback_backward(options: Options, operands: Any, dout: Array) -> Any:
+    *arrays, rest = operands
+
+    def gradients(dout: Array, *arrays: Array) -> Any:
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            return xla.attend(rest._replace(q=q, k=k, v=v), options)
+
+        return jax.vjp(attend, *arrays)[1](dout)
+
+    return *_hidden(gradients, dout, *arrays), None
+
+
+_fallback.defvjp(_fallback_forward, _fallback_backward)
+
+
+def _hidden(function: Callable[..., Any], *arrays: Array) -> Any:
+    """``function(*arrays)`` in a loop of one step.
+
+    Policies of rematerialization see no matmuls in such a loop, and save none of them.
+    """
+
+    def zeros(like: jax.ShapeDtypeStruct) -> Array:
+        return varying_as(arrays[0], jnp.zeros(like.shape, like.dtype))
+
+    empty = jax.tree.map(zeros, jax.eval_shape(function, *arrays))
+
+    def body(carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        return carry[0] & False, function(*arrays)
+
+    is_first = varying_as(arrays[0], jnp.bool_(True))
+    return lax.while_loop(lambda carry: carry[0], body, (is_first, empty))[1]

@@ -82,7 +82,6 @@ class Options:
       offset: The position of the first query.
       shared_segments: Whether the segments of the keys are those of the queries, so
         that each query attends at least to the key at its own index.
-      saves_residuals: Whether policies of rematerialization may save the residuals.
     """
 
     causal: bool
@@ -91,7 +90,6 @@ class Options:
     soft_cap: float | None = None
     offset: int = 0
     shared_segments: bool = False
-    saves_residuals: bool = True
 
 
 @dataclass(frozen=True)

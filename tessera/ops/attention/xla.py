@@ -54,9 +54,8 @@ def _forward(operands: Operands, options: Options) -> Any:
     call = _Call.of(operands, options)
     out, lse = attend_blocks(call.queries, call.keys, call.mask)
     out = call.rows.unblocks(out).astype(operands.q.dtype)
-    if options.saves_residuals:
-        out = checkpoint_name(out, ATTENTION_RESIDUALS)
-        lse = checkpoint_name(lse, ATTENTION_RESIDUALS)
+    out = checkpoint_name(out, ATTENTION_RESIDUALS)
+    lse = checkpoint_name(lse, ATTENTION_RESIDUALS)
     return out, (operands, out, lse)
 
 

@@ -32,7 +32,7 @@ only_in_test_targets = [
     pytest.mark.usefixtures("optimized"),
 ]
 
-H100, V5E = "h100:1x8", "v5e:2x4"
+H100, V5E, V5P = "h100:1x8", "v5e:2x4", "v5p:2x2x2"
 
 # Of ``tiny`` on eight devices; a device has 8 rows of 128 tokens, or shares
 # them along tp and pp.
@@ -58,6 +58,8 @@ LAYOUTS = {
     ),
 }
 NUM_LAYERS, NUM_PARAMETERS = 6, 1_511_936
+# Of a layer, those that are matrices.
+MATRICES = 128 * (4 + 2 + 2 + 4) * 32 + 3 * 128 * 512
 ROWS, LENGTH, WIDTH = 8, 128, 128
 ACTIVATIONS = 2 * ROWS * LENGTH * WIDTH  # of one device, bytes in bf16
 

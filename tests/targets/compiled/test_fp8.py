@@ -10,6 +10,7 @@ from tessera.analysis.hlo import parse
 from tessera.ops.fp8_matmul import fp8_tensordot
 from tests.targets.compiled.programs import (
     H100,
+    MATRICES,
     NUM_LAYERS,
     array,
     dtypes,
@@ -18,7 +19,6 @@ from tests.targets.compiled.programs import (
     rows,
     trainer_step,
 )
-from tests.targets.compiled.test_h100_steps import MATRICES
 
 pytestmark = only_in_test_targets
 

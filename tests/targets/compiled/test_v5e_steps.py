@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's step for eight TPU v5e: collectives, dtypes and memory."""
+"""The trainer's step for eight TPU v5e, and v5p: collectives, dtypes and memory."""
 
 import os
 import re
@@ -11,10 +11,12 @@ import pytest
 from tests.targets.compiled.programs import (
     ACTIVATIONS,
     LENGTH,
+    MATRICES,
     NUM_LAYERS,
     NUM_PARAMETERS,
     ROWS,
     V5E,
+    V5P,
     dtypes,
     only_in_test_targets,
     rows,
@@ -91,22 +93,20 @@ def test_layers_are_gathered_in_bf16(layout):
     assert [dtypes(row) for row in others] == [{"s32"}, {"bf16"}]
 
 
-def test_fsdp_computes_while_it_sends():
-    # The forward pass is of windowed matmuls: parts of the parameters go around.
-    lines = trainer_step(V5E, "fsdp").as_text().splitlines()
-    starts, waits = {}, []
-    for number, line in enumerate(lines):
-        if start := re.match(r" +%(collective-permute-start\S*) = ", line):
-            starts[start[1]] = number
-        elif done := re.search(r" collective-permute-done\(%(\S+)\)", line):
-            waits.append(lines[starts[done[1]] : number])
-    assert len(starts) == len(waits) > 20
-    assert all(any(" fusion(" in line for line in between) for between in waits)
+@pytest.mark.parametrize("target", [V5E, V5P])
+def test_fsdp_gathers_parameters_twice(target):
+    gathers = rows(trainer_step(target, "fsdp"), "all-gather", "fsdp")
+    in_layers = [row for row in gathers if "/while/" in row.op_name]
+    assert all(row.calls == NUM_LAYERS for row in in_layers)
+    # With remat=full, forward and backward; each matrix on its own.
+    again = [row for row in in_layers if "/rematted_computation/" in row.op_name]
+    assert len(in_layers) == 2 * len(again) == 14
+    assert sum(row.nbytes for row in again) == 2 * MATRICES
+    assert sum(row.nbytes for row in in_layers) == 2 * 2 * MATRICES
 
 
 def test_fsdp_gathers_half_of_the_parameters_asynchronously():
     gathers = rows(trainer_step(V5E, "fsdp"), "all-gather", "fsdp")
-    # In the backward pass; the forward pass has windowed matmuls.
     in_layers = [row for row in gathers if "/while/" in row.op_name]
     assert sum(row.is_async for row in in_layers) >= len(in_layers) / 2
 
