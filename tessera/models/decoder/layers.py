@@ -168,7 +168,7 @@ class Projection(nnx.Module):
             # A backward pass gathers it again, whatever else it keeps.
             y = recomputed(product)(x, kernel)
         else:
-            y = product(x, kernel)
+            y = jnp.tensordot(x, kernel, self.num_inputs)
         if self.scale is not None:
             # Gathered along fsdp as W is: XLA would permute matrices so small.
             a, b = (
