@@ -59,8 +59,8 @@ def precision_of(setting: Any) -> Precision:
       SettingValueError: [T502] there is no such part or dtype.
 
     Example:
-      >>> precision_of("bf16")
-      Precision(parameters='float32', computation='bfloat16', reduction='float32')
+      >>> precision_of("bf16").computation, precision_of("bf16").reduction
+      ('bfloat16', 'float32')
     """
     parts = setting if isinstance(setting, Mapping) else {"computation": setting}
     allowed = {
