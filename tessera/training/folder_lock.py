@@ -212,9 +212,7 @@ class FolderLock:
         if path is not None and self._process == os.getpid():  # it may have been forked
             self._released.set()
             file = _file_of(os.fstat(self._descriptor))
-            with suppress(OSError):
-                if _file_of(path.stat()) == file:
-                    path.unlink()
+            _remove(path, file)
             os.close(self._descriptor)
             _own.discard(file)
         with suppress(OSError, ValueError):  # there is something in it
@@ -233,16 +231,17 @@ class FolderLock:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
         except (FileExistsError, FileNotFoundError):
             return
-        entries = [*_entries(folder)]
+        file, entries = _file_of(os.fstat(descriptor)), [*_entries(folder)]
         # What was looked at is still there, and nothing came after it: others may have
-        # come and gone meanwhile, and begun to count anew.
-        if max(entries).number != number or (before and before not in entries):
+        # come and gone meanwhile, removed this file, and begun to count anew.
+        is_newest = bool(entries) and max(entries).file == file
+        if not is_newest or (before and before not in entries):
+            _remove(path, file)
             os.close(descriptor)
-            path.unlink(missing_ok=True)  # whoever has it removes older ones
             return
         self._path, self._descriptor = path, descriptor
         self._process = os.getpid()
-        _own.add(_file_of(os.fstat(descriptor)))
+        _own.add(file)
 
     def _sign(self, folder: Path) -> None:
         """Write who holds it, and remove what earlier holders left."""
@@ -319,6 +318,13 @@ def _entries(folder: Path) -> Iterator[_Entry]:
                     status = file.stat(follow_symlinks=False)
                     times = status.st_mtime_ns, status.st_ctime_ns
                     yield _Entry(_number(file.name), _file_of(status), times)
+
+
+def _remove(path: Path, file: tuple[int, int]) -> None:
+    """Remove a file that is open, unless another is in its place by now."""
+    with suppress(OSError):
+        if _file_of(path.stat()) == file:
+            path.unlink()
 
 
 def _number(name: str) -> int:

@@ -90,3 +90,34 @@ def test_of_many_that_take_it_at_once_one_has_it(tmp_path, monkeypatch, seed):
         thread.join(timeout=120)
         assert not thread.is_alive()
     assert crowd.most == 1
+
+
+@pytest.mark.parametrize("successor", [None, b"another's"])
+def test_a_file_that_was_removed_before_it_was_seen_is_made_again(
+    tmp_path, monkeypatch, successor
+):
+    made = []
+
+    class Removing:
+        """The module ``os``, with others that come in after the first file is made."""
+
+        def open(self, path: Path, *rest: Any) -> int:
+            descriptor = os.open(path, *rest)
+            made.append(path.name)
+            if len(made) == 1:
+                path.unlink()
+                if successor:
+                    path.write_bytes(successor)
+            return descriptor
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+    monkeypatch.setattr(module, "os", Removing())
+    monkeypatch.setattr(module, "_wait_for_end", lambda folder, entry: None)
+    lock = FolderLock()
+    lock.take(tmp_path)
+    assert made == ["lock.1", "lock.2" if successor else "lock.1"]
+    lock.check()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
