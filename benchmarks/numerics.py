@@ -9,6 +9,7 @@ of a step alternate in one run, and their ratio is that of the medians.
 
 import argparse
 from dataclasses import replace
+from math import prod
 from statistics import median
 
 from tessera.runtime.devices import simulate_devices
@@ -20,32 +21,41 @@ from runs import Runner, prepared, random_batch  # noqa: E402
 
 from tessera.mesh import Mesh  # noqa: E402
 from tessera.models.decoder.model import DecoderModel  # noqa: E402
+from tessera.models.pipeline_stages import split_of  # noqa: E402
 from tessera.models.registry import config_of  # noqa: E402
 from tessera.training.optimizers import AdamWConfig, make_optimizer  # noqa: E402
+from tessera.training.pipelined_model import schedule_of  # noqa: E402
 from tessera.training.step import StepConfig  # noqa: E402
 
-MESHES = {"one device": ("dp", 1), "dp": ("dp", 4), "fsdp": ("fsdp", 4)}
-ROWS, LENGTH, MICROSHARDS = 16, 128, 8
+MESHES = {
+    "one device": {"dp": 1},
+    **{axis: {axis: 4} for axis in ("dp", "fsdp", "tp", "cp")},
+    "pp × fsdp": {"pp": 2, "fsdp": 2},
+}
+ROWS, LENGTH, MICROBATCHES, MICROSHARDS = 4, 128, 4, 8
 
 
-def config_on(axis: str, size: int) -> StepConfig:
+def config_on(sizes: dict[str, int]) -> StepConfig:
     """The trainer's config for a small Gemma 3 on one mesh."""
     config = replace(
         config_of("tiny"), d_model=64, num_layers=2, mlp_dim=128, global_every=2
     )
     optimizer, learning_rate = make_optimizer(AdamWConfig(), steps=100, clip_norm=1.0)
+    mesh = Mesh(sizes, devices=range(prod(sizes.values())), shape=sizes.values())
     return StepConfig(
-        model=DecoderModel(config),
+        model=DecoderModel(config, split=split_of(mesh, config, 1)),
         optimizer=optimizer,
         learning_rate=learning_rate,
-        mesh=Mesh((axis,), devices=range(size)),
+        mesh=mesh,
+        accumulation=MICROBATCHES,
+        schedule=schedule_of(mesh, "1f1b", 1, MICROBATCHES),
     )
 
 
 def compare(name: str, rounds: int) -> report.Row:
     """One row of the table: both step times, and their ratio."""
     report.progress(name)
-    fast = config_on(*MESHES[name])
+    fast = config_on(MESHES[name])
     batch = random_batch(fast, ROWS, LENGTH)
     steps = []
     for config in (fast, replace(fast, microshards=MICROSHARDS)):
@@ -64,7 +74,9 @@ def compare(name: str, rounds: int) -> report.Row:
 def main(options: argparse.Namespace) -> None:
     """Print the table."""
     rounds = 6 if options.quick else 20
-    title = f"{ROWS} × {LENGTH} tokens a step, {MICROSHARDS} microshards"
+    title = (
+        f"{MICROBATCHES} × {ROWS} × {LENGTH} tokens a step, {MICROSHARDS} microshards"
+    )
     report.show(title, [compare(name, rounds) for name in MESHES], options.json)
 
 

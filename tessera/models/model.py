@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +168,10 @@ class Model(ABC):
     def plain(self, params: Tree) -> Tree:
         """Convert parameters from the form of ``init`` to that without stages."""
         return params
+
+    def without_stages(self) -> Self:
+        """The model whose parameters are stored without stages."""
+        return self
 
     @cached_property
     def _plain(self) -> Tree:

@@ -9,8 +9,8 @@ stages of a pipeline are compositions of these three.
 
 from abc import abstractmethod
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +161,10 @@ class StagedModel(Model):
         if self.split is None:
             return params
         return {**params, self.blocks: self.split.unstack(params[self.blocks])}
+
+    def without_stages(self) -> Self:
+        """See ``Model.without_stages``."""
+        return replace(self, split=None)
 
     def divide(self, params: Tree) -> tuple[Tree, Tree]:
         """The parameters of the blocks, and the others.

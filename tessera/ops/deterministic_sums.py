@@ -66,14 +66,9 @@ def pairwise_sum(function: Callable[[jax.Array], Tree], count: int) -> Tree:
         if count == 1:
             return function(start)
         half = count // 2
-        return _sum_of_scan(lambda part: run(start + half * part, half), 2)
+        return _sum_of_two(lambda part: run(start + half * part, half))
 
     return run(jnp.int32(0), count)
-
-
-def sequential_sum(function: Callable[[jax.Array], Tree], count: int) -> Tree:
-    """The same sum from left to right, for any count."""
-    return function(jnp.int32(0)) if count == 1 else _sum_of_scan(function, count)
 
 
 def sum_over_devices(tree: Tree, axes: tuple[str, ...], size: int) -> Tree:
@@ -100,7 +95,8 @@ def sum_over_devices(tree: Tree, axes: tuple[str, ...], size: int) -> Tree:
     return tree
 
 
-def _sum_of_scan(function: Callable[[jax.Array], Tree], count: int) -> Tree:
+def _sum_of_two(function: Callable[[jax.Array], Tree]) -> Tree:
+    """``function(0) + function(1)``, compiled once."""
     empty = _zeros_like(function, jnp.int32(0))
 
     def add(total: Tree, index: jax.Array) -> tuple[Tree, None]:
@@ -110,7 +106,7 @@ def _sum_of_scan(function: Callable[[jax.Array], Tree], count: int) -> Tree:
 
         return jax.tree.map(one, total, function(index)), None
 
-    return jax.lax.scan(add, empty, jnp.arange(count, dtype=jnp.int32))[0]
+    return jax.lax.scan(add, empty, jnp.arange(2, dtype=jnp.int32))[0]
 
 
 def _zeros_like(function: Callable[..., Tree], *arguments: Tree) -> Tree:

@@ -73,7 +73,13 @@ class Legality:
         """What ``settings_checks`` finds, which reads few of the sizes of a mesh."""
         sizes = tuple((name, size > 1) for name, size in layout.mesh)
         groups = data_parallel_groups(layout.sizes)
-        key = sizes, groups, str(layout.remat), replace(layout, mesh=(), remat=None)
+        key = (
+            sizes,
+            groups,
+            layout.num_devices,
+            str(layout.remat),
+            replace(layout, mesh=(), remat=None),
+        )
         return self._once(key, lambda: check(layout.applied(self.config)))
 
     def _model_problem(self, layout: Layout) -> TesseraError | None:

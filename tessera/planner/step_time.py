@@ -14,6 +14,7 @@ import numpy as np
 
 from tessera.compiler.pipelining.named_schedules import schedule
 from tessera.compiler.pipelining.schedule_table import Kind, Schedule
+from tessera.errors import PlanError
 from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.models.staged_model import StagedModel
@@ -57,7 +58,17 @@ class StepModel:
         Args:
           config: The settings of the run.
           target: The machine.
+
+        Raises:
+          PlanError: [T714] numerics are deterministic, of which nothing is predicted.
         """
+        if config.training.numerics == "deterministic":
+            raise PlanError(
+                "the planner predicts steps with fast numerics alone",
+                got="training.numerics=deterministic",
+                fix="name the layout (model.mesh_shape, training.remat), or use "
+                "training.numerics=fast",
+            )
         policies = dict.fromkeys([*POLICIES, str(config.training.remat)])
         del policies["none"]
         remat: list[Any] = ["none", *policies]

@@ -74,8 +74,10 @@ class Run:
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """The order of the pipeline, where the mesh has an axis ``pp``."""
+        """The order of the pipeline, where an axis ``pp`` of the mesh runs one."""
         training = self.config.training
+        if training.numerics == "deterministic":
+            return None
         return schedule_of(
             self.mesh,
             training.pipeline_schedule,
@@ -221,6 +223,7 @@ class Run:
             *self.step_config.zero.notes(),
             *self._optimizer_notes(),
             *self._pipeline_notes(),
+            *self._numerics_notes(),
             *self._unused_notes(),
             *self._adapter_notes(),
         ]
@@ -260,6 +263,21 @@ class Run:
             notes.append("pipeline_gather step changes nothing: 'fsdp' has one device")
         return notes
 
+    def _numerics_notes(self) -> Iterator[str]:
+        """What the axes do that split no batch, where the order of sums is fixed."""
+        groups = self.step_config.data_axes
+        others = [
+            f"{axis} {size}"
+            for axis, size in self.mesh.shape.items()
+            if axis not in groups and size > 1
+        ]
+        if self.step_config.fixed_order is not None and others:
+            yield (
+                f"{', '.join(others)}: with deterministic numerics they split what is "
+                "stored between steps; in a step their devices share the rows of the "
+                "batch, with whole parameters"
+            )
+
     def _unused_notes(self) -> Iterator[str]:
         """Settings that have nothing to do in a model or on a mesh of these sizes."""
         every = self.step_config.sync_every
@@ -280,7 +298,7 @@ class Run:
           HostMemoryError: [T703] there is no host memory to offload to.
           SettingConflictError: [T507] numerics cannot be deterministic here, or the
             devices have no fp8.
-          BatchSizeError: [T503] a microbatch cannot be cut into its microshards.
+          BatchSizeError: [T503] a step cannot be cut into its microshards.
           WeightFileError: [T805] the file to begin with has other parameters.
           DeviceCountError: [T702] the mesh has too many devices to compile for here.
           DeviceMemoryError: [T509] the devices do not hold the state.

@@ -86,9 +86,10 @@ class TrainingConfig:
         the others for later steps.
       compression_ratio: The share of its gradients that each device sends under top_k.
       numerics: How sums over the batch are made; fast in any order, deterministic in
-        one that gives the same bits in every run and on every mesh of dp and fsdp.
-      microshards: With deterministic numerics, into how many parts the rows of a
-        microbatch are cut; the same on every mesh that is to give the same bits.
+        one that gives the same bits in every run and on every mesh, whose axes then
+        share the rows of a batch and split nothing else but what is stored.
+      microshards: With deterministic numerics, into how many parts the rows of a step
+        are cut; the same on every mesh that is to give the same bits.
       pipeline_schedule: The order of forwards and backwards over the stages of pp. The
         pipeline's microbatches are those of gradient_accumulation_steps.
       pipeline_chunks: Runs of layers on each device of pp; 1 but for interleaved.

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``training.numerics=deterministic``: a step whose bits dp and fsdp do not change.
+"""``training.numerics=deterministic``: a step whose bits no mesh changes.
 
-Each device computes its microshards of the batch one after the other with gathered
-parameters, and gradients are added in one tree (``ops/fixed_order.py``). Every device
-computes norms of whole gradients; the optimizer update is element-wise.
+The devices of all axes share the microshards of the batch. Each computes its own one
+after the other with gathered parameters, and gradients are added in one tree
+(``ops/deterministic_sums.py``). Every device computes norms of whole gradients; the
+optimizer update is element-wise. Axes like ``tp`` and ``pp`` split only what is stored:
+docs/decisions/0050-deterministic-steps-by-rows.md says why.
 """
 
+import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -17,11 +20,11 @@ from jax.sharding import PartitionSpec
 
 from tessera.errors import SettingConflictError
 from tessera.mesh import Mesh
+from tessera.models.model import Batch, Model
 from tessera.ops.clipping import global_norm
 from tessera.ops.deterministic_sums import (
     optimization_barrier,
     pairwise_sum,
-    sequential_sum,
     sum_over_devices,
 )
 from tessera.ops.operand_layouts import region_mesh
@@ -36,58 +39,81 @@ class FixedOrder:
 
     Attributes:
       mesh: Where the step runs.
-      axes: Its axes that split the batch, outer first; no other axis splits anything.
-      microshards: Into how many parts the rows of a microbatch are cut; the size of
-        ``axes`` divides it, and both are powers of two.
+      model: Its model, as its parameters are stored.
+      microshards: Into how many parts the rows of a step are cut, a power of two.
     """
 
     mesh: Mesh
-    axes: tuple[str, ...]
+    model: Model
     microshards: int
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that share the microshards, outer first.
+
+        All of them in a step of the trainer. An evaluation of few rows leaves some out,
+        whose devices compute the same.
+        """
+        shared: list[str] = []
+        for axis in self.mesh.axes:
+            if self.microshards % self.mesh.axis_size([*shared, axis]) == 0:
+                shared.append(axis)
+        return tuple(shared)
+
+    def of_rows(self, rows: int) -> "FixedOrder":
+        """The order for an evaluation, whose rows may be fewer than microshards."""
+        return replace(self, microshards=math.gcd(self.microshards, rows))
+
     def summed(
-        self, function: Callable[[Tree, Tree], Tree], params: Tree, batch: Tree
+        self,
+        function: Callable[..., Tree],
+        params: Tree,
+        batch: Batch,
+        *others: jax.Array,
     ) -> Tree:
-        """The sum of ``function(params, microshard)`` over a batch.
+        """The sum of ``function(params, microshard, *others)`` over a batch.
 
         Args:
           function: Gives a tree of sums over the rows of ``[rows, ...]`` arrays.
-          params: Parameters, of any layout; ``function`` has them whole.
-          batch: ``[microbatches, rows, ...]`` arrays, split over ``axes``.
+          params: Parameters, of any layout; ``function`` has them whole and without
+            stages.
+          batch: ``[microbatches, rows, ...]`` arrays, of any layout: rows of one
+            sequence, however they are divided into microbatches.
+          others: What ``function`` takes beside them.
 
         Returns:
           What ``function`` gives, the same on every device.
         """
-        devices = self.mesh.axis_size(self.axes)
+        axes = self.axes
+        devices = self.mesh.axis_size(axes)
         own = self.microshards // devices
 
-        def sums(params: Tree, batch: Tree) -> Tree:
-            def part(microshard: jax.Array, microbatch: jax.Array) -> Tree:
+        def sums(params: Tree, batch: Batch, *others: jax.Array) -> Tree:
+            params = self.model.plain(params)
+            first = jax.lax.axis_index(axes) * own if axes else 0
+
+            def part(index: jax.Array) -> Tree:
                 def rows_of(array: jax.Array) -> jax.Array:
-                    rows = array.shape[1] // own
-                    cut = array.reshape(array.shape[0], own, rows, *array.shape[2:])
-                    return cut[microbatch, microshard]
+                    rows = array.shape[0] * array.shape[1] // self.microshards
+                    cut = array.reshape(self.microshards, rows, *array.shape[2:])
+                    return cut[first + index]
 
-                return optimization_barrier(
-                    function, params, jax.tree.map(rows_of, batch)
-                )
+                microshard = jax.tree.map(rows_of, batch)
+                return optimization_barrier(function, params, microshard, *others)
 
-            def leaf(microshard: jax.Array) -> Tree:
-                count = jax.tree.leaves(batch)[0].shape[0]
-                return sequential_sum(lambda index: part(microshard, index), count)
+            return sum_over_devices(pairwise_sum(part, own), axes, devices)
 
-            return sum_over_devices(pairwise_sum(leaf, own), self.axes, devices)
-
-        split = PartitionSpec(None, self.axes or None)
         whole = PartitionSpec()
-        return self._region(sums, (whole, split), whole)(params, batch)
+        return self._region(sums, whole, whole)(params, batch, *others)
 
-    def norm(self, tree: Tree) -> jax.Array:
-        """``global_norm``, by every device of the whole tree."""
+    def norm(self, gradients: Tree) -> jax.Array:
+        """``global_norm``, by every device of the whole gradients without stages."""
+
+        def norm(gradients: Tree) -> jax.Array:
+            return optimization_barrier(global_norm, self.model.plain(gradients))
+
         whole = PartitionSpec()
-        return self._region(
-            partial(optimization_barrier, global_norm), (whole,), whole
-        )(tree)
+        return self._region(norm, whole, whole)(gradients)
 
     def by_element(
         self, update: Callable[..., Tree], layouts: Tree, state: Tree

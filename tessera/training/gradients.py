@@ -7,7 +7,7 @@ up, delay the reduction over mesh axes, or replace it:
 - plain: ``accumulate(microbatch)``
 - ``sync_every``: ``accumulate(reduce(accumulate(unreduced microbatch)))``
 - ``compression``: ``exchange(accumulate(unreduced microbatch))``
-- ``microshards``: ``fixed_order.summed(microbatch)``
+- ``microshards``: ``fixed_order.summed(microshard)``
 - a pipeline differentiates and accumulates all microbatches by itself.
 """
 
@@ -153,23 +153,25 @@ def _in_fixed_order(
 ) -> tuple[Sums, Tree]:
     """Gradients whose sums have the same order on all meshes."""
     scale = jnp.float32(1.0) if scale is None else scale
+    plain = replace(config, model=config.model.without_stages())
+    model = plain.model
 
     def scaled(
         weights: Tree, params: Tree, scale: Float[Array, ""], micro: Batch
     ) -> tuple[Float[Array, ""], Sums]:
-        whole = config.model.with_frozen(weights, params)
-        return _scaled(losses(config, whole, micro, config.model.place(None)), scale)
+        whole = model.with_frozen(weights, params)
+        return _scaled(losses(plain, whole, micro, model.place(None)), scale)
 
     # Inside a region of one device each, where no layouts are declared for gradients.
     differentiated = jax.value_and_grad(scaled, has_aux=True)
 
-    def one(inputs: Tree, micro: Batch) -> tuple[Sums, Tree]:
-        params, scale = inputs
-        weights = config.model.trained(params)
+    def one(params: Tree, micro: Batch, scale: Float[Array, ""]) -> tuple[Sums, Tree]:
+        weights = model.trained(params)
         (_, sums), gradients = differentiated(weights, params, scale, micro)
         return sums, gradients
 
-    return order.summed(one, (params, scale), batch)
+    sums, gradients = order.summed(one, params, batch, scale)
+    return sums, config.model.stored(gradients)
 
 
 def _accumulate(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks for settings that exclude each other."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
@@ -9,9 +10,11 @@ from tessera.errors import (
     SettingConflictError,
     SettingValueError,
     TesseraError,
+    nearest,
 )
 from tessera.training.config import (
     Config,
+    ModelConfig,
     TrainingConfig,
     data_parallel_groups,
 )
@@ -246,48 +249,50 @@ def numerics_problems(settings: Config, sizes: Sizes) -> list[TesseraError]:
                 fix=f"use training.microshards={below} or {2 * below}",
             )
         ]
+    return [*_reordered_sums(settings, sizes)] or [*_uncut_steps(training, sizes)]
+
+
+def _uncut_steps(training: TrainingConfig, sizes: Sizes) -> Iterator[BatchSizeError]:
+    """Whether microshards are of as many rows each, and a device has room for one."""
+    parts, micro = training.microshards, training.micro_batch_size
     groups = data_parallel_groups(sizes)
-    rows = training.micro_batch_size * groups
-    errors: list[TesseraError] = [*_reordered_sums(settings, sizes)]
-    if not errors and rows % parts:
-        each = -(-rows // parts) * parts // groups
-        errors.append(
-            BatchSizeError(
-                "a microbatch cannot be cut into its microshards",
-                got=f"{rows} rows, {training.microshards=}: {rows} / {parts} leaves "
-                f"{rows % parts}",
-                fix=f"use training.micro_batch_size={each}, or fewer microshards",
-            )
+    microbatches = training.gradient_accumulation_steps
+    rows = training.global_batch_size or micro * groups * microbatches
+    if rows % parts:
+        near = nearest(range(parts, rows + parts + 1, parts), rows)
+        yield BatchSizeError(
+            "a step cannot be cut into its microshards",
+            got=f"{rows} rows, {training.microshards=}: {rows} / {parts} leaves "
+            f"{rows % parts}",
+            fix=f"use a batch of {near} rows, or fewer microshards",
         )
-    return errors
+    elif rows // parts > micro:
+        enough = 1 << (-(-rows // micro) - 1).bit_length()
+        yield BatchSizeError(
+            "a microshard is larger than a microbatch of one device",
+            got=f"{rows} rows in {training.microshards=}: {rows // parts} each, "
+            f"{training.micro_batch_size=}",
+            fix=f"use training.microshards={enough} or "
+            f"training.micro_batch_size={rows // parts}",
+        )
 
 
 def _reordered_sums(settings: Config, sizes: Sizes) -> Iterator[SettingConflictError]:
     """What would add in another order on another mesh, or in another run."""
     training, optimizer = settings.training, settings.optimizer
-    parts, groups = training.microshards, data_parallel_groups(sizes)
+    parts, devices = training.microshards, math.prod(sizes.values())
     coupling = settings.model.kind.row_coupling(settings.model.config)
-    others = [
-        axis
-        for axis, size in sizes.items()
-        if axis == "pp" or (axis not in ("dp", "fsdp") and size > 1)
-    ]
     return _incompatible(
         "numerics cannot be deterministic in this run",
         "training.numerics=deterministic",
         "training.numerics=fast",
         (
-            bool(others),
-            f"mesh axis {', '.join(map(repr, others))}, which changes the order of "
-            "sums inside the model",
-            "use a mesh of dp and fsdp alone",
+            parts % devices != 0,
+            f"{training.microshards=} for {devices} devices: {parts} / {devices} "
+            f"leaves {parts % devices}",
+            "use as many devices as divide training.microshards",
         ),
-        (
-            not others and parts % groups != 0,
-            f"{training.microshards=} for {groups} data-parallel groups: {parts} / "
-            f"{groups} leaves {parts % groups}",
-            "use as many groups as divide training.microshards",
-        ),
+        *_idle_settings(settings),
         (
             coupling is not None,
             f"{coupling}",
@@ -322,6 +327,26 @@ def _reordered_sums(settings: Config, sizes: Sizes) -> Iterator[SettingConflictE
             "use optimizer.scale_learning_rate=none",
         ),
     )
+
+
+def _idle_settings(settings: Config) -> Iterator[Obstacle]:
+    """What would do nothing where each device computes whole rows with all layers."""
+    training, model = settings.training, settings.model
+    values = {
+        "training.pipeline_schedule": training.pipeline_schedule,
+        "training.pipeline_gather": training.pipeline_gather,
+        "model.sequence_parallel": model.sequence_parallel,
+        "model.context_parallel": model.context_parallel,
+    }
+    for name, value in values.items():
+        owner = TrainingConfig if name.startswith("training") else ModelConfig
+        is_set = value != getattr(owner, name.partition(".")[2])
+        yield (
+            is_set,
+            f"{name}={as_yaml(value)}, while each device computes whole rows with all "
+            "layers",
+            "leave it out",
+        )
 
 
 def _incompatible(

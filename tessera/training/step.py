@@ -114,12 +114,14 @@ def make_eval_step(config: StepConfig) -> Function:
             return config.pipeline.loss(params, batch), tokens
         if config.fixed_order is not None:
             rows = {name: array[None] for name, array in batch.items()}
+            order = config.fixed_order.of_rows(batch["tokens"].shape[0])
+            plain = replace(config, model=config.model.without_stages())
 
             def loss(params: Tree, rows: Batch) -> Float[Array, ""]:
-                place = config.model.place(None)
-                return losses(config, params, rows, place)[1]["loss"]
+                place = plain.model.place(None)
+                return losses(plain, params, rows, place)[1]["loss"]
 
-            return config.fixed_order.summed(loss, params, rows), tokens
+            return order.summed(loss, params, rows), tokens
         place = config.model.place(config.mesh)
         return losses(config, params, batch, place)[1]["loss"], tokens
 
@@ -140,6 +142,8 @@ def _arranged(config: StepConfig, batch: Batch) -> Batch:
     Every device of ``cp`` receives whole sequences, 16 bytes a token, and selects its
     own tokens, so the reordering needs no communication.
     """
+    if config.fixed_order is not None:
+        return batch
     place = config.model.place(config.mesh)
     return {name: place.arranged(array) for name, array in batch.items()}
 

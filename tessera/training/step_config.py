@@ -43,8 +43,8 @@ class StepConfig:
         step; None where the mesh has no such axis.
       gathers_once: Whether its stages gather their parameters over ``fsdp`` once in a
         step; see ``PipelinedModel``.
-      microshards: With deterministic numerics, into how many parts the rows of a
-        microbatch are cut; None adds in any order.
+      microshards: With deterministic numerics, into how many parts the rows of the
+        step are cut; None adds in any order.
       loss_chunk: Of how many tokens each device makes logits at a time: a number,
         ``auto``, or ``none`` for all of them.
     """
@@ -68,7 +68,7 @@ class StepConfig:
     @cached_property
     def pipeline(self) -> PipelinedModel | None:
         """The model in stages, where there is a pipeline."""
-        if self.schedule is None:
+        if self.schedule is None or self.microshards is not None:
             return None
         assert isinstance(self.model, StagedModel), "only such a model has a pipeline"
         return PipelinedModel(
@@ -97,7 +97,7 @@ class StepConfig:
         """How sums are made where their order is fixed."""
         if self.microshards is None:
             return None
-        return FixedOrder(self.mesh, self.data_axes, self.microshards)
+        return FixedOrder(self.mesh, self.model, self.microshards)
 
     @property
     def data_axes(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``training.numerics=deterministic`` of ``run_training.py``: the same bits, again and
-on any number of devices.
+"""``training.numerics=deterministic`` of ``run_training.py``: the same bits, again, on
+any mesh and in any number of microbatches.
 """
 
 import json
@@ -27,10 +27,10 @@ SMALL = (
 )
 
 
-def arguments(folder: Path, devices: int) -> list[str]:
+def arguments(folder: Path, devices: int, *others: str) -> list[str]:
     return [
         *(*SMALL, f"model.mesh_shape=[[{devices}],[dp]]", f"hydra.run.dir={folder}"),
-        f"training.micro_batch_size={ROWS // devices}",
+        *(f"training.micro_batch_size={ROWS // devices}", *others),
     ]
 
 
@@ -68,3 +68,25 @@ def test_runs_on_one_two_and_four_devices_and_another_process_have_the_same_bits
     assert found[2] == found[1]
     assert found[4] == found[1]
     assert numbers(tmp_path / "b") == found[2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("mesh", "rows", "microbatches"),
+    [("[[2,2],[pp,tp]]", 4, 2), ("[[2,2],[dp,cp]]", 1, 4)],
+)
+def test_a_run_on_other_axes_and_in_several_microbatches_has_the_same_losses(
+    tmp_path, capsys, mesh, rows, microbatches
+):
+    divided = [
+        *(f"model.mesh_shape={mesh}", f"training.micro_batch_size={rows}"),
+        f"training.gradient_accumulation_steps={microbatches}",
+    ]
+    found = []
+    for folder, others in (tmp_path / "whole", []), (tmp_path / "divided", divided):
+        given = arguments(folder, 1, "model.num_layers=2", *others)
+        code = run_from_command_line(train.run, ROOT / "configs", given)
+        assert code == 0, capsys.readouterr().err
+        found.append(numbers(folder)[:4])  # a validation takes as many microbatches
+    assert len({line["loss"] for line in found[0]}) == 4
+    assert found[1] == found[0]

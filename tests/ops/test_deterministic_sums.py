@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums in one tree: the same bits however the tree is shared out."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,6 @@ from tessera.mesh import Mesh
 from tessera.ops.deterministic_sums import (
     optimization_barrier,
     pairwise_sum,
-    sequential_sum,
     sum_over_devices,
 )
 
@@ -60,12 +57,10 @@ def test_devices_along_two_axes_are_counted_outer_first(axes):
 
 
 def test_another_order_would_be_another_sum():
-    in_a_row = partial(sequential_sum, lambda row: jnp.asarray(VALUES)[row], 8)
-    assert (np.asarray(jax.jit(in_a_row)()) != tree(VALUES)).any()
     left = VALUES[0]
     for row in VALUES[1:]:
         left = left + row
-    np.testing.assert_array_equal(jax.jit(in_a_row)(), left)
+    assert (left != tree(VALUES)).any()
 
 
 def test_negative_zeros_stay_negative():

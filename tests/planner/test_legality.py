@@ -29,6 +29,7 @@ def legality(*words: str, batch: int = 32) -> Legality:
 
 INT8 = "training.gradient_compression=int8", "model.mesh_shape=[[2],[dp]]"
 FSDP = Layout((("fsdp", 4),), 8, 1)
+FINE = "training.numerics=deterministic", "training.microshards=16"
 PIPELINE = Layout((("pp", 2), ("fsdp", 2)), 2, 8, schedule="1f1b")
 
 
@@ -61,7 +62,14 @@ def test_a_layout_is_rejected_by_the_checks_of_a_run(layout, code):
     ("words", "layout", "code"),
     [
         (("training.numerics=deterministic",), replace(FSDP, loss_chunk=256), "T507"),
-        (("training.numerics=deterministic",), PIPELINE, "T507"),
+        (("training.numerics=deterministic",), PIPELINE, "T503"),  # 4 rows at a time
+        (FINE, PIPELINE, None),
+        (FINE, replace(PIPELINE, schedule="gpipe"), "T507"),
+        (
+            ("training.numerics=deterministic",),
+            replace(FSDP, mesh=(("fsdp", 4), ("tp", 4))),
+            "T507",  # 16 devices share 8 microshards
+        ),
         (INT8, FSDP, "T507"),
         (
             INT8,

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deterministic numerics: the same bits after three steps, on every mesh."""
+"""Deterministic numerics: the same bits after three steps, on every mesh and in any
+number of microbatches.
+"""
 
 import dataclasses
 import hashlib
@@ -14,7 +16,9 @@ from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
 from tessera.models import DecoderModel
+from tessera.models.pipeline_stages import split_of
 from tessera.ops.loss_scale import LossScale
+from tessera.training.deterministic_numerics import FixedOrder
 from tessera.training.optimizers import AdamWConfig, make_optimizer
 from tessera.training.step import (
     StepConfig,
@@ -26,9 +30,12 @@ from tessera.training.train_state import init_state
 from tests.small_model import SMALL
 
 # Eight columns for each of eight devices: of four, JAX 0.12 computes AdamW otherwise.
-CONFIG = dataclasses.replace(SMALL, d_model=64)
-MICROBATCHES, ROWS, LENGTH = 2, 8, 16
-OTHERS = ["dp8", "fsdp4", "fsdp8"]
+# Three layers, so that the second of two stages has padding.
+CONFIG = dataclasses.replace(SMALL, d_model=64, num_layers=3)
+ROWS, LENGTH = 16, 16
+# Axes that split matrices, sequences and layers, alone and together.
+OTHERS = ["dp8", "fsdp4", "fsdp8", "tp2", "cp4", "pp2", "fsdp2_tp2_cp2"]
+OTHERS += ["pp2_dp2_tp2"]
 
 
 def mesh_of(name: str) -> Mesh:
@@ -37,17 +44,19 @@ def mesh_of(name: str) -> Mesh:
     return Mesh(list(sizes), devices=range(count), shape=tuple(sizes.values()))
 
 
-def make_batch(seed: int) -> dict[str, Any]:
-    """Two microbatches of which different shares of the targets do not count."""
+def make_batch(seed: int, microbatches: int) -> dict[str, Any]:
+    """Rows of which different shares of the targets do not count."""
     draw = np.random.default_rng(seed)
-    shape = (MICROBATCHES, ROWS, LENGTH)
-    tokens = draw.integers(0, 64, (*shape[:2], LENGTH + 1), np.int32)
-    hidden = draw.random(shape) < np.linspace(0, 0.7, ROWS)[:, None]
-    return {
+    tokens = draw.integers(0, 64, (ROWS, LENGTH + 1), np.int32)
+    hidden = draw.random((ROWS, LENGTH)) < np.linspace(0, 0.7, ROWS)[:, None]
+    rows = {
         "tokens": tokens[..., :-1],
         "targets": np.where(hidden, np.int32(-100), tokens[..., 1:]),
-        "segment_ids": np.ones(shape, np.int32),
-        "positions": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), shape),
+        "segment_ids": np.ones((ROWS, LENGTH), np.int32),
+        "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)),
+    }
+    return {
+        name: array.reshape(microbatches, -1, LENGTH) for name, array in rows.items()
     }
 
 
@@ -58,17 +67,35 @@ def digest(tree: Any) -> str:
     return found.hexdigest()[:12]
 
 
+def without_stages(model: DecoderModel, tree: Any) -> Any:
+    """A tree that has trees like the parameters in it, those without stages."""
+
+    def has_blocks(node: Any) -> bool:
+        return isinstance(node, dict) and model.blocks in node
+
+    def plain(node: Any) -> Any:
+        return model.plain(node) if has_blocks(node) else node
+
+    return jax.tree.map(plain, tree, is_leaf=has_blocks)
+
+
 @cache
-def run(name: str, microshards: int | None = 8, **options: Any) -> dict[str, str]:
+def run(
+    name: str,
+    microshards: int | None = 8,
+    microbatches: int = 2,
+    **options: Any,
+) -> dict[str, str]:
     """Three steps of AdamW with clipping; hashes of all that comes out of them."""
     mesh = mesh_of(name)
+    split = split_of(mesh, CONFIG, 1)
     optimizer, rate = make_optimizer(AdamWConfig(), steps=20, clip_norm=0.5)
     config = StepConfig(
-        model=DecoderModel(CONFIG, dtype=options.pop("dtype", None)),
+        model=DecoderModel(CONFIG, dtype=options.pop("dtype", None), split=split),
         optimizer=optimizer,
         learning_rate=rate,
         mesh=mesh,
-        accumulation=MICROBATCHES,
+        accumulation=microbatches,
         microshards=microshards,
         **options,
     )
@@ -84,15 +111,16 @@ def run(name: str, microshards: int | None = 8, **options: Any) -> dict[str, str
     sharding = NamedSharding(mesh.jax, batch_spec(config))
     shown = []
     for seed in range(3):
-        state, metrics = step(state, jax.device_put(make_batch(seed), sharding))
+        batch = make_batch(seed, microbatches)
+        state, metrics = step(state, jax.device_put(batch, sharding))
         shown.append(metrics)
-    micro = {name: array[0] for name, array in make_batch(3).items()}
+    micro = {name: array[0] for name, array in make_batch(3, 2).items()}
     assert float(metrics["grad_norm"]) > 0.5  # So that clipping took part.
     return {
         "loss": digest([metrics["loss"] for metrics in shown]),
         "grad_norm": digest([metrics["grad_norm"] for metrics in shown]),
-        "params": digest(state.params),
-        "optimizer": digest(state.optimizer),
+        "params": digest(without_stages(config.model, state.params)),
+        "optimizer": digest(without_stages(config.model, state.optimizer)),
         "evaluation": digest(make_eval_step(config)(state.params, micro)),
     }
 
@@ -107,6 +135,19 @@ def run(name: str, microshards: int | None = 8, **options: Any) -> dict[str, str
 )
 def test_every_mesh_gives_the_same_bits(name):
     assert run(name) == run("dp1")
+
+
+def test_the_devices_of_every_axis_share_the_microshards():
+    order = FixedOrder(mesh_of("pp2_fsdp2_tp2"), DecoderModel(CONFIG), 8)
+    assert order.axes == ("pp", "fsdp", "tp")
+    assert order.of_rows(4).axes == ("pp", "fsdp")
+    assert order.of_rows(3).axes == ()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "microbatches"), [("dp1", 1), ("dp2_tp2", 4)])
+def test_every_division_into_microbatches_gives_the_same_bits(name, microbatches):
+    assert run(name, microbatches=microbatches) == run("dp1")
 
 
 @pytest.mark.full

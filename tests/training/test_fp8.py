@@ -96,6 +96,11 @@ def test_the_three_products_of_each_projection_are_fp8(overrides):
 
 # --- on which meshes
 
+# The last bit of a sum in f32 differs between meshes and processors. Where it decides
+# how a number is rounded to 8 bits, gradients differ by 5e-6 of their norm; without
+# such a number by 2e-7. Rounding by another scale changes them by more than 1e-2.
+FEW_ROUNDED_OTHERWISE = 5e-5
+
 
 @pytest.mark.full
 @pytest.mark.parametrize(
@@ -107,8 +112,10 @@ def test_a_step_is_the_same_on_every_mesh(mesh, options):
     one, ran = run(ONE, fp8=True), run(mesh, fp8=True, **options)
     np.testing.assert_allclose(ran.metrics["loss"], one.metrics["loss"], rtol=1e-6)
     apart = distances(ran.gradients, jax.tree.map(np.asarray, one.gradients))
-    assert max(apart.values()) <= 2e-6, apart
+    assert max(apart.values()) <= FEW_ROUNDED_OTHERWISE, apart
     wide = run(mesh, **options)
+    rounded = distances(ran.gradients, jax.tree.map(np.asarray, wide.gradients))
+    assert min(rounded.values()) > 100 * FEW_ROUNDED_OTHERWISE, rounded
     # Gathers of parameters that were divided by a scale are planned as well.
     unplanned = [len(each.step.last.collectives.unplanned) for each in (ran, wide)]
     assert unplanned[0] == unplanned[1]
@@ -139,7 +146,7 @@ def test_a_pipeline_has_the_gradients_of_one_device():
     apart = distances(
         config.model.plain(gradients), jax.tree.map(np.asarray, one.gradients)
     )
-    assert max(apart.values()) <= 2e-6, apart
+    assert max(apart.values()) <= FEW_ROUNDED_OTHERWISE, apart
 
 
 @pytest.mark.full

@@ -29,27 +29,38 @@ def settings(sizes: Any = (1,), axes: Any = ("dp",), **training: Any) -> Config:
         ((1,), ("dp",)),
         ((8,), ("dp",)),
         ((2, 4), ("dp", "fsdp")),
-        ((4, 1), ("dp", "tp")),
+        ((4, 2), ("cp", "tp")),
+        ((2, 2, 2), ("pp", "fsdp", "tp")),
     ],
 )
-def test_data_axes_are_let_pass(sizes, axes):
+def test_axes_of_any_kind_are_let_pass(sizes, axes):
     assert check(settings(sizes, axes)) == []
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
-def test_axes_inside_the_model_are_refused(axis):
-    (error,) = check(settings((2, 2), ("dp", axis)))
+@pytest.mark.parametrize(
+    ("model", "training"),
+    [
+        ({}, {"pipeline_schedule": "gpipe"}),
+        ({}, {"pipeline_gather": "step"}),
+        ({"sequence_parallel": True}, {}),
+        ({"context_parallel": "all_to_all"}, {}),
+    ],
+)
+def test_ways_to_compute_on_such_axes_are_refused(model, training):
+    given = settings((2, 2, 2), ("pp", "cp", "tp"), **training)
+    (error,) = check(replace(given, model=replace(given.model, **model)))
     assert error.code == "T507"
-    assert f"mesh axis '{axis}'" in str(error)
+    assert next(iter({**model, **training})) in str(error)
+    assert "each device computes whole rows with all layers" in str(error)
 
 
-def test_groups_divide_the_microshards():
-    (error,) = check(settings((3,), ("dp",)))
+def test_devices_divide_the_microshards():
+    (error,) = check(settings((3, 2), ("dp", "tp")))
     assert str(error) == (
         "[T507] numerics cannot be deterministic in this run\n"
-        "  got: training.numerics=deterministic; training.microshards=8 for 3 "
-        "data-parallel groups: 8 / 3 leaves 2\n"
-        "  fix: use as many groups as divide training.microshards, or "
+        "  got: training.numerics=deterministic; training.microshards=8 for 6 "
+        "devices: 8 / 6 leaves 2\n"
+        "  fix: use as many devices as divide training.microshards, or "
         "training.numerics=fast\n"
         "  docs: docs/errors/T507.md"
     )
@@ -58,9 +69,27 @@ def test_groups_divide_the_microshards():
 def test_microshards_divide_the_rows():
     (error,) = check(settings((2,), ("dp",), micro_batch_size=6))
     assert str(error) == (
-        "[T503] a microbatch cannot be cut into its microshards\n"
+        "[T503] a step cannot be cut into its microshards\n"
         "  got: 12 rows, training.microshards=8: 12 / 8 leaves 4\n"
-        "  fix: use training.micro_batch_size=8, or fewer microshards\n"
+        "  fix: use a batch of 8 or 16 rows, or fewer microshards\n"
+        "  docs: docs/errors/T503.md"
+    )
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"micro_batch_size": 2, "gradient_accumulation_steps": 16},
+        {"micro_batch_size": 2, "global_batch_size": 64},
+    ],
+)
+def test_a_microshard_is_no_larger_than_a_microbatch_of_one_device(training):
+    (error,) = check(settings((2,), ("dp",), **training))
+    assert str(error) == (
+        "[T503] a microshard is larger than a microbatch of one device\n"
+        "  got: 64 rows in training.microshards=8: 8 each, "
+        "training.micro_batch_size=2\n"
+        "  fix: use training.microshards=32 or training.micro_batch_size=8\n"
         "  docs: docs/errors/T503.md"
     )
 
