@@ -29,7 +29,10 @@ def legality(*words: str, batch: int = 32) -> Legality:
 
 INT8 = "training.gradient_compression=int8", "model.mesh_shape=[[2],[dp]]"
 FSDP = Layout((("fsdp", 4),), 8, 1)
-FINE = "training.numerics=deterministic", "training.microshards=16"
+FINE = (
+    *("training.numerics=deterministic", "training.microshards=16"),
+    "training.micro_batch_size=16",
+)
 PIPELINE = Layout((("pp", 2), ("fsdp", 2)), 2, 8, schedule="1f1b")
 
 
