@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec
 from tessera.errors import SettingConflictError
 from tessera.mesh import Mesh
 from tessera.models.model import Batch, Model
+from tessera.models.partition_rules import Placement
+from tessera.ops import device_collectives
 from tessera.ops.clipping import global_norm
 from tessera.ops.deterministic_sums import (
     optimization_barrier,
@@ -28,6 +30,8 @@ from tessera.ops.deterministic_sums import (
     sum_over_devices,
 )
 from tessera.ops.operand_layouts import region_mesh
+from tessera.scope import constrain
+from tessera.shard_spec import axes_of_dims
 from tessera.tree import Tree
 
 _FLAG: Final = "--xla_gpu_deterministic_ops=true"
@@ -40,11 +44,13 @@ class FixedOrder:
     Attributes:
       mesh: Where the step runs.
       model: Its model, as its parameters are stored.
+      layouts: Those of the parameters.
       microshards: Into how many parts the rows of a step are cut, a power of two.
     """
 
     mesh: Mesh
     model: Model
+    layouts: Tree
     microshards: int
 
     @property
@@ -75,10 +81,9 @@ class FixedOrder:
 
         Args:
           function: Gives a tree of sums over the rows of ``[rows, ...]`` arrays.
-          params: Parameters, of any layout; ``function`` has them whole and without
-            stages.
-          batch: ``[microbatches, rows, ...]`` arrays, of any layout: rows of one
-            sequence, however they are divided into microbatches.
+          params: Parameters; ``function`` has them whole and without stages.
+          batch: ``[microbatches, rows, ...]`` arrays, of which the data axes split the
+            rows; these count as one sequence, however they are divided.
           others: What ``function`` takes beside them.
 
         Returns:
@@ -87,9 +92,11 @@ class FixedOrder:
         axes = self.axes
         devices = self.mesh.axis_size(axes)
         own = self.microshards // devices
+        split = PartitionSpec(None, Placement(self.mesh).axes("batch") or None)
 
         def sums(params: Tree, batch: Batch, *others: jax.Array) -> Tree:
-            params = self.model.plain(params)
+            params = self.model.plain(jax.tree.map(_gathered, params, self.layouts))
+            batch = {name: _gathered(rows, split) for name, rows in batch.items()}
             first = jax.lax.axis_index(axes) * own if axes else 0
 
             def part(index: jax.Array) -> Tree:
@@ -104,7 +111,13 @@ class FixedOrder:
             return sum_over_devices(pairwise_sum(part, own), axes, devices)
 
         whole = PartitionSpec()
-        return self._region(sums, whole, whole)(params, batch, *others)
+        specs = (self.layouts, split, *(whole for _ in others))
+        return self._region(sums, specs, whole)(params, batch, *others)
+
+    def whole(self, gradients: Tree) -> Tree:
+        """Gradients that every device has and keeps, from which norms are computed."""
+        whole = partial(constrain, mesh=self.mesh, spec=PartitionSpec())
+        return jax.tree.map(whole, gradients)
 
     def norm(self, gradients: Tree) -> jax.Array:
         """``global_norm``, by every device of the whole gradients without stages."""
@@ -150,6 +163,14 @@ class FixedOrder:
             # JAX cannot know that the tree ends with the same bits on all devices.
             check_vma=False,
         )
+
+
+def _gathered(block: jax.Array, layout: PartitionSpec) -> jax.Array:
+    """The whole array of which a device has a block."""
+    for dim, axes in enumerate(axes_of_dims(layout, block.ndim)):
+        if axes:
+            block = device_collectives.all_gather(block, axes, dim)
+    return block
 
 
 def check_accelerator() -> None:

@@ -63,6 +63,8 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
         )
         if config.fixed_order is None:
             gradients = config.zero.constrain_shares(gradients)
+        else:  # as they are, so that the norm need not gather them
+            gradients = config.fixed_order.whole(gradients)
         metrics = {
             **jax.tree.map(share.__mul__, sums),
             "grad_norm": norm_of(gradients),

@@ -97,7 +97,7 @@ class StepConfig:
         """How sums are made where their order is fixed."""
         if self.microshards is None:
             return None
-        return FixedOrder(self.mesh, self.model, self.microshards)
+        return FixedOrder(self.mesh, self.model, self.zero.params, self.microshards)
 
     @property
     def data_axes(self) -> tuple[str, ...]:

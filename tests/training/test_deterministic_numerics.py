@@ -138,7 +138,7 @@ def test_every_mesh_gives_the_same_bits(name):
 
 
 def test_the_devices_of_every_axis_share_the_microshards():
-    order = FixedOrder(mesh_of("pp2_fsdp2_tp2"), DecoderModel(CONFIG), 8)
+    order = FixedOrder(mesh_of("pp2_fsdp2_tp2"), DecoderModel(CONFIG), {}, 8)
     assert order.axes == ("pp", "fsdp", "tp")
     assert order.of_rows(4).axes == ("pp", "fsdp")
     assert order.of_rows(3).axes == ()
