@@ -79,17 +79,20 @@ def _parameters(model: Model) -> str:
 
 
 def _held(run: Run) -> str:
-    """What of the state and of the gradients one device holds."""
+    """What of the state and of the gradients one device holds.
+
+    Gradients in a fixed order of sums are whole on every device.
+    """
     state, zero = run.abstract_state, run.step_config.zero
     trees = {"parameters": state.params}
     if not run.config.training.eval_only:
         trees["gradients"] = zero.abstract_gradients
         trees["optimizer"] = state.optimizer
-    held = ", ".join(
-        f"{name} {format_bytes(inspect(tree).local_nbytes)}"
-        for name, tree in trees.items()
-    )
-    return held + " on the host" * run.step_config.offload_optimizer
+    held = {name: inspect(tree).local_nbytes for name, tree in trees.items()}
+    if "gradients" in held and run.step_config.fixed_order is not None:
+        held["gradients"] = inspect(trees["gradients"]).nbytes
+    text = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
+    return text + " on the host" * run.step_config.offload_optimizer
 
 
 def dry_run(run: Run, notes: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tessera.config_files import configs_dir
-from tessera.errors import TesseraError
+from tessera.errors import PlanError, TesseraError
 from tessera.planner.auto_layout import with_layout
 from tessera.planner.auto_remat import AUTO, choose_remat
 from tessera.planner.layout import Layout
@@ -35,6 +35,11 @@ def with_memory(nbytes):
     return replace(
         target, machine=replace(target.machine, memory_bytes=int(nbytes) + 1)
     )
+
+
+def test_no_policy_is_chosen_for_deterministic_numerics():
+    with pytest.raises(PlanError, match=r"(?s)T714.*numerics=deterministic"):
+        choose_remat([*WORDS, "training.numerics=deterministic"], Target.parse(TARGET))
 
 
 def test_the_first_policy_that_surely_fits_is_chosen():

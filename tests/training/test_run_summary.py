@@ -93,6 +93,15 @@ def test_the_table_says_how_much_of_what_is_sent_is_unplanned(run, monkeypatch):
     )
 
 
+@pytest.mark.full
+def test_gradients_in_a_fixed_order_are_whole_on_every_device():
+    run = run_of((2, 2), ("fsdp", "tp"), numerics="deterministic", microshards=4)
+    held = dict(run_rows(run))["held per device"]
+    whole = format_bytes(4 * run.model.num_params)
+    assert f"gradients {whole}" in held
+    assert f"parameters {whole}" not in held
+
+
 def test_the_state_is_counted_whole_and_per_device(run):
     # Parameters and AdamW's two moments in f32, and three counters.
     whole = 3 * 4 * run.config.model.config.num_params + 3 * 4
