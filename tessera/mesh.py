@@ -12,7 +12,8 @@ only running on it needs the devices.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, NoReturn, Self
@@ -423,6 +424,16 @@ def opened_or_none() -> Mesh | None:
     """The mesh of the innermost ``with mesh:``, even inside an SPMD region."""
     meshes = _opened.get()
     return meshes[-1] if meshes else None
+
+
+@contextmanager
+def no_mesh_opened() -> Iterator[None]:
+    """Hide the meshes of every ``with mesh:`` around."""
+    token = _opened.set(())
+    try:
+        yield
+    finally:
+        _opened.reset(token)
 
 
 def manual_axes() -> Mapping[str, int]:

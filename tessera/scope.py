@@ -11,7 +11,7 @@ the first trace. Neither trace allocates anything.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import OutsideTraceError, ParameterNameError
-from tessera.mesh import Mesh, opened_or_none
+from tessera.mesh import Mesh, no_mesh_opened, opened_or_none
 from tessera.shard import DistTensor, ShardSpec, capturing, tensor
 from tessera.shard_spec import is_padded, spec_over
 
@@ -38,11 +38,13 @@ class Plan:
       all_reduce_overlap: Whether collectives should overlap with computation; None
         leaves it to the compiler.
       compiler_options: Options of XLA for these steps alone, by name.
+      rounds_alike: Whether XLA is to round alike on every mesh.
     """
 
     microbatches: int | None = None
     all_reduce_overlap: bool | None = None
     compiler_options: tuple[tuple[str, bool | str], ...] | None = None
+    rounds_alike: bool | None = None
 
 
 @dataclass
@@ -281,13 +283,24 @@ VISITS = "tessera_visits_"
 FALLBACK = "tessera_fallback"
 
 
+# The mesh of a step that every device computes as if alone; empty without one.
+_alone: ContextVar[tuple[Mesh, ...] | None] = ContextVar("tessera_alone", default=None)
+
+
+@contextmanager
+def alone_on(mesh: Mesh | None) -> Iterator[None]:
+    """Let what is traced, or transformed, see one device of a mesh and no mesh."""
+    with no_mesh_opened(), holding(_alone, () if mesh is None else (mesh,)):
+        yield
+
+
 def device() -> jax.Device:
     """A device that the code being traced will run on.
 
     It is one of the step's mesh, or else of the open mesh, which may be of a target
     that is not here; without a mesh it is JAX's default device.
     """
-    if mesh := _step_mesh():
+    if mesh := next(iter(_alone.get() or ()), None) or _step_mesh():
         return mesh.compile_mesh.devices.flat[0]
     default = getattr(jax.config, "jax_default_device", None)
     if isinstance(default, jax.Device):
@@ -297,6 +310,8 @@ def device() -> jax.Device:
 
 def num_devices() -> int:
     """How many devices the code being traced may be split over."""
+    if _alone.get() is not None:
+        return 1
     mesh = _step_mesh()
     return jax.device_count() if mesh is None else mesh.size
 
@@ -391,3 +406,9 @@ def set_plan(plan: Plan) -> None:
         _plan.set(plan)
     else:
         scope.plan = plan
+
+
+def round_alike() -> None:
+    """Let XLA round what the open step computes alike on every mesh."""
+    if (scope := _open.get()) is not None:
+        scope.plan = replace(scope.plan, rounds_alike=True)

@@ -31,7 +31,6 @@ from tessera.training.batch_sizes import with_batch_sizes
 from tessera.training.config import Config, data_parallel_groups
 from tessera.training.data import Corpus, load
 from tessera.training.data.vocabulary import check_tokens
-from tessera.training.deterministic_numerics import check_accelerator
 from tessera.training.device_checks import check_compilable, check_fp8, check_state_fits
 from tessera.training.host_data_sharding import HostShard
 from tessera.training.layout_checks import build_model
@@ -306,8 +305,6 @@ class Run:
         # A size of -1 is known only now.
         if problems := numerics_problems(self.config, self.mesh.shape):
             raise joined(problems)
-        if self.config.training.numerics == "deterministic":
-            check_accelerator()
         check_compilable(self.mesh)
         if self.config.training.precision.fp8:
             check_fp8(self.mesh)

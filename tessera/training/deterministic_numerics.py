@@ -9,16 +9,14 @@ docs/decisions/0050-deterministic-steps-by-rows.md says why.
 """
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from tessera.errors import SettingConflictError
 from tessera.mesh import Mesh
 from tessera.models.model import Batch, Model
 from tessera.models.partition_rules import Placement
@@ -30,11 +28,9 @@ from tessera.ops.deterministic_sums import (
     sum_over_devices,
 )
 from tessera.ops.operand_layouts import region_mesh
-from tessera.scope import constrain
+from tessera.scope import constrain, round_alike
 from tessera.shard_spec import axes_of_dims
 from tessera.tree import Tree
-
-_FLAG: Final = "--xla_gpu_deterministic_ops=true"
 
 
 @dataclass(frozen=True)
@@ -155,6 +151,7 @@ class FixedOrder:
     def _region(
         self, function: Callable[..., Tree], in_specs: Tree, out_specs: Tree
     ) -> Any:
+        round_alike()
         return jax.shard_map(
             function,
             mesh=region_mesh(self.mesh),
@@ -171,18 +168,3 @@ def _gathered(block: jax.Array, layout: PartitionSpec) -> jax.Array:
         if axes:
             block = device_collectives.all_gather(block, axes, dim)
     return block
-
-
-def check_accelerator() -> None:
-    """Demand of GPUs the flag without which their kernels add in any order.
-
-    Raises:
-      SettingConflictError: [T507] the flag is not set.
-    """
-    if jax.default_backend() == "gpu" and _FLAG not in os.environ.get("XLA_FLAGS", ""):
-        raise SettingConflictError(
-            "kernels of GPUs add in any order unless XLA is told not to",
-            got="training.numerics=deterministic, "
-            f"XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}",
-            fix=f"set XLA_FLAGS={_FLAG} before the run, or use training.numerics=fast",
-        )

@@ -29,9 +29,8 @@ from tessera.training.step import (
 from tessera.training.train_state import init_state
 from tests.small_model import SMALL
 
-# Eight columns for each of eight devices: of four, JAX 0.12 computes AdamW otherwise.
 # Three layers, so that the second of two stages has padding.
-CONFIG = dataclasses.replace(SMALL, d_model=64, num_layers=3)
+CONFIG = dataclasses.replace(SMALL, num_layers=3)
 ROWS, LENGTH = 16, 16
 # Axes that split matrices, sequences and layers, alone and together.
 OTHERS = ["dp8", "fsdp4", "fsdp8", "tp2", "cp4", "pp2", "fsdp2_tp2_cp2"]

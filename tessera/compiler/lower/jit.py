@@ -30,6 +30,11 @@ _OVERLAP: Final[Mapping[str, bool | str]] = {
 }
 # Gathers a layer ahead. Inside of a host its copies take longer than what it hides.
 _PREFETCH: Final = "xla_gpu_enable_pipelined_all_gather"
+# For steps that round alike on every mesh. XLA for CPUs simplifies a program of one
+# device and one of several from other forms (a/b*c as a*c/b); without this pass it
+# computes what is written. GPUs' kernels add in any order unless told not to.
+_WITHOUT_PASSES: Final = "xla_disable_hlo_passes", "algsimp"
+_FIXED_KERNELS: Final = "xla_gpu_deterministic_ops"
 _UNKNOWN: Final = re.compile(r"No such compile option: '(\w+)'")
 
 
@@ -111,6 +116,12 @@ def compiler_options(graph: Graph) -> dict[str, bool | str]:
     options: dict[str, bool | str] = dict(graph.plan.compiler_options or ())
     if overlap is not None and graph.platform == "gpu":
         options.setdefault("xla_gpu_enable_latency_hiding_scheduler", overlap)
+    if graph.plan.rounds_alike and graph.platform == "gpu":
+        options[_FIXED_KERNELS] = True
+    if graph.plan.rounds_alike and graph.platform == "cpu":
+        name, passes = _WITHOUT_PASSES
+        given = options.get(name)
+        options[name] = f"{given},{passes}" if given else passes
     return options if overlap is False else {**_overlap_options(graph), **options}
 
 
