@@ -71,6 +71,27 @@ def test_runs_on_one_two_and_four_devices_and_another_process_have_the_same_bits
 
 
 @pytest.mark.full
+def test_a_run_in_two_processes_has_the_bits_of_one_device(tmp_path, capsys):
+    code = run_from_command_line(
+        train.run, ROOT / "configs", arguments(tmp_path / "one", 1)
+    )
+    assert code == 0, capsys.readouterr().err
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "tessera.launch", "--nprocs=2", "run_training.py"),
+            *arguments(tmp_path / "two", 2, "runtime.platform=cpu"),
+        ],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+        | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "rows", "microbatches"),
     [("[[2,2],[pp,tp]]", 4, 2), ("[[2,2],[dp,cp]]", 1, 4)],
