@@ -25,7 +25,7 @@ from tessera.api.call_kinds import QUICK_CALLS, CallKind, Program, context_key
 from tessera.compiler.compile_stages import Compiled, Lowered, Traced
 from tessera.compiler.eager import EagerResult, run_eagerly
 from tessera.compiler.lower.jit import jitted, returns_list, without_padding
-from tessera.compiler.pass_runner import check_names
+from tessera.compiler.pass_runner import check_names, is_deterministic
 from tessera.compiler.trace.arguments import (
     Call,
     ProgramMismatch,
@@ -39,6 +39,7 @@ from tessera.compiler.trace.tracer import trace
 from tessera.compiler.trace.write_back import check_no_alias, write_back
 from tessera.errors import (
     OutsideTraceError,
+    SettingConflictError,
     TesseraWarning,
 )
 from tessera.mesh import Mesh
@@ -252,6 +253,12 @@ class Function:
 
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the function that Tessera is tracing, layouts and all."""
+        if self.options.is_deterministic and not scope.current_plan().rounds_alike:
+            raise SettingConflictError(
+                "a deterministic function is called inside one with fast numerics",
+                got=f"{self.options.name!r}",
+                fix="give the outer function numerics='deterministic'",
+            )
         if self.options.mesh is None and not self.options.declares_layouts:
             body, here = scope.resolve_callee(self.body), scope.current()
             # The sizes of one microbatch differ from those of the annotations.
@@ -359,6 +366,7 @@ def function(
     out_specs: Any = None,
     donate: Sequence[str] = (),
     skip_passes: Collection[str] = (),
+    numerics: str = "fast",
 ) -> Any:
     """Compile a function written for one device for the mesh that it is used on.
 
@@ -374,6 +382,11 @@ def function(
       donate: Names of arguments whose memory the results may take over.
       skip_passes: Names of passes to leave out. Inside another traced function this
         one is part of that program, whose own ``donate`` and ``skip_passes`` apply.
+      numerics: ``fast``, or ``deterministic``: the results have the same bits on every
+        mesh. Layouts then split only what is stored: every device gathers the inputs,
+        computes the whole function as if alone, and keeps its blocks of the results,
+        which are whole where no layout is declared. So it takes as long as on one
+        device. It does not hold under ``jax.disable_jit``.
 
     Returns:
       A ``Function``: call it, or stop at a stage: ``trace``, ``lower``, ``compile``.
@@ -381,6 +394,10 @@ def function(
     Raises:
       UnknownPassError: [T307] there is no such pass.
       SpecFormError: [T204] a layout is declared for an argument that does not exist.
+      SettingValueError: [T502] there are no such numerics.
+      SettingConflictError: [T507] numerics are deterministic, and the pass
+        ``compute_whole`` is skipped; or (in the first call) the function divides a
+        computation over a mesh itself.
 
     Example:
       >>> import jax.numpy as jnp
@@ -398,6 +415,7 @@ def function(
             out_specs=out_specs,
             donate=donate,
             skip_passes=skip_passes,
+            numerics=numerics,
         )
     strategy = None
     if isinstance(body, Function):
@@ -410,5 +428,6 @@ def function(
         in_specs=dict(in_specs or {}),
         out_specs=out_specs,
         donate=frozenset(donate),
+        is_deterministic=is_deterministic(numerics, skip_passes),
     )
     return Function(body, options, skip_passes)

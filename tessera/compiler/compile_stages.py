@@ -28,7 +28,7 @@ from tessera.compiler.trace.arguments import Call
 from tessera.compiler.trace.tracer import Trace
 from tessera.errors import DeviceMemoryError, OutsideTraceError
 from tessera.mesh import Mesh
-from tessera.scope import transforming
+from tessera.scope import alone_on, transforming
 from tessera.shard import DistTensor, capturing, stored_tensor
 from tessera.targets.target import Target
 
@@ -58,7 +58,8 @@ class Traced:
     def passes(self) -> tuple[PassRecord, ...]:
         """The graph as traced, then after each pass, with times."""
         graph = self.origin.graph
-        with capturing(_refuse_tensor), transforming(graph.mesh):
+        opened = alone_on if graph.is_deterministic else transforming
+        with capturing(_refuse_tensor), opened(graph.mesh):
             return run_passes(graph, skip=self.skip_passes)
 
     @property

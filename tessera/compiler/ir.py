@@ -78,6 +78,8 @@ class Graph:
       plan: The schedule that ``tessera.schedule`` declared.
       microbatch: The program of one microbatch, where the step has a pipeline that is
         not scheduled yet.
+      is_deterministic: Whether every device computes all of it, so that its results
+        have the bits of one device.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Graph:
     captured: tuple[Any, ...] = ()
     plan: Plan = field(default_factory=Plan)
     microbatch: _jax.Program | None = None
+    is_deterministic: bool = False
 
     @property
     def platform(self) -> str:
@@ -152,7 +155,9 @@ class Graph:
     def as_text(self) -> str:
         """Inputs with their layouts, then the equations with the user's lines."""
         where = self.mesh.topology if self.mesh is not None else "one device"
-        lines = [f"step {self.name} on {where}", *self._plan_as_text(), "inputs:"]
+        lines = [f"step {self.name} on {where}", *self._plan_as_text()]
+        lines += ["numerics: deterministic"] * self.is_deterministic
+        lines += ["inputs:"]
         lines += [f"  {self._described(value)}" for value in self.inputs]
         lines += ["outputs:"]
         lines += [f"  {self._described(value)}" for value in self.outputs]

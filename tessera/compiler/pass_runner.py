@@ -11,12 +11,18 @@ from tessera import _jax
 from tessera.compiler.ir import Graph, verify
 from tessera.compiler.passes.assign_output_layouts import assign_output_layouts
 from tessera.compiler.passes.autocast_matmuls import autocast_matmuls
+from tessera.compiler.passes.compute_whole import compute_whole
 from tessera.compiler.passes.differentiate_losses import differentiate_losses
 from tessera.compiler.passes.orient_matmuls import orient_matmuls
 from tessera.compiler.passes.schedule_pipelines import schedule_pipelines
 from tessera.compiler.passes.widen_sums import widen_sums
 from tessera.compiler.program_diff import diff_programs
-from tessera.errors import UnknownPassError, did_you_mean
+from tessera.errors import (
+    SettingConflictError,
+    SettingValueError,
+    UnknownPassError,
+    did_you_mean,
+)
 
 _logger = logging.getLogger("tessera.passes")
 
@@ -31,6 +37,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     widen_sums,
     orient_matmuls,
     assign_output_layouts,
+    compute_whole,
 )
 
 
@@ -103,6 +110,29 @@ def check_names(skip: Collection[str]) -> None:
             raise UnknownPassError(
                 f"there is no pass {name!r} to skip", fix=did_you_mean(name, names)
             )
+
+
+def is_deterministic(numerics: str, skip: Collection[str]) -> bool:
+    """Whether a function's numerics are.
+
+    Raises:
+      SettingValueError: [T502] there are no such numerics.
+      SettingConflictError: [T507] the pass that makes them so is to be skipped.
+    """
+    choices = ["fast", "deterministic"]
+    if numerics not in choices:
+        raise SettingValueError(
+            "numerics are fast or deterministic",
+            got=f"numerics={numerics!r}",
+            fix=did_you_mean(str(numerics), choices),
+        )
+    if numerics == "deterministic" and compute_whole.__name__ in skip:
+        raise SettingConflictError(
+            "numerics are not deterministic without the pass 'compute_whole'",
+            got=f"numerics={numerics!r}, skip_passes={list(skip)}",
+            fix="leave one of them out",
+        )
+    return numerics == "deterministic"
 
 
 def _log(record: PassRecord, before: Graph) -> None:

@@ -31,21 +31,30 @@ def optimization_barrier(function: Callable[..., Tree], *arguments: Tree) -> Tre
 
     Args:
       function: Returns a tree of arrays.
-      arguments: Trees of arrays; the first array is not empty.
+      arguments: Trees of arrays, at least one of which is not empty.
 
     Example:
       >>> optimization_barrier(jnp.add, jnp.float32(1.0), jnp.float32(2.0))
       Array(3., dtype=float32)
     """
-    first = jnp.ravel(jax.tree.leaves(arguments)[0])[0]
-    bits = jax.lax.bitcast_convert_type(first, jnp.dtype(f"i{first.dtype.itemsize}"))
-    # The lowest bit of any number is at most 1.
-    always = (bits.astype(jnp.int32) & 1) < 2
+    first = next(leaf for leaf in jax.tree.leaves(arguments) if leaf.size)
+    always = _lowest_bit(first) < 2  # it is at most 1
 
     def empty(*arguments: Tree) -> Tree:
         return _zeros_like(function, *arguments)
 
     return jax.lax.cond(always, function, empty, *arguments)
+
+
+def _lowest_bit(array: jax.Array) -> jax.Array:
+    """The lowest bit of an array's first number."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    first = jnp.real(jnp.ravel(array)[0])
+    if jnp.issubdtype(first.dtype, jnp.floating):
+        same_size = jnp.dtype(f"i{first.dtype.itemsize}")
+        first = jax.lax.bitcast_convert_type(first, same_size)
+    return first.astype(jnp.int32) & 1
 
 
 def pairwise_sum(function: Callable[[jax.Array], Tree], count: int) -> Tree:

@@ -20,6 +20,7 @@ NAMES = [
     "widen_sums",
     "orient_matmuls",
     "assign_output_layouts",
+    "compute_whole",
 ]
 
 
@@ -70,7 +71,7 @@ def test_a_pass_that_does_not_exist_cannot_be_skipped(graph):
         "[T307] there is no pass 'autocast_matmul' to skip\n"
         "  fix: did you mean 'autocast_matmuls'? Known: 'schedule_pipelines', "
         "'differentiate_losses', 'autocast_matmuls', "
-        "'widen_sums', 'orient_matmuls', 'assign_output_layouts'\n"
+        "'widen_sums', 'orient_matmuls', 'assign_output_layouts', 'compute_whole'\n"
         "  docs: docs/errors/T307.md"
     )
 

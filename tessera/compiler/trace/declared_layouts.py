@@ -48,6 +48,7 @@ class Options:
         over the mesh's data axes.
       batch: Arguments that are batches, or paths in them; None: all of them.
       inferred: For arrays by path, whether they are a batch, inferred from a trace.
+      is_deterministic: Whether the results have the bits of one device on every mesh.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Options:
     split_batch: bool = False
     batch: frozenset[str] | None = frozenset()
     inferred: Mapping[str, bool] = field(default_factory=dict)
+    is_deterministic: bool = False
 
     def check_names(self, signature: inspect.Signature) -> None:
         """Raise [T204] for options that name an argument that does not exist."""

@@ -250,10 +250,13 @@ class _Tracing:
         return common_mesh(leaves, [*self.owners, *found])
 
     def _scope(self, mesh: Mesh | None, *, is_whole_batch: bool = True) -> scope.Scope:
+        plan = scope.current_plan()
+        if self.options.is_deterministic:  # traced as for one device
+            mesh, plan = None, replace(plan, rounds_alike=True)
         return scope.Scope(
             mesh=mesh,
             unreached=self.unreached,
-            plan=scope.current_plan(),
+            plan=plan,
             is_whole_batch=is_whole_batch,
             batch_arguments=self.batch_arguments,
         )
@@ -261,7 +264,10 @@ class _Tracing:
     def _run(self, values: Sequence[Value], here: scope.Scope) -> "_TraceRun":
         self.outside.restore()  # what an earlier trace changed
         donated = self.options.donate
-        return _run(self.function, self.call, values, here, donated=donated)
+        if not self.options.is_deterministic:
+            return _run(self.function, self.call, values, here, donated=donated)
+        with scope.alone_on(self._common_mesh()):
+            return _run(self.function, self.call, values, here, donated=donated)
 
     def _rows(self, graph: Graph) -> BatchRows:
         def retrace(values: Sequence[Value], here: scope.Scope) -> _jax.Program:
@@ -376,6 +382,7 @@ def _graph(
         inputs=tuple(inputs),
         outputs=(*outputs, *write_values(run.writes, avals[count:], inputs)),
         plan=run.scope.plan,
+        is_deterministic=options.is_deterministic,
     )
     return described.with_program(run.program)  # lifts what the run captured
 

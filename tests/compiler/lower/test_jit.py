@@ -11,7 +11,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera.compiler.lower.jit import check_layouts, jitted, lower
+from tessera.compiler.lower.jit import (
+    check_layouts,
+    compiler_options,
+    jitted,
+    lower,
+)
 from tessera.errors import LayoutMismatchError
 from tessera.shard import tensor
 
@@ -72,6 +77,35 @@ def test_declared_layouts_are_those_of_the_module(grid_mesh):
     (x,), (y,) = compiled.input_shardings[0][:2]
     assert (x.spec, y.spec) == (P("dp"), P())
     assert compiled.output_shardings.spec == P("dp", "tp")
+
+
+def test_a_deterministic_function_computes_products_as_they_are_written():
+    def scaled(x):
+        return x / 3.0 * 0.1 * 0.7
+
+    fast, kept = (
+        ts.function(scaled, numerics=numerics).compile(X).as_text()
+        for numerics in ("fast", "deterministic")
+    )
+    assert fast.count(" multiply(") < 2 == kept.count(" multiply(")
+
+
+@pytest.mark.parametrize(
+    ("platform", "options"),
+    [
+        ("cpu", {"xla_disable_hlo_passes": "cse,algsimp"}),
+        ("gpu", {"xla_disable_hlo_passes": "cse", "xla_gpu_deterministic_ops": True}),
+        ("tpu", {"xla_disable_hlo_passes": "cse"}),
+    ],
+)
+def test_options_that_make_it_so_go_beside_those_of_a_user(
+    platform, options, monkeypatch
+):
+    graph = ts.function(jnp.sin, numerics="deterministic").trace(X).graph
+    chosen = ("xla_disable_hlo_passes", "cse")
+    graph = replace(graph, plan=replace(graph.plan, compiler_options=(chosen,)))
+    monkeypatch.setattr(type(graph), "platform", property(lambda _: platform))
+    assert compiler_options(graph) == options
 
 
 def test_a_donated_argument_is_aliased_and_gone():
