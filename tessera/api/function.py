@@ -253,12 +253,8 @@ class Function:
 
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the function that Tessera is tracing, layouts and all."""
-        if self.options.is_deterministic and not scope.current_plan().rounds_alike:
-            raise SettingConflictError(
-                "a deterministic function is called inside one with fast numerics",
-                got=f"{self.options.name!r}",
-                fix="give the outer function numerics='deterministic'",
-            )
+        if not scope.current_plan().rounds_alike:
+            self._refuse_deterministic("a function with fast numerics")
         if self.options.mesh is None and not self.options.declares_layouts:
             body, here = scope.resolve_callee(self.body), scope.current()
             # The sizes of one microbatch differ from those of the annotations.
@@ -291,6 +287,7 @@ class Function:
 
     def _inline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of a program that JAX, not Tessera, is tracing."""
+        self._refuse_deterministic("a program that JAX compiles")
         call = self._calls.flatten(args, kwargs)
         key = self._key(call)
         if key in self._inlined:
@@ -308,6 +305,15 @@ class Function:
         if not traced.origin.writes:
             return traced.result(outputs)
         return self._finished(traced, outputs, self._calls.values(args, kwargs))
+
+    def _refuse_deterministic(self, where: str) -> None:
+        if self.options.is_deterministic:
+            raise SettingConflictError(
+                f"a deterministic function is called inside {where}",
+                got=f"{self.options.name!r}",
+                fix="compile what calls it with "
+                "ts.function(..., numerics='deterministic')",
+            )
 
     def _trace(self, call: Call) -> Traced:
         call = call.abstract()
@@ -417,9 +423,10 @@ def function(
             skip_passes=skip_passes,
             numerics=numerics,
         )
-    strategy = None
+    deterministic, strategy = is_deterministic(numerics, skip_passes), None
     if isinstance(body, Function):
         strategy, mesh = body.options.strategy, mesh or body.options.mesh
+        deterministic = deterministic or body.options.is_deterministic
         body = body.body
     options = Options(
         name=getattr(body, "__name__", type(body).__name__),
@@ -428,6 +435,6 @@ def function(
         in_specs=dict(in_specs or {}),
         out_specs=out_specs,
         donate=frozenset(donate),
-        is_deterministic=is_deterministic(numerics, skip_passes),
+        is_deterministic=deterministic,
     )
     return Function(body, options, skip_passes)

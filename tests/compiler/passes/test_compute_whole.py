@@ -130,12 +130,34 @@ def test_a_constraint_inside_is_refused(mesh):
         deterministic(constrained, mesh=mesh)(ROWS)
 
 
-def test_inside_a_function_with_fast_numerics_it_is_refused():
+@pytest.mark.parametrize(
+    ("outer", "where"),
+    [
+        (ts.function, "a function with fast numerics"),
+        (jax.jit, "a program that JAX compiles"),
+        (jax.grad, "a program that JAX compiles"),
+    ],
+)
+def test_inside_a_program_that_rounds_otherwise_it_is_refused(outer, where):
+    inner = deterministic(lambda x: jnp.sum(softmax_slope(x)))
+    with pytest.raises(SettingConflictError, match=f"called inside {where}"):
+        outer(lambda x: inner(x))(ROWS)
+
+
+def test_inside_another_deterministic_function_it_is_part_of_that():
     inner = deterministic(softmax_slope)
-    with pytest.raises(SettingConflictError, match="inside one with fast numerics"):
-        ts.function(lambda x: inner(x))(ROWS)
     outer = deterministic(lambda x: inner(x))
     np.testing.assert_array_equal(outer(ROWS), inner(ROWS))
+
+
+def test_other_options_do_not_make_it_fast(mesh):
+    inner = deterministic(softmax_slope)
+    layouts = {"in_specs": {"x": P("dp")}, "out_specs": P("dp")}
+    laid_out = ts.function(inner, mesh=mesh, **layouts)
+    np.testing.assert_array_equal(laid_out(ROWS), inner(ROWS))
+    data_parallel = ts.distribute("data_parallel", batch="x")(inner)
+    with mesh:
+        np.testing.assert_array_equal(data_parallel(ROWS), inner(ROWS))
 
 
 def test_other_numerics_are_refused():
