@@ -31,6 +31,7 @@ def answer() -> Answer:
     return plan_run(WORDS, verified=0)
 
 
+@pytest.mark.full
 def test_the_command_line_trains_in_the_best_layout():
     words = shlex.split(answer().command(answer().best.layout))
     assert words[:2] == ["tessera", "train"]
@@ -97,6 +98,7 @@ def test_what_the_command_line_sets_is_not_searched():
     }
 
 
+@pytest.mark.full
 def test_a_setting_may_need_an_axis_that_the_plan_chooses():
     found = plan_run([*WORDS, "training.pipeline_schedule=zero_bubble"], verified=0)
     pipelines = [each.layout for each in found.ranked if each.layout.schedule]

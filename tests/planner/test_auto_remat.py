@@ -42,6 +42,7 @@ def test_no_policy_is_chosen_for_deterministic_numerics():
         choose_remat([*WORDS, "training.numerics=deterministic"], Target.parse(TARGET))
 
 
+@pytest.mark.full
 def test_the_first_policy_that_surely_fits_is_chosen():
     sizes = predicted()
     assert sizes == sorted(sizes, reverse=True)

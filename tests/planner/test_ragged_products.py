@@ -37,6 +37,7 @@ def compiled(layout: Layout):
     return Run(settings, Mesh.from_shape(settings.model.mesh_shape)).compiled
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [replace(SHARED, remat="none"), ONE_EACH, BOTH, replace(BOTH, remat="none")],

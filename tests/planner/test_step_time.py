@@ -23,7 +23,10 @@ WORDS = ("data=synthetic", "training.sequence_length=64", "training.loss_chunk=n
 FULL = Layout((("fsdp", 8),), 2, 1, remat="full")
 LARGE = Layout((("fsdp", 8),), 16, 1)
 PIPELINE = Layout((("pp", 2), ("fsdp", 4)), 2, 4, schedule="1f1b")
-PARTLY = ["model.lora.rank=4", "training.trainable=[decoder/attention/**]"]
+PARTLY = [
+    pytest.param("model.lora.rank=4", marks=pytest.mark.full),
+    "training.trainable=[decoder/attention/**]",
+]
 
 
 @cache
@@ -54,6 +57,7 @@ def seconds(layout: Layout) -> float:
     return model().predict(layout).seconds
 
 
+@pytest.mark.full
 def test_products_in_layers_alone_run_at_the_peak_of_fp8():
     def compute(precision: str) -> Compute:
         words = ("model=llama3.2_1b", f"training.mixed_precision={precision}")
@@ -70,7 +74,9 @@ def test_products_in_layers_alone_run_at_the_peak_of_fp8():
     )
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("none", marks=pytest.mark.full), "full"]
+)
 def test_flops_are_those_of_the_traced_step(remat):
     """But for masked blocks of attention, which are skipped or not: half count here."""
     layout = replace(FULL, remat=remat)
@@ -142,6 +148,7 @@ def test_gradients_of_a_pipeline_are_summed_once_by_the_devices_of_a_stage():
     assert predicted["pp"] == pytest.approx(2 * gathered, rel=0.01)
 
 
+@pytest.mark.full
 def test_a_pipeline_that_gathers_once_sends_that_in_each_step():
     layout = replace(PIPELINE, gather="step")
     device, _ = model().device_work(layout)
@@ -160,6 +167,7 @@ def test_a_pipeline_that_gathers_once_sends_that_in_each_step():
     assert sum(predicted.values()) < 2**16  # norms
 
 
+@pytest.mark.full
 def test_a_pipeline_that_gathers_once_takes_less_time_and_more_memory():
     """A copy of the stage's parameters, and whole gradients of one tick and of all."""
     tick, step = (replace(PIPELINE, gather=gather) for gather in ("tick", "step"))

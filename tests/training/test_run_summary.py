@@ -126,6 +126,7 @@ def on_target() -> Run:
     return run_of((2, 2), ("fsdp", "tp"), Target.parse("cpu:4"))
 
 
+@pytest.mark.full
 def test_a_dry_run_for_a_target_predicts_the_time_of_a_step(on_target):
     text = dry_run_text(on_target)
     timeline = on_target.compiled.timeline
