@@ -408,7 +408,13 @@ def set_plan(plan: Plan) -> None:
         scope.plan = plan
 
 
+def plan_of(is_deterministic: bool) -> Plan:
+    """The current schedule, for a function whose numerics are deterministic or not."""
+    plan = current_plan()
+    return replace(plan, rounds_alike=True) if is_deterministic else plan
+
+
 def round_alike() -> None:
     """Let XLA round what the open step computes alike on every mesh."""
     if (scope := _open.get()) is not None:
-        scope.plan = replace(scope.plan, rounds_alike=True)
+        scope.plan = plan_of(is_deterministic=True)

@@ -35,6 +35,7 @@ from tessera.errors import (
     NoMeshError,
     PipelineFormError,
     PipelineSizeError,
+    SettingConflictError,
     UndecidedRoleError,
     WriteBackError,
     did_you_mean,
@@ -219,6 +220,13 @@ class _PipelineConfig:
         """Trace the function for one microbatch, and bind the pipeline primitive."""
         here = scope.current()
         assert here is not None, "a step is being traced"
+        if here.plan.rounds_alike:
+            raise SettingConflictError(
+                "a pipeline divides a function over a mesh, and with deterministic "
+                "numerics every device computes all of it",
+                got=f"pipeline {getattr(body, '__name__', 'pipeline')!r}",
+                fix="call the stages without a pipeline, or leave numerics fast",
+            )
         mesh = mesh or here.mesh
         if mesh is None:
             raise NoMeshError(

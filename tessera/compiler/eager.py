@@ -118,7 +118,7 @@ def run_eagerly(
     recording = Recording()
     here = _EagerScope(
         mesh=mesh,
-        plan=scope.current_plan(),
+        plan=scope.plan_of(is_deterministic=options.is_deterministic),
         is_eager=True,
         recording=recording,
         provide=provide,

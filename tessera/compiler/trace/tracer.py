@@ -250,13 +250,11 @@ class _Tracing:
         return common_mesh(leaves, [*self.owners, *found])
 
     def _scope(self, mesh: Mesh | None, *, is_whole_batch: bool = True) -> scope.Scope:
-        plan = scope.current_plan()
-        if self.options.is_deterministic:  # traced as for one device
-            mesh, plan = None, replace(plan, rounds_alike=True)
+        alone = self.options.is_deterministic
         return scope.Scope(
-            mesh=mesh,
+            mesh=None if alone else mesh,
             unreached=self.unreached,
-            plan=plan,
+            plan=scope.plan_of(is_deterministic=alone),
             is_whole_batch=is_whole_batch,
             batch_arguments=self.batch_arguments,
         )

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera import dist
+from tessera import dist, graph
 from tessera.errors import SettingConflictError, SettingValueError
 from tessera.mesh import Mesh
 from tessera.ops.collectives import all_reduce
@@ -130,6 +130,21 @@ def test_a_constraint_inside_is_refused(mesh):
         deterministic(constrained, mesh=mesh)(ROWS)
 
 
+@pytest.mark.parametrize("own", [Mesh(["pp"], devices=range(2)), None])
+def test_a_pipeline_inside_is_refused(own):
+    stages = [graph.stage(name)(lambda x: x * 2) for name in ("first", "second")]
+
+    @graph.pipeline(stages, mesh=own)
+    def doubled_twice(x):
+        return stages[1](stages[0](x))
+
+    outer = deterministic(
+        lambda x: doubled_twice(x), mesh=Mesh(["pp"], devices=range(2))
+    )
+    with pytest.raises(SettingConflictError, match="pipeline 'doubled_twice'"):
+        outer(ROWS)
+
+
 @pytest.mark.parametrize(
     ("outer", "where"),
     [
@@ -148,6 +163,8 @@ def test_inside_another_deterministic_function_it_is_part_of_that():
     inner = deterministic(softmax_slope)
     outer = deterministic(lambda x: inner(x))
     np.testing.assert_array_equal(outer(ROWS), inner(ROWS))
+    with jax.disable_jit():
+        np.testing.assert_allclose(outer(ROWS), inner(ROWS), rtol=1e-5)
 
 
 def test_other_options_do_not_make_it_fast(mesh):
