@@ -197,6 +197,7 @@ def test_modules_with_one_beginning_alone_know_the_internals_of_jax():
     assert not found, "\n".join(found)
 
 
+@pytest.mark.full
 def test_every_library_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {

@@ -121,6 +121,7 @@ def test_a_gradient_by_all_the_variables_of_a_module_names_the_parameters():
 # --- inside other functions
 
 
+@pytest.mark.full
 def test_a_function_inside_another_one_changes_the_same_object(dp_mesh):
     plain = ts.function(train)
     laid_out = ts.function(train, in_specs={"x": P("dp")}, mesh=dp_mesh)

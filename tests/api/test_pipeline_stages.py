@@ -102,6 +102,7 @@ def test_stages_may_have_other_shapes_and_hand_on_several_arrays(schedule):
     assert "scale" in step.params, "an argument without rows has a gradient, too"
 
 
+@pytest.mark.full
 def test_a_weight_may_be_shared_by_stages():
     def make(pipe: Pipe) -> Any:
         table = dist.tensor((WORDS, WIDTH), init="normal", name="table")

@@ -57,6 +57,7 @@ def described(program):
     )
 
 
+@pytest.mark.full
 def test_the_program_is_the_one_of_differentiating_every_equation(plain):
     found = traced(W, X).graph.program
     plain()

@@ -83,6 +83,7 @@ def test_an_array_that_was_kept_can_be_used_afterwards():
     np.testing.assert_allclose(kept[0] + 1, jnp.sin(X) + 1, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_loops_branches_transformations_and_rules_of_jax_run():
     @ts.function
     def body(x):

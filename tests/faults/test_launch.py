@@ -237,6 +237,7 @@ def test_another_step_on_one_rank_is_refused_on_all(run):
     assert "step 1" not in outcome.out
 
 
+@pytest.mark.full
 def test_a_missing_rank_is_named(start_ranks):
     for one in start_ranks((0, 3), (1, 3), options=("rendezvous=2",)):
         outcome = one.wait()
@@ -326,6 +327,7 @@ def test_signals_reach_the_ranks_which_are_killed_when_they_do_not_end(launch):
     assert "not ended 2 s after they were asked: SIGKILL" in outcome.err
 
 
+@pytest.mark.full
 def test_ranks_end_when_their_launcher_is_killed(launch):
     started = launch("--nprocs=2", str(PROGRAM), "fault=listen")
     said = started.read_until("[rank 1] listening")

@@ -155,6 +155,7 @@ def test_processes_of_torchrun_on_one_machine_are_not_seen_from_outside(listenin
     assert listening(torchrun(0, *given), torchrun(1, *given)) == {"127.0.0.1"}
 
 
+@pytest.mark.full
 def test_a_run_of_two_machines_listens_on_the_interface_that_was_chosen(listening):
     """Both are this one, which the variables do not say."""
     if OUTSIDE is None:

@@ -62,6 +62,7 @@ def problems_of(config: Config, layout: Layout) -> list[TesseraError]:
     return problems
 
 
+@pytest.mark.full
 @pytest.mark.fuzz(sample=30, whole=500)
 def test_meshes_are_those_of_a_naive_enumeration(seed):
     draw = Random(seed)
@@ -82,6 +83,7 @@ def test_meshes_are_those_of_a_naive_enumeration(seed):
         assert {mesh for mesh in meshes if count > 1} == naive - {()}
 
 
+@pytest.mark.full
 @pytest.mark.fuzz(sample=60, whole=5000)
 def test_remembered_checks_say_what_the_checks_say(seed):
     draw = Random(seed)

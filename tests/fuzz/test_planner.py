@@ -41,6 +41,7 @@ def stored_bytes(settings: Config) -> float:
     )
 
 
+@pytest.mark.full
 @pytest.mark.fuzz(sample=5, whole=200)
 def test_what_a_search_finds_passes_the_checks_of_a_run(seed):
     rng = np.random.default_rng(seed)

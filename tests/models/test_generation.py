@@ -67,6 +67,7 @@ def test_a_batch_of_unequal_prompts_gives_what_each_prompt_gives_alone() -> None
     assert written(rows) == expected
 
 
+@pytest.mark.full
 def test_a_sampled_row_depends_on_its_own_prompt_and_key_alone() -> None:
     options: Any = {"temperature": 2.0, "top_k": 9, "top_p": 0.95}
     together = generate(MODEL, PARAMS, PROMPTS, STEPS, KEY, **options)
@@ -129,6 +130,7 @@ def test_the_cache_is_sharded_over_the_mesh_and_as_short_as_the_window() -> None
     assert logits.sharding.shard_shape(logits.shape) == (1, 6)
 
 
+@pytest.mark.full
 def test_parameters_of_pipeline_stages_give_the_same_tokens() -> None:
     split = StageSplit(2, (range(0, 2), range(2, 3)))
     staged = replace(MODEL, split=split)
@@ -137,6 +139,7 @@ def test_parameters_of_pipeline_stages_give_the_same_tokens() -> None:
     np.testing.assert_array_equal(rows, expected)
 
 
+@pytest.mark.full
 def test_top_k_of_one_and_a_small_top_p_are_the_likeliest_at_any_heat() -> None:
     cold = generate(MODEL, PARAMS, PROMPTS, 4, KEY, temperature=0.0)
     for options in ({"top_k": 1}, {"top_p": 1e-6}):
@@ -144,6 +147,7 @@ def test_top_k_of_one_and_a_small_top_p_are_the_likeliest_at_any_heat() -> None:
         np.testing.assert_array_equal(hot, cold)
 
 
+@pytest.mark.full
 def test_top_p_draws_from_the_smallest_set_that_has_the_probability() -> None:
     sampler = Sampler(MODEL, PARAMS)
     logits = MODEL.apply(PARAMS, jnp.asarray([PROMPTS[0]]))[0, -1] / 4.0

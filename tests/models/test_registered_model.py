@@ -171,6 +171,7 @@ def continued(model, params, row, count):
     return row
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [None, MESH])
 def test_prompts_of_different_lengths_continue_as_each_does_alone(mesh):
     model = model_of(function_model, vocab_size=32)

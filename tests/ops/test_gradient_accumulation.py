@@ -128,6 +128,7 @@ def test_sums_over_tokens_are_divided_by_their_number_in_the_end():
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.full
 def test_operations_that_own_parameters_declare_them_once():
     @ts.graph.training_step
     def step(x):

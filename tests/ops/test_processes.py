@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tessera.runtime.launcher import free_port
 
 PROGRAM = """
@@ -37,6 +39,7 @@ print("FOUND", json.dumps(found))
 """
 
 
+@pytest.mark.full
 def test_every_process_gets_the_parameters_of_one():
     port = free_port()
     processes = [

@@ -88,6 +88,7 @@ def test_the_picture_has_every_layout_of_the_front():
         assert any(title.startswith(describe(each.layout)) for title in titles)
 
 
+@pytest.mark.full
 def test_what_the_command_line_sets_is_not_searched():
     fixed = plan_run(
         [*WORDS, "training.remat=full", "model.mesh_shape=[[2,2],[dp,tp]]"], verified=0
@@ -108,6 +109,7 @@ def test_a_setting_may_need_an_axis_that_the_plan_chooses():
     assert {each.layout.zero_stage for each in staged.ranked} == {2}
 
 
+@pytest.mark.full
 def test_a_batch_that_is_not_set_is_said():
     words = [word for word in WORDS if "global_batch" not in word]
     found = plan_run(words, verified=0)
@@ -120,6 +122,7 @@ def test_a_plan_needs_a_target():
         plan_run(WORDS[:3], verified=0)
 
 
+@pytest.mark.full
 def test_a_model_that_fits_nowhere_says_what_it_takes(tmp_path):
     file = tmp_path / "small.yaml"
     text = (configs_dir() / "target" / "cpu.yaml").read_text()
@@ -131,6 +134,7 @@ def test_a_model_that_fits_nowhere_says_what_it_takes(tmp_path):
     assert "fix: use runtime.target=small:8, where " in message
 
 
+@pytest.mark.full
 def test_a_batch_that_nothing_shares_says_why():
     words = [*WORDS[:2], "training.global_batch_size=5", "runtime.target=cpu:7"]
     with pytest.raises(PlanError, match=r"\[T714\] no layout on cpu:7 is legal"):

@@ -48,6 +48,7 @@ def test_a_layout_takes_the_place_of_auto():
     assert any(line.startswith("1  ") for line in notes)
 
 
+@pytest.mark.full
 def test_a_dry_run_keeps_its_target():
     words, _ = with_layout([*WORDS, TARGET, "training.dry_run=true"])
     assert TARGET in words
@@ -58,6 +59,7 @@ def test_what_is_written_is_kept():
     assert settings(words).training.remat == "full"
 
 
+@pytest.mark.full
 def test_without_a_global_batch_all_devices_have_a_microbatch():
     words, _ = with_layout([*WORDS[:3], TARGET, "training.micro_batch_size=3"])
     assert settings(words).training.global_batch_size == 6
@@ -91,6 +93,7 @@ def test_a_run_that_resumes_takes_what_is_written(tmp_path):
     assert found.training.remat == "full"
 
 
+@pytest.mark.full
 def test_on_other_devices_a_run_resumes_with_another_layout(tmp_path):
     recorded = record(tmp_path)
     resume = f"training.resume={tmp_path}"
@@ -124,6 +127,7 @@ def test_resuming_from_the_own_folder_reads_no_other(tmp_path, monkeypatch):
         assert auto_layout._RecordedRun.find(["training.resume=auto", *own]) is None
 
 
+@pytest.mark.full
 def test_where_no_layout_is_safe_the_smallest_is_taken(monkeypatch):
     monkeypatch.setitem(MARGIN, "cpu", 1e9)
     words, notes = with_layout([*WORDS, TARGET])
@@ -169,6 +173,7 @@ def test_devices_become_a_target(monkeypatch):
         assert auto_layout._devices_here() == target
 
 
+@pytest.mark.full
 def test_an_error_is_that_of_the_planner(monkeypatch, capsys):
     words = [*WORDS[:3], "training.global_batch_size=5", "runtime.target=cpu:7"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(words)))

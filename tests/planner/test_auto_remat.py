@@ -52,6 +52,7 @@ def test_the_first_policy_that_surely_fits_is_chosen():
         assert f"chose {policy}, which keeps most of those that surely fit" in note
 
 
+@pytest.mark.full
 def test_where_none_surely_fits_the_smallest_is_chosen():
     chosen, note = choose_remat(WORDS, with_memory(2**20))
     assert chosen == "full"
@@ -65,11 +66,13 @@ def test_the_policy_takes_the_place_of_auto():
     assert notes[0].startswith("training.remat=auto chose none")
 
 
+@pytest.mark.full
 def test_a_run_is_on_the_devices_that_are_here():
     words, _ = with_layout([AUTO, *WORDS, f"runtime.target={TARGET}"])
     assert words == ["training.remat=none", *WORDS]
 
 
+@pytest.mark.full
 def test_a_planned_layout_has_a_policy_of_its_own():
     words = ["model.mesh_shape=auto", AUTO, *WORDS[1:], "runtime.target=cpu:1"]
     assert AUTO not in with_layout(words)[0]

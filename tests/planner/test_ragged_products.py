@@ -82,6 +82,7 @@ def test_matrices_are_split_by_the_name_of_their_dim():
     assert (ragged.rows(experts), ragged.rows(others)) == (256, 128)
 
 
+@pytest.mark.full
 def test_rows_are_exchanged_in_buffers_that_the_first_round_fills_by_half():
     device, _ = model().device_work(BOTH)
     (first, *others) = [

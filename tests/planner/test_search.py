@@ -64,6 +64,7 @@ def test_what_is_not_legal_is_counted_by_its_error():
     assert all(count > 0 for count in rejected.values())
 
 
+@pytest.mark.full
 def test_layouts_fit_the_memory_of_a_device():
     most = max(each.prediction.memory_bytes for each in roomy().best)
     least = min(each.prediction.memory_bytes for each in roomy().best)

@@ -67,6 +67,7 @@ def test_a_setting_of_the_command_line_stays():
     assert found == {"dots"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "gathers"),
     [

@@ -88,6 +88,7 @@ def test_flops_are_those_of_the_traced_step(remat):
     assert 16 * each == pytest.approx(found, rel=0.03)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", PARTLY, ids=str)
 def test_flops_are_those_of_a_step_that_trains_some_parameters(words):
     found = count(compiled(LARGE, words).traced.graph.program).matmul
@@ -110,6 +111,7 @@ GOLDEN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", GOLDEN, ids=str)
 def test_collectives_are_those_of_the_compiler_of_gpus(layout):
     device, _ = gemma().device_work(layout)
@@ -134,6 +136,7 @@ def test_collectives_are_those_of_the_compiled_step(mesh):
     assert predicted == pytest.approx(found, rel=0.15)
 
 
+@pytest.mark.full
 def test_gradients_of_a_pipeline_are_summed_once_by_the_devices_of_a_stage():
     layout = replace(PIPELINE, mesh=(("pp", 2), ("dp", 4)))
     device, _ = model().device_work(layout)
@@ -240,9 +243,10 @@ def test_offloading_the_optimizer_takes_time():
     ("optimizer", "nbytes"),
     [
         ("adamw", 8),  # two moments in f32
-        ("lion", 4),
-        ("sgd", 4),
-        ("adafactor", 4 / 128 + 4 / 512),  # a mean of each row and column
+        pytest.param("lion", 4, marks=pytest.mark.full),
+        pytest.param("sgd", 4, marks=pytest.mark.full),
+        # a mean of each row and column
+        pytest.param("adafactor", 4 / 128 + 4 / 512, marks=pytest.mark.full),
     ],
 )
 def test_an_update_moves_what_the_optimizer_keeps(optimizer, nbytes):
@@ -270,12 +274,17 @@ def test_zero_splits_what_its_stage_says():
     "layout",
     [
         FULL,
-        Layout((("dp", 8),), 2, 1, zero_stage=1),
-        Layout((("dp", 4), ("tp", 2)), 2, 1, zero_stage=3),
-        Layout((("fsdp", 4), ("tp", 2)), 2, 1),
         PIPELINE,
-        # Four stages for six layers: a third more is stored.
-        replace(PIPELINE, schedule="interleaved", chunks=2),
+        *(
+            pytest.param(layout, marks=pytest.mark.full)
+            for layout in (
+                Layout((("dp", 8),), 2, 1, zero_stage=1),
+                Layout((("dp", 4), ("tp", 2)), 2, 1, zero_stage=3),
+                Layout((("fsdp", 4), ("tp", 2)), 2, 1),
+                # Four stages for six layers: a third more is stored.
+                replace(PIPELINE, schedule="interleaved", chunks=2),
+            )
+        ),
     ],
     ids=str,
 )

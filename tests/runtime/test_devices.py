@@ -217,6 +217,7 @@ def test_the_platform_cannot_change_once_the_backend_runs():
     )
 
 
+@pytest.mark.full
 def test_a_platform_that_the_environment_names_and_jax_cannot_start_is_explained():
     program = """
 from tessera.runtime.devices import prepare_devices

@@ -43,6 +43,7 @@ def test_what_is_held_is_given_back_whoever_ends_the_process():
     assert run(f"{held}\n    pass\nexit_now(0)").stdout == "given back\n"
 
 
+@pytest.mark.full
 def test_a_reader_that_does_not_read_keeps_nobody_alive():
     """A pipe is full after 64 KiB, and a write to it waits."""
     read, write = os.pipe()

@@ -76,6 +76,7 @@ def test_time_that_the_process_was_stopped_for_is_no_phases():
     assert float(seconds) < 6
 
 
+@pytest.mark.full
 def test_the_launcher_ends_a_rank(tmp_path):
     launcher = {
         "TESSERA_LAUNCHER": str(os.getpid()),

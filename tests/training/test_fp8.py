@@ -73,11 +73,14 @@ OF_WEIGHTS = "float8_e4m3fn float8_e5m2 -> float32"
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
-        ("model.lora.rank=2",),
-        ("training.gradient_accumulation_steps=2", "model.mesh_shape=[[2],[pp]]"),
+        pytest.param((), id="one_device"),
+        pytest.param(("model.lora.rank=2",), id="lora", marks=pytest.mark.full),
+        pytest.param(
+            ("training.gradient_accumulation_steps=2", "model.mesh_shape=[[2],[pp]]"),
+            id="pipeline",
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["one_device", "lora", "pipeline"],
 )
 def test_the_three_products_of_each_projection_are_fp8(overrides):
     made = run_of("training.remat=none", *overrides)

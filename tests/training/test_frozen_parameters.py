@@ -145,6 +145,7 @@ def test_the_optimizer_keeps_nothing_for_what_is_frozen():
     )
 
 
+@pytest.mark.full
 def test_frozen_weights_have_no_gradient_matmuls():
     """Their gradients are not computed: the step is cheaper by about a matmul each."""
     whole, part = (

@@ -135,6 +135,7 @@ def test_settings_have_two_levels(folder: Path) -> None:
         composed(folder, "model.lora.rank=0")
 
 
+@pytest.mark.full
 def test_the_base_is_of_the_folder_and_adapters_begin_as_nothing(folder: Path) -> None:
     run = run_of(folder)
     run.check()
@@ -231,6 +232,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return path, model, open_trained(path).read(None)
 
 
+@pytest.mark.full
 def test_a_checkpoint_resumes_on_another_mesh(trained: Any, folder: Path) -> None:
     path, _, params = trained
     run = run_of(folder, *MESHES["pipeline"])
@@ -333,6 +335,7 @@ def test_what_peft_cannot_hold_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_adapters_of_a_part_of_a_larger_model_are_refused(
     tmp_path: Path, capsys: Any
 ) -> None:

@@ -126,6 +126,7 @@ def test_inspection_says_what_lies_on_the_host():
     assert "host" not in str(inspect(run(False).state))
 
 
+@pytest.mark.full
 def test_an_accelerator_is_told_to_fetch_every_moment_and_to_store_it():
     traced = run(True).step.trace(*run(True).arguments)
     structs = [_jax.struct(value.aval) for value in traced.graph.inputs]

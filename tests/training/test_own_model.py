@@ -192,6 +192,7 @@ def test_it_trains_saves_and_resumes_on_another_mesh(tmp_path, capfd):
     assert "step 2/4" not in out
 
 
+@pytest.mark.full
 def test_what_was_trained_is_used_with_the_module_that_defines_it(
     tmp_path, capsys, monkeypatch
 ):

@@ -61,6 +61,7 @@ def nats_of(params: Any, ids: np.ndarray) -> float:
     return total
 
 
+@pytest.mark.full
 def test_windows_count_every_token_but_the_first_once(params: Any) -> None:
     chosen = documents()
     result = perplexity(MODEL, params, chosen, LENGTH)
@@ -126,6 +127,7 @@ def test_each_source_of_a_run_has_its_perplexity(tmp_path: Path, capsys: Any) ->
     assert f"perplexity {two['perplexity']:.4g}" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [(["--data=no/such/file"], "T601"), (["--data=EMPTY"], "T602")],

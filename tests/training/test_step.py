@@ -103,6 +103,7 @@ def test_the_metrics_are_those_of_the_full_batch():
     assert metrics["learning_rate"] == make_schedule(AdamWConfig(), 10)(0)
 
 
+@pytest.mark.full
 def test_parameters_become_what_optax_makes_of_the_gradients():
     ran, before = run(ONE), first_state()
     kept = jax.tree.map(jnp.asarray, plain_loss_and_gradients()[1])
@@ -159,6 +160,7 @@ def test_gradients_are_sent_once_in_so_many_microbatches(options):
     assert sent == calls * local_bytes(CUBE)
 
 
+@pytest.mark.full
 def test_by_default_gradients_are_sent_with_every_microbatch():
     calls, sent = gradient_reductions(run(CUBE))
     assert calls >= MICROBATCHES
@@ -253,7 +255,11 @@ MATMULS = 3 * 8 + 2 * (2 + 5)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits"), [("bfloat16", (8, 7)), ("float16", (5, 10))]
+    ("dtype", "bits"),
+    [
+        ("bfloat16", (8, 7)),
+        pytest.param("float16", (5, 10), marks=pytest.mark.full),
+    ],
 )
 def test_every_matmul_of_forward_and_backward_has_narrow_operands(dtype, bits):
     """And an f32 result: on CPU the operands are cast to f32, which is exact."""
@@ -313,6 +319,7 @@ def test_gradients_of_parameters_are_never_rounded(accumulation):
     assert [len(each.invars[0].aval.shape) for each in updates] == [3]
 
 
+@pytest.mark.full
 def test_gradients_are_reduced_in_the_narrow_dtype_where_that_is_asked_for():
     """Only rows of the embedding are added up in f32, and microbatches."""
 
@@ -357,6 +364,7 @@ def with_scale(scale: float, streak: int) -> TrainState:
     return dataclasses.replace(first_state(scaled=True), loss_scale=held)
 
 
+@pytest.mark.full
 def test_a_step_says_the_loss_scale_that_it_used():
     metrics = run(ONE, dtype="float16").metrics
     assert float(metrics["loss_scale"]) == 32768.0

@@ -82,6 +82,7 @@ def test_ctrl_c_leaves_the_state_and_going_on_is_exact(ran, tmp_path):
     assert_same(state, tmp_path, ran)
 
 
+@pytest.mark.full
 def test_a_run_that_is_told_to_stop_ends_where_it_is_and_can_go_on(ran, tmp_path):
     answers = iter([True] * 6 + [False] + [True] * 100)
     run, folder = with_program_of(ran, ran.run.config), open_run_folder(tmp_path, "")

@@ -52,6 +52,7 @@ def test_each_combination_is_a_run_in_a_folder_of_its_own(started, tmp_path):
     assert "training.seed=1,2" in saved["hydra"]["overrides"]["task"]
 
 
+@pytest.mark.full
 def test_hydra_s_own_settings_choose_the_folder_and_the_launcher(started, tmp_path):
     given = [
         *("--multirun", "training.seed=range(3)", "hydra.sweep.dir=mine"),
@@ -62,6 +63,7 @@ def test_hydra_s_own_settings_choose_the_folder_and_the_launcher(started, tmp_pa
     assert started[2] == ["training.seed=2", f"hydra.run.dir='{folder}'"]
 
 
+@pytest.mark.full
 def test_a_sweep_ends_with_the_code_of_the_run_that_failed(started):
     assert read_command_line(CONFIGS_DIR, ["-m", "training.seed=12,13,14"]) == 3
     assert len(started) == 3

@@ -101,6 +101,7 @@ def test_the_text_depends_on_the_seed_and_not_on_the_mesh(
     assert written(capsys, *arguments, "--seed=1") != text
 
 
+@pytest.mark.full
 def test_several_prompts_are_lines_of_json(
     run_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -117,6 +118,7 @@ def test_several_prompts_are_lines_of_json(
     assert cut[:-1] == lines[1]["text"].partition(stop)[0]
 
 
+@pytest.mark.full
 def test_a_published_folder_brings_its_tokenizer(tmp_path: Path, capsys: Any) -> None:
     values = {**GEMMA3, "eos_token_id": [3, 4]}
     folder = write_folder(tmp_path / "gemma", gemma3_tensors(values), values)
@@ -141,6 +143,7 @@ def test_a_published_folder_brings_its_tokenizer(tmp_path: Path, capsys: Any) ->
     assert written(capsys, str(folder), "one two", "--max-tokens=3")
 
 
+@pytest.mark.full
 def test_a_chat_is_answered_until_its_turn_ends(tmp_path: Path, capsys: Any) -> None:
     values = {**GEMMA3, "eos_token_id": 3, "vocab_size": 300}
     folder = write_folder(tmp_path / "gemma", gemma3_tensors(values), values)

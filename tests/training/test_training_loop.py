@@ -212,6 +212,7 @@ def test_a_sample_ends_the_run(ran):
     assert all(0 < word < 264 for word in words)
 
 
+@pytest.mark.full
 def test_text_is_continued_from_the_prompt(ran, tmp_path):
     (tmp_path / "a.txt").write_text("some text of which there is enough. " * 40)
     settings = settings_of(

@@ -65,6 +65,7 @@ def test_every_op_reads_what_was_sent_for_it(name, stages, microbatches, chunks)
         execute(schedule(name, stages, microbatches))
 
 
+@pytest.mark.full
 @given(st.sampled_from(NAMES), st.integers(2, 5), st.randoms(use_true_random=False))
 def test_so_does_it_in_a_table_with_arbitrary_waits(name, stages, rng):
     made = schedule(name, stages, 2 * stages)

@@ -199,6 +199,7 @@ def test_a_schedule_gives_what_autodiff_gives(name, size, microbatches, chunks):
     check(table, mesh_of(pp=size))
 
 
+@pytest.mark.full
 def test_the_other_axes_of_the_mesh_split_what_stages_compute():
     check(schedule("zero_bubble", 2, 4), mesh_of(pp=2, fsdp=2, tp=2))
 

@@ -109,6 +109,7 @@ def test_the_residual_is_split_over_cp_and_under_sequence_parallelism_over_tp():
     assert place.resolve(names, shape, "x") == PartitionSpec(None, ("cp", "tp"))
 
 
+@pytest.mark.full
 def test_a_model_generates_where_its_parameters_are():
     model, mesh = DecoderModel(CONFIG), mesh_of(fsdp=2, cp=2)
     want = generate(

@@ -35,6 +35,7 @@ def names_of(config: DecoderConfig) -> set[str]:
     return {*named_leaves(DecoderModel(config).abstract())}
 
 
+@pytest.mark.full
 def test_logits_and_gradients_are_those_of_the_merged_weights() -> None:
     config = with_lora(SMALL, rank=3, alpha=5.0)
     assert_same_as_merged(DecoderModel(config))
@@ -149,6 +150,7 @@ def test_freezing_what_is_not_trained_is_refused() -> None:
         freeze(DecoderModel(with_lora(SMALL, rank=2)), None, ["embedding"])
 
 
+@pytest.mark.full
 def test_the_merged_reference_can_differ() -> None:
     """A negative control: another alpha is seen."""
     model = DecoderModel(with_lora(SMALL, rank=3, alpha=5.0))

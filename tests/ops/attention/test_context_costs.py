@@ -91,6 +91,7 @@ def test_saved_matmuls_are_those_around_attention(method, options):
     assert largest == [q.size // mesh.size]
 
 
+@pytest.mark.full
 def test_attention_whose_output_is_saved_is_computed_once():
     given = sent(mesh_of(4), "zigzag"), sent(mesh_of(4), "zigzag", policy="dots")
     assert given[0] == given[1]

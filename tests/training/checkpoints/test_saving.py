@@ -176,6 +176,7 @@ def test_one_that_fails_is_said_and_removed_and_the_next_is_tried(
     assert "the checkpoint of step 6 is complete" in caplog.text
 
 
+@pytest.mark.full
 def test_a_last_one_that_fails_is_an_error(job, state, tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "write_metadata", fail)
     with pytest.raises(CheckpointWriteError, match="No space left on device"):

@@ -70,6 +70,7 @@ def test_neighboring_seeds_do_not_share_a_later_pass():
     assert not {row.tobytes() for row in first} & {row.tobytes() for row in second}
 
 
+@pytest.mark.full
 @settings(max_examples=12)
 @given(st.sampled_from([1, 2, 3, 6]), st.integers(200, 210), st.integers(0, 9))
 def test_processes_together_read_what_one_reads(count, num_rows, seed):
