@@ -29,6 +29,7 @@ from tessera.ops.attention.blockwise import varying_alike
 from tessera.ops.loss_chunks import Call, Head, Operands, Split, Terms, chunked
 from tessera.ops.losses import Reduction, as_labels, reduced
 from tessera.ops.operand_layouts import is_traced, map_free_axes, region_mesh
+from tessera.shard_spec import axes_of_dims, spec_of_axes
 
 
 def fused_loss(
@@ -105,12 +106,14 @@ _compiled_loss = jax.jit(_loss, static_argnums=0)
 
 def _sharded(call: Call, operands: Operands, *, differentiate: bool) -> Any:
     """Losses laid out as the labels, and f32 gradients laid out as their operands."""
-    on_device = partial(_on_device, call, differentiate)
-    split = call.split
     weight = operands.head.weight.astype(operands.hidden.dtype)
-    if split is not None and split.weight is not None:
+    if call.split is not None and call.split.weight is not None:
         # Each device casts its shard, and what is gathered is narrow.
-        weight = scope.constrain(weight, split.mesh, split.weight)
+        weight = scope.constrain(weight, call.split.mesh, call.split.weight)
+    if is_transposed := _gathers_last_dim(call):
+        call, weight = _transposed(call), weight.T
+    split = call.split
+    on_device = partial(_on_device, call, differentiate)
     operands = operands._replace(head=operands.head._replace(weight=weight))
     if split is None:
         return on_device(operands)
@@ -124,11 +127,36 @@ def _sharded(call: Call, operands: Operands, *, differentiate: bool) -> Any:
     losses, gradients = map_free_axes(on_device, mesh, in_specs, results)(operands)
     if gradients is not None and split.weight is not None:
         of_weight = scope.constrain(gradients.head.weight, split.mesh, split.weight)
+        of_weight = of_weight.T if is_transposed else of_weight
         head = gradients.head._replace(weight=of_weight)
         # The backward pass goes on when devices have their shards of it: XLA would
         # keep the whole gradient of each until that pass ends, and send it then.
         gradients = lax.optimization_barrier(gradients._replace(head=head))
     return losses, gradients
+
+
+def _gathers_last_dim(call: Call) -> bool:
+    """Whether devices gather the weight along its last dim, on GPUs.
+
+    NCCL concatenates along the outermost dim in memory, so the gathered weight is
+    transposed there. XLA would copy all of it to have it in order for the loop over
+    chunks; computing with the transposed weight needs no copy.
+    """
+    if call.split is None or call.split.weight is None:
+        return False
+    stored = axes_of_dims(call.split.weight, 2)
+    gathered = [set(axes) - set(call.vocabulary_axes) for axes in stored]
+    return scope.device().platform == "gpu" and not gathered[0] and bool(gathered[1])
+
+
+def _transposed(call: Call) -> Call:
+    """The call for the transposed weight."""
+    assert call.split is not None
+    assert call.split.weight is not None
+    stored = spec_of_axes(reversed(axes_of_dims(call.split.weight, 2)))
+    split = replace(call.split, weight=stored)
+    terms = replace(call.terms, vocab_dim=1 - call.terms.vocab_dim)
+    return replace(call, split=split, terms=terms)
 
 
 def _on_device(call: Call, differentiate: bool, operands: Operands) -> Any:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """op.fused_linear_cross_entropy against op.cross_entropy of all logits, and f64."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +13,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera import _jax
+from tessera import _jax, scope
 from tessera.errors import OperandError
 from tessera.mesh import Mesh
+from tessera.ops.chunked_loss import fused_loss
 from tessera.ops.fused_losses import fused_linear_cross_entropy
-from tessera.ops.loss_chunks import chunk_rows
+from tessera.ops.loss_chunks import Head, Split, Terms, chunk_rows
 from tessera.ops.losses import cross_entropy
 
 V, D = 11, 5
@@ -278,6 +281,37 @@ def test_devices_chunk_their_own_tokens_and_words(
     head = own_words * (D + 1) if tokens > 1 else 0
     scalars = 2 * sum(entry is not None for entry in labels or ())
     assert sent["all-reduce"] == 4 * (softmax + head + scalars)
+
+
+@pytest.mark.parametrize("vocab_dim", [0, 1])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_weight_that_is_gathered_along_its_last_dim_is_transposed_on_gpus(
+    monkeypatch, vocab_dim, reduction
+):
+    B, S, D, V = 8, 16, 6, 32
+    (hidden, weight, bias), labels = drawn(8, B, S, words=V, width=D)
+    weight = weight.T if vocab_dim else weight
+    mesh = Mesh(("fsdp", "tp"), shape=(4, 2))
+    # Of [V, D] the width is the last dim, of [D, V] the vocabulary.
+    dims = ("tp", "fsdp") if vocab_dim == 0 else (None, ("tp", "fsdp"))
+    split = Split(mesh, P("fsdp"), ("tp",), P(*dims))
+
+    def loss(hidden, weight, bias):
+        head = Head(weight, bias)
+        terms = Terms(vocab_dim=vocab_dim)
+        losses = fused_loss(terms, head, hidden, labels, split, reduction, 8)
+        return (losses * jnp.cos(jnp.arange(losses.size)).reshape(losses.shape)).sum()
+
+    def gradients():
+        run = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+        return run(hidden, weight, bias)
+
+    with mesh:
+        expected = gradients()
+        monkeypatch.setattr(scope, "device", lambda: SimpleNamespace(platform="gpu"))
+        found = gradients()
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.full

@@ -66,6 +66,12 @@ def test_fsdp_reduce_scatters_gradients():
     assert sum(row.total_bytes for row in rest) < 2**15
 
 
+def test_the_gathered_table_is_not_copied_for_the_logits():
+    text = trainer_step(H100, "fsdp").as_text()
+    copies = r"= bf16\[(264,128|128,264)\]\S* (fusion|copy|transpose)\("
+    assert not re.search(copies, text)
+
+
 def test_fsdp_gathers_parameters_twice_in_bf16():
     gathers = rows(trainer_step(H100, "fsdp"), "all-gather", "fsdp")
     of_layers = [row for row in gathers if row.calls > 1]
