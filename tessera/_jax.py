@@ -177,9 +177,25 @@ def evaluate(program: Program, *values: Any) -> list[Any]:
     return core.eval_jaxpr(_body(program), constants(program), *values)
 
 
-def retrace(function: Callable[..., Sequence[Any]], like: Program) -> Program:
-    """The program of a function of the same inputs as ``like``."""
-    return jax.make_jaxpr(function)(*(struct(v.aval) for v in inputs(like)))
+def retrace(
+    function: Callable[..., Sequence[Any]],
+    like: Program,
+    dtypes: Iterable[Any] = (),
+) -> Program:
+    """The program of a function of the same inputs as ``like``.
+
+    Args:
+      function: The function.
+      like: The program.
+      dtypes: Of the inputs that have others than in ``like``, and None for the rest.
+    """
+    pairs = itertools.zip_longest((v.aval for v in inputs(like)), dtypes)
+    return jax.make_jaxpr(function)(
+        *(
+            struct(aval if d is None else aval.update(dtype=d, weak_type=False))
+            for aval, d in pairs
+        )
+    )
 
 
 def is_shard_map(equation: Equation) -> bool:

@@ -26,7 +26,7 @@ def autocast(dtype: Any, *, enabled: bool = True) -> Iterator[None]:
 
     Their operands are cast to ``dtype`` and accumulated in f32, in the forward and in
     the backward pass; everything else (softmax, norms, reductions, losses, parameters)
-    is unchanged. The pass ``autocast_matmuls`` does the casting, so it applies to
+    is unchanged. The pass ``autocast`` does the casting, so it applies to
     Flax and ``jnp`` code as well. The innermost ``autocast`` decides; one around the
     call of a ``ts.function`` applies inside. Plain JAX ignores it.
 

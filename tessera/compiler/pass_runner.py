@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 from tessera import _jax
 from tessera.compiler.ir import Graph, verify
 from tessera.compiler.passes.assign_output_layouts import assign_output_layouts
-from tessera.compiler.passes.autocast_matmuls import autocast_matmuls
+from tessera.compiler.passes.autocast import autocast
 from tessera.compiler.passes.compute_whole import compute_whole
 from tessera.compiler.passes.differentiate_losses import differentiate_losses
 from tessera.compiler.passes.orient_matmuls import orient_matmuls
@@ -33,7 +33,7 @@ Pass: TypeAlias = Callable[[Graph], Graph]
 PASSES: Final[tuple[Pass, ...]] = (
     schedule_pipelines,
     differentiate_losses,
-    autocast_matmuls,
+    autocast,
     widen_sums,
     orient_matmuls,
     assign_output_layouts,

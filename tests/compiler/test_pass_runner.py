@@ -16,7 +16,7 @@ from tessera.errors import UnknownPassError
 NAMES = [
     "schedule_pipelines",
     "differentiate_losses",
-    "autocast_matmuls",
+    "autocast",
     "widen_sums",
     "orient_matmuls",
     "assign_output_layouts",
@@ -56,8 +56,8 @@ def test_every_pass_leaves_a_record_after_the_given_graph(graph):
 
 
 def test_a_pass_that_is_skipped_changes_nothing_and_says_so(graph):
-    records = run_passes(graph, skip=["autocast_matmuls"])
-    assert [r.name for r in records if r.skipped] == ["autocast_matmuls"]
+    records = run_passes(graph, skip=["autocast"])
+    assert [r.name for r in records if r.skipped] == ["autocast"]
     before, skipped = records[2:4]
     assert skipped.graph is before.graph
     assert "convert_element_type" not in primitives(records[-1].graph)
@@ -69,8 +69,8 @@ def test_a_pass_that_does_not_exist_cannot_be_skipped(graph):
         run_passes(graph, skip=["autocast_matmul"])
     assert str(caught.value) == (
         "[T307] there is no pass 'autocast_matmul' to skip\n"
-        "  fix: did you mean 'autocast_matmuls'? Known: 'schedule_pipelines', "
-        "'differentiate_losses', 'autocast_matmuls', "
+        "  fix: did you mean 'autocast'? Known: 'schedule_pipelines', "
+        "'differentiate_losses', 'autocast', "
         "'widen_sums', 'orient_matmuls', 'assign_output_layouts', 'compute_whole'\n"
         "  docs: docs/errors/T307.md"
     )
@@ -88,7 +88,7 @@ def test_a_function_skips_the_passes_that_it_declares():
 
     x = jnp.full((1, 1), 1.01)  # bf16 has no such number
     assert ts.function(product)(x) != x @ x
-    assert ts.function(product, skip_passes=["autocast_matmuls"])(x) == x @ x
+    assert ts.function(product, skip_passes=["autocast"])(x) == x @ x
 
 
 def test_a_diff_shows_the_lines_that_a_pass_changed(graph):

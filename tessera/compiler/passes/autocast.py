@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute in the dtype of ``ts.autocast`` by a table of operations."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from tessera import _jax
+from tessera.compiler import rewriting
+from tessera.compiler.ir import Graph
+from tessera.compiler.narrowing.decisions import analyze
+from tessera.compiler.narrowing.frames import Frame, Scalar, Vector
+from tessera.compiler.narrowing.rules import (
+    CUSTOM_CALLS,
+    PAIRWISE,
+    Rule,
+    autocast_dtype,
+    is_f32,
+    rule_of,
+)
+
+
+def autocast(graph: Graph) -> Graph:
+    """Compute what is written under ``ts.autocast`` in its dtype. Numerics: changed.
+
+    ``narrowing.rules`` says which operations may be narrow, ``narrowing.decisions``
+    which values are then stored in the dtype. An equation is inside by its name scope,
+    which differentiation keeps, so backward operations are as their forward ones.
+    Matmuls accumulate in f32, and what only f32 operations read of them is not rounded.
+
+    Before:  y:f32 = dot_general x:f32 w:f32                  (in autocast_bfloat16)
+             z:f32 = tanh y
+             v:f32 = dot_general z u:f32
+             s:f32 = exp v
+    After:   a:bf16 = convert x; b:bf16 = convert w; c:bf16 = convert u
+             y:bf16 = dot_general[preferred_element_type=bf16] a b
+             z:bf16 = tanh y
+             v:f32 = dot_general[preferred_element_type=f32] z c
+             s:f32 = exp v
+
+    Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740.
+    """
+    return graph.with_program(_rewritten(graph.program, ""))
+
+
+def _rewritten(program: _jax.Program, scopes: str) -> _jax.Program:
+    """The program; the same if there is nothing to do."""
+    if not rewriting.contains(program, _is_cast, scopes):
+        return program
+    frame = analyze(program, scopes)
+
+    def run(*values: Any) -> list[Any]:
+        return _Interpreter(frame, values).run()
+
+    return _jax.retrace(run, program)
+
+
+def _is_cast(equation: _jax.Equation, scopes: str) -> bool:
+    return rule_of(equation, autocast_dtype(scopes)) is Rule.MATMUL
+
+
+class _Interpreter:
+    """Interprets a program in which some f32 values are narrow.
+
+    Args:
+      frame: The program, and which values are.
+      values: Its inputs, in the dtypes of the frame.
+    """
+
+    def __init__(self, frame: Frame, values: Sequence[Any]) -> None:
+        self._frame, self._env = frame, rewriting.Environment(frame.program, values)
+        self._converted = dict[tuple[_jax.Atom, Any], Any]()
+
+    def run(self) -> list[Any]:
+        """The outputs, in the dtypes of the frame."""
+        for equation in _jax.equations(self._frame.program):
+            results = self._results(equation)
+            dtypes = [self._frame.narrow.get(v) for v in equation.outvars]
+            with _jax.source_context(equation):
+                results = [
+                    value if dtype is None else _converted(value, dtype)
+                    for value, dtype in zip(results, dtypes, strict=True)
+                ]
+            self._env.write(equation.outvars, results)
+        pairs = zip(_jax.outputs(self._frame.program), self._frame.outputs, strict=True)
+        return [self._read(atom, dtype) for atom, dtype in pairs]
+
+    def _read(self, atom: _jax.Atom, dtype: Any = None) -> Any:
+        """A value in the dtype that it is declared in, or an f32 one in another."""
+        value = self._env.read(atom)
+        if not is_f32(atom):
+            return value
+        dtype = jnp.dtype(jnp.float32) if dtype is None else dtype
+        if isinstance(atom, _jax.Literal):
+            return value if dtype == jnp.float32 else _converted(value, dtype)
+        if (atom, dtype) not in self._converted:
+            self._converted[atom, dtype] = _converted(value, dtype)
+        return self._converted[atom, dtype]
+
+    def _operands(self, equation: _jax.Equation, dtype: Any = None) -> list[Any]:
+        with _jax.source_context(equation):
+            return [self._read(atom, dtype) for atom in equation.invars]
+
+    def _results(self, equation: _jax.Equation) -> list[Any]:
+        """The results of an equation; some may still be in f32."""
+        frame, name = self._frame, equation.primitive.name
+        inside = frame.dtype_inside(equation)
+        rule = rule_of(equation, inside)
+        if rule is Rule.MATMUL:
+            return self._product(equation, inside)
+        if id(equation) in frame.frames and name not in CUSTOM_CALLS:
+            return self._call(equation, frame.frames[id(equation)])
+        if rule is Rule.MOVE and name in PAIRWISE:
+            with _jax.source_context(equation):
+                pairs = zip(equation.invars, equation.outvars, strict=True)
+                values = [self._read(atom, frame.narrow.get(v)) for atom, v in pairs]
+            return _jax.bind(equation, values)
+        if rule is Rule.MOVE:
+            dtype = frame.moved_dtype(equation)
+            return _jax.bind(equation, self._operands(equation, dtype))
+        if rule is Rule.NARROW and frame.runs_narrow(equation):
+            native = inside if self._is_native(equation, inside) else None
+            return _jax.bind(equation, self._operands(equation, native))
+        return self._f32(equation)
+
+    def _is_native(self, equation: _jax.Equation, dtype: Any) -> bool:
+        """Whether all operands are numbers of a dtype; others are not rounded first."""
+        states = [self._frame.state(atom) for atom in equation.invars if is_f32(atom)]
+        return all(
+            state.is_exact(dtype) if isinstance(state, Scalar) else state != Vector()
+            for state in states
+        )
+
+    def _product(self, equation: _jax.Equation, dtype: Any) -> list[Any]:
+        """Of a matmul, as the program reads it: in f32 or rounded once."""
+        with _jax.source_context(equation):
+            narrowed = [self._read(atom, dtype) for atom in equation.invars[:2]]
+        # Of a ragged dot the third operand is the sizes of its groups.
+        others = [self._read(atom) for atom in equation.invars[2:]]
+        is_narrow = self._frame.narrow.get(equation.outvars[0]) == dtype
+        result = dtype if is_narrow else jnp.dtype(jnp.float32)
+        params = dict(equation.params, preferred_element_type=result)
+        return _jax.bind(equation, [*narrowed, *others], params)
+
+    def _call(self, equation: _jax.Equation, frame: Frame) -> list[Any]:
+        """The results of a call whose program has other dtypes."""
+        inputs = _jax.inputs(frame.program)
+        dtypes = [frame.narrow.get(variable) for variable in inputs]
+        with _jax.source_context(equation):
+            pairs = zip(equation.invars, dtypes, strict=True)
+            values = [self._read(atom, dtype) for atom, dtype in pairs]
+        if not _changes(frame):
+            return _jax.bind(equation, values)
+
+        def run(*values: Any) -> list[Any]:
+            return _Interpreter(frame, values).run()
+
+        def again(inner: _jax.Program) -> _jax.Program:
+            return _jax.retrace(run, inner, dtypes)
+
+        return _jax.bind(equation, values, _jax.replace_nested(equation, again))
+
+    def _f32(self, equation: _jax.Equation) -> list[Any]:
+        """The results of what has f32 operands; nested programs are rewritten."""
+        operands, path = self._operands(equation), self._frame.path(equation)
+        programs = _jax.inner_programs(equation)
+        if not any(rewriting.contains(each, _is_cast, path) for each in programs):
+            return _jax.bind(equation, operands)
+
+        def run(inner: _jax.Program, values: Sequence[Any]) -> list[Any]:
+            frame = self._frame.frames.get(id(equation))
+            if frame is None:
+                frame = analyze(inner, path)
+            return _Interpreter(frame, values).run()
+
+        return rewriting.bind_with_nested(equation, operands, run)
+
+
+def _changes(frame: Frame) -> bool:
+    """Whether a called program is another one than before."""
+    if frame.narrow or any(frame.outputs) or any(map(_changes, frame.frames.values())):
+        return True
+    return rewriting.contains(frame.program, _is_cast, frame.scopes)
+
+
+def _converted(value: Any, dtype: Any) -> Any:
+    """An f32 value or a narrow one in another dtype."""
+    current = jnp.result_type(value)
+    if current == dtype:
+        return value
+    if jnp.float32 not in (current, dtype):
+        value = lax.convert_element_type(value, jnp.float32)
+    return lax.convert_element_type(value, dtype)
