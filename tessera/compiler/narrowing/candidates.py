@@ -113,7 +113,9 @@ def _moved(frame: Frame, equation: _jax.Equation, atoms: Sequence[_jax.Atom]) ->
 
 
 def _is_spread(frame: Frame, equation: _jax.Equation, atom: _jax.Atom) -> bool:
-    """Whether an array of one dim gets more dims, or has got them."""
+    """Whether a parameter of one dim gets more dims, or has got them."""
+    if frame.is_computed(atom):
+        return False
     name, sizes = equation.primitive.name, equation.outvars[0].aval.shape
     is_vector = _is_one_dim(atom.aval.shape) or frame.state(atom) == Vector()
     return is_vector and (

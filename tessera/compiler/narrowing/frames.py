@@ -54,7 +54,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Vector:
-    """An f32 array of one dim, broadcast to more: a bias, if added to a product."""
+    """A parameter of one dim, broadcast to more: a bias, if added to a product."""
 
 
 State: TypeAlias = Narrow | Scalar | Vector | None

@@ -15,6 +15,7 @@ from tessera.compiler.narrowing.frames import Frame, Scalar, Vector
 from tessera.compiler.narrowing.rules import (
     CUSTOM_CALLS,
     PAIRWISE,
+    SINGLE_INSTRUCTIONS,
     Rule,
     autocast_dtype,
     is_f32,
@@ -36,7 +37,7 @@ def autocast(graph: Graph) -> Graph:
              s:f32 = exp v
     After:   a:bf16 = convert x; b:bf16 = convert w; c:bf16 = convert u
              y:bf16 = dot_general[preferred_element_type=bf16] a b
-             z:bf16 = tanh y
+             d:f32 = convert y; e:f32 = tanh d; z:bf16 = convert e
              v:f32 = dot_general[preferred_element_type=f32] z c
              s:f32 = exp v
 
@@ -126,7 +127,12 @@ class _Interpreter:
         return self._f32(equation)
 
     def _is_native(self, equation: _jax.Equation, dtype: Any) -> bool:
-        """Whether all operands are numbers of a dtype; others are not rounded first."""
+        """Whether to compute in a dtype, and not in f32 with a result rounded once.
+
+        Numbers that the dtype does not have are not rounded first.
+        """
+        if equation.primitive.name not in SINGLE_INSTRUCTIONS:
+            return False
         states = [self._frame.state(atom) for atom in equation.invars if is_f32(atom)]
         return all(
             state.is_exact(dtype) if isinstance(state, Scalar) else state != Vector()
