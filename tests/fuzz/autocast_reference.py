@@ -16,6 +16,7 @@ import numpy as np
 
 from tessera import _jax
 from tessera.compiler.narrowing.rules import CUSTOM_CALLS, PAIRWISE, RULES, Rule
+from tessera.primitive_properties import ARITHMETIC
 
 F32 = jnp.float32
 COPY, INDEX, STACK = "copy", "index", "stack"
@@ -219,8 +220,7 @@ def kind_of(node, nodes, kinds, wide_carries):
     if operands and not arrays:
         if node.name == "convert_element_type":
             return operands[0]
-        is_elementwise = node.name in ELEMENTWISE
-        return Kind("number") if is_elementwise else WIDE
+        return Kind("number") if node.name in ARITHMETIC else WIDE
     if not is_arithmetic(node):
         return WIDE
     if node.name == "add" and any(kind.name == "vector" for kind in arrays):
@@ -230,10 +230,6 @@ def kind_of(node, nodes, kinds, wide_carries):
     if not all(kind.name == "narrow" and kind.dtype == dtype for kind in arrays):
         return WIDE
     return Kind("narrow", dtype, None, False, is_forward)
-
-
-ELEMENTWISE = {"add", "div", "mul", "neg", "sub", "max", "min", "integer_pow"}
-ELEMENTWISE |= {"exp", "log", "log1p", "sqrt", "rsqrt", "tanh", "logistic", "square"}
 
 
 def moved(node, nodes, operands, arrays):
