@@ -83,7 +83,10 @@ def inline(nodes, program, inputs, scopes):
 
     for equation in _jax.equations(program):
         path = f"{scopes}/{_jax.name_scopes(equation)}"
-        operands, name = [read(atom) for atom in equation.invars], equation.primitive.name
+        operands, name = (
+            [read(atom) for atom in equation.invars],
+            equation.primitive.name,
+        )
         if name == "scan":
             results = unroll(nodes, equation, operands, path)
         elif RULES.get(name) is Rule.INSIDE or name in CUSTOM_CALLS:
@@ -312,7 +315,9 @@ def narrow_nodes(nodes, kinds):
                 reads = [i for i in node.operands[:2] if kinds[i].dtype == dtype]
             elif index in wanted and (moves(node) or is_arithmetic(node)):
                 reads = [i for i in node.operands if kinds[i].name == "narrow"]
-            elif node.name == "convert_element_type" and "transpose(" not in node.scopes:
+            elif (
+                node.name == "convert_element_type" and "transpose(" not in node.scopes
+            ):
                 to = node.aval.dtype
                 reads = [i for i in node.operands if kinds[i].dtype == to == dtype]
             elif "transpose(" in node.scopes and not moves(node):

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.fuzz.autocast_reference import evaluate, reference
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import tessera as ts
 from tessera.compiler.passes.autocast import autocast
+from tests.fuzz.autocast_reference import evaluate, reference
 
 SIZE, LAYERS = 4, 3
 MASK = np.arange(SIZE * SIZE).reshape(SIZE, SIZE) % 3 == 0
