@@ -22,12 +22,25 @@ _autocast: ContextVar[str | None] = ContextVar("tessera_autocast", default=None)
 
 @contextmanager
 def autocast(dtype: Any, *, enabled: bool = True) -> Iterator[None]:
-    """Do the matmuls and convolutions written inside in a narrower dtype.
+    """Compute what is written inside in a narrower dtype, where that is safe.
 
-    Their operands are cast to ``dtype`` and accumulated in f32, in the forward and in
-    the backward pass; everything else (softmax, norms, reductions, losses, parameters)
-    is unchanged. The pass ``autocast`` does the casting, so it applies to
-    Flax and ``jnp`` code as well. The innermost ``autocast`` decides; one around the
+    Forward and backward, operation by operation:
+
+    - Matmuls and convolutions take operands in ``dtype`` and accumulate in f32. Their
+      result is rounded to ``dtype`` if an operation below leads from it to another
+      matmul, or the backward pass reads it.
+    - What moves values (reshape, transpose, broadcast, slice, concatenate, pad, gather,
+      where, optimization barriers, names and layouts) and cheap arithmetic (add,
+      subtract, multiply, divide, negate, abs, min, max, clip, sign, rounding, tanh,
+      sigmoid, erf; in bf16 also powers) is narrow if all of its f32 arrays are. A
+      number takes the dtype of the array; a narrow array and an f32 one make f32.
+    - Everything else is f32: exp, log, sqrt, negative powers, reductions, cumulative
+      sums, softmax, norms, losses, scatters, comparisons, collectives, kernels. So are
+      parameters, their gradients, and what the function returns.
+
+    `docs/reference/autocast.md` names all primitives. The pass ``autocast`` does this
+    in the finished program, so it applies to Flax and ``jnp`` code as well; dtypes that
+    your code sees are unchanged. The innermost ``autocast`` decides; one around the
     call of a ``ts.function`` applies inside. Plain JAX ignores it.
 
     Args:

@@ -10,7 +10,6 @@ program one operation at a time, so that XLA combines and leaves out nothing.
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -179,8 +178,8 @@ WIDE = Kind("wide")
 
 
 def scope_dtype(scopes):
-    found = [word for word in scopes.replace("(", "/").replace(")", "/").split("/")]
-    found = [word.removeprefix("autocast_") for word in found if "autocast_" in word]
+    words = scopes.replace("(", "/").replace(")", "/").split("/")
+    found = [word.removeprefix("autocast_") for word in words if "autocast_" in word]
     return None if not found or found[-1] == "off" else jnp.dtype(found[-1])
 
 
@@ -302,13 +301,18 @@ def all_kinds(nodes):
         wide_carries |= failed
 
 
+def is_cast(node):
+    """Whether it may be a cast by the user, and not one of a gradient."""
+    return node.name == "convert_element_type" and "transpose(" not in node.scopes
+
+
 def narrow_nodes(nodes, kinds):
     """Which values are rounded."""
     wanted, before = set(), None
     while before != len(wanted):
         before = len(wanted)
         for index in reversed(range(len(nodes))):
-            node, kind = nodes[index], kinds[index]
+            node = nodes[index]
             dtype = scope_dtype(node.scopes)
             reads = []
             if is_matmul(node, nodes):
@@ -361,10 +365,4 @@ def reference(program, values):
         if index in wanted:
             value = rounded(value, kinds[index].dtype)
         results.append(value)
-    return [results[i] for i in nodes.outputs], sum(
-        kinds[i].name == "narrow" for i in wanted
-    )
-
-
-def leaves(tree):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    return [results[i] for i in nodes.outputs]

@@ -36,7 +36,9 @@ class Rule(Enum):
     F32 = "f32"
 
 
-CUSTOM_CALLS: Final = frozenset(("custom_jvp_call", "custom_vjp_call"))
+CUSTOM_CALLS: Final = frozenset(
+    ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+)
 """Calls with a derivative of their own, which is for f32: so is their boundary."""
 
 PAIRWISE: Final = COPIES | PLACEMENTS

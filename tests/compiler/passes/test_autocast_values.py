@@ -100,7 +100,7 @@ def test_a_wide_operand_widens_the_sum_as_promotion_does():
 def test_a_bias_is_narrow_with_its_matmul():
     bias = W[0] / 3
     program = narrowed(lambda x, w, b: jnp.abs(x @ w + b) @ w, X, W, bias).program
-    assert list(equations(program, "abs"))[0].outvars[0].aval.dtype == BF16
+    assert next(iter(equations(program, "abs"))).outvars[0].aval.dtype == BF16
     out = values(lambda x, w, b: jnp.abs(x @ w + b) @ w, X, W, bias)[0]
     h = jnp.abs(rounded(rounded(product(X, W)) + bias))
     np.testing.assert_array_equal(out, product(h, W))
