@@ -301,29 +301,61 @@ def rounded(x):
     return jax.lax.reduce_precision(narrow, exponent_bits=8, mantissa_bits=7)
 
 
-@jax.custom_vjp
-def narrow_matmul(x, w):
-    return rounded(x) @ rounded(w)
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def narrow_matmul(x, w, dtype="float32", gradient="float32"):
+    """Of operands in bf16; the dtypes are those of the result and of x's gradient."""
+    return (rounded(x) @ rounded(w)).astype(dtype)
 
 
-def narrow_forward(x, w):
-    return narrow_matmul(x, w), (x, w)
+def narrow_forward(x, w, dtype, gradient):
+    x = x.astype(jnp.bfloat16)
+    return narrow_matmul(x, w, dtype), (x, w)
 
 
-def narrow_backward(kept, g):
+def narrow_backward(dtype, gradient, kept, g):
     x, w = kept
+    g = g.astype(jnp.bfloat16)
     by_x = jax.lax.dot_general(rounded(g), rounded(w), (((2,), (1,)), ((), ())))
     by_w = jax.lax.dot_general(rounded(g), rounded(x), (((0, 1), (0, 1)), ((), ())))
-    return by_x, by_w.T
+    return by_x.astype(gradient), by_w.T
 
 
 narrow_matmul.defvjp(narrow_forward, narrow_backward)
 
 
+@jax.custom_vjp
+def narrow_tanh(x):
+    return jnp.tanh(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def narrow_tanh_forward(x):
+    y = narrow_tanh(x)
+    return y, (y, 1 - y)
+
+
+def narrow_tanh_backward(kept, g):
+    y, rest = kept
+    return (g * rest + g * rest * y,)
+
+
+narrow_tanh.defvjp(narrow_tanh_forward, narrow_tanh_backward)
+
+
+@jax.custom_vjp
+def narrow_gradient(x):
+    return x
+
+
+narrow_gradient.defvjp(
+    lambda x: (x, ()), lambda _, g: (g.astype(jnp.bfloat16).astype(jnp.float32),)
+)
+
+
 def narrow_model(inputs, weights):
     x = weights["table"][inputs]
-    hidden = jnp.tanh(narrow_matmul(x, weights["up"]))
-    return narrow_matmul(x + narrow_matmul(hidden, weights["down"]), weights["head"])
+    hidden = narrow_tanh(narrow_matmul(x, weights["up"], "bfloat16"))
+    down = narrow_matmul(hidden, weights["down"], "float32", "bfloat16")
+    return narrow_matmul(narrow_gradient(x + down), weights["head"])
 
 
 @jax.jit

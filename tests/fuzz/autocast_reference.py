@@ -313,7 +313,7 @@ def narrow_nodes(nodes, kinds):
         before = len(wanted)
         for index in reversed(range(len(nodes))):
             node = nodes[index]
-            dtype = scope_dtype(node.scopes)
+            dtype, is_narrow = scope_dtype(node.scopes), kinds[index].name == "narrow"
             reads = []
             if is_matmul(node, nodes):
                 reads = [i for i in node.operands[:2] if kinds[i].dtype == dtype]
@@ -324,7 +324,7 @@ def narrow_nodes(nodes, kinds):
             ):
                 to = node.aval.dtype
                 reads = [i for i in node.operands if kinds[i].dtype == to == dtype]
-            elif "transpose(" in node.scopes and not moves(node):
+            elif "transpose(" in node.scopes and not (moves(node) and is_narrow):
                 reads = [
                     i
                     for i in node.operands

@@ -122,7 +122,10 @@ class _Decisions:
             self._read(operands[0], rounded, wants=rounded == dtype)
         else:
             self._read_f32(operands, wants=frame.runs_narrow(equation))
-            if frame.is_backward(equation):
+            moves = rule is Rule.MOVE and isinstance(
+                frame.state(equation.outvars[0]), Narrow
+            )  # then what reads its result decides
+            if frame.is_backward(equation) and not moves:
                 self._want_residuals(operands, dtype)
 
     def _rounds_to(self, equation: _jax.Equation) -> Any:
