@@ -78,7 +78,12 @@ def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 
 
 def same_as_one_device(
-    make: Callable[[Pipe], Any], batch: Any, mesh: Mesh = TWO, **options: Any
+    make: Callable[[Pipe], Any],
+    batch: Any,
+    mesh: Mesh = TWO,
+    *,
+    tolerance: float = 2e-5,
+    **options: Any,
 ) -> Any:
     """Check a step's results beside those of one device; return the step."""
     plain, piped = built(make, ONE), built(make, mesh, **{"microbatches": 4} | options)
@@ -87,7 +92,7 @@ def same_as_one_device(
         with on:  # as kernels want it
             step.init(KEY, batch)
             results.append(step(batch))
-    close(results[1], results[0])
+    close(results[1], results[0], tolerance)
     return piped
 
 

@@ -225,6 +225,9 @@ def test_ts_grad_differentiates_by_weights_that_are_arguments():
     close(ts.function(partial(step, pipe), mesh=TWO)(weights, x), plain)
 
 
+BF16_SPACING = 2.0**-7  # of numbers next to each other, relative
+
+
 @pytest.mark.full
 def test_autocast_holds_for_what_it_is_written_around():
     def make(pipe: Pipe, *, stages: bool, loss: bool) -> Any:
@@ -252,7 +255,11 @@ def test_autocast_holds_for_what_it_is_written_around():
     assert stages > 0
     assert loss > 0
     assert narrowed(stages=True, loss=True) == stages + loss
-    same_as_one_device(partial(make, stages=True, loss=False), BATCH)
+    same_as_one_device(partial(make, stages=False, loss=True), BATCH)
+    # What a stage sends is f32; one device rounds it for the next matmul and keeps it.
+    same_as_one_device(
+        partial(make, stages=True, loss=False), BATCH, tolerance=BF16_SPACING
+    )
 
 
 def test_a_pipeline_may_be_called_without_a_gradient():
