@@ -120,9 +120,12 @@ def _plan(program: _jax.Program, index: int, ancestors: set[_jax.Atom]) -> _Plan
     while True:
         before, region, after = _sorted(equations[:index], weights, ancestors, moved)
         references = {v for equation in region for v in _jax.references(equation)}
-        if references <= moved:
+        # A call may take more than what its results of the loss are made of.
+        operands = {v for each in region for v in rewriting.variables(each.invars)}
+        if references <= moved and operands <= ancestors:
             break
         moved |= references  # what the region mutates, it has to create as well
+        ancestors = ancestors | operands
     after += equations[index + 1 :]
     made = dict.fromkeys(v for equation in region for v in equation.outvars)
     used = {v for equation in after for v in rewriting.variables(equation.invars)}

@@ -105,6 +105,38 @@ def test_values_of_the_forward_run_are_used_on_after_the_gradient():
     assert_same(step, reference, W, X)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        jax.jit(lambda y, z: (y * 2.0, z * 3.0)),
+        jax.checkpoint(lambda y, z: (y * 2.0, z * 3.0)),
+        lambda y, z: lax.scan(
+            lambda c, _: ((c[0] * 2.0, c[1] * 3.0), None), (y, z), None, length=2
+        )[0],
+        lambda y, z: lax.cond(
+            True, lambda y, z: (y * 2.0, z * 3.0), lambda y, z: (y, z), y, z
+        ),
+    ],
+    ids=["jit", "checkpoint", "scan", "cond"],
+)
+def test_a_call_may_compute_more_from_the_weights_than_what_leads_to_the_loss(call):
+    def results(w, x):
+        return call(x @ w, jnp.sin(w))
+
+    def step(w, x):
+        first, second = results(w, x)
+        return ts.grad(jnp.sum(jnp.tanh(first)), w), second
+
+    def reference(w, x):
+        def loss(w):
+            first, second = results(w, x)
+            return jnp.sum(jnp.tanh(first)), second
+
+        return jax.grad(loss, has_aux=True)(w)
+
+    assert_same(step, reference, W, X)
+
+
 def test_two_losses_of_one_forward_run():
     def step(w, x):
         hidden = jnp.tanh(x @ w)
@@ -196,15 +228,25 @@ def test_a_loss_by_itself():
     assert ts.function(lambda x: ts.grad(y := jnp.sum(x), y))(X) == 1.0
 
 
+def in_pairs(a, b):
+    """Two results, each of one operand."""
+    return jnp.sin(a), 2.0 * b
+
+
 # A program is a list of steps: an operation, and which two earlier values it takes.
+# An operation gives one value or several.
 OPERATIONS = [
-    lambda a, b: a * b,
-    lambda a, b: a + 2.0 * b,
-    lambda a, b: jnp.sin(a),
-    lambda a, b: jnp.tanh(a) * b,
-    lambda a, b: lax.cond(a[0] > 0, lambda: a * b, lambda: b),
-    lambda a, b: lax.scan(lambda c, _: (jnp.cos(c) * b, None), a, None, length=2)[0],
-    lambda a, b: lax.stop_gradient(a) * b,
+    lambda a, b: (a * b,),
+    lambda a, b: (a + 2.0 * b,),
+    lambda a, b: (jnp.sin(a),),
+    lambda a, b: (jnp.tanh(a) * b,),
+    lambda a, b: (lax.cond(a[0] > 0, lambda: a * b, lambda: b),),
+    lambda a, b: lax.cond(a[0] > 0, in_pairs, lambda a, b: (a, b), a, b),
+    lambda a, b: (lax.scan(lambda c, _: (jnp.cos(c) * b, None), a, None, length=2)[0],),
+    lambda a, b: lax.scan(lambda c, _: (in_pairs(*c), None), (a, b), None, length=2)[0],
+    lambda a, b: (lax.stop_gradient(a) * b,),
+    lambda a, b: jax.jit(in_pairs)(a, b),
+    lambda a, b: jax.checkpoint(in_pairs)(a, b),
 ]
 STEPS = st.lists(
     st.tuples(
@@ -223,25 +265,30 @@ def test_any_values_of_any_program(steps, chosen):
         values = [x + offsets[0], y + offsets[1]]
         for operation, a, b in steps:
             taken = values[a % len(values)], values[b % len(values)]
-            values.append(OPERATIONS[operation](*taken) + offsets[len(values)])
+            for result in OPERATIONS[operation](*taken):
+                values.append(result + offsets[len(values)])
         return jnp.sum(values[-1]), values
 
     start = jnp.array([0.3, -0.7]), jnp.array([0.5, 0.2])
-    zeros = [jnp.zeros(2)] * (2 + len(steps))
+    most = [jnp.zeros(2)] * (2 + 2 * len(steps))
+    zeros = most[: len(run(*start, most)[1])]
     wanted = sorted({place % len(zeros) for place in chosen})
 
     def step(x, y):
         loss, values = run(x, y, [0.0] * len(zeros))
         weights = {place: values[place] for place in wanted}
         # The values are used on, so that the order of equations matters.
-        return ts.grad(loss, weights, allow_unused=True), values[-1] * 2.0
+        gradients = ts.grad(loss, weights, allow_unused=True)
+        return gradients, [value * 2.0 for value in values]
 
     program = ts.function(step).trace(*start).graph.program
-    *found, last = _jax.evaluate(program, *start)
+    results = _jax.evaluate(program, *start)
+    found, used = results[: len(wanted)], results[len(wanted) :]
     expected = jax.grad(lambda offsets: run(*start, offsets)[0])(zeros)
     for place, slope in zip(wanted, found, strict=True):
         np.testing.assert_allclose(slope, expected[place], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(last, run(*start, zeros)[1][-1] * 2.0, rtol=1e-5)
+    for twice, value in zip(used, run(*start, zeros)[1], strict=True):
+        np.testing.assert_allclose(twice, 2.0 * value, rtol=1e-5)
 
 
 # --- weights that the loss ignores
