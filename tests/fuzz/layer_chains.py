@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import tessera as ts
+
 WIDTH, LAYERS = 16, 3
 
 
@@ -45,12 +47,20 @@ KINDS += [in_order]
 
 
 def drawn_loss(draw):
-    """From weights [3, 16, 16] and rows [N, 16] to a sum and the sums of columns."""
+    """From weights [3, 16, 16] and rows [N, 16] to a sum and the sums of columns.
+
+    Some layers compute in bf16, on arrays of it or under ``ts.autocast``.
+    """
     layers = draw.choices(KINDS, k=LAYERS)
+    dtypes = draw.choices([jnp.float32, jnp.bfloat16], [3, 1], k=LAYERS)
+    autocasts = [draw.random() < 0.25 for _ in layers]
 
     def loss(weights, x):
-        for layer, w in zip(layers, weights, strict=True):
-            x = layer(x, w)
+        for layer, w, dtype, is_cast in zip(
+            layers, weights, dtypes, autocasts, strict=True
+        ):
+            with ts.autocast("bf16", enabled=is_cast):
+                x = layer(x.astype(dtype), w.astype(dtype)).astype(jnp.float32)
         return jnp.sum((x - 1) ** 2), jnp.sum(x, axis=0)
 
     return loss
