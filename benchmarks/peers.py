@@ -44,13 +44,13 @@ AGREE = {"f32": 1e-3, "bf16": 3e-2}  # of losses, relative
 class Contestant:
     """A process that takes steps when it is asked to, and what they took."""
 
-    def __init__(self, name: str, python: str, setting: Setting) -> None:
+    def __init__(self, name: str, python: str, setting: Setting, *more: str) -> None:
         self.name = name
         self.wall: list[float] = []
         self.processor: list[float] = []
         self.losses: list[float] = []
         self.peak = 0
-        given = [name, json.dumps(asdict(setting))]
+        given = [name, json.dumps(asdict(setting)), *more]
         self._process = subprocess.Popen(
             [python, str(FOLDER / "worker.py"), *given],
             stdin=subprocess.PIPE,

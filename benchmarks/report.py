@@ -41,10 +41,28 @@ def environment() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
         **{name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def processor() -> str:
+    """The processor's model, and the width of its vectors, where Linux tells."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    fields = dict(
+        (part.strip() for part in line.split(":", 1))
+        for line in text.split("\n\n")[0].splitlines()
+        if ":" in line
+    )
+    sets = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    vectors = [name for name in sets if name in fields.get("flags", "").split()]
+    model = f"family {fields.get('cpu family')} model {fields.get('model')}"
+    return ", ".join([fields.get("model name", ""), model, *vectors])
 
 
 def alternate(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:

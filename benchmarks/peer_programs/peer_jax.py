@@ -91,4 +91,4 @@ def rotated(setting: Setting, x: jax.Array) -> jax.Array:
 
 def dtype_of(setting: Setting) -> Any:
     """The dtype of matmuls."""
-    return {"f32": jnp.float32, "bf16": jnp.bfloat16}[setting.dtype]
+    return jnp.bfloat16 if setting.dtype == "bf16" else jnp.float32

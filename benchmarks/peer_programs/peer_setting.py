@@ -36,7 +36,8 @@ class Setting:
       length: Tokens in a sequence.
       rows: Sequences in a batch.
       vocabulary: Words.
-      dtype: Of matmuls: ``f32`` or ``bf16``.
+      dtype: Of matmuls and of activations: ``f32`` or ``bf16``; or ``autocast``, which
+        is the program of ``f32`` under PyTorch's or Tessera's autocast to bf16.
     """
 
     width: int = 256
@@ -135,7 +136,9 @@ class Setting:
 
 
 SETTINGS: Final = {
+    "tiny": Setting(64, 2, 4, 128, 8, 512),
     "7M": Setting(),
+    "270M": Setting(640, 18, 4, 128, 1, 131072),
     "0.3B": Setting(1024, 20, 8, 2048, 8, 32768, "bf16"),
     "1B": Setting(2048, 16, 16, 4096, 4, 32768, "bf16"),
     "1.3B": Setting(2048, 24, 16, 4096, 4, 32768, "bf16"),

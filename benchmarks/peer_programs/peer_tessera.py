@@ -32,7 +32,8 @@ def step_of(setting: Setting) -> tuple[Callable[..., Any], Tree]:
     @ts.function(donate=["state"])
     def step(state: Tree, tokens: jax.Array, targets: jax.Array) -> Any:
         weights, moments = state
-        loss = loss_of(weights, tokens, targets)
+        with ts.autocast("bf16", enabled=setting.dtype == "autocast"):
+            loss = loss_of(weights, tokens, targets)
         gradients = ts.grad(loss, weights)
         updates, moments = optimizer.update(gradients, moments)
         return (optax.apply_updates(weights, updates), moments), loss

@@ -48,7 +48,7 @@ class Decoder(nn.Module):
     def __init__(self, setting: Setting) -> None:
         super().__init__()
         weights = setting.weights()
-        self.dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[setting.dtype]
+        self.dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
         self.blocks = nn.ModuleList(
             Block(setting, block) for block in weights.pop("blocks")
         )
@@ -93,7 +93,8 @@ def step_of(setting: Setting, *, compiled: bool) -> tuple[Callable[..., Any], Tr
             torch.from_numpy(array).long().to(device) for array in (tokens, targets)
         )
         optimizer.zero_grad(set_to_none=True)
-        loss = forward(words, labels)
+        with torch.autocast(device, torch.bfloat16, setting.dtype == "autocast"):
+            loss = forward(words, labels)
         loss.backward()
         optimizer.step()
         return state, loss.detach()

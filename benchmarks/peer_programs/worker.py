@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One contestant in a process of its own: reads how many steps, writes what they took.
 
-    python worker.py CONTESTANT SETTING_AS_JSON
+    python worker.py CONTESTANT SETTING_AS_JSON [BATCHES]
 
 Every line of its input is a number of steps; it answers with a line of JSON: seconds of
 each step, from wall clock and of the process's processor time, and the losses.
@@ -16,7 +16,7 @@ from typing import Any
 
 from peer_setting import Setting
 
-BATCHES = 4  # made once, taken in turns
+BATCHES = 4  # made once, taken in turns, unless an argument says how many
 
 
 def contestant(name: str, setting: Setting) -> Any:
@@ -45,13 +45,13 @@ def contestant(name: str, setting: Setting) -> Any:
     return *peer_jax.step_of(setting, scanned=name == "jax_scanned"), version
 
 
-def main(name: str, given: str) -> None:
+def main(name: str, given: str, kept: str = str(BATCHES)) -> None:
     """Make the contestant, and take steps as they are asked for."""
     setting = Setting(**json.loads(given))
     out = sys.stdout
     sys.stdout = sys.stderr  # Whatever a library prints is no answer.
     step, state, version = contestant(name, setting)
-    batches = itertools.cycle(itertools.islice(setting.batches(), BATCHES))
+    batches = itertools.cycle(itertools.islice(setting.batches(), int(kept)))
     print(json.dumps({"version": version}), file=out, flush=True)
     for line in sys.stdin:
         wall, processor, losses = [], [], []
