@@ -328,14 +328,26 @@ def narrow_tanh(x):
     return jnp.tanh(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def narrow_tanh_forward(x):
-    y = narrow_tanh(x)
-    return y, (y, 1 - y)
+# As JAX differentiates it: from 0.12 on by an operation for 1 - y².
+if hasattr(jax.lax, "one_minus_square"):
 
+    def narrow_tanh_forward(x):
+        y = narrow_tanh(x)
+        slope = jax.lax.one_minus_square(y.astype(jnp.float32))
+        return y, slope.astype(x.dtype)
 
-def narrow_tanh_backward(kept, g):
-    y, rest = kept
-    return (g * rest + g * rest * y,)
+    def narrow_tanh_backward(slope, g):
+        return (g * slope,)
+
+else:
+
+    def narrow_tanh_forward(x):
+        y = narrow_tanh(x)
+        return y, (y, 1 - y)
+
+    def narrow_tanh_backward(kept, g):
+        y, rest = kept
+        return (g * rest + g * rest * y,)
 
 
 narrow_tanh.defvjp(narrow_tanh_forward, narrow_tanh_backward)
