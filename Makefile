@@ -37,6 +37,10 @@ HF_READY := $(HF_VENV)/.ready
 TARGETS_VENV := .venv-targets
 TARGETS_READY := $(TARGETS_VENV)/.ready-$(VERSION)
 GPU_RESULTS := benchmarks/results/gpu
+# Benchmarks that need the compilers of targets, and one that needs rates to be measured.
+COMPILED := $(addprefix benchmarks/,$(addsuffix .py,attention_compiled attention_registers \
+  compiled_step fusion_bytes overlap planner_memory planner_tpu))
+CALIBRATED := benchmarks/planner_layouts.py
 ON_GPU = JAX_PLATFORMS=cuda,cpu $(BIN)/python
 
 # Most tests start Python again: it keeps what it compiled, whatever the shell says.
@@ -45,10 +49,10 @@ export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-all test-hf test-targets durations fuzz lint format docs docs-browser bench bench-gpu constraints clean
+.PHONY: help train test test-all test-hf test-targets durations fuzz lint format docs docs-browser bench bench-targets bench-gpu constraints clean
 
 help: ## Say what there is to make
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 22
 
 train: $(TRAIN_READY) ## Train the default model: run_training.py $(ARGS)
 	$(BIN)/python run_training.py $(ARGS)
@@ -90,9 +94,14 @@ docs-browser: docs ## Open every page in headless Chromium: links, clipped conte
 	@$(PINNED) -e '.[docs-browser]'
 	$(BIN)/python docs/_ext/browse.py docs/_build/html $(ARGS)
 
-bench: $(TRAIN_READY) ## Run every benchmark, one after another; ARGS=--quick for a minute each
-	@set -e; for benchmark in $$(grep -l __main__ benchmarks/*.py); do \
+bench: $(TRAIN_READY) ## Run the benchmarks of this machine, one after another; ARGS=--quick for a minute each
+	@set -e; for benchmark in $$(grep -l __main__ $(filter-out $(COMPILED) $(CALIBRATED), \
+	  $(wildcard benchmarks/*.py))); do \
 	  echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
+
+bench-targets: $(TARGETS_READY) ## Run the benchmarks that compile for GPUs and TPUs that are not here
+	@set -e; for benchmark in $(COMPILED); do \
+	  echo "== $$benchmark"; $(TARGETS_VENV)/bin/python $$benchmark $(ARGS); done
 
 # What fails is told at the end: a GPU is too dear to stop at the first thing.
 bench-gpu: $(GPU_READY) $(TORCH_READY) ## Test kernels and measure on a GPU: CUDA=cuda13 PEAK=989

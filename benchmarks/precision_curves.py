@@ -6,12 +6,15 @@ batch is new. ``f32`` and ``bf16`` are the dtype of matmuls and activations,
 ``autocast`` is the f32 program under ``torch.autocast`` or ``ts.autocast`` to bf16. A
 curve is compared with PyTorch's in f32: its largest distance, and that of its mean over
 the last tenth, in thousandths of the loss. How far apart two f32 programs come, by the
-order of their sums alone, is in the row of Tessera's f32.
+order of their sums alone, is in the row of Tessera's f32. Without PyTorch, in this
+Python or the one that ``--torch-python`` names, Tessera's f32 is the one to compare
+with.
 
     python benchmarks/precision_curves.py --torch-python PATH --size 270M --steps 20
 """
 
 import argparse
+import importlib.util
 import statistics
 import sys
 from dataclasses import replace
@@ -61,14 +64,19 @@ def main(options: argparse.Namespace) -> None:
     """Train in every dtype and show the table."""
     steps = 5 if options.quick else options.steps
     setting = SETTINGS[options.size]
-    pythons = {"torch": options.torch_python, "tessera": sys.executable}
+    torch_python = options.torch_python or sys.executable
+    pythons = {"torch": torch_python, "tessera": sys.executable}
+    chosen = list(CURVES)
+    if options.torch_python is None and importlib.util.find_spec("torch") is None:
+        chosen = [(name, dtype) for name, dtype in CURVES if name != "torch"]
+        report.progress("no torch in this Python, and no --torch-python: left out")
     curves = [
         curve_of(name, pythons[name], replace(setting, dtype=dtype), steps)
-        for name, dtype in CURVES
+        for name, dtype in chosen
     ]
     rows = [
         row_of(found, dtype, curves[0])
-        for found, (_, dtype) in zip(curves, CURVES, strict=True)
+        for found, (_, dtype) in zip(curves, chosen, strict=True)
     ]
     title = f"{steps} steps of {setting.parameters / 1e6:.1f}M parameters"
     report.show(f"{title}, {setting.tokens} tokens each", rows, options.json)
@@ -79,9 +87,7 @@ def options_of() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--size", choices=SETTINGS, default="tiny")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument(
-        "--torch-python", default=sys.executable, help="a Python that has torch"
-    )
+    parser.add_argument("--torch-python", help="a Python that has torch")
     return parser.parse_args()
 
 
