@@ -304,12 +304,15 @@ def test_a_weight_that_is_gathered_along_its_last_dim_is_transposed_on_gpus(
 
     def gradients():
         run = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
-        return run(hidden, weight, bias)
+        traced = run.trace(hidden, weight, bias)
+        results = traced.lower().compile()(hidden, weight, bias)
+        return results, str(traced.jaxpr).count(" transpose[")
 
     with mesh:
-        expected = gradients()
+        expected, as_stored = gradients()
         monkeypatch.setattr(scope, "device", lambda: SimpleNamespace(platform="gpu"))
-        found = gradients()
+        found, transposed = gradients()
+    assert transposed > as_stored
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 

@@ -35,7 +35,7 @@ _PREFETCH: Final = "xla_gpu_enable_pipelined_all_gather"
 # computes what is written. GPUs' kernels add in any order unless told not to. XLA
 # keeps values of narrow arrays in f32 inside a fusion, which may be another on a mesh.
 _WITHOUT_PASSES: Final = "xla_disable_hlo_passes", "algsimp"
-_KEEPS_PRECISION: Final = "xla_allow_excess_precision"
+_EXCESS_PRECISION: Final = "xla_allow_excess_precision"
 _FIXED_KERNELS: Final = "xla_gpu_deterministic_ops"
 _UNKNOWN: Final = re.compile(r"No such compile option: '(\w+)'")
 
@@ -119,7 +119,7 @@ def compiler_options(graph: Graph) -> dict[str, bool | str]:
     if overlap is not None and graph.platform == "gpu":
         options.setdefault("xla_gpu_enable_latency_hiding_scheduler", overlap)
     if graph.plan.rounds_alike:
-        options[_KEEPS_PRECISION] = False
+        options[_EXCESS_PRECISION] = False
     if graph.plan.rounds_alike and graph.platform == "gpu":
         options[_FIXED_KERNELS] = True
     if graph.plan.rounds_alike and graph.platform == "cpu":
