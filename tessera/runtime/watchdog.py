@@ -14,16 +14,19 @@ import faulthandler
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
-from typing import Final
+from typing import Final, TypeAlias
 
 from tessera.errors import StalledError
 from tessera.runtime import exit_codes
 from tessera.runtime.launcher_protocol import ParentLauncher, Status
 from tessera.runtime.process_exit import exit_now
+
+OnPhase: TypeAlias = Callable[[str, int | None, float], None]
 
 _TICK: Final = 0.25
 _PUBLISH_EVERY: Final = 2.0
@@ -55,6 +58,9 @@ class Watchdog:
         self._stopped = threading.Event()
         self._is_ending, self._status = False, Status("start", time.monotonic())
         self._read: Callable[[], Mapping[str, str]] = dict
+        self._on_phase: OnPhase | None = None
+        # What a subscriber has missed; without one, only the last.
+        self._begun: deque[tuple[str, int | None, float]] = deque(maxlen=32)
 
     def enter(self, kind: str, number: int | None = None) -> None:
         """Report that a phase begins.
@@ -68,6 +74,21 @@ class Watchdog:
         limit, now = self._deadlines.get(kind), time.monotonic()
         deadline = inf if limit is None else limit
         self._report(Status(phase, now, deadline, self._status.failed_at))
+        if self._on_phase is None:
+            self._begun.append((kind, number, now))
+        else:
+            self._on_phase(kind, number, now)
+
+    def subscribe(self, on_phase: OnPhase) -> None:
+        """Call back with each phase that begins, at first with those that have begun.
+
+        Args:
+          on_phase: Takes the kind, the number, and ``time.monotonic()`` then.
+        """
+        for begun in self._begun:
+            on_phase(*begun)
+        self._begun.clear()
+        self._on_phase = on_phase
 
     def start(self) -> None:
         """Begin to watch, if the launcher has not ended this process's attempt."""

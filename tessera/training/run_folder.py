@@ -2,6 +2,7 @@
 """Creates the output folder of a run and names the files in it.
 
 ``train.log`` is every line of the log, ``metrics.jsonl`` every number,
+``events.jsonl`` what happened to the run, over all of its attempts,
 ``tensorboard/`` the same for TensorBoard, ``config.yaml`` the resolved configuration,
 ``checkpoints/`` the checkpoints to resume from.
 """
@@ -21,6 +22,8 @@ CHECKPOINTS: Final = "checkpoints"
 
 _METRICS: Final = "metrics.jsonl"
 _NAMES: Final = ("train.log", _METRICS, "tensorboard", "profile", "config.yaml")
+# What stays where a run goes on in its folder.
+_KEPT: Final = ("events.jsonl", CHECKPOINTS)
 # Of a line of metrics: a few dozen numbers by name.
 _LONGEST_LINE: Final = 2**20
 
@@ -48,6 +51,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object a line."""
         return self.path / _METRICS
+
+    @property
+    def events(self) -> Path:
+        """What happened to the run: one JSON object a line, of all attempts."""
+        return self.path / "events.jsonl"
 
     @property
     def tensorboard(self) -> Path:
@@ -94,7 +102,7 @@ def open_run_folder(
     try:
         check()
         path.mkdir(parents=True, exist_ok=True)
-        names = _NAMES if continued_step is not None else (*_NAMES, CHECKPOINTS)
+        names = _NAMES if continued_step is not None else (*_NAMES, *_KEPT)
         folder = RunFolder(path, _set_aside(path, names, continued_step), check)
         folder.config.write_text(config_text, encoding="utf-8")
         folder.log.touch()

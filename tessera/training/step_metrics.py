@@ -13,6 +13,7 @@ from tessera.training.build_run import Run
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.console import Progress
 from tessera.training.metrics import MetricWriter
+from tessera.training.run_records import RunRecords
 
 Numbers: TypeAlias = dict[str, float]
 
@@ -39,12 +40,18 @@ class StepMetrics:
       run: The run.
       writer: Where the numbers go.
       checkpoints: Named where the run is stopped, or None.
+      records: What counts the goodput.
     """
 
     def __init__(
-        self, run: Run, writer: MetricWriter, checkpoints: Checkpoints | None
+        self,
+        run: Run,
+        writer: MetricWriter,
+        checkpoints: Checkpoints | None,
+        records: RunRecords,
     ) -> None:
         self._run, self._writer, self._checkpoints = run, writer, checkpoints
+        self._records = records
         self._read_at, self._flops = 0.0, 0
         self._data_wait = 0.0
         self._skipped_in_a_row = 0
@@ -57,6 +64,7 @@ class StepMetrics:
     def add_data_wait(self, seconds: float) -> None:
         """Count time in which the loop waited for a batch, towards the next step."""
         self._data_wait += seconds
+        self._records.add_data_wait(seconds)
 
     def take(self, step: int, numbers: Numbers, progress: Progress) -> None:
         """Check, write and show the metrics of a step.
@@ -83,9 +91,12 @@ class StepMetrics:
             numbers["mfu"] = share
         if (memory := self._peak_memory()) is not None:
             numbers["peak_memory_bytes"] = memory
+        is_logged = step % training.log_every == 0 or step in (1, training.steps)
+        if is_logged:
+            numbers |= self._records.goodput()
         self._writer.write(step, numbers)
         progress.advance(step)
-        if step % training.log_every == 0 or step in (1, training.steps):
+        if is_logged:
             progress.update(
                 step,
                 loss=numbers["loss"],

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
@@ -30,6 +30,7 @@ from tessera.training.deferred_interrupts import Interrupts
 from tessera.training.evaluation import sample, validation_losses
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
+from tessera.training.run_records import RunRecords
 from tessera.training.step_config import batch_spec
 from tessera.training.step_metrics import StepMetrics
 from tessera.training.train_state import TrainState, init_state
@@ -50,6 +51,7 @@ class Callbacks:
 
     on_phase: Callable[[str, int], None] = lambda phase, step: None
     should_continue: Callable[[], bool] = lambda: True
+    records: RunRecords = field(default_factory=RunRecords)
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,16 @@ class Trainer:
         self._on_phase = callbacks.on_phase
         self._should_continue = callbacks.should_continue
         self._interrupts = Interrupts()
+        self._records = callbacks.records
         self.position: Position | None = None
         """Where the run is; None before ``train`` has made or read a state."""
         # The last steps that were evaluated and saved, here or before a resume.
         self._validated = self._saved = 0
         # Steps that were started and whose metrics were not read yet.
         self._in_flight: deque[tuple[int, dict[str, jax.Array]]] = deque()
-        self._metrics = StepMetrics(run, writer, checkpoints)
+        self._metrics = StepMetrics(run, writer, checkpoints, self._records)
+        self.is_stopped = False
+        """Whether ``train`` returned before the last step, as it was asked to."""
 
     def train(self) -> TrainState:
         """Train for all steps that are left, validate, and show a sample.
@@ -133,6 +138,11 @@ class Trainer:
             else:
                 self._stop()
         return self._at.state
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were begun, of this run and of those it resumes."""
+        return 0 if self.position is None else self.position.step
 
     def _take_steps(self) -> bool:
         """Take the steps that are left; False where the run stops before."""
@@ -189,6 +199,7 @@ class Trainer:
     def _stop(self) -> None:
         """Save what no checkpoint has, at the step where all ranks are."""
         at, checkpoints = self._at, self._checkpoints
+        self.is_stopped = True
         left = ": it keeps no checkpoints to go on from"
         if checkpoints is not None and checkpoints.is_enabled:
             if self._saved < at.step:
@@ -322,4 +333,6 @@ class Trainer:
         training = self.run.config.training
         if training.sample_length and not training.eval_only:
             self._on_phase("evaluation", training.steps)
-            self._console.show_sample(*sample(self.run, self.corpus, state))
+            prompt, text = sample(self.run, self.corpus, state)
+            self._console.show_sample(prompt, text)
+            self._records.write("sample", step=training.steps, prompt=prompt, text=text)

@@ -13,7 +13,7 @@ import tessera as ts
 from tessera import errors, scope
 from tessera.compiler.lower.jit import compiler_options as options_of
 from tessera.runtime.xla_options import compiler_options
-from tessera.training import train
+from tessera.training import run_environment
 from tessera.training.command_line import compose
 from tessera.training.main import configs_dir
 
@@ -73,10 +73,10 @@ def test_a_run_sets_its_flags_and_jaxs_optimization_level(monkeypatch):
         "runtime.xla_flags='--xla_cpu_enable_fast_math=false'",
     ]
     config = compose(settings, configs_dir()).config
-    monkeypatch.setattr(train, "prepare_devices", lambda *_, **__: "devices")
+    monkeypatch.setattr(run_environment, "prepare_devices", lambda *_, **__: "devices")
     plan = scope.current_plan()
     try:
-        assert train.prepare(config, 1) == "devices"
+        assert run_environment.prepare(config, 1) == "devices"
         assert jax.config.values["jax_optimization_level"] == "O1"
         options = scope.current_plan().compiler_options
         assert options == (("xla_cpu_enable_fast_math", False),)

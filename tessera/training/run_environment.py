@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins the processes of a run, and prepares the devices of its mesh."""
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import jax
+
+from tessera import _jax_targets
+from tessera.runtime.cluster import Cluster, detect
+from tessera.runtime.compile_cache import open_compile_cache
+from tessera.runtime.devices import prepare_devices
+from tessera.runtime.process_group import Processes, Timeouts, joined
+from tessera.runtime.xla_options import compiler_options
+from tessera.scope import current_plan, set_plan
+from tessera.training.command_line import Composed
+from tessera.training.config import Config
+from tessera.training.folder_lock import FolderLock
+
+
+def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Processes]:
+    """The processes of the run; a dry run is one of its own, and writes nothing."""
+    runtime = composed.config.runtime
+    return joined(
+        Cluster(source="a dry run")
+        if composed.config.training.dry_run
+        else detect(
+            os.environ,
+            coordinator_address=runtime.coordinator_address,
+            num_processes=runtime.num_processes,
+            process_id=runtime.process_id,
+        ),
+        {"configuration": composed.of_all_ranks},
+        shared=str(composed.output_dir.absolute()),
+        claim=None if composed.config.training.dry_run else lock,
+        platform=runtime.platform,
+        timeouts=Timeouts(
+            runtime.rendezvous_timeout,
+            runtime.heartbeat_timeout,
+            runtime.shutdown_timeout,
+        ),
+        deadlines={
+            phase: getattr(runtime, f"{phase}_deadline")
+            for phase in ("startup", "compile", "step", "evaluation", "save")
+        },
+        grace=runtime.grace_period,
+    )
+
+
+def prepare(settings: Config, num_processes: int) -> str:
+    """Find the devices that the mesh asks for, or simulate them; what the log says."""
+    platform = settings.runtime.platform
+    if settings.runtime.target is not None:
+        # Nothing runs, and plugins without devices would complain.
+        platform = "cpu"
+        _jax_targets.prepare()
+    open_compile_cache(settings.runtime.compile_cache)
+    if settings.runtime.optimization_level is not None:
+        level = settings.runtime.optimization_level
+        jax.config.update("jax_optimization_level", level)
+    sizes, axes = settings.model.mesh_shape
+    devices = prepare_devices(
+        # A dry run compiles for devices that need not exist, on a platform that must.
+        1 if settings.training.dry_run else settings.model.num_devices,
+        platform,
+        axes=dict(zip(axes, sizes, strict=True)),
+        num_processes=num_processes,
+    )
+    if flags := (settings.runtime.xla_flags or "").split():
+        plan = replace(current_plan(), compiler_options=compiler_options(flags))
+        set_plan(plan)
+    return devices
