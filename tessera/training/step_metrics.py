@@ -7,12 +7,15 @@ import time
 from contextlib import suppress
 from typing import Final, TypeAlias
 
+import jax
+
 from tessera.analysis.device_peaks import mfu, peak_flops
 from tessera.errors import CheckpointWriteError, LossScaleError, NonFiniteError
 from tessera.training.build_run import Run
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.console import Progress
 from tessera.training.metrics import MetricWriter
+from tessera.training.rank_times import RankTimes
 from tessera.training.run_records import RunRecords
 
 Numbers: TypeAlias = dict[str, float]
@@ -53,18 +56,27 @@ class StepMetrics:
         self._run, self._writer, self._checkpoints = run, writer, checkpoints
         self._records = records
         self._read_at, self._flops = 0.0, 0
-        self._data_wait = 0.0
+        self._data_wait = self._device_wait = 0.0
+        mesh = run.mesh.jax
+        self._rank_times = RankTimes(
+            *(mesh.local_devices, jax.process_index(), jax.process_count(), records)
+        )
         self._skipped_in_a_row = 0
 
     def restart_clock(self) -> None:
         """Begin the time of the next step now: what came before belongs to none."""
         self._flops = self._run.flops  # counted outside of any step's time
-        self._read_at, self._data_wait = time.perf_counter(), 0.0
+        self._read_at = time.perf_counter()
+        self._data_wait = self._device_wait = 0.0
 
     def add_data_wait(self, seconds: float) -> None:
         """Count time in which the loop waited for a batch, towards the next step."""
         self._data_wait += seconds
         self._records.add_data_wait(seconds)
+
+    def add_device_wait(self, seconds: float) -> None:
+        """Count time in which the loop waited for devices, towards the next step."""
+        self._device_wait += seconds
 
     def take(self, step: int, numbers: Numbers, progress: Progress) -> None:
         """Check, write and show the metrics of a step.
@@ -86,7 +98,8 @@ class StepMetrics:
         numbers["tokens_per_second"] = numbers.pop("tokens") / seconds
         numbers["step_seconds"] = seconds
         numbers["data_wait_fraction"] = self._data_wait / seconds
-        self._data_wait = 0.0
+        numbers |= self._rank_times.take(step, seconds, self._device_wait)
+        self._data_wait = self._device_wait = 0.0
         if (share := self._mfu(seconds)) is not None:
             numbers["mfu"] = share
         if (memory := self._peak_memory()) is not None:

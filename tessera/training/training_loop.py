@@ -292,7 +292,9 @@ class Trainer:
 
     def _read_oldest(self, progress: Progress) -> None:
         step, metrics = self._in_flight[0]
+        begin = time.perf_counter()
         numbers = {name: float(value) for name, value in metrics.items()}
+        self._metrics.add_device_wait(time.perf_counter() - begin)
         with self._interrupts.deferred():
             self._in_flight.popleft()
             self._metrics.take(step, numbers, progress)

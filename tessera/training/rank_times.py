@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names a rank that is slow: every step of a run takes as long as its slowest rank.
+
+A step ends at the same time on all ranks, because they exchange arrays in it. So each
+rank measures what is its own. Its *host* time is the part of a step in which its loop
+does not wait for devices: in data, in Python, in a process that has no processor. Its
+*device* time is that of a small matmul on each of its accelerators, when nothing else
+runs there; CPU devices share processors, so that it would tell nothing of them. The
+ranks share their times through the run's key-value store, with no device program.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from tessera import _jax_processes
+from tessera.training.run_records import RunRecords
+
+_log: Final = logging.getLogger("tessera")
+_KEY: Final = "tessera/rank_times"
+_SHARED: Final = re.compile(r"(\d{1,15})" + 3 * r" (\d{1,9}\.\d{9})")
+_EVERY_S: Final = 5.0
+# So much longer than the others' median is slow; less is noise.
+_SLOW: Final = 1.5
+# Of a step: a host that takes less of it holds up nobody.
+_HOLDS_UP: Final = 0.5
+_REPEAT_WARNING_S: Final = 600.0
+_PROBES: Final = 3
+# Measurements of a slow device in a row: one may meet something else that runs there.
+_IN_A_ROW: Final = 3
+_HOST_IS_SLOW: Final = (
+    "rank %d is slow, and all others wait for it: its host takes %.4g s of each step "
+    "(data, Python), the median of the others %.4g s"
+)
+_DEVICE_IS_SLOW: Final = (
+    "rank %d is slow, and all others wait for it: a matmul on its devices takes "
+    "%.4g s, the median of the others %.4g s"
+)
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """What one rank measured, in seconds.
+
+    Attributes:
+      number: Of the step after which it was measured.
+      step: Mean of a step, the same on all ranks but for its noise.
+      host: Mean of the host's own part of it.
+      device: Of the small matmul, on the slowest of the rank's devices; 0 on CPUs.
+    """
+
+    number: int
+    step: float
+    host: float
+    device: float
+
+
+class RankTimes:
+    """Compares the ranks of a run every few seconds; a single rank has none to compare.
+
+    Args:
+      devices: Of this process.
+      rank: Its number; rank 0 reports.
+      count: Ranks of the run.
+      records: Where the times are recorded.
+    """
+
+    def __init__(
+        self, devices: Any, rank: int, count: int, records: RunRecords
+    ) -> None:
+        self._devices, self._rank, self._count = devices, rank, count
+        self._records = records
+        self._board = _jax_processes.board() if count > 1 else None
+        self._steps, self._seconds, self._host = 0, 0.0, 0.0
+        self._shared_at = time.monotonic()
+        self._warned: tuple[int, str] | None = None
+        self._warned_at = 0.0
+        self._slow_device, self._in_a_row = (0, 0), 0
+
+    def take(self, step: int, seconds: float, device_wait: float) -> dict[str, float]:
+        """Count a step; every few seconds, share the means, and compare them.
+
+        Args:
+          step: Its number.
+          seconds: How long it took.
+          device_wait: Of these, how long the loop waited for devices.
+
+        Returns:
+          Metrics, on rank 0 where it has compared: ``rank_seconds/slowest``,
+          ``rank_seconds/median`` and ``slowest_rank``, by host time.
+        """
+        if self._board is None:
+            return {}
+        self._steps += 1
+        self._seconds += seconds
+        self._host += max(seconds - device_wait, 0.0)
+        if time.monotonic() - self._shared_at < _EVERY_S:
+            return {}
+        steps, self._shared_at = self._steps, time.monotonic()
+        means = self._seconds / steps, self._host / steps, device_seconds(self._devices)
+        self._steps, self._seconds, self._host = 0, 0.0, 0.0
+        try:
+            text = " ".join([str(step), *(f"{seconds:.9f}" for seconds in means)])
+            self._board.put(f"{_KEY}/{self._rank}", text)
+            times = self._read() if self._rank == 0 else {}
+        except Exception:  # the connection breaks with another rank, which others tell
+            self._board = None
+            return {}
+        return self._report(step, steps, times) if len(times) == self._count else {}
+
+    def _read(self) -> dict[int, RankTime]:
+        """The times of the ranks that have shared any; what is no time is left out."""
+        assert self._board is not None
+        times: dict[int, RankTime] = {}
+        for rank, text in self._board.texts(_KEY).items():
+            match = _SHARED.fullmatch(text)
+            if match and rank.isdecimal() and int(rank) < self._count:
+                times[int(rank)] = RankTime(
+                    int(match[1]), *map(float, match.groups()[1:])
+                )
+        return times
+
+    def _report(
+        self, step: int, steps: int, times: Mapping[int, RankTime]
+    ) -> dict[str, float]:
+        hosts = {rank: each.host for rank, each in times.items()}
+        slowest, others = slowest_of(hosts)
+        held_up = hosts[slowest] > _HOLDS_UP * times[slowest].step
+        is_slow = held_up and hosts[slowest] > _SLOW * others
+        self._records.write(
+            "ranks",
+            step=step,
+            seconds={str(rank): round(hosts[rank], 6) for rank in sorted(hosts)},
+            device_seconds={str(r): round(times[r].device, 6) for r in sorted(times)},
+            waiting_seconds=round(steps * (hosts[slowest] - others), 6) * is_slow,
+        )
+        if is_slow:
+            self._warn(slowest, _HOST_IS_SLOW, hosts[slowest], others)
+        self._compare_devices(times)
+        return {
+            "rank_seconds/slowest": hosts[slowest],
+            "rank_seconds/median": median(hosts.values()),
+            "slowest_rank": float(slowest),
+        }
+
+    def _compare_devices(self, times: Mapping[int, RankTime]) -> None:
+        """Warn of a rank whose devices were slow in several measurements in a row."""
+        devices = {rank: each.device for rank, each in times.items()}
+        slowest, others = slowest_of(devices)
+        before, self._slow_device = self._slow_device, (slowest, times[slowest].number)
+        if devices[slowest] <= _SLOW * others:
+            self._in_a_row = 0
+        elif slowest != before[0]:
+            self._in_a_row = 1
+        elif times[slowest].number != before[1]:
+            self._in_a_row += 1
+        if self._in_a_row >= _IN_A_ROW:
+            self._warn(slowest, _DEVICE_IS_SLOW, devices[slowest], others)
+
+    def _warn(self, rank: int, text: str, own: float, others: float) -> None:
+        """Name a rank, once in ten minutes."""
+        now = time.monotonic()
+        is_known = self._warned == (rank, text)
+        if is_known and now - self._warned_at < _REPEAT_WARNING_S:
+            return
+        self._warned, self._warned_at = (rank, text), now
+        _log.warning(text, rank, own, others)
+
+
+def slowest_of(seconds: Mapping[int, float]) -> tuple[int, float]:
+    """The slowest rank, and the median of the others.
+
+    Example:
+      >>> slowest_of({0: 0.1, 1: 0.4, 2: 0.2})
+      (1, 0.15000000000000002)
+    """
+    slowest = max(seconds, key=lambda rank: seconds[rank])
+    return slowest, median(s for rank, s in seconds.items() if rank != slowest)
+
+
+def device_seconds(devices: Any) -> float:
+    """How long a small matmul takes on the slowest of some devices, in seconds.
+
+    Args:
+      devices: Of this process. What they still compute is waited for first.
+
+    Returns:
+      The seconds, or 0 for CPU devices, which share their processors.
+    """
+    if devices[0].platform == "cpu":
+        return 0.0
+    return max(map(_matmul_seconds, devices))
+
+
+def _matmul_seconds(device: Any) -> float:
+    array, run = _array(device), _matmuls()
+    run(array).block_until_ready()
+    seconds: list[float] = []
+    for _ in range(_PROBES):
+        begin = time.perf_counter()
+        run(array).block_until_ready()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+@cache
+def _matmuls() -> Any:
+    def run(array: jax.Array) -> jax.Array:
+        return jnp.tanh(array @ array) @ array
+
+    return jax.jit(run)
+
+
+@cache
+def _array(device: Any) -> jax.Array:
+    return jax.device_put(jnp.full((2048, 2048), 1e-3), device)
