@@ -103,6 +103,7 @@ def misbehave(here: Processes, options: dict[str, str], phase: str) -> None:
         "none": lambda: None,
         "odd": lambda: None,
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
         "sleep": lambda: sleep_for_ever(),
         # A call that keeps the interpreter's lock: no thread of Python runs meanwhile.
         "hold": lambda: ctypes.PyDLL(None).sleep(600),

@@ -26,7 +26,10 @@ from typing import Any
 
 import pytest
 
+from tessera.records.events import read_events
+from tessera.records.goodput import goodput_of
 from tessera.training.checkpoints.checkpoint_folder import complete_steps
+from tests.curves import curve
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="what processes hold is read from /proc"
@@ -165,19 +168,6 @@ def start(cache: Path) -> Iterator[Start]:
     yield begin
     for run in runs:
         run.clear_up()
-
-
-def curve(folder: Path) -> list[dict[str, Any]]:
-    """What a run learnt, without what depends on the clock."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [
-        {
-            name: value
-            for name, value in line.items()
-            if "second" not in name and "wait" not in name
-        }
-        for line in lines
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -397,3 +387,55 @@ def test_a_folder_that_is_taken_away_under_way_ends_the_run(
         # What was there is whole, and can be gone on from when it is back.
         assert (away / "lock.1").exists()
         assert [*map(json.loads, (away / "metrics.jsonl").read_text().splitlines())]
+
+
+@pytest.mark.full
+def test_a_checkpoint_that_is_deleted_under_way_costs_its_steps_alone(start, tmp_path):
+    """The run writes the next one, and what resumes takes the newest that is left."""
+    run = start(tmp_path / "run", "training.steps=100000", flags=())
+    run.wait_for(r"the checkpoint of step 3 is complete")
+    checkpoints = run.folder / "checkpoints"
+    for step in complete_steps(checkpoints):
+        shutil.rmtree(checkpoints / str(step), ignore_errors=True)  # it may be written
+    later = run.wait_for(r"the checkpoint of step \d+ is complete", len(run.lines))
+    run.wait_for(r"the checkpoint of step \d+ is complete", later)
+    run.process.send_signal(signal.SIGTERM)
+    run.finish(75)
+    newest = complete_steps(checkpoints)[0]
+    shutil.rmtree(checkpoints / str(newest))
+    again = start(run.folder, f"training.steps={newest + 1}", flags=())
+    again.finish()
+    assert [line["step"] for line in curve(run.folder) if "loss" in line] == [
+        *range(1, newest + 2)
+    ]
+
+
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed")
+def test_clocks_that_jump_change_neither_the_curve_nor_what_phases_took(
+    start, uninterrupted, tmp_path, monkeypatch
+):
+    """A day forward and an hour back: no deadline passes, and no time is negative."""
+    offset = tmp_path / "offset"
+    offset.write_text("+0")
+    monkeypatch.setenv("LD_PRELOAD", str(FAKETIME))
+    monkeypatch.setenv("FAKETIME_TIMESTAMP_FILE", str(offset))
+    monkeypatch.setenv("FAKETIME_NO_CACHE", "1")
+    # As on a machine whose clock is set: its monotonic clock goes on.
+    monkeypatch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+    begun = time.monotonic()
+    run = start(tmp_path / "run")
+    run.wait_for(r"step 5/")
+    offset.write_text("+1d")
+    run.wait_for(r"step 10/")
+    offset.write_text("-1h")
+    run.finish()
+    passed = time.monotonic() - begun
+    assert curve(run.folder) == uninterrupted
+    events = [*read_events(run.folder / "events.jsonl")]
+    times = [event["time"] for event in events]
+    assert max(times) - min(times) > 80_000, "the clock did not jump"
+    assert 0 < goodput_of(events).total_seconds < passed

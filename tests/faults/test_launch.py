@@ -210,6 +210,15 @@ def test_a_rank_that_sleeps_for_ever_is_ended_with_the_stacks_of_all(run):
 
 
 @pytest.mark.full
+def test_a_rank_that_the_system_stops_beyond_its_deadline_is_killed(run):
+    """SIGSTOP: not even its watchdog runs, and SIGABRT waits for a SIGCONT."""
+    outcome = run("fault=stop", "deadline=3")
+    assert outcome.code == 124
+    assert "[T708] rank 0 does not get on: phase 'step " in outcome.err
+    assert re.search(r"\[launch\] rank 1 was in: step 2, for \d", outcome.err)
+
+
+@pytest.mark.full
 def test_a_rank_whose_interpreter_does_nothing_is_ended_from_outside(run):
     outcome = run("fault=hold", "deadline=3", "on=0")
     assert outcome.code != 0

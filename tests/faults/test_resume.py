@@ -6,7 +6,6 @@
 is the long form of what the suite does with three kills.
 """
 
-import json
 import os
 import random
 import re
@@ -28,6 +27,7 @@ from tessera.training.checkpoints.checkpoint_folder import (
     complete_steps,
     read_checkpoint,
 )
+from tests.curves import curve
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("TESSERA_KILLS", "3"))
@@ -136,19 +136,6 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     for run in runs:
         if run.process.poll() is None:
             run.kill()
-
-
-def curve(folder: Path) -> list[dict[str, Any]]:
-    """What the run learnt, without what depends on the clock."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [
-        {
-            name: value
-            for name, value in json.loads(line).items()
-            if "second" not in name and "wait" not in name
-        }
-        for line in lines
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,16 @@
 any mesh and in any number of microbatches.
 """
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tessera.training import train
 from tessera.training.command_line import run_from_command_line
+from tests.curves import curve
 
 ROOT = Path(__file__).parents[2]
 ROWS = 8
@@ -34,15 +33,6 @@ def arguments(folder: Path, devices: int, *others: str) -> list[str]:
     ]
 
 
-def numbers(folder: Path) -> list[dict[str, Any]]:
-    """What a run learnt, without what depends on the clock."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [
-        {k: v for k, v in line.items() if "second" not in k and "wait" not in k}
-        for line in lines
-    ]
-
-
 @pytest.mark.full
 def test_runs_on_one_two_and_four_devices_and_another_process_have_the_same_bits(
     tmp_path, capsys
@@ -53,7 +43,7 @@ def test_runs_on_one_two_and_four_devices_and_another_process_have_the_same_bits
         given = arguments(folder, devices)
         code = run_from_command_line(train.run, ROOT / "configs", given)
         assert code == 0, capsys.readouterr().err
-        found[devices] = numbers(folder)
+        found[devices] = curve(folder)
     # Again, by a compiler that knows nothing of the first time.
     subprocess.run(
         [sys.executable, str(ROOT / "run_training.py"), *arguments(tmp_path / "b", 2)],
@@ -67,7 +57,7 @@ def test_runs_on_one_two_and_four_devices_and_another_process_have_the_same_bits
     assert len({line["loss"] for line in found[1][:4]}) == 4
     assert found[2] == found[1]
     assert found[4] == found[1]
-    assert numbers(tmp_path / "b") == found[2]
+    assert curve(tmp_path / "b") == found[2]
 
 
 @pytest.mark.full
@@ -88,7 +78,7 @@ def test_a_run_in_two_processes_has_the_bits_of_one_device(tmp_path, capsys):
         capture_output=True,
         timeout=300,
     )
-    assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
+    assert curve(tmp_path / "two") == curve(tmp_path / "one")
 
 
 @pytest.mark.full
@@ -108,6 +98,6 @@ def test_a_run_on_other_axes_and_in_several_microbatches_has_the_same_losses(
         given = arguments(folder, 1, "model.num_layers=2", *others)
         code = run_from_command_line(train.run, ROOT / "configs", given)
         assert code == 0, capsys.readouterr().err
-        found.append(numbers(folder)[:4])  # a validation takes as many microbatches
+        found.append(curve(folder)[:4])  # a validation takes as many microbatches
     assert len({line["loss"] for line in found[0]}) == 4
     assert found[1] == found[0]

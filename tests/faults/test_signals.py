@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that are asked to end save, exit with a code of their own, and go on exactly."""
 
-import json
 import os
 import re
 import signal
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +16,7 @@ from tessera.training.checkpoints.checkpoint_folder import (
     complete_steps,
     read_checkpoint,
 )
+from tests.curves import curve
 
 ROOT = Path(__file__).parents[2]
 PATIENT = Path(__file__).parent / "patient_run.py"
@@ -109,19 +108,6 @@ def train(start: Start) -> Start:
         return start(*launcher, str(ROOT / "run_training.py"), *SMALL, *given)
 
     return begin
-
-
-def curve(folder: Path) -> list[dict[str, Any]]:
-    """What the run learnt, without what depends on the clock."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [
-        {
-            name: value
-            for name, value in line.items()
-            if "second" not in name and "wait" not in name
-        }
-        for line in lines
-    ]
 
 
 def stopped_after(said: str, ranks: int) -> int:
