@@ -26,8 +26,6 @@ from typing import Any
 
 import pytest
 
-from tessera.records.events import read_events
-from tessera.records.goodput import goodput_of
 from tessera.training.checkpoints.checkpoint_folder import complete_steps
 from tests.curves import curve
 
@@ -408,34 +406,3 @@ def test_a_checkpoint_that_is_deleted_under_way_costs_its_steps_alone(start, tmp
     assert [line["step"] for line in curve(run.folder) if "loss" in line] == [
         *range(1, newest + 2)
     ]
-
-
-FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed")
-def test_clocks_that_jump_change_neither_the_curve_nor_what_phases_took(
-    start, uninterrupted, tmp_path, monkeypatch
-):
-    """A day forward and an hour back: no deadline passes, and no time is negative."""
-    offset = tmp_path / "offset"
-    offset.write_text("+0")
-    monkeypatch.setenv("LD_PRELOAD", str(FAKETIME))
-    monkeypatch.setenv("FAKETIME_TIMESTAMP_FILE", str(offset))
-    monkeypatch.setenv("FAKETIME_NO_CACHE", "1")
-    # As on a machine whose clock is set: its monotonic clock goes on.
-    monkeypatch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
-    begun = time.monotonic()
-    run = start(tmp_path / "run")
-    run.wait_for(r"step 5/")
-    offset.write_text("+1d")
-    run.wait_for(r"step 10/")
-    offset.write_text("-1h")
-    run.finish()
-    passed = time.monotonic() - begun
-    assert curve(run.folder) == uninterrupted
-    events = [*read_events(run.folder / "events.jsonl")]
-    times = [event["time"] for event in events]
-    assert max(times) - min(times) > 80_000, "the clock did not jump"
-    assert 0 < goodput_of(events).total_seconds < passed
