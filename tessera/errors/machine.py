@@ -90,3 +90,10 @@ class PlanError(TesseraError, ValueError):
     """No layout of a run is legal on a target, or none fits its memory."""
 
     code = "T714"
+
+
+class WrongValuesError(TesseraError, ValueError):
+    """A device computes wrong values: a step cannot be repeated on other devices."""
+
+    code = "T716"
+    exit_code = 74

@@ -56,3 +56,9 @@ class DeviceMemoryError(TesseraError, ValueError):
     """The state of a run is larger than the memory of its devices."""
 
     code = "T509"
+
+
+class SpikeError(TesseraError, ValueError):
+    """The loss or the gradients have too many spikes in a row."""
+
+    code = "T510"

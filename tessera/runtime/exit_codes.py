@@ -18,6 +18,8 @@ FAILURE: Final = 1
 """An uncaught exception."""
 USER_ERROR: Final = 2
 """A coded error: running the same command again fails in the same way."""
+WRONG_VALUES: Final = 74
+"""A device computes wrong values: a step cannot be repeated (``EX_IOERR``)."""
 REQUEUE: Final = 75
 """Stopped by request: the same command resumes the run (``EX_TEMPFAIL``)."""
 RANKS_DISAGREE: Final = 76

@@ -44,7 +44,7 @@ Event: TypeAlias = RankProcess | int
 
 FORWARDED: Final = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1)
 # Exit codes after which the same command would fail in the same way.
-_FINAL: Final = (exit_codes.USER_ERROR,)
+_FINAL: Final = (exit_codes.USER_ERROR, exit_codes.WRONG_VALUES)
 # Ports in a row: one for programs that use MASTER_PORT, those of JAX's coordinator, and
 # of the rendezvous.
 _NUM_PORTS: Final = 3

@@ -38,6 +38,7 @@ from tessera.training.optimizers import make_optimizer
 from tessera.training.pipelined_model import schedule_of
 from tessera.training.setting_conflicts import numerics_problems
 from tessera.training.setting_fields import joined
+from tessera.training.spikes import SpikeGuard
 from tessera.training.step import (
     StepConfig,
     batch_spec,
@@ -116,6 +117,16 @@ class Run:
             compression_ratio=training.compression_ratio,
             # By chunks, XLA sums in other orders on other meshes (JAX 0.12).
             loss_chunk=training.loss_chunk if training.numerics == "fast" else "none",
+            spikes=self._spike_guard,
+        )
+
+    @property
+    def _spike_guard(self) -> SpikeGuard | None:
+        training = self.config.training
+        if training.on_spike == "none" or training.eval_only:
+            return None
+        return SpikeGuard(
+            training.on_spike, training.spike_threshold, training.spike_window
         )
 
     @cached_property
@@ -195,6 +206,9 @@ class Run:
         exchange = self.step_config.exchange
         shapes = replace(shapes, residual=exchange.abstract_residual)
         specs = replace(specs, residual=exchange.residual_specs)
+        if (guard := self.step_config.spikes) is not None:
+            shapes = replace(shapes, spikes=guard.abstract_window)
+            specs = replace(specs, spikes=guard.specs)
         state = jax.tree.map(self._struct, shapes, specs)
         if not self.step_config.offload_optimizer:
             return state

@@ -37,6 +37,7 @@ SCHEDULE_NAMES: Final = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 CONTEXT_METHODS: Final = ("ring", "all_to_all")
 GATHERS: Final = ("tick", "step")
 COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
+ON_SPIKE: Final = ("none", "warn", "skip", "rollback")
 RESUME_DATA: Final = ("exact", "restart")
 # The longest that anything is waited for.
 A_YEAR_S: Final = 31_536_000
@@ -101,6 +102,14 @@ class TrainingConfig:
       max_skipped_steps: Steps in a row that may be skipped, which is what becomes of a
         step whose loss or gradients are not finite: nothing is learned from it. One
         more ends the run. fp16 has a bound of its own, the smallest loss scale.
+      on_spike: What becomes of a step whose loss or gradient norm is far above those of
+        the last steps; none does not look, warn logs it, skip learns nothing from it,
+        and rollback goes back to the last checkpoint before it and on with the data
+        that follow it.
+      spike_threshold: How far above their median that is, in robust standard deviations
+        of at least a hundredth of the median.
+      spike_window: How many of the last accepted steps are compared; the first so many
+        steps of a run are no spikes.
       log_every: Steps between two log lines.
       validate_every: Steps between two validations; 0 validates after the last only.
       validation_batches: Batches in each validation.
@@ -157,6 +166,9 @@ class TrainingConfig:
     pipeline_gather: str = setting("tick", choices=GATHERS)
     clip_norm: float | None = setting(1.0, above=0)
     max_skipped_steps: int = setting(3, least=0, most=MOST_COUNT)
+    on_spike: str = setting("none", choices=ON_SPIKE)
+    spike_threshold: float = setting(8.0, above=0, most=1e6)
+    spike_window: int = setting(128, least=4, most=2**16)
     log_every: int = setting(10, least=1, most=MOST_COUNT)
     validate_every: int = setting(100, least=0, most=MOST_COUNT)
     validation_batches: int = setting(8, least=1, most=MOST_COUNT)
@@ -209,6 +221,11 @@ class RuntimeConfig:
         GPUs overlap collectives with computation. null leaves JAX's.
       max_steps_in_flight: Steps that may be queued before the loop waits for the first
         of them; more hides more of Python's time and holds more memory.
+      verify_every: Steps between two that are repeated with the devices in another
+        order and compared, which finds devices that compute wrong values; null never
+        does. The numbers are bit for bit equal with deterministic numerics, and
+        otherwise nearly so. It holds two copies of this process's part of the state in
+        the memory of the host, and compiles the step once more.
       coordinator_address: Where rank 0 of several processes is, host:port; given to
         each of them with the next two. null asks the environment, as
         docs/guides/launch.md says.
@@ -238,6 +255,7 @@ class RuntimeConfig:
     xla_flags: str | None = setting(None)
     optimization_level: str | None = setting(None, choices=("O0", "O1", "O2", "O3"))
     max_steps_in_flight: int = setting(8, least=1, most=64)
+    verify_every: int | None = setting(None, least=1, most=MOST_COUNT)
     coordinator_address: str | None = setting(None)
     num_processes: int | None = setting(None, least=1, most=2**20)
     process_id: int | None = setting(None, least=0, most=2**20 - 1)

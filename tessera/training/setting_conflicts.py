@@ -44,6 +44,7 @@ def conflicts(config: Config, sizes: Sizes | None) -> Iterator[TesseraError]:
     yield from _resume_conflicts(training)
     yield from _step_conflicts(training)
     yield from _evaluation_conflicts(config)
+    yield from _rollback_conflicts(config)
     yield from _compression_conflicts(training, {"dp": 1} if sizes is None else sizes)
     yield from _reduction_conflicts(training, sizes or {})
     if sizes is not None:
@@ -159,6 +160,29 @@ def _evaluation_conflicts(config: Config) -> Iterator[TesseraError]:
             "use training.profile_communication=false",
         ),
     )
+
+
+def _rollback_conflicts(config: Config) -> Iterator[TesseraError]:
+    training, verify_every = config.training, config.runtime.verify_every
+    for setting, is_set in {
+        "training.on_spike=rollback": training.on_spike == "rollback",
+        f"runtime.verify_every={verify_every}": verify_every is not None,
+    }.items():
+        yield from _incompatible(
+            "this run has no checkpoints to go back to",
+            setting,
+            f"leave out {setting.partition('=')[0]}",
+            (
+                is_set and training.checkpoint_every is None,
+                "training.checkpoint_every=null",
+                "use training.checkpoint_every=100",
+            ),
+            (
+                is_set and training.eval_only,
+                "training.eval_only=true, which takes no steps",
+                "use training.eval_only=false",
+            ),
+        )
 
 
 def _compression_conflicts(

@@ -37,11 +37,12 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
     model's other sums, as a mean over tokens (with experts ``ROUTER_METRICS``); with a
     loss scale also ``loss_scale``, whether its gradients overflowed
     (``overflow``), how many steps' did so far (``overflows``), and how many in a row
-    did with the smallest scale (``stalled_overflows``).
+    did with the smallest scale (``stalled_overflows``); with ``config.spikes`` those of
+    ``SpikeGuard.judge``.
 
-    Where ``loss`` or ``grad_norm`` is not finite nothing is learned: but for a loss
-    scale the new state is the old one. Both are sums over all devices, so that all of
-    them decide alike.
+    Where ``loss`` or ``grad_norm`` is not finite, or the step is a spike that is to be
+    skipped, nothing is learned: but for a loss scale the new state is the old one. Both
+    are sums over all devices, so that all of them decide alike.
 
     Args:
       config: What the step is made of.
@@ -74,7 +75,14 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
         if config.offload_optimizer:
             state = replace(state, optimizer=to_device(state.optimizer))
         finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-        new = _updated(config, state, gradients, residual, finite, metrics["grad_norm"])
+        accepted, spikes, norm = finite, None, metrics["grad_norm"]
+        if config.spikes is not None and state.spikes is not None:
+            accepted, spikes, scores = config.spikes.judge(
+                state.spikes, metrics["loss"], norm, finite
+            )
+            metrics |= scores
+        new = _updated(config, state, gradients, residual, accepted, norm)
+        new = replace(new, spikes=spikes)
         if state.loss_scale is not None:
             scale = state.loss_scale.adjust(finite)
             metrics |= _scale_metrics(state.loss_scale, scale, finite)
@@ -91,7 +99,8 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
         loss_scale=state.loss_scale,
         zero_stage=config.zero_stage,
     )
-    specs = replace(specs, residual=config.exchange.residual_specs)
+    spikes = config.spikes.specs if config.spikes else None
+    specs = replace(specs, residual=config.exchange.residual_specs, spikes=spikes)
     return function(
         train_step,
         mesh=config.mesh,
@@ -155,10 +164,10 @@ def _updated(
     state: TrainState,
     gradients: Tree,
     residual: Tree | None,
-    finite: Bool[Array, ""],
+    accepted: Bool[Array, ""],
     norm: Float[Array, ""],
 ) -> TrainState:
-    """The state after the step; the one before, where the step is not finite.
+    """The state after the step; the one before, where the step is not accepted.
 
     A choice of each element, and not a branch: it becomes part of the loop that
     computes the element and has read the old one, and arrays stay where they are.
@@ -176,8 +185,14 @@ def _updated(
     updated = optax.apply_updates(shares, config.zero.constrain_shares(updates))
     old = replace(state, params=model.with_frozen(shares, state.params))
     params = model.with_frozen(updated, state.params)
-    new = TrainState(state.step + 1, params, optimizer, state.loss_scale, residual)
-    return jax.tree.map(partial(jnp.where, finite), new, old)
+    new = replace(
+        old,
+        step=state.step + 1,
+        params=params,
+        optimizer=optimizer,
+        residual=residual,
+    )
+    return jax.tree.map(partial(jnp.where, accepted), new, old)
 
 
 def _scale_metrics(used: LossScale, scale: LossScale, finite: Bool[Array, ""]) -> Tree:

@@ -16,6 +16,7 @@ from tessera.training.deterministic_numerics import FixedOrder
 from tessera.training.gradient_compression import CompressedExchange
 from tessera.training.optimizers import Schedule as LearningRate
 from tessera.training.pipelined_model import PipelinedModel
+from tessera.training.spikes import SpikeGuard
 from tessera.training.zero_stages import Zero
 
 
@@ -47,6 +48,8 @@ class StepConfig:
         step are cut; None adds in any order.
       loss_chunk: Of how many tokens each device makes logits at a time: a number,
         ``auto``, or ``none`` for all of them.
+      spikes: What is done about spikes of the loss and the gradients; None looks for
+        none.
     """
 
     model: Model
@@ -64,6 +67,7 @@ class StepConfig:
     gathers_once: bool = False
     microshards: int | None = None
     loss_chunk: int | str = "none"
+    spikes: SpikeGuard | None = None
 
     @cached_property
     def pipeline(self) -> PipelinedModel | None:

@@ -10,12 +10,18 @@ from typing import Final, TypeAlias
 import jax
 
 from tessera.analysis.device_peaks import mfu, peak_flops
-from tessera.errors import CheckpointWriteError, LossScaleError, NonFiniteError
+from tessera.errors import (
+    CheckpointWriteError,
+    LossScaleError,
+    NonFiniteError,
+    SpikeError,
+)
 from tessera.training.build_run import Run
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.console import Progress
 from tessera.training.metrics import MetricWriter
 from tessera.training.rank_times import RankTimes
+from tessera.training.rollback import Spike
 from tessera.training.run_records import RunRecords
 
 Numbers: TypeAlias = dict[str, float]
@@ -30,6 +36,8 @@ _SHOWN: Final = (
     "data_wait_fraction",
     "mfu",
     "loss_scale",
+    "loss_z",
+    "grad_norm_z",
     "router_balance_loss",
     "router_dropped_fraction",
     "router_max_load",
@@ -61,7 +69,11 @@ class StepMetrics:
         self._rank_times = RankTimes(
             *(mesh.local_devices, jax.process_index(), jax.process_count(), records)
         )
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = self._spikes_in_a_row = 0
+
+    def set_back(self) -> None:
+        """Forget the steps so far, which are taken again."""
+        self._skipped_in_a_row = self._spikes_in_a_row = 0
 
     def restart_clock(self) -> None:
         """Begin the time of the next step now: what came before belongs to none."""
@@ -89,11 +101,14 @@ class StepMetrics:
         Raises:
           LossScaleError: [T506] fp16 overflows at the smallest loss scale.
           NonFiniteError: [T508] too many steps in a row were skipped.
+          SpikeError: [T510] too many spikes in a row were skipped.
+          Spike: The run goes back, with training.on_spike=rollback.
         """
         now = time.perf_counter()
         seconds, self._read_at = now - self._read_at, now
         self._check_scale(step, numbers)
-        self._count_skipped(step, numbers)
+        is_spike = self._check_spike(step, numbers)
+        self._count_skipped(step, numbers, skips=is_spike)
         training = self._run.config.training
         numbers["tokens_per_second"] = numbers.pop("tokens") / seconds
         numbers["step_seconds"] = seconds
@@ -135,18 +150,47 @@ class StepMetrics:
             fix="use training.mixed_precision=bf16, or a lower optimizer.learning_rate",
         )
 
-    def _count_skipped(self, step: int, numbers: Numbers) -> None:
+    def _check_spike(self, step: int, numbers: Numbers) -> bool:
+        """Report a spike; whether it was skipped, as the step itself has decided."""
+        is_spike = numbers.get("spike") == 1.0
+        self._spikes_in_a_row = self._spikes_in_a_row + 1 if is_spike else 0
+        if not is_spike:
+            return False
+        found = (
+            f"a spike: loss {numbers['loss']:g} (z-score {numbers['loss_z']:.3g}), "
+            f"norm of the gradients {numbers['grad_norm']:g} "
+            f"({numbers['grad_norm_z']:.3g})"
+        )
+        training = self._run.config.training
+        if training.on_spike == "rollback":
+            raise Spike(step, found)
+        is_skipped = training.on_spike == "skip"
+        end = "; it is skipped, the parameters stay as they are" * is_skipped
+        _log.warning("step %d: %s%s", step, found, end)
+        most, in_a_row = training.max_skipped_steps, self._spikes_in_a_row
+        if is_skipped and in_a_row > most:
+            raise SpikeError(
+                f"{in_a_row} spikes in a row at step {step}, of which "
+                f"training.max_skipped_steps={most} may be skipped",
+                got=found,
+                fix="raise training.spike_threshold if the loss has come to stay, "
+                f"or lower the learning rate; {self._last_checkpoint()}",
+            )
+        return is_skipped
+
+    def _count_skipped(self, step: int, numbers: Numbers, *, skips: bool) -> None:
         """Add to the numbers whether the step was skipped; stop at one too many.
 
         The step itself has decided it by the same two numbers. Those that were started
         since change nothing that is kept: no checkpoint is begun with steps unread.
         """
         loss, norm = numbers["loss"], numbers["grad_norm"]
-        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        skipped = skips or not is_finite
         in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self._skipped_in_a_row = in_a_row
         numbers |= {"skipped": float(skipped), "skipped_in_a_row": float(in_a_row)}
-        if not skipped or self._run.loss_scale is not None:
+        if is_finite or self._run.loss_scale is not None:
             return
         _log.warning(
             "step %d is skipped, the parameters stay as they are: loss %g, norm of the "
@@ -156,18 +200,20 @@ class StepMetrics:
         most = self._run.config.training.max_skipped_steps
         if in_a_row <= most:
             return
-        last = "the run keeps no checkpoints"
-        if self._checkpoints is not None:
-            with suppress(CheckpointWriteError):  # which the log has said
-                self._checkpoints.wait()
-            last = self._checkpoints.describe_last()
         raise NonFiniteError(
             f"no finite loss and gradients at step {step}, and so {in_a_row} times in "
             f"a row, of which training.max_skipped_steps={most} may be skipped",
             got=f"loss {loss:g}, norm of the gradients {norm:g}",
             fix="look for the cause in the data or in a learning rate that is too "
-            f"high; {last}",
+            f"high; {self._last_checkpoint()}",
         )
+
+    def _last_checkpoint(self) -> str:
+        if self._checkpoints is None:
+            return "the run keeps no checkpoints"
+        with suppress(CheckpointWriteError):  # which the log has said
+            self._checkpoints.wait()
+        return self._checkpoints.describe_last()
 
     def _peak_memory(self) -> int | None:
         """Most bytes that the fullest of this process's devices held, if it counts."""

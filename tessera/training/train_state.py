@@ -14,13 +14,14 @@ from tessera.mesh import Mesh
 from tessera.models.model import Model
 from tessera.ops.loss_scale import LossScale
 from tessera.training import optimizer_offload
+from tessera.training.spikes import SpikeWindow
 from tessera.training.zero_stages import Zero
 from tessera.tree import Tree
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "optimizer", "loss_scale", "residual"],
+    data_fields=["step", "params", "optimizer", "loss_scale", "residual", "spikes"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class TrainState:
       loss_scale: The dynamic loss scale of fp16, or None.
       residual: Gradients that devices have not sent yet, or None; see
         ``CompressedExchange``.
+      spikes: Numbers of the last steps, which new ones are compared with, or None.
     """
 
     step: Any
@@ -41,6 +43,7 @@ class TrainState:
     optimizer: Tree
     loss_scale: LossScale | None = None
     residual: Tree | None = None
+    spikes: SpikeWindow | None = None
 
 
 def init_state(

@@ -30,9 +30,11 @@ from tessera.training.deferred_interrupts import Interrupts
 from tessera.training.evaluation import sample, validation_losses
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
+from tessera.training.rollback import Rollback, SetBack, Spike
 from tessera.training.run_records import RunRecords
 from tessera.training.step_config import batch_spec
 from tessera.training.step_metrics import StepMetrics
+from tessera.training.step_verification import StepVerification
 from tessera.training.train_state import TrainState, init_state
 
 Numbers: TypeAlias = dict[str, float]
@@ -113,6 +115,9 @@ class Trainer:
         # Steps that were started and whose metrics were not read yet.
         self._in_flight: deque[tuple[int, dict[str, jax.Array]]] = deque()
         self._metrics = StepMetrics(run, writer, checkpoints, self._records)
+        self._verification = StepVerification(run, self._on_phase)
+        first_step = 0 if resumed is None else resumed.metadata.step
+        self._rollback = Rollback(checkpoints, writer, self._records, first_step)
         self.is_stopped = False
         """Whether ``train`` returned before the last step, as it was asked to."""
 
@@ -127,10 +132,12 @@ class Trainer:
           EmptyDataError: [T602] there is nothing to validate with eval_only.
           LossScaleError: [T506] fp16 overflows at the smallest loss scale.
           NonFiniteError: [T508] too many steps in a row were skipped.
+          SpikeError: [T510] too many spikes were skipped, or gone back from.
+          WrongValuesError: [T716] steps could not be repeated on other devices.
           CheckpointWriteError: [T804] a run that is stopped cannot save.
         """
         with self._interrupts.handled():
-            self.position = self.position or self._beginning()
+            self.position = self.position or self._beginning(self._resumed)
             self._on_phase("compile", self._at.step)
             self.run.compile_evaluation(self.corpus)
             if self._take_steps() and self._should_continue():
@@ -148,18 +155,28 @@ class Trainer:
         """Take the steps that are left; False where the run stops before."""
         if self.run.config.training.eval_only:
             return self._validate(self._at.step, self._at.state)
-        steps, done = self.run.config.training.steps, self._at.step
-        most = self.run.config.runtime.max_steps_in_flight
-        self._metrics.restart_clock()
+        steps = self.run.config.training.steps
         with (
-            closing(self._batches(self._at.cursor.rows)) as batches,
-            self._console.progress(steps, done=done) as progress,
+            self._console.progress(steps, done=self._at.step) as progress,
             nullcontext() if self._window is None else closing(self._window),
         ):
+            while True:
+                try:
+                    return self._take_steps_from(self._at, progress)
+                except SetBack as cause:
+                    self._set_back(cause)
+
+    def _take_steps_from(self, start: Position, progress: Progress) -> bool:
+        left = self.run.config.training.steps - start.step
+        most = self.run.config.runtime.max_steps_in_flight
+        rows = start.cursor.rows
+        del start  # its state is donated, or given up for that of a checkpoint
+        self._metrics.restart_clock()
+        with closing(self._batches(rows)) as batches:
             drain = partial(self._drain, progress)
             # First what the last step left to do, where it was interrupted.
             going = self._settle(drain)
-            for batch in islice(batches, max(steps - done, 0)):
+            for batch in islice(batches, max(left, 0)):
                 going = going and self._should_continue()
                 if not going:
                     break
@@ -176,11 +193,37 @@ class Trainer:
         self._on_phase("step", step)
         if self._window is not None:
             self._window.before(step, drain)
-        rows = self.run.config.rows_per_step(self.run.mesh)
+        take = self.run.step
+        if is_verified := self._verification.is_due(step):
+            drain()
+            take = partial(self._verification.take, step)
         with self._interrupts.deferred():
-            state, metrics = self.run.step(at.state, batch)
-            self.position = Position(step, state, at.cursor.advance(rows))
+            state, metrics = take(at.state, batch)
+            cursor = at.cursor.advance(self._rows_per_step)
+            self.position = Position(step, state, cursor)
             self._in_flight.append((step, metrics))
+        if is_verified and self._checkpoints is not None:
+            self._checkpoints.mark_verified(step)
+
+    @property
+    def _rows_per_step(self) -> int:
+        return self.run.config.rows_per_step(self.run.mesh)
+
+    def _set_back(self, cause: SetBack) -> None:
+        """Go back to a checkpoint; after a spike, on with the data that follow it."""
+        # Steps in flight read further than the spike; the curve does not depend on it.
+        further = self._at.step - cause.step
+        after = self._at.cursor.advance(-further * self._rows_per_step)
+        with self._interrupts.deferred():
+            self._on_phase("startup", cause.step)
+            self._in_flight.clear()
+            self.position = None  # there may be no room for two states
+            checkpoint = self._rollback.apply(cause)
+            start = self._beginning(checkpoint or self._resumed)
+            if isinstance(cause, Spike):
+                start = replace(start, cursor=after)
+            self.position = start
+            self._metrics.set_back()
 
     def _settle(self, drain: Callable[[], None]) -> bool:
         """Do what is due after a step and was not done; False where the run stops."""
@@ -228,14 +271,15 @@ class Trainer:
         step = self._at.step
         return self._validates_after(step) and self._validated < step
 
-    def _beginning(self) -> Position:
-        """The initial position: a fresh state or that of a checkpoint."""
+    def _beginning(self, checkpoint: Checkpoint | None) -> Position:
+        """The position of a checkpoint, or that of a fresh state."""
         run = self.run
-        if self._resumed is not None:
-            metadata = self._resumed.metadata
+        self._saved = self._validated = 0
+        if checkpoint is not None:
+            metadata = checkpoint.metadata
             restoration = Restoration(metadata, run)
             cursor = restoration.cursor(self.corpus)
-            state = restoration.restore(self._resumed)
+            state = restoration.restore(checkpoint)
             self._saved = metadata.step
             self._validated = metadata.step - (not metadata.is_validated)
             return Position(metadata.step, state, cursor)
@@ -248,7 +292,12 @@ class Trainer:
             zero_stage=run.step_config.zero_stage,
             offload_optimizer=run.step_config.offload_optimizer,
         )
-        state = replace(state, residual=run.step_config.exchange.first_residual())
+        guard = run.step_config.spikes
+        state = replace(
+            state,
+            residual=run.step_config.exchange.first_residual(),
+            spikes=guard.first_window(run.mesh) if guard else None,
+        )
         if (path := run.config.training.init_from) is not None:
             layouts = run.step_config.zero.params
             params = import_weights(
@@ -261,7 +310,7 @@ class Trainer:
         """One step's batch after the other, on its devices."""
         training = self.run.config.training
         spec = batch_spec(self.run.step_config)
-        rows = self.run.config.rows_per_step(self.run.mesh)
+        rows = self._rows_per_step
         steps = training.gradient_accumulation_steps
         shard = self.run.host_shard
         with closing(

@@ -117,7 +117,13 @@ def _features(
         "use data=text",
     )
     yield (
-        _computes_in(training, "float16"),
+        training.on_spike == "none",
+        "training.spike_threshold training.spike_window",
+        "training.on_spike=none",
+        "use training.on_spike=warn, skip or rollback",
+    )
+    yield (
+        _computes_in(training, "float16") and training.on_spike != "skip",
         "training.max_skipped_steps",
         "training.mixed_precision=fp16, whose bound is the smallest loss scale",
         "use training.mixed_precision=bf16",

@@ -37,6 +37,8 @@ UNUSED = {
         "training.max_skipped_steps=5",
         "training.mixed_precision=fp16",
     ): "training.mixed_precision=fp16, whose bound is the smallest loss scale",
+    ("training.spike_threshold=3",): "training.on_spike=none",
+    ("training.spike_window=9",): "training.on_spike=none",
     ("optimizer.nesterov=true", *SGD): "optimizer.momentum=0",
     ("runtime.timeline_dir=there",): "runtime.target=null",
 }
@@ -52,6 +54,10 @@ USED = [
     ("training.validate_every=5", "training.validation_batches=5"),
     ("training.sample_prompt=a", "data=text", "data.path=books"),
     ("training.max_skipped_steps=5", "training.mixed_precision=bf16"),
+    (
+        *("training.max_skipped_steps=5", "training.mixed_precision=fp16"),
+        *("training.on_spike=skip", "training.spike_threshold=3"),
+    ),
     ("optimizer=sgd", "optimizer.nesterov=true"),
     # A value that is the default asks for nothing.
     ("model.experts_per_token=2", "training.pipeline_schedule=1f1b"),

@@ -202,7 +202,7 @@ def prepare_root(root: Path, resumed_step: int | None, nbytes: int) -> list[str]
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        warnings = _clean_up(root, resumed_step)
+        warnings = clean_up(root, resumed_step)
         with tempfile.NamedTemporaryFile(dir=root, prefix="probe.") as file:
             file.write(b"can this be written?")
             file.flush()
@@ -242,12 +242,25 @@ def _steps(root: Path) -> list[int]:
     return [int(name) for name in names if name.isdecimal() and str(int(name)) == name]
 
 
-def _clean_up(root: Path, resumed_step: int | None) -> list[str]:
-    """Remove or rename what earlier runs left behind; returns what was done."""
+def clean_up(root: Path, resumed_step: int | None) -> list[str]:
+    """Remove or rename what does not belong to a run that goes on from a step.
+
+    The newest checkpoint comes first: a kill in between leaves a run without gaps.
+
+    Args:
+      root: The folder of the checkpoints.
+      resumed_step: The step; None or 0 for the beginning.
+
+    Returns:
+      What was done, one sentence each, by step.
+
+    Raises:
+      OSError: A checkpoint cannot be removed or renamed.
+    """
     actions: list[str] = []
     for path in root.glob(f"*.{_REMOVED}*"):
         _delete(path)
-    for step in sorted(_steps(root)):
+    for step in sorted(_steps(root), reverse=True):
         path = root / str(step)
         if is_complete(path):
             if step > (resumed_step or 0):
@@ -265,7 +278,7 @@ def _clean_up(root: Path, resumed_step: int | None) -> list[str]:
                 f"the checkpoint of step {step} has no {manifest.NAME}; it does not "
                 f"count and was renamed to {renamed.name}"
             )
-    return actions
+    return actions[::-1]
 
 
 def _has_no_arrays(path: Path) -> bool:

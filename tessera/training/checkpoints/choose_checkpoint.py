@@ -7,8 +7,10 @@ tried.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -140,22 +142,26 @@ def choose(resume: str, output_dir: Path) -> Choice:
     """
     output_dir = output_dir.absolute()
 
-    def find() -> dict[str, Any]:
-        try:
-            checkpoint, warnings = _find(resume, output_dir)
-        except OSError as error:  # a name that is too long, an unreadable folder
-            raise CheckpointNotFoundError(
-                "cannot find out whether there is a checkpoint",
-                got=f"{error.filename}: {error.strerror}",
-                fix="allow reading there, or name another folder: "
-                "training.resume=<folder>, hydra.run.dir=<folder>",
-            ) from error
-        return {"path": str(checkpoint.path) if checkpoint else "", "notes": warnings}
+    checkpoint, warnings = _everywhere(partial(_find, resume, output_dir))
+    return Choice(output_dir, checkpoint, warnings)
 
-    result = _broadcast_from_first(find)
-    path = Path(result["path"])
-    checkpoint = Checkpoint(path, _read_metadata(path)) if result["path"] else None
-    return Choice(output_dir, checkpoint, tuple(result["notes"]))
+
+def choose_until(root: Path, most: int) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """Find the newest intact checkpoint of a running run, up to a step.
+
+    With several processes, the first one searches, with the step that it gives.
+
+    Args:
+      root: The folder of the run's checkpoints; damaged ones are renamed.
+      most: The largest step that counts.
+
+    Returns:
+      The checkpoint, or None, and warnings for the log.
+
+    Raises:
+      CheckpointNotFoundError: [T801] the folder cannot be read.
+    """
+    return _everywhere(partial(_find_until, root, most))
 
 
 def changed_settings(before: str, now: str) -> Iterator[str]:
@@ -180,6 +186,34 @@ def _flatten(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flatten(value, f"{name}.{key}" if name else str(key))
     else:
         yield name, node
+
+
+def _everywhere(
+    find: Callable[[], tuple[Checkpoint | None, list[str]]],
+) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """What the first process finds, in every process."""
+
+    def found() -> dict[str, Any]:
+        try:
+            checkpoint, warnings = find()
+        except OSError as error:  # a name that is too long, an unreadable folder
+            raise CheckpointNotFoundError(
+                "cannot find out whether there is a checkpoint",
+                got=f"{error.filename}: {error.strerror}",
+                fix="allow reading there, or name another folder: "
+                "training.resume=<folder>, hydra.run.dir=<folder>",
+            ) from error
+        return {"path": str(checkpoint.path) if checkpoint else "", "notes": warnings}
+
+    result = _broadcast_from_first(found)
+    path = Path(result["path"])
+    checkpoint = Checkpoint(path, _read_metadata(path)) if result["path"] else None
+    return checkpoint, tuple(result["notes"])
+
+
+def _find_until(root: Path, most: int) -> tuple[Checkpoint | None, list[str]]:
+    warnings: list[str] = []
+    return _newest(root, warnings, is_own=True, most=most), warnings
 
 
 def _find(resume: str, output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -211,9 +245,11 @@ def _find(resume: str, output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     return checkpoint, warnings
 
 
-def _newest(root: Path, warnings: list[str], *, is_own: bool) -> Checkpoint | None:
+def _newest(
+    root: Path, warnings: list[str], *, is_own: bool, most: float = math.inf
+) -> Checkpoint | None:
     """The newest intact checkpoint; damaged ones of this run are quarantined."""
-    for step in complete_steps(root):
+    for step in (step for step in complete_steps(root) if step <= most):
         path = root / str(step)
         checkpoint = read_checkpoint(path)
         if isinstance(checkpoint, Checkpoint):

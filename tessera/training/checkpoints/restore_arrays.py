@@ -37,6 +37,7 @@ Change: TypeAlias = Literal["none", "regroup", "spread"]
 _OPTIONAL: Final = {
     "loss_scale": "training.mixed_precision",
     "residual": "training.gradient_compression",
+    "spikes": "training.on_spike",
 }
 
 
@@ -189,7 +190,11 @@ class Restoration:
         scale = jax.tree.map(jnp.copy, self.run.loss_scale)
         scale = jax.device_put(scale, NamedSharding(self.run.mesh.jax, PartitionSpec()))
         residual = self.run.step_config.exchange.first_residual()
-        return named_leaves({"loss_scale": scale, "residual": residual})
+        guard = self.run.step_config.spikes
+        spikes = guard.first_window(self.run.mesh) if guard else None
+        return named_leaves(
+            {"loss_scale": scale, "residual": residual, "spikes": spikes}
+        )
 
     def _changed(self, array: jax.Array, restore: ArrayRestore) -> jax.Array:
         split, out = self.run.model.split, restore.target.sharding

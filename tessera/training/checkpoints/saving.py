@@ -29,6 +29,10 @@ from tessera.errors import CheckpointWriteError, TesseraError
 from tessera.training.build_run import Run
 from tessera.training.checkpoints import checkpoint_folder, manifest, storage
 from tessera.training.checkpoints.metadata import Metadata, Stored, write_metadata
+from tessera.training.checkpoints.verified_step import (
+    read_verified_step,
+    write_verified_step,
+)
 from tessera.training.console import log
 from tessera.training.data.cursor import Cursor
 from tessera.training.train_state import TrainState
@@ -85,7 +89,9 @@ class Checkpoints:
         self._check_folder = check
         self._open_root = root
         self._is_first = jax.process_index() == 0
-        self._last_step = resumed_step or 0
+        self.resumed_step = resumed_step
+        """The step that the run resumed from in its own folder, or None."""
+        self._last_step = self._verified_step = resumed_step or 0
         self._thread: Thread | None = None
         self._failure: TesseraError | None = None
         self.last_save: SaveStats | None = None
@@ -100,6 +106,58 @@ class Checkpoints:
                 root, resumed_step, self._nbytes
             ):
                 log.warning("%s", line)
+            self._set_verified(min(read_verified_step(root), resumed_step or 0))
+
+    @property
+    def root(self) -> Path:
+        """The folder of the checkpoints."""
+        return self._root
+
+    @property
+    def verified_step(self) -> int:
+        """Up to which step checkpoints are verified; only the first process knows."""
+        return self._verified_step
+
+    def mark_verified(self, step: int) -> None:
+        """Record that a step was repeated on other devices with the same result."""
+        if self._is_first and self.is_enabled:
+            self._set_verified(step)
+
+    def _set_verified(self, step: int) -> None:
+        self._check_folder()
+        self._verified_step = step
+        try:
+            if step != read_verified_step(self._root):
+                write_verified_step(self._root, step)
+        except OSError as error:
+            log.warning("that step %d is verified cannot be recorded: %s", step, error)
+
+    def settle(self) -> None:
+        """Wait until the last checkpoint is complete, or has failed, as is logged."""
+        self._join()
+        self._failure = None
+
+    def set_back(self, step: int) -> None:
+        """Go on after an earlier checkpoint: later ones are renamed and do not count.
+
+        Args:
+          step: The step of the checkpoint, or 0 for the beginning of the run.
+
+        Raises:
+          CheckpointWriteError: [T804] a later one cannot be renamed.
+        """
+        self.settle()
+        self._last_step = step
+        if not (self._is_first and self.is_enabled):
+            return
+        self._check_folder()
+        try:
+            lines = checkpoint_folder.clean_up(self._root, step)
+        except OSError as error:
+            raise checkpoint_folder.cannot_write(self._root, error) from error
+        for line in lines:
+            log.warning("%s", line)
+        self._set_verified(min(self._verified_step, step))
 
     @property
     def durable_step(self) -> int | None:
@@ -226,7 +284,11 @@ class Checkpoints:
     def _remove_old(self) -> None:
         keep = self._run.config.training.keep
         steps = checkpoint_folder.complete_steps(self._open_root)
+        # What the run goes back to if a later step cannot be repeated stays.
+        verified = next((step for step in steps if step <= self._verified_step), None)
         for step in steps[keep:] if keep else ():
+            if step == verified and self._run.config.runtime.verify_every:
+                continue
             try:
                 checkpoint_folder.remove(self._open_root / str(step))
             except OSError as error:
