@@ -81,7 +81,8 @@ class Rollback:
 
         Raises:
           WrongValuesError: [T716] it is the second step that could not be repeated, or
-            there is no verified checkpoint. Those that are not verified are renamed.
+            there is no verified checkpoint. Those after it, or after the one that the
+            run began with, are renamed.
           SpikeError: [T510] spikes went on after the last times, or there is no
             checkpoint.
         """
@@ -89,7 +90,7 @@ class Rollback:
         checkpoint = self._newest(cause)
         step = self._first_step if checkpoint is None else checkpoint.metadata.step
         if self._checkpoints is not None:
-            self._checkpoints.set_back(step if checkpoint else self._own_first_step)
+            self._checkpoints.set_back(step)
         if isinstance(cause, StepDiffers):
             self._count_difference(cause, checkpoint)
         elif isinstance(cause, Spike):
@@ -103,11 +104,6 @@ class Rollback:
             f"the checkpoint of step {step}" if checkpoint else "where it began",
         )
         return checkpoint
-
-    @property
-    def _own_first_step(self) -> int:
-        """The step from which the run's own folder has checkpoints."""
-        return 0 if self._resumes_own else self._first_step
 
     @property
     def _resumes_own(self) -> bool:
