@@ -114,6 +114,15 @@ class Processes:
         """
         return self.stop_requests is None or self.stop_requests.should_continue()
 
+    def request_stop(self, cause: str) -> None:
+        """Have all ranks stop as after SIGTERM; from any thread.
+
+        Args:
+          cause: Why, for the log.
+        """
+        if self.stop_requests is not None:
+            self.stop_requests.request(cause)
+
     def compare(self, section: str, key: str, details: Mapping[str, str]) -> None:
         """Check that all connected ranks pass the same key.
 

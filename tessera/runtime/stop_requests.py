@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stops a run on request of a scheduler or a person: all ranks after the same step.
+"""Stops a run on request: all ranks after the same step.
+
+Requests are signals of a scheduler or a person, or come from inside of the process.
 
     with StopRequests(grace=25.0) as stop_requests:
         for batch in batches:
@@ -49,7 +51,9 @@ class StopRequests:
     """Turns signals into requests to stop, for the length of a ``with`` block.
 
     A second signal ends the process at once. So does the first if no rank has begun a
-    step, because there is nothing to save.
+    step, because there is nothing to save. A request from inside is no signal: the
+    first signal after it, by which a cloud that takes the machine away ends what runs
+    there, changes nothing.
 
     Args:
       grace: Seconds from SIGTERM to the end of the process, saved or not. Ctrl-C has no
@@ -63,6 +67,7 @@ class StopRequests:
         self._changed = threading.Condition()
         self._steps = 0
         self._requested: signal.Signals | None = None
+        self._cause = ""
         self._last_step: int | None = None
         self._is_stopped = False
         self._requested_at = self._read_at = 0.0
@@ -93,6 +98,16 @@ class StopRequests:
                 return False
             self._steps += 1
             return True
+
+    def request(self, cause: str) -> None:
+        """Stop the run as SIGTERM does. From any thread; a second request is ignored.
+
+        Args:
+          cause: Why, for the log.
+        """
+        with self._changed:
+            if self._requested is None:
+                self._cause = self._cause or cause
 
     @property
     def exit_code(self) -> int | None:
@@ -156,6 +171,9 @@ class StopRequests:
                 for number in os.read(self._read_end, 64):
                     if number in self._handlers:
                         self._receive(signal.Signals(number))
+            if self._cause and self._requested is None:
+                self._request(signal.SIGTERM)
+                self._announce(signal.SIGTERM, self._cause)
             if self._last_step is None:
                 self._agree()
             if time.monotonic() > self._end_by:
@@ -173,10 +191,14 @@ class StopRequests:
             )
         self._requested_at = now
         self._request(number)
+        self._announce(number, number.name)
+
+    def _announce(self, number: signal.Signals, cause: str) -> None:
+        has_limit = STOP_SIGNALS[number] == exit_codes.REQUEUE
         limit = f", in {self._grace:g} s" * has_limit
+        nth = "second one" if self._requested_at else "second signal"
         _log.warning(
-            "%s: the run is to save and end%s; a second one ends it at once",
-            *(number.name, limit),
+            "%s: the run is to save and end%s; a %s ends it at once", cause, limit, nth
         )
 
     def _request(self, number: signal.Signals) -> None:
@@ -236,7 +258,7 @@ class StopRequests:
         until = time.monotonic() + _COORDINATOR_WAIT * (self._rank == 0)
         while time.monotonic() < until and 0 < len(self._texts(_GONE)) < self._count:
             time.sleep(_TICK)
-        text = f"{self._requested.name}: {reason}\n"
+        text = f"{self._cause or self._requested.name}: {reason}\n"
         exit_now(STOP_SIGNALS[self._requested], text)
 
     def _texts(self, folder: str) -> dict[str, str]:

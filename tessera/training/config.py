@@ -38,6 +38,7 @@ CONTEXT_METHODS: Final = ("ring", "all_to_all")
 GATHERS: Final = ("tick", "step")
 COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
 ON_SPIKE: Final = ("none", "warn", "skip", "rollback")
+PREEMPTION_NOTICES: Final = ("none", "gce", "aws", "azure")
 RESUME_DATA: Final = ("exact", "restart")
 # The longest that anything is waited for.
 A_YEAR_S: Final = 31_536_000
@@ -245,6 +246,10 @@ class RuntimeConfig:
       save_deadline: Seconds for what a checkpoint lets the loop wait; null is no limit.
       grace_period: Seconds from SIGTERM to the end of the process, in which it saves;
         less than what its scheduler and the launcher's --grace leave it.
+      max_run_time: Seconds from the start of the process, or of the launcher, until the
+        run is stopped as by SIGTERM; the grace period comes after it. null is no limit.
+      preemption_notice: Which cloud each process asks whether it takes the machine
+        away, by its metadata service; a notice stops the run as SIGTERM does.
     """
 
     target: str | None = setting(None)
@@ -268,6 +273,8 @@ class RuntimeConfig:
     evaluation_deadline: float | None = setting(3600.0, above=0, most=A_YEAR_S)
     save_deadline: float | None = setting(3600.0, above=0, most=A_YEAR_S)
     grace_period: float = setting(25.0, above=0, most=A_YEAR_S)
+    max_run_time: float | None = setting(None, above=0, most=A_YEAR_S)
+    preemption_notice: str = setting("none", choices=PREEMPTION_NOTICES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,9 @@ from pathlib import Path
 from tessera.mesh import Mesh
 from tessera.records.phases import PhaseClock
 from tessera.runtime.compile_cache import make_compile_cache
+from tessera.runtime.preemption_notices import CLOUDS, preemption_notices
 from tessera.runtime.process_group import Processes
+from tessera.runtime.time_limit import time_limit
 from tessera.training.build_run import Run
 from tessera.training.checkpoints.choose_checkpoint import choose_start
 from tessera.training.checkpoints.saving import Checkpoints
@@ -25,8 +27,13 @@ from tessera.training.training_loop import Callbacks, Trainer
 
 def run(composed: Composed) -> None:
     """One run, from its composed configuration, in this process and others."""
-    lock, clock = FolderLock(), PhaseClock()
-    with join(composed, lock) as here:
+    lock, clock, runtime = FolderLock(), PhaseClock(), composed.config.runtime
+    cloud = CLOUDS[runtime.preemption_notice]()
+    with (
+        join(composed, lock) as here,
+        time_limit(runtime.max_run_time, here.request_stop),
+        preemption_notices(cloud, here.request_stop),
+    ):
         here.watchdog.subscribe(clock.enter)
         train(composed, here, lock, clock)
 

@@ -19,6 +19,7 @@ from tessera.training.checkpoints.checkpoint_folder import (
 from tests.curves import curve
 
 ROOT = Path(__file__).parents[2]
+NOTICED = Path(__file__).parent / "noticed_run.py"
 PATIENT = Path(__file__).parent / "patient_run.py"
 LIMIT = 120.0
 STEPS = 48
@@ -165,6 +166,28 @@ def test_a_run_that_is_asked_to_end_goes_on_bit_for_bit(train, tmp_path):
     step = stopped_after(said, 1)
     assert f"the last complete checkpoint is {root}/{step}" in said
     assert complete_steps(root)[0] == step < STEPS
+
+    train(folder).finish()
+    assert curve(folder) == curve(tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_a_notice_to_one_machine_stops_all_ranks_and_the_run_goes_on(
+    train, start, tmp_path
+):
+    """Rank 1 alone is told that its machine goes; a launcher's limit comes after it."""
+    train(tmp_path / "whole").finish()
+    folder = tmp_path / "parts"
+    given = (*SMALL, f"hydra.run.dir={folder}", "runtime.preemption_notice=gce")
+    said = start(*LAUNCHER, str(NOTICED), *given).finish(75)
+    cause = "Google Cloud preempts this machine: the run is to save and end, in 50 s"
+    assert said.count(cause) == 1
+    assert "the run is to save and end: rank 1 is asked to" in said
+    assert complete_steps(folder / "checkpoints") == [stopped_after(said, 2)]
+
+    said = train(folder, "runtime.max_run_time=0.5", launcher=LAUNCHER).finish(75)
+    assert "runtime.max_run_time=0.5 is over: nothing is to be saved before" in said
+    assert "restart" not in said
 
     train(folder).finish()
     assert curve(folder) == curve(tmp_path / "whole")

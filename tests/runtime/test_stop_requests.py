@@ -171,6 +171,81 @@ def test_a_second_signal_ends_the_process(left, second, monkeypatch):
         assert wait_for(left) == 128 + second
 
 
+def test_a_request_from_inside_stops_the_run_as_sigterm_does(caplog):
+    with StopRequests(60.0) as stopping:
+        assert stopping.should_continue()
+        stopping.request("the time is over")
+        stopping.request("it is over once more")
+        while stopping.should_continue():
+            time.sleep(0.01)
+        assert stopping.exit_code == 75
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == (
+        "the time is over: the run is to save and end, in 60 s; a second signal ends "
+        "it at once"
+    )
+
+
+def test_a_request_from_inside_of_one_rank_stops_all_after_the_same_step():
+    board = Board()
+    with StopRequests(60.0, rank=0) as first, StopRequests(60.0, rank=1) as second:
+        for one in (first, second):
+            one.connect(board, 2)
+        assert first.should_continue()
+        second.request("a notice")
+        begun = [1, 0]
+        for rank, one in ((1, second), (0, first)):
+            while one.should_continue():
+                begun[rank] += 1
+        assert begun[0] == begun[1]
+        assert [first.exit_code, second.exit_code] == [75, 75]
+
+
+def test_before_the_first_point_a_request_ends_the_process(left, capfd):
+    with StopRequests(60.0) as stopping:
+        stopping.request("the time is over")
+        assert wait_for(left) == 75
+    said = capfd.readouterr().err
+    assert said == "the time is over: nothing is to be saved before the first step\n"
+
+
+def test_a_request_has_the_grace_period_of_sigterm(left, capfd):
+    with StopRequests(0.2) as stopping:
+        assert stopping.should_continue()
+        stopping.request("the time is over")
+        assert wait_for(left) == 75
+    assert "the time is over: rank 0 did not end in 0.2 s" in capfd.readouterr().err
+
+
+def test_the_signal_that_a_notice_announces_does_not_end_the_process(left, monkeypatch):
+    """A cloud sends its notice, then SIGTERM; the second signal is the one to obey."""
+    monkeypatch.setattr(module, "_ECHO", 0.0)
+    with StopRequests(60.0) as stopping:
+        assert stopping.should_continue()
+        stopping.request("a notice")
+        while stopping.should_continue():
+            time.sleep(0.01)
+        ask(signal.SIGTERM)
+        while not stopping._requested_at:
+            time.sleep(0.01)
+        assert left == []
+        assert stopping.exit_code == 75
+        ask(signal.SIGTERM)
+        assert wait_for(left) == 128 + signal.SIGTERM
+
+
+def test_a_request_after_a_signal_changes_nothing(left):
+    with StopRequests(60.0) as stopping:
+        assert stopping.should_continue()
+        ask(signal.SIGINT)
+        while stopping.should_continue():
+            time.sleep(0.01)
+        stopping.request("a notice")
+        time.sleep(0.3)
+        assert stopping.exit_code == 130
+        assert left == []
+
+
 FORKED = """
 import os, signal, time
 from tessera.runtime.stop_requests import StopRequests

@@ -5,14 +5,20 @@ import dataclasses
 import io
 import json
 import os
+import queue
 import signal
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from tessera.config_files import configs_dir
+from tessera.training import train
+from tessera.training.command_line import compose
 from tessera.training.console import Console
 from tessera.training.metrics import MetricWriter
 from tessera.training.run_folder import open_run_folder
@@ -101,6 +107,26 @@ def test_a_run_that_is_told_to_stop_ends_where_it_is_and_can_go_on(ran, tmp_path
     assert (
         "the run is stopped after step 5 of 12: it keeps no" in folder.log.read_text()
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "cause"),
+    [
+        ("runtime.max_run_time=0.001", "runtime.max_run_time=0.001 is over"),
+        ("runtime.preemption_notice=aws", "it ends"),
+    ],
+)
+def test_settings_stop_a_run_as_sigterm_does(monkeypatch, override, cause):
+    causes = queue.SimpleQueue[str]()
+    watchdog = SimpleNamespace(subscribe=lambda _: None)
+    here = SimpleNamespace(request_stop=causes.put, watchdog=watchdog)
+    monkeypatch.setattr(train, "join", lambda *_: nullcontext(here))
+    stopped = lambda *_: causes.get(timeout=240)  # noqa: E731
+    monkeypatch.setattr(train, "train", lambda *_: causes.put(f"first: {stopped()}"))
+    cloud = SimpleNamespace(notice=lambda: "it ends")
+    monkeypatch.setitem(train.CLOUDS, "aws", lambda: cloud)
+    train.run(compose([override], configs_dir()))
+    assert causes.get(timeout=240) == f"first: {cause}"
 
 
 def assert_same(state: TrainState, folder: Path, ran: Ran) -> None:
