@@ -62,3 +62,9 @@ class SpikeError(TesseraError, ValueError):
     """The loss or the gradients have too many spikes in a row."""
 
     code = "T510"
+
+
+class MissingTrackerError(TesseraError, ValueError):
+    """The library of the tracker is not installed."""
+
+    code = "T511"

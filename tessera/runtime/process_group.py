@@ -114,6 +114,11 @@ class Processes:
         """
         return self.stop_requests is None or self.stop_requests.should_continue()
 
+    def is_stopped(self) -> bool:
+        """Whether ``should_continue`` has said no."""
+        requests = self.stop_requests
+        return requests is not None and requests.exit_code is not None
+
     def request_stop(self, cause: str) -> None:
         """Have all ranks stop as after SIGTERM; from any thread.
 

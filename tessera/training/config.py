@@ -40,6 +40,7 @@ COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
 ON_SPIKE: Final = ("none", "warn", "skip", "rollback")
 PREEMPTION_NOTICES: Final = ("none", "gce", "aws", "azure")
 RESUME_DATA: Final = ("exact", "restart")
+TRACKERS: Final = ("none", "wandb", "mlflow")
 # The longest that anything is waited for.
 A_YEAR_S: Final = 31_536_000
 
@@ -139,6 +140,9 @@ class TrainingConfig:
       profile_wait: Steps before it is begun; the first is slower than the others.
       profile_warmup: Steps that are then traced and forgotten, as in torch.profiler.
       profile_active: Steps that are measured after these.
+      tracker: Where the numbers go as well, beside the run's folder: wandb is Weights &
+        Biases, mlflow MLflow. Their environment variables say which server and project;
+        see docs/guides/trackers.md.
       eval_only: Evaluate the validation data once with the parameters of init_from or
         resume, and stop: nothing is trained, and no optimizer state or checkpoint made.
       dry_run: Compile, print memory per device and the collectives, and stop; also for
@@ -186,6 +190,7 @@ class TrainingConfig:
     profile_wait: int = setting(1, least=0, most=MOST_COUNT)
     profile_warmup: int = setting(1, least=0, most=MOST_COUNT)
     profile_active: int = setting(3, least=1, most=1000)
+    tracker: str = setting("none", choices=TRACKERS)
     eval_only: bool = setting(False)
     dry_run: bool = setting(False)
 

@@ -12,7 +12,7 @@ import math
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -42,13 +42,19 @@ class MetricWriter:
 
     Args:
       folder: Where to; None writes nothing, as every process but the first does.
+      track: Gets the step and the finite numbers of each line.
 
     Raises:
       OutputPathError: [T504] the files cannot be written.
     """
 
-    def __init__(self, folder: RunFolder | None) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        track: Callable[[int, Mapping[str, float]], None] = lambda step, numbers: None,
+    ) -> None:
+        self._folder, self._track = folder, track
+        self._next: dict[str, Any] = {}
         if folder is None:
             return
         try:
@@ -57,6 +63,10 @@ class MetricWriter:
             self._board = _Board(folder.tensorboard)
         except OSError as error:
             raise cannot_write(folder.metrics, error) from error
+
+    def add_to_next(self, values: Mapping[str, Any]) -> None:
+        """Write these numbers in the next line, beside its own."""
+        self._next |= values
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Write the numbers of one step.
@@ -72,6 +82,8 @@ class MetricWriter:
         if folder is None:
             return
         folder.check()
+        values = {**values, **self._next}
+        self._next.clear()
         numbers = {name: _number(value) for name, value in values.items()}
         line = {"step": step} | {name: _json(n) for name, n in numbers.items()}
         try:
@@ -79,7 +91,9 @@ class MetricWriter:
         except OSError as error:
             self.close(lost=True)
             raise cannot_write(folder.metrics, error) from error
-        self._board.add(step, {n: x for n, x in numbers.items() if math.isfinite(x)})
+        finite = {n: x for n, x in numbers.items() if math.isfinite(x)}
+        self._board.add(step, finite)
+        self._track(step, finite)
 
     def set_back(self, step: int) -> None:
         """Take back the numbers of later steps, which are written again.

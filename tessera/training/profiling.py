@@ -7,7 +7,7 @@ The steps are chosen as ``torch.profiler.schedule`` does: ``wait`` of them are l
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,9 @@ import jax
 from tessera.debug.profile_report import Profile, of_program
 from tessera.errors import OutputPathError
 from tessera.training.build_run import Run
+from tessera.training.communication_metrics import seconds
 from tessera.training.console import log
+from tessera.training.metrics import MetricWriter
 from tessera.training.run_folder import RunFolder
 
 
@@ -49,6 +51,7 @@ class Window:
       wait: Steps of this process to let pass.
       warmup: Steps to trace and forget.
       active: Steps to measure; fewer where the run ends before.
+      write: Gets the last of these steps and the seconds of communication.
     """
 
     def __init__(
@@ -59,17 +62,20 @@ class Window:
         wait: int,
         warmup: int,
         active: int,
+        write: Callable[[int, Mapping[str, float]], None] = lambda step, numbers: None,
     ) -> None:
-        self._folder, self._report = folder, report
+        self._folder, self._report, self._write = folder, report, write
         self._wait, self._begin = wait, wait + warmup
         self._end = wait + warmup + active
-        self._steps = 0
+        self._steps = self._last = 0
         self._is_done = False
         self._trace = ExitStack()
         self._mark = ExitStack()
 
     @classmethod
-    def of(cls, run: Run, folder: RunFolder | None) -> "Window | None":
+    def of(
+        cls, run: Run, folder: RunFolder | None, writer: MetricWriter
+    ) -> "Window | None":
         """That of a run which asks for one, in the process that has a folder."""
         training = run.config.training
         if folder is None or not training.profile_communication:
@@ -80,6 +86,7 @@ class Window:
             wait=training.profile_wait,
             warmup=training.profile_warmup,
             active=training.profile_active,
+            write=writer.write,
         )
 
     def before(self, step: int, drain: Callable[[], None]) -> None:
@@ -108,6 +115,7 @@ class Window:
             mark = jax.profiler.StepTraceAnnotation("step", step_num=step)
             self._mark.enter_context(mark)
         self._steps += 1
+        self._last = step
 
     def close(self) -> None:
         """End the trace, if it runs, and write the report of its steps.
@@ -130,6 +138,8 @@ class Window:
             return
         report = self._report().from_trace(self._folder, measured)
         write_profile(self._folder, report)
+        if report.measured is not None:
+            self._write(self._last, seconds(report.measured))
         log.info("%s", report.as_text())
         log.info(
             "the trace is in %s: xprof and TensorBoard open the folder, Perfetto the "

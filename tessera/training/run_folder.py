@@ -4,7 +4,8 @@
 ``train.log`` is every line of the log, ``metrics.jsonl`` every number,
 ``events.jsonl`` what happened to the run, over all of its attempts,
 ``tensorboard/`` the same for TensorBoard, ``config.yaml`` the resolved configuration,
-``checkpoints/`` the checkpoints to resume from.
+``checkpoints/`` the checkpoints to resume from, ``tracker.json`` the id of the run in
+``training.tracker``.
 """
 
 import os
@@ -19,11 +20,12 @@ from tessera.errors import OutputPathError
 from tessera.untrusted_text import count_of, parse_json
 
 CHECKPOINTS: Final = "checkpoints"
+TRACKER: Final = "tracker.json"
 
 _METRICS: Final = "metrics.jsonl"
 _NAMES: Final = ("train.log", _METRICS, "tensorboard", "profile", "config.yaml")
 # What stays where a run goes on in its folder.
-_KEPT: Final = ("events.jsonl", CHECKPOINTS)
+_KEPT: Final = ("events.jsonl", CHECKPOINTS, TRACKER)
 # Of a line of metrics: a few dozen numbers by name.
 _LONGEST_LINE: Final = 2**20
 

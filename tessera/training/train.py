@@ -13,6 +13,7 @@ from tessera.training.build_run import Run
 from tessera.training.checkpoints.choose_checkpoint import choose_start
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.command_line import Composed
+from tessera.training.communication_metrics import new_bytes
 from tessera.training.console import Console, log
 from tessera.training.folder_lock import FolderLock
 from tessera.training.layout_checks import target_of
@@ -22,6 +23,7 @@ from tessera.training.run_environment import join, prepare
 from tessera.training.run_folder import open_run_folder
 from tessera.training.run_records import description_of, recorded
 from tessera.training.run_summary import dry_run, run_rows
+from tessera.training.trackers.tracking import check_tracker, tracked
 from tessera.training.training_loop import Callbacks, Trainer
 
 
@@ -50,6 +52,8 @@ def train(
     if settings.training.dry_run:
         dry_run(run, composed.notes)
         return
+    if here.rank == 0:
+        check_tracker(settings.training.tracker)
     # Nothing but the lock is written before all that can be wrong was looked at.
     corpus = run.load_data()
     choice = choose_start(settings.training.resume, Path(here.shared), here.attempt)
@@ -59,7 +63,8 @@ def train(
     if here.rank == 0:
         folder = open_run_folder(choice.output_dir, composed.text, own, check)
     with (
-        MetricWriter(folder) as writer,
+        tracked(folder, composed.text, choice.checkpoint, here.is_stopped) as track,
+        MetricWriter(folder, track) as writer,
         # The launcher says whose line it is.
         Console(
             folder.log if folder else None,
@@ -83,11 +88,13 @@ def train(
         log.info("compiling the step")
         here.watchdog.enter("compile")
         console.show_run_table(run_rows(run))
+        if folder is not None and not settings.training.eval_only:
+            writer.add_to_next(new_bytes(run.compiled.collectives, folder.metrics))
         if here.count > 1:
             here.compare("step", *run.step_fingerprint())
         here.watchdog.enter("startup")
         trainer = Trainer(
-            *(run, corpus, console, writer, Window.of(run, folder)),
+            *(run, corpus, console, writer, Window.of(run, folder, writer)),
             *(checkpoints, choice.checkpoint),
             callbacks=Callbacks(here.watchdog.enter, here.should_continue, records),
         )
