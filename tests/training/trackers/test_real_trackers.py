@@ -14,8 +14,11 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from tessera.training.run_folder import open_run_folder
+from tessera.training.trackers import tracking
 from tessera.training.trackers.tracking import tracked
 
+# A loaded machine takes longer to import a library than a stopped run waits for it.
+tracking._FINISH_SECONDS = dict.fromkeys(tracking._FINISH_SECONDS, 120.0)
 folder, step, text = sys.argv[1:]
 step = int(step)
 opened = open_run_folder(Path(folder), text, continued_step=step or None)
