@@ -23,6 +23,7 @@ _COMMANDS = {
     "evaluate": ("tessera.evaluate", "the perplexity of a trained model on text"),
     "plan": ("tessera.plan_command", "choose the layout of a run for a machine"),
     "calibrate": ("tessera.calibrate", "measure this machine, as a target to plan for"),
+    "report": ("tessera.report_command", "write what runs did as a page of HTML"),
     "doctor": ("tessera.doctor", "show versions, devices, and what is wrong"),
 }
 

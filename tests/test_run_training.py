@@ -29,6 +29,7 @@ SHORT = (
     "training.log_every=2",
     "training.validation_batches=1",
     "training.sample_length=5",
+    "training.report=false",
 )
 
 
@@ -188,6 +189,7 @@ def test_axes_come_in_any_order_and_one_size_is_inferred(tmp_path):
         *SHORT,
         "data=synthetic",
         "training.sample_length=0",
+        "training.report=false",
         'model.mesh_shape=[[2,-1],["tp","fsdp"]]',
         f"hydra.run.dir={folder}",
         JAX_NUM_CPU_DEVICES="8",

@@ -135,6 +135,8 @@ class TrainingConfig:
         one of them.
       resume_data: Where to go on in the data; exact reads the next row and refuses data
         that has changed, restart begins the data at its first row.
+      report: Write report.html into the run's folder when it ends; tessera report
+        writes it at any time.
       profile_communication: Measure what a few steps compute and send, by mesh axis;
         the table, its numbers and a trace go to the run's folder.
       profile_wait: Steps before it is begun; the first is slower than the others.
@@ -186,6 +188,7 @@ class TrainingConfig:
     keep: int | None = setting(3, least=1, most=MOST_COUNT)
     resume: str = setting("none")
     resume_data: str = setting("exact", choices=RESUME_DATA)
+    report: bool = setting(True)
     profile_communication: bool = setting(False)
     profile_wait: int = setting(1, least=0, most=MOST_COUNT)
     profile_warmup: int = setting(1, least=0, most=MOST_COUNT)

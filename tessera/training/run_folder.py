@@ -4,7 +4,8 @@
 ``train.log`` is every line of the log, ``metrics.jsonl`` every number,
 ``events.jsonl`` what happened to the run, over all of its attempts,
 ``tensorboard/`` the same for TensorBoard, ``config.yaml`` the resolved configuration,
-``checkpoints/`` the checkpoints to resume from, ``tracker.json`` the id of the run in
+``checkpoints/`` the checkpoints to resume from, ``program.json`` what is known of the
+compiled step, ``report.html`` the report, ``tracker.json`` the id of the run in
 ``training.tracker``.
 """
 
@@ -23,9 +24,12 @@ CHECKPOINTS: Final = "checkpoints"
 TRACKER: Final = "tracker.json"
 
 _METRICS: Final = "metrics.jsonl"
-_NAMES: Final = ("train.log", _METRICS, "tensorboard", "profile", "config.yaml")
-# What stays where a run goes on in its folder.
-_KEPT: Final = ("events.jsonl", CHECKPOINTS, TRACKER)
+_NAMES: Final = (
+    *("train.log", _METRICS, "tensorboard"),
+    *("profile", "config.yaml", "program.json"),
+)
+# What stays where a run goes on in its folder, whose report is of all attempts.
+_KEPT: Final = ("events.jsonl", "report.html", CHECKPOINTS, TRACKER)
 # Of a line of metrics: a few dozen numbers by name.
 _LONGEST_LINE: Final = 2**20
 
@@ -68,6 +72,16 @@ class RunFolder:
     def profile(self) -> Path:
         """The folder of ``training.profile_communication``."""
         return self.path / "profile"
+
+    @property
+    def program(self) -> Path:
+        """What is known of the compiled step, JSON."""
+        return self.path / "program.json"
+
+    @property
+    def report(self) -> Path:
+        """The report, HTML."""
+        return self.path / "report.html"
 
     @property
     def config(self) -> Path:

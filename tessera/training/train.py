@@ -19,9 +19,11 @@ from tessera.training.folder_lock import FolderLock
 from tessera.training.layout_checks import target_of
 from tessera.training.metrics import MetricWriter
 from tessera.training.profiling import Window
+from tessera.training.program_facts import write_program
 from tessera.training.run_environment import join, prepare
 from tessera.training.run_folder import open_run_folder
 from tessera.training.run_records import description_of, recorded
+from tessera.training.run_report import reported
 from tessera.training.run_summary import dry_run, run_rows
 from tessera.training.trackers.tracking import check_tracker, tracked
 from tessera.training.training_loop import Callbacks, Trainer
@@ -71,6 +73,7 @@ def train(
             rank=here.rank,
             num_processes=1 if here.is_launched else here.count,
         ) as console,
+        reported(folder if settings.training.report else None),
         recorded(
             *(folder, clock),
             resumed_step=own,
@@ -90,6 +93,8 @@ def train(
         console.show_run_table(run_rows(run))
         if folder is not None and not settings.training.eval_only:
             writer.add_to_next(new_bytes(run.compiled.collectives, folder.metrics))
+        if folder is not None:
+            write_program(folder, run)
         if here.count > 1:
             here.compare("step", *run.step_fingerprint())
         here.watchdog.enter("startup")

@@ -28,7 +28,11 @@ SMALL = (
     *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
     *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=32"),
     *("training.sequence_length=16", "training.micro_batch_size=2"),
-    *("training.validation_batches=1", "training.sample_length=2"),
+    *(
+        "training.validation_batches=1",
+        "training.sample_length=2",
+        "training.report=false",
+    ),
 )
 
 

@@ -46,7 +46,12 @@ SMALL = (
     *("model.mesh_shape=[[2],[fsdp]]", "runtime.platform=cpu"),
     *("data=synthetic", "data.synthetic.tokens=20000", "data.synthetic.vocab_size=64"),
     *("training.sequence_length=16", "training.micro_batch_size=4"),
-    *(f"training.steps={STEPS}", "training.sample_length=0", "training.log_every=1"),
+    *(
+        f"training.steps={STEPS}",
+        "training.sample_length=0",
+        "training.report=false",
+        "training.log_every=1",
+    ),
     *("training.validate_every=12", "training.validation_batches=2"),
     *("training.checkpoint_every=1", "training.keep=2", "optimizer.warmup_steps=4"),
     "training.resume=auto",

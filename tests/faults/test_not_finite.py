@@ -27,7 +27,12 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (
     *("data=synthetic", "model.num_layers=1", "model.d_model=32", "model.mlp_dim=32"),
     *("model.mesh_shape=[[2],[dp]]", "training.zero_stage=1"),
-    *("training.steps=6", "training.sequence_length=16", "training.sample_length=0"),
+    *(
+        "training.steps=6",
+        "training.sequence_length=16",
+        "training.sample_length=0",
+        "training.report=false",
+    ),
     *("training.micro_batch_size=2", "training.validate_every=0"),
     *("training.validation_batches=1", "training.checkpoint_every=2"),
     *("optimizer.warmup_steps=0", "training.max_skipped_steps=1"),

@@ -21,7 +21,11 @@ SMALL = (
     *("runtime.platform=cpu", "data=synthetic", "data.synthetic.tokens=20000"),
     *("model.d_model=32", "model.num_layers=2", "model.num_heads=2"),
     *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=64"),
-    *("training.sequence_length=16", "training.sample_length=0"),
+    *(
+        "training.sequence_length=16",
+        "training.sample_length=0",
+        "training.report=false",
+    ),
     *("training.checkpoint_every=3", "data.validation_fraction=0"),
     *("optimizer.schedule=constant", "optimizer.warmup_steps=1"),
 )

@@ -40,7 +40,12 @@ BASE = (
     *("model.head_dim=16", "model.mlp_dim=64", "data=synthetic"),
     *("data.synthetic.tokens=20000", "data.synthetic.vocab_size=64"),
     *("training.sequence_length=16", "training.micro_batch_size=4"),
-    *("training.sample_length=0", "training.log_every=1", "optimizer.warmup_steps=4"),
+    *(
+        "training.sample_length=0",
+        "training.report=false",
+        "training.log_every=1",
+        "optimizer.warmup_steps=4",
+    ),
 )
 SMALL = (
     *(*BASE, "model.num_layers=2", f"training.steps={STEPS}"),

@@ -20,7 +20,12 @@ SMALL = (
     *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
     *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=32"),
     *("data=synthetic", "data.synthetic.tokens=20000", "data.synthetic.vocab_size=64"),
-    *("training.sequence_length=16", "training.steps=4", "training.sample_length=0"),
+    *(
+        "training.sequence_length=16",
+        "training.steps=4",
+        "training.sample_length=0",
+        "training.report=false",
+    ),
     *("training.validation_batches=1", "training.checkpoint_every=null"),
     *("optimizer.warmup_steps=0", "training.numerics=deterministic"),
 )

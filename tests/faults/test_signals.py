@@ -31,7 +31,12 @@ SMALL = (
     *("data=synthetic", "data.synthetic.tokens=60000", "data.synthetic.vocab_size=64"),
     *("data.validation_fraction=0.3", "training.validation_batches=120"),
     *("training.sequence_length=16", "training.micro_batch_size=4"),
-    *(f"training.steps={STEPS}", "training.sample_length=0", "training.log_every=1"),
+    *(
+        f"training.steps={STEPS}",
+        "training.sample_length=0",
+        "training.report=false",
+        "training.log_every=1",
+    ),
     *(f"training.validate_every={STEPS // 2}", "training.resume=auto"),
     *("training.checkpoint_every=0", "optimizer.warmup_steps=4"),
 )

@@ -26,6 +26,7 @@ SMALL = (
     "training.gradient_accumulation_steps=2",
     "training.validation_batches=1",
     "training.sample_length=3",
+    "training.report=false",
     "training.checkpoint_every=2",
 )
 LAUNCHER = ("-m", "tessera.launch", "--nprocs=2", "--grace=5", "--max-restarts=1")

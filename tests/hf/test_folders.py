@@ -294,7 +294,11 @@ def train_on_text(tmp_path: Path, *more: str) -> None:
         "model.mesh_shape=[[2,2],[fsdp,tp]]",
         f"data.tokenizer={tmp_path / 'published' / 'tokenizer.json'}",
         *("data=text", f"data.path={tmp_path / 'text.txt'}", "training.steps=3"),
-        *("training.sequence_length=16", "training.sample_length=0"),
+        *(
+            "training.sequence_length=16",
+            "training.sample_length=0",
+            "training.report=false",
+        ),
         *(f"hydra.run.dir={tmp_path / 'run'}", *more),
     ]
     assert train(settings) == 0

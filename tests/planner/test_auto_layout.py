@@ -187,6 +187,7 @@ def test_a_run_chooses_its_mesh(tmp_path):
     common = [
         "training.steps=2",
         "training.sample_length=0",
+        "training.report=false",
         f"hydra.run.dir={tmp_path}",
     ]
     line = [sys.executable, ROOT / "run_training.py", *WORDS, *common]

@@ -24,7 +24,11 @@ SMALL = (
     *("model.vocab_size=264", "model.d_model=16", "model.num_layers=2"),
     *("model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=8"),
     *("model.mlp_dim=16", "model.window=8", "training.sequence_length=16"),
-    *("training.micro_batch_size=4", "training.sample_length=0"),
+    *(
+        "training.micro_batch_size=4",
+        "training.sample_length=0",
+        "training.report=false",
+    ),
 )
 
 

@@ -46,7 +46,12 @@ from tests.models.published_folders import GEMMA3, gemma3_tensors, write_folder
 VALUES = {**GEMMA3, "vocab_size": 264}
 SMALL = (
     *("training.sequence_length=16", "training.clip_norm=null"),
-    *("data=synthetic", "data.synthetic.tokens=4000", "training.sample_length=0"),
+    *(
+        "data=synthetic",
+        "data.synthetic.tokens=4000",
+        "training.sample_length=0",
+        "training.report=false",
+    ),
     *("optimizer=sgd", "optimizer.learning_rate=0.1", "optimizer.warmup_steps=0"),
     *("model.lora.rank=2", "model.lora.alpha=6"),
 )

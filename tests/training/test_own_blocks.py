@@ -112,7 +112,13 @@ def test_options_of_the_step_learn_what_one_device_does(options, tolerance):
 @pytest.mark.full
 def test_blocks_resume_on_a_mesh_with_stages_and_without(tmp_path, capfd):
     folder = f"hydra.run.dir={tmp_path}/run"
-    command = [*BLOCKS, "training.sample_length=4", folder, "training.resume=auto"]
+    command = [
+        *BLOCKS,
+        "training.sample_length=4",
+        "training.report=false",
+        folder,
+        "training.resume=auto",
+    ]
     staged = ["model.mesh_shape=[[2,2],[pp,fsdp]]", "training.micro_batch_size=1"]
     command.append("training.gradient_accumulation_steps=2")
     assert main([*command, "training.steps=1"]) == 0

@@ -182,7 +182,12 @@ def test_every_matmul_of_a_narrow_step_has_narrow_operands():
 
 @pytest.mark.full
 def test_it_trains_saves_and_resumes_on_another_mesh(tmp_path, capfd):
-    command = [*SMALL, "training.sample_length=4", f"hydra.run.dir={tmp_path}/run"]
+    command = [
+        *SMALL,
+        "training.sample_length=4",
+        "training.report=false",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     assert main([*command, "training.steps=2"]) == 0
     again = ["training.steps=4", "training.resume=auto"]
     mesh = ["model.mesh_shape=[[1,2],[fsdp,tp]]"]
@@ -199,7 +204,11 @@ def test_what_was_trained_is_used_with_the_module_that_defines_it(
     run, text = f"{tmp_path}/run", tmp_path / "notes.txt"
     text.write_text("some text " * 50)
     data = ["data=text", f"data.path={text}", f"data.cache_dir={tmp_path}/cache"]
-    data += ["data.validation_fraction=0", "training.sample_length=0"]
+    data += [
+        "data.validation_fraction=0",
+        "training.sample_length=0",
+        "training.report=false",
+    ]
     command = [*SMALL[:-2], *data, "training.steps=1", f"hydra.run.dir={run}"]
     assert main(command) == 0
     uses = (

@@ -20,7 +20,12 @@ from tests.models.published_folders import GEMMA3, gemma3_tensors, write_folder
 VALUES = {**GEMMA3, "vocab_size": 264}
 SMALL = (
     *("training.sequence_length=16", "training.micro_batch_size=4"),
-    *("data=synthetic", "data.synthetic.tokens=4000", "training.sample_length=0"),
+    *(
+        "data=synthetic",
+        "data.synthetic.tokens=4000",
+        "training.sample_length=0",
+        "training.report=false",
+    ),
 )
 
 

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a run, or of several compared: one HTML file that loads nothing.
+
+    run_files                       what a run's folder says, also if lines are cut
+    downsample                      fewer points that keep every spike
+    markup, charts                  escaped HTML, and charts by Plotly with their text
+    summary, curves, devices,
+    history, configuration          the sections
+    page                            the whole file
+
+Nothing here imports JAX. What a run's folder holds is text from elsewhere: a name, a
+sample or a warning may be HTML, so that all text passes through ``markup.text``.
+"""

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of runs as the trainer leaves them, with what a report has to show."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+HOSTILE = '<script>alert("1")</script>&<img src=x onerror=alert(2)>'
+
+SETTINGS = """name: tiny
+training:
+  steps: 200
+  numerics: deterministic
+optimizer:
+  learning_rate: 0.003
+"""
+
+PROGRAM: dict[str, Any] = {
+    "mesh": {"pp": 2, "fsdp": 2},
+    "device_ids": [0, 1, 3, 2],
+    "parameters": {"total": 1234567, "active": 1234567},
+    "flops": 2_000_000_000,
+    "memory": {
+        "arguments": 3 << 30,
+        "outputs": 2 << 30,
+        "temporaries": 1 << 30,
+        "aliased": 2 << 30,
+        "code": 0,
+        "compiled_for": "cpu",
+        "peak": 4 << 30,
+    },
+    "state_bytes": {"parameters": 1 << 30, "optimizer": 2 << 30},
+    "device_memory_bytes": 16 << 30,
+    "collectives": [
+        {"axes": ["fsdp"], "kind": "all-gather", "calls": 8, "bytes": 5 << 20},
+        {"axes": ["pp"], "kind": "collective-permute", "calls": 4, "bytes": 1 << 20},
+    ],
+    "pipeline": {
+        "summary": "1f1b: 2 stages, 2 microbatches",
+        "rows": [
+            ["tick", "0", "1", "2", "3"],
+            ["device 0", "F0", "F1", "B0", "B1"],
+            ["device 1", "", "F0 B0", "F1 B1", ""],
+        ],
+    },
+}
+
+TIMELINE: dict[str, Any] = {
+    "traceEvents": [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "XLA"}},
+        {"ph": "X", "name": "dot.1", "cat": "matmul", "tid": 0, "ts": 0, "dur": 2000},
+        {"ph": "X", "name": "add.2", "cat": "other", "tid": 0, "ts": 2000, "dur": 500},
+    ]
+}
+
+
+def metrics(steps: int) -> list[dict[str, Any]]:
+    """A curve of a loss that falls, with a validation every 50 steps."""
+    lines: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        lines.append(
+            {
+                "step": step,
+                "time": 1e9 + step,
+                "loss": 2 + 3 / step + 0.1 * math.sin(step),
+                "grad_norm": 1 + 0.5 * math.sin(step),
+                "learning_rate": 0.003 * min(1, step / 20),
+                "tokens_per_second": 1000.0 + step % 7,
+                "step_seconds": 0.1 + 0.01 * (step % 5),
+                "data_wait_fraction": 0.1,
+                "mfu": 0.4,
+                "peak_memory_bytes": 5 << 30,
+                "skipped": 0.0,
+            }
+        )
+        if step % 50 == 0:
+            lines.append({"step": step, "val_loss": 2.5 + 1 / step})
+    return lines
+
+
+def start(attempt: int = 0, resumed: int | None = None, at: float = 1e9) -> dict:
+    return {
+        "time": at,
+        "attempt": attempt,
+        "event": "start",
+        "process_start": at - 5,
+        "resumed_step": resumed,
+        "mesh": {"pp": 2, "fsdp": 2},
+        "num_devices": 4,
+        "device_kind": "cpu",
+        "num_processes": 2,
+        "host": "node1",
+        "versions": {"python": "3.11.2", "jax": "0.10.2"},
+    }
+
+
+def phase(name: str, at: float, seconds: float, **more: Any) -> dict[str, Any]:
+    fields = {"event": "phase", "phase": name, "seconds": seconds}
+    return {"time": at, "attempt": 0, **fields, **more}
+
+
+def events() -> list[dict[str, Any]]:
+    """Two attempts: the first fails at step 100, the second ends."""
+    steps = {"first_step": 1, "last_step": 100, "data_seconds": 1.0}
+    more = {"first_step": 81, "last_step": 200, "data_seconds": 1.0}
+    again = start(1, 80, at=1e9 + 100)
+    damaged = "the checkpoint of step 90 is damaged: state/x is missing"
+    times = {"0": 0.10, "1": 0.15}
+    second = {"attempt": 1}
+    return [
+        start(),
+        phase("start", 1e9 - 5, 5.0),
+        phase("compile", 1e9, 10.0),
+        phase("step", 1e9 + 10, 40.0, **steps),
+        {
+            "time": 1e9 + 50,
+            "attempt": 0,
+            "event": "failure",
+            "message": "OSError: gone",
+        },
+        again,
+        {"time": 1e9 + 101, **second, "event": "warning", "message": damaged},
+        phase("start", 1e9 + 95, 5.0, **second),
+        phase("step", 1e9 + 101, 60.0, **more, **second),
+        {"time": 1e9 + 160, **second, "event": "ranks", "step": 100, "seconds": times},
+        {"time": 1e9 + 161, **second, "event": "ranks", "step": 200, "seconds": times},
+        {
+            **{"time": 1e9 + 162, **second, "event": "sample"},
+            **{"step": 200, "prompt": "def f(", "text": "x):\n    return x"},
+        },
+        {"time": 1e9 + 163, **second, "event": "end", "step": 200},
+    ]
+
+
+def make_run(
+    folder: Path,
+    *,
+    lines: list[dict[str, Any]] | None = None,
+    happened: list[dict[str, Any]] | None = None,
+    settings: str = SETTINGS,
+    program: dict[str, Any] | None = None,
+    trace: dict[str, Any] | None = None,
+) -> Path:
+    """The folder of a run that has everything that a report shows."""
+    folder.mkdir(parents=True)
+    for name, values in (
+        ("metrics.jsonl", metrics(200) if lines is None else lines),
+        ("events.jsonl", events() if happened is None else happened),
+    ):
+        text = "".join(json.dumps(value) + "\n" for value in values)
+        (folder / name).write_text(text)
+    (folder / "config.yaml").write_text(settings)
+    (folder / "program.json").write_text(json.dumps(program or PROGRAM))
+    (folder / "timeline.json").write_text(json.dumps(trace or TIMELINE))
+    return folder
+
+
+def make_hostile_run(folder: Path) -> Path:
+    """A run of which every text is a piece of HTML that would run."""
+    return make_run(
+        folder / HOSTILE,
+        lines=[{**metrics(1)[0], f"val_loss/{HOSTILE}": 1.0}],
+        happened=[
+            {**start(), "host": HOSTILE, "device_kind": HOSTILE}
+            | {"versions": {HOSTILE: HOSTILE}, "mesh": {HOSTILE: 2, "tp": 1}},
+            phase("compile", 1e9, 10.0),
+            {"time": 1e9, "event": "warning", "message": HOSTILE},
+            {"time": 1e9, "event": "ranks", "step": 1, "seconds": {HOSTILE: 0.1}},
+            {"time": 1e9, "event": "sample", "prompt": HOSTILE, "text": HOSTILE},
+            {"time": 1e9, "event": "failure", "message": HOSTILE},
+        ],
+        trace=json.loads(
+            json.dumps(TIMELINE).replace("dot.1", json.dumps(HOSTILE)[1:-1])
+        ),
+        settings=json.dumps({HOSTILE: HOSTILE, "training": {"steps": HOSTILE}}),
+        program={
+            **PROGRAM,
+            "mesh": {HOSTILE: 2, "tp": 1},
+            "collectives": [
+                {"axes": [HOSTILE], "kind": HOSTILE, "calls": 1, "bytes": 1 << 20}
+            ],
+            "pipeline": {
+                "summary": HOSTILE,
+                "rows": [["tick", HOSTILE], [HOSTILE, ""]],
+            },
+        },
+    )
