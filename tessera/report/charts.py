@@ -61,8 +61,8 @@ def label(value: object, longest: int = 60) -> str:
 
 
 def axis(title: str, **options: Any) -> dict[str, Any]:
-    """An axis with a title that makes its own room."""
-    return {"title": {"text": label(title)}, "automargin": True, **options}
+    """An axis with a title."""
+    return {"title": {"text": label(title)}, **options}
 
 
 def number(value: float | None) -> str:

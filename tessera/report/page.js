@@ -13,11 +13,12 @@ function themed(layout, isDark) {
   const [ink, line] = isDark ? ["#e6edf3", "#3d444d"] : ["#1f2328", "#d1d9e0"];
   const axis = (own) => ({...own, gridcolor: line, zerolinecolor: line, linecolor: ink});
   return {
-    ...layout, xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis),
+    ...layout, xaxis: axis(layout.xaxis), yaxis: {...axis(layout.yaxis), automargin: true},
     colorway: isDark ? DARK : LIGHT, paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)", font: {color: ink, family: style.fontFamily},
     hoverlabel: {bgcolor: isDark ? "#161b22" : "#ffffff", font: {color: ink}},
-    margin: {l: 48, r: 12, t: 30, b: 48}, legend: {orientation: "h", y: -0.25},
+    margin: {l: 48, r: 12, t: 40, b: 56},
+    legend: {orientation: "h", x: 0, y: 1.02, yanchor: "bottom"},
     dragmode: "zoom",
   };
 }

@@ -8,7 +8,7 @@ its head says so to the browser, should a text ever escape from its place.
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -51,7 +51,11 @@ def write_report(
         written.
     """
     unique = {folder.resolve(): folder for folder in folders}
-    page = report_page([read_run(folder) for folder in unique.values()], every)
+    names: Iterable[str | None] = [None]
+    if len(unique) > 1:  # what tells them apart
+        common = os.path.commonpath(unique)
+        names = (os.path.relpath(path, common) for path in unique)
+    page = report_page([*map(read_run, unique.values(), names)], every)
     partial = output.with_name(f"{output.name}.{os.getpid()}.partial")
     try:
         partial.write_text(page, encoding="utf-8")

@@ -56,11 +56,12 @@ class RunFiles:
         return [event for event in self.events if event["event"] == kind]
 
 
-def read_run(path: Path) -> RunFiles:
+def read_run(path: Path, name: str | None = None) -> RunFiles:
     """Read the folder of a run.
 
     Args:
       path: The folder.
+      name: What the report calls the run; None is its path.
 
     Raises:
       OutputPathError: [T504] it is not the folder of a run.
@@ -77,7 +78,7 @@ def read_run(path: Path) -> RunFiles:
     if not timeline.exists() and (folder := settings.get("runtime.timeline_dir")):
         timeline = Path(str(folder)) / "timeline.json"
     return RunFiles(
-        name=str(path),
+        name=str(path) if name is None else name,
         series=_read_metrics(path / "metrics.jsonl", problems),
         events=_events(path / "events.jsonl", problems),
         settings=settings,

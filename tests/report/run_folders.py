@@ -158,6 +158,7 @@ def make_run(
 
 def make_hostile_run(folder: Path) -> Path:
     """A run of which every text is a piece of HTML that would run."""
+    operations = TIMELINE["traceEvents"][1:]
     return make_run(
         folder / HOSTILE,
         lines=[{**metrics(1)[0], f"val_loss/{HOSTILE}": 1.0}],
@@ -170,9 +171,7 @@ def make_hostile_run(folder: Path) -> Path:
             {"time": 1e9, "event": "sample", "prompt": HOSTILE, "text": HOSTILE},
             {"time": 1e9, "event": "failure", "message": HOSTILE},
         ],
-        trace=json.loads(
-            json.dumps(TIMELINE).replace("dot.1", json.dumps(HOSTILE)[1:-1])
-        ),
+        trace={"traceEvents": [{**event, "name": HOSTILE} for event in operations]},
         settings=json.dumps({HOSTILE: HOSTILE, "training": {"steps": HOSTILE}}),
         program={
             **PROGRAM,
