@@ -36,6 +36,9 @@ HF_READY := $(HF_VENV)/.ready
 # For test-targets likewise: both compilers take 5 GB, and JAX loads its plugins.
 TARGETS_VENV := .venv-targets
 TARGETS_READY := $(TARGETS_VENV)/.ready-$(VERSION)
+# For test-report: Playwright, and its Chromium where there is no other.
+REPORT_VENV := .venv-report
+REPORT_READY := $(REPORT_VENV)/.ready-$(VERSION)
 GPU_RESULTS := benchmarks/results/gpu
 # Benchmarks that need the compilers of targets, and one that needs rates to be measured.
 COMPILED := $(addprefix benchmarks/,$(addsuffix .py,attention_compiled attention_registers \
@@ -49,7 +52,7 @@ export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-all test-hf test-targets durations fuzz lint format docs docs-browser bench bench-targets bench-gpu constraints clean
+.PHONY: help train test test-all test-hf test-report test-targets durations fuzz lint format docs docs-browser bench bench-targets bench-gpu constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 22
@@ -66,6 +69,11 @@ test-all: $(DEV_READY) ## Run all tests: pytest $(ARGS)
 test-hf: $(DEV_READY) $(HF_READY) ## Compare with Hugging Face Transformers: pytest $(ARGS)
 	$(HF_VENV)/bin/python -m tests.models.golden.make_golden --check
 	TESSERA_HF_PYTHON=$(abspath $(HF_VENV))/bin/python $(BIN)/python -m pytest $(or $(ARGS),tests/hf)
+
+# A browser of PATH or of CHROMIUM is taken, else Playwright's own is fetched.
+test-report: $(REPORT_READY) ## Open reports in headless Chromium: pytest $(ARGS)
+	PLAYWRIGHT_BROWSERS_PATH=$(abspath $(REPORT_VENV))/browsers \
+	  $(REPORT_VENV)/bin/python -m pytest -n0 -s $(or $(ARGS),tests/report/test_in_browser.py)
 
 # In one process a file, which compiles each program once.
 test-targets: $(TARGETS_READY) ## Compile for GPUs and TPUs that are not here: pytest $(ARGS)
@@ -90,8 +98,10 @@ format: $(DEV_READY) ## Format, and mend what ruff can mend
 docs: $(DOCS_READY) ## Build the documentation in docs/_build/html; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
 
-docs-browser: docs ## Open every page in headless Chromium: links, clipped content, phone width
+docs-browser: $(DOCS_READY) ## Open every page in headless Chromium: links, clipped content, phone width
 	@$(PINNED) -e '.[docs-browser]'
+	$(BIN)/python docs/_ext/report_pictures.py docs/_generated
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
 	$(BIN)/python docs/_ext/browse.py docs/_build/html $(ARGS)
 
 bench: $(TRAIN_READY) ## Run the benchmarks of this machine, one after another; ARGS=--quick for a minute each
@@ -147,6 +157,15 @@ $(TARGETS_READY): BIN := $(TARGETS_VENV)/bin
 $(TARGETS_READY): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -m venv --clear $(TARGETS_VENV)
 	@$(PINNED) -e '.[dev,targets-cuda12,targets-tpu]'
+	@touch $@
+
+$(REPORT_READY): BIN := $(REPORT_VENV)/bin
+$(REPORT_READY): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -m venv --clear $(REPORT_VENV)
+	@$(PINNED) -e '.[dev,docs-browser]'
+	@test -n "$$CHROMIUM" || command -v chromium chromium-browser google-chrome >/dev/null || \
+	  PLAYWRIGHT_BROWSERS_PATH=$(abspath $(REPORT_VENV))/browsers \
+	  $(BIN)/python -m playwright install chromium
 	@touch $@
 
 $(HF_READY):
