@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import Final
@@ -10,7 +11,7 @@ from typing import Final
 from tessera.records.events import Event
 from tessera.records.goodput import goodput_of
 from tessera.report.charts import Chart, axis, bar_chart, label, line_chart, number
-from tessera.report.markup import Section, paragraph
+from tessera.report.markup import Section, join, paragraph
 from tessera.report.run_files import RunFiles, Series
 
 _MOST_RANKS: Final = 16
@@ -141,44 +142,50 @@ def _time(event: Event) -> str:
 
 
 def ranks(runs: Sequence[RunFiles]) -> Section:
-    """The time of a step on each rank; of many ranks the slowest."""
+    """What a step takes each rank by itself: its host, and its devices."""
+    parts = [
+        chart.as_html()
+        for title, field in (
+            ("Own time of a step on each rank", "seconds"),
+            ("Device time of a step on each rank", "device_seconds"),
+        )
+        if (chart := _rank_chart(runs, title, field)) is not None
+    ]
+    if not parts:
+        sentence = "No times by rank were recorded: several processes record them."
+        parts = [paragraph(sentence)]
+    return Section("ranks", "Ranks", join(parts))
+
+
+def _rank_chart(runs: Sequence[RunFiles], title: str, field: str) -> Chart | None:
+    """The times of each rank; of many ranks those of the slowest."""
     curves: dict[str, Series] = {}
     words: list[str] = []
     for run in runs:
-        by_rank = _seconds_by_rank(run)
+        by_rank = _seconds_by_rank(run, field)
         if not by_rank:
             continue
         means = {rank: fmean(series.values()) for rank, series in by_rank.items()}
         slowest = max(means, key=means.__getitem__)
-        middle = median(means.values())
         words.append(
             f"{run.name}: rank {slowest} is the slowest of {len(means)}, with "
             f"{number(means[slowest])} seconds a step, where the median is "
-            f"{number(middle)}"
+            f"{number(median(means.values()))}"
         )
         chosen = sorted(means, key=means.__getitem__)[-_MOST_RANKS:]
-        curves |= {
-            f"{run.name}: rank {rank}" if len(runs) > 1 else f"rank {rank}": by_rank[
-                rank
-            ]
-            for rank in chosen
-        }
+        of_run = f"{run.name}: " if len(runs) > 1 else ""
+        curves |= {f"{of_run}rank {rank}": by_rank[rank] for rank in chosen}
         if len(means) > len(chosen):
             words.append(f"Drawn are the {len(chosen)} slowest")
     if not curves:
-        sentence = "No times by rank were recorded: several processes record them."
-        return Section("ranks", "Ranks", paragraph(sentence))
-    chart = line_chart("Step time by rank", "seconds", curves)
-    sentence = ". ".join(words) + "."
-    chart = Chart(
-        *(chart.title, sentence, chart.traces, chart.layout, chart.header, chart.rows)
-    )
-    return Section("ranks", "Ranks", chart.as_html())
+        return None
+    chart = line_chart(title, "seconds", curves)
+    return replace(chart, sentence=". ".join(words) + ".")
 
 
-def _seconds_by_rank(run: RunFiles) -> dict[str, dict[int, float]]:
+def _seconds_by_rank(run: RunFiles, field: str) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
     for event in run.of_kind("ranks"):
-        for rank, seconds in (event.get("seconds") or {}).items():
+        for rank, seconds in (event.get(field) or {}).items():
             found.setdefault(rank, {})[event["step"]] = float(seconds)
     return {rank: dict(sorted(series.items())) for rank, series in found.items()}

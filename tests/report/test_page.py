@@ -103,6 +103,7 @@ def test_no_section_of_a_whole_run_fails(whole):
         ("Starts, stops and warnings", "1 × damaged checkpoint"),
         ("Starts, stops and warnings", "begins after step 80 on 4 × cpu"),
         ("Ranks", "rank 1 is the slowest of 2, with 0.15 seconds a step"),
+        ("Ranks", "rank 0 is the slowest of 2, with 0.05 seconds a step"),
         ("Samples", "<b>def f(</b>x):\n    return x"),
         ("Configuration", "<td>deterministic</td>"),
         ("Environment", "<td>node1</td>"),
