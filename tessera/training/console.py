@@ -113,7 +113,8 @@ class Console:
                 record = {"levelno": logging.ERROR, "levelname": "ERROR", "msg": why}
                 handler.handle(logging.makeLogRecord(record))
             handler.close()
-        log.level, log.propagate = self._before
+        level, log.propagate = self._before
+        log.setLevel(level)  # which also forgets what was enabled meanwhile
 
     def show_configuration(self, text: str) -> None:
         """Show the resolved configuration.
