@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sums in a fixed order: the same bits on 1, 2, 4 or 8 devices.
+r"""Sums in a fixed order: the same bits on any number of devices.
 
 A batch is split into microshards, the same number on every mesh. The computation of
 each is compiled apart from its surroundings, and the results are added in one binary
@@ -9,8 +9,12 @@ tree: its lower levels on each device, its upper levels between devices.
                 \ /     \ /     \ /     \ /     on 4 devices: each by itself
                   \_____/         \_____/       devices 0-1 and 2-3
                       \_____________/           devices 0-2 and 1-3
+
+Where the number of devices is no power of two, no device has a complete part of the
+tree. Each then adds its own share of the elements, from all microshards.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +106,46 @@ def sum_over_devices(tree: Tree, axes: tuple[str, ...], size: int) -> Tree:
         tree = jax.tree.map(add, tree)
         distance *= 2
     return tree
+
+
+def sum_of_rounds(
+    function: Callable[[jax.Array], Tree], count: int, axes: tuple[str, ...], size: int
+) -> Tree:
+    """Like ``sum_over_devices`` of ``pairwise_sum``, on any number of devices.
+
+    In each round every device computes one summand. All exchange them, so that each
+    device has its share of the elements of all summands, and adds those in the tree.
+    That takes the memory of ``count / size`` whole summands.
+
+    Args:
+      function: Maps an int32 scalar to a tree of arrays.
+      count: The number of summands, a power of two.
+      axes: Mesh axes, outer first.
+      size: The number of devices along the axes.
+    """
+    rank = jax.lax.axis_index(axes)
+
+    def share(summand: jax.Array) -> jax.Array:
+        flat = jnp.ravel(summand)
+        parts = jnp.pad(flat, (0, -flat.size % size)).reshape(size, -1)
+        return device_collectives.all_to_all(parts, axes, 0, 0)
+
+    def compute(_: None, first: jax.Array) -> tuple[None, Tree]:
+        # What devices without a summand compute in the last round is dropped.
+        summand = function(jnp.minimum(first + rank, count - 1))
+        return None, jax.tree.map(share, summand)
+
+    firsts = jnp.arange(0, count, size, dtype=jnp.int32)
+    _, shares = jax.lax.scan(compute, None, firsts)
+
+    def add(shares: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        sums = shares.reshape(-1, shares.shape[-1])[:count]
+        while len(sums) > 1:
+            sums = sums[0::2] + sums[1::2]
+        whole = device_collectives.all_gather(sums[0], axes, 0)
+        return whole[: math.prod(like.shape)].reshape(like.shape)
+
+    return jax.tree.map(add, shares, jax.eval_shape(function, jnp.int32(0)))
 
 
 def _sum_of_two(function: Callable[[jax.Array], Tree]) -> Tree:

@@ -167,7 +167,7 @@ class Run:
 
     @cached_property
     def _compiled_evaluation(self) -> Compiled:
-        rows = self.config.rows_per_microbatch(self.mesh)
+        rows = self.config.rows_per_evaluation(self.mesh)
         shape = rows, self.config.training.sequence_length
         struct = self._struct(
             jax.ShapeDtypeStruct(shape, jnp.int32), self.validation_spec
@@ -355,7 +355,7 @@ class Run:
                 *part,
                 microbatches=training.gradient_accumulation_steps,
             ).close()
-        corpus.validation(self.config.rows_per_microbatch(self.mesh), *part)
+        corpus.validation(self.config.rows_per_evaluation(self.mesh), *part)
         return corpus
 
     def _check_prompt(self, corpus: Corpus) -> None:

@@ -114,7 +114,8 @@ class TrainingConfig:
         steps of a run are no spikes.
       log_every: Steps between two log lines.
       validate_every: Steps between two validations; 0 validates after the last only.
-      validation_batches: Batches in each validation.
+      validation_batches: Batches in each validation: of as many rows as a microbatch,
+        or with deterministic numerics as a step.
       sample_prompt: What the sample at the end of the run continues.
       sample_length: Tokens of that sample; 0 makes none.
       init_from: The parameters to begin with, where the run goes on from no
@@ -367,6 +368,16 @@ class Config:
             return self.training.global_batch_size
         accumulated = self.training.gradient_accumulation_steps
         return self.rows_per_microbatch(mesh) * accumulated
+
+    def rows_per_evaluation(self, mesh: "Mesh") -> int:
+        """Sequences of one batch of a validation.
+
+        With deterministic numerics those of a step, so that every mesh evaluates the
+        same rows, and adds as many at a time.
+        """
+        if self.training.numerics == "deterministic":
+            return self.rows_per_step(mesh)
+        return self.rows_per_microbatch(mesh)
 
 
 def data_parallel_groups(sizes: Mapping[str, int]) -> int:

@@ -25,6 +25,7 @@ from tessera.ops.clipping import global_norm
 from tessera.ops.deterministic_sums import (
     optimization_barrier,
     pairwise_sum,
+    sum_of_rounds,
     sum_over_devices,
 )
 from tessera.ops.operand_layouts import region_mesh
@@ -58,7 +59,7 @@ class FixedOrder:
         """
         shared: list[str] = []
         for axis in self.mesh.axes:
-            if self.microshards % self.mesh.axis_size([*shared, axis]) == 0:
+            if self.mesh.axis_size([*shared, axis]) <= self.microshards:
                 shared.append(axis)
         return tuple(shared)
 
@@ -87,7 +88,8 @@ class FixedOrder:
         """
         axes = self.axes
         devices = self.mesh.axis_size(axes)
-        own = self.microshards // devices
+        is_shared_evenly = self.microshards % devices == 0
+        own = self.microshards // devices if is_shared_evenly else 0
         split = PartitionSpec(None, Placement(self.mesh).axes("batch") or None)
 
         def sums(params: Tree, batch: Batch, *others: jax.Array) -> Tree:
@@ -104,6 +106,8 @@ class FixedOrder:
                 microshard = jax.tree.map(rows_of, batch)
                 return optimization_barrier(function, params, microshard, *others)
 
+            if not is_shared_evenly:
+                return sum_of_rounds(part, self.microshards, axes, devices)
             return sum_over_devices(pairwise_sum(part, own), axes, devices)
 
         whole = PartitionSpec()

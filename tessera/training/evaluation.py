@@ -51,7 +51,7 @@ def _validation_sums(
 ) -> tuple[float, float] | None:
     """Nats and tokens of a source; None where the evaluation was ended."""
     shard = run.host_shard
-    rows = run.config.rows_per_microbatch(run.mesh)
+    rows = run.config.rows_per_evaluation(run.mesh)
     limit = run.config.training.validation_batches
     sums, in_flight = np.zeros(2), deque[Any]()
     with closing(

@@ -27,7 +27,7 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
     rows, unit = settings.rows_per_step(mesh), "step"
     tokens = f"{training.sequence_length:,} tokens"
     if training.eval_only:
-        rows, unit = settings.rows_per_microbatch(mesh), "batch"
+        rows, unit = settings.rows_per_evaluation(mesh), "batch"
     else:
         tokens += f" in {training.gradient_accumulation_steps} microbatches"
     state = inspect(run.abstract_state)

@@ -311,10 +311,9 @@ def _reordered_sums(settings: Config, sizes: Sizes) -> Iterator[SettingConflictE
         "training.numerics=deterministic",
         "training.numerics=fast",
         (
-            parts % devices != 0,
-            f"{training.microshards=} for {devices} devices: {parts} / {devices} "
-            f"leaves {parts % devices}",
-            "use as many devices as divide training.microshards",
+            parts < devices,
+            f"{training.microshards=} for {devices} devices: some have none",
+            f"use at most {parts} devices, or more microshards",
         ),
         *_idle_settings(settings),
         (

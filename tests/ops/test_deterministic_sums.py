@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums in one tree: the same bits however the tree is shared out."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from tessera.mesh import Mesh
 from tessera.ops.deterministic_sums import (
     optimization_barrier,
     pairwise_sum,
+    sum_of_rounds,
     sum_over_devices,
 )
 
@@ -41,6 +44,29 @@ def test_the_tree_is_one_however_many_devices_share_it(devices):
         total, mesh=mesh.jax, in_specs=P("dp"), out_specs=P(), check_vma=False
     )
     np.testing.assert_array_equal(jax.jit(region)(VALUES), tree(VALUES))
+
+
+@pytest.mark.parametrize("sizes", [(3,), (5,), (7,), (3, 2)])
+def test_devices_that_cannot_share_the_tree_evenly_add_in_the_same_tree(sizes):
+    axes = ("dp", "tp")[: len(sizes)]
+    devices = math.prod(sizes)
+    mesh = Mesh(axes, devices=range(devices), shape=sizes)
+
+    def total(rows):
+        # Shapes that no number of devices divides, and one without dims.
+        rows = {"row": rows, "scalar": rows[:, 0], "matrix": rows.reshape(8, 4, 16)}
+        return sum_of_rounds(
+            lambda row: {name: array[row] for name, array in rows.items()},
+            *(8, axes, devices),
+        )
+
+    region = jax.shard_map(
+        total, mesh=mesh.jax, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    found = jax.jit(region)(VALUES)
+    np.testing.assert_array_equal(found["row"], tree(VALUES))
+    np.testing.assert_array_equal(found["scalar"], tree(VALUES)[0])
+    np.testing.assert_array_equal(found["matrix"], tree(VALUES).reshape(4, 16))
 
 
 @pytest.mark.parametrize("axes", [("dp", "fsdp"), ("fsdp", "dp")])

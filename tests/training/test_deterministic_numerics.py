@@ -31,10 +31,12 @@ from tests.small_model import SMALL
 
 # Three layers, so that the second of two stages has padding.
 CONFIG = dataclasses.replace(SMALL, num_layers=3)
-ROWS, LENGTH = 16, 16
+ROWS, LENGTH = 48, 16
 # Axes that split matrices, sequences and layers, alone and together.
 OTHERS = ["dp8", "fsdp4", "fsdp8", "tp2", "cp4", "pp2", "fsdp2_tp2_cp2"]
 OTHERS += ["pp2_dp2_tp2"]
+# Numbers of devices that do not divide the microshards.
+OTHERS += ["dp3_pp2", "dp6"]
 
 
 def mesh_of(name: str) -> Mesh:
@@ -129,6 +131,7 @@ def run(
     "name",
     [
         "dp2_fsdp2",
+        "dp3",
         *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS),
     ],
 )

@@ -28,6 +28,7 @@ def settings(sizes: Any = (1,), axes: Any = ("dp",), **training: Any) -> Config:
     [
         ((1,), ("dp",)),
         ((8,), ("dp",)),
+        ((3, 2), ("tp", "cp")),
         ((2, 4), ("dp", "fsdp")),
         ((4, 2), ("cp", "tp")),
         ((2, 2, 2), ("pp", "fsdp", "tp")),
@@ -54,13 +55,13 @@ def test_ways_to_compute_on_such_axes_are_refused(axes, model, training):
     assert "each device computes whole rows with all layers" in str(error)
 
 
-def test_devices_divide_the_microshards():
-    (error,) = check(settings((3, 2), ("dp", "tp")))
+def test_every_device_has_a_microshard():
+    (error,) = check(settings((3, 3), ("dp", "tp")))
     assert str(error) == (
         "[T507] numerics cannot be deterministic in this run\n"
-        "  got: training.numerics=deterministic; training.microshards=8 for 6 "
-        "devices: 8 / 6 leaves 2\n"
-        "  fix: use as many devices as divide training.microshards, or "
+        "  got: training.numerics=deterministic; training.microshards=8 for 9 "
+        "devices: some have none\n"
+        "  fix: use at most 8 devices, or more microshards, or "
         "training.numerics=fast\n"
         "  docs: docs/errors/T507.md"
     )
