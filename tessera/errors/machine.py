@@ -92,6 +92,13 @@ class PlanError(TesseraError, ValueError):
     code = "T714"
 
 
+class LostRankError(TesseraError, ValueError):
+    """Another rank died, and this one ends with it."""
+
+    code = "T715"
+    exit_code = 143
+
+
 class WrongValuesError(TesseraError, ValueError):
     """A device computes wrong values: a step cannot be repeated on other devices."""
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -26,6 +26,7 @@ from tessera.runtime.accelerators import assign_devices, find_accelerators
 from tessera.runtime.addresses import address_towards, bind_address, host_and_port
 from tessera.runtime.cluster import Cluster
 from tessera.runtime.launcher_protocol import ParentLauncher
+from tessera.runtime.liveness import Liveness
 from tessera.runtime.process_exit import exit_now, on_exit
 from tessera.runtime.rank_consistency import (
     Fingerprint,
@@ -195,11 +196,15 @@ def joined(
     watchdog = Watchdog(deadlines or {}, rank=cluster.rank, launcher=launcher)
     watchdog.start()
     launcher = launcher if launcher and launcher.is_rank else None
+    liveness: Liveness | None = None
     if launcher is not None or cluster.coordinator is not None:
         _show_stacks_on_sigusr1()
     if launcher is not None and cluster.rank == 0:
         shared = launcher.shared_of_first_attempt(shared)
-    with _handle_stop_signals(grace, cluster.rank) as stop_requests:
+    with (
+        _handle_stop_signals(grace, cluster.rank) as stop_requests,
+        ExitStack() as callbacks,
+    ):
         try:
             watchdog.enter("claim")
             with _claimed(claim, cluster, shared, watchdog) as refusal:
@@ -222,7 +227,9 @@ def joined(
                     )
                     watchdog.enter("startup")
                     _connect(cluster, platform, timeouts)
-                    _share_board(watchdog, stop_requests, cluster)
+                    liveness = _share_board(watchdog, stop_requests, cluster)
+                    if liveness is not None:
+                        callbacks.enter_context(on_exit(liveness.fail))
                 watchdog.enter("startup")
                 attempt = launcher.attempt if launcher else 0
                 yield Processes(
@@ -231,11 +238,18 @@ def joined(
                 )
             if cluster.coordinator is not None:
                 watchdog.enter("shutdown")
+                if liveness is not None:
+                    liveness.leave()
                 jax.distributed.shutdown()
         except BaseException as error:
             watchdog.fail()
             if cluster.coordinator is None:
                 raise
+            explains_itself = isinstance(
+                error, (TesseraError, SystemExit, KeyboardInterrupt)
+            )
+            if liveness is not None and not explains_itself:
+                liveness.wait_for_loss()
             _exit_with(error)
         finally:
             watchdog.stop()
@@ -327,17 +341,27 @@ def _show_stacks_on_sigusr1() -> None:
 
 def _share_board(
     watchdog: Watchdog, stop_requests: StopRequests | None, cluster: Cluster
-) -> None:
-    """Connect the watchdog and the stop requests with those of the other ranks."""
+) -> Liveness | None:
+    """Connect the watchdog and the stop requests with those of the other ranks.
+
+    Returns:
+      What notices that another rank dies, already started.
+    """
     board, rank = _jax_processes.board(), cluster.rank
     if board is None:
-        return
+        return None
     watchdog.connect(
         lambda phase: board.put(f"tessera/phase/{rank}", phase),
         lambda: board.texts("tessera/phase"),
     )
     if stop_requests is not None:
         stop_requests.connect(board, cluster.world_size)
+    requests = stop_requests
+    liveness = Liveness(
+        cluster, board, lambda: requests is not None and requests.is_requested
+    )
+    liveness.start()
+    return liveness
 
 
 def _exit_with(error: BaseException) -> None:

@@ -55,6 +55,9 @@ class Failure:
         if self.returncode == -signal.SIGKILL:
             # No failure of another rank does this, so however late it is seen.
             return -inf
+        if self.returncode == exit_codes.TERMINATED:
+            # It ended because another rank did, which may be seen later.
+            return self.ended_at + _HEAD_START
         crashed = self.returncode < 0 and -self.returncode not in _CONSEQUENCES
         return self.ended_at - _HEAD_START * crashed
 

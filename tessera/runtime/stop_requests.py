@@ -110,6 +110,11 @@ class StopRequests:
                 self._cause = self._cause or cause
 
     @property
+    def is_requested(self) -> bool:
+        """Whether this rank or another was asked to stop, as far as this one knows."""
+        return self._requested is not None
+
+    @property
     def exit_code(self) -> int | None:
         """The code to exit with if the run was stopped; else None."""
         if not self._is_stopped or self._requested is None:

@@ -68,6 +68,10 @@ def run(here: Processes, options: dict[str, str]) -> None:
     say(prepare_devices(here.count, "cpu", num_processes=here.count))
     here.watchdog.enter("compile")
     misbehave(here, options, "compile")
+    if options["fault"] == "vanish":
+        # In a long phase without collectives, one rank is killed from outside.
+        say("waiting")
+        sleep_for_ever()
     sharding = NamedSharding(
         jax.make_mesh((here.count,), ("dp",), axis_types=(AxisType.Auto,)),
         PartitionSpec("dp"),

@@ -194,6 +194,22 @@ def test_a_rank_that_is_killed_ends_the_others(run, phase):
     assert f"rank 1: killed by SIGKILL in phase '{where}'" in outcome.err
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_no_launcher_watches_end_when_another_is_killed(start_ranks, rank):
+    """Without a collective, and long before JAX misses a heartbeat."""
+    ranks = start_ranks((0, 2), (1, 2), options=("fault=vanish",))
+    for one in ranks:
+        one.read_until("waiting")
+    killed, left = ranks[rank], ranks[1 - rank]
+    killed.process.kill()
+    killed_at = time.monotonic()
+    outcome = left.wait()
+    assert time.monotonic() - killed_at < 60  # JAX misses heartbeats after 600 here
+    assert outcome.code == 143
+    lost = f"[T715] rank {rank} is gone, and rank {1 - rank} ends with it"
+    assert lost in outcome.err
+
+
 @pytest.mark.full
 def test_a_rank_that_sleeps_for_ever_is_ended_with_the_stacks_of_all(run):
     outcome = run("fault=sleep", "deadline=3")
