@@ -39,6 +39,9 @@ TARGETS_READY := $(TARGETS_VENV)/.ready-$(VERSION)
 # For test-report: Playwright, and its Chromium where there is no other.
 REPORT_VENV := .venv-report
 REPORT_READY := $(REPORT_VENV)/.ready-$(VERSION)
+# For test-engines: torchrun needs PyTorch.
+ENGINES_VENV := .venv-engines
+ENGINES_READY := $(ENGINES_VENV)/.ready
 GPU_RESULTS := benchmarks/results/gpu
 # Benchmarks that need the compilers of targets, and one that needs rates to be measured.
 COMPILED := $(addprefix benchmarks/,$(addsuffix .py,attention_compiled attention_registers \
@@ -52,7 +55,7 @@ export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-all test-hf test-report test-targets durations fuzz lint format docs docs-browser bench bench-targets bench-gpu constraints clean
+.PHONY: help train test test-all test-hf test-report test-targets test-engines durations fuzz lint format docs docs-browser bench bench-targets bench-gpu constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 22
@@ -78,6 +81,9 @@ test-report: $(REPORT_READY) ## Open reports in headless Chromium: pytest $(ARGS
 # In one process a file, which compiles each program once.
 test-targets: $(TARGETS_READY) ## Compile for GPUs and TPUs that are not here: pytest $(ARGS)
 	TESSERA_TEST_TARGETS=1 $(TARGETS_VENV)/bin/python -m pytest --dist=loadfile $(or $(ARGS),tests/targets/compiled)
+
+test-engines: $(DEV_READY) $(ENGINES_READY) ## Run under real torchrun, whose agents come and go: pytest $(ARGS)
+	TESSERA_ENGINES_BIN=$(abspath $(ENGINES_VENV))/bin $(BIN)/python -m pytest -n0 $(or $(ARGS),tests/engines)
 
 durations: $(DEV_READY) ## Measure each test anew, for tests/durations.json
 	$(BIN)/python -m pytest --record-durations $(ARGS)
@@ -172,6 +178,12 @@ $(HF_READY):
 	@$(PYTHON) -m venv --clear $(HF_VENV)
 	@$(HF_VENV)/bin/python -m pip --disable-pip-version-check --quiet install torch \
 	  transformers peft safetensors 'lm_eval[hf]' \
+	  --extra-index-url https://download.pytorch.org/whl/cpu
+	@touch $@
+
+$(ENGINES_READY):
+	@$(PYTHON) -m venv --clear $(ENGINES_VENV)
+	@$(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check --quiet install torch \
 	  --extra-index-url https://download.pytorch.org/whl/cpu
 	@touch $@
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs under real engines: skipped unless ``make test-engines`` names their Python."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# The environment that has torchrun; Tessera's own has no PyTorch.
+ENGINES = os.environ.get("TESSERA_ENGINES_BIN", "")
+LIMIT = 400.0
+STEPS = 120
+# Two and three devices share 24 rows; a microshard has three of them.
+SETTINGS = (
+    *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
+    *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=32"),
+    *("data=synthetic", "data.synthetic.tokens=100000", "data.synthetic.vocab_size=64"),
+    *("training.sequence_length=16", f"training.steps={STEPS}"),
+    *("training.sample_length=0", "training.log_every=1", "optimizer.warmup_steps=0"),
+    *("training.validate_every=40", "training.validation_batches=1"),
+    *("training.checkpoint_every=10", "training.global_batch_size=24"),
+    *("training.numerics=deterministic", "model.mesh_shape=[[-1],[dp]]"),
+    *("runtime.platform=cpu", "training.resume=auto"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not ENGINES and "engines" in item.path.parts:
+            item.add_marker(pytest.mark.skip(reason="make test-engines runs it"))
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled programs of all runs."""
+    return tmp_path_factory.mktemp("compiled", numbered=False)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> list[Any]:
+    """The curve of one process of two devices, to which nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    two = "model.mesh_shape=[[2],[dp]]"
+    subprocess.run(
+        [*command(folder, cache), two],
+        env=environment(),
+        check=True,
+        capture_output=True,
+        timeout=LIMIT,
+    )
+    return curve(folder)
+
+
+def command(folder: Path, cache: Path) -> list[str]:
+    program = [sys.executable, str(ROOT / "run_training.py"), *SETTINGS]
+    return [*program, f"hydra.run.dir={folder}", f"runtime.compile_cache={cache}"]
+
+
+def environment() -> dict[str, str]:
+    """The environment of a run, without what tests set for themselves."""
+    mine = ("JAX_", "XLA_", "TESSERA_", "SLURM_", "OMPI_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(mine)}
+    return {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    """What a run learned, without what depends on the clock."""
+    names = "step", "loss", "val_loss", "grad_norm", "learning_rate"
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if k in names} for line in lines]
