@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 # The environment that has torchrun; Tessera's own has no PyTorch.
 ENGINES = os.environ.get("TESSERA_ENGINES_BIN", "")
 LIMIT = 400.0
-STEPS = 120
+# Long enough for an agent to come back before the end, which takes it ten seconds.
+STEPS = 600
 # Two and three devices share 24 rows; a microshard has three of them.
 SETTINGS = (
     *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
@@ -22,8 +23,8 @@ SETTINGS = (
     *("data=synthetic", "data.synthetic.tokens=100000", "data.synthetic.vocab_size=64"),
     *("training.sequence_length=16", f"training.steps={STEPS}"),
     *("training.sample_length=0", "training.log_every=1", "optimizer.warmup_steps=0"),
-    *("training.validate_every=40", "training.validation_batches=1"),
-    *("training.checkpoint_every=10", "training.global_batch_size=24"),
+    *("training.validate_every=200", "training.validation_batches=1"),
+    *("training.checkpoint_every=20", "training.global_batch_size=24"),
     *("training.numerics=deterministic", "model.mesh_shape=[[-1],[dp]]"),
     *("runtime.platform=cpu", "training.resume=auto"),
 )
