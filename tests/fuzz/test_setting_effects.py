@@ -173,7 +173,7 @@ OF_THE_LOOP = {
     *("training.resume", "training.resume_data", "training.profile_communication"),
     *("training.profile_wait", "training.profile_warmup", "training.profile_active"),
     *("training.on_spike", "training.spike_threshold", "training.spike_window"),
-    *("training.dry_run", "training.tracker"),
+    *("training.dry_run", "training.tracker", "training.report"),
 }
 CELLS = [(run, name) for run in RUNS for name in OTHERS]
 
