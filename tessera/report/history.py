@@ -18,7 +18,7 @@ _MOST_RANKS: Final = 16
 _MOST_SHOWN: Final = 2000
 _LONGEST_MESSAGE: Final = 1000
 # A warning about a checkpoint that could not be used, as its errors word it.
-_DAMAGED: Final = re.compile(r"checkpoint.*(damaged|not intact|incomplete|cannot be)")
+_DAMAGED: Final = re.compile(r"THE CHECKPOINT OF STEP \d+ IS DAMAGED")
 _SYMBOLS: Final = {
     "start": "circle",
     "resume": "triangle-right",

@@ -105,7 +105,7 @@ def events() -> list[dict[str, Any]]:
     steps = {"first_step": 1, "last_step": 100, "data_seconds": 1.0}
     more = {"first_step": 81, "last_step": 200, "data_seconds": 1.0}
     again = start(1, 80, at=1e9 + 100)
-    damaged = "the checkpoint of step 90 is damaged: state/x is missing"
+    damaged = "THE CHECKPOINT OF STEP 90 IS DAMAGED: state/x is missing"
     times, device = {"0": 0.10, "1": 0.15}, {"0": 0.05, "1": 0.02}
     second = {"attempt": 1}
     return [
