@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The curve of a run: its metrics without those that depend on the clock."""
+"""The curve of a run: its metrics without those of the clock and the devices."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-_CLOCK = re.compile(r"second|wait|goodput|badput|slowest_rank")
+_OF_THE_MACHINE = re.compile(r"second|wait|goodput|badput|slowest_rank|communication")
 
 
 def curve(folder: Path) -> list[dict[str, Any]]:
-    """What a run learnt: each line of its numbers, which no clock changes."""
+    """What a run learnt: each line of its numbers that other devices leave as they are."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [
-        {name: value for name, value in line.items() if not _CLOCK.search(name)}
+        {
+            name: value
+            for name, value in line.items()
+            if not _OF_THE_MACHINE.search(name)
+        }
         for line in lines
     ]
