@@ -10,7 +10,7 @@ _OF_THE_MACHINE = re.compile(r"second|wait|goodput|badput|slowest_rank|communica
 
 
 def curve(folder: Path) -> list[dict[str, Any]]:
-    """What a run learnt: each line of its numbers that other devices leave as they are."""
+    """What a run learnt: of each line, what other devices leave as it is."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [
         {
