@@ -110,8 +110,10 @@ def test_a_run_shows_and_keeps_everything(tmp_path):
     assert {path.name for path in folder.iterdir()} == {
         "train.log",
         "metrics.jsonl",
+        "events.jsonl",
         "tensorboard",
         "config.yaml",
+        "program.json",
         "checkpoints",
     }
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -122,7 +124,11 @@ def test_a_run_shows_and_keeps_everything(tmp_path):
     *steps, validation = metrics(folder)
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     for line in steps:
-        assert line.keys() == {
+        names = {
+            name for name in line if "goodput" not in name and "badput" not in name
+        }
+        assert ("goodput" in line) == (line["step"] != 3), "the log shows the others"
+        assert names == {
             "step",
             "loss",
             "grad_norm",
@@ -162,7 +168,12 @@ def test_a_mesh_on_cpu_is_simulated_and_its_communication_profiled(tmp_path):
         "simulating 4 CPU devices: what they compute is right, how fast is not" in seen
     )
     assert "mesh               fsdp × tp mesh, 2 × 2\n" in seen
-    assert len(metrics(folder)) == 5
+    *_, validation, profiled = metrics(folder)
+    assert len(metrics(folder)) == 6
+    assert "val_loss" in validation
+    assert profiled.keys() == {
+        *("step", "communication_seconds/fsdp", "communication_seconds/tp"),
+    }
 
     profile = folder / "profile"
     figures = json.loads((profile / "communication.json").read_text())
@@ -197,7 +208,12 @@ def test_axes_come_in_any_order_and_one_size_is_inferred(tmp_path):
     assert "simulating 8 CPU devices" in seen
     assert "mesh               tp × fsdp mesh, 2 × 4\n" in seen
     assert "batch              8 sequences of 32 tokens" in seen
-    assert len(metrics(folder)) == 5
+    *_, validation, profiled = metrics(folder)
+    assert len(metrics(folder)) == 6
+    assert "val_loss" in validation
+    assert profiled.keys() == {
+        *("step", "communication_seconds/fsdp", "communication_seconds/tp"),
+    }
 
 
 # --- a dry run
