@@ -27,7 +27,7 @@ MISTAKES = {
     "training.profile_wait=5": "T507",
     "training.pipeline_chunks=2": "T507",
     "training.numerics=deterministic training.microshards=3": "T502",
-    "training.numerics=deterministic model.mesh_shape=[[3],[tp]]": "T507",
+    "training.numerics=deterministic model.mesh_shape=[[9],[dp]]": "T507",
     "training.gradient_compression=int8": "T507",
     "training.micro_batch_size=1048576 training.sequence_length=16777216 "
     "model.vocab_size=268435456 model.mesh_shape=[[1024],[dp]]": "T503",
