@@ -76,9 +76,13 @@ def undisturbed_curve(folder: Path, cache: Path, steps: int) -> list[Any]:
 
 
 def command(folder: Path, cache: Path, steps: int = STEPS) -> list[str]:
-    program = [sys.executable, str(ROOT / "run_training.py"), *SETTINGS]
+    program = [sys.executable, str(ROOT / "run_training.py")]
+    return [*program, *settings(folder, cache, steps)]
+
+
+def settings(folder: Path, cache: Path, steps: int) -> list[str]:
     places = f"hydra.run.dir={folder}", f"runtime.compile_cache={cache}"
-    return [*program, *places, f"training.steps={steps}"]
+    return [*SETTINGS, *places, f"training.steps={steps}"]
 
 
 def environment() -> dict[str, str]:
