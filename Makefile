@@ -39,9 +39,9 @@ TARGETS_READY := $(TARGETS_VENV)/.ready-$(VERSION)
 # For test-report: Playwright, and its Chromium where there is no other.
 REPORT_VENV := .venv-report
 REPORT_READY := $(REPORT_VENV)/.ready-$(VERSION)
-# For test-engines: torchrun needs PyTorch, and Ray should not change Tessera's environment.
+# For test-engines: torchrun needs PyTorch.
 ENGINES_VENV := .venv-engines
-ENGINES_READY := $(ENGINES_VENV)/.ray-ready
+ENGINES_READY := $(ENGINES_VENV)/.ready
 GPU_RESULTS := benchmarks/results/gpu
 # Benchmarks that need the compilers of targets, and one that needs rates to be measured.
 COMPILED := $(addprefix benchmarks/,$(addsuffix .py,attention_compiled attention_registers \
@@ -82,7 +82,7 @@ test-report: $(REPORT_READY) ## Open reports in headless Chromium: pytest $(ARGS
 test-targets: $(TARGETS_READY) ## Compile for GPUs and TPUs that are not here: pytest $(ARGS)
 	TESSERA_TEST_TARGETS=1 $(TARGETS_VENV)/bin/python -m pytest --dist=loadfile $(or $(ARGS),tests/targets/compiled)
 
-test-engines: $(DEV_READY) $(ENGINES_READY) ## Run under real torchrun, Open MPI, Slurm and Ray: pytest $(ARGS)
+test-engines: $(DEV_READY) $(ENGINES_READY) ## Run under real torchrun, Open MPI and Slurm: pytest $(ARGS)
 	TESSERA_ENGINES_BIN=$(abspath $(ENGINES_VENV))/bin $(BIN)/python -m pytest -n0 $(or $(ARGS),tests/engines)
 
 durations: $(DEV_READY) ## Measure each test anew, for tests/durations.json
@@ -184,7 +184,7 @@ $(HF_READY):
 $(ENGINES_READY):
 	@$(PYTHON) -m venv --clear $(ENGINES_VENV)
 	@$(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check --quiet install torch \
-	  'ray[train]' --extra-index-url https://download.pytorch.org/whl/cpu
+	  --extra-index-url https://download.pytorch.org/whl/cpu
 	@touch $@
 
 $(TORCH_READY):

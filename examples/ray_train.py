@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A run under Ray Train: a worker for each rank, started again when one fails.
+r"""A run under Ray Train: a worker for each rank.
 
     pip install 'ray[train]'
     python examples/ray_train.py --workers=2 --gpus=4 --folder=/shared/run \
         'model.mesh_shape=[[-1],[dp]]' training.global_batch_size=96
 
 Each worker starts its rank as a process, by ``PYTHON`` if Tessera has an environment of
-its own. The folder of the run is on a file system that all machines share; a second
-start with another number of workers goes on there.
+its own. The folder of the run is on a file system that all machines share.
 
 This is no ``JaxTrainer``, which would connect JAX's processes itself, before Tessera
 compares the ranks.
