@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 NOTICED = Path(__file__).parent / "noticed_run.py"
 PATIENT = Path(__file__).parent / "patient_run.py"
 LIMIT = 120.0
-STEPS = 48
+STEPS = 96
 LAUNCHER = ("-m", "tessera.launch", "--nprocs=2", "--grace=60", "--max-restarts=1")
 SMALL = (
     *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
@@ -133,8 +133,10 @@ def test_a_run_that_is_asked_to_end_goes_on_bit_for_bit(train, tmp_path):
 
     # One of two ranks, in a step: both save the same one, and are not restarted.
     run = train(folder, launcher=LAUNCHER)
+    run.read_until(r"rank 0.* step 1/")
+    asked = run.rank(1)
     run.read_until(r"rank 0.* step 6/")
-    os.kill(run.rank(1), signal.SIGTERM)
+    os.kill(asked, signal.SIGTERM)
     said = run.finish(75)
     assert "the run is to save and end: rank 1 is asked to" in said
     assert "[launch] all ranks ended as asked: exit code 75" in said
