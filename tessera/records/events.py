@@ -51,20 +51,18 @@ class EventLog:
         self._file: TextIO | None = None
         self.earlier: tuple[Event, ...] = ()
         """What earlier attempts recorded."""
+        self.attempt = 0
+        """The number of this attempt, from 0."""
         if path is None:
             return
         try:
             self.earlier = tuple(read_events(path))
+            self.attempt = sum(event["event"] == "start" for event in self.earlier)
             self._file = path.open("a+", buffering=1, encoding="utf-8")
             if path.stat().st_size and not _ends_a_line(path):
                 self._file.write("\n")  # a kill cut the last one
         except OSError as error:
             self._give_up(error)
-
-    @property
-    def attempt(self) -> int:
-        """The number of this attempt, from 0."""
-        return sum(event["event"] == "start" for event in self.earlier)
 
     def write(self, event: str, *, at: float | None = None, **fields: Any) -> Event:
         """Append an event, from any thread.

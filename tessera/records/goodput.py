@@ -103,12 +103,14 @@ class Goodput:
 
     def _wait(self, seconds: float) -> None:
         """Count time of the last steps as waiting for a slow rank."""
-        if self._steps:
-            first, last, of_steps = self._steps[-1]
-            seconds = min(max(seconds, 0.0), of_steps)
-            self._steps[-1] = first, last, of_steps - seconds
-            self.seconds["step"] -= seconds
-            self.seconds["waiting_for_ranks"] += seconds
+        for index in reversed(range(len(self._steps))):
+            first, last, of_steps = self._steps[index]
+            waited = min(max(seconds, 0.0), of_steps)
+            self._steps[index] = first, last, of_steps - waited
+            self.seconds["step"] -= waited
+            self.seconds["waiting_for_ranks"] += waited
+            if (seconds := seconds - waited) <= 0:
+                return
 
 
 def goodput_of(events: Iterable[Event]) -> Goodput:

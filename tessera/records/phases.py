@@ -10,9 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
+
+from tessera.runtime.process_age import process_age
 
 # A part of a phase of steps takes a hundredth of the attempt, within these seconds.
 _SHORTEST_PART: Final = 1.0
@@ -27,7 +27,7 @@ class PhaseClock:
     """
 
     def __init__(self) -> None:
-        age = process_age()
+        age = process_age(os.getpid())
         self.process_start = time.time() - age
         """When this process began, in seconds since 1970."""
         self._first = self._since = time.monotonic() - age
@@ -97,13 +97,3 @@ class PhaseClock:
             self._waiting.append(fields)
         else:
             self._record("phase", **fields)
-
-
-def process_age() -> float:
-    """Seconds since this process began, its imports included; 0 where none knows."""
-    with suppress(OSError, ValueError, IndexError, AttributeError):
-        # The name of the program, in parentheses, may hold spaces.
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks, 0.0)
-    return 0.0

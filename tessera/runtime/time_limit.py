@@ -7,15 +7,11 @@ launcher, which all attempts of a run share, or that of the process without one.
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Final
 
 from tessera.runtime.launcher_protocol import ParentLauncher
-
-_IMPORTED_AT: Final = time.monotonic()
+from tessera.runtime.process_age import process_age
 
 
 @contextmanager
@@ -41,20 +37,6 @@ def time_limit(
         yield
     finally:
         timer.cancel()
-
-
-def process_age(pid: int) -> float:
-    """Seconds since a process began.
-
-    Where the system does not say, since this one imported the module.
-    """
-    try:
-        # The 22nd field, behind a name in parentheses that may contain spaces.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
-    except (OSError, ValueError, IndexError, AttributeError):
-        return time.monotonic() - _IMPORTED_AT
 
 
 def _oldest_process(environ: Mapping[str, str]) -> int:

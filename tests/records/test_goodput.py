@@ -90,6 +90,15 @@ def test_waiting_for_a_slow_rank_is_no_step():
     assert found == {"waiting_for_ranks": 9.0}
 
 
+def test_waiting_may_be_longer_than_the_last_part_of_the_steps():
+    ranks = {"event": "ranks", "waiting_seconds": 3.0}
+    parts = [steps(n, n, float(n), 1.0) for n in range(1, 6)]
+    assert seconds_of(start(0.0), *parts, ranks) == {
+        "step": 2.0,
+        "waiting_for_ranks": 3.0,
+    }
+
+
 def test_a_clock_that_was_set_back_takes_no_time_away():
     assert seconds_of(start(100.0), steps(1, 2, 100.0, 2.0), start(50.0, 2)) == {
         "step": 2.0

@@ -77,8 +77,9 @@ def test_any_program_can_be_launched_and_sees_torchruns_variables(capfdbinary):
     assert sorted(said) == ["[rank 0] 0 2", "[rank 1] 1 2"]
 
 
-def test_a_mistake_of_the_user_is_not_tried_again(capfd):
-    assert launch("import sys; sys.exit(2)", max_restarts=3) == 2
+@pytest.mark.parametrize("code", [exit_codes.USER_ERROR, exit_codes.WRONG_VALUES])
+def test_a_mistake_of_the_user_is_not_tried_again(code, capfd):
+    assert launch(f"import sys; sys.exit({code})", max_restarts=3) == code
     assert "restart" not in capfd.readouterr().err
 
 

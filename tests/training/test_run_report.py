@@ -64,9 +64,12 @@ def test_no_report_is_written_into_a_folder_that_is_not_the_runs_any_more(tmp_pa
     assert not folder.report.exists()
 
 
-def test_without_a_folder_nothing_is_written():
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
     with reported(None):
         pass
+    assert [*tmp_path.iterdir()] == []
+    assert caplog.records == []
 
 
 def test_the_program_of_a_run_is_what_was_compiled(folder):
