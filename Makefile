@@ -39,7 +39,7 @@ TARGETS_READY := $(TARGETS_VENV)/.ready-$(VERSION)
 # For test-report: Playwright, and its Chromium where there is no other.
 REPORT_VENV := .venv-report
 REPORT_READY := $(REPORT_VENV)/.ready-$(VERSION)
-# For test-engines: torchrun needs PyTorch.
+# For test-engines: torchrun needs PyTorch, and Ray Train an environment with Ray.
 ENGINES_VENV := .venv-engines
 ENGINES_READY := $(ENGINES_VENV)/.ready
 GPU_RESULTS := benchmarks/results/gpu
@@ -82,7 +82,7 @@ test-report: $(REPORT_READY) ## Open reports in headless Chromium: pytest $(ARGS
 test-targets: $(TARGETS_READY) ## Compile for GPUs and TPUs that are not here: pytest $(ARGS)
 	TESSERA_TEST_TARGETS=1 $(TARGETS_VENV)/bin/python -m pytest --dist=loadfile $(or $(ARGS),tests/targets/compiled)
 
-test-engines: $(DEV_READY) $(ENGINES_READY) ## Run under real torchrun, Open MPI and Slurm: pytest $(ARGS)
+test-engines: $(DEV_READY) $(ENGINES_READY) ## Run under real torchrun, Open MPI, Slurm and Ray: pytest $(ARGS)
 	TESSERA_ENGINES_BIN=$(abspath $(ENGINES_VENV))/bin $(BIN)/python -m pytest -n0 $(or $(ARGS),tests/engines)
 
 durations: $(DEV_READY) ## Measure each test anew, for tests/durations.json
@@ -183,7 +183,7 @@ $(HF_READY):
 
 $(ENGINES_READY):
 	@$(PYTHON) -m venv --clear $(ENGINES_VENV)
-	@$(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check --quiet install torch \
+	@$(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check --quiet install torch 'ray[train]' \
 	  --extra-index-url https://download.pytorch.org/whl/cpu
 	@touch $@
 

@@ -4,7 +4,7 @@
 A device may compute wrong values without an error. With deterministic numerics a step
 has the same bits on whichever devices it runs, so each position of the mesh is computed
 by two devices and compared bit for bit. Where the two differ, a third order tells which
-of them is wrong, by two votes of three.
+of them is wrong, by two votes of three: each process needs three devices for that.
 
 The step donates its state, and the devices may have no room for a second one. So the
 state before the step and the result are copied to the memory of the host, and the
@@ -12,8 +12,9 @@ repetition takes the place of the state. The order changes within each process: 
 do not cross hosts, and each process compares what it holds.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
+from functools import cached_property
 from itertools import compress
 from typing import Any, TypeAlias
 
@@ -76,7 +77,7 @@ class StepVerification:
         second = self._differences(1, step, before, data, first)
         if any(second):
             raise StepDiffers(step, self._explain(step, before, data, first, second))
-        log.info("step %d is verified: %s on other devices", step, self._manner)
+        log.info("step %d is verified: %s", step, self._manner)
         return first.placed((run.abstract_state,))[0], metrics
 
     @property
@@ -85,10 +86,20 @@ class StepVerification:
 
     @property
     def _manner(self) -> str:
-        return "equal bits" if self._is_exact else "nearly equal values"
+        what = "equal bits" if self._is_exact else "nearly equal values"
+        where = "on other devices" if self._num_orders > 1 else "on the same devices"
+        return f"{what} {where}"
+
+    @cached_property
+    def _num_orders(self) -> int:
+        """In how many orders every position is on another device, three at most."""
+        devices = self._run.mesh.jax.devices.flat
+        return min(3, *Counter(device.process_index for device in devices).values())
 
     def _rotated(self, by: int, step: int) -> Run:
         """The same run on the same devices in another order, compiled."""
+        if self._num_orders == 1:
+            return self._run
         if by not in self._runs:
             self._on_phase("compile", step)
             mesh = rotated(self._run.mesh, by)
@@ -116,18 +127,31 @@ class StepVerification:
         second: list[bool],
     ) -> str:
         """Which devices the values differ on, by the votes of a third order."""
-        third = self._differences(2, step, before, data, first)
-        orders = [rotated(self._run.mesh, by).jax.devices.flat for by in range(3)]
+        mesh, votes = self._run.mesh, [second]
+        if self._num_orders == 3:
+            votes.append(self._differences(2, step, before, data, first))
+        orders = [rotated(mesh, by).jax.devices.flat for by in range(len(votes) + 1)]
         suspects = set[jax.Device]()
-        for at, (in_second, in_third) in enumerate(zip(second, third, strict=True)):
-            if in_second or in_third:
-                # The one of the three orders that the other two disagree with.
-                order = 0 if in_second and in_third else 1 if in_second else 2
-                suspects.add(orders[order][at])
-        text = f"repeated in another order, values differ on {_listed(suspects)}"
+        for at, differs in enumerate(zip(*votes, strict=True)):
+            if any(differs):
+                suspects.update(orders[order][at] for order in _outvoted(differs))
+        text = f"repeated {self._repetition}, values differ on {_listed(suspects)}"
         if len(suspects) > 1:
             text += ": one of them, but a sum over devices spreads what one computes"
         return text
+
+    @property
+    def _repetition(self) -> str:
+        return "in another order" if self._num_orders > 1 else "on the same devices"
+
+
+def _outvoted(differs: tuple[bool, ...]) -> list[int]:
+    """The orders that may be wrong, by whether the others differ from the first."""
+    if len(differs) == 1:
+        return [0, 1]
+    # The one of the three orders that the other two disagree with.
+    in_second, in_third = differs
+    return [0 if in_second and in_third else 1 if in_second else 2]
 
 
 def rotated(mesh: Mesh, by: int) -> Mesh:

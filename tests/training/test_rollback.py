@@ -15,18 +15,24 @@ from tessera.errors import SpikeError, TesseraError
 from tessera.training.build_run import Run
 from tessera.training.checkpoints.choose_checkpoint import choose
 from tessera.training.checkpoints.saving import Checkpoints
-from tessera.training.config import RuntimeConfig, TrainingConfig
+from tessera.training.config import ModelConfig, RuntimeConfig, TrainingConfig
 from tessera.training.console import Console
 from tessera.training.metrics import MetricWriter
 from tessera.training.run_folder import open_run_folder
 from tessera.training.training_loop import Trainer
-from tests.training.short_runs import NO_VALIDATION, run_of, settings_of
+from tests.training.short_runs import CONFIG, NO_VALIDATION, run_of, settings_of
 from tests.training.small_settings import check, settings
 
 ROWS = 2
 
 
-def make_run(on_spike: str, in_flight: int = 8, **training: Any) -> Run:
+def make_run(
+    on_spike: str,
+    in_flight: int = 8,
+    sizes: tuple[int, ...] = (1,),
+    axes: tuple[str, ...] = ("fsdp",),
+    **training: Any,
+) -> Run:
     fields = {
         "steps": 12,
         "sequence_length": 16,
@@ -41,6 +47,7 @@ def make_run(on_spike: str, in_flight: int = 8, **training: Any) -> Run:
     }
     return run_of(
         settings_of(
+            model=ModelConfig(name="small", mesh_shape=(sizes, axes), config=CONFIG),
             training=TrainingConfig(**fields),
             runtime=RuntimeConfig(max_steps_in_flight=in_flight),
             data=NO_VALIDATION,
@@ -200,6 +207,47 @@ def test_a_resumed_run_judges_as_one_that_was_not_stopped(tmp_path):
     scores = [[line["loss_z"] for line in run.steps] for run in (whole, resumed)]
     assert scores[0] == scores[1]
     assert scores[0][3:5].count("NaN") == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("sizes", "axes", "training"),
+    [
+        ((2, 2), ("dp", "fsdp"), {"zero_stage": 1}),
+        ((2, 2), ("fsdp", "tp"), {"mixed_precision": "fp16"}),
+        ((2, 2), ("pp", "fsdp"), {"gradient_accumulation_steps": 2}),
+    ],
+    ids=["zero", "fp16", "pipeline"],
+)
+def test_every_layout_judges_by_the_numbers_that_it_shows(
+    sizes, axes, training, tmp_path
+):
+    # So close to the median, that some steps are spikes and others are not.
+    run = make_run("skip", 8, sizes, axes, spike_threshold=0.5, steps=10, **training)
+    lines = Trained(run, tmp_path, set()).steps
+    losses, norms = list[float](), list[float]()
+    for line in lines:
+        loss, norm = line["loss"], line["grad_norm"]
+        spike = False
+        if len(losses) >= 4:
+            scores = (z_score(losses[-4:], loss), z_score(norms[-4:], norm))
+            assert (line["loss_z"], line["grad_norm_z"]) == pytest.approx(
+                scores, rel=1e-3, abs=1e-3
+            )
+            spike = max(scores) > 0.5
+        assert line["spike"] == spike
+        assert line["skipped"] >= spike
+        if not line["skipped"]:
+            losses.append(loss)
+            norms.append(norm)
+    assert {line["spike"] for line in lines} == {0, 1}
+
+
+def z_score(values: list[float], value: float) -> float:
+    """In NumPy and double precision."""
+    median = np.median(values)
+    deviation = 1.4826 * np.median(np.abs(np.array(values) - median))
+    return (value - median) / max(deviation, 0.01 * abs(median), 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import io
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +22,7 @@ from tessera.training.metrics import MetricWriter
 from tessera.training.run_folder import open_run_folder
 from tessera.training.step_verification import rotated
 from tessera.training.training_loop import Trainer
+from tests.training.flipped_step import Flipped
 from tests.training.short_runs import CONFIG, NO_VALIDATION, run_of, settings_of
 
 ROTATED: dict[str, dict[int, Run]] = defaultdict(dict)
@@ -51,34 +51,6 @@ def make_run(
             data=NO_VALIDATION,
         )
     )
-
-
-class Flipped:
-    """A step whose result has one bit flipped, on one device and at some calls."""
-
-    def __init__(self, step: Any, device: int, calls: set[int]) -> None:
-        self._step, self._device, self._calls, self._call = step, device, calls, 0
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        self._call += 1
-        state, metrics = self._step(state, batch)
-        if self._call in self._calls:
-            leaves, treedef = jax.tree.flatten(state.params)
-            leaves[0] = self._with_flipped_bit(leaves[0])
-            params = jax.tree.unflatten(treedef, leaves)
-            state = dataclasses.replace(state, params=params)
-        return state, metrics
-
-    def _with_flipped_bit(self, array: jax.Array) -> jax.Array:
-        shards = []
-        for shard in array.addressable_shards:
-            data = np.array(shard.data)
-            if shard.device.id == self._device:
-                data.reshape(-1).view(np.uint32)[0] ^= 1
-            shards.append(jax.device_put(data, shard.device))
-        return jax.make_array_from_single_device_arrays(
-            array.shape, array.sharding, shards
-        )
 
 
 class Trained:
@@ -165,6 +137,23 @@ def test_a_flipped_bit_names_its_device_and_sets_the_run_back(
     # That of step 4 was not verified.
     names = {path.name for path in hit.root.iterdir()}
     assert names == {"2", "4", "4.replaced", "6", "8", "verified"}
+
+
+@pytest.mark.full
+def test_of_two_devices_both_are_named_whichever_is_wrong(tmp_path):
+    run = make_run(3, (2,), ("fsdp",), steps=4, micro_batch_size=4)
+    for device in (0, 1):
+        hit = Trained(with_flips(run, device, {3}), tmp_path / str(device))
+        assert "values differ on device 0, device 1: one of them" in hit.seen
+        assert "set back from step 3" in hit.seen
+
+
+@pytest.mark.full
+def test_a_process_with_one_device_repeats_its_steps_there_and_says_so(tmp_path):
+    run = make_run(3, (1,), ("fsdp",), steps=4, micro_batch_size=8)
+    hit = Trained(with_flips(run, 0, {3}), tmp_path)
+    assert "repeated on the same devices, values differ on device 0\n" in hit.seen
+    assert "step 3 is verified: equal bits on the same devices" in hit.seen
 
 
 @pytest.mark.full
