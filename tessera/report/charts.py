@@ -75,6 +75,16 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, of which one has no plural.
+
+    Example:
+      >>> counted(1, "step"), counted(1200, "step")
+      ('1 step', '1,200 steps')
+    """
+    return f"{number:,} {what}" + "s" * (number != 1)
+
+
 def line_chart(
     title: str, unit: str, curves: Mapping[str, Series], *, log: bool = False
 ) -> Chart:
@@ -132,7 +142,9 @@ def _sentence(name: str, steps: Sequence[int], values: Sequence[float]) -> str:
         words += f", {last} at step {steps[-1]:,}"
     if bad := [s for s, v in zip(steps, values, strict=True) if not isfinite(v)]:
         shown = ", ".join(f"{step:,}" for step in bad[:5])
-        words += f"; not finite at {len(bad)} steps: {shown}" + "…" * (len(bad) > 5)
+        words += f"; not finite at {counted(len(bad), 'step')}: {shown}" + "…" * (
+            len(bad) > 5
+        )
     return words
 
 

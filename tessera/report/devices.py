@@ -20,7 +20,6 @@ from tessera.report.run_files import RunFiles
 _MOST_DEVICES: Final = 512
 _MOST_TICKS: Final = 256
 _MOST_EVENTS: Final = 2000
-_GIB: Final = 2.0**30
 
 
 def memory(runs: Sequence[RunFiles]) -> Section:
@@ -28,6 +27,7 @@ def memory(runs: Sequence[RunFiles]) -> Section:
     bars: dict[str, dict[str, float]] = {}
     rows: dict[str, list[object]] = {}
     words: list[str] = []
+    unit, divisor = _unit(runs)
     for run in runs:
         planned = run.program.get("memory") or {}
         measured = max(run.series.get("peak_memory_bytes", {}).values(), default=None)
@@ -35,10 +35,10 @@ def memory(runs: Sequence[RunFiles]) -> Section:
         if planned:
             new = planned["outputs"] - planned["aliased"]
             bars[run.name] = {
-                "state and batch": planned["arguments"] / _GIB,
-                "results": new / _GIB,
-                "temporaries": planned["temporaries"] / _GIB,
-                "code": planned["code"] / _GIB,
+                "state and batch": planned["arguments"] / divisor,
+                "results": new / divisor,
+                "temporaries": planned["temporaries"] / divisor,
+                "code": planned["code"] / divisor,
             }
         if planned or measured is not None:
             peak = planned.get("peak")
@@ -46,19 +46,25 @@ def memory(runs: Sequence[RunFiles]) -> Section:
             figures = {"compiled step": peak, "measured peak": measured, **parts}
             figures["memory of a device"] = capacity
             for name, size in figures.items():
-                rows[f"{run.name}: {name}"] = [_gib(size)]
-            words.append(
-                f"{run.name}: the step needs {_gib(peak)} on each device, at most "
-                f"{_gib(measured)} was measured, and a device has {_gib(capacity)}"
-            )
+                rows[f"{run.name}: {name}"] = [_size(size)]
+            known = [
+                text.format(_size(size))
+                for text, size in (
+                    ("the step needs {} on each device", peak),
+                    ("at most {} was measured", measured),
+                    ("a device has {}", capacity),
+                )
+                if size is not None
+            ]
+            words.append(f"{run.name}: {', '.join(known)}")
     if not rows:
         return Section("memory", "Memory", paragraph("No memory was recorded."))
     sentence = ". ".join(words) + "."
     if not bars:
         only = table("Memory of a device", ("what", "size"), _rows(rows))
         return Section("memory", "Memory", join((paragraph(sentence), only)))
-    chart = bar_chart("Memory of each device", "GiB", bars, sentence, rows, ("", ""))
-    lines = _capacity_lines(runs, bars)
+    chart = bar_chart("Memory of each device", unit, bars, sentence, rows, ("", ""))
+    lines = _capacity_lines(runs, bars, divisor)
     return Section(
         "memory",
         "Memory",
@@ -69,8 +75,18 @@ def memory(runs: Sequence[RunFiles]) -> Section:
     )
 
 
+def _unit(runs: Sequence[RunFiles]) -> tuple[str, float]:
+    """The unit of the chart, and its bytes: of small models GiB would be nothing."""
+    peaks = (run.program.get("memory", {}).get("peak") or 0 for run in runs)
+    return _unit_of(max(peaks))
+
+
+def _unit_of(size: float) -> tuple[str, float]:
+    return ("GiB", 2.0**30) if size >= 2**28 else ("MiB", 2.0**20)
+
+
 def _capacity_lines(
-    runs: Sequence[RunFiles], bars: Mapping[str, object]
+    runs: Sequence[RunFiles], bars: Mapping[str, object], divisor: float
 ) -> Iterator[dict[str, Any]]:
     """Markers beside the bars: what a device has, and what was measured."""
     capacities = {run.name: run.program.get("device_memory_bytes") for run in runs}
@@ -86,13 +102,16 @@ def _capacity_lines(
                 "mode": "markers",
                 "name": name,
                 "marker": {"symbol": "line-ns-open", "size": 28, "line": {"width": 3}},
-                "x": [size / _GIB for size in known.values()],
+                "x": [size / divisor for size in known.values()],
                 "y": [label(run, 40) for run in known],
             }
 
 
-def _gib(size: float | None) -> str:
-    return "an unknown size" if size is None else f"{number(size / _GIB)} GiB"
+def _size(size: float | None) -> str:
+    if size is None:
+        return "not known"
+    unit, divisor = _unit_of(size)
+    return f"{number(size / divisor)} {unit}"
 
 
 def _rows(rows: Mapping[str, Sequence[object]]) -> list[tuple[object, ...]]:

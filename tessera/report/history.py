@@ -163,7 +163,8 @@ def _rank_chart(runs: Sequence[RunFiles], title: str, field: str) -> Chart | Non
     words: list[str] = []
     for run in runs:
         by_rank = _seconds_by_rank(run, field)
-        if not by_rank:
+        # Devices that are not measured, as those of a CPU, took no time.
+        if not any(any(series.values()) for series in by_rank.values()):
             continue
         means = {rank: fmean(series.values()) for rank, series in by_rank.items()}
         slowest = max(means, key=means.__getitem__)

@@ -9,16 +9,17 @@ const DARK = ["#6cb8f5", "#ff9d5c", "#3ecf9e", "#e79fce", "#e0c94f", "#ff8f8f",
   "#a9acff", "#a9c2cc", "#dba784", "#93d67f"];
 
 function themed(layout, isDark) {
-  const style = getComputedStyle(document.documentElement);
+  const style = getComputedStyle(document.body);
   const [ink, line] = isDark ? ["#e6edf3", "#3d444d"] : ["#1f2328", "#d1d9e0"];
-  const axis = (own) => ({...own, gridcolor: line, zerolinecolor: line, linecolor: ink});
+  const axis = (own) => ({...own, gridcolor: line, zerolinecolor: line, linecolor: ink,
+    automargin: true});
   return {
-    ...layout, xaxis: axis(layout.xaxis), yaxis: {...axis(layout.yaxis), automargin: true},
+    height: 352, ...layout, xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis),
     colorway: isDark ? DARK : LIGHT, paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)", font: {color: ink, family: style.fontFamily},
     hoverlabel: {bgcolor: isDark ? "#161b22" : "#ffffff", font: {color: ink}},
     margin: {l: 48, r: 12, t: 40, b: 56},
-    legend: {orientation: "h", x: 0, y: 1.02, yanchor: "bottom"},
+    legend: {orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom"},
     dragmode: "zoom",
   };
 }

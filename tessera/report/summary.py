@@ -7,7 +7,7 @@ from math import isfinite
 from statistics import median
 
 from tessera.records.goodput import goodput_of
-from tessera.report.charts import number
+from tessera.report.charts import counted, number
 from tessera.report.markup import Section, join, paragraph, table
 from tessera.report.run_files import RunFiles, Series
 
@@ -42,11 +42,11 @@ def verdict(run: RunFiles) -> str:
             f"Lowest validation loss {number(finite[best])} after step {best:,}."
         )
     if bad := sum(not isfinite(value) for value in run.series.get("loss", {}).values()):
-        words.append(f"The loss is not finite at {bad:,} steps.")
-    if skipped := sum(run.series.get("skipped", {}).values()):
-        words.append(f"{skipped:,.0f} steps were skipped.")
+        words.append(f"The loss is not finite at {counted(bad, 'step')}.")
+    if skipped := round(sum(run.series.get("skipped", {}).values())):
+        words.append(f"Skipped: {counted(skipped, 'step')}.")
     if warnings := len(run.of_kind("warning")):
-        words.append(f"{warnings:,} warnings.")
+        words.append(f"{counted(warnings, 'warning')}.")
     return " ".join(words)
 
 

@@ -2,9 +2,10 @@
 """A training run in two processes whose clocks are set while it goes on.
 
 Its arguments are those of ``run_training.py``. At step 3 the clock of rank 0 goes five
-minutes forward, and at step 5 ten minutes back; that of rank 1 goes the other ways. Only Python's
-clocks are set: libfaketime sets those of compiled code as well, where the locks of XLA
-then wait, in calls to the kernel that it does not see, for a time that never comes.
+minutes forward, and at step 5 ten minutes back; that of rank 1 goes the other ways.
+Only Python's clocks are set: libfaketime sets those of compiled code as well, where the
+locks of XLA then wait, in calls to the kernel that it does not see, for a time that
+never comes.
 """
 
 import os

@@ -95,7 +95,10 @@ def test_no_section_of_a_whole_run_fails(whole):
     ("title", "sentence"),
     [
         ("Summary", "Finished: 200 of 200 steps. Loss 1.928 at step 200."),
-        ("Memory", "the step needs 4 GiB on each device, at most 5 GiB was measured"),
+        (
+            "Memory",
+            "the step needs 4 GiB on each device, at most 5 GiB was measured",
+        ),
         ("Mesh and communication", "A device sends 6 MiB in a step"),
         ("Pipeline", "<td>F0 B0</td>"),
         ("Timeline of one step", "a step of 2.50 ms in 2 events"),
@@ -151,8 +154,8 @@ def test_the_last_loss_is_that_of_the_step_that_counted(tmp_path):
 def test_a_loss_that_is_not_finite_is_said(tmp_path):
     lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "NaN"}]
     text = report_page([read_run(make_run(tmp_path / "a", lines=lines))])
-    assert "The loss is not finite at 1 steps." in section(text, "Summary")
-    assert "not finite at 1 steps: 2" in section(text, "Loss and gradients")
+    assert "The loss is not finite at 1 step." in section(text, "Summary")
+    assert "not finite at 1 step: 2" in section(text, "Loss and gradients")
 
 
 # What a run's files hold that is HTML stays text, wherever the page shows it.
