@@ -236,6 +236,8 @@ def joined(
                     *(cluster, timeouts, watchdog, shared, attempt),
                     *(launcher is not None, stop_requests),
                 )
+            if stop_requests is not None:
+                stop_requests.mark_saved()
             if cluster.coordinator is not None:
                 watchdog.enter("shutdown")
                 if liveness is not None:

@@ -69,7 +69,7 @@ class StopRequests:
         self._requested: signal.Signals | None = None
         self._cause = ""
         self._last_step: int | None = None
-        self._is_stopped = False
+        self._is_stopped = self._is_saved = False
         self._requested_at = self._read_at = 0.0
         self._end_by = float("inf")
         self._deadline, self._keeps_deadline = Deadline(), False
@@ -120,6 +120,13 @@ class StopRequests:
         if not self._is_stopped or self._requested is None:
             return None
         return STOP_SIGNALS[self._requested]
+
+    def mark_saved(self) -> None:
+        """Say that a stopped run has saved: another signal has its exit code, too.
+
+        A scheduler may signal the ranks that are left as soon as one has ended.
+        """
+        self._is_saved = True
 
     def keep_deadline(self) -> None:
         """Enforce the grace period beyond the block, until the process ends."""
@@ -190,8 +197,9 @@ class StopRequests:
         if self._requested_at:
             if has_limit and now - self._requested_at < _ECHO:
                 return
+            code = self.exit_code if self._is_saved else None
             exit_now(
-                exit_codes.shell_exit_code(-number),
+                exit_codes.shell_exit_code(-number) if code is None else code,
                 f"a second signal, {number.name}: rank {self._rank} ends at once\n",
             )
         self._requested_at = now

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tessera.config_files import configs_dir
-from tessera.runtime.exit_codes import exit_on_stop_signals
+from tessera.runtime.exit_codes import FAILURE, exit_on_stop_signals
 
 
 def main(arguments: Sequence[str] | None = None, notes: Sequence[str] = ()) -> int:
@@ -21,8 +21,8 @@ def main(arguments: Sequence[str] | None = None, notes: Sequence[str] = ()) -> i
 
     Returns:
       The exit code: 0, or that of a coded error, which is shown. A process whose run
-      failed ends here instead, because the threads of an unfinished checkpoint would
-      keep Python from its end.
+      failed or was stopped ends here instead: the threads of an unfinished checkpoint
+      would keep Python from its end, and a signal on the way there has no handler.
     """
     with exit_on_stop_signals():  # there is nothing to save yet
         return _main(arguments, notes)
@@ -39,6 +39,11 @@ def _main(arguments: Sequence[str] | None, notes: Sequence[str]) -> int:
     from tessera.runtime.process_exit import exit_now
     from tessera.training.train import run
 
-    if code := run_composed(run, composed):
+    try:
+        code = run_composed(run, composed)
+    except SystemExit as stop:
+        # Python's own shutdown takes a second, in which a signal would change the code.
+        code = stop.code if isinstance(stop.code, int) else FAILURE
+    if code:
         exit_now(code)
     return 0

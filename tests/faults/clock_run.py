@@ -3,9 +3,7 @@
 
 Its arguments are those of ``run_training.py``. At step 3 the clock of rank 0 goes five
 minutes forward, and at step 5 ten minutes back; that of rank 1 goes the other ways.
-Only Python's clocks are set: libfaketime sets those of compiled code as well, where the
-locks of XLA then wait, in calls to the kernel that it does not see, for a time that
-never comes.
+Only Python's clocks are set.
 """
 
 import os

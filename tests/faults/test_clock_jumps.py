@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from tessera.records.goodput import goodput_of
 from tests.curves import curve
 
 ROOT = Path(__file__).parents[2]
+LIMIT = 240.0
+LIBFAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 SETTINGS = (
     *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
     *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=64"),
@@ -21,41 +24,98 @@ SETTINGS = (
     *("runtime.max_run_time=3600", "runtime.step_deadline=600"),
     *("data=synthetic", "data.synthetic.tokens=20000", "data.synthetic.vocab_size=64"),
     *("training.sequence_length=16", "training.micro_batch_size=2"),
-    *("training.steps=8", "training.sample_length=0", "training.report=false"),
-    *("training.validate_every=4", "training.validation_batches=1"),
-    *("training.checkpoint_every=2", "training.log_every=1"),
-    "optimizer.warmup_steps=2",
+    *("training.sample_length=0", "training.report=false", "training.log_every=1"),
+    *("training.validation_batches=1", "optimizer.warmup_steps=2"),
 )
+
+
+class Training:
+    """A run: a program, which may be that of the launcher, and its settings."""
+
+    def __init__(self, folder: Path, *command: str, **environ: str):
+        self.folder = folder
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, *command, f"hydra.run.dir={folder}"),
+                f"runtime.compile_cache={folder.parent / 'compiled'}",
+            ],
+            cwd=ROOT,
+            env=inherited
+            | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
+            | environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._begin = time.monotonic()
+
+    def finish(self) -> None:
+        """Wait for its end, and see that its times are those of its own clock."""
+        try:
+            said, _ = self.process.communicate(timeout=LIMIT)
+        finally:
+            self.process.kill()  # its ranks end with it
+        seconds = time.monotonic() - self._begin
+        assert self.process.returncode == 0, said
+        goodput = goodput_of(read_events(self.folder / "events.jsonl"))
+        assert 0 < goodput.total_seconds < seconds
+        assert min(goodput.seconds.values()) >= 0
+        assert goodput.seconds["step"] > 0
+
+    def times(self) -> list[float]:
+        """The times of its events, in seconds after the first."""
+        times = [e["time"] for e in read_events(self.folder / "events.jsonl")]
+        return [one - times[0] for one in times]
 
 
 @pytest.mark.full
 def test_clocks_that_are_set_change_no_number(tmp_path):
-    def train(program: str) -> None:
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "tessera.launch", "--nprocs=2", program),
-                *(*SETTINGS, f"hydra.run.dir={tmp_path / Path(program).stem}"),
-                f"runtime.compile_cache={tmp_path / 'compiled'}",
-            ],
-            cwd=ROOT,
-            env={k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-            | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stdout
+    short = (*SETTINGS, "training.steps=8", "training.checkpoint_every=2")
+    short = (*short, "training.validate_every=4")
+    launcher = ("-m", "tessera.launch", "--nprocs=2")
+    Training(tmp_path / "whole", *launcher, "run_training.py", *short).finish()
+    jumping = (*launcher, "tests/faults/clock_run.py", *short)
+    jumps = Training(tmp_path / "jumps", *jumping)
+    jumps.finish()
+    assert curve(jumps.folder) == curve(tmp_path / "whole")
+    assert max(jumps.times()) > 290, "the clock was set"
 
-    train("run_training.py")
-    begin = time.monotonic()
-    train("tests/faults/clock_run.py")
-    seconds = time.monotonic() - begin
-    assert curve(tmp_path / "clock_run") == curve(tmp_path / "run_training")
-    events = [*read_events(tmp_path / "clock_run/events.jsonl")]
-    times = [event["time"] for event in events]
-    assert max(times) - min(times) > 290, "the clock was set"
-    goodput = goodput_of(events)
-    assert 0 < goodput.total_seconds < seconds
-    assert min(goodput.seconds.values()) >= 0
-    assert goodput.seconds["step"] > 0
+
+@pytest.mark.full
+@pytest.mark.skipif(LIBFAKETIME is None, reason="there is no libfaketime")
+def test_clocks_of_compiled_code_may_be_set_too(tmp_path):
+    long = ("run_training.py", *SETTINGS, "training.steps=400")
+    long = (*long, "training.checkpoint_every=100", "training.validate_every=0")
+    Training(tmp_path / "whole", *long).finish()
+    offset = tmp_path / "offset"
+    offset.write_text("+0")
+    jumps = Training(
+        *(tmp_path / "jumps", *long),
+        LD_PRELOAD=str(LIBFAKETIME),
+        FAKETIME_TIMESTAMP_FILE=str(offset),
+        FAKETIME_CACHE_DURATION="1",
+        # As setting a clock does: only its time of day is another one.
+        FAKETIME_DONT_FAKE_MONOTONIC="1",
+    )
+
+    def set_at(step: int, seconds: str) -> None:
+        metrics = jumps.folder / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= step)
+        partial = tmp_path / "partial"
+        partial.write_text(seconds)
+        partial.replace(offset)
+
+    set_at(100, "+300")
+    set_at(200, "-300")
+    jumps.finish()
+    assert curve(jumps.folder) == curve(tmp_path / "whole")
+    assert max(jumps.times()) > 290, "the clock was set"
+    assert min(jumps.times()) < -200, "and back"
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)

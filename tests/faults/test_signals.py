@@ -116,6 +116,32 @@ def train(start: Start) -> Start:
     return begin
 
 
+# Says that it has saved and is about to end, which takes it a second then.
+LEAVING = """
+import sys, time
+from tessera.runtime.process_exit import on_exit
+from tessera.training.main import main
+
+def leave():
+    print("leaving", flush=True)
+    time.sleep(1)
+
+with on_exit(leave):
+    sys.exit(main())
+"""
+
+
+@pytest.mark.full
+def test_a_signal_to_a_run_that_has_saved_does_not_change_its_code(start, tmp_path):
+    """Slurm signals the tasks that are left as soon as one has ended."""
+    run = start("-c", LEAVING, *SMALL, f"hydra.run.dir={tmp_path / 'run'}")
+    run.read_until(r"step 3/")
+    run.process.send_signal(signal.SIGTERM)
+    run.read_until("leaving")
+    run.process.send_signal(signal.SIGTERM)
+    run.finish(75)
+
+
 def stopped_after(said: str, ranks: int) -> int:
     """The step after which all ranks say that the run is stopped."""
     steps = re.findall(rf"stopped after step (\d+) of {STEPS}", said)

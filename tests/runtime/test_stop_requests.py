@@ -171,6 +171,21 @@ def test_a_second_signal_ends_the_process(left, second, monkeypatch):
         assert wait_for(left) == 128 + second
 
 
+def test_a_second_signal_after_the_run_has_saved_has_the_code_of_the_first(
+    left, monkeypatch
+):
+    """Slurm signals the ranks that are left when one has ended."""
+    monkeypatch.setattr(module, "_ECHO", 0.0)
+    with StopRequests(60.0) as stopping:
+        assert stopping.should_continue()
+        ask(signal.SIGUSR2)
+        while stopping.should_continue():
+            time.sleep(0.01)
+        stopping.mark_saved()
+        ask(signal.SIGTERM)
+        assert wait_for(left) == 75
+
+
 def test_a_request_from_inside_stops_the_run_as_sigterm_does(caplog):
     with StopRequests(60.0) as stopping:
         assert stopping.should_continue()
