@@ -27,7 +27,8 @@ from tessera.planner.auto_remat import AUTO as AUTO_REMAT
 from tessera.planner.auto_remat import choose_remat
 from tessera.planner.plan_run import plan_run
 from tessera.planner.search import Candidate
-from tessera.runtime.cluster import detect
+from tessera.runtime.accelerators import assign_devices
+from tessera.runtime.cluster import Cluster, detect
 from tessera.targets.machine import machine_names, machine_of_kind
 from tessera.targets.target import Target
 from tessera.training.checkpoints.choose_checkpoint import AUTO as AUTO_RESUME
@@ -73,7 +74,7 @@ def with_layout(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
     Raises:
       TargetError: [T711] there is no file for this machine's devices, or the run has
-        several processes and names no target.
+        several processes whose devices cannot be told, and names no target.
       PlanError: [T714] no layout is legal, or none fits.
     """
     if AUTO in words:
@@ -136,16 +137,10 @@ def _target(words: Sequence[str]) -> str:
     for word in reversed(words):
         if _key(word) == "runtime.target":
             return word.partition("=")[2]
-    # One process does not see the devices of the others.
-    cluster = detect(os.environ)
     several = [word for word in words if word.startswith("runtime.num_processes=")]
-    if several or cluster.world_size > 1:
-        raise TargetError(
-            "the devices of the other processes cannot be seen before a run starts",
-            got=f"{AUTO} without runtime.target; {', '.join(several) or cluster}",
-            fix=_FIX,
-        )
-    return _devices_here()
+    if several:
+        raise _unseen(", ".join(several))
+    return _devices_of(detect(os.environ))
 
 
 @dataclass(frozen=True)
@@ -209,10 +204,18 @@ class _RecordedRun:
                 yield f"{path}={text}".replace('"', "")
 
 
-def _devices_here() -> str:
-    """This machine as a target."""
+def _devices_of(cluster: Cluster) -> str:
+    """The machines of a run as a target: each has the devices that this one has.
+
+    A rank of other devices plans otherwise, and then the ranks do not agree (T707).
+    """
     done = subprocess.run(
-        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False
+        [sys.executable, "-c", _PROBE],
+        # Other ranks look at the same devices, whose memory nobody is to take.
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
@@ -222,7 +225,8 @@ def _devices_here() -> str:
         )
     platform, kind, count, coordinates = json.loads(lines[-1])
     if platform == "cpu":
-        return f"cpu:{os.environ.get('JAX_NUM_CPU_DEVICES', '1')}"
+        each = int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))
+        return f"cpu:{each * cluster.world_size}"
     found = machine_of_kind(kind)
     if found is None:
         known = ", ".join(machine_names())
@@ -230,10 +234,24 @@ def _devices_here() -> str:
             f"no target has devices of the kind {kind!r}", got=known, fix=_FIX
         )
     if found.is_torus:
+        if cluster.world_size > 1:
+            raise _unseen(str(cluster))
         sizes = [max(each) + 1 for each in zip(*coordinates, strict=True)]
         dims = len(found.largest_torus)
         return f"{found.name}:{'x'.join(map(str, sizes[:dims]))}"
-    return f"{found.name}:1x{count}"
+    own = assign_devices(cluster.local_rank, cluster.local_size, count)
+    hosts, left = divmod(cluster.world_size, cluster.local_size)
+    if left:
+        raise _unseen(str(cluster))
+    return f"{found.name}:{hosts}x{cluster.local_size * len(own or range(count))}"
+
+
+def _unseen(found: str) -> TargetError:
+    return TargetError(
+        "the devices of the other processes cannot be seen before a run starts",
+        got=f"{AUTO} without runtime.target; {found}",
+        fix=_FIX,
+    )
 
 
 _FIX: Final = (

@@ -137,20 +137,59 @@ def test_where_no_layout_is_safe_the_smallest_is_taken(monkeypatch):
     assert notes[0].endswith("the smallest, as none surely fits")
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        (TORCHRUN, []),
-        ({}, ["runtime.num_processes=2"]),
-    ],
-)
-def test_a_run_of_several_processes_names_its_devices(monkeypatch, variables, words):
+def shown(monkeypatch, found: str, **variables: str) -> str:
+    """The target of a rank to which JAX shows some devices."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(auto_layout, "_PROBE", f"print({found!r})")
+    return auto_layout._target(WORDS)
+
+
+H100S = '["gpu", "NVIDIA H100 80GB HBM3", {}, [[]]]'
+ON_TWO_MACHINES = {**TORCHRUN, "WORLD_SIZE": "4"}
+THREE_ON_ONE_MACHINE = {**TORCHRUN, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "found", "target"),
+    [
+        (TORCHRUN, H100S.format(8), "h100:1x8"),
+        (ON_TWO_MACHINES, H100S.format(8), "h100:2x8"),
+        # A scheduler shows each process its own device alone.
+        (ON_TWO_MACHINES, H100S.format(1), "h100:2x2"),
+        # Three processes on eight devices have two each.
+        (
+            {**TORCHRUN, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"},
+            H100S.format(8),
+            "h100:1x6",
+        ),
+        (TORCHRUN, '["cpu", "cpu", 1, [[]]]', "cpu:2"),
+        ({**TORCHRUN, "JAX_NUM_CPU_DEVICES": "4"}, '["cpu", "cpu", 4, [[]]]', "cpu:8"),
+    ],
+)
+def test_the_machines_of_a_run_are_like_this_one(monkeypatch, variables, found, target):
+    assert shown(monkeypatch, found, **variables) == target
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        (TORCHRUN, '["tpu", "TPU v5 lite", 1, [[0, 0, 0]]]'),
+        # Two processes here and one elsewhere.
+        ({**TORCHRUN, "WORLD_SIZE": "3"}, H100S.format(8)),
+    ],
+)
+def test_devices_that_cannot_be_told_are_to_be_named(monkeypatch, variables, found):
     with pytest.raises(TargetError) as caught:
-        with_layout([*WORDS, *words])
+        shown(monkeypatch, found, **variables)
     assert "without runtime.target" in caught.value.got
     assert "runtime.target=h100:2x8" in caught.value.fix
+
+
+def test_processes_that_settings_name_are_to_name_their_devices():
+    with pytest.raises(TargetError) as caught:
+        with_layout([*WORDS, "runtime.num_processes=2"])
+    assert "without runtime.target; runtime.num_processes=2" in caught.value.got
 
 
 def test_devices_without_a_file_are_refused(monkeypatch):
@@ -169,8 +208,7 @@ def test_devices_become_a_target(monkeypatch):
             "v5e:2x2"
         ),
     }.items():
-        monkeypatch.setattr(auto_layout, "_PROBE", f"print({found!r})")
-        assert auto_layout._devices_here() == target
+        assert shown(monkeypatch, found) == target
 
 
 @pytest.mark.full
