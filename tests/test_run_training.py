@@ -184,6 +184,11 @@ def test_a_mesh_on_cpu_is_simulated_and_its_communication_profiled(tmp_path):
     assert "all-reduce" in text
     assert text.splitlines()[0] in seen
     assert figures["measured"]["executions"] == 2
+    timeline = json.loads((profile / "measured_timeline.json").read_text())
+    drawn = [event for event in timeline["traceEvents"] if event["ph"] == "X"]
+    assert {event["cat"] for event in drawn} >= {"computation", "sent over fsdp"}
+    end = max(event["ts"] + event["dur"] for event in drawn)
+    assert 0 < end < 3 * 1e6 * figures["measured"]["seconds"], "one step, not two"
     measured = figures["measured"]["communication"]
     assert {tuple(each["axes"]) for each in measured} == axes
     assert "measured on cpu, per device and execution: mean of 2 executions" in seen

@@ -100,7 +100,7 @@ def measure(
     Returns:
       The measurement, or None where no event is one of the program's operations.
     """
-    axes_of = _axes_by_instruction(module, ledger)
+    axes_of = axes_by_instruction(module, ledger)
     own = [event for event in events if event.op in axes_of]
     devices = {event.device for event in own}
     if not own:
@@ -135,7 +135,7 @@ def measure(
     )
 
 
-def _axes_by_instruction(module: Module, ledger: Ledger) -> dict[str, Axes | None]:
+def axes_by_instruction(module: Module, ledger: Ledger) -> dict[str, Axes | None]:
     """The axes that each instruction communicates over; None for one that computes."""
     sent = {row.instruction: row.axes for row in ledger.rows}
     axes: dict[str, Axes | None] = {}

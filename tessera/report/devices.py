@@ -200,20 +200,29 @@ def pipeline(runs: Sequence[RunFiles]) -> Section:
 
 
 def timeline(runs: Sequence[RunFiles]) -> Section:
-    """What a device does in one step, as a dry run predicted it."""
-    parts = [chart.as_html() for run in runs if (chart := _timeline_chart(run))]
+    """What a device does in one step, as it was measured and as it was predicted."""
+    parts = [
+        chart.as_html()
+        for title, field in (
+            ("Measured timeline", "measured_timeline"),
+            ("Predicted timeline", "timeline"),
+        )
+        for run in runs
+        if (chart := _timeline_chart(run.name, getattr(run, field), title))
+    ]
     if not parts:
         sentence = (
-            "No timeline of a step was predicted; a dry run with runtime.target and "
-            "runtime.timeline_dir, which may be the run's folder, draws one."
+            "There is no timeline of a step: training.profile_communication=true "
+            "measures one, and a dry run with runtime.target and runtime.timeline_dir, "
+            "which may be the run's folder, predicts one."
         )
         parts = [paragraph(sentence)]
     return Section("timeline", "Timeline of one step", join(parts))
 
 
-def _timeline_chart(run: RunFiles) -> Chart | None:
-    """The longest events of the trace, a row for each stream."""
-    entries = run.timeline.get("traceEvents") or ()
+def _timeline_chart(run: str, trace: Mapping[str, Any], title: str) -> Chart | None:
+    """The longest events of a trace, a row for each stream."""
+    entries = trace.get("traceEvents") or ()
     names = {e["tid"]: e["args"]["name"] for e in entries if e["name"] == "thread_name"}
     events = [entry for entry in entries if entry.get("ph") == "X"]
     if not events:
@@ -237,7 +246,7 @@ def _timeline_chart(run: RunFiles) -> Chart | None:
     ]
     end = max(entry["ts"] + entry["dur"] for entry in events)
     sentence = (
-        f"{run.name}: a step of {format_seconds(end / 1e6)} in {len(events):,} events, "
+        f"{run}: a step of {format_seconds(end / 1e6)} in {len(events):,} events, "
         f"of which the longest, {shown[0]['name']}, takes "
         f"{format_seconds(shown[0]['dur'] / 1e6)}."
     )
@@ -251,4 +260,4 @@ def _timeline_chart(run: RunFiles) -> Chart | None:
     }
     rows = [(e["name"], e.get("cat", ""), number(e["dur"] / 1e3)) for e in shown[:50]]
     header = ("the longest events", "kind", "milliseconds")
-    return Chart("Predicted timeline", sentence, traces, layout, header, rows)
+    return Chart(title, sentence, traces, layout, header, rows)

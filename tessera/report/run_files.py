@@ -38,6 +38,7 @@ class RunFiles:
       settings: The values of ``config.yaml``, by dotted path.
       program: What is known of the compiled step.
       timeline: The trace of a predicted step, if a dry run drew one.
+      measured_timeline: That of a profiled step, if the run measured one.
       problems: What could not be read.
       path: The folder.
     """
@@ -48,6 +49,7 @@ class RunFiles:
     settings: Mapping[str, Any] = field(default_factory=dict)
     program: Mapping[str, Any] = field(default_factory=dict)
     timeline: Mapping[str, Any] = field(default_factory=dict)
+    measured_timeline: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     path: Path = Path()
 
@@ -84,6 +86,7 @@ def read_run(path: Path, name: str | None = None) -> RunFiles:
         settings=settings,
         program=_mapping(path / "program.json", problems),
         timeline=_mapping(timeline, problems),
+        measured_timeline=_mapping(path / "profile/measured_timeline.json", problems),
         problems=tuple(problems),
         path=path,
     )

@@ -166,7 +166,9 @@ def make_run(
         (folder / name).write_text(text)
     (folder / "config.yaml").write_text(settings)
     (folder / "program.json").write_text(json.dumps(program or PROGRAM))
-    (folder / "timeline.json").write_text(json.dumps(trace or TIMELINE))
+    (folder / "profile").mkdir()
+    for name in ("timeline.json", "profile/measured_timeline.json"):
+        (folder / name).write_text(json.dumps(trace or TIMELINE))
     return folder
 
 
