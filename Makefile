@@ -39,7 +39,7 @@ TARGETS_READY := $(TARGETS_VENV)/.ready-$(VERSION)
 # For test-report: Playwright, and its Chromium where there is no other.
 REPORT_VENV := .venv-report
 REPORT_READY := $(REPORT_VENV)/.ready-$(VERSION)
-# For test-engines: torchrun needs PyTorch, and Ray Train an environment with Ray.
+# For test-engines: PyTorch, which has torchrun, and Ray.
 ENGINES_VENV := .venv-engines
 ENGINES_READY := $(ENGINES_VENV)/.ready
 GPU_RESULTS := benchmarks/results/gpu

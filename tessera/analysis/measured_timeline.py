@@ -31,7 +31,7 @@ def measured_timeline(
     Returns:
       A trace with a lane of computation and one for each combination of axes, in
       microseconds from the execution's first operation; None where no event is one of
-      the program's operations, or none of them runs once in each execution.
+      the program's operations, or where the executions cannot be told apart.
 
     Source:
       "Trace Event Format", Google, section "Complete Events".
@@ -39,7 +39,10 @@ def measured_timeline(
     axes_of = axes_by_instruction(module, ledger)
     own = [event for event in events if event.op in axes_of]
     device = min((event.device for event in own), default=None)
-    last = _last_execution([e for e in own if e.device == device], executions)
+    entry = module.computations[module.entry].instructions
+    last = _last_execution(
+        [event for event in own if event.device == device], entry, executions
+    )
     if not last:
         return None
     kinds = {
@@ -75,18 +78,26 @@ def measured_timeline(
     return {"traceEvents": [*names, *entries], "displayTimeUnit": "ms"}
 
 
-def _last_execution(events: Collection[OpEvent], executions: int) -> list[OpEvent]:
-    """The events of one device from the beginning of its last execution.
+def _last_execution(
+    events: Collection[OpEvent], entry: Collection[str], executions: int
+) -> list[OpEvent]:
+    """The events of one device in its last execution, in order; none if unknown.
 
-    It begins where the first of the operations that run once in each does: those of
-    loops run more often. A device runs one execution after another.
+    Instructions of the entry computation run once in each execution, and a device runs
+    one after another. What runs between the last of them in one execution and the first
+    in the next belongs to a loop, of which nothing says whose it is.
     """
-    starts = defaultdict[str, list[float]](list)
-    for event in events:
-        starts[event.op].append(event.start)
-    once = [max(times) for times in starts.values() if len(times) == executions]
-    begin = min(once, default=float("inf"))
-    return sorted(
-        (event for event in events if event.start >= begin),
-        key=lambda event: event.start,
-    )
+    ordered = sorted(events, key=lambda event: event.start)
+    if executions == 1:
+        return ordered
+    runs = defaultdict[str, list[OpEvent]](list)
+    for event in ordered:
+        if event.op in entry:
+            runs[event.op].append(event)
+    once = [found for found in runs.values() if len(found) == executions]
+    if not once:
+        return []
+    before, begin = max(f[-2].end for f in once), min(f[-1].start for f in once)
+    if any(before <= event.start < begin for event in ordered):
+        return []
+    return [event for event in ordered if event.start >= begin]

@@ -77,7 +77,7 @@ def memory(runs: Sequence[RunFiles]) -> Section:
 
 def _unit(runs: Sequence[RunFiles]) -> tuple[str, float]:
     """The unit of the chart, and its bytes: of small models GiB would be nothing."""
-    peaks = (run.program.get("memory", {}).get("peak") or 0 for run in runs)
+    peaks = ((run.program.get("memory") or {}).get("peak") or 0 for run in runs)
     return _unit_of(max(peaks))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tessera.config_files import configs_dir
-from tessera.runtime.exit_codes import FAILURE, exit_on_stop_signals
+from tessera.runtime.exit_codes import exit_on_stop_signals
 
 
 def main(arguments: Sequence[str] | None = None, notes: Sequence[str] = ()) -> int:
@@ -43,7 +43,9 @@ def _main(arguments: Sequence[str] | None, notes: Sequence[str]) -> int:
         code = run_composed(run, composed)
     except SystemExit as stop:
         # Python's own shutdown takes a second, in which a signal would change the code.
-        code = stop.code if isinstance(stop.code, int) else FAILURE
+        if not isinstance(stop.code, int):
+            raise  # of code that the run imports: a message, or nothing
+        code = stop.code
     if code:
         exit_now(code)
     return 0

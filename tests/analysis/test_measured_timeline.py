@@ -81,6 +81,25 @@ def test_what_a_loop_runs_belongs_to_its_execution():
     assert [name for _, name, *_ in drawn(trace)] == ["first", "turn", "turn", "r"]
 
 
+def test_a_branch_that_runs_as_often_as_the_program_does_not_divide_it():
+    """Twice in the first execution and never in the second."""
+    module, mesh = hlo.parse(LOOPED), Mesh(["dp"], devices=range(1))
+    each = (("first", 0.0, 1.0), ("r", 3.0, 4.0))
+    turns = [OpEvent("turn", 0, at, at + 0.5) for at in (1.0, 2.0)]
+    found = [*steps(2, each=each), *turns]
+    trace = measured_timeline(found, module, collectives(LOOPED, mesh), executions=2)
+    assert [name for _, name, *_ in drawn(trace)] == ["first", "r"]
+
+
+@pytest.mark.parametrize("at", [-2.0, 5.0], ids=["begins", "ends"])
+def test_where_a_program_begins_or_ends_with_a_loop_nothing_is_guessed(at):
+    module, mesh = hlo.parse(LOOPED), Mesh(["dp"], devices=range(1))
+    each = (("turn", at, at + 1.0), ("first", 0.0, 1.0), ("r", 3.0, 4.0))
+    ledger = collectives(LOOPED, mesh)
+    assert measured_timeline(steps(2, each=each), module, ledger, 2) is None
+    assert len(drawn(measured_timeline(steps(1, each=each), module, ledger, 1))) == 3
+
+
 def test_events_of_other_programs_draw_nothing(ledger):
     other = [OpEvent("fusion.99", 0, 0.0, 1.0)]
     assert measured_timeline(other, MODULE, ledger, 1) is None

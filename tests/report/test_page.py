@@ -12,7 +12,7 @@ from tessera.errors import OutputPathError
 from tessera.report import page
 from tessera.report.page import report_page, write_report
 from tessera.report.run_files import RunFiles, read_run
-from tests.report.run_folders import make_hostile_run, make_run
+from tests.report.run_folders import PROGRAM, events, make_hostile_run, make_run
 
 TITLES = [title for title, _ in page._SECTIONS]
 
@@ -95,10 +95,7 @@ def test_no_section_of_a_whole_run_fails(whole):
     ("title", "sentence"),
     [
         ("Summary", "Finished: 200 of 200 steps. Loss 1.928 at step 200."),
-        (
-            "Memory",
-            "the step needs 4 GiB on each device, at most 5 GiB was measured",
-        ),
+        ("Memory", "the step needs 4 GiB on each device, at most 5 GiB was measured"),
         ("Mesh and communication", "A device sends 6 MiB in a step"),
         ("Pipeline", "<td>F0 B0</td>"),
         ("Timeline of one step", "a step of 2.50 ms in 2 events"),
@@ -156,6 +153,32 @@ def test_a_loss_that_is_not_finite_is_said(tmp_path):
     text = report_page([read_run(make_run(tmp_path / "a", lines=lines))])
     assert "The loss is not finite at 1 step." in section(text, "Summary")
     assert "not finite at 1 step: 2" in section(text, "Loss and gradients")
+
+
+def test_memory_of_a_small_model_is_in_a_unit_that_shows_it(tmp_path):
+    sizes = {"arguments": 2 << 20, "outputs": 0, "temporaries": 1 << 20, "aliased": 0}
+    program = PROGRAM | {"memory": {**sizes, "code": 0, "peak": 3 << 20}}
+    text = report_page([read_run(make_run(tmp_path / "a", program=program))])
+    assert "the step needs 3 MiB on each device" in section(text, "Memory")
+    assert '"title":{"text":"MiB"}' in section(text, "Memory").replace(": ", ":")
+
+
+def test_memory_that_nothing_is_known_of_is_said(tmp_path):
+    program = {**PROGRAM, "memory": None}
+    text = report_page([read_run(make_run(tmp_path / "a", program=program))])
+    assert "cannot be shown" not in section(text, "Memory")
+
+
+def test_devices_that_nothing_measured_have_no_chart(tmp_path):
+    happened = [
+        {**event, "device_seconds": {"0": 0.0, "1": 0.0}}
+        if event["event"] == "ranks"
+        else event
+        for event in events()
+    ]
+    text = report_page([read_run(make_run(tmp_path / "a", happened=happened))])
+    assert "Own time of a step on each rank" in section(text, "Ranks")
+    assert "Device time of a step" not in section(text, "Ranks")
 
 
 # What a run's files hold that is HTML stays text, wherever the page shows it.

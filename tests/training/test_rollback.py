@@ -22,6 +22,7 @@ from tessera.training.run_folder import open_run_folder
 from tessera.training.training_loop import Trainer
 from tests.training.short_runs import CONFIG, NO_VALIDATION, run_of, settings_of
 from tests.training.small_settings import check, settings
+from tests.training.test_spikes import reference as z_score
 
 ROWS = 2
 
@@ -241,13 +242,6 @@ def test_every_layout_judges_by_the_numbers_that_it_shows(
             losses.append(loss)
             norms.append(norm)
     assert {line["spike"] for line in lines} == {0, 1}
-
-
-def z_score(values: list[float], value: float) -> float:
-    """In NumPy and double precision."""
-    median = np.median(values)
-    deviation = 1.4826 * np.median(np.abs(np.array(values) - median))
-    return (value - median) / max(deviation, 0.01 * abs(median), 1e-6)
 
 
 @pytest.mark.parametrize(
