@@ -189,9 +189,7 @@ def test_a_mesh_on_cpu_is_simulated_and_its_communication_profiled(tmp_path):
     drawn = [event for event in timeline["traceEvents"] if event["ph"] == "X"]
     assert {event["cat"] for event in drawn} >= {"computation", "sent over fsdp"}
     counts = Counter(event["name"] for event in drawn)
-    assert min(counts.values()) == 1, (
-        "of two steps, all would be even"
-    )
+    assert min(counts.values()) == 1, "of two steps, all would be even"
     measured = figures["measured"]["communication"]
     assert {tuple(each["axes"]) for each in measured} == axes
     assert "measured on cpu, per device and execution: mean of 2 executions" in seen
