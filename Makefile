@@ -23,8 +23,9 @@ TRAIN_READY := $(VENV)/.train-ready-$(VERSION)
 DEV_READY := $(VENV)/.dev-ready-$(VERSION)
 DOCS_READY := $(VENV)/.docs-ready-$(VERSION)
 
-# For bench-gpu: JAX's extra for the machine's driver, PyTorch in an environment of its
-# own, as both bring CUDA along, and the dense bf16 TFLOP/s that MFU is a share of.
+# JAX's extra: that of the machine's driver for bench-gpu, any for test-targets.
+# For bench-gpu also PyTorch in an environment of its own, as both bring CUDA along, and
+# the dense bf16 TFLOP/s that MFU is a share of.
 CUDA ?= cuda12
 PEAK ?= 989
 GPU_READY := $(VENV)/.$(CUDA)-ready-$(VERSION)
@@ -35,7 +36,7 @@ HF_VENV := .venv-hf
 HF_READY := $(HF_VENV)/.ready
 # For test-targets likewise: both compilers take 5 GB, and JAX loads its plugins.
 TARGETS_VENV := .venv-targets
-TARGETS_READY := $(TARGETS_VENV)/.ready-$(VERSION)
+TARGETS_READY := $(TARGETS_VENV)/.$(CUDA)-ready-$(VERSION)
 # For test-report: Playwright, and its Chromium where there is no other.
 REPORT_VENV := .venv-report
 REPORT_READY := $(REPORT_VENV)/.ready-$(VERSION)
@@ -162,7 +163,7 @@ $(GPU_READY): $(DEV_READY)
 $(TARGETS_READY): BIN := $(TARGETS_VENV)/bin
 $(TARGETS_READY): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -m venv --clear $(TARGETS_VENV)
-	@$(PINNED) -e '.[dev,targets-cuda12,targets-tpu]'
+	@$(PINNED) -e '.[dev,targets-$(CUDA),targets-tpu]'
 	@touch $@
 
 $(REPORT_READY): BIN := $(REPORT_VENV)/bin

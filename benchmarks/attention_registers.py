@@ -7,7 +7,7 @@ Forward and backward pass of causal attention. XLA writes the kernels of a progr
 NVIDIA's assembly language, and ``ptxas`` says what each takes. cuDNN's own kernels are
 compiled where they run, so of that implementation only what XLA does beside them is
 here. "shared bytes" are the static ones. It needs ``pip install
-'tessera[targets-cuda12]'``.
+'tessera[targets-cuda13]'``.
 """
 
 import os
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import report
@@ -60,10 +60,19 @@ def kernels(target: str, case: Case, implementation: str) -> report.Row:
 
 def assembled(file: Path, architecture: str) -> str:
     """What ``ptxas`` says of the kernels in a file."""
-    compiler = Path(sys.prefix, "lib", f"python3.{sys.version_info[1]}")
-    compiler = compiler / "site-packages/nvidia/cuda_nvcc/bin/ptxas"
+    packages = Path(sys.prefix, "lib", f"python3.{sys.version_info[1]}/site-packages")
+    found = (packages / f"nvidia/{name}/bin/ptxas" for name in ("cu13", "cuda_nvcc"))
+    compiler = next(file for file in found if file.exists())
     command = [compiler, "-v", f"-arch={architecture}", file, "-o", os.devnull]
     return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def ptxas_version() -> str:
+    """The version of the package that ``ptxas`` is in, of CUDA 13 or 12."""
+    try:
+        return version("nvidia-cuda-nvcc")
+    except PackageNotFoundError:
+        return version("nvidia-cuda-nvcc-cu12")
 
 
 def main() -> None:
@@ -82,7 +91,7 @@ def main() -> None:
                 rows.append(row)
     title = (
         f"{BATCH} × {HEADS} query heads, {GROUPS} of keys, {LENGTH} tokens, bf16, "
-        f"ptxas {version('nvidia-cuda-nvcc-cu12')}"
+        f"ptxas {ptxas_version()}"
     )
     report.show(title, rows, options.json)
 

@@ -59,9 +59,16 @@ def cuda_devices(hosts: int, per_host: int, config: str) -> Sequence[jax.Device]
         found = topologies.get_topology_desc("target", "cuda", **options)
     except NotImplementedError:
         # The plugin was imported before, without the variable that lets it register.
-        import_module("jax_plugins.xla_cuda12").initialize()
+        _cuda_plugin().initialize()
         found = topologies.get_topology_desc("target", "cuda", **options)
     return sorted(found.devices, key=lambda device: device.id)
+
+
+def _cuda_plugin() -> Any:
+    try:
+        return import_module("jax_plugins.xla_cuda13")
+    except ImportError:
+        return import_module("jax_plugins.xla_cuda12")
 
 
 @functools.cache

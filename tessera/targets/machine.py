@@ -16,7 +16,7 @@ from tessera.config_files import configs_dir
 from tessera.errors import TargetError, did_you_mean
 
 PLATFORMS: Final[Mapping[str, str]] = MappingProxyType(
-    {"cpu": "cpu", "cuda12": "gpu", "tpu": "tpu"}
+    {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 )
 """Compilers of targets, and JAX's name of the platform that each compiles for."""
 
@@ -62,7 +62,7 @@ class Machine:
 
     Attributes:
       name: The name of its file.
-      compiler: ``cpu``, ``cuda12`` or ``tpu``.
+      compiler: ``cpu``, ``cuda`` or ``tpu``.
       device_kinds: JAX's names of the device, ``jax.devices()[0].device_kind``.
       memory_bytes: Memory of one device.
       memory_bandwidth: Bytes/s between a device and its memory.
@@ -76,7 +76,7 @@ class Machine:
       overhead: Seconds that each ``operation`` and each ``step`` takes beside its work,
         and each byte of temporary memory: its ``allocation``.
       devices_per_host: Devices of one host.
-      compiler_config: For ``cuda12``: XLA's ``GpuTargetConfigProto`` in text form.
+      compiler_config: For ``cuda``: XLA's ``GpuTargetConfigProto`` in text form.
       topology: For ``tpu``: how libtpu calls it, such as ``v5e``.
       chip_config: For ``tpu``: which of libtpu's chip configurations.
       devices_per_chip: For ``tpu``: devices that share a place in the torus.

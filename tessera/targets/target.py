@@ -5,7 +5,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -19,11 +19,14 @@ from tessera.targets.machine import PLATFORMS as PLATFORMS
 from tessera.targets.machine import Machine, machine
 
 _SIZES: Final = re.compile(r"\d+(x\d+)*")
-# The packages that each compiler needs.
-_PACKAGES: Final = {
-    "cpu": (),
-    "cuda12": ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc"),
-    "tpu": ("libtpu",),
+# The packages that each compiler needs: all those of one extra.
+_PACKAGES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "cpu": {"": ()},
+    "cuda": {
+        "targets-cuda13": ("jax_plugins.xla_cuda13", "nvidia.cu13"),
+        "targets-cuda12": ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc"),
+    },
+    "tpu": {"targets-tpu": ("libtpu",)},
 }
 
 
@@ -126,7 +129,7 @@ class Target:
             raise TargetCompilerError(
                 f"the compiler of target {self.name} is not installed",
                 got=f"no package {', '.join(missing)}",
-                fix=f"pip install 'tessera[targets-{self.compiler}]'\n"
+                fix=f"{self._installation}\n"
                 "or compile for CPU devices instead, whose memory and collectives are "
                 "not those of the target: runtime.target_compiler=cpu",
             )
@@ -140,18 +143,27 @@ class Target:
             raise TargetCompilerError(
                 f"the compiler of target {self.name} does not start",
                 got=lines[0],
-                fix=f"pip install --upgrade 'tessera[targets-{self.compiler}]', whose "
-                f"packages are of the version of JAX, which is {jax.__version__}",
+                fix=f"{self._installation}, with packages of the version of JAX, "
+                f"which is {jax.__version__}",
             ) from error
 
+    @property
+    def _installation(self) -> str:
+        """The command that installs the compiler."""
+        extras = [f"'tessera[{extra}]'" for extra in _PACKAGES[self.compiler]]
+        return f"pip install --upgrade {' or '.join(extras)}"
+
     def _missing_packages(self) -> list[str]:
+        """What the extra that lacks least lacks."""
+
         def is_missing(package: str) -> bool:
             try:
                 return find_spec(package) is None
             except ModuleNotFoundError:
                 return True
 
-        return [each for each in _PACKAGES[self.compiler] if is_missing(each)]
+        extras = _PACKAGES[self.compiler].values()
+        return min((list(filter(is_missing, each)) for each in extras), key=len)
 
     def _topology(self) -> Sequence[jax.Device]:
         found = self.machine

@@ -33,7 +33,7 @@ def test_every_file_describes_a_machine(name):
     assert found.memory_bytes > 2**29
     assert found.links[0].bandwidth >= found.links[-1].bandwidth
     assert all(found.sources.values())
-    assert bool(found.compiler_config) == (found.compiler == "cuda12")
+    assert bool(found.compiler_config) == (found.compiler == "cuda")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_file_of_ones_own_is_a_machine(tmp_path):
         ({"memory_byte": 1}, "unknown key 'memory_byte': did you mean 'memory_bytes'"),
         ({"memory_bytes": -1}, "memory_bytes is a number above 0"),
         ({"memory_bytes": "1e5x"}, "memory_bytes is a number above 0"),
-        ({"compiler": "nvcc"}, "compiler is one of cpu, cuda12, tpu"),
+        ({"compiler": "nvcc"}, "compiler is one of cpu, cuda, tpu"),
         ({"flops": {"bf16": 1e15}}, "flops has the keys bfloat16, float32"),
         (
             {"efficiency": dict.fromkeys([*SHARES, "float8"], 0.5)},

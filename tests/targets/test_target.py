@@ -64,8 +64,24 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
     mesh = Mesh(["fsdp"], shape=(8,), target="h100:1x8")
     with pytest.raises(TargetCompilerError) as error:
         _ = mesh.compile_mesh
-    assert "pip install 'tessera[targets-cuda12]'" in str(error.value)
+    assert "'tessera[targets-cuda13]' or 'tessera[targets-cuda12]'" in str(error.value)
     assert "runtime.target_compiler=cpu" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("installed", "missing"),
+    [
+        ({"jax_plugins.xla_cuda12", "nvidia.cuda_nvcc"}, []),
+        ({"jax_plugins.xla_cuda13", "nvidia.cu13"}, []),
+        ({"jax_plugins.xla_cuda12"}, ["nvidia.cuda_nvcc"]),
+        # Half of each is no compiler.
+        ({"jax_plugins.xla_cuda12", "nvidia.cu13"}, ["jax_plugins.xla_cuda13"]),
+    ],
+)
+def test_the_compiler_of_either_cuda_serves(installed, missing, monkeypatch):
+    found = {name: name for name in installed}
+    monkeypatch.setattr(target_module, "find_spec", found.get)
+    assert Target.parse("h100:8")._missing_packages() == missing
 
 
 def test_a_compiler_that_does_not_start_says_why(monkeypatch):

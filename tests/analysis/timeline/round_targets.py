@@ -29,5 +29,5 @@ def rounded(name: str) -> Machine:
     )
 
 
-GPU = Target(rounded("h100"), (1, 8), "cuda12")
+GPU = Target(rounded("h100"), (1, 8), "cuda")
 TPU = Target(rounded("v5e"), (4, 4), "tpu")

@@ -175,7 +175,7 @@ def test_the_mesh_is_that_of_the_program(mesh):
 
 @pytest.mark.parametrize(
     ("compiler", "said"),
-    [("cuda12", "a roofline of each operation"), ("cpu", "compiled for the CPU")],
+    [("cuda", "a roofline of each operation"), ("cpu", "compiled for the CPU")],
 )
 def test_the_text_says_what_the_times_are_from(compiler, said):
     target = dataclasses.replace(GPU, compiler=compiler)
