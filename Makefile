@@ -56,7 +56,7 @@ export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-all test-hf test-report test-targets test-engines durations fuzz lint format docs docs-browser bench bench-targets bench-gpu constraints clean
+.PHONY: help train test test-all test-hf test-report test-targets test-engines fuzz lint format docs docs-browser bench bench-targets bench-gpu constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 22
@@ -79,15 +79,11 @@ test-report: $(REPORT_READY) ## Open reports in headless Chromium: pytest $(ARGS
 	PLAYWRIGHT_BROWSERS_PATH=$(abspath $(REPORT_VENV))/browsers \
 	  $(REPORT_VENV)/bin/python -m pytest -n0 -s $(or $(ARGS),tests/report/test_in_browser.py)
 
-# In one process a file, which compiles each program once.
 test-targets: $(TARGETS_READY) ## Compile for GPUs and TPUs that are not here: pytest $(ARGS)
-	TESSERA_TEST_TARGETS=1 $(TARGETS_VENV)/bin/python -m pytest --dist=loadfile $(or $(ARGS),tests/targets/compiled)
+	TESSERA_TEST_TARGETS=1 $(TARGETS_VENV)/bin/python -m pytest $(or $(ARGS),tests/targets/compiled)
 
 test-engines: $(DEV_READY) $(ENGINES_READY) ## Run under real torchrun, Open MPI, Slurm and Ray: pytest $(ARGS)
 	TESSERA_ENGINES_BIN=$(abspath $(ENGINES_VENV))/bin $(BIN)/python -m pytest -n0 $(or $(ARGS),tests/engines)
-
-durations: $(DEV_READY) ## Measure each test anew, for tests/durations.json
-	$(BIN)/python -m pytest --record-durations $(ARGS)
 
 fuzz: $(DEV_READY) ## Compare drawn programs with Python, NumPy and JAX: all seeds
 	TESSERA_FUZZ=$(or $(TESSERA_FUZZ),whole) $(BIN)/python -m pytest $(or $(ARGS),tests/fuzz)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["tests.durations"]
+pytest_plugins = ["tests.cpu_seconds"]
 
 runpy.run_path(str(Path(__file__).parent / "tests" / "conftest.py"))
 

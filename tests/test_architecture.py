@@ -89,6 +89,7 @@ def test_a_package_file_holds_a_map_and_no_logic():
         assert not found, f"{name_of(path)}:{found[0].lineno}"
 
 
+@pytest.mark.slow(reason="it reads every module")
 def test_a_function_has_at_most_80_lines_of_code():
     too_long = [
         f"{name_of(path)}:{function.lineno} {function.name}: {n} lines"
@@ -188,6 +189,7 @@ def internal_names(path: Path) -> Iterator[str]:
                 yield f"{name_of(path)}:{node.lineno} {name}"
 
 
+@pytest.mark.slow(reason="it reads every module")
 def test_modules_with_one_beginning_alone_know_the_internals_of_jax():
     doors = sorted(PACKAGE.glob("_jax*.py"))
     for door in doors:
@@ -343,6 +345,7 @@ def test_an_error_page_says_what_happened_shows_it_and_mends_it(code):
     assert re.search(r"```(python|sh)\n.+?\n```", example, re.DOTALL)
 
 
+@pytest.mark.slow(reason="it reads every module")
 def test_every_error_is_raised_somewhere():
     used = {
         node.id

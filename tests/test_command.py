@@ -39,6 +39,7 @@ def test_an_unknown_subcommand_is_a_coded_error(capsys):
     assert "  fix: did you mean 'train'? Known: 'train', 'launch'," in error
 
 
+@pytest.mark.slow(reason="it starts a process")
 def test_train_takes_settings_as_the_script_does(capsys):
     command = [sys.executable, "-m", "tessera", "train", "training.step=5"]
     script = [sys.executable, str(ROOT / "run_training.py"), "training.step=5"]

@@ -101,6 +101,7 @@ def with_blocks(pages: list[Path]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow(reason="some guides train a model")
 @pytest.mark.parametrize("page", with_blocks(GUIDES), ids=lambda page: page.stem)
 def test_the_examples_of_a_guide_run(page):
     run(python_blocks(page.read_text()), page)

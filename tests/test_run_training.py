@@ -322,6 +322,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow(reason="it starts processes")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_before_anything_is_compiled_or_written(
     name, tmp_path, monkeypatch, capsys

@@ -291,6 +291,7 @@ def compiled_with(declared, shape, dtype):
     return jax.jit(doubled_and_summed).lower(x).compile()
 
 
+@pytest.mark.full
 @settings(max_examples=80)
 @given(
     case=shapes_and_specs(),

@@ -62,6 +62,7 @@ def test_of_many_devices_the_middle_is_left_out_and_counted(large_mesh):
     assert table[-1] == "71      3   1   8   [72:96, 4:8]"
 
 
+@pytest.mark.slow(reason="it starts a process")
 def test_an_abstract_mesh_is_looked_at_without_starting_a_backend():
     program = """
 from tessera.mesh import Mesh

@@ -386,6 +386,7 @@ def test_parameters_are_placed_once_for_programs_of_one_layout(grid_mesh, monkey
 # --- how many
 
 
+@pytest.mark.full
 def test_the_last_32_kinds_of_call_are_found_quickly(full_comparisons):
     step = ts.function(lambda x, n: x * n)
     calls = [(X, n) for n in range(16)] + [(jnp.ones(n), 2) for n in range(9, 25)]
@@ -397,6 +398,7 @@ def test_the_last_32_kinds_of_call_are_found_quickly(full_comparisons):
     assert step.num_programs() == 32
 
 
+@pytest.mark.full
 def test_a_program_that_is_not_among_them_is_found_without_compiling(full_comparisons):
     step = ts.function(lambda x: x * 2)
     arrays = [jnp.ones(n) for n in range(1, 35)]

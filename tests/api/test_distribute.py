@@ -98,6 +98,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize(("mesh", "strategy", "options"), CASES)
 def test_a_step_gives_the_numbers_of_one_device(mesh, strategy, options):
     _, loss, weights, _ = run(mesh, strategy, **options)

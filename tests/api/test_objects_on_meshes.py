@@ -55,6 +55,7 @@ def test_value_and_grad_by_a_module_changes_its_other_state(wrap):
     check_equal(state_of(ours), state_of(theirs))
 
 
+@pytest.mark.full
 def test_a_recomputed_layer_changes_its_module_once_and_has_its_gradient():
     def loss(model, x, wrap):
         return jnp.mean(wrap(lambda model, x: model(x))(model, x) ** 2)
@@ -173,6 +174,7 @@ def test_weights_keep_the_layout_in_which_they_are_given(grid_mesh, steps):
     assert step.num_programs() == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("strategy", "options", "spec", "moment"),
     [

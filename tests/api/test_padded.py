@@ -67,6 +67,7 @@ COMPUTED = {
 }
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize(
     ("axes", "sizes"),
     [(("dp", None), (8,)), ((("y", "x"), None), (4, 2)), (("x", "y"), (4, 2))],

@@ -80,6 +80,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", cases(LOSSES, "mean", "with_regulariser"))
 def test_a_loss_may_be_any_sum_over_rows(name):
     tolerance = 2e-3 if name == "of_two_parts" else 2e-5

@@ -112,6 +112,7 @@ def test_microbatches_of_one_row_take_what_stands_along_an_axis():
     same(make, SQUARE, X[:5], NUMBERS[:5], microbatches=5)
 
 
+@pytest.mark.full
 def test_pipelines_of_a_step_may_have_other_numbers_of_microbatches():
     def make(pipe: Pipe, counts: tuple[int, int]) -> Any:
         models = [

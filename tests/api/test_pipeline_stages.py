@@ -90,6 +90,7 @@ def encoder_and_decoder(pipe: Pipe) -> Any:
     return step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", cases(["1f1b", "zero_bubble"], "zero_bubble"))
 def test_stages_may_have_other_shapes_and_hand_on_several_arrays(schedule):
     batch = {
@@ -122,6 +123,7 @@ def test_a_weight_may_be_shared_by_stages():
     same_as_one_device(make, batch, schedule="zero_bubble")
 
 
+@pytest.mark.full
 def test_a_captured_tensor_keeps_its_declared_layout():
     mesh = Mesh(["pp", "tp"], devices=range(4), shape=(2, 2))
 
@@ -153,6 +155,7 @@ def test_a_captured_tensor_keeps_its_declared_layout():
     assert [grads[name].sharding.spec[1] for name in ("wide", "split")] == ["tp", "pp"]
 
 
+@pytest.mark.full
 def test_layers_may_come_before_the_pipeline_and_after_it():
     def make(pipe: Pipe) -> Any:
         first, last = dense("first"), dense("last")

@@ -147,6 +147,7 @@ def test_outside_of_a_step_inside_a_transformation():
     np.testing.assert_allclose(slopes, expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_in_a_manual_region(dp_mesh):
     def step(transform, w, x):
         return jax.shard_map(

@@ -38,6 +38,7 @@ def check_alike(function, *args):
 # --- the body runs once, and sees numbers
 
 
+@pytest.mark.full
 def test_the_body_runs_once_with_numbers_that_python_and_numpy_take(capsys):
     seen = []
 
@@ -148,6 +149,7 @@ def test_value_and_grad_shows_its_function_the_numbers():
     np.testing.assert_allclose(slope, 3 * X**2, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_a_training_step_and_its_parameters():
     def make():
         @graph.training_step

@@ -129,6 +129,7 @@ def scaled_state(scale):
     return {"loss_scale": jnp.float32(scale), "rate": jnp.float32(0.5)}
 
 
+@pytest.mark.full
 def test_mixed_precision_updates_the_weights_and_the_scale(guide, capsys):
     run("Mixed Precision Training", guide)
     weights, batch = initialize_model_weights({}), next(batches())

@@ -161,6 +161,7 @@ def test_ranks_that_another_launcher_starts(start_ranks):
         assert "step 3: 2\n" in outcome.out
 
 
+@pytest.mark.slow(reason="it starts a process")
 def test_a_single_process_starts_no_coordinator(launch):
     outcome = launch("--nprocs=1", str(PROGRAM)).wait()
     assert outcome.code == 0, outcome.err
@@ -171,6 +172,7 @@ def test_a_single_process_starts_no_coordinator(launch):
 # --- a rank that fails
 
 
+@pytest.mark.slow(reason="it starts processes")
 def test_the_traceback_of_the_rank_that_failed_is_the_last_thing_one_reads(run):
     outcome = run("fault=raise")
     assert outcome.code == 1
@@ -183,6 +185,7 @@ def test_the_traceback_of_the_rank_that_failed_is_the_last_thing_one_reads(run):
     assert "[rank 0]" not in end
 
 
+@pytest.mark.slow(reason="it starts processes")
 @pytest.mark.parametrize(
     "phase", [pytest.param("compile", marks=pytest.mark.full), "step"]
 )
@@ -244,6 +247,7 @@ def test_a_rank_whose_interpreter_does_nothing_is_ended_from_outside(run):
 # --- ranks that are not of one run
 
 
+@pytest.mark.slow(reason="it starts processes")
 def test_another_configuration_on_one_rank_is_refused_on_all(run):
     outcome = run("seed_of_rank_1=5")
     assert outcome.code == 76

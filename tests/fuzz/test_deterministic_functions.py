@@ -38,6 +38,7 @@ def training_step(draw):
     return step
 
 
+@pytest.mark.full
 @pytest.mark.fuzz(sample=5, whole=200)
 def test_a_function_has_the_bits_of_one_device(seed, optimized):
     draw, arrays = Random(seed), drawn_arrays(seed, WIDTH)

@@ -51,6 +51,7 @@ class Stored:
         return params
 
 
+@pytest.mark.full
 @pytest.mark.fuzz(sample=5, whole=200)
 def test_the_sums_of_any_loss_have_the_bits_of_one_device(seed, optimized):
     draw, arrays = Random(seed), drawn_arrays(seed, 64)

@@ -81,6 +81,7 @@ def test_every_field_is_drawn_or_cannot_matter() -> None:
     assert {field.name for field in fields(DecoderConfig)} == DRAWN | SAME
 
 
+@pytest.mark.slow(reason="the one test of the cache with drawn models")
 @pytest.mark.fuzz(sample=5, whole=500)
 def test_cached_logits_are_those_of_the_whole_sequence(seed: int) -> None:
     draw = Random(seed)

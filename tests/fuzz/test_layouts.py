@@ -135,6 +135,7 @@ def random_layout(draw: Random, axes: Iterable[str], share: float = 0.5) -> Layo
     )
 
 
+@pytest.mark.full
 @pytest.mark.fuzz(sample=15, whole=300)
 def test_every_layout_that_is_found_passes_the_checks_of_a_run(seed):
     draw = Random(seed)

@@ -124,6 +124,7 @@ def drawn_model(seed, rng):
     return definition.build(Seed(seed), ModelOptions(), None)
 
 
+@pytest.mark.full
 @pytest.mark.fuzz(sample=10, whole=300)
 def test_a_mesh_changes_neither_loss_nor_gradients(seed):
     rng = np.random.default_rng(seed)
@@ -217,6 +218,7 @@ def drawn_blocks(seed, rng, mesh):
     return config, definition.build(config, remat, mesh)
 
 
+@pytest.mark.full
 @pytest.mark.fuzz(sample=5, whole=300)
 def test_blocks_in_a_scan_or_in_stages_have_the_gradients_of_a_loop(seed):
     rng = np.random.default_rng(seed)

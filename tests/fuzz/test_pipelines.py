@@ -380,6 +380,7 @@ def apart_by_path(got: Tree, want: Tree) -> Iterator[tuple[str, float]]:
         yield jax.tree_util.keystr(path), float(apart)
 
 
+@pytest.mark.slow(reason="a drawn pipeline is a program of its own")
 @pytest.mark.fuzz(sample=6, whole=300)
 def test_a_pipeline_computes_what_one_device_does_or_asks_for_the_batch(seed):
     case = Case.of(seed)

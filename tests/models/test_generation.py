@@ -59,6 +59,7 @@ def written(rows: np.ndarray) -> list[list[int]]:
     return [[token for token in row if token >= 0] for row in rows.tolist()]
 
 
+@pytest.mark.slow(reason="it compiles a program for each prompt")
 def test_a_batch_of_unequal_prompts_gives_what_each_prompt_gives_alone() -> None:
     rows = generate(MODEL, PARAMS, PROMPTS, STEPS, KEY, temperature=0.0)
     assert rows.shape == (3, 5 + STEPS)
@@ -76,6 +77,7 @@ def test_a_sampled_row_depends_on_its_own_prompt_and_key_alone() -> None:
     assert written(alone)[0] == written(together)[1]
 
 
+@pytest.mark.full
 def test_samples_are_those_of_the_logits_of_the_whole_sequence() -> None:
     row = generate(MODEL, PARAMS, [PROMPTS[0]], STEPS, KEY, temperature=0.5)
     logits = MODEL.apply(PARAMS, jnp.asarray(row))[0]
@@ -97,6 +99,7 @@ def test_dropless_experts_route_each_token_by_itself() -> None:
         assert written(rows) == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "kv_heads"),
     [((1, 4), 2), *(pytest.param((2, 2), n, marks=pytest.mark.full) for n in (1, 2))],
@@ -117,6 +120,7 @@ def test_a_mesh_gives_the_same_tokens(sizes: tuple[int, int], kv_heads: int) -> 
         np.testing.assert_array_equal(rows, expected)
 
 
+@pytest.mark.full
 def test_the_cache_is_sharded_over_the_mesh_and_as_short_as_the_window() -> None:
     mesh = Mesh(("fsdp", "tp"), devices=range(4), shape=(2, 2))
     sampler = Sampler(MODEL, PARAMS, mesh, cache_dtype="bf16")

@@ -138,6 +138,7 @@ def cases():
             yield pytest.param(name, mesh, id=f"{name}-{label}", marks=marks)
 
 
+@pytest.mark.slow(reason="each family is compared with Transformers once")
 @pytest.mark.parametrize(("name", "mesh"), [*cases()])
 def test_logits_loss_and_gradients_are_those_of_transformers(folder, name, mesh):
     model, params = from_pretrained(folder(name), mesh)

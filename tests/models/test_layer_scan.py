@@ -176,6 +176,7 @@ def test_gradients_are_the_same(remat):
         np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-9)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unroll", [1, 2])
 def test_full_runs_the_matmuls_of_every_layer_once_more(unroll):
     layers = CONFIG.num_layers

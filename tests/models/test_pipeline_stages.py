@@ -146,6 +146,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", cases(SPLITS, "uneven"))
 def test_parameters_are_those_of_the_plain_model_whatever_the_stages(case):
     config, shape, chunks = SPLITS[case]
@@ -188,6 +189,7 @@ def test_a_table_that_pp_does_not_divide_is_whole_and_the_notes_say_so():
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "shape", "share"),
     [

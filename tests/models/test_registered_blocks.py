@@ -107,6 +107,7 @@ def gradients_on(target, mesh, remat="none"):
 # --- scan and remat
 
 
+@pytest.mark.slow(reason="each kind of model is compared with a loop once")
 @pytest.mark.parametrize("target", ALL)
 def test_loss_and_gradients_are_those_of_a_loop_over_layers(target):
     assert_expected(target, *gradients_on(target, None))
@@ -117,6 +118,7 @@ def test_a_mesh_changes_neither_loss_nor_gradients(target):
     assert_expected(target, *gradients_on(target, MESH))
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize("remat", ["full", "dots", ["full", "none", "dots"]])
 def test_recomputed_blocks_have_the_same_gradients(remat):
     assert_expected(NnxBlocks, *gradients_on(NnxBlocks, None, remat))
@@ -161,6 +163,7 @@ def test_each_layer_begins_with_the_values_that_the_model_gives_it():
         np.testing.assert_allclose(one, layer["kernel"], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_it_generates_as_the_loop_would():
     model, row = model_of(FunctionBlocks), [1, 5, 7]
     params = expected(FunctionBlocks)[0]
@@ -191,6 +194,7 @@ def test_fsdp_gathers_the_weights_of_one_block_at_a_time():
     assert " all-to-all(" not in text
 
 
+@pytest.mark.full
 def test_the_gathered_weights_of_all_blocks_are_never_in_memory_together():
     """The backward pass gathers them again, although nothing else is recomputed."""
     model = model_of(FunctionBlocks, width=128, layers=16)
@@ -232,12 +236,14 @@ def pipelined(
     return sums["loss"], model.plain(jax.device_get(gradients))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ALL)
 def test_stages_have_the_gradients_of_the_loop(target):
     """Three blocks on two stages; both read the tied table, whose gradient is a sum."""
     assert_expected(target, *pipelined(target, mesh_of(pp=2)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "schedule", "options"),
     [
@@ -256,6 +262,7 @@ def test_stages_on_larger_meshes_and_by_other_schedules(sizes, schedule, options
     assert_expected(NnxBlocks, *found, layers=options.get("layers", 3))
 
 
+@pytest.mark.full
 def test_a_table_that_stages_share_is_stored_by_all_of_them():
     """Each stores a part of its width, which is gathered once in a step."""
     dims = {"table": "vocab table", "*kernel": "embed mlp", "*bias": "mlp"}
@@ -291,6 +298,7 @@ class SharingBlock(nn.Module):
         return hidden + nn.Dense(8, use_bias=False)(jnp.tanh(self.shared(hidden)))
 
 
+@pytest.mark.full
 def test_linen_blocks_may_share_a_module_of_the_model():
     """It is stored once, and its gradient is the sum of both blocks'."""
 
@@ -337,6 +345,7 @@ def test_linen_blocks_may_share_a_module_of_the_model():
 ARRAY = jnp.linspace(0.0, 1.0, 8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [None, mesh_of(pp=2)])
 def test_a_block_may_close_over_an_array(mesh):
     def block(sizes, params, block, hidden):

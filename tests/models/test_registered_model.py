@@ -73,6 +73,7 @@ def loss_of(model, place, params, batch):
     return model.loss(params, batch, place, chunk="auto")[0]
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize("target", ALL)
 def test_loss_and_gradients_are_those_of_the_formula(target):
     model = model_of(target)

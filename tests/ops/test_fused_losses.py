@@ -116,6 +116,7 @@ def test_loss_and_gradients_are_as_near_to_f64_as_those_of_whole_logits(
         assert np.abs(our - want).max() <= 2 * np.abs(their - want).max() + rounding
 
 
+@pytest.mark.full
 def test_a_weight_may_have_the_vocabulary_last():
     (hidden, weight, bias), labels = drawn(0, 4, 3)
     found = with_gradients(fused, (hidden, weight.T, bias), labels, vocab_dim=1)
@@ -137,6 +138,7 @@ def test_a_batch_that_is_all_ignored_has_a_loss_and_gradient_of_zero():
     assert not any(slope.any() for slope in slopes)
 
 
+@pytest.mark.full
 def test_words_that_are_ruled_out_by_minus_infinity():
     (hidden, weight, bias), labels = drawn(3, 4)
     bias = bias.at[7].set(-jnp.inf)
@@ -224,6 +226,7 @@ def test_chunks_are_chosen_by_the_bytes_of_their_logits(given, rows):
 EACH = ("dp", "fsdp", "tp")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("hidden", "labels", "weight", "tokens", "words"),
     [

@@ -33,6 +33,7 @@ def drawn(seed, *shape, scale=1.0, vocabulary=7):
     return logits, np.where(rng.random(shape) < 0.3, -100, labels).astype("i4")
 
 
+@pytest.mark.full
 @given(
     st.integers(0, 2**31),
     st.sampled_from([(), (1,), (5,), (2, 3), (2, 1, 2)]),

@@ -32,6 +32,7 @@ def shapes(draw):
     )
 
 
+@pytest.mark.full
 @given(shapes())
 def test_it_multiplies_what_numpy_multiplies_and_refuses_the_rest(shapes):
     a, b = filled(*shapes[0]), filled(*shapes[1])

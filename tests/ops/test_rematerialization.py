@@ -45,6 +45,7 @@ def num_tanh(compiled):
     return len(re.findall(r" tanh\(", compiled.as_text()))
 
 
+@pytest.mark.slow(reason="the one test of what each policy keeps")
 def test_the_compiled_program_computes_again_and_keeps_less():
     plain = scanned("none").compile(X, WEIGHTS)
     for policy, tanhs, share in (("full", 2, 0.4), ("dots", 2, 0.8)):
@@ -206,6 +207,7 @@ def test_an_unknown_policy_is_an_error_that_knows_the_names():
     )
 
 
+@pytest.mark.full
 def test_dropout_inside_drops_the_same_when_it_is_computed_again():
     key = jax.random.key(0)
 

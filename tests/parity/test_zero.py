@@ -168,6 +168,7 @@ def test_losses_and_parameters_are_those_of_one_device(name, stage):
 WHOLE, COUNTERS = 4 * CONFIG.num_params, 2 * 4
 
 
+@pytest.mark.slow(reason="the one test of ZeRO against an oracle of its own")
 @pytest.mark.parametrize(
     ("stage", "params"),
     [*(pytest.param(stage, 1, marks=pytest.mark.full) for stage in (1, 2)), (3, 8)],

@@ -59,6 +59,7 @@ def test_overrides_give_a_run_the_layout(layout):
     assert Layout.of(layout.applied(settings)) == layout
 
 
+@pytest.mark.full
 def test_the_table_says_what_was_asked_and_found():
     text = answer().as_text(rows=3)
     assert text.startswith("tiny on cpu:4: 4 devices of 1.00 GiB; 32 sequences of 64")
@@ -141,6 +142,7 @@ def test_a_batch_that_nothing_shares_says_why():
         plan_run(words, verified=0)
 
 
+@pytest.mark.slow(reason="the one whole plan")
 def test_the_command_writes_what_it_is_asked_to(tmp_path, capsys):
     files = [f"--json={tmp_path}/plan.json", f"--svg={tmp_path}/plan.svg"]
     assert main([*WORDS, "--verify=0", "--rows=2", *files]) == 0

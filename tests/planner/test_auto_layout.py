@@ -38,6 +38,7 @@ def settings(words):
     return compose(words, configs_dir()).config
 
 
+@pytest.mark.full
 def test_a_layout_takes_the_place_of_auto():
     words, notes = with_layout([*WORDS, TARGET])
     assert AUTO not in words
@@ -54,6 +55,7 @@ def test_a_dry_run_keeps_its_target():
     assert TARGET in words
 
 
+@pytest.mark.full
 def test_what_is_written_is_kept():
     words, _ = with_layout([*WORDS, TARGET, "training.remat=full"])
     assert settings(words).training.remat == "full"

@@ -59,6 +59,7 @@ def test_where_none_surely_fits_the_smallest_is_chosen():
     assert "keeps least, and does not surely fit 1.00 MiB" in note
 
 
+@pytest.mark.full
 def test_the_policy_takes_the_place_of_auto():
     target = f"runtime.target={TARGET}"
     words, notes = with_layout([*WORDS, AUTO, target, "training.dry_run=true"])

@@ -49,6 +49,7 @@ def test_memory_is_that_of_the_compiled_step(layout):
     assert model().memory(layout).total == pytest.approx(peak, rel=0.2)
 
 
+@pytest.mark.full
 def test_rows_take_the_time_of_all_experts_of_a_device_where_xla_has_no_kernel():
     shared, own = (
         model().device_work(layout)[0].compute(16, "none").layers_forward

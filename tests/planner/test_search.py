@@ -44,6 +44,7 @@ def roomy():
     return found()
 
 
+@pytest.mark.slow(reason="the one whole search")
 def test_the_fastest_layout_is_first():
     seconds = [each.prediction.seconds for each in roomy().best]
     assert seconds == sorted(seconds)
@@ -57,6 +58,7 @@ def test_every_layout_passes_the_checks_of_a_run():
         assert each.layout.global_batch_size == 16
 
 
+@pytest.mark.full
 def test_what_is_not_legal_is_counted_by_its_error():
     rejected = found(batch=6).rejected
     codes = {code for code, _ in rejected}

@@ -74,6 +74,7 @@ def test_products_in_layers_alone_run_at_the_peak_of_fp8():
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "remat", [pytest.param("none", marks=pytest.mark.full), "full"]
 )
@@ -95,6 +96,7 @@ def test_flops_are_those_of_a_step_that_trains_some_parameters(words):
     assert 128 * model(words).work.flops == pytest.approx(found, rel=0.06)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", PARTLY, ids=str)
 def test_memory_is_that_of_a_step_that_trains_some_parameters(words):
     """Gradients that nobody asked for are not in it: they grow with the batch here."""
@@ -124,6 +126,7 @@ def test_collectives_are_those_of_the_compiler_of_gpus(layout):
         assert predicted[axes] == pytest.approx(mebibytes, rel=0.02), axes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [(("fsdp", 8),), (("dp", 8),)], ids=str)
 def test_collectives_are_those_of_the_compiled_step(mesh):
     layout = Layout(mesh, 2, 1)
@@ -239,6 +242,7 @@ def test_offloading_the_optimizer_takes_time():
     assert moved.overhead > kept.overhead
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("optimizer", "nbytes"),
     [
@@ -270,6 +274,7 @@ def test_zero_splits_what_its_stage_says():
     assert stages[3].parameters < stages[2].parameters / 7
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [

@@ -95,6 +95,7 @@ def test_a_process_compiles_a_step():
     assert each.candidate.prediction.compute > 0
 
 
+@pytest.mark.full
 def test_a_refused_layout_says_its_code():
     words = [*WORDS, "training.sequence_length=33"]
     cp = candidate(4.0, "cp")

@@ -89,6 +89,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(reason="it starts processes")
 def test_devices_and_threads_follow_the_count_and_the_environment():
     cases = json.dumps([(count, environment) for count, environment, _ in CASES])
     found = in_new_process(SIMULATE_AND_COUNT, cases).splitlines()

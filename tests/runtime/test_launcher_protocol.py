@@ -103,6 +103,7 @@ def start(folder: Path, launcher: int) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.slow(reason="it starts a process")
 def test_a_process_that_was_launched_and_has_no_launcher_does_not_begin(tmp_path):
     """As on a system that does not kill it with its launcher."""
     started = start(tmp_path, os.getpid() + 1)

@@ -281,6 +281,7 @@ with StopRequests(60.0) as stopping:
 """
 
 
+@pytest.mark.slow(reason="it starts a process")
 def test_a_process_that_is_forked_has_signals_of_its_own():
     subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=240)
 

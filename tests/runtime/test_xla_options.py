@@ -85,6 +85,7 @@ def test_a_run_sets_its_flags_and_jaxs_optimization_level(monkeypatch):
         scope.set_plan(plan)
 
 
+@pytest.mark.full
 def test_a_run_has_its_flags_and_says_which_it_cannot_have(tmp_path):
     program = [sys.executable, "run_training.py", "training.dry_run=true"]
     refused = subprocess.run(

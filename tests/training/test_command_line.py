@@ -50,6 +50,7 @@ def test_the_defaults_are_those_of_the_classes():
     )
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize("name", model_names())
 def test_the_command_of_a_model_file_chooses_the_named_model(name):
     text = (CONFIGS_DIR / "model" / f"{name}.yaml").read_text().partition("\n\n")[0]
@@ -223,6 +224,7 @@ def test_an_unknown_flag_says_what_to_use(capsys):
     ) in err
 
 
+@pytest.mark.slow(reason="it starts a process")
 def test_composing_starts_no_backend():
     program = f"""
 from pathlib import Path

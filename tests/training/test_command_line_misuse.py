@@ -29,6 +29,7 @@ def test_a_misspelt_key_gets_a_hint():
     )
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
@@ -232,6 +233,7 @@ def test_the_environment_cannot_get_into_the_saved_configuration(override, monke
     assert SECRET not in said
 
 
+@pytest.mark.full
 def test_what_a_file_holds_is_judged_like_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", SECRET)
     folder = tmp_path / "configs"

@@ -93,6 +93,7 @@ def test_mistakes_are_told_without_jax_flax_optax_orbax_and_grain(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow(reason="it starts processes")
 def test_what_needs_jax_needs_no_more_of_its_world(tmp_path):
     program = f"""
 import sys
@@ -112,6 +113,7 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
     assert done.stderr.startswith("[T402] ")
 
 
+@pytest.mark.slow(reason="it starts processes")
 def test_the_facade_and_the_launcher_import_no_jax():
     program = f"""
 import sys

@@ -112,6 +112,7 @@ def weights(tmp_path):
     return str(path)
 
 
+@pytest.mark.full
 def test_it_needs_neither_steps_nor_a_compiled_step(weights, tmp_path):
     """Rows for fewer than one batch would be an error of a run that trains."""
     ran = train(run_of(evaluation(weights, gradient_accumulation_steps=999)), tmp_path)
@@ -155,6 +156,7 @@ def test_settings_that_leave_nothing_to_evaluate_are_refused(overrides, got):
     assert got in caught.value.got
 
 
+@pytest.mark.full
 def test_data_without_a_target_is_refused(weights, tmp_path):
     settings = dataclasses.replace(evaluation(weights), data=NO_VALIDATION)
     with pytest.raises(EmptyDataError, match="nothing to evaluate"):

@@ -166,6 +166,7 @@ def test_experts_are_refused():
         composed("model=moe_tiny", *SMALL[3:])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["a100:1x8", "v5e:2x4"])
 def test_devices_without_fp8_are_refused(target):
     overrides = f"runtime.target={target}", "training.dry_run=true"

@@ -103,6 +103,7 @@ def cases():
         yield pytest.param(way, marks=pytest.mark.full if number else ())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [*cases()])
 def test_what_is_frozen_keeps_its_bits_and_the_rest_learns_as_before(way):
     run = run_of(**WAYS[way], trainable=TRAINABLE)

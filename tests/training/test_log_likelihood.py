@@ -59,6 +59,7 @@ def plain(params: Any, context: list[int], continuation: list[int]) -> tuple[Any
     return (chosen - totals).sum(), bool((logits.argmax(1) == continuation).all())
 
 
+@pytest.mark.slow(reason="it trains a model and evaluates it")
 @pytest.mark.parametrize(
     ("sizes", "batch_size"),
     [

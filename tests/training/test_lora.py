@@ -168,6 +168,7 @@ def on_four_devices(folder: Path) -> tuple[Any, Any]:
     return stepped(run_of(folder, *MESHES["fsdp x tp"]))
 
 
+@pytest.mark.full
 def test_a_step_trains_the_adapters_alone(folder: Path, on_four_devices: Any) -> None:
     before, after = on_four_devices
     adapters = run_of(folder).model.adapters
@@ -211,6 +212,7 @@ def test_nothing_is_kept_or_computed_for_the_base(folder: Path) -> None:
     assert flops(run) < 0.8 * flops(whole)
 
 
+@pytest.mark.full
 def test_random_weights_below_adapters_are_noted(folder: Path) -> None:
     note = "the weights that adapters are added to are random"
     without = run_of(folder, "training.init_from=null")
@@ -248,6 +250,7 @@ def test_a_checkpoint_resumes_on_another_mesh(trained: Any, folder: Path) -> Non
     jax.tree.map(np.testing.assert_array_equal, run.model.plain(state.params), params)
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize(
     ("change", "got"),
     [
@@ -324,6 +327,7 @@ def test_adapters_apart_have_the_names_and_shapes_of_peft(
     np.testing.assert_array_equal(b, output["lora_b"][1].T)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "got"),
     [

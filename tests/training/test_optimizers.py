@@ -109,6 +109,7 @@ def test_lion_moves_by_the_sign():
     assert numbers(run(config, [-5.0]))["gain"] == pytest.approx(2.0 + 0.1, abs=1e-6)
 
 
+@pytest.mark.full
 def test_adafactor_keeps_rows_and_columns_only():
     config = AdafactorConfig(least_dim_to_factor=4)
     optimizer, _ = make_optimizer(config, steps=10)
@@ -120,6 +121,7 @@ def test_adafactor_keeps_rows_and_columns_only():
     assert float(updates["w"][0, 0]) == pytest.approx(-1e-2 / 20 * 0.5, rel=1e-3)
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_keeps_its_form_and_dtypes_from_step_to_step(name):
     optimizer, _ = make_optimizer(OPTIMIZERS[name](), steps=10, clip_norm=1.0)

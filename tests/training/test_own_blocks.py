@@ -146,6 +146,7 @@ def test_a_checkpoint_of_stages_has_the_values_of_the_blocks(tmp_path):
         np.testing.assert_array_equal(exported.read(name.replace("/", ".")), array)
 
 
+@pytest.mark.full
 def test_layers_that_were_not_stacked_are_no_checkpoint_of_blocks():
     metadata = metadata_of(run_of(*LAYERS), 1, CURSOR, "")
     with pytest.raises(CheckpointMismatchError, match="blocks/0/up/kernel"):

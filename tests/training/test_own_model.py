@@ -131,6 +131,7 @@ def test_four_devices_learn_what_one_does():
     assert len(set(alone)) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -159,6 +160,7 @@ def test_its_matmuls_are_not_fp8():
         composed("training.mixed_precision=fp8")
 
 
+@pytest.mark.full
 def test_every_matmul_of_a_narrow_step_has_narrow_operands():
     """Also where Flax computes in f32: an embedding has recorded its first dtype."""
     run = run_of("training.mixed_precision=bf16")

@@ -73,6 +73,7 @@ def test_windows_count_every_token_but_the_first_once(params: Any) -> None:
     assert result.value == pytest.approx(np.exp(result.nats))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 2)])
 def test_a_mesh_gives_the_same_perplexity(params: Any, sizes: tuple[int, int]) -> None:
     mesh = Mesh(("fsdp", "tp"), devices=range(4), shape=sizes)

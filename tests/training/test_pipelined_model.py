@@ -58,6 +58,7 @@ def pipelined(config: DecoderConfig, mesh: Mesh, name: str) -> PipelinedModel:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", cases(["gpipe", "zero_bubble"], "gpipe"))
 def test_the_program_is_no_longer_for_more_layers_in_a_stage(name):
     def length(num_layers: int) -> int:

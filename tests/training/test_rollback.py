@@ -130,6 +130,7 @@ def calm(rollback, tmp_path_factory) -> Trained:
     return Trained(rollback, tmp_path_factory.mktemp("calm"), set())
 
 
+@pytest.mark.full
 def test_a_spike_sets_the_run_back_and_its_data_is_not_read_again(
     rollback, calm, tmp_path
 ):
@@ -160,6 +161,7 @@ def test_the_curve_does_not_depend_on_when_metrics_are_read(rollback, tmp_path):
     assert at_once.rows == behind.rows
 
 
+@pytest.mark.slow(reason="it is a whole run with checkpoints")
 def test_spikes_that_go_on_after_one_checkpoint_end_the_run(rollback, tmp_path):
     run = Trained(rollback, tmp_path, {*range(8, 30)})
     assert run.error is not None

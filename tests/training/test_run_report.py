@@ -72,6 +72,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch, caplog):
     assert caplog.records == []
 
 
+@pytest.mark.full
 def test_the_program_of_a_run_is_what_was_compiled(folder):
     run = short_run().run
     write_program(folder, run)

@@ -102,6 +102,7 @@ def test_gradients_in_a_fixed_order_are_whole_on_every_device():
     assert f"parameters {whole}" not in held
 
 
+@pytest.mark.full
 def test_the_state_is_counted_whole_and_per_device(run):
     # Parameters and AdamW's two moments in f32, and three counters.
     whole = 3 * 4 * run.config.model.config.num_params + 3 * 4
@@ -136,6 +137,7 @@ def test_a_dry_run_for_a_target_predicts_the_time_of_a_step(on_target):
     assert max(event.times for event in timeline.events) >= 6
 
 
+@pytest.mark.full
 def test_a_timeline_is_drawn_into_a_folder(on_target, tmp_path):
     picture, trace = write_timeline(on_target.compiled.timeline, tmp_path / "there")
     assert picture.read_text().startswith("<svg")

@@ -21,6 +21,7 @@ def reference(values: list[float], value: float) -> float:
     return (value - median) / max(deviation, 0.01 * abs(median), 1e-6)
 
 
+@pytest.mark.full
 @given(LOSSES, st.floats(0, 1000, width=32))
 def test_the_z_score_is_that_of_numpy(values, value):
     got = float(robust_z_score(jnp.array(values, jnp.float32), jnp.float32(value)))

@@ -116,6 +116,7 @@ def test_parameters_become_what_optax_makes_of_the_gradients():
     assert int(ran.state.step) == 1
 
 
+@pytest.mark.full
 def test_a_batch_of_padding_alone_teaches_nothing():
     empty = {**BATCH, "targets": np.full_like(BATCH["targets"], -100)}
     state, metrics = run(ONE).again(first_state(), empty)
@@ -168,6 +169,7 @@ def test_by_default_gradients_are_sent_with_every_microbatch():
     assert sent > MICROBATCHES * local_bytes(CUBE)
 
 
+@pytest.mark.full
 def test_syncing_means_nothing_without_data_parallel_devices():
     def program(every: int) -> str:
         config = config_on(Mesh(("tp",), devices=range(4)), sync_every=every)
@@ -180,6 +182,7 @@ def test_syncing_means_nothing_without_data_parallel_devices():
 # --- memory
 
 
+@pytest.mark.slow(reason="the one test that compiles the whole step twice")
 def test_the_given_state_is_donated():
     ran = run(CUBE)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(ran.given))
@@ -254,6 +257,7 @@ def traced(dtype: str | None, **options: Any) -> Any:
 MATMULS = 3 * 8 + 2 * (2 + 5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "bits"),
     [
@@ -371,6 +375,7 @@ def test_a_step_says_the_loss_scale_that_it_used():
     assert float(metrics["overflow"]) == 0.0
 
 
+@pytest.mark.full
 def test_the_loss_scale_grows_after_two_hundred_steps_without_overflow():
     state, _ = run(ONE, dtype="float16").again(with_scale(1024, 199))
     assert (float(state.loss_scale.value), int(state.loss_scale.streak)) == (2048, 0)
@@ -396,6 +401,7 @@ def test_an_overflowed_step_changes_nothing_but_the_loss_scale():
 # --- validation
 
 
+@pytest.mark.slow(reason="the one test of the validation step")
 def test_validation_gives_summed_loss_and_counted_tokens():
     config = config_on(CUBE)
     evaluate = make_eval_step(config)

@@ -69,6 +69,7 @@ def test_a_sweep_ends_with_the_code_of_the_run_that_failed(started):
     assert len(started) == 3
 
 
+@pytest.mark.full
 def test_a_run_that_is_asked_to_end_ends_the_sweep(started):
     with pytest.raises(SystemExit, match="75"):
         read_command_line(CONFIGS_DIR, ["-m", "training.seed=75,14"])

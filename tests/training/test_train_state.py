@@ -137,6 +137,7 @@ def test_the_abstract_state_of_a_large_model_allocates_nothing():
     assert dtypes == {"float32", "int32"}
 
 
+@pytest.mark.full
 def test_the_abstract_state_is_that_of_the_real_one(state):
     def described(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)

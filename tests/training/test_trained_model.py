@@ -61,6 +61,7 @@ def written(capsys: Any, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mesh",
     ["[[2,2],[fsdp,tp]]", pytest.param("[[2,2],[pp,fsdp]]", marks=pytest.mark.full)],
@@ -74,6 +75,7 @@ def test_parameters_are_read_from_a_run_on_any_mesh(tmp_path: Path, mesh: str) -
     assert trained.prefix == trained.stop_tokens == (256,)
 
 
+@pytest.mark.slow(reason="it trains a model and continues a text")
 def test_one_prompt_is_continued_as_text(run_folder: Path, capsys: Any) -> None:
     arguments = (str(run_folder), "hé", "--max-tokens=8", "--temperature=0.5")
     text = written(capsys, *arguments)
@@ -181,6 +183,7 @@ def test_a_chat_is_answered_until_its_turn_ends(tmp_path: Path, capsys: Any) -> 
     ]
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -205,6 +208,7 @@ def test_a_mistake_is_a_coded_error(
     assert capsys.readouterr().err.startswith(f"[{code}] ")
 
 
+@pytest.mark.full
 def test_synthetic_tokens_have_no_text(tmp_path: Path) -> None:
     save_run(tmp_path, "data=synthetic")
     with pytest.raises(TokenizerError, match="data=synthetic"):

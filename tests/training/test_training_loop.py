@@ -139,6 +139,7 @@ def test_a_machine_whose_peak_is_unknown_has_no_mfu(ran):
     assert "mfu" not in ran.seen
 
 
+@pytest.mark.full
 def test_where_the_peak_is_known_mfu_is_its_share(ran, tmp_path, monkeypatch):
     monkeypatch.setattr(step_metrics, "peak_flops", lambda kind, dtype: 1e9)
     training = dataclasses.replace(
@@ -182,6 +183,7 @@ def test_validation_follows_its_interval_and_the_last_step(ran):
         assert said in ran.seen
 
 
+@pytest.mark.full
 def test_the_validation_loss_is_the_mean_over_its_first_batches(ran):
     corpus, total, tokens = ran.run.load_data(), 0.0, 0
     batches = corpus.validation(4)
@@ -255,6 +257,7 @@ def test_microbatches_on_a_mesh_get_the_rows_of_one_device(unvalidated, tmp_path
     )
 
 
+@pytest.mark.full
 def test_another_seed_gives_other_numbers(ran, tmp_path):
     training = dataclasses.replace(settings_of().training, seed=1)
     # The seed is in the arrays and not in the program.

@@ -159,6 +159,7 @@ def test_inside_a_program_that_rounds_otherwise_it_is_refused(outer, where):
         outer(lambda x: inner(x))(ROWS)
 
 
+@pytest.mark.full
 def test_inside_another_deterministic_function_it_is_part_of_that():
     inner = deterministic(softmax_slope)
     outer = deterministic(lambda x: inner(x))

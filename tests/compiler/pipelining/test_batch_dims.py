@@ -130,6 +130,7 @@ def numbers() -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize("name", APART)
 def test_what_treats_each_row_by_itself_is_found_to(name):
     function, x = APART[name], numbers()

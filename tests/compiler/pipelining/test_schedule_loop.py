@@ -183,6 +183,7 @@ def check(table: Schedule, mesh: Mesh) -> None:
     assert shards[1] == 1, "each device keeps its own stage's"
 
 
+@pytest.mark.slow(reason="each schedule is compared with autodiff once")
 @pytest.mark.parametrize(
     ("name", "size", "microbatches", "chunks"),
     [

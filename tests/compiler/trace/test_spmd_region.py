@@ -131,6 +131,7 @@ def test_columns_of_a_layer(size, given):
     assert_alike(found, trained(in_jax)(*given))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", SIZES)
 def test_heads_of_attention(size):
     @ts.function
@@ -158,6 +159,7 @@ def test_a_layer_sends_what_it_says_and_nothing_else():
         assert kinds == ["all-gather"]
 
 
+@pytest.mark.full
 def test_beside_an_axis_that_splits_the_batch(grid_mesh):
     def step(x, w_qkv, w_out):
         loss = jnp.mean(attention(x, w_qkv, w_out, HEADS) ** 2)
@@ -188,6 +190,7 @@ def test_columns_then_rows_need_no_gather():
     assert_alike(found, jnp.tanh(X[0] @ WEIGHT) @ WEIGHT.T)
 
 
+@pytest.mark.slow(reason="the one whole step in an SPMD region")
 def test_a_whole_step_on_blocks():
     @split
     def step(

@@ -64,6 +64,7 @@ def logits(model: DecoderModel, mesh: Mesh | None, segments: Any) -> jax.Array:
     return apply(params)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "segments",
     [SEGMENTS, pytest.param(None, marks=pytest.mark.full)],
@@ -201,6 +202,7 @@ def attention_gradients(place: Any, is_global: bool) -> Callable[..., Any]:
     return jax.jit(jax.grad(total, (0, 1, 2)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_global", [True, False])
 @pytest.mark.parametrize("vmapped", [(), ("dp",)])
 def test_a_tpu_attends_in_regions_by_kernels(on_tpu, monkeypatch, vmapped, is_global):

@@ -221,6 +221,7 @@ def test_unrolling_the_scan_changes_no_result(
     )
 
 
+@pytest.mark.full
 def test_the_program_does_not_grow_with_depth() -> None:
     def sizes(num_layers: int) -> tuple[int, int]:
         model = DecoderModel(dataclasses.replace(CONFIG, num_layers=num_layers))

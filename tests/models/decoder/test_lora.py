@@ -55,6 +55,7 @@ def test_experts_keep_adapters_of_attention() -> None:
     assert_same_as_merged(DecoderModel(config))
 
 
+@pytest.mark.full
 def test_new_adapters_change_nothing_and_leave_the_weights_as_they_are() -> None:
     config = with_lora(SMALL, rank=4)
     params = named_leaves(DecoderModel(config).init(jax.random.key(0)))

@@ -109,6 +109,7 @@ def test_an_axis_that_the_mesh_lacks_splits_nothing() -> None:
     assert not any(layouts.values())
 
 
+@pytest.mark.full
 def test_init_gives_unit_inputs_and_fan_in_scaled_weights(params: Any) -> None:
     attention, mlp = params["decoder"]["attention"], params["decoder"]["mlp"]
     for kernel, fan_in in (
@@ -146,6 +147,7 @@ def test_a_mesh_that_is_not_here_can_be_planned_but_not_filled() -> None:
         model.init(jax.random.key(0), mesh)
 
 
+@pytest.mark.slow(reason="it starts a process")
 def test_planning_starts_no_backend() -> None:
     program = (
         "from tessera import _jax; from tessera.mesh import Mesh\n"
@@ -306,6 +308,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow(reason="the one composition of axes of the decoder")
 @pytest.mark.parametrize(
     ("sizes", "sequence_parallel"),
     [
@@ -353,6 +356,7 @@ def test_a_block_half_has_one_all_reduce_over_tp() -> None:
     assert block_collectives(MODEL, mesh_of(tp=4)) == ["all-reduce"] * 2
 
 
+@pytest.mark.full
 def test_fsdp_gathers_each_weight_of_a_block_once() -> None:
     assert block_collectives(MODEL, mesh_of(fsdp=2)) == ["all-gather"] * 7
 

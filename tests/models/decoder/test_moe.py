@@ -65,6 +65,7 @@ def test_the_batch_is_split_over_ep_as_over_dp():
     assert MODEL.place(mesh_of(dp=2, ep=4)).axes("batch") == ("dp", "ep")
 
 
+@pytest.mark.full
 def test_initial_experts_differ_and_have_the_variance_of_a_dense_mlp():
     config = dataclasses.replace(CONFIG, mlp_dim=256)
     gate = np.asarray(
@@ -74,6 +75,7 @@ def test_initial_experts_differ_and_have_the_variance_of_a_dense_mlp():
     np.testing.assert_allclose(gate.std(axis=(2, 3)), 128**-0.5, rtol=0.02)
 
 
+@pytest.mark.full
 def test_one_layer_computes_what_the_reference_computes(params):
     # As the scan over layers does it: the module with one layer's slice.
     graphdef, state = nnx.split(MODEL.module(params).decoder)

@@ -69,6 +69,7 @@ def sent(
     return found
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize(
     ("method", "options"),
     [("ring", {}), ("zigzag", {}), ("all_to_all", {}), ("zigzag", {"window": 5})],
@@ -97,6 +98,7 @@ def test_attention_whose_output_is_saved_is_computed_once():
     assert given[0] == given[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "method", [pytest.param("ring", marks=pytest.mark.full), "zigzag"]
 )
@@ -137,6 +139,7 @@ def test_all_to_all_sends_queries_keys_values_and_what_is_read():
     assert given["both"] == {"all-to-all": want}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "method",
     [

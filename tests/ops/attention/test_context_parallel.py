@@ -106,6 +106,7 @@ THOROUGH = [
 ]
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize(
     ("kind", "method"),
     FAST
@@ -186,6 +187,7 @@ def test_global_arrays_are_taken_apart_by_the_layout_of_the_queries():
     np.testing.assert_allclose(op.unzigzag(got, 4), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_it_works_in_a_kernel_and_in_a_step():
     mesh, given = mesh_of(4), operands()
     placed = [spread(x, mesh, "ring") for x in given[:3]]
@@ -222,6 +224,7 @@ def test_sequences_may_be_split_along_with_heads():
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "local", "divergent"),
     [

@@ -66,6 +66,7 @@ SETTINGS = {
 FAST = ("plain", "segments", "everything")
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -132,6 +133,7 @@ def test_narrow_operands_are_summed_in_f32(dtype):
     )
 
 
+@pytest.mark.full
 def test_the_memory_of_a_step_grows_with_the_sequence_and_not_with_its_square(
     monkeypatch,
 ):

@@ -61,6 +61,7 @@ CASES = {
 FAST = ("everything", "both ways", "beyond the keys", "bf16")
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize(
     ("sizes", "options", "is_packed"),
     [
@@ -204,6 +205,7 @@ def test_rematerialization_can_save_its_residuals(policy, forward):
     assert found == sorted(2 * ["dkv", "dq", *["fwd"] * forward])
 
 
+@pytest.mark.full
 def test_each_device_attends_to_its_own_rows_and_heads(on_tpu, grid_mesh):
     operands, _ = drawn(batch=2, heads=8, groups=4, width=8)
     packed = segments(2, 48)

@@ -129,6 +129,7 @@ def test_on_a_mesh_it_computes_the_same_and_the_same_gradients(layout, alone):
     close(results(TOP2, layout), alone)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("factor", [0.3, pytest.param(100.0, marks=pytest.mark.full)])
 def test_rounds_of_any_size_lose_nothing(factor, alone):
     options = replace(TOP2, buffer_factor=factor)
@@ -227,6 +228,7 @@ def test_the_ledger_shows_rows_going_to_their_experts_and_back():
     assert further == {("ep",): 2}
 
 
+@pytest.mark.full
 def test_on_two_levels_each_exchange_is_one_hop_inside_and_one_across():
     always, _ = exchanges("two levels", forward)
     assert always == {("inner",): 2, ("outer",): 2}

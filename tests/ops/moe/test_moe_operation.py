@@ -59,6 +59,7 @@ def test_an_expert_is_four_times_as_wide_as_its_input_unless_told():
     assert step.params["moe"]["up"].shape == (4, 8, 32)
 
 
+@pytest.mark.full
 def test_it_computes_what_the_reference_computes():
     step = filled(moe_step(top_k=3), X)
     out, router, _ = step(X)
@@ -68,6 +69,7 @@ def test_it_computes_what_the_reference_computes():
     assert router.tokens_per_expert.sum() == 4 * 6 * 3
 
 
+@pytest.mark.slow(reason="the one test of experts on a mesh with gradients")
 @pytest.mark.parametrize(
     ("axes", "sizes", "axis", "capacity"),
     [
@@ -118,6 +120,7 @@ def test_narrow_activations_stay_narrow():
     assert router.z_loss.dtype == jnp.float32
 
 
+@pytest.mark.full
 def test_under_autocast_experts_are_narrow_and_the_router_is_not():
     @graph.training_step()
     def autocast_step(x):

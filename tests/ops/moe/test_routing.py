@@ -67,6 +67,7 @@ def test_the_losses_are_those_of_the_papers():
     )
 
 
+@pytest.mark.full
 def test_a_perfect_balance_costs_one_whatever_the_number_of_choices():
     # Each token prefers two experts of its own, all equally.
     x = np.eye(4, dtype="f4").repeat(3, axis=0)[None]

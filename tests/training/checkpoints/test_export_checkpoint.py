@@ -24,6 +24,7 @@ def written(request, run_of, filled, tmp_path_factory):
     return job, job.model.plain(state.params), folder
 
 
+@pytest.mark.full
 def test_a_checkpoint_s_parameters_are_a_file_of_any_model_s_form(
     written, run_of, tmp_path
 ):

@@ -37,6 +37,7 @@ def save_run(folder, filled, *overrides):
     return run.model.plain(state.params)
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize(
     "mesh", ["[[1],[fsdp]]", "[[2,2],[fsdp,tp]]", "[[2,2],[pp,fsdp]]", "[[2],[cp]]"]
 )

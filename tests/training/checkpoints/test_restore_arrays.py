@@ -72,6 +72,7 @@ def assert_same(got, expected):
         assert got[name].tobytes() == array.tobytes(), name
 
 
+@pytest.mark.slow(reason="the one test of resuming on other meshes")
 @pytest.mark.parametrize(
     "names",
     [
@@ -105,6 +106,7 @@ def test_layers_that_fill_up_a_stage_are_zeros_again(run_of, filled, tmp_path):
             assert not np.asarray(leaf)[absent].any(), name
 
 
+@pytest.mark.full
 def test_factored_moments_are_regrouped_too(run_of, filled, tmp_path):
     config = dataclasses.replace(run_of().config.model.config, d_model=128)
     config = dataclasses.replace(config, mlp_dim=128)

@@ -134,6 +134,7 @@ def test_devices_that_do_not_exist_can_be_planned_for(run):
     assert "onto  dp × fsdp mesh, 16 × 4" in str(plan)
 
 
+@pytest.mark.full
 def test_nothing_is_allocated(run):
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}

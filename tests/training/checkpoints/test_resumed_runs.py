@@ -88,6 +88,7 @@ def test_another_mesh_continues_with_the_same_rows(whole, run_of, tmp_path, mesh
         assert here["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.full
 def test_a_run_that_is_done_has_nothing_left_to_do(whole, tmp_path):
     job, state, path = whole
     resumed, choice = run(job, tmp_path, str(path))

@@ -94,6 +94,7 @@ def test_the_state_may_be_donated_as_soon_as_the_save_returns(job, state, tmp_pa
         assert np.asarray(restored[name]).tobytes() == array.tobytes(), name
 
 
+@pytest.mark.full
 def test_the_newest_ones_are_kept(job, replaced, state, tmp_path):
     for keep, kept in ((2, [8, 6]), (None, [16, 14, 12, 10, 8, 6])):
         job = replaced(job, keep=keep)
@@ -155,6 +156,7 @@ def fail(*_):
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.full
 def test_one_that_fails_is_said_and_removed_and_the_next_is_tried(
     job, state, tmp_path, monkeypatch, caplog
 ):
@@ -202,6 +204,7 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.full
 def test_orbax_s_own_errors_are_ours(job, state, tmp_path, caplog, small_files):
     checkpoints = Checkpoints(job, tmp_path, "")
     checkpoints.save(2, state, CURSOR)
@@ -211,6 +214,7 @@ def test_orbax_s_own_errors_are_ours(job, state, tmp_path, caplog, small_files):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("path", "names"),
     [("/runs/2/state.orbax-checkpoint-tmp/d/ab", set()), ("/orbax/ab", {"asyncio"})],

@@ -44,6 +44,7 @@ def train(rows, batch_size, steps, *, process=0, of=1, seed=0, start=0, prefetch
 
 
 # grain draws a row of few in a millisecond and one of many in microseconds.
+@pytest.mark.full
 @settings(max_examples=15)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**40))
 def test_each_pass_holds_every_row_once(count, batch_size, seed):

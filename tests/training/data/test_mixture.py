@@ -42,6 +42,7 @@ def names_of(made, batch_size, steps, **arguments):
     return [bytes(row.tolist()).decode() for row in taken]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "weights",
     [

@@ -44,6 +44,7 @@ def test_bytes_are_their_own_ids(content):
     assert ids.tolist() == list(content)
 
 
+@pytest.mark.full
 @given(st.text())
 def test_text_comes_back_from_bytes(text):
     tokenizer = ByteTokenizer()

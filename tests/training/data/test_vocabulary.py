@@ -35,6 +35,7 @@ def corpus(tmp_path, tokenizer_file, text, vocab_size):
     return load(config, sequence_length=4, seed=0, vocab_size=vocab_size)
 
 
+@pytest.mark.full
 def test_an_id_beyond_the_model_s_that_is_in_no_text_is_a_note(
     tmp_path, tokenizer_file
 ):

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pytest plugin: the CPU seconds of each test, and a limit for those of ``make test``.
+
+A test that takes more than ``LIMIT`` fails, unless it is marked ``full``; with
+``slow(reason=...)`` it may take ``SLOW_LIMIT``. What counts is the CPU time of the test
+and of the processes that it waited for: unlike wall time it hardly depends on what else
+the machine does. What fixtures of a module or of the session take is counted by itself
+and may be ``SLOW_LIMIT``, because any of their tests can be the first.
+"""
+
+import gc
+import random
+import resource
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import pytest
+
+LIMIT = 1.5  # seconds
+SLOW_LIMIT = 5.0  # seconds: with a reason, and for what a module shares
+# What ``reference_seconds`` takes on the processor that the limits are meant for.
+REFERENCE = 0.10
+
+_STARTED = pytest.StashKey[float]()
+_SHARED = pytest.StashKey[float]()
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of those that it waited for."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def reference_seconds() -> float:
+    """CPU seconds to compile a program that nobody has compiled before."""
+    start = cpu_seconds()
+    number = random.Random(start).random()
+    operand = jax.ShapeDtypeStruct((8, 8), "float32")
+    jax.jit(lambda x: (x * number @ jax.nn.softmax(x)).sum()).lower(operand).compile()
+    return cpu_seconds() - start
+
+
+def problem(used: float, shared: float, *, slow: bool) -> str | None:
+    """Why a test is too slow for ``make test``; or None.
+
+    A slow processor is no problem of the test: the limits grow with the time that a
+    reference takes on it now.
+    """
+    limit = SLOW_LIMIT if slow else LIMIT
+    if used <= limit and shared <= SLOW_LIMIT:
+        return None
+    slowness = max(1.0, reference_seconds() / REFERENCE)
+    if used > limit * slowness:
+        return (
+            f"{used:.1f} CPU seconds; the limit is {limit} ({slowness:.1f} times that "
+            "on this processor now): make it faster, or mark it full"
+            + ("" if slow else ", or slow(reason=...), whose limit is 5")
+        )
+    if shared > SLOW_LIMIT * slowness:
+        return (
+            f"the fixtures of its module took {shared:.1f} CPU seconds; the limit is "
+            f"{SLOW_LIMIT}: make them faster, or mark the module full"
+        )
+    return None
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what lives as long as the session.
+
+    It would walk through all modules and tests again and again: a seventh of the time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Count what a fixture of several tests takes apart from the test that asks first."""
+    start = cpu_seconds()
+    try:
+        return (yield)
+    finally:
+        item = getattr(request, "_pyfuncitem", None)
+        if fixturedef.scope != "function" and item is not None:
+            item.stash[_SHARED] = item.stash.get(_SHARED, 0.0) + cpu_seconds() - start
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Begin to count."""
+    item.stash[_STARTED] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Attach the CPU seconds to the report, and fail a test that took too many."""
+    report = yield
+    if call.when != "call":
+        return report
+    shared = item.stash.get(_SHARED, 0.0)
+    used = cpu_seconds() - item.stash[_STARTED] - shared
+    report.user_properties.append(("cpu_seconds", used + shared))
+    if report.passed and item.get_closest_marker("full") is None:
+        slow = item.get_closest_marker("slow") is not None
+        if (found := problem(used, shared, slow=slow)) is not None:
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid}: {found}"
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The ten slowest tests of all workers."""
+    seconds = {
+        report.nodeid: dict(report.user_properties).get("cpu_seconds", 0.0)
+        for kind in ("passed", "failed")
+        for report in terminalreporter.stats.get(kind, [])
+        if report.when == "call"
+    }
+    if len(seconds) < 100:
+        return
+    total = sum(seconds.values())
+    terminalreporter.section(f"{total:.0f} CPU seconds in tests; the ten slowest")
+    for nodeid in sorted(seconds, key=seconds.__getitem__, reverse=True)[:10]:
+        terminalreporter.line(f"{seconds[nodeid]:6.1f} s {nodeid}")
