@@ -56,7 +56,7 @@ export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-all test-hf test-report test-targets test-engines fuzz lint format docs docs-browser bench bench-targets bench-gpu constraints clean
+.PHONY: help train test test-smoke test-all test-hf test-report test-targets test-engines fuzz lint format docs docs-browser bench bench-targets bench-gpu constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 22
@@ -66,6 +66,20 @@ train: $(TRAIN_READY) ## Train the default model: run_training.py $(ARGS)
 
 test: $(DEV_READY) ## Test every public behaviour once: pytest $(ARGS)
 	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+# The doors to JAX, the API, parsers, one run that is trained and resumed: what another
+# version of JAX or of Python breaks first.
+SMOKE := $(addprefix tests/,annotations api/test_function.py api/test_function_misuse.py \
+  api/test_distribute.py api/test_pipeline.py api/test_training_step.py \
+  api/test_value_and_grad.py api/test_objects_of_nnx.py compiler/lower \
+  compiler/trace/test_tracer.py compiler/trace/test_spmd_region.py \
+  compiler/passes/test_differentiate_losses.py ops/attention/test_dispatch.py ops/test_kernel.py \
+  runtime/test_compile_cache.py runtime/test_devices.py targets/test_target.py \
+  test_mesh.py test_primitive_properties.py test_scope.py test_shard.py \
+  test_run_training.py training/checkpoints/test_resumed_runs.py)
+
+test-smoke: $(DEV_READY) ## Test what another JAX or Python breaks first: pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not full" $(SMOKE) $(ARGS)
 
 test-all: $(DEV_READY) ## Run all tests: pytest $(ARGS)
 	$(BIN)/python -m pytest $(ARGS)

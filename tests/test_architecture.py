@@ -112,6 +112,7 @@ def test_every_file_begins_with_its_license():
         assert path.read_text().startswith(line), name_of(path)
 
 
+@pytest.mark.slow(reason="it reads every module")
 def test_the_public_names_are_these():
     assert sorted(tessera.__all__) == sorted(
         [
@@ -200,6 +201,7 @@ def test_modules_with_one_beginning_alone_know_the_internals_of_jax():
 
 
 @pytest.mark.full
+@pytest.mark.slow(reason="it reads every module")
 def test_every_library_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {
@@ -270,6 +272,7 @@ def imported() -> dict:
     return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
 
 
+@pytest.mark.full
 def test_importing_tessera_changes_nothing_and_starts_nothing(imported):
     assert not imported["environment"]
     assert imported["settings"] == []

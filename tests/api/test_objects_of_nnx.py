@@ -25,6 +25,7 @@ from tests.api.nnx_modules import (
 # --- as arguments
 
 
+@pytest.mark.full
 def test_a_call_changes_the_callers_module_as_nnx_jit_does():
     ours, theirs = block(), block()
     for _ in range(2):
@@ -44,6 +45,7 @@ def test_a_training_step_is_that_of_nnx_jit(body, steps):
     assert step.num_programs() == 1
 
 
+@pytest.mark.slow(reason="it compiles several programs")
 def test_objects_of_equal_structure_share_a_program():
     step = ts.function(train)
     for _ in range(2):

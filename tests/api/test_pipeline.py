@@ -94,6 +94,7 @@ def name_of(schedule: Any) -> str:
 SCHEDULES = ["gpipe", "1f1b", "zero_bubble"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -151,6 +151,7 @@ def test_a_loss_that_mixes_rows_is_refused_with_its_line(name):
     assert "use schedule='gpipe'" in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", cases(["variance", "contrastive", "log_of_mean"], "log_of_mean")
 )
@@ -158,6 +159,7 @@ def test_under_gpipe_a_loss_may_mix_rows(name):
     same_as_one_device(with_loss(MIXED[name][0]), BATCH, schedule="gpipe")
 
 
+@pytest.mark.full
 def test_metrics_may_mix_rows():
     def make(pipe: Pipe) -> Any:
         first, last = dense("first"), dense("last")

@@ -63,6 +63,7 @@ def assert_alike(found, expected):
     )
 
 
+@pytest.mark.full
 def test_it_gives_what_one_device_gives():
     scale = jnp.float32(2.0)
     with PP:

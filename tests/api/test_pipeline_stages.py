@@ -175,6 +175,7 @@ def test_layers_may_come_before_the_pipeline_and_after_it():
     same_as_one_device(make, batch, mesh)
 
 
+@pytest.mark.full
 def test_a_stage_may_call_jitted_functions_and_constrain_layouts():
     mesh = Mesh(["pp", "dp", "tp"], devices=range(8), shape=(2, 2, 2))
 

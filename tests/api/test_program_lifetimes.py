@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import tessera as ts
 
 X = jnp.linspace(-1.0, 1.0, 8, dtype=jnp.float32)
 
 
+@pytest.mark.slow(reason="it collects the garbage of all tests before it")
 def test_arrays_of_calls_are_not_kept_alive():
     step = ts.function(lambda state, x, more=None: x)
     alive = []
@@ -25,6 +27,7 @@ def test_arrays_of_calls_are_not_kept_alive():
     assert [ref() for ref in alive] == [None] * 4
 
 
+@pytest.mark.slow(reason="it collects the garbage of all tests before it")
 def test_a_function_that_is_dropped_drops_its_programs_and_what_they_capture():
     def used_and_dropped():
         captured = jnp.ones(8) * 3
@@ -43,6 +46,7 @@ class Config:
     rate: float
 
 
+@pytest.mark.slow(reason="it collects the garbage of all tests before it")
 def test_values_that_equal_a_programs_own_are_not_kept_alive():
     step = ts.function(lambda x, config: x * config.rate)
     step(X, Config(0.5))

@@ -78,6 +78,7 @@ def forgotten():
     return ts.compare_layouts(step, (X, UP, DOWN), [None, ONE, TP]), blocks
 
 
+@pytest.mark.full
 def test_a_forgotten_sum_over_an_axis_is_named_with_its_line(forgotten):
     report, blocks = forgotten
     assert not report.agrees
@@ -372,6 +373,7 @@ def test_a_nan_on_one_mesh_is_a_difference_and_on_both_is_none(tp_mesh):
     assert np.isnan(first.value)
 
 
+@pytest.mark.slow(reason="it compiles several programs")
 def test_values_are_fetched_in_chunks(tp_mesh, monkeypatch):
     monkeypatch.setattr(mesh_runs, "MAX_BYTES", 600)
     chunks = []

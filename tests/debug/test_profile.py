@@ -24,6 +24,7 @@ def compiled_on(mesh, **options):
 W, X = jnp.ones((8, 4)), jnp.ones((16, 8))
 
 
+@pytest.mark.full
 def test_a_step_is_run_and_its_communication_measured(dp_mesh):
     report = dist.profile(compiled_on(dp_mesh), W, X)
     found = report.measured

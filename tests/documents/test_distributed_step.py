@@ -112,6 +112,7 @@ def test_it_runs_the_stages_on_different_devices(names):
         assert "pp" in leaf.spec, "stored in parts over the stages"
 
 
+@pytest.mark.slow(reason="it compiles several programs")
 def test_it_trains_like_one_device(names):
     names["model"], weight = model_on(names["mesh"])
     run("Write the training step", names)

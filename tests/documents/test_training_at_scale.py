@@ -166,6 +166,7 @@ def test_mixed_precision_skips_an_update_that_overflows(guide, capsys):
     assert step.num_programs() <= 2
 
 
+@pytest.mark.slow(reason="it compiles several programs")
 def test_data_parallel_training_is_training_on_one_device(guide, capsys):
     run("Multi-GPU Data Parallelism", guide)
     guide["config"] = guide["create_training_config"]()
@@ -190,6 +191,7 @@ def test_data_parallel_training_is_training_on_one_device(guide, capsys):
     assert len(weights["up"].sharding.device_set) == 8
 
 
+@pytest.mark.full
 def test_accumulated_gradients_are_those_of_the_mean_of_the_losses(guide):
     run("Advanced Data Parallel Features", guide)
     weights, micro_batches = initialize_model_weights({}), list(batches(3))
@@ -246,6 +248,7 @@ def attention_by_hand(x, w_qkv, w_out, num_heads):
     return out.swapaxes(1, 2).reshape(rows, length, -1) @ w_out
 
 
+@pytest.mark.slow(reason="it compiles several programs")
 @pytest.mark.parametrize("tp", SIZES)
 def test_tensor_parallel_attention_is_attention(guide, tp):
     run("Tensor Parallelism Implementation", guide)

@@ -75,6 +75,7 @@ def test_the_sums_of_any_loss_have_the_bits_of_one_device(seed, optimized):
     jax.tree.map(np.testing.assert_array_equal, sums(name), expected)
 
 
+@pytest.mark.full
 @pytest.mark.fuzz(sample=5, whole=200)
 def test_an_update_of_blocks_of_any_shape_has_the_bits_of_one_device(seed, optimized):
     draw, rng = Random(seed), np.random.default_rng(seed)

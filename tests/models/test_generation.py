@@ -163,6 +163,7 @@ def test_top_p_draws_from_the_smallest_set_that_has_the_probability() -> None:
         assert {*drawn.tolist()} == {*most.tolist()}
 
 
+@pytest.mark.full
 def test_a_row_ends_with_its_stop_token_and_the_iterator_with_the_last_row() -> None:
     free = written(generate(MODEL, PARAMS, PROMPTS, STEPS, KEY, temperature=0.0))
     stop, first = free[0][5 + 3], free[0][5:].index(free[0][5 + 3])
@@ -179,6 +180,7 @@ def test_a_row_ends_with_its_stop_token_and_the_iterator_with_the_last_row() -> 
     assert [step.tolist() for step in steps] == [[t] for t in free[0][5 : 6 + first]]
 
 
+@pytest.mark.full
 def test_a_step_is_compiled_once_whatever_key_and_heat() -> None:
     generate(MODEL, PARAMS, PROMPTS, 5, KEY)
     compiled = _step._cache_size()

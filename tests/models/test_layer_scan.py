@@ -188,6 +188,7 @@ def test_full_runs_the_matmuls_of_every_layer_once_more(unroll):
     assert again == layers * FORWARD
 
 
+@pytest.mark.full
 def test_dots_runs_no_matmul_twice():
     assert matmuls("dots") == matmuls("none")
 

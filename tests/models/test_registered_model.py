@@ -89,6 +89,7 @@ def test_loss_and_gradients_are_those_of_the_formula(target):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize("target", ALL)
 def test_a_mesh_changes_neither_parameters_nor_loss(target):
     model, batch = model_of(target), batch_of()
@@ -184,6 +185,7 @@ def test_prompts_of_different_lengths_continue_as_each_does_alone(mesh):
     assert [[t for t in row if t >= 0] for row in found.tolist()] == wanted
 
 
+@pytest.mark.slow(reason="it compiles several programs")
 def test_a_model_that_does_not_know_where_prompts_begin_takes_one_length():
     registered(bigram, init=init_function, dims={"table": "- -", "head/0": "- -"})
     model = model_of(bigram)

@@ -69,6 +69,7 @@ def test_parameters_come_back_on_any_mesh(file, params, axes, sizes):
         assert jax.tree.map(lambda leaf: leaf.sharding.spec, got) == wanted
 
 
+@pytest.mark.full
 def test_stages_are_no_part_of_the_file(file, params, tmp_path):
     mesh = Mesh(["pp", "fsdp"], range(4), (2, 2))
     staged = import_weights(file, STAGED, mesh)

@@ -40,6 +40,7 @@ def assert_same_tensors(folder, expected):
         assert tensors[name].tobytes() == value.tobytes()
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize(
     ("axes", "sizes"), [("fsdp tp", (2, 2)), ("pp fsdp", (2, 2)), ("", ())]
 )

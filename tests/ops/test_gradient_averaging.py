@@ -359,6 +359,7 @@ def plain_steps(optimizer, steps=5):
     return params
 
 
+@pytest.mark.full
 def test_a_wrapped_optimizer_takes_the_steps_of_the_whole_batch():
     # An epsilon that makes Adam's step a smooth function of the gradient.
     adam = optax.adam(0.1, eps=1e-2)
@@ -370,6 +371,7 @@ def test_a_wrapped_optimizer_takes_the_steps_of_the_whole_batch():
         np.testing.assert_allclose(params[name], expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_wrapped_optimizer_keeps_what_each_device_holds_back_on_it():
     optimizer = dist.average_gradients(
         optax.sgd(0.1), axis="dp", compression="top_k", ratio=0.5

@@ -259,6 +259,7 @@ def test_in_a_trace_of_tessera_the_recorded_layout_counts(fixture, request):
 # --- gradients
 
 
+@pytest.mark.full
 def test_the_gradient_is_that_of_the_blocks(dp_mesh):
     x = numbers(16, 4)
     weights = numbers(2, 2)

@@ -57,6 +57,7 @@ def test_growth_backoff_and_interval_are_settings():
     assert after(mine, finite=False) == (22.5, 0)
 
 
+@pytest.mark.slow(reason="it compiles several programs")
 @hypothesis.settings(max_examples=15)  # a length is a program
 @hypothesis.given(st.lists(st.sampled_from([1, 199, 200, 401, -1, -3]), max_size=8))
 def test_it_is_always_a_power_of_two_within_its_limits(runs):

@@ -85,6 +85,7 @@ def test_f64_stays_f64():
         np.testing.assert_allclose(rms_norm(x), rms_norm_f64(X), rtol=1e-12)
 
 
+@pytest.mark.slow(reason="it compiles several programs")
 def test_gradients_equal_finite_differences():
     x, weight, bias = narrow(X[0, :2], WEIGHT, BIAS)
     check_grads(layer_norm, (x, weight, bias), 1, ["rev"], rtol=2e-2)

@@ -69,6 +69,7 @@ def test_the_table_says_what_was_asked_and_found():
     assert len([line for line in text.splitlines() if line[:1].isdigit()]) == 3
 
 
+@pytest.mark.full
 def test_figures_of_a_row_belong_together():
     found = answer().as_json()
     best = found["layouts"][0]

@@ -183,6 +183,7 @@ def test_a_pipeline_that_gathers_once_takes_less_time_and_more_memory():
     assert more == pytest.approx(found, rel=0.2)
 
 
+@pytest.mark.full
 def test_recomputation_takes_time_and_saves_memory():
     none, full = (model().predict(replace(FULL, remat=r)) for r in ("none", "full"))
     assert full.memory_bytes < none.memory_bytes
@@ -229,6 +230,7 @@ def test_offloading_the_optimizer_frees_its_memory():
     assert moved.on_host == kept.optimizer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", PARTLY, ids=str)
 def test_what_is_offloaded_comes_back_an_array_at_a_time(words):
     layout = Layout((("dp", 8),), 1, 1, offload=True)

@@ -70,6 +70,7 @@ OF_ACTIVATIONS = "float8_e4m3fn float8_e5m2 -> bfloat16"
 OF_WEIGHTS = "float8_e4m3fn float8_e5m2 -> float32"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -114,6 +114,7 @@ def test_the_state_is_counted_whole_and_per_device(run):
     assert local == format_bytes(run.compiled.memory.arguments - batch)
 
 
+@pytest.mark.full
 def test_a_dry_run_shows_memory_and_every_collective(run):
     text = dry_run_text(run)
     compiled = run.compiled
@@ -145,6 +146,7 @@ def test_a_timeline_is_drawn_into_a_folder(on_target, tmp_path):
     assert {picture.name, trace.name} == {"timeline.svg", "timeline.json"}
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_made_is_named(on_target, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OutputPathError, match="T504"):

@@ -284,6 +284,7 @@ def test_every_matmul_of_forward_and_backward_has_narrow_operands(dtype, bits):
         assert equation.outvars[0].aval.dtype == jnp.float32
 
 
+@pytest.mark.slow(reason="it compiles several programs")
 def test_activations_between_layers_and_for_the_backward_pass_are_narrow():
     forward = next(
         equation
@@ -309,6 +310,7 @@ def test_in_f32_nothing_is_narrow():
     assert not dtypes & {jnp.dtype("bfloat16"), jnp.dtype("float16")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("accumulation", [1, MICROBATCHES])
 def test_gradients_of_parameters_are_never_rounded(accumulation):
     """Nothing but casts of activations' gradients makes an f32 of a narrow number."""
@@ -381,6 +383,7 @@ def test_the_loss_scale_grows_after_two_hundred_steps_without_overflow():
     assert (float(state.loss_scale.value), int(state.loss_scale.streak)) == (2048, 0)
 
 
+@pytest.mark.full
 def test_an_overflowed_step_changes_nothing_but_the_loss_scale():
     # Gradients of the logits are up to the scale itself: too large for an f16.
     before = with_scale(2.0**24, 7)

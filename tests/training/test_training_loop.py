@@ -297,6 +297,7 @@ class CountingWriter(MetricWriter):
             self._counting.read += 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("most", [2, 8])
 def test_no_more_steps_are_in_flight_than_allowed(most, ran):
     settings = settings_of(

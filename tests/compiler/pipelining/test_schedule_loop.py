@@ -315,6 +315,7 @@ def temporaries(name: str, microbatches: int) -> int:
     return compiled(name, microbatches).memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.full
 def test_memory_of_1f1b_does_not_grow_with_microbatches_and_is_below_gpipe():
     few, many = temporaries("1f1b", 8), temporaries("1f1b", 64)
     assert many <= 1.02 * few

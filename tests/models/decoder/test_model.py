@@ -125,6 +125,7 @@ def test_init_gives_unit_inputs_and_fan_in_scaled_weights(params: Any) -> None:
     assert np.std(logits) == pytest.approx(1, rel=0.1)
 
 
+@pytest.mark.full
 def test_init_gives_the_same_values_on_every_mesh(params: Any) -> None:
     mesh = mesh_of(fsdp=2, tp=4)
     sharded = MODEL.init(jax.random.key(0), mesh)
@@ -350,6 +351,7 @@ def block_collectives(model: DecoderModel, mesh: Mesh) -> list[str]:
     return sorted(kind for kind, name in found if "/while/body/" in name)
 
 
+@pytest.mark.slow(reason="it compiles several programs")
 def test_a_block_half_has_one_all_reduce_over_tp() -> None:
     assert block_collectives(MODEL, mesh_of(tp=2)) == ["all-reduce"] * 2
     # Copied key/value heads cost nothing in the forward.

@@ -88,6 +88,7 @@ def test_one_layer_computes_what_the_reference_computes(params):
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
+@pytest.mark.full
 def test_every_layer_has_router_statistics(params):
     module = MODEL.module(params)
     _, statistics = jax.jit(lambda module: module.hidden(TOKENS))(module)

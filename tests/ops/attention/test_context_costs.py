@@ -110,6 +110,7 @@ def test_the_ring_sends_keys_and_values_once_around(method):
     assert given["both"] == {"collective-permute": (3 + 3 + 4, 10 * block)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("length", "method", "ways"),
     [

@@ -89,6 +89,7 @@ def step(window):
     return jax.jit(run), options
 
 
+@pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize("window", [None, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("is_listed", "ids"), ROWS.values(), ids=ROWS)
 def test_a_token_attends_to_its_own_segment(stand_in, is_listed, ids, window):

@@ -146,6 +146,7 @@ def test_a_query_that_attends_to_no_key_gives_zeros(on_tpu, monkeypatch):
     assert np.all(out[:, :, 4] != 0)
 
 
+@pytest.mark.slow(reason="it compiles several programs")
 def test_a_function_has_the_kernel_under_its_name(on_tpu, monkeypatch):
     monkeypatch.setattr(dispatch.scope, "num_devices", lambda: 1)
 

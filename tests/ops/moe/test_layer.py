@@ -99,6 +99,7 @@ def alone():
     return results(TOP2, ExpertLayout())
 
 
+@pytest.mark.full
 def test_the_layer_computes_what_the_reference_computes(alone):
     def loss(x, weights):
         out = reference(x, weights, TOP2)

@@ -37,6 +37,7 @@ def test_a_checkpoint_s_parameters_are_a_file_of_any_model_s_form(
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.full
 def test_the_command_writes_it_in_the_dtype_asked_for(written, tmp_path, capsys):
     _, _, folder = written
     path = tmp_path / "half.safetensors"

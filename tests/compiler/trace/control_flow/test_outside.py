@@ -336,6 +336,7 @@ def test_what_straight_code_changes_outside_is_changed_once_by_a_call():
     assert (calls, seen) == (["call"], {"n": 1})
 
 
+@pytest.mark.slow(reason="it compiles several programs")
 def test_parameters_that_are_found_by_tracing_again_do_not_repeat_changes():
     from tessera import graph, op
 
