@@ -14,9 +14,10 @@ from tessera.records.events import EventLog, WarningEvents
 from tessera.records.goodput import goodput_of
 from tessera.records.phases import PhaseClock
 from tessera.training.run_folder import RunFolder
+from tessera.version import __version__
 
 _log: Final = logging.getLogger("tessera")
-_VERSIONED: Final = ("tessera", "jax", "jaxlib")
+_VERSIONED: Final = ("jax", "jaxlib")
 
 
 class RunRecords:
@@ -100,6 +101,6 @@ def description_of(mesh: Mesh, num_processes: int) -> dict[str, Any]:
         "device_kind": mesh.jax.devices.flat[0].device_kind,
         "num_processes": num_processes,
         "host": socket.gethostname(),
-        "versions": {"python": platform.python_version()}
+        "versions": {"python": platform.python_version(), "tessera": __version__}
         | {name: version(name) for name in _VERSIONED},
     }

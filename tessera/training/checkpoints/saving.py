@@ -37,8 +37,9 @@ from tessera.training.console import log
 from tessera.training.data.cursor import Cursor
 from tessera.training.train_state import TrainState
 from tessera.tree import named_leaves
+from tessera.version import __version__
 
-_VERSIONED = ("tessera", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+_VERSIONED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 @dataclass(frozen=True)
@@ -375,5 +376,6 @@ def metadata_of(run: Run, step: int, cursor: Cursor, config: str) -> Metadata:
             "kind": str(jax.config.values["jax_default_prng_impl"]),
         },
         config=config,
-        versions={name: version(name) for name in _VERSIONED},
+        versions={"tessera": __version__}
+        | {name: version(name) for name in _VERSIONED},
     )
