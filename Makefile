@@ -48,6 +48,7 @@ GPU_RESULTS := benchmarks/results/gpu
 COMPILED := $(addprefix benchmarks/,$(addsuffix .py,attention_compiled attention_registers \
   compiled_step fusion_bytes overlap planner_memory planner_tpu))
 CALIBRATED := benchmarks/planner_layouts.py
+GPU_DAY := benchmarks/gpu_day.py
 ON_GPU = JAX_PLATFORMS=cuda,cpu $(BIN)/python
 
 # Most tests start Python again: it keeps what it compiled, whatever the shell says.
@@ -56,7 +57,7 @@ export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-smoke test-all test-hf test-report test-targets test-engines fuzz lint format docs docs-browser bench bench-targets bench-gpu constraints clean
+.PHONY: help train test test-smoke test-all test-hf test-report test-targets test-engines fuzz lint format docs docs-browser bench bench-targets bench-gpu gpu-wheels constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 22
@@ -122,7 +123,7 @@ docs-browser: $(DOCS_READY) ## Open every page in headless Chromium: links, clip
 	$(BIN)/python docs/_ext/browse.py docs/_build/html $(ARGS)
 
 bench: $(TRAIN_READY) ## Run the benchmarks of this machine, one after another; ARGS=--quick for a minute each
-	@set -e; for benchmark in $$(grep -l __main__ $(filter-out $(COMPILED) $(CALIBRATED), \
+	@set -e; for benchmark in $$(grep -l __main__ $(filter-out $(COMPILED) $(CALIBRATED) $(GPU_DAY), \
 	  $(wildcard benchmarks/*.py))); do \
 	  echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
 
@@ -145,6 +146,19 @@ bench-gpu: $(GPU_READY) $(TORCH_READY) ## Test kernels and measure on a GPU: CUD
 	      --rows $$((16384 / length)) --peak-tflops $(PEAK) \
 	      --torch-python $(TORCH_VENV)/bin/python; done; done; fi; \
 	test -z "$$failed" || { echo "failed: $$failed" >&2; exit 1; }
+
+# For benchmarks/gpu_day.py, on a machine with Python 3.12 and JAX and without a network.
+# antlr4 has no wheel of its own.
+gpu-wheels: $(MADE) ## Fill .whl/ with what a GPU machine without a network lacks
+	@rm -rf .whl
+	$(BIN)/python -m pip --disable-pip-version-check --quiet download --dest .whl --no-deps \
+	  --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \
+	  $(addprefix --platform ,manylinux2014_x86_64 $(addsuffix _x86_64,manylinux_2_17 manylinux_2_24 manylinux_2_28)) \
+	  --constraint constraints/py312.txt --requirement constraints/gpu-wheels.txt
+	$(BIN)/python -m pip --disable-pip-version-check --quiet wheel --wheel-dir .whl --no-deps \
+	  --constraint constraints/py312.txt antlr4-python3-runtime
+	@ls -l .whl
+	@test $$(du -sm .whl | cut -f1) -le 20 || { echo ".whl is larger than 20 MiB" >&2; exit 1; }
 
 $(MADE): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 
 import jax
 
+import tessera
+
 Row: TypeAlias = dict[str, Any]
 
 
@@ -36,7 +38,7 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 def environment() -> dict[str, Any]:
     """Hardware, versions and date, which every figure needs beside it."""
-    packages = ("jax", "jaxlib", "flax", "optax", "tessera")
+    packages = ("jax", "jaxlib", "flax", "optax")
     return {
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
@@ -45,6 +47,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
         **{name: importlib.metadata.version(name) for name in packages},
+        "tessera": tessera.__version__,
     }
 
 

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per second of ``gemma3_270m``, beside Transformers with the same sizes."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import numpy as np
+from gpu_steps.rows import QUICK, emit, errors_kept
+
+from tessera.models import DecoderModel, Sampler, config_of
+
+MODEL, PROMPT, COUNT = ("tiny", 8, 4) if QUICK else ("gemma3_270m", 128, 128)
+BATCHES = (1,) if QUICK else (1, 16)
+
+
+def generation() -> None:
+    """Tessera in f32 and bf16, greedily, by batch; then Transformers."""
+    config = config_of(MODEL)
+    model = DecoderModel(config)
+    params = model.init(jax.random.key(0))
+    for dtype in ("bfloat16", "float32"):
+        cast = jax.tree.map(lambda x, to=dtype: x.astype(to), params)
+        sampler = Sampler(model, cast)
+        for rows in BATCHES:
+            draw = np.random.default_rng(0)
+            prompt = draw.integers(0, config.vocab_size, (rows, PROMPT))
+
+            def run(prompt: Any = prompt, sampler: Any = sampler) -> int:
+                key = jax.random.key(0)
+                return len(list(sampler.stream(prompt, COUNT, key, temperature=0.0)))
+
+            timed(f"tessera {dtype}", rows, run)
+    if find_spec("torch") and find_spec("transformers"):
+        with errors_kept("generation", who="transformers"):
+            by_transformers(dataclasses.asdict(config))
+
+
+def timed(who: str, rows: int, run: Callable[[], int]) -> None:
+    """A row: the least of two runs after the one that compiles."""
+    with errors_kept("generation", who=who, rows=rows):
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            assert run() == COUNT
+            times.append(time.perf_counter() - start)
+        least = min(times[1:])
+        emit(
+            "generation",
+            who=who,
+            rows=rows,
+            first_s=round(times[0], 1),
+            tokens_s=round(rows * COUNT / least),
+            ms_a_token=round(1e3 * least / COUNT, 2),
+        )
+
+
+def by_transformers(sizes: dict[str, Any]) -> None:
+    """Gemma 3 of Transformers, with its cache."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes["d_model"],
+        intermediate_size=sizes["mlp_dim"],
+        num_hidden_layers=sizes["num_layers"],
+        num_attention_heads=sizes["num_heads"],
+        num_key_value_heads=sizes["num_kv_heads"],
+        head_dim=sizes["head_dim"],
+        sliding_window=sizes["window"],
+        query_pre_attn_scalar=sizes["query_pre_attn_scalar"],
+        eos_token_id=None,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for dtype in (torch.bfloat16, torch.float32):
+        model = Gemma3ForCausalLM(config).eval().to(device, dtype)
+        for rows in BATCHES:
+            shape = (rows, PROMPT)
+            prompt = torch.randint(0, sizes["vocab_size"], shape, device=device)
+
+            def run(model: Any = model, prompt: Any = prompt) -> int:
+                with torch.no_grad():
+                    out = model.generate(
+                        prompt,
+                        attention_mask=torch.ones_like(prompt),
+                        max_new_tokens=COUNT,
+                        min_new_tokens=COUNT,
+                        do_sample=False,
+                        use_cache=True,
+                    )
+                return out.cpu().shape[1] - prompt.shape[1]
+
+            timed(f"transformers {dtype}", rows, run)
