@@ -84,7 +84,9 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector leave alone what lives as long as the session.
 
     It would walk through all modules and tests again and again: a seventh of the time.
+    JAX compiles once before, so that no test pays for the start of its backend.
     """
+    reference_seconds()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
