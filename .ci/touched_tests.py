@@ -38,8 +38,10 @@ def tests_of(root: Path, file: str) -> Path | None:
     """The tests of a changed file, relative to the repository; None if it has none."""
     path = Path(file)
     if path.parts[0] == "tests":
-        is_tests = path.name.startswith("test_") and (root / path).exists()
-        return path if is_tests else None
+        if path.name.startswith("test_"):
+            return path if (root / path).exists() else None
+        # What tests of a folder share; at the root it is all of them.
+        return path.parent if len(path.parts) > 2 else None
     if path.parts[0] != "tessera" or path.suffix != ".py":
         return None
     mirrored = Path("tests", *path.parts[1:])
