@@ -8,6 +8,8 @@ import signal
 import tempfile
 from collections.abc import Iterator
 
+from tests.compiled_programs import folder_of_compiled_programs
+
 # XLA sizes its thread pool from this. With one thread a device, a queued step holds a
 # thread that another step's collective waits for, and both wait for ever.
 os.environ.setdefault("PJRT_NPROC", "32")
@@ -15,6 +17,11 @@ os.environ.setdefault("PJRT_NPROC", "32")
 # A job in the background ignores Ctrl-C, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Here and in the processes that tests start.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder_of_compiled_programs()
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 # Tokens that tests prepare, in processes of their own too, are not the user's.
 if "tessera-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):
@@ -24,6 +31,7 @@ if "tessera-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from tessera.mesh import Mesh
 
@@ -74,7 +82,17 @@ def large_mesh() -> Mesh:
 
 
 @pytest.fixture(scope="module")
-def optimized() -> Iterator[None]:
+def compiled_here() -> Iterator[None]:
+    """Compile what an earlier run compiled: where compiling is the subject."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # else JAX does not look at its settings again
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def optimized(compiled_here: None) -> Iterator[None]:
     """Compile with all of LLVM's optimizations: where bits or accuracy are the subject.
 
     Programs compiled the other way are dropped: they would have other bits.

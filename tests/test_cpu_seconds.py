@@ -66,7 +66,7 @@ def test_a_fast_test_that_takes_too_long_fails(run):
     assert "test_too_slow: 0.4 CPU seconds; the limit is 0.2" in said
 
 
-@pytest.mark.slow(reason="it starts a session of pytest")
+@pytest.mark.full
 def test_what_begins_too_late_is_skipped_and_said(run):
     said = run("--stop-after=0")
     assert "5 skipped" in said, said

@@ -79,7 +79,7 @@ def test_there_is_one_size_per_axis():
     assert "got: 1 axes ('a',), 2 sizes (2, 4)" in message
 
 
-@pytest.mark.slow(reason="a million devices are the point")
+@pytest.mark.full
 def test_a_mesh_of_a_million_devices_is_declared():
     """Work that grew with the square of their number would not end."""
     count = 10**6

@@ -168,7 +168,7 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
     casts = (0, cast)
     recomputed = {}
     for policy in policies:
-        backward = traced.backward(policy)
+        backward = plain if policy == "none" else traced.backward(policy)
         more = backward.total_flops - plain.total_flops
         kept = max(backward.stacked_bytes - gradients - casts[policy == "none"], 0.0)
         again = min(max(more, 0.0), forward.inner_flops)

@@ -11,6 +11,7 @@ import sys
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -318,9 +319,13 @@ def _compose_files(
 def _store_schemas(definition: ModelDefinition) -> None:
     """Give Hydra the types of all settings."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=schema(definition))
+    store.store(name="schema", node=_schema(definition))
     for name, cls in OPTIMIZERS.items():
-        store.store(group="optimizer", name=f"{name}_schema", node=typed(cls))
+        store.store(group="optimizer", name=f"{name}_schema", node=_typed(cls))
+
+
+# Hydra copies what it loads from its store.
+_schema, _typed = cache(schema), cache(typed)
 
 
 def _files(config_dir: Path) -> dict[str, list[str]]:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import jax
@@ -60,22 +58,6 @@ def test_of_many_devices_the_middle_is_left_out_and_counted(large_mesh):
     assert len(table) == 1 + 16 + 1
     assert table[9] == "…       …   …   …   56 more devices"
     assert table[-1] == "71      3   1   8   [72:96, 4:8]"
-
-
-@pytest.mark.slow(reason="it starts a process")
-def test_an_abstract_mesh_is_looked_at_without_starting_a_backend():
-    program = """
-from tessera.mesh import Mesh
-from tessera.shard import ShardSpec, tensor
-from tessera.analysis.inspection import inspect
-from tessera import _jax
-mesh = Mesh(["tp", "pp", "dp"], devices=range(720))
-w = tensor((90_000, 90_000), ShardSpec(("row", "col"), ("tp", "pp")), mesh)
-assert "per device" in str(inspect({"w": w}))
-assert "more devices" in inspect(w)._repr_html_()
-assert not _jax.backend_started()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(

@@ -336,6 +336,7 @@ def test_of_the_text_of_a_program_every_sum_is_planned(grid_mesh):
 # --- arrays copied whole
 
 
+@pytest.mark.usefixtures("compiled_here")
 def test_an_array_that_is_copied_whole_to_be_cut_again_is_named(grid_mesh, capfd):
     def body(x):
         y = jnp.sin(x)

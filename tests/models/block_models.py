@@ -13,6 +13,7 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 from tessera.mesh import Mesh
@@ -180,6 +181,14 @@ class FunctionBlocks:
 
 
 ALL = (NnxBlocks, LinenBlocks, EquinoxBlocks, FunctionBlocks)
+# Each kind is tried once in `make test`; what all have in common, with two.
+TWO = [
+    *(NnxBlocks, FunctionBlocks),
+    *(
+        pytest.param(one, marks=pytest.mark.full)
+        for one in (LinenBlocks, EquinoxBlocks)
+    ),
+]
 
 
 def mesh_of(**sizes):

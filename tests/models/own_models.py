@@ -7,6 +7,7 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 from tessera.models import register_model
@@ -89,3 +90,8 @@ def function_model(sizes, params, tokens, segment_ids, positions):
 
 
 ALL = (NnxModel, LinenModel, EquinoxModel, function_model)
+# Each kind is tried once in `make test`; what all have in common, with two.
+TWO = [
+    *(NnxModel, function_model),
+    *(pytest.param(one, marks=pytest.mark.full) for one in (LinenModel, EquinoxModel)),
+]

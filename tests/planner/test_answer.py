@@ -4,7 +4,6 @@
 import json
 import shlex
 from dataclasses import replace
-from functools import cache
 from xml.etree import ElementTree
 
 import pytest
@@ -26,21 +25,20 @@ WORDS = (
 )
 
 
-@cache
+@pytest.fixture(scope="module")
 def answer() -> Answer:
     return plan_run(WORDS, verified=0)
 
 
-@pytest.mark.full
-def test_the_command_line_trains_in_the_best_layout():
-    words = shlex.split(answer().command(answer().best.layout))
+def test_the_command_line_trains_in_the_best_layout(answer):
+    words = shlex.split(answer.command(answer.best.layout))
     assert words[:2] == ["tessera", "train"]
     assert not any(word.startswith("runtime.target") for word in words)
     settings = compose(words[2:], configs_dir()).config
     sizes, axes = settings.model.mesh_shape
-    assert tuple(zip(axes, sizes, strict=True)) == answer().best.layout.mesh
+    assert tuple(zip(axes, sizes, strict=True)) == answer.best.layout.mesh
     assert settings.training.global_batch_size == 32
-    assert settings.training.remat == answer().best.layout.remat
+    assert settings.training.remat == answer.best.layout.remat
 
 
 @pytest.mark.parametrize(
@@ -59,19 +57,17 @@ def test_overrides_give_a_run_the_layout(layout):
     assert Layout.of(layout.applied(settings)) == layout
 
 
-@pytest.mark.full
-def test_the_table_says_what_was_asked_and_found():
-    text = answer().as_text(rows=3)
+def test_the_table_says_what_was_asked_and_found(answer):
+    text = answer.as_text(rows=3)
     assert text.startswith("tiny on cpu:4: 4 devices of 1.00 GiB; 32 sequences of 64")
     assert "not legal: " in text
-    assert describe(answer().best.layout) in text
-    assert text.splitlines()[-1] == answer().command(answer().best.layout)
+    assert describe(answer.best.layout) in text
+    assert text.splitlines()[-1] == answer.command(answer.best.layout)
     assert len([line for line in text.splitlines() if line[:1].isdigit()]) == 3
 
 
-@pytest.mark.full
-def test_figures_of_a_row_belong_together():
-    found = answer().as_json()
+def test_figures_of_a_row_belong_together(answer):
+    found = answer.as_json()
     best = found["layouts"][0]
     parts = sum(best[name] for name in ("compute", "exposed", "bubble", "overhead"))
     assert best["seconds"] == pytest.approx(parts)
@@ -80,13 +76,13 @@ def test_figures_of_a_row_belong_together():
     assert json.loads(json.dumps(found))["tokens"] == 32 * 64
 
 
-def test_the_picture_has_every_layout_of_the_front():
-    picture = pareto_svg(answer())
+def test_the_picture_has_every_layout_of_the_front(answer):
+    picture = pareto_svg(answer)
     root = ElementTree.fromstring(picture)
     titles = [
         each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}title")
     ]
-    for each in answer().found.front:
+    for each in answer.found.front:
         assert any(title.startswith(describe(each.layout)) for title in titles)
 
 

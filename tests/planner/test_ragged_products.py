@@ -15,6 +15,8 @@ from tessera.targets.target import Target
 from tessera.training.build_run import Run
 from tessera.training.command_line import compose
 
+pytestmark = pytest.mark.full
+
 SHARED = Layout((("fsdp", 8),), 16, 1, remat="full")
 ONE_EACH = replace(SHARED, mesh=(("ep", 8),))
 BOTH = replace(SHARED, mesh=(("fsdp", 2), ("ep", 4)))
@@ -37,7 +39,6 @@ def compiled(layout: Layout):
     return Run(settings, Mesh.from_shape(settings.model.mesh_shape)).compiled
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [replace(SHARED, remat="none"), ONE_EACH, BOTH, replace(BOTH, remat="none")],
@@ -49,7 +50,6 @@ def test_memory_is_that_of_the_compiled_step(layout):
     assert model().memory(layout).total == pytest.approx(peak, rel=0.2)
 
 
-@pytest.mark.full
 def test_rows_take_the_time_of_all_experts_of_a_device_where_xla_has_no_kernel():
     shared, own = (
         model().device_work(layout)[0].compute(16, "none").layers_forward
@@ -58,7 +58,6 @@ def test_rows_take_the_time_of_all_experts_of_a_device_where_xla_has_no_kernel()
     assert shared > 1.5 * own  # though buffers of the exchange have twice the rows
 
 
-@pytest.mark.full
 def test_a_prediction_says_that_rows_are_multiplied_by_all_experts():
     stepper = StepModel(config(), model().work, Target.parse("cpu:1"))
     limit = stepper.predict(replace(SHARED, mesh=(("fsdp", 1),), remat="none")).limit
@@ -84,7 +83,6 @@ def test_matrices_are_split_by_the_name_of_their_dim():
     assert (ragged.rows(experts), ragged.rows(others)) == (256, 128)
 
 
-@pytest.mark.full
 def test_rows_are_exchanged_in_buffers_that_the_first_round_fills_by_half():
     device, _ = model().device_work(BOTH)
     (first, *others) = [

@@ -39,6 +39,11 @@ def model(*words: str) -> StepModel:
     return StepModel.of(config(*words), Target.parse("cpu:8"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once() -> None:
+    model()
+
+
 @cache
 def gemma() -> StepModel:
     words = ("model=gemma3_270m", "training.sequence_length=2048")

@@ -96,17 +96,6 @@ def test_devices_and_threads_follow_the_count_and_the_environment():
     assert found == [expected for _, _, expected in CASES]
 
 
-def test_importing_the_module_starts_no_backend_and_sets_nothing():
-    program = """
-import os, jax
-before = dict(os.environ)
-import tessera.runtime.devices
-from tessera import _jax
-print(_jax.backend_started(), dict(os.environ) == before)
-"""
-    assert in_new_process(program) == "False True"
-
-
 def test_enough_devices_in_a_started_backend_are_left_as_they_are():
     jax.devices()
     simulate_devices(8)

@@ -329,7 +329,17 @@ def deep_step(layer):
     return step
 
 
-@pytest.mark.parametrize("model", DEEP)
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("rematerialized", "of one width"),
+        *(
+            pytest.param(name, marks=FULL)
+            for name in list(DEEP)[1:]
+            if name != "rematerialized"
+        ),
+    ],
+)
 def test_temporaries_grow_by_a_twentieth_at_most(model):
     width, layer = DEEP[model]
     shapes = {"up": (16, width), "down": (width, 16), "a": (16, 16)}

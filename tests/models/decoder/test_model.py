@@ -4,8 +4,6 @@
 import dataclasses
 import math
 import re
-import subprocess
-import sys
 from functools import cache, partial
 from typing import Any
 
@@ -146,19 +144,6 @@ def test_a_mesh_that_is_not_here_can_be_planned_but_not_filled() -> None:
     assert model.layouts(mesh)["embedding"] == PartitionSpec("tp")
     with pytest.raises(AbstractMeshError):
         model.init(jax.random.key(0), mesh)
-
-
-@pytest.mark.slow(reason="it starts a process")
-def test_planning_starts_no_backend() -> None:
-    program = (
-        "from tessera import _jax; from tessera.mesh import Mesh\n"
-        "from tessera.models import DecoderModel, config_of\n"
-        "mesh = Mesh(('fsdp', 'tp'), devices=range(16), shape=(8, 2))\n"
-        "model = DecoderModel(config_of('gemma3_4b'))\n"
-        "model.layouts(mesh), model.layout_notes(mesh)\n"
-        "assert not _jax.backend_started()"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # --- notes and errors

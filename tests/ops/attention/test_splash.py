@@ -58,7 +58,7 @@ CASES = {
         True,
     ),
 }
-FAST = ("everything", "both ways", "beyond the keys", "bf16")
+FAST = ("everything", "beyond the keys")
 
 
 @pytest.mark.slow(reason="its first case compiles what the others share")

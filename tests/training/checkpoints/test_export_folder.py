@@ -39,7 +39,14 @@ def save_run(folder, filled, *overrides):
 
 @pytest.mark.slow(reason="its first case compiles what the others share")
 @pytest.mark.parametrize(
-    "mesh", ["[[1],[fsdp]]", "[[2,2],[fsdp,tp]]", "[[2,2],[pp,fsdp]]", "[[2],[cp]]"]
+    "mesh",
+    [
+        "[[2,2],[pp,fsdp]]",
+        *(
+            pytest.param(mesh, marks=pytest.mark.full)
+            for mesh in ("[[1],[fsdp]]", "[[2,2],[fsdp,tp]]", "[[2],[cp]]")
+        ),
+    ],
 )
 def test_a_run_on_any_mesh_is_the_same_folder(filled, tmp_path, mesh, capsys):
     params = save_run(tmp_path, filled, f"model.mesh_shape={mesh}")
