@@ -52,7 +52,8 @@ SMALL = (
     *("training.validate_every=8", "training.validation_batches=2"),
     *("training.checkpoint_every=1", "training.keep=2"),
 )
-# What ``make test`` runs: quick to compile.
+# What ``make test`` runs: quick to compile, and kept between runs of the tests.
+PROGRAMS = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 SHORT = (
     *(*BASE, "model.num_layers=1", "training.steps=8", "data.validation_fraction=0"),
     *("optimizer=sgd", "training.keep=3", "training.resume=auto"),
@@ -133,7 +134,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     cache = tmp_path_factory.getbasetemp() / "compiled"
     runs: list[Run] = []
 
-    def begin(folder: Path, *arguments: str, **options: Any) -> Run:
+    def begin(
+        folder: Path, *arguments: str, cache: Path = cache, **options: Any
+    ) -> Run:
         runs.append(Run(folder, cache, *arguments, **options))
         return runs[-1]
 
@@ -187,12 +190,11 @@ MOMENTS = {
 def killed(start, tmp_path_factory) -> Path:
     """The folder of a run that is killed after two checkpoints."""
     folder = tmp_path_factory.mktemp("killed") / "run"
-    run = start(folder, "training.checkpoint_every=1", settings=SHORT)
+    run = start(folder, "training.checkpoint_every=1", settings=SHORT, cache=PROGRAMS)
     run.kill_at("the checkpoint of step 2 is complete")
     return folder
 
 
-@pytest.mark.full
 def test_a_kill_leaves_the_newest_checkpoint_complete(killed):
     newest = complete_steps(killed / "checkpoints")[0]
     assert 2 <= newest < 8
@@ -200,7 +202,7 @@ def test_a_kill_leaves_the_newest_checkpoint_complete(killed):
     assert isinstance(checkpoint, Checkpoint), checkpoint
 
 
-@pytest.mark.full
+@pytest.mark.slow(reason="a process resumes what another left")
 def test_a_killed_run_resumes_bit_for_bit(killed, start):
     """Its steps before the kill, of which some are taken again, are the reference."""
     checkpoints = killed / "checkpoints"
@@ -208,7 +210,8 @@ def test_a_killed_run_resumes_bit_for_bit(killed, start):
     shutil.rmtree(checkpoints / str(newest))
     before = curve(killed)
     assert len(before) >= newest > older
-    said = start(killed, "training.checkpoint_every=0", settings=SHORT).finish()
+    never = "training.checkpoint_every=0"
+    said = start(killed, never, settings=SHORT, cache=PROGRAMS).finish()
     assert f"resuming from {checkpoints / str(older)}, at row {4 * older}" in said
     resumed = curve(killed)
     assert [line["step"] for line in resumed if "loss" in line] == [*range(1, 9)]
