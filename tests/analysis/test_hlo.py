@@ -7,6 +7,9 @@ from tessera.analysis import hlo
 from tessera.analysis.hlo import Shape
 from tessera.analysis.source_lines import Frame
 
+# What was compiled elsewhere has the lines of elsewhere.
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
 # A GPU program of several syntaxes: comments in long tuples, tiled layouts of a TPU,
 # operands with their shapes, an element of a tuple by '#', stack frames.
 MODULE = """\

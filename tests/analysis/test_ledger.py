@@ -13,6 +13,9 @@ from tessera.analysis.ledger import collectives
 from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
 
+# What was compiled elsewhere has the lines of elsewhere.
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
 
 @pytest.fixture
 def mesh():

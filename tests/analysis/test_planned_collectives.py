@@ -17,6 +17,9 @@ from tessera.analysis.ledger import collectives
 from tessera.analysis.planned_collectives import LAYOUT, STORED_SPLIT, SUM, WRITTEN
 from tessera.errors import BudgetError
 
+# What was compiled elsewhere has the lines of elsewhere.
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
 MEGATRON = {"up": P(None, "tp"), "down": P("tp")}
 
 
@@ -336,7 +339,6 @@ def test_of_the_text_of_a_program_every_sum_is_planned(grid_mesh):
 # --- arrays copied whole
 
 
-@pytest.mark.usefixtures("compiled_here")
 def test_an_array_that_is_copied_whole_to_be_cut_again_is_named(grid_mesh, capfd):
     def body(x):
         y = jnp.sin(x)

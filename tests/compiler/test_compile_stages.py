@@ -13,6 +13,9 @@ from tessera._jax_lines import PACKAGE
 from tessera.errors import AbstractMeshError, NoTargetError, UnknownPassError
 from tessera.mesh import Mesh
 
+# What was compiled elsewhere has the lines of elsewhere.
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
 F32 = jnp.float32
 
 

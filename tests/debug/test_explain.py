@@ -14,6 +14,9 @@ from tessera import graph, op
 from tessera.debug.explain import Explanation
 from tessera.errors import OperandError, UnknownPassError
 
+# What was compiled elsewhere has the lines of elsewhere.
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
 W, X = jnp.ones((8, 4)), jnp.ones((4, 8))
 
 
