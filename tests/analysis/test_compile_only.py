@@ -11,6 +11,9 @@ from tessera.analysis.ledger import collectives
 from tessera.analysis.memory import memory
 from tessera.mesh import Mesh
 
+# What was compiled elsewhere has the lines of elsewhere.
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
 
 @pytest.fixture
 def mesh():

@@ -47,6 +47,7 @@ def test_a_step_is_run_and_its_communication_measured(dp_mesh):
     assert data["collectives"]["rows"][0]["is_planned"]
 
 
+@pytest.mark.slow(reason="a trace holds every program of the process")
 def test_arguments_outlive_the_runs_that_would_overwrite_or_free_them(dp_mesh):
     w = jax.device_put(W, jax.NamedSharding(dp_mesh.jax, P()))
     report = dist.profile(compiled_on(dp_mesh, donate=["w"]), w, X)
@@ -75,6 +76,7 @@ def test_a_mesh_of_other_machines_is_estimated():
     assert report.collectives.rows
 
 
+@pytest.mark.slow(reason="a trace holds every program of the process")
 def test_the_step_that_ran_last_is_reported_without_running_it_again(dp_mesh):
     function = compiled_on(dp_mesh)
     function(W, X)
@@ -85,6 +87,7 @@ def test_the_step_that_ran_last_is_reported_without_running_it_again(dp_mesh):
     assert dist.profile(function).compiled is function.last
 
 
+@pytest.mark.slow(reason="a trace holds every program of the process")
 def test_while_another_trace_runs_there_is_an_estimate(dp_mesh, tmp_path):
     with jax.profiler.trace(str(tmp_path)):
         report = dist.profile(compiled_on(dp_mesh), W, X)

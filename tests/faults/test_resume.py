@@ -202,20 +202,29 @@ def test_a_kill_leaves_the_newest_checkpoint_complete(killed):
     assert isinstance(checkpoint, Checkpoint), checkpoint
 
 
-@pytest.mark.slow(reason="a process resumes what another left")
-def test_a_killed_run_resumes_bit_for_bit(killed, start):
+@pytest.fixture(scope="module")
+def resumed(killed, start, tmp_path_factory) -> tuple[Path, str]:
+    """A copy of it without the newest checkpoint, which goes on, and what it says."""
+    folder = tmp_path_factory.mktemp("resumed") / "run"
+    shutil.copytree(killed, folder)
+    shutil.rmtree(
+        folder / "checkpoints" / str(complete_steps(killed / "checkpoints")[0])
+    )
+    never = "training.checkpoint_every=0"
+    return folder, start(folder, never, settings=SHORT, cache=PROGRAMS).finish()
+
+
+def test_a_killed_run_resumes_bit_for_bit(killed, resumed):
     """Its steps before the kill, of which some are taken again, are the reference."""
-    checkpoints = killed / "checkpoints"
-    newest, older, *_ = complete_steps(checkpoints)
-    shutil.rmtree(checkpoints / str(newest))
+    folder, said = resumed
+    newest, older, *_ = complete_steps(killed / "checkpoints")
     before = curve(killed)
     assert len(before) >= newest > older
-    never = "training.checkpoint_every=0"
-    said = start(killed, never, settings=SHORT, cache=PROGRAMS).finish()
-    assert f"resuming from {checkpoints / str(older)}, at row {4 * older}" in said
-    resumed = curve(killed)
-    assert [line["step"] for line in resumed if "loss" in line] == [*range(1, 9)]
-    assert resumed[: len(before)] == before
+    checkpoint = folder / "checkpoints" / str(older)
+    assert f"resuming from {checkpoint}, at row {4 * older}" in said
+    after = curve(folder)
+    assert [line["step"] for line in after if "loss" in line] == [*range(1, 9)]
+    assert after[: len(before)] == before
 
 
 @pytest.mark.full

@@ -102,6 +102,7 @@ def test_the_warm_up_is_traced_elsewhere_and_steps_in_flight_are_waited_for(
     assert said[3:] == [2, 3, "drain", "stop", str(tmp_path), 4, "drain", "stop", 5, 6]
 
 
+@pytest.mark.slow(reason="a trace holds every program of the process")
 def test_the_measured_steps_are_reported_once(tmp_path, heard):
     run(window_of(tmp_path), 8)
     text = (tmp_path / "communication.txt").read_text()
@@ -120,12 +121,14 @@ def test_the_measured_steps_are_reported_once(tmp_path, heard):
     assert len(list(tmp_path.rglob("perfetto_trace.json.gz"))) == 1
 
 
+@pytest.mark.slow(reason="a trace holds every program of the process")
 def test_a_run_that_ends_in_the_window_reports_the_steps_that_it_had(tmp_path):
     run(window_of(tmp_path), 3)
     figures = json.loads((tmp_path / "communication.json").read_text())
     assert figures["measured"]["executions"] == 1
 
 
+@pytest.mark.slow(reason="a trace holds every program of the process")
 def test_a_run_that_ends_before_it_says_so(tmp_path, heard):
     run(window_of(tmp_path / "profile"), 2)
     assert heard == [
