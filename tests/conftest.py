@@ -22,6 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder_of_compiled_programs()
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    # Found again in a clone elsewhere, and when lines have moved.
+    os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "0"
 
 # Tokens that tests prepare, in processes of their own too, are not the user's.
 if "tessera-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):
