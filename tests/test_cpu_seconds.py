@@ -82,5 +82,5 @@ def test_a_slow_processor_is_no_problem_of_the_test(monkeypatch):
 
 def test_what_a_module_shares_has_a_limit_of_its_own(monkeypatch):
     monkeypatch.setattr(cpu_seconds, "reference_seconds", lambda: 0.0)
-    assert cpu_seconds.problem(0.1, 14.9, slow=False) is None
-    assert "its module took 15.1" in cpu_seconds.problem(0.1, 15.1, slow=False)
+    assert cpu_seconds.problem(0.1, 19.9, slow=False) is None
+    assert "its module took 20.1" in cpu_seconds.problem(0.1, 20.1, slow=False)
