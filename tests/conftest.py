@@ -18,8 +18,8 @@ os.environ.setdefault("PJRT_NPROC", "32")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Here and in the processes that tests start.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+# Here and in the processes that tests start; a folder of the user's is left alone.
+if "tessera-tests" not in os.environ.get("JAX_COMPILATION_CACHE_DIR", ""):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder_of_compiled_programs()
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     # Found again in a clone elsewhere, and when lines have moved.
@@ -86,10 +86,11 @@ def large_mesh() -> Mesh:
 @pytest.fixture(scope="module")
 def compiled_here() -> Iterator[None]:
     """Compile what an earlier run compiled: where compiling is the subject."""
+    before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # else JAX does not look at its settings again
     yield
-    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_enable_compilation_cache", before)
     compilation_cache.reset_cache()
 
 

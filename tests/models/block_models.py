@@ -183,11 +183,10 @@ class FunctionBlocks:
 ALL = (NnxBlocks, LinenBlocks, EquinoxBlocks, FunctionBlocks)
 # Each kind is tried once in `make test`; what all have in common, with two.
 TWO = [
-    *(NnxBlocks, FunctionBlocks),
-    *(
-        pytest.param(one, marks=pytest.mark.full)
-        for one in (LinenBlocks, EquinoxBlocks)
-    ),
+    NnxBlocks,
+    FunctionBlocks,
+    pytest.param(LinenBlocks, marks=pytest.mark.full),
+    pytest.param(EquinoxBlocks, marks=pytest.mark.full),
 ]
 
 

@@ -92,6 +92,8 @@ def function_model(sizes, params, tokens, segment_ids, positions):
 ALL = (NnxModel, LinenModel, EquinoxModel, function_model)
 # Each kind is tried once in `make test`; what all have in common, with two.
 TWO = [
-    *(NnxModel, function_model),
-    *(pytest.param(one, marks=pytest.mark.full) for one in (LinenModel, EquinoxModel)),
+    NnxModel,
+    function_model,
+    pytest.param(LinenModel, marks=pytest.mark.full),
+    pytest.param(EquinoxModel, marks=pytest.mark.full),
 ]

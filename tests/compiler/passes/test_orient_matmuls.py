@@ -329,16 +329,12 @@ def deep_step(layer):
     return step
 
 
+QUICK = ("of one width", "rematerialized")
+
+
 @pytest.mark.parametrize(
     "model",
-    [
-        *("rematerialized", "of one width"),
-        *(
-            pytest.param(name, marks=FULL)
-            for name in list(DEEP)[1:]
-            if name != "rematerialized"
-        ),
-    ],
+    [pytest.param(name, marks=() if name in QUICK else FULL) for name in DEEP],
 )
 def test_temporaries_grow_by_a_twentieth_at_most(model):
     width, layer = DEEP[model]
