@@ -87,6 +87,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.slow(reason="Hypothesis makes its table of characters in a new clone")
 @given(
     st.dictionaries(
         st.text(max_size=5).filter(lambda name: name != "__metadata__"),
