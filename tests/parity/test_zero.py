@@ -165,10 +165,17 @@ def test_losses_and_parameters_are_those_of_one_device(name, stage):
 
 # --- what each device holds
 
+
+@pytest.fixture(scope="module")
+def third_stage() -> None:
+    """Trained before the first test that looks at it, whichever that is."""
+    train("dp", 3)
+
+
 WHOLE, COUNTERS = 4 * CONFIG.num_params, 2 * 4
 
 
-@pytest.mark.slow(reason="the one test of ZeRO against an oracle of its own")
+@pytest.mark.usefixtures("third_stage")
 @pytest.mark.parametrize(
     ("stage", "params"),
     [*(pytest.param(stage, 1, marks=pytest.mark.full) for stage in (1, 2)), (3, 8)],
@@ -199,6 +206,7 @@ def test_what_tp_splits_is_split_over_dp_as_well():
     assert inspect(run.state.optimizer).local_nbytes < 2 * WHOLE / 7
 
 
+@pytest.mark.usefixtures("third_stage")
 @pytest.mark.parametrize(
     "stage",
     [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2)), 3],

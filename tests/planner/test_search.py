@@ -44,7 +44,11 @@ def roomy():
     return found()
 
 
-@pytest.mark.slow(reason="the one whole search")
+@pytest.fixture(scope="module", autouse=True)
+def _traced_and_searched_once() -> None:
+    roomy()
+
+
 def test_the_fastest_layout_is_first():
     seconds = [each.prediction.seconds for each in roomy().best]
     assert seconds == sorted(seconds)

@@ -45,7 +45,6 @@ def test_bytes_are_their_own_ids(content):
 
 
 @pytest.mark.full
-@pytest.mark.slow(reason="Hypothesis makes its table of characters in a new clone")
 @given(st.text())
 def test_text_comes_back_from_bytes(text):
     tokenizer = ByteTokenizer()
