@@ -149,7 +149,8 @@ def named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
 
 
-@pytest.mark.full
+@pytest.mark.slow(reason="the one test of ZeRO against an oracle of its own")
+@pytest.mark.usefixtures("third_stage")
 @pytest.mark.parametrize(("name", "stage"), CASES)
 def test_losses_and_parameters_are_those_of_one_device(name, stage):
     run, (losses, params) = train(name, stage), expected()
