@@ -112,7 +112,6 @@ def test_every_file_begins_with_its_license():
         assert path.read_text().startswith(line), name_of(path)
 
 
-@pytest.mark.slow(reason="it reads every module")
 def test_the_public_names_are_these():
     assert sorted(tessera.__all__) == sorted(
         [
@@ -201,7 +200,6 @@ def test_modules_with_one_beginning_alone_know_the_internals_of_jax():
 
 
 @pytest.mark.full
-@pytest.mark.slow(reason="it reads every module")
 def test_every_library_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {

@@ -26,7 +26,7 @@ def examine(monkeypatch, started):
     return run
 
 
-@pytest.mark.slow(reason="it compiles several programs")
+@pytest.mark.slow(reason="its module starts a process in which JAX begins")
 def test_versions_devices_and_variables_are_shown(examine, tmp_path):
     (tmp_path / "program").write_bytes(bytes(2**20))
     tmp_path.chmod(0o700)

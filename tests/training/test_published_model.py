@@ -54,7 +54,7 @@ def test_the_folder_is_the_configuration_and_the_weights(folder):
     assert settings_of_text(both.text) == both.config
 
 
-@pytest.mark.slow(reason="it compiles several programs")
+@pytest.mark.slow(reason="it composes six configurations")
 def test_weights_may_be_made_anew_or_read_from_elsewhere(folder, tmp_path):
     def init_from(*overrides):
         return composed(folder, *overrides).config.training.init_from
