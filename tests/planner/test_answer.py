@@ -11,10 +11,14 @@ import pytest
 from tessera.config_files import configs_dir
 from tessera.errors import OutputPathError, PlanError, TargetError
 from tessera.plan_command import main
+from tessera.planner import step_time
 from tessera.planner.answer import Answer, describe
 from tessera.planner.layout import Layout
 from tessera.planner.pareto_svg import pareto_svg
 from tessera.planner.plan_run import plan_run
+from tessera.planner.step_time import StepModel
+from tessera.planner.workload import Workload
+from tessera.targets.target import Target
 from tessera.training.command_line import compose
 
 WORDS = (
@@ -26,8 +30,22 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
-def answer() -> Answer:
-    return plan_run(WORDS, verified=0)
+def work() -> Workload:
+    """The trace of the model, which neither layout nor batch nor memory changes."""
+    config = compose([*WORDS, "training.dry_run=true"], configs_dir()).config
+    return StepModel.of(config, Target.parse("cpu:4")).work
+
+
+@pytest.fixture
+def traced_before(monkeypatch, work):
+    monkeypatch.setattr(step_time, "workload", lambda *_: work)
+
+
+@pytest.fixture(scope="module")
+def answer(work) -> Answer:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_time, "workload", lambda *_: work)
+        return plan_run(WORDS, verified=0)
 
 
 def test_the_command_line_trains_in_the_best_layout(answer):
@@ -87,6 +105,7 @@ def test_the_picture_has_every_layout_of_the_front(answer):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
 def test_what_the_command_line_sets_is_not_searched():
     fixed = plan_run(
         [*WORDS, "training.remat=full", "model.mesh_shape=[[2,2],[dp,tp]]"], verified=0
@@ -98,6 +117,7 @@ def test_what_the_command_line_sets_is_not_searched():
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
 def test_a_setting_may_need_an_axis_that_the_plan_chooses():
     found = plan_run([*WORDS, "training.pipeline_schedule=zero_bubble"], verified=0)
     pipelines = [each.layout for each in found.ranked if each.layout.schedule]
@@ -108,6 +128,7 @@ def test_a_setting_may_need_an_axis_that_the_plan_chooses():
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
 def test_a_batch_that_is_not_set_is_said():
     words = [word for word in WORDS if "global_batch" not in word]
     found = plan_run(words, verified=0)
@@ -121,6 +142,7 @@ def test_a_plan_needs_a_target():
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
 def test_a_model_that_fits_nowhere_says_what_it_takes(tmp_path):
     file = tmp_path / "small.yaml"
     text = (configs_dir() / "target" / "cpu.yaml").read_text()
@@ -133,6 +155,7 @@ def test_a_model_that_fits_nowhere_says_what_it_takes(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
 def test_a_batch_that_nothing_shares_says_why():
     words = [*WORDS[:2], "training.global_batch_size=5", "runtime.target=cpu:7"]
     with pytest.raises(PlanError, match=r"\[T714\] no layout on cpu:7 is legal"):

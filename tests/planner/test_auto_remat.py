@@ -7,6 +7,7 @@ import pytest
 
 from tessera.config_files import configs_dir
 from tessera.errors import PlanError, TesseraError
+from tessera.planner import step_time
 from tessera.planner.auto_layout import with_layout
 from tessera.planner.auto_remat import AUTO, choose_remat
 from tessera.planner.layout import Layout
@@ -21,13 +22,18 @@ WORDS = [MESH, "data=synthetic", "training.micro_batch_size=8"]
 TARGET = "h100:1x4"
 
 
+@pytest.fixture(scope="module")
 def predicted():
-    """Bytes of a device by policy, for the mesh that ``WORDS`` mean there."""
+    """What is expected of a step on the mesh that ``WORDS`` mean there."""
     known = [WORDS[0].replace("-1", "2"), *WORDS[1:], "training.dry_run=true"]
     config = compose([*known, f"runtime.target={TARGET}"], configs_dir()).config
-    model = StepModel.of(config, Target.parse(TARGET))
-    layout = Layout.of(config)
-    return [model.memory(replace(layout, remat=each)).total for each in REMAT]
+    return StepModel.of(config, Target.parse(TARGET))
+
+
+@pytest.fixture
+def traced_before(monkeypatch, predicted):
+    """The trace of the model, which neither layout nor batch nor memory changes."""
+    monkeypatch.setattr(step_time, "workload", lambda *_: predicted.work)
 
 
 def with_memory(nbytes):
@@ -43,8 +49,10 @@ def test_no_policy_is_chosen_for_deterministic_numerics():
 
 
 @pytest.mark.full
-def test_the_first_policy_that_surely_fits_is_chosen():
-    sizes = predicted()
+@pytest.mark.usefixtures("traced_before")
+def test_the_first_policy_that_surely_fits_is_chosen(predicted):
+    layout = Layout.of(predicted.config)
+    sizes = [predicted.memory(replace(layout, remat=each)).total for each in REMAT]
     assert sizes == sorted(sizes, reverse=True)
     for policy, nbytes in zip(REMAT, sizes, strict=True):
         chosen, note = choose_remat(WORDS, with_memory(nbytes * MARGIN["gpu"]))
@@ -53,6 +61,7 @@ def test_the_first_policy_that_surely_fits_is_chosen():
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
 def test_where_none_surely_fits_the_smallest_is_chosen():
     chosen, note = choose_remat(WORDS, with_memory(2**20))
     assert chosen == "full"
@@ -68,12 +77,14 @@ def test_the_policy_takes_the_place_of_auto():
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
 def test_a_run_is_on_the_devices_that_are_here():
     words, _ = with_layout([AUTO, *WORDS, f"runtime.target={TARGET}"])
     assert words == ["training.remat=none", *WORDS]
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
 def test_a_planned_layout_has_a_policy_of_its_own():
     words = ["model.mesh_shape=auto", AUTO, *WORDS[1:], "runtime.target=cpu:1"]
     assert AUTO not in with_layout(words)[0]
