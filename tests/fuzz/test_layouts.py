@@ -63,7 +63,7 @@ def problems_of(config: Config, layout: Layout) -> list[TesseraError]:
 
 
 @pytest.mark.full
-@pytest.mark.fuzz(sample=30, whole=500)
+@pytest.mark.fuzz(sample=15, whole=500)
 def test_meshes_are_those_of_a_naive_enumeration(seed):
     draw = Random(seed)
     count = draw.choice(COUNTS)
@@ -84,7 +84,7 @@ def test_meshes_are_those_of_a_naive_enumeration(seed):
 
 
 @pytest.mark.full
-@pytest.mark.fuzz(sample=60, whole=5000)
+@pytest.mark.fuzz(sample=30, whole=5000)
 def test_remembered_checks_say_what_the_checks_say(seed):
     draw = Random(seed)
     name = draw.choice(["tiny", "moe_tiny"])
@@ -136,7 +136,7 @@ def random_layout(draw: Random, axes: Iterable[str], share: float = 0.5) -> Layo
 
 
 @pytest.mark.full
-@pytest.mark.fuzz(sample=15, whole=300)
+@pytest.mark.fuzz(sample=6, whole=300)
 def test_every_layout_that_is_found_passes_the_checks_of_a_run(seed):
     draw = Random(seed)
     name = draw.choice(["tiny", "moe_tiny"])

@@ -53,7 +53,7 @@ def drawn_model(draw: Random) -> tuple[DecoderModel, Mesh | None]:
 
 
 @pytest.mark.full
-@pytest.mark.fuzz(sample=3, whole=300)
+@pytest.mark.fuzz(sample=1, whole=300)
 def test_adapters_compute_what_merged_weights_compute(seed: int) -> None:
     model, mesh = drawn_model(Random(seed))
     assert_same_as_merged(model, mesh, seed)

@@ -125,7 +125,7 @@ def drawn_model(seed, rng):
 
 
 @pytest.mark.full
-@pytest.mark.fuzz(sample=10, whole=300)
+@pytest.mark.fuzz(sample=5, whole=300)
 def test_a_mesh_changes_neither_loss_nor_gradients(seed):
     rng = np.random.default_rng(seed)
     model, mesh = drawn_model(seed, rng), MESHES[rng.integers(len(MESHES))]
@@ -219,7 +219,7 @@ def drawn_blocks(seed, rng, mesh):
 
 
 @pytest.mark.full
-@pytest.mark.fuzz(sample=5, whole=300)
+@pytest.mark.fuzz(sample=2, whole=300)
 def test_blocks_in_a_scan_or_in_stages_have_the_gradients_of_a_loop(seed):
     rng = np.random.default_rng(seed)
     mesh = BLOCK_MESHES[rng.integers(len(BLOCK_MESHES))]
