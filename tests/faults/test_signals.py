@@ -17,47 +17,32 @@ from tessera.training.checkpoints.checkpoint_folder import (
     read_checkpoint,
 )
 from tests.curves import curve
+from tests.faults.trainer import PROGRAM, ROOT, environ, train_here
+from tests.faults.trainer import SMALL as SMALLEST
 
-ROOT = Path(__file__).parents[2]
 NOTICED = Path(__file__).parent / "noticed_run.py"
 PATIENT = Path(__file__).parent / "patient_run.py"
 LIMIT = 120.0
 STEPS = 96
 LAUNCHER = ("-m", "tessera.launch", "--nprocs=2", "--grace=60", "--max-restarts=1")
+BASE = (*SMALLEST, "model.mesh_shape=[[2],[fsdp]]", f"training.steps={STEPS}")
 SMALL = (
-    *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
-    *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=64"),
-    *("model.mesh_shape=[[2],[fsdp]]", "runtime.grace_period=50"),
-    *("data=synthetic", "data.synthetic.tokens=60000", "data.synthetic.vocab_size=64"),
+    *(*BASE, "data.synthetic.tokens=60000"),
     *("data.validation_fraction=0.3", "training.validation_batches=120"),
-    *("training.sequence_length=16", "training.micro_batch_size=4"),
-    *(
-        f"training.steps={STEPS}",
-        "training.sample_length=0",
-        "training.report=false",
-        "training.log_every=1",
-    ),
     *(f"training.validate_every={STEPS // 2}", "training.resume=auto"),
-    *("training.checkpoint_every=0", "optimizer.warmup_steps=4"),
+    *("training.checkpoint_every=0", "runtime.grace_period=50"),
 )
 
 
 class Running:
     """A program in a process of its own."""
 
-    def __init__(self, cache: Path, *command: str) -> None:
+    def __init__(self, *command: str) -> None:
         self.said = ""
         self.process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONUNBUFFERED": "1",
-                "JAX_PLATFORMS": "cpu",
-                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-                "JAX_COMPILATION_CACHE_DIR": str(cache),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            },
+            env=environ(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -91,12 +76,12 @@ Start = Callable[..., Running]
 
 
 @pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def start() -> Iterator[Start]:
     """Starts programs, and kills those that are left, a launcher's ranks with it."""
     running: list[Running] = []
 
     def begin(*command: str) -> Running:
-        running.append(Running(tmp_path_factory.getbasetemp() / "compiled", *command))
+        running.append(Running(*command))
         return running[-1]
 
     yield begin
@@ -111,7 +96,7 @@ def train(start: Start) -> Start:
 
     def begin(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> Running:
         given = (f"hydra.run.dir={folder}", *arguments)
-        return start(*launcher, str(ROOT / "run_training.py"), *SMALL, *given)
+        return start(*launcher, PROGRAM, *SMALL, *given)
 
     return begin
 
@@ -134,7 +119,7 @@ with on_exit(leave):
 @pytest.mark.full
 def test_a_signal_to_a_run_that_has_saved_does_not_change_its_code(start, tmp_path):
     """Slurm signals the tasks that are left as soon as one has ended."""
-    run = start("-c", LEAVING, *SMALL, f"hydra.run.dir={tmp_path / 'run'}")
+    run = start("-c", LEAVING, *BASE, f"hydra.run.dir={tmp_path / 'run'}")
     run.read_until(r"step 3/")
     run.process.send_signal(signal.SIGTERM)
     run.read_until("leaving")
@@ -151,31 +136,33 @@ def stopped_after(said: str, ranks: int) -> int:
 
 
 @pytest.mark.full
-def test_a_run_that_is_asked_to_end_goes_on_bit_for_bit(train, tmp_path):
-    """One run, asked five times; a sum of two devices has one order."""
-    train(tmp_path / "whole").finish()
-    folder = tmp_path / "parts"
+def test_a_run_that_is_asked_to_end_goes_on_bit_for_bit(train, start, tmp_path):
+    """One run, asked four times; a sum of two devices has one order."""
+    folder, whole = tmp_path / "parts", tmp_path / "whole"
     root = folder / "checkpoints"
+    assert train_here(*SMALL, f"hydra.run.dir={whole}") == 0
 
-    # One of two ranks, in a step: both save the same one, and are not restarted.
-    run = train(folder, launcher=LAUNCHER)
-    run.read_until(r"rank 0.* step 1/")
-    asked = run.rank(1)
-    run.read_until(r"rank 0.* step 6/")
-    os.kill(asked, signal.SIGTERM)
-    said = run.finish(75)
+    # Rank 1 alone is told that its machine goes, in a step: both save the same one, and
+    # are not restarted.
+    given = (*SMALL, f"hydra.run.dir={folder}", "runtime.preemption_notice=gce")
+    said = start(*LAUNCHER, str(NOTICED), *given).finish(75)
+    cause = "Google Cloud preempts this machine: the run is to save and end, in 50 s"
+    assert said.count(cause) == 1
     assert "the run is to save and end: rank 1 is asked to" in said
     assert "[launch] all ranks ended as asked: exit code 75" in said
     assert "restart" not in said
     assert complete_steps(root) == [step := stopped_after(said, 2)]
     assert 6 <= step < STEPS // 2
 
-    # All ranks, in an evaluation: it is cut short, and the step before it saved.
+    # One of two ranks gets a signal in an evaluation: it is cut short on both, and the
+    # step before it saved.
     run = train(folder, launcher=LAUNCHER)
     run.read_until(rf"rank 0.* step {STEPS // 2}/")
-    run.process.send_signal(signal.SIGTERM)
+    os.kill(run.rank(1), signal.SIGTERM)
     said = run.finish(75)
     assert f"resuming from {root}/{step}" in said
+    assert "the run is to save and end: rank 1 is asked to" in said
+    assert "restart" not in said
     assert stopped_after(said, 2) == STEPS // 2
     saved = read_checkpoint(root / str(STEPS // 2)).metadata
     assert saved.processes == 2
@@ -200,30 +187,8 @@ def test_a_run_that_is_asked_to_end_goes_on_bit_for_bit(train, tmp_path):
     assert f"the last complete checkpoint is {root}/{step}" in said
     assert complete_steps(root)[0] == step < STEPS
 
-    train(folder).finish()
-    assert curve(folder) == curve(tmp_path / "whole")
-
-
-@pytest.mark.full
-def test_a_notice_to_one_machine_stops_all_ranks_and_the_run_goes_on(
-    train, start, tmp_path
-):
-    """Rank 1 alone is told that its machine goes; a launcher's limit comes after it."""
-    train(tmp_path / "whole").finish()
-    folder = tmp_path / "parts"
-    given = (*SMALL, f"hydra.run.dir={folder}", "runtime.preemption_notice=gce")
-    said = start(*LAUNCHER, str(NOTICED), *given).finish(75)
-    cause = "Google Cloud preempts this machine: the run is to save and end, in 50 s"
-    assert said.count(cause) == 1
-    assert "the run is to save and end: rank 1 is asked to" in said
-    assert complete_steps(folder / "checkpoints") == [stopped_after(said, 2)]
-
-    said = train(folder, "runtime.max_run_time=0.5", launcher=LAUNCHER).finish(75)
-    assert "runtime.max_run_time=0.5 is over: nothing is to be saved before" in said
-    assert "restart" not in said
-
-    train(folder).finish()
-    assert curve(folder) == curve(tmp_path / "whole")
+    assert train_here(*SMALL, f"hydra.run.dir={folder}") == 0
+    assert curve(folder) == curve(whole)
 
 
 def is_importing(pid: int) -> bool:
@@ -243,7 +208,7 @@ def is_importing(pid: int) -> bool:
     ],
 )
 def test_one_that_still_imports_ends_as_asked(start, tmp_path, number, code):
-    run = start(str(ROOT / "run_training.py"), f"hydra.run.dir={tmp_path / 'run'}")
+    run = start(PROGRAM, f"hydra.run.dir={tmp_path / 'run'}")
     deadline = time.monotonic() + LIMIT
     while not is_importing(run.process.pid):
         assert time.monotonic() < deadline
@@ -257,7 +222,7 @@ def test_one_that_still_imports_ends_as_asked(start, tmp_path, number, code):
 def test_ranks_that_still_import_end_as_asked_and_are_not_started_again(start):
     """From the first instruction of their processes on."""
     for pause in (0.0, 0.02, 0.2, 1.0):
-        run = start(*LAUNCHER, str(ROOT / "run_training.py"))
+        run = start(*LAUNCHER, PROGRAM)
         run.read_until("starting ranks")
         time.sleep(pause)
         run.process.send_signal(signal.SIGTERM)
