@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera._jax_lines import PACKAGE
+from tessera.compiler import compile_stages
 from tessera.errors import AbstractMeshError, NoTargetError, UnknownPassError
 from tessera.mesh import Mesh
 
@@ -153,6 +154,18 @@ def test_a_step_compiled_for_a_target_has_a_predicted_timeline():
     assert found.seconds == pytest.approx(found.compute + found.exposed + found.idle)
     rows = sum(row.counted_calls for row in compiled.collectives.rows)
     assert sum(event.times for event in found.events if event.axes) == rows
+
+
+@pytest.mark.parametrize("mesh", [None, Mesh(["dp"], devices=range(8))])
+def test_an_error_of_the_compiler_for_devices_that_are_here_is_raised(
+    mesh, monkeypatch
+):
+    def compile_lowered(graph, lowered):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(compile_stages, "compile_lowered", compile_lowered)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"^RESOURCE_EXHAUSTED"):
+        ts.function(loss_and_slope, mesh=mesh).compile(W, X)
 
 
 def test_a_step_for_devices_that_are_here_has_no_predicted_timeline(dp_mesh):

@@ -168,6 +168,21 @@ def test_nested_matmuls_are_cast_forward_and_backward(accelerator, nest, where):
     assert found[-1] == narrow()  # of the weight's gradient
 
 
+def test_what_a_loop_carries_is_narrow_where_its_body_alone_reads_it_so(accelerator):
+    def function(x, w):
+        with ts.autocast("bf16"):
+            first = x @ w
+            last, _ = lax.scan(lambda c, _: (c @ w, None), first, None, length=2)
+        return jnp.sum(last)  # in f32
+
+    (loop,) = (
+        equation
+        for equation in _jax.equations(ts.function(function).trace(X, W).graph.program)
+        if equation.primitive.name == "scan"
+    )
+    assert [atom.aval.dtype.name for atom in loop.outvars] == ["bfloat16"]
+
+
 def test_functions_with_rules_of_their_own_are_cast(accelerator):
     by_vjp = jax.custom_vjp(jnp.matmul)
     by_vjp.defvjp(
