@@ -174,8 +174,8 @@ def test_each_layer_begins_with_the_values_that_the_model_gives_it():
 def test_it_generates_as_the_loop_would():
     model, row = model_of(FunctionBlocks), [1, 5, 7]
     params = expected(FunctionBlocks)[0]
-    found = generate(model, params, [row], 4, KEY, temperature=0.0).tolist()[0]
-    for _ in range(4):
+    found = generate(model, params, [row], 2, KEY, temperature=0.0).tolist()[0]
+    for _ in range(2):
         tokens = np.array([row], np.int32)
         batch = {
             "tokens": tokens,
@@ -254,13 +254,8 @@ def test_stages_have_the_gradients_of_the_loop(target):
 @pytest.mark.parametrize(
     ("sizes", "schedule", "options"),
     [
-        ({"pp": 2, "fsdp": 2}, "1f1b", {}),
-        ({"pp": 2, "fsdp": 2}, "gpipe", {"gathers_once": True}),
-        pytest.param(
-            *({"pp": 2, "fsdp": 2, "tp": 2}, "zero_bubble", {"remat": "full"}),
-            marks=pytest.mark.full,
-        ),
-        pytest.param({"dp": 2, "pp": 2}, "gpipe", {}, marks=pytest.mark.full),
+        ({"dp": 2, "pp": 2, "fsdp": 2}, "gpipe", {"gathers_once": True}),
+        ({"pp": 2, "fsdp": 2, "tp": 2}, "zero_bubble", {"remat": "full"}),
         ({"pp": 2}, "interleaved", {"chunks": 2, "layers": 5}),
     ],
 )

@@ -66,22 +66,13 @@ def logits(model: DecoderModel, mesh: Mesh | None, segments: Any) -> jax.Array:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "segments",
-    [SEGMENTS, pytest.param(None, marks=pytest.mark.full)],
-    ids=["segments", "one segment"],
-)
-@pytest.mark.parametrize(
-    ("sizes", "options"),
+    ("sizes", "options", "segments"),
     [
-        ({"cp": 4}, {}),
-        pytest.param(
-            {"dp": 2, "cp": 2, "tp": 2},
-            {"sequence_parallel": True},
-            marks=pytest.mark.full,
-        ),
-        ({"cp": 2, "tp": 2}, {"context_parallel": "all_to_all"}),
+        ({"cp": 4}, {}, None),
+        ({"dp": 2, "cp": 2, "tp": 2}, {"sequence_parallel": True}, SEGMENTS),
+        ({"cp": 2, "tp": 2}, {"context_parallel": "all_to_all"}, SEGMENTS),
     ],
-    ids=["ring", "ring_tp", "all_to_all_tp"],
+    ids=["ring-one segment", "ring_tp-segments", "all_to_all_tp-segments"],
 )
 def test_tokens_and_logits_are_in_the_order_of_the_sequence(sizes, options, segments):
     mesh, model = mesh_of(**sizes), DecoderModel(CONFIG, **options)
@@ -185,43 +176,44 @@ def on_tpu(monkeypatch):
     dispatch._program.cache_clear()
 
 
-def attention_gradients(place: Any, is_global: bool) -> Callable[..., Any]:
+def attention_gradients(place: Any) -> Callable[..., Any]:
     """Of a loss of a layer's attention by queries, keys and values."""
 
-    def attend(*operands: Any) -> Any:
-        *arrays, segments = operands
-        select = attention_inputs.layer_attention(CONFIG, 16, segments, place)
-        return (select(jnp.asarray(is_global))(*arrays) ** 2).sum()
+    def total(is_global: Any, *operands: Any) -> Any:
+        def attend(*operands: Any) -> Any:
+            *arrays, segments = operands
+            select = attention_inputs.layer_attention(CONFIG, 16, segments, place)
+            return (select(is_global)(*arrays) ** 2).sum()
 
-    def total(*operands: Any) -> Any:
         if not place.vmapped_axes:
             return attend(*operands)
         copies = (x.reshape(2, -1, *x.shape[1:]) for x in operands)
         return jax.vmap(attend, spmd_axis_name=("dp",))(*copies).sum()
 
-    return jax.jit(jax.grad(total, (0, 1, 2)))
+    return jax.jit(jax.grad(total, (1, 2, 3)))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_global", [True, False])
 @pytest.mark.parametrize("vmapped", [(), ("dp",)])
-def test_a_tpu_attends_in_regions_by_kernels(on_tpu, monkeypatch, vmapped, is_global):
+def test_a_tpu_attends_in_regions_by_kernels(on_tpu, monkeypatch, vmapped):
     """XLA cannot split them, and each is compiled for one window."""
     operands = [
         jax.random.normal(jax.random.key(n), (4, 16, heads, 4))
         for n, heads in enumerate((4, 2, 2))
     ]
-    segments = jnp.concatenate([SEGMENTS, SEGMENTS])
+    operands.append(jnp.concatenate([SEGMENTS, SEGMENTS]))
+    flags = [jnp.asarray(is_global) for is_global in (True, False)]
     place = Placement(mesh_of(dp=2, tp=2), vmapped_axes=frozenset(vmapped))
-    step = attention_gradients(place, is_global)
-    kernels = re.findall(
-        r"name=splash_mha_(fwd|dq|dkv)", str(step.trace(*operands, segments).jaxpr)
-    )
+    step = attention_gradients(place)
+    traced = step.trace(flags[0], *operands)
+    kernels = re.findall(r"name=splash_mha_(fwd|dq|dkv)", str(traced.jaxpr))
     assert sorted(set(kernels)) == ["dkv", "dq", "fwd"]
-    compiled = step.lower(*operands, segments).compile().as_text()
-    assert "all-gather" not in compiled
-    found = step(*operands, segments)
+    assert "all-gather" not in traced.lower().compile().as_text()
+    found = [step(is_global, *operands) for is_global in flags]
     monkeypatch.undo()
-    expected = attention_gradients(NO_MESH, is_global)(*operands, segments)
-    for one, other in zip(found, expected, strict=True):
+    plain = attention_gradients(NO_MESH)
+    expected = [plain(is_global, *operands) for is_global in flags]
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_allclose(one, other, atol=1e-5)

@@ -71,13 +71,6 @@ LAYOUTS = {
         batch=("outer", "inner"),
         experts=("outer", "inner"),
     ),
-    "fsdp, ep": layout_of(
-        ["fsdp", "ep"],
-        [2, 4],
-        batch=("fsdp", "ep"),
-        experts=("ep",),
-        embed=("fsdp",),
-    ),
     "everything": layout_of(
         ["fsdp", "ep", "tp"],
         [2, 2, 2],
@@ -124,6 +117,7 @@ def loss_without_router(x, weights):
             layout, id=name, marks=() if name == "everything" else pytest.mark.full
         )
         for name, layout in LAYOUTS.items()
+        if name != "ep"  # as "all ep", but for the devices
     ],
 )
 def test_on_a_mesh_it_computes_the_same_and_the_same_gradients(layout, alone):
@@ -131,9 +125,8 @@ def test_on_a_mesh_it_computes_the_same_and_the_same_gradients(layout, alone):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("factor", [0.3, pytest.param(100.0, marks=pytest.mark.full)])
-def test_rounds_of_any_size_lose_nothing(factor, alone):
-    options = replace(TOP2, buffer_factor=factor)
+def test_many_rounds_lose_nothing(alone):
+    options = replace(TOP2, buffer_factor=0.3)
     close(results(options, LAYOUTS["all ep"]), alone)
 
 
