@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A device that flips a bit: in one of two processes; with kills on the way back."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,42 +9,27 @@ from pathlib import Path
 import pytest
 
 from tests.curves import curve
+from tests.faults.trainer import ROOT, SMALL, environ, train_here
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests/faults/flipped_run.py"
 LIMIT = 240.0
 SETTINGS = (
-    *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
-    *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=64"),
-    *("model.mesh_shape=[[4],[fsdp]]", "runtime.platform=cpu"),
+    *(*SMALL, "model.mesh_shape=[[4],[fsdp]]", "training.steps=8"),
     *("runtime.verify_every=3", "training.numerics=deterministic"),
-    *("data=synthetic", "data.synthetic.tokens=20000", "data.synthetic.vocab_size=64"),
-    *("training.sequence_length=16", "training.micro_batch_size=2"),
-    *("training.steps=8", "training.sample_length=0", "training.report=false"),
-    *("training.validate_every=0", "optimizer.warmup_steps=2", "training.resume=auto"),
-    *("training.checkpoint_every=2", "training.log_every=1"),
+    *("training.checkpoint_every=2", "training.resume=auto"),
 )
 LAUNCHER = ("-m", "tessera.launch", "--nprocs=2")
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache") / "compiled"
-
-
-def train(folder: Path, cache: Path, *launcher: str, **environ: str) -> tuple[int, str]:
-    """The exit code of a run, and what it said."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    program = str(PROGRAM if environ else ROOT / "run_training.py")
+def train_flipped(folder: Path, *launcher: str, **variables: str) -> tuple[int, str]:
+    """The exit code of a run with flipped bits, and what it said."""
+    program = str(ROOT / "tests/faults/flipped_run.py")
     done = subprocess.run(
         [
             *(sys.executable, *launcher, program, *SETTINGS),
-            *(f"hydra.run.dir={folder}", f"runtime.compile_cache={cache}"),
+            f"hydra.run.dir={folder}",
         ],
         cwd=ROOT,
-        env=inherited
-        | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
-        | environ,
+        env=environ(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -55,11 +39,11 @@ def train(folder: Path, cache: Path, *launcher: str, **environ: str) -> tuple[in
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, cache):
+def undisturbed(tmp_path_factory):
     """The curve of the run on four devices of one process, with no flipped bit."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    code, said = train(folder, cache)
-    assert code == 0, said
+    assert train_here(*SETTINGS, f"hydra.run.dir={folder}") == 0
+    said = (folder / "train.log").read_text()
     assert "step 6 is verified: equal bits on other devices" in said
     return steps_of(folder)
 
@@ -70,33 +54,29 @@ def steps_of(folder: Path) -> list[dict]:
 
 @pytest.mark.full
 def test_the_devices_of_one_of_two_processes_are_named_and_both_go_back(
-    undisturbed, cache, tmp_path
+    undisturbed, tmp_path
 ):
-    code, said = train(
-        *(tmp_path, cache, *LAUNCHER), FLIPPED_CALLS="6", FLIPPED_POSITION="3"
+    """And the second time, both end with code 74."""
+    code, said = train_flipped(
+        *(tmp_path, *LAUNCHER), FLIPPED_CALLS="6,10", FLIPPED_POSITION="3"
     )
-    assert code == 0, said
-    assert "values differ on device" in said
+    assert code == 74, said
+    assert "T716" in said
+    first, _, second = said.partition(
+        "set back from step 6 to the checkpoint of step 2"
+    )
+    assert second, said
     (line,) = {
         line.split("] ", 1)[1]
-        for line in said.splitlines()
+        for line in first.splitlines()
         if "values differ on device" in line
     }
     # Two devices of a process: there is no third order to tell which is wrong.
     assert line.count("of process 1") == 2
     assert "process 0" not in line
-    assert "set back from step 6 to the checkpoint of step 2" in said
-    assert steps_of(tmp_path) == undisturbed
-
-
-@pytest.mark.full
-def test_the_second_time_both_processes_end_with_code_74(cache, tmp_path):
-    code, said = train(
-        *(tmp_path, cache, *LAUNCHER), FLIPPED_CALLS="6,10", FLIPPED_POSITION="1"
-    )
-    assert code == 74, said
-    assert "T716" in said
-    assert "of process 0" in said
+    # Steps 3 to 5 are those that were taken again.
+    assert "step 5/8" in second
+    assert steps_of(tmp_path)[:5] == undisturbed[:5]
 
 
 @pytest.mark.full
@@ -110,12 +90,11 @@ def test_the_second_time_both_processes_end_with_code_74(cache, tmp_path):
     ids=["one checkpoint renamed", "before the metrics", "after the metrics"],
 )
 def test_a_run_that_is_killed_as_it_goes_back_goes_on_to_the_same_curve(
-    place, undisturbed, cache, tmp_path
+    place, undisturbed, tmp_path
 ):
-    environ = {"FLIPPED_CALLS": "6", "FLIPPED_POSITION": "2", "KILLED_AFTER": place}
-    code, said = train(tmp_path, cache, **environ)
+    variables = {"FLIPPED_CALLS": "6", "FLIPPED_POSITION": "2", "KILLED_AFTER": place}
+    code, said = train_flipped(tmp_path, **variables)
     assert code == -signal.SIGKILL, said
     assert "values differ on device 2" in said
-    code, said = train(tmp_path, cache)
-    assert code == 0, said
+    assert train_here(*SETTINGS, f"hydra.run.dir={tmp_path}") == 0
     assert steps_of(tmp_path) == undisturbed

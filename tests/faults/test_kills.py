@@ -3,7 +3,7 @@
 
     TESSERA_KILLS=30 python -m pytest tests/faults/test_kills.py -n0 -s -k random_times
 
-is the long form of what the suite does with three kills. Real processes: two ranks of
+is the long form of what the suite does with two kills. Real processes: two ranks of
 ``run_training.py`` under a launcher that restarts them, or, where the launcher itself
 is killed, under the next one, which is started at once.
 """
@@ -26,35 +26,26 @@ from typing import Any
 
 import pytest
 
+from tessera.training import train
 from tessera.training.checkpoints.checkpoint_folder import complete_steps
+from tessera.training.metrics import MetricWriter
 from tests.curves import curve
+from tests.faults.trainer import PROGRAM, environ, train_here
+from tests.faults.trainer import SMALL as SMALLEST
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="what processes hold is read from /proc"
 )
 
-ROOT = Path(__file__).parents[2]
-KILLS = int(os.environ.get("TESSERA_KILLS", "3"))
+KILLS = int(os.environ.get("TESSERA_KILLS", "2"))
 # Of waiting for anything: long enough for any machine.
 LIMIT = 300.0
-STEPS = 24
+STEPS = 12
 LOST_PEER = re.compile("Gloo|coordination service")
 LAUNCHER = ("--nprocs=2", "--grace=20", "--max-restarts=1000")
 SMALL = (
-    *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
-    *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=64"),
-    *("model.mesh_shape=[[2],[fsdp]]", "runtime.platform=cpu"),
-    *("data=synthetic", "data.synthetic.tokens=20000", "data.synthetic.vocab_size=64"),
-    *("training.sequence_length=16", "training.micro_batch_size=4"),
-    *(
-        f"training.steps={STEPS}",
-        "training.sample_length=0",
-        "training.report=false",
-        "training.log_every=1",
-    ),
-    *("training.validate_every=12", "training.validation_batches=2"),
-    *("training.checkpoint_every=1", "training.keep=2", "optimizer.warmup_steps=4"),
-    "training.resume=auto",
+    *(*SMALLEST, "model.mesh_shape=[[2],[fsdp]]", f"training.steps={STEPS}"),
+    *("training.checkpoint_every=1", "training.keep=2", "training.resume=auto"),
 )
 
 
@@ -62,29 +53,18 @@ class Run:
     """A launcher, or a single process, and what it says."""
 
     def __init__(
-        self, cache: Path, folder: Path, *settings: str, flags: tuple[str, ...] = ()
+        self, folder: Path, *settings: str, flags: tuple[str, ...] = ()
     ) -> None:
         launcher = ("-m", "tessera.launch", *flags) if flags else ()
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("JAX_", "XLA_", "PJRT_", "TESSERA_"))
-        }
         self.folder, self.lines = folder, list[str]()
         self._said = threading.Condition()
         self.process = subprocess.Popen(
             [
-                *(sys.executable, *launcher, str(ROOT / "run_training.py"), *SMALL),
-                *(f"runtime.compile_cache={cache}", f"hydra.run.dir={folder}"),
-                *settings,
+                *(sys.executable, *launcher, PROGRAM, *SMALL),
+                *(f"hydra.run.dir={folder}", *settings),
             ],
             cwd=folder.parent,
-            env={
-                **kept,
-                "PYTHONUNBUFFERED": "1",
-                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            },
+            env=environ(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -130,10 +110,10 @@ class Run:
         """The processes that this launcher has started, in sessions of their own."""
         mine = f"TESSERA_LAUNCHER={self.process.pid}".encode()
         found = []
-        for environ in Path("/proc").glob("[0-9]*/environ"):
+        for variables in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
-                if mine in environ.read_bytes().split(b"\0"):
-                    found.append(int(environ.parent.name))
+                if mine in variables.read_bytes().split(b"\0"):
+                    found.append(int(variables.parent.name))
         return sorted(found)
 
     def finish(self, code: int = 0) -> str:
@@ -153,19 +133,13 @@ class Run:
 Start = Callable[..., Run]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is compiled once for all runs."""
-    return tmp_path_factory.mktemp("cache") / "compiled"
-
-
 @pytest.fixture
-def start(cache: Path) -> Iterator[Start]:
+def start() -> Iterator[Start]:
     """Starts runs of two ranks, and kills what is left of them by their numbers."""
     runs: list[Run] = []
 
     def begin(folder: Path, *settings: str, flags: tuple[str, ...] = LAUNCHER) -> Run:
-        runs.append(Run(cache, folder, *settings, flags=flags))
+        runs.append(Run(folder, *settings, flags=flags))
         return runs[-1]
 
     yield begin
@@ -174,14 +148,11 @@ def start(cache: Path) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The curve of one process with two devices, to which nothing happens."""
-    run = Run(cache, tmp_path_factory.mktemp("whole") / "run")
-    try:
-        run.finish()
-    finally:
-        run.clear_up()
-    found = curve(run.folder)
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train_here(*SMALL, f"hydra.run.dir={folder}") == 0
+    found = curve(folder)
     assert [line["step"] for line in found if "loss" in line] == [*range(1, STEPS + 1)]
     return found
 
@@ -338,14 +309,16 @@ def test_a_second_launcher_in_one_folder_is_refused_and_disturbs_nobody(
     start, tmp_path
 ):
     first = start(tmp_path / "run", "training.steps=100000")
-    first.wait_for(r"step 2/")
-    names = {path.name for path in first.folder.iterdir()}
+    first.wait_for("compiling the step")  # so both get on at the same time
     with Owners(first) as owners:
         second = start(first.folder)
         owners.runs.append(second)
         said = second.finish(2)
         first.wait_for(r"step \d+/", after=len(first.lines))
-        assert {path.name for path in first.folder.iterdir()} == names
+        assert {path.name for path in first.folder.iterdir()} == {
+            *("lock.1", "train.log", "metrics.jsonl", "events.jsonl"),
+            *("tensorboard", "config.yaml", "program.json", "checkpoints"),
+        }
         first.process.send_signal(signal.SIGTERM)
         first.finish(75)
     (holder,) = set(re.findall(r"held by process (\d+) on host", said))
@@ -360,54 +333,91 @@ def test_a_second_launcher_in_one_folder_is_refused_and_disturbs_nobody(
     assert complete_steps(first.folder / "checkpoints")[0] == len(numbers)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("change", "flags"),
-    [("renamed", LAUNCHER), ("deleted", ()), ("exchanged", ())],
-    ids=["renamed", "deleted", "exchanged"],
-)
-def test_a_folder_that_is_taken_away_under_way_ends_the_run(
-    start, tmp_path, change, flags
-):
-    """Also in the middle of a checkpoint; and nothing is written in another place."""
-    run = start(tmp_path / "run", "training.steps=100000", flags=flags)
-    run.wait_for(r"step 3/")
-    away = tmp_path / "away"
-    run.folder.rename(away)
-    if change == "deleted":
-        shutil.rmtree(away, ignore_errors=True)  # it is being written
-    if change == "exchanged":
-        run.folder.mkdir()
-        (run.folder / "mine.txt").touch()
-    said = run.finish(2)
+def assert_is_taken_away(said: str, away: Path) -> None:
+    """See that the run says so, and that its folder is whole in the other place."""
     assert "[T504] the folder of the run is not where it was" in said
-    assert (f"; it is {away} now" in said) == (change != "deleted")
+    assert f"; it is {away} now" in said
     assert said.rstrip().endswith("  docs: docs/errors/T504.md")
-    assert "] restart " not in said
-    left = {path.name for path in run.folder.glob("*")} if run.folder.exists() else None
-    assert left == ({"mine.txt"} if change == "exchanged" else None)
-    if change != "deleted":
-        # What was there is whole, and can be gone on from when it is back.
-        assert (away / "lock.1").exists()
-        assert [*map(json.loads, (away / "metrics.jsonl").read_text().splitlines())]
+    # What was there can be gone on from when it is back.
+    assert (away / "lock.1").exists()
+    assert [*map(json.loads, (away / "metrics.jsonl").read_text().splitlines())]
 
 
 @pytest.mark.full
-def test_a_checkpoint_that_is_deleted_under_way_costs_its_steps_alone(start, tmp_path):
+def test_a_folder_that_is_renamed_under_way_ends_the_run_of_two_ranks(start, tmp_path):
+    """Also in the middle of a checkpoint; and nothing is written in another place."""
+    run = start(tmp_path / "run", "training.steps=100000")
+    run.wait_for(r"step 3/")
+    run.folder.rename(tmp_path / "away")
+    said = run.finish(2)
+    assert_is_taken_away(said, tmp_path / "away")
+    assert "] restart " not in said
+    assert not run.folder.exists()
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Does something in this process when a run writes the numbers of a step."""
+
+    def begin(number: int, action: Callable[[], object]) -> None:
+        class Writer(MetricWriter):
+            def write(self, step: int, values: Any) -> None:
+                super().write(step, values)
+                if step == number:
+                    action()
+
+        monkeypatch.setattr(train, "MetricWriter", Writer)
+
+    return begin
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", ["deleted", "exchanged"])
+def test_a_folder_that_is_taken_away_under_way_ends_the_run(
+    tmp_path, at_step, capsys, change
+):
+    """While the checkpoint of the step before is written."""
+    folder, away = tmp_path / "run", tmp_path / "away"
+
+    def take_away() -> None:
+        folder.rename(away)
+        if change == "deleted":
+            shutil.rmtree(away, ignore_errors=True)  # it is being written
+        else:
+            folder.mkdir()
+            (folder / "mine.txt").touch()
+
+    at_step(3, take_away)
+    assert train_here(*SMALL, f"hydra.run.dir={folder}") == 2
+    said = capsys.readouterr().err
+    if change == "exchanged":
+        assert_is_taken_away(said, away)
+        assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+    else:
+        assert "[T504] the folder of the run is not where it was" in said
+        assert "; it is " not in said
+        assert said.rstrip().endswith("  docs: docs/errors/T504.md")
+        assert not folder.exists()
+
+
+@pytest.mark.full
+def test_a_checkpoint_that_is_deleted_under_way_costs_its_steps_alone(
+    tmp_path, at_step
+):
     """The run writes the next one, and what resumes takes the newest that is left."""
-    run = start(tmp_path / "run", "training.steps=100000", flags=())
-    run.wait_for(r"the checkpoint of step 3 is complete")
-    checkpoints = run.folder / "checkpoints"
-    for step in complete_steps(checkpoints):
-        shutil.rmtree(checkpoints / str(step), ignore_errors=True)  # it may be written
-    later = run.wait_for(r"the checkpoint of step \d+ is complete", len(run.lines))
-    run.wait_for(r"the checkpoint of step \d+ is complete", later)
-    run.process.send_signal(signal.SIGTERM)
-    run.finish(75)
-    newest = complete_steps(checkpoints)[0]
-    shutil.rmtree(checkpoints / str(newest))
-    again = start(run.folder, f"training.steps={newest + 1}", flags=())
-    again.finish()
-    assert [line["step"] for line in curve(run.folder) if "loss" in line] == [
-        *range(1, newest + 2)
-    ]
+    folder = tmp_path / "run"
+    checkpoints, deleted = folder / "checkpoints", []
+
+    def delete() -> None:
+        for step in complete_steps(checkpoints):
+            shutil.rmtree(checkpoints / str(step), ignore_errors=True)
+            deleted.append(step)
+
+    at_step(4, delete)
+    given = (*SMALL, f"hydra.run.dir={folder}")
+    assert train_here(*given, "training.steps=6") == 0
+    assert deleted
+    assert complete_steps(checkpoints) == [6, 5]
+    shutil.rmtree(checkpoints / "6")
+    assert train_here(*given, "training.steps=7") == 0
+    assert [line["step"] for line in curve(folder)] == [*range(1, 8)]
