@@ -254,7 +254,8 @@ def test_stages_have_the_gradients_of_the_loop(target):
 @pytest.mark.parametrize(
     ("sizes", "schedule", "options"),
     [
-        ({"dp": 2, "pp": 2, "fsdp": 2}, "gpipe", {"gathers_once": True}),
+        ({"dp": 2, "pp": 2}, "gpipe", {}),
+        ({"pp": 2, "fsdp": 2}, "gpipe", {"gathers_once": True}),
         ({"pp": 2, "fsdp": 2, "tp": 2}, "zero_bubble", {"remat": "full"}),
         ({"pp": 2}, "interleaved", {"chunks": 2, "layers": 5}),
     ],
