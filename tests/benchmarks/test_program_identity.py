@@ -33,11 +33,8 @@ def identity():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name", ["one device", pytest.param("fsdp×tp", marks=pytest.mark.full)]
-)
-def test_a_step_without_backend_passes_is_the_program_by_hand(identity, name):
-    step, _, by_hand, arguments = identity.steps(name)
+def test_a_step_without_backend_passes_is_the_program_by_hand(identity):
+    step, _, by_hand, arguments = identity.steps("fsdp×tp")
     lowered = step.trace(*arguments).lower().jax, by_hand.lower(*arguments)
     ours, theirs = (identity.canonical(each.compile(EMITTERS)) for each in lowered)
     assert identity.differing(ours, theirs) == {}

@@ -283,15 +283,8 @@ def compiled(model: DecoderModel, mesh: Mesh | None) -> Any:
     )
 
 
-MESHES = [
-    {"fsdp": 1, "tp": 1},
-    {"fsdp": 4, "tp": 1},
-    {"fsdp": 1, "tp": 4},
-    {"fsdp": 2, "tp": 2},
-    {"fsdp": 2, "tp": 4},
-    {"dp": 4},
-    {"tp": 2, "dp": 2, "fsdp": 2},
-]
+# An axis of one device, and all axes in another order; copied heads are in make test.
+MESHES = [{"fsdp": 4, "tp": 1}, {"tp": 2, "dp": 2, "fsdp": 2}]
 
 
 @pytest.mark.slow(reason="the one composition of axes of the decoder")
