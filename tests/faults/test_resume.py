@@ -3,7 +3,7 @@
 
     TESSERA_KILLS=30 python -m pytest tests/faults/test_resume.py -n0 -s -k random_times
 
-is the long form of what the suite does with three kills.
+is the long form of what the suite does with two kills.
 """
 
 import os
@@ -12,7 +12,6 @@ import re
 import resource
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -28,12 +27,12 @@ from tessera.training.checkpoints.checkpoint_folder import (
     read_checkpoint,
 )
 from tests.curves import curve
+from tests.faults.trainer import PROGRAM, environ, train_here
 
-ROOT = Path(__file__).parents[2]
-KILLS = int(os.environ.get("TESSERA_KILLS", "3"))
+KILLS = int(os.environ.get("TESSERA_KILLS", "2"))
 # Long enough for any machine; what hangs is ended.
 LIMIT = 300.0
-STEPS = 24
+STEPS = 12
 
 BASE = (
     *("model.d_model=32", "model.num_heads=2", "model.num_kv_heads=1"),
@@ -49,11 +48,10 @@ BASE = (
 )
 SMALL = (
     *(*BASE, "model.num_layers=2", f"training.steps={STEPS}"),
-    *("training.validate_every=8", "training.validation_batches=2"),
+    *("training.validate_every=4", "training.validation_batches=2"),
     *("training.checkpoint_every=1", "training.keep=2"),
 )
-# What ``make test`` runs: quick to compile, and kept between runs of the tests.
-PROGRAMS = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+# What ``make test`` runs: quick to compile.
 SHORT = (
     *(*BASE, "model.num_layers=1", "training.steps=8", "data.validation_fraction=0"),
     *("optimizer=sgd", "training.keep=3", "training.resume=auto"),
@@ -66,30 +64,18 @@ class Run:
     def __init__(
         self,
         folder: Path,
-        cache: Path,
         *arguments: str,
         largest_file: int = -1,
         settings: tuple[str, ...] = SMALL,
     ) -> None:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("JAX_", "XLA_", "PJRT_", "TESSERA_"))
-        }
         self.folder = folder
         self.process = subprocess.Popen(
             [
-                *(sys.executable, str(ROOT / "run_training.py"), *settings),
-                *(f"runtime.compile_cache={cache}", f"hydra.run.dir={folder}"),
-                *arguments,
+                *(sys.executable, PROGRAM, *settings),
+                *(f"hydra.run.dir={folder}", *arguments),
             ],
             cwd=folder.parent,
-            env={
-                **kept,
-                "JAX_PLATFORMS": "cpu",
-                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            },
+            env=environ(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -129,15 +115,12 @@ Start = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def start() -> Iterator[Start]:
     """Starts runs, and kills those that are left."""
-    cache = tmp_path_factory.getbasetemp() / "compiled"
     runs: list[Run] = []
 
-    def begin(
-        folder: Path, *arguments: str, cache: Path = cache, **options: Any
-    ) -> Run:
-        runs.append(Run(folder, cache, *arguments, **options))
+    def begin(folder: Path, *arguments: str, **options: Any) -> Run:
+        runs.append(Run(folder, *arguments, **options))
         return runs[-1]
 
     yield begin
@@ -150,13 +133,16 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing happens to; it keeps no checkpoint but the last."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    cache = tmp_path_factory.getbasetemp() / "compiled"
-    said = Run(folder, cache, "training.checkpoint_every=0").finish()
-    assert "the checkpoint of step 24 is complete" in said
-    # Those that follow take what is compiled from there.
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert [*cache.iterdir()]
+    resume(folder, "training.checkpoint_every=0")
+    assert complete_steps(folder / "checkpoints") == [STEPS]
     return folder
+
+
+def resume(folder: Path, *arguments: str) -> str:
+    """What a run logs that goes on in this process to its end."""
+    given = ("training.resume=auto", f"hydra.run.dir={folder}", *arguments)
+    assert train_here(*SMALL, *given) == 0
+    return (folder / "train.log").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +166,8 @@ def assert_latest_is_readable(run: Run) -> int:
 # The numbers of a step are written before it is evaluated or saved.
 MOMENTS = {
     "compile": "compiling the step",
-    "step": "the checkpoint of step 5 is complete",
-    "evaluation": "step 8/",
-    "save": "step 12/",
+    "evaluation": "step 4/",
+    "save": "step 8/",
 }
 
 
@@ -190,7 +175,7 @@ MOMENTS = {
 def killed(start, tmp_path_factory) -> Path:
     """The folder of a run that is killed after two checkpoints."""
     folder = tmp_path_factory.mktemp("killed") / "run"
-    run = start(folder, "training.checkpoint_every=1", settings=SHORT, cache=PROGRAMS)
+    run = start(folder, "training.checkpoint_every=1", settings=SHORT)
     run.kill_at("the checkpoint of step 2 is complete")
     return folder
 
@@ -211,7 +196,7 @@ def resumed(killed, start, tmp_path_factory) -> tuple[Path, str]:
         folder / "checkpoints" / str(complete_steps(killed / "checkpoints")[0])
     )
     never = "training.checkpoint_every=0"
-    return folder, start(folder, never, settings=SHORT, cache=PROGRAMS).finish()
+    return folder, start(folder, never, settings=SHORT).finish()
 
 
 def test_a_killed_run_resumes_bit_for_bit(killed, resumed):
@@ -231,7 +216,10 @@ def test_a_killed_run_resumes_bit_for_bit(killed, resumed):
 def test_a_run_that_is_killed_at_each_of_its_moments_goes_on_bit_for_bit(
     start, uninterrupted, tmp_path
 ):
-    """And a bit of what it has saved last is flipped before it is started again."""
+    """And a bit of what it has saved last is flipped before it is started again.
+
+    In a step, ``test_a_killed_run_resumes_bit_for_bit`` kills one.
+    """
     folder, newest = tmp_path / "run", 0
     for moment in MOMENTS.values():
         run = start(folder, "training.resume=auto")
@@ -240,7 +228,7 @@ def test_a_run_that_is_killed_at_each_of_its_moments_goes_on_bit_for_bit(
         newest = assert_latest_is_readable(run)
     before = complete_steps(run.checkpoints)[1]
     damaged = flip_a_bit(run.checkpoints / str(newest))
-    said = start(folder, "training.resume=auto").finish()
+    said = resume(folder)
     assert f"THE CHECKPOINT OF STEP {newest} IS DAMAGED: {damaged} is not" in said
     assert f"resuming from {run.checkpoints / str(before)}, at row {4 * before}" in said
     assert (run.checkpoints / f"{newest}.damaged").is_dir()
@@ -290,7 +278,7 @@ def test_kills_at_random_times_never_cost_more_than_the_last_steps(
             reached.append(0)
     sys.stdout.write(f"newest checkpoint after each kill: {reached}\n")
     for folder in runs:
-        start(folder, "training.resume=auto").finish()
+        resume(folder)
         assert curve(folder) == uninterrupted
 
 
@@ -300,7 +288,7 @@ def test_other_data_is_refused_before_anything_is_written(refuse, whole, tmp_pat
     given = (f"hydra.run.dir={folder}", "training.resume=auto", "training.seed=1")
     said = refuse(*SMALL, *given)
     assert said.startswith(
-        "[T803] the run cannot continue at row 96: its data has changed"
+        "[T803] the run cannot continue at row 48: its data has changed"
     )
     assert "training.seed: 0 -> 1" in said
 
@@ -337,18 +325,18 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint_and_the_run(
     """There is room for one checkpoint of 370 KiB and the log, not for two."""
     folder, ballast = small_disk / "run", small_disk / "ballast"
     ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - 600 * 1024))
-    said = start(folder, "training.checkpoint_every=4", "training.keep=1").finish(2)
-    assert "step 24/24" in said
+    said = start(folder, "training.checkpoint_every=2", "training.keep=1").finish(2)
+    assert "step 12/12" in said
     checkpoints = folder / "checkpoints"
-    for step in (8, 12, 16, 20, 24):
+    for step in (4, 6, 8, 10, 12):
         assert f"{checkpoints / str(step)}: " in said
     # Once for each that fails, and once at the end.
-    assert said.count(f"the last complete checkpoint is {checkpoints / '4'}") == 6
+    assert said.count(f"the last complete checkpoint is {checkpoints / '2'}") == 6
     assert said.rstrip().splitlines()[-4].startswith("[T804] a checkpoint cannot be")
     assert not re.search("Traceback|never awaited|asyncio", said)
-    assert [path.name for path in checkpoints.iterdir()] == ["4"]
+    assert [path.name for path in checkpoints.iterdir()] == ["2"]
     ballast.unlink()
-    start(folder, "training.resume=auto", "training.checkpoint_every=4").finish()
+    resume(folder, "training.checkpoint_every=2")
     assert curve(folder) == uninterrupted
 
 
@@ -357,11 +345,12 @@ def test_files_that_may_not_grow_are_said_and_leave_nothing(start, tmp_path):
     """The same as a full disk where nothing can be mounted: no file above 64 KiB."""
     folder = tmp_path / "run"
     run = start(
-        *(folder, "training.checkpoint_every=8", "training.steps=9"),
+        *(folder, "training.checkpoint_every=2", "training.steps=3"),
+        "training.validate_every=0",
         largest_file=1 << 16,
     )
     said = run.finish(2)
-    assert "step 9/9" in said
+    assert "step 3/3" in said
     assert "there is no complete checkpoint of this run yet" in said
     assert not re.search("Traceback|never awaited|asyncio", said)
     assert said.rstrip().splitlines()[-4].startswith("[T804] a checkpoint cannot be")
