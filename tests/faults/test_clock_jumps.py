@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clocks that are set during a run change neither its curve nor its goodput."""
 
-import os
 import subprocess
 import sys
 import time
@@ -13,37 +12,25 @@ import pytest
 from tessera.records.events import read_events
 from tessera.records.goodput import goodput_of
 from tests.curves import curve
+from tests.faults.trainer import ROOT, SMALL, environ, train_here
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 240.0
 LIBFAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 SETTINGS = (
-    *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
-    *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=64"),
-    *("model.mesh_shape=[[2],[fsdp]]", "runtime.platform=cpu"),
+    *(*SMALL, "model.mesh_shape=[[2],[fsdp]]"),
     *("runtime.max_run_time=3600", "runtime.step_deadline=600"),
-    *("data=synthetic", "data.synthetic.tokens=20000", "data.synthetic.vocab_size=64"),
-    *("training.sequence_length=16", "training.micro_batch_size=2"),
-    *("training.sample_length=0", "training.report=false", "training.log_every=1"),
-    *("training.validation_batches=1", "optimizer.warmup_steps=2"),
 )
 
 
 class Training:
     """A run: a program, which may be that of the launcher, and its settings."""
 
-    def __init__(self, folder: Path, *command: str, **environ: str):
+    def __init__(self, folder: Path, *command: str, **variables: str):
         self.folder = folder
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
         self.process = subprocess.Popen(
-            [
-                *(sys.executable, *command, f"hydra.run.dir={folder}"),
-                f"runtime.compile_cache={folder.parent / 'compiled'}",
-            ],
+            [sys.executable, *command, f"hydra.run.dir={folder}"],
             cwd=ROOT,
-            env=inherited
-            | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
-            | environ,
+            env=environ(**variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -71,10 +58,9 @@ class Training:
 
 @pytest.mark.full
 def test_clocks_that_are_set_change_no_number(tmp_path):
-    short = (*SETTINGS, "training.steps=8", "training.checkpoint_every=2")
-    short = (*short, "training.validate_every=4")
+    short = (*SETTINGS, "training.steps=6", "training.checkpoint_every=2")
     launcher = ("-m", "tessera.launch", "--nprocs=2")
-    Training(tmp_path / "whole", *launcher, "run_training.py", *short).finish()
+    assert train_here(*short, f"hydra.run.dir={tmp_path / 'whole'}") == 0
     jumping = (*launcher, "tests/faults/clock_run.py", *short)
     jumps = Training(tmp_path / "jumps", *jumping)
     jumps.finish()
@@ -86,7 +72,7 @@ def test_clocks_that_are_set_change_no_number(tmp_path):
 @pytest.mark.skipif(LIBFAKETIME is None, reason="there is no libfaketime")
 def test_clocks_of_compiled_code_may_be_set_too(tmp_path):
     long = ("run_training.py", *SETTINGS, "training.steps=400")
-    long = (*long, "training.checkpoint_every=100", "training.validate_every=0")
+    long = (*long, "training.checkpoint_every=100")
     Training(tmp_path / "whole", *long).finish()
     offset = tmp_path / "offset"
     offset.write_text("+0")

@@ -15,39 +15,29 @@ from tessera.training.checkpoints.checkpoint_folder import (
     complete_steps,
     read_checkpoint,
 )
+from tests.faults.trainer import PROGRAM, SMALL, environ, train_here
 
-ROOT = Path(__file__).parents[2]
-SMALL = (
-    *("runtime.platform=cpu", "data=synthetic", "data.synthetic.tokens=20000"),
-    *("model.d_model=32", "model.num_layers=2", "model.num_heads=2"),
-    *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=64"),
-    *(
-        "training.sequence_length=16",
-        "training.sample_length=0",
-        "training.report=false",
-    ),
-    *("training.checkpoint_every=3", "data.validation_fraction=0"),
-    *("optimizer.schedule=constant", "optimizer.warmup_steps=1"),
-)
+SETTINGS = (*SMALL, "training.checkpoint_every=2")
+
+
+def settings_of(folder: Path, processes: int, steps: int) -> tuple[str, ...]:
+    """Those of a run of eight rows a step, in so many processes of one device."""
+    return (
+        *(*SETTINGS, f"training.steps={steps}", f"hydra.run.dir={folder}"),
+        f"model.mesh_shape=[[{processes}],[fsdp]]",
+        f"training.micro_batch_size={8 // processes}",
+    )
 
 
 def run(folder: Path, processes: int, steps: int, *arguments: str) -> str:
-    """What a run of eight rows a step says, in so many processes of one device."""
+    """What a run in several processes says."""
     launcher = ("-m", "tessera.launch", f"--nprocs={processes}", "--grace=5")
     process = subprocess.Popen(
         [
-            *(sys.executable, *(launcher if processes > 1 else ()), "run_training.py"),
-            *SMALL,
-            *(f"training.steps={steps}", f"hydra.run.dir={folder}"),
-            f"model.mesh_shape=[[{processes}],[fsdp]]",
-            f"training.micro_batch_size={8 // processes}",
-            *arguments,
+            *(sys.executable, *launcher, PROGRAM),
+            *(*settings_of(folder, processes, steps), *arguments),
         ],
-        cwd=ROOT,
-        env={
-            **{k: v for k, v in os.environ.items() if not k.startswith("JAX_")},
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        },
+        env=environ(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -70,23 +60,23 @@ def losses(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.full
 def test_a_run_goes_on_in_two_processes_and_then_in_four(tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "run"
-    run(whole, 1, 9)
-    # The run that is in one process up to its third step is that one.
-    start = f"training.resume={whole}/checkpoints/3"
-    assert f"resuming from {whole}/checkpoints/3, at row 24" in run(folder, 2, 6, start)
-    said = run(folder, 4, 9, "training.resume=auto")
-    assert f"resuming from {folder}/checkpoints/6, at row 48" in said
-    alone, together = losses(whole)[3:], losses(folder)
-    assert [line["step"] for line in together] == [*range(4, 10)]
+    assert train_here(*settings_of(whole, 1, 6)) == 0
+    # The run that is in one process up to its second step is that one.
+    start = f"training.resume={whole}/checkpoints/2"
+    assert f"resuming from {whole}/checkpoints/2, at row 16" in run(folder, 2, 4, start)
+    said = run(folder, 4, 6, "training.resume=auto")
+    assert f"resuming from {folder}/checkpoints/4, at row 32" in said
+    alone, together = losses(whole)[2:], losses(folder)
+    assert [line["step"] for line in together] == [*range(3, 7)]
     for one, other in zip(alone, together, strict=True):
         # Sums over devices are made in another order.
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
     written = [
         read_checkpoint(root / "checkpoints" / str(step)).metadata
-        for root, step in ((whole, 3), (folder, 6), (folder, 9))
+        for root, step in ((whole, 2), (folder, 4), (folder, 6))
     ]
-    assert complete_steps(folder / "checkpoints") == [9, 6]
+    assert complete_steps(folder / "checkpoints") == [6, 4]
     assert [metadata.processes for metadata in written] == [1, 2, 4]
-    assert [metadata.cursor.rows for metadata in written] == [24, 48, 72]
+    assert [metadata.cursor.rows for metadata in written] == [16, 32, 48]
     assert len({metadata.cursor.order["shuffle"] for metadata in written}) == 1

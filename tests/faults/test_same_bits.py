@@ -3,26 +3,25 @@
 any mesh and in any number of microbatches.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tessera.training import train
-from tessera.training.command_line import run_from_command_line
 from tests.curves import curve
+from tests.faults.trainer import PROGRAM, environ, train_here
 
-ROOT = Path(__file__).parents[2]
 ROWS = 8
 SMALL = (
-    *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
+    *("model.d_model=32", "model.num_layers=2", "model.num_heads=2"),
     *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=32"),
+    "runtime.platform=cpu",
     *("data=synthetic", "data.synthetic.tokens=20000", "data.synthetic.vocab_size=64"),
     *(
         "training.sequence_length=16",
-        "training.steps=4",
+        "training.steps=3",
         "training.sample_length=0",
         "training.report=false",
     ),
@@ -38,52 +37,43 @@ def arguments(folder: Path, devices: int, *others: str) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module")
+def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The curve of one device, in this process."""
+    folder = tmp_path_factory.mktemp("one")
+    assert train_here(*arguments(folder, 1)) == 0
+    found = curve(folder)
+    assert [line["step"] for line in found] == [1, 2, 3, 3]
+    assert len({line["loss"] for line in found[:3]}) == 3
+    return found
+
+
+def run(*command: str, **variables: str) -> None:
+    """Train in other processes, with a compiler that knows nothing of this one."""
+    subprocess.run(
+        [sys.executable, *command],
+        env=environ(JAX_ENABLE_COMPILATION_CACHE="false", **variables),
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+
+
 @pytest.mark.full
-def test_runs_on_one_two_and_four_devices_and_another_process_have_the_same_bits(
-    tmp_path, capsys
+def test_runs_on_one_and_four_devices_and_on_two_in_another_process_have_the_same_bits(
+    tmp_path, on_one_device
 ):
-    found = {}
-    for devices in (1, 2, 4):
-        folder = tmp_path / f"on {devices}"
-        given = arguments(folder, devices)
-        code = run_from_command_line(train.run, ROOT / "configs", given)
-        assert code == 0, capsys.readouterr().err
-        found[devices] = curve(folder)
-    # Again, by a compiler that knows nothing of the first time.
-    subprocess.run(
-        [sys.executable, str(ROOT / "run_training.py"), *arguments(tmp_path / "b", 2)],
-        env=os.environ
-        | {"JAX_NUM_CPU_DEVICES": "8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
-    assert [line["step"] for line in found[1]] == [1, 2, 3, 4, 4]
-    assert len({line["loss"] for line in found[1][:4]}) == 4
-    assert found[2] == found[1]
-    assert found[4] == found[1]
-    assert curve(tmp_path / "b") == found[2]
+    assert train_here(*arguments(tmp_path / "on 4", 4)) == 0
+    run(PROGRAM, *arguments(tmp_path / "on 2", 2))
+    assert curve(tmp_path / "on 4") == on_one_device
+    assert curve(tmp_path / "on 2") == on_one_device
 
 
 @pytest.mark.full
-def test_a_run_in_two_processes_has_the_bits_of_one_device(tmp_path, capsys):
-    code = run_from_command_line(
-        train.run, ROOT / "configs", arguments(tmp_path / "one", 1)
-    )
-    assert code == 0, capsys.readouterr().err
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "tessera.launch", "--nprocs=2", "run_training.py"),
-            *arguments(tmp_path / "two", 2, "runtime.platform=cpu"),
-        ],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-        | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
-    assert curve(tmp_path / "two") == curve(tmp_path / "one")
+def test_a_run_in_two_processes_has_the_bits_of_one_device(tmp_path, on_one_device):
+    launcher = ("-m", "tessera.launch", "--nprocs=2")
+    run(*launcher, PROGRAM, *arguments(tmp_path / "two", 2))
+    assert curve(tmp_path / "two") == on_one_device
 
 
 @pytest.mark.full
@@ -92,17 +82,11 @@ def test_a_run_in_two_processes_has_the_bits_of_one_device(tmp_path, capsys):
     [("[[2,2],[pp,tp]]", 4, 2), ("[[2,2],[dp,cp]]", 1, 4)],
 )
 def test_a_run_on_other_axes_and_in_several_microbatches_has_the_same_losses(
-    tmp_path, capsys, mesh, rows, microbatches
+    tmp_path, on_one_device, mesh, rows, microbatches
 ):
     divided = [
         *(f"model.mesh_shape={mesh}", f"training.micro_batch_size={rows}"),
         f"training.gradient_accumulation_steps={microbatches}",
     ]
-    found = []
-    for folder, others in (tmp_path / "whole", []), (tmp_path / "divided", divided):
-        given = arguments(folder, 1, "model.num_layers=2", *others)
-        code = run_from_command_line(train.run, ROOT / "configs", given)
-        assert code == 0, capsys.readouterr().err
-        found.append(curve(folder))
-    assert len({line["loss"] for line in found[0][:4]}) == 4
-    assert found[1] == found[0]
+    assert train_here(*arguments(tmp_path, 1, *divided)) == 0
+    assert curve(tmp_path) == on_one_device

@@ -14,20 +14,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SMALL = (
-    "runtime.platform=cpu",
-    "data=synthetic",
-    "model.num_layers=2",
-    "model.mesh_shape=[[2,2],[fsdp,tp]]",
-    "training.steps=4",
-    "training.sequence_length=32",
-    "training.micro_batch_size=2",
-    "training.gradient_accumulation_steps=2",
-    "training.validation_batches=1",
-    "training.sample_length=3",
-    "training.report=false",
-    "training.checkpoint_every=2",
+from tests.curves import curve
+from tests.faults.trainer import PROGRAM, SMALL, environ, train_here
+
+SETTINGS = (
+    *(*SMALL, "model.num_kv_heads=2", "model.mesh_shape=[[2,2],[fsdp,tp]]"),
+    *("training.micro_batch_size=2", "training.gradient_accumulation_steps=2"),
+    *("training.steps=4", "training.checkpoint_every=2"),
 )
 LAUNCHER = ("-m", "tessera.launch", "--nprocs=2", "--grace=5", "--max-restarts=1")
 
@@ -42,13 +35,9 @@ def run(
       command: The program and its flags.
       watch: Takes the process's number and each line that it says.
     """
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    # Half the time to compile; the partitioning and the collectives are the same.
-    environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     started = subprocess.Popen(
-        [sys.executable, *command, *SMALL, f"hydra.run.dir={folder}"],
-        cwd=ROOT,
-        env=environ,
+        [sys.executable, *command, *SETTINGS, f"hydra.run.dir={folder}"],
+        env=environ(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -85,7 +74,9 @@ def numbers(lines: list[dict]) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """The numbers of one process with four devices."""
-    return numbers(run(tmp_path_factory.mktemp("one"), "run_training.py")[1])
+    folder = tmp_path_factory.mktemp("one")
+    assert train_here(*SETTINGS, f"hydra.run.dir={folder}") == 0
+    return numbers(curve(folder))
 
 
 @pytest.mark.full
@@ -98,13 +89,13 @@ def test_two_processes_of_which_one_is_killed_give_the_numbers_of_one(tmp_path, 
             killed.append(ranks_of(launcher)[-1])
             os.kill(killed[0], signal.SIGKILL)
 
-    said, lines = run(tmp_path / "run", *LAUNCHER, "run_training.py", watch=kill)
+    said, lines = run(tmp_path / "run", *LAUNCHER, PROGRAM, watch=kill)
     assert killed
     assert "killed by SIGKILL in phase" in said
     assert "[launch] restart 1 of 1\n" in said
     assert f"resuming from {tmp_path / 'run/checkpoints'}" in said
     # The first steps are of the first two processes, the others of the next two.
-    assert len(lines) == len(alone) == 5
+    assert len(lines) == len(alone) == 4
     assert numbers(lines) == [pytest.approx(line, rel=1e-6) for line in alone]
     assert "simulating 4 CPU devices in 2 processes" in said
     # One folder, which rank 0 alone wrote.
