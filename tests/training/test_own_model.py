@@ -241,12 +241,13 @@ def test_the_commands_of_the_guide_are_enough(tmp_path, monkeypatch, capfd):
     for command in "".join(blocks).replace("\\\n", "").splitlines():
         program, *arguments = shlex.split(command)
         assert program == "tessera"
+        if arguments[0] == "train":  # each token of a sample runs the whole model
+            arguments.append("training.sample_length=4")
         assert tessera(arguments) == 0
     out = capfd.readouterr().out
     assert "step 20/20" in out
-    assert "step 30/30" in out
-    assert "step 5/5" in out
-    assert "step 10/10" in out
+    assert out.count("step 5/5") == 2
+    assert out.count("step 10/10") == 2
     assert "perplexity" in out
     names = load_file(tmp_path / "own.safetensors")
     assert "blocks.0.up.kernel" in names
