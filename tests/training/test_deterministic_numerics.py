@@ -29,14 +29,12 @@ from tessera.training.step import (
 from tessera.training.train_state import init_state
 from tests.small_model import SMALL
 
-# Three layers, so that the second of two stages has padding.
-CONFIG = dataclasses.replace(SMALL, num_layers=3)
+# Three layers, so that the second of two stages has padding; each has a window, and so
+# one is compiled for all.
+CONFIG = dataclasses.replace(SMALL, num_layers=3, global_every=4)
 ROWS, LENGTH = 48, 16
-# Axes that split matrices, sequences and layers, alone and together.
-OTHERS = ["dp8", "fsdp4", "fsdp8", "tp2", "cp4", "pp2", "fsdp2_tp2_cp2"]
-OTHERS += ["pp2_dp2_tp2"]
-# Numbers of devices that do not divide the microshards.
-OTHERS += ["dp3_pp2", "dp6"]
+# Each axis alone, and the axes of rows in stages. Three do not divide the microshards.
+MESHES = ["dp3", "fsdp4", "tp2", "cp4", "pp2", "pp2_dp2_fsdp2"]
 
 
 def mesh_of(name: str) -> Mesh:
@@ -127,14 +125,7 @@ def run(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dp2_fsdp2",
-        "dp3",
-        *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS),
-    ],
-)
+@pytest.mark.parametrize("name", MESHES)
 def test_every_mesh_gives_the_same_bits(name):
     assert run(name) == run("dp1")
 
@@ -147,25 +138,24 @@ def test_the_devices_of_every_axis_share_the_microshards():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "microbatches"), [("dp1", 1), ("dp2_tp2", 4)])
+@pytest.mark.parametrize(("name", "microbatches"), [("dp1", 1), ("fsdp2_tp2_cp2", 4)])
 def test_every_division_into_microbatches_gives_the_same_bits(name, microbatches):
     assert run(name, microbatches=microbatches) == run("dp1")
 
 
 @pytest.mark.full
 def test_every_run_gives_the_same_bits():
-    first = run("dp8")
-    run.cache_clear()
+    first = run("tp2")
     jax.clear_caches()
-    assert run("dp8") == first
+    assert run.__wrapped__("tp2") == first
 
 
 @pytest.mark.full
 def test_fast_numerics_differ_from_mesh_to_mesh():
-    assert run("dp8", None)["params"] != run("dp1", None)["params"]
+    assert run("dp2", None)["params"] != run("dp1", None)["params"]
 
 
 @pytest.mark.full
 def test_settings_beside_it_give_the_same_bits_on_every_mesh():
     options = {"zero_stage": 2, "dtype": "float16"}
-    assert run("dp4", **options) == run("dp1", **options)
+    assert run("dp2_tp2", **options) == run("dp1", **options)
