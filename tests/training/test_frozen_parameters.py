@@ -29,11 +29,11 @@ DATA = DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=4000))
 WAYS: dict[str, Any] = {
     "one device": {"mesh": ((1,), ("fsdp",))},
     "fsdp x tp": {"mesh": ((2, 2), ("fsdp", "tp"))},
-    "ZeRO 3": {"mesh": ((4,), ("dp",)), "zero_stage": 3},
-    "accumulated": {
-        "mesh": ((2,), ("dp",)),
+    "ZeRO 3, accumulated": {
+        "mesh": ((4,), ("dp",)),
+        "zero_stage": 3,
         "gradient_accumulation_steps": 2,
-        "micro_batch_size": 2,
+        "micro_batch_size": 1,
     },
     "seldom reduced": {
         "mesh": ((2,), ("dp",)),
@@ -123,10 +123,10 @@ def test_what_is_frozen_keeps_its_bits_and_the_rest_learns_as_before(way):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("compression", ["bf16", "top_k"])
-def test_compressed_gradients_leave_the_frozen_parameters_alone(compression):
+def test_compressed_gradients_leave_the_frozen_parameters_alone():
+    """Also where something is kept for each parameter that is compressed."""
     mesh = ((2,), ("dp",))
-    run = run_of(mesh=mesh, trainable=TRAINABLE, gradient_compression=compression)
+    run = run_of(mesh=mesh, trainable=TRAINABLE, gradient_compression="top_k")
     before, after = stepped(run)
     changed = {name for name in after if (after[name] != before[name]).any()}
     assert changed == after.keys() - run.model.frozen
