@@ -102,7 +102,7 @@ def test_dropless_experts_route_each_token_by_itself() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "kv_heads"),
-    [((1, 4), 2), *(pytest.param((2, 2), n, marks=pytest.mark.full) for n in (1, 2))],
+    [((1, 4), 2), ((2, 2), 2)],
 )
 def test_a_mesh_gives_the_same_tokens(sizes: tuple[int, int], kv_heads: int) -> None:
     # Three rows over two devices of fsdp; with 4 of tp, key/value heads are repeated.
@@ -138,16 +138,16 @@ def test_the_cache_is_sharded_over_the_mesh_and_as_short_as_the_window() -> None
 def test_parameters_of_pipeline_stages_give_the_same_tokens() -> None:
     split = StageSplit(2, (range(0, 2), range(2, 3)))
     staged = replace(MODEL, split=split)
-    rows = generate(staged, staged.stored(PARAMS), PROMPTS, 4, KEY, temperature=0.0)
-    expected = generate(MODEL, PARAMS, PROMPTS, 4, KEY, temperature=0.0)
+    rows = generate(staged, staged.stored(PARAMS), PROMPTS, STEPS, KEY, temperature=0.0)
+    expected = generate(MODEL, PARAMS, PROMPTS, STEPS, KEY, temperature=0.0)
     np.testing.assert_array_equal(rows, expected)
 
 
 @pytest.mark.full
 def test_top_k_of_one_and_a_small_top_p_are_the_likeliest_at_any_heat() -> None:
-    cold = generate(MODEL, PARAMS, PROMPTS, 4, KEY, temperature=0.0)
+    cold = generate(MODEL, PARAMS, PROMPTS, STEPS, KEY, temperature=0.0)
     for options in ({"top_k": 1}, {"top_p": 1e-6}):
-        hot = generate(MODEL, PARAMS, PROMPTS, 4, KEY, temperature=9.0, **options)
+        hot = generate(MODEL, PARAMS, PROMPTS, STEPS, KEY, temperature=9.0, **options)
         np.testing.assert_array_equal(hot, cold)
 
 
@@ -182,10 +182,10 @@ def test_a_row_ends_with_its_stop_token_and_the_iterator_with_the_last_row() -> 
 
 @pytest.mark.full
 def test_a_step_is_compiled_once_whatever_key_and_heat() -> None:
-    generate(MODEL, PARAMS, PROMPTS, 5, KEY)
+    generate(MODEL, PARAMS, PROMPTS, STEPS, KEY)
     compiled = _step._cache_size()
     model = DecoderModel(CONFIG)
-    generate(model, PARAMS, PROMPTS, 5, jax.random.key(2), temperature=0.3)
+    generate(model, PARAMS, PROMPTS, STEPS, jax.random.key(2), temperature=0.3)
     assert _step._cache_size() == compiled
 
 

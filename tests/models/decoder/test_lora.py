@@ -42,9 +42,8 @@ def test_logits_and_gradients_are_those_of_the_merged_weights() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("axes", [("fsdp", "tp"), ("dp", "cp")])
-def test_a_mesh_computes_the_same(axes: tuple[str, ...]) -> None:
-    mesh = Mesh(axes, devices=range(4), shape=(2, 2))
+def test_a_mesh_computes_the_same() -> None:
+    mesh = Mesh(["fsdp", "tp"], devices=range(4), shape=(2, 2))
     assert_same_as_merged(DecoderModel(with_lora(SMALL, rank=2, alpha=3.0)), mesh)
 
 
@@ -157,5 +156,5 @@ def test_the_merged_reference_can_differ() -> None:
     model = DecoderModel(with_lora(SMALL, rank=3, alpha=5.0))
     params, tokens = random_params(model), jnp.ones((1, 4), jnp.int32)
     other = DecoderModel(with_lora(SMALL, rank=3, alpha=5.1))
-    first, second = (m.apply(params, tokens) for m in (model, other))
+    first, second = (jax.jit(m.apply)(params, tokens) for m in (model, other))
     assert np.abs(first - second).max() > 1e-3 * np.abs(first).max()
