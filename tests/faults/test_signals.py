@@ -191,6 +191,16 @@ def test_a_run_that_is_asked_to_end_goes_on_bit_for_bit(train, start, tmp_path):
     assert curve(folder) == curve(whole)
 
 
+@pytest.mark.full
+def test_a_time_limit_that_is_over_before_the_first_step_stops_both_ranks(
+    start, tmp_path
+):
+    given = (*BASE, f"hydra.run.dir={tmp_path / 'run'}", "runtime.max_run_time=0.5")
+    said = start(*LAUNCHER, PROGRAM, *given).finish(75)
+    assert "runtime.max_run_time=0.5 is over: nothing is to be saved before" in said
+    assert "restart" not in said
+
+
 def is_importing(pid: int) -> bool:
     """Whether a process has loaded a part of JAX, which others follow."""
     try:
