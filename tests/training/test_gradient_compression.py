@@ -21,7 +21,7 @@ from tessera.training.step import StepConfig, batch_spec, make_train_step
 from tessera.training.train_state import TrainState, init_state
 from tests.small_model import SMALL
 
-CONFIG = SMALL
+CONFIG = dataclasses.replace(SMALL, num_layers=1)
 ADAMW, RATE = make_optimizer(AdamWConfig(epsilon=1e-3), steps=20)
 DP = Mesh(["dp"], devices=range(4))
 CUBE = Mesh(["dp", "fsdp", "tp"], devices=range(8), shape=(2, 2, 2))

@@ -67,19 +67,26 @@ def state_of(run):
     return init_state(run.model, optimizer, jax.random.key(0), run.mesh)
 
 
-@pytest.mark.full
-def test_blocks_in_a_scan_learn_what_the_layers_do():
-    want = losses(run_of(*LAYERS))
-    np.testing.assert_allclose(losses(run_of(*BLOCKS)), want, rtol=1e-5)
+@pytest.fixture(scope="module")
+def alone():
+    """What one device learns of eight rows a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples" / "own_model")
+        return losses(run_of(*BLOCKS, "training.micro_batch_size=8"))
 
 
 @pytest.mark.full
-def test_stages_learn_what_one_device_does():
+def test_blocks_in_a_scan_learn_what_the_layers_do(alone):
+    want = losses(run_of(*LAYERS, "training.micro_batch_size=8"))
+    np.testing.assert_allclose(alone, want, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_stages_learn_what_one_device_does(alone):
     """Three blocks on two stages, of which one has padding."""
-    alone = losses(run_of(*BLOCKS, "training.micro_batch_size=4"))
     mesh = "model.mesh_shape=[[2,2],[pp,fsdp]]"
     options = "training.gradient_accumulation_steps=2", "training.remat=full"
-    staged = run_of(*BLOCKS, mesh, *options, "training.micro_batch_size=1")
+    staged = run_of(*BLOCKS, mesh, *options)
     np.testing.assert_allclose(losses(staged, microbatches=2), alone, rtol=1e-5)
     rows = [row[1] for row in run_rows(staged) if row[0] == "layout"]
     assert any("stage 0: layers 0-1" in row for row in rows)
@@ -90,31 +97,33 @@ def test_stages_learn_what_one_device_does():
     ("options", "tolerance"),
     [
         (["training.sync_gradients_every=2", "model.mesh_shape=[[2,2],[dp,tp]]"], 1e-5),
-        (["training.mixed_precision=bf16", "model.mesh_shape=[[2,2],[pp,ep]]"], 1e-3),
         (
             [
                 *("training.mixed_precision=bf16", "training.pipeline_gather=step"),
-                "model.mesh_shape=[[2,2],[pp,fsdp]]",
+                *(
+                    "training.micro_batch_size=1",
+                    "model.mesh_shape=[[2,2,2],[pp,ep,fsdp]]",
+                ),
             ],
             1e-3,
         ),
     ],
 )
-def test_options_of_the_step_learn_what_one_device_does(options, tolerance):
-    halves = "training.micro_batch_size=1", "training.gradient_accumulation_steps=2"
+def test_options_of_the_step_learn_what_one_device_does(alone, options, tolerance):
+    halves = "training.gradient_accumulation_steps=2"
     # Flax's own norms promote dtypes.
     with jax.numpy_dtype_promotion("standard"):
-        alone = losses(run_of(*BLOCKS, "training.micro_batch_size=4"))
-        found = losses(run_of(*BLOCKS, *options, *halves), microbatches=2)
+        found = losses(run_of(*BLOCKS, halves, *options), microbatches=2)
     np.testing.assert_allclose(found, alone, rtol=tolerance)
 
 
 @pytest.mark.full
-def test_blocks_resume_on_a_mesh_with_stages_and_without(tmp_path, capfd):
+def test_blocks_resume_on_a_mesh_with_stages(tmp_path, capfd):
+    """The commands of the guide resume without stages what stages have begun."""
     folder = f"hydra.run.dir={tmp_path}/run"
     command = [
         *BLOCKS,
-        "training.sample_length=4",
+        "training.sample_length=0",
         "training.report=false",
         folder,
         "training.resume=auto",
@@ -123,9 +132,8 @@ def test_blocks_resume_on_a_mesh_with_stages_and_without(tmp_path, capfd):
     command.append("training.gradient_accumulation_steps=2")
     assert main([*command, "training.steps=1"]) == 0
     assert main([*command, "training.steps=2", *staged]) == 0
-    assert main([*command, "training.steps=3"]) == 0
     out = capfd.readouterr().out
-    assert all(f"step {n}/{n}" in out for n in (1, 2, 3))
+    assert all(f"step {n}/{n}" in out for n in (1, 2))
 
 
 @pytest.mark.full

@@ -93,20 +93,27 @@ def test_a_run_continues_where_it_stopped(start, prefetch):
 @pytest.mark.parametrize(
     ("steps", "size", "processes"), [(1, 20, 1), (4, 6, 5), (9, 60, 5)]
 )
-def test_batches_of_another_size_continue_with_the_next_row(steps, size, processes):
-    assert_continued(steps, size, processes)
+def test_batches_of_another_size_continue_with_the_next_row(
+    order, steps, size, processes
+):
+    assert_continued(order, steps, size, processes)
 
 
 @pytest.mark.full
 @settings(max_examples=20)
 @given(st.integers(0, 9), st.sampled_from([5, 6, 20, 60]), st.sampled_from([1, 5]))
-def test_any_size_continues_with_the_next_row(steps, size, processes):
-    assert_continued(steps, size, processes)
+def test_any_size_continues_with_the_next_row(order, steps, size, processes):
+    assert_continued(order, steps, size, processes)
 
 
-def assert_continued(steps, size, processes):
+@pytest.fixture(scope="module")
+def order():
+    """Of seventy rows in batches of thirty, into the ninth pass."""
+    return train(rows_of(70), 30, 20).reshape(-1)
+
+
+def assert_continued(order, steps, size, processes):
     rows = rows_of(70)
-    order = train(rows, 30, 20).reshape(-1)  # into the ninth pass
     read, size = 30 * steps, size - size % processes or processes
     parts = [
         train(rows, size, 4, start=read, process=process, of=processes)
