@@ -168,6 +168,11 @@ def on_four_devices(folder: Path) -> tuple[Any, Any]:
     return stepped(run_of(folder, *MESHES["fsdp x tp"]))
 
 
+@pytest.fixture(scope="module")
+def on_one_device(folder: Path) -> Any:
+    return stepped(run_of(folder, *MESHES["one device"]))[1]
+
+
 @pytest.mark.full
 def test_a_step_trains_the_adapters_alone(folder: Path, on_four_devices: Any) -> None:
     before, after = on_four_devices
@@ -182,14 +187,13 @@ def test_a_step_trains_the_adapters_alone(folder: Path, on_four_devices: Any) ->
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["fsdp x tp", "pipeline"])
 def test_a_mesh_takes_the_step_of_one_device(
-    folder: Path, on_four_devices: Any, mesh: str
+    folder: Path, on_four_devices: Any, on_one_device: Any, mesh: str
 ) -> None:
     run = run_of(folder, *MESHES[mesh])
     assert not run.compiled.collectives.unplanned
     _, after = on_four_devices if mesh == "fsdp x tp" else stepped(run)
-    _, expected = stepped(run_of(folder, *MESHES["one device"]))
     for name, values in after.items():
-        np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(values, on_one_device[name], rtol=1e-5, atol=1e-6)
 
 
 def flops(run: Run) -> int:

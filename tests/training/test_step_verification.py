@@ -141,7 +141,7 @@ def test_a_flipped_bit_names_its_device_and_sets_the_run_back(
 
 @pytest.mark.full
 def test_of_two_devices_both_are_named_whichever_is_wrong(tmp_path):
-    run = make_run(3, (2,), ("fsdp",), steps=4, micro_batch_size=4)
+    run = make_run(3, (2,), ("fsdp",), steps=3, micro_batch_size=4)
     for device in (0, 1):
         hit = Trained(with_flips(run, device, {3}), tmp_path / str(device))
         assert "values differ on device 0, device 1: one of them" in hit.seen
@@ -150,7 +150,7 @@ def test_of_two_devices_both_are_named_whichever_is_wrong(tmp_path):
 
 @pytest.mark.full
 def test_a_process_with_one_device_repeats_its_steps_there_and_says_so(tmp_path):
-    run = make_run(3, (1,), ("fsdp",), steps=4, micro_batch_size=8)
+    run = make_run(3, (1,), ("fsdp",), steps=3, micro_batch_size=8)
     hit = Trained(with_flips(run, 0, {3}), tmp_path)
     assert "repeated on the same devices, values differ on device 0\n" in hit.seen
     assert "step 3 is verified: equal bits on the same devices" in hit.seen
@@ -182,31 +182,33 @@ def test_the_second_time_ends_the_run_which_resumes_from_what_is_verified(
 
 @pytest.mark.full
 def test_copies_that_differ_before_a_step_name_the_device(tmp_path):
-    run = make_run(3, (4,), ("dp",), steps=4)
+    run = make_run(3, (4,), ("dp",), steps=3)
     # Every device has all parameters: step 2 is not repeated, but leaves a trace.
     hit = Trained(with_flips(run, 3, {2}), tmp_path)
     assert "copies of the state differ before the step, on device 3\n" in hit.seen
-    assert [*hit.losses] == [1, 2, 3, 4]
+    assert [*hit.losses] == [1, 2, 3]
 
 
 @pytest.mark.full
 def test_what_is_verified_is_kept_beyond_the_newest(run, tmp_path):
-    keeping = make_run(3, keep=1, checkpoint_every=1, steps=5)
+    keeping = make_run(3, keep=1, checkpoint_every=1)
+    # Neither setting is in a program.
+    vars(keeping).update(compiled=run.compiled, step=run.step)
+    ROTATED[str(keeping.config)] = ROTATED[str(run.config)]
     kept = Trained(keeping, tmp_path)
     names = {path.name for path in kept.root.iterdir() if path.name.isdecimal()}
-    assert names == {"3", "5"}
+    assert names == {"6", "8"}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "axes", "training"),
     [
-        ((2, 2), ("dp", "fsdp"), {"zero_stage": 1}),
-        ((2, 2), ("fsdp", "tp"), {"mixed_precision": "fp16"}),
+        ((2, 2), ("dp", "tp"), {"zero_stage": 1, "mixed_precision": "fp16"}),
         ((2, 2), ("pp", "fsdp"), {"gradient_accumulation_steps": 2, "layers": 2}),
         ((1,), ("fsdp",), {}),
     ],
-    ids=["zero", "fp16", "pipeline", "one device"],
+    ids=["zero and fp16", "pipeline", "one device"],
 )
 def test_fast_numerics_are_nearly_equal_on_other_devices(
     sizes, axes, training, tmp_path
@@ -220,7 +222,7 @@ def test_fast_numerics_are_nearly_equal_on_other_devices(
 
 @pytest.mark.full
 def test_fast_numerics_find_a_large_difference(tmp_path):
-    run = make_run(3, numerics="fast", steps=4)
+    run = make_run(3, numerics="fast", steps=3)
     hit = Trained(with_flips(run, 2, {3}), tmp_path / "last bit")
     assert "set back" not in hit.seen  # the last bit of a number may be rounding
 
@@ -240,4 +242,4 @@ def test_fast_numerics_find_a_large_difference(tmp_path):
     vars(other)["step"] = FlippedSign(run.step, 2, {3})
     hit = Trained(other, tmp_path / "sign")
     assert "values differ on device 2\n" in hit.seen
-    assert [*hit.losses] == [1, 2, 3, 4]
+    assert [*hit.losses] == [1, 2, 3]
