@@ -303,6 +303,19 @@ def test_frozen_arrays_as_long_as_the_batch_are_never_cut_in_silence(
     close(ts.function(named, mesh=TWO)(data, frozen), want)
 
 
+def test_a_step_that_takes_no_more_rows_cannot_be_asked_which_arguments_have_them():
+    model = chain(pipes(), lambda x, table: x + table)
+
+    def step(x, table):
+        if len(x) != ROWS:
+            raise ValueError("the step has rows of its own")
+        return model(x, table)
+
+    with pytest.raises(UndecidedRoleError) as caught:
+        ts.function(step, mesh=TWO).trace(X, normal(ROWS, WIDTH))
+    assert "times as many rows: the step has rows of its own" in str(caught.value)
+
+
 def test_the_error_names_the_arguments_the_line_and_the_cure():
     @graph.stage("look_up")
     def look_up(numbers, table):

@@ -78,6 +78,12 @@ def test_the_step_config_is_what_the_settings_say():
     assert config.data_axes == ("dp",)
 
 
+def test_deterministic_numerics_compute_the_loss_in_one_piece():
+    assert run_of(loss_chunk=8).step_config.loss_chunk == 8
+    run = run_of(loss_chunk=8, numerics="deterministic", microshards=4)
+    assert run.step_config.loss_chunk == "none"
+
+
 @pytest.mark.parametrize(
     ("precision", "scale"), [("f32", None), ("bf16", None), ("fp16", 32768.0)]
 )

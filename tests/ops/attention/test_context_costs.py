@@ -140,22 +140,24 @@ def test_all_to_all_sends_queries_keys_values_and_what_is_read():
     assert given["both"] == {"all-to-all": want}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
-    "method",
+    ("method", "window"),
     [
-        "zigzag",
-        *(pytest.param(m, marks=pytest.mark.full) for m in ("ring", "all_to_all")),
+        ("zigzag", 5),
+        *(
+            pytest.param(method, None, marks=pytest.mark.full)
+            for method in ("zigzag", "ring", "all_to_all")
+        ),
     ],
 )
-def test_autocast_sends_what_the_matmuls_take(method):
+def test_autocast_sends_what_the_matmuls_take(method, window):
     mesh, given = mesh_of(4), operands()
     placed = [spread(x, mesh, method) for x in given[:3]]
 
     @ts.function
     def read(q: Any, k: Any, v: Any) -> Any:
         with ts.autocast("bf16"):
-            return op.context_attention(q, k, v, method=method)
+            return op.context_attention(q, k, v, method=method, window=window)
 
     # The compiler for CPU widens it again, so that the ledger has f32.
     narrow, wide = r"bf16\[[\d,]+\] = {}", r"f32\[[\d,]+\] = {}"
@@ -163,7 +165,7 @@ def test_autocast_sends_what_the_matmuls_take(method):
     text = read.trace(*placed).as_text()
     assert re.search(narrow.format(sends), text)
     assert len(re.findall(wide.format(sends), text)) == (method == "all_to_all")
-    want = plain(*given[:3])
+    want = plain(*given[:3], window=window)
     got = gathered(read(*placed), mesh, method)
     assert 1e-4 < np.abs(got - want).max() < 0.05
 

@@ -59,7 +59,6 @@ def test_an_expert_is_four_times_as_wide_as_its_input_unless_told():
     assert step.params["moe"]["up"].shape == (4, 8, 32)
 
 
-@pytest.mark.full
 def test_it_computes_what_the_reference_computes():
     step = filled(moe_step(top_k=3), X)
     out, router, _ = step(X)
