@@ -22,7 +22,6 @@ from tessera.dtypes import *
 from tessera.errors import TesseraError as TesseraError
 from tessera.errors import TesseraWarning as TesseraWarning
 from tessera.mesh import Mesh as Mesh
-from tessera.ops.attention.pallas.tuning import tune_attention as tune_attention
 from tessera.ops.clipping import clip_by_global_norm as clip_by_global_norm
 from tessera.ops.clipping import clip_by_value as clip_by_value
 from tessera.ops.clipping import global_norm as global_norm

@@ -21,9 +21,6 @@ from jax._src.lax import lax
 # In newer versions the rules also take which mutable inputs are read later.
 _RULES_TAKE_LIVE_INPUTS = partial_eval._default_dce_rule.__code__.co_argcount == 3
 
-# Before, Mosaic GPU's kernels had another API.
-HAS_MOSAIC_GPU_KERNELS = jax.__version_info__ >= (0, 12)
-
 # Before, it was whether to inline; now a bool means another time to do it.
 _INLINE: Any = api.Inline.JAX_EARLY if hasattr(api, "Inline") else True
 

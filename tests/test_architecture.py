@@ -144,7 +144,6 @@ def test_the_public_names_are_these():
             "remat",
             "resume_plan",
             "schedule",
-            "tune_attention",
             "value_and_grad",
             *arrays.__all__,
             *dtypes.__all__,
@@ -293,7 +292,6 @@ HEAVY = (
     "multiprocessing",
     "tessera.analysis.ledger",
     "tessera.models",
-    "tessera.ops.attention.pallas.hopper",
     "tessera.runtime",
     "tessera.training.training_loop",
 )

@@ -102,13 +102,7 @@ def attention() -> None:
 
 
 def pallas() -> None:
-    """Our kernels, which refuse JAX 0.11 by their check of its version.
-
-    They have to hold what a call of cuDNN holds: widths, masks, soft caps.
-    """
-    import tessera._jax_traces as traces
-
-    traces.HAS_MOSAIC_GPU_KERNELS = True
+    """The kernels of tokamax, where it is there: widths, masks, soft caps."""
     compare(calls(), lambda o, s: {"pallas"})
 
 

@@ -65,7 +65,7 @@ def pytest_gpu() -> None:
     arguments = ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *options]
     run(
         "pytest_gpu",
-        [*arguments, "tests/ops/attention/pallas/test_on_gpu.py"],
+        [*arguments, "tests"],
         85,
         JAX_PLATFORMS="cpu" if QUICK else "cuda,cpu",
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
