@@ -33,8 +33,8 @@ from tests.small_model import SMALL
 # one is compiled for all.
 CONFIG = dataclasses.replace(SMALL, num_layers=3, global_every=4)
 ROWS, LENGTH = 48, 16
-# Each axis alone, and the axes of rows in stages. Three do not divide the microshards.
-MESHES = ["dp3", "fsdp4", "tp2", "cp4", "pp2", "pp2_dp2_fsdp2"]
+# Each axis alone, and others beside stages. Three do not divide the microshards.
+MESHES = ["dp3", "fsdp4", "tp2", "cp4", "pp2", "pp2_dp2_fsdp2", "pp2_tp2"]
 
 
 def mesh_of(name: str) -> Mesh:
