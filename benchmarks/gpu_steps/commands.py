@@ -61,11 +61,12 @@ def fused_loss() -> None:
 
 def pytest_gpu() -> None:
     """The tests that are marked gpu; without one they skip."""
-    options = ["-n0", "--collect-only"] if QUICK else ["-n6"]
+    options = ["-n0", "--collect-only"] if QUICK else ["-n6", "--dist=load"]
     arguments = ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *options]
+    files = sorted((ROOT / "tests").rglob("test_*on_gpu.py"))
     run(
         "pytest_gpu",
-        [*arguments, "tests"],
+        [*arguments, *map(str, files)],
         85,
         JAX_PLATFORMS="cpu" if QUICK else "cuda,cpu",
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
