@@ -177,7 +177,7 @@ def drawn(seed):
 
 
 @pytest.mark.slow(reason="its first case compiles what the others share")
-@pytest.mark.fuzz(sample=20, whole=2000)
+@pytest.mark.fuzz(sample=12, whole=2000)
 def test_random_programs_follow_the_rules(seed):
     traced, values = drawn(seed)
     graph = {record.name: record.graph for record in traced.passes}["autocast"]

@@ -39,7 +39,7 @@ def training_step(draw):
 
 
 @pytest.mark.full
-@pytest.mark.fuzz(sample=5, whole=200)
+@pytest.mark.fuzz(sample=3, whole=200)
 def test_a_function_has_the_bits_of_one_device(seed, optimized):
     draw, arrays = Random(seed), drawn_arrays(seed, WIDTH)
     step, mesh = training_step(draw), random_mesh(draw)

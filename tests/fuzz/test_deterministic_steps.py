@@ -24,7 +24,7 @@ def random_mesh(draw: Random) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.fuzz(sample=2, whole=60)
+@pytest.mark.fuzz(sample=1, whole=60)
 def test_a_step_has_the_bits_of_one_device(seed):
     draw = Random(seed)
     mesh, microbatches = random_mesh(draw), draw.choice([1, 2, 4])

@@ -84,7 +84,7 @@ def test_meshes_are_those_of_a_naive_enumeration(seed):
 
 
 @pytest.mark.full
-@pytest.mark.fuzz(sample=30, whole=5000)
+@pytest.mark.fuzz(sample=15, whole=5000)
 def test_remembered_checks_say_what_the_checks_say(seed):
     draw = Random(seed)
     name = draw.choice(["tiny", "moe_tiny"])

@@ -226,7 +226,7 @@ def run_of(name: str) -> Run:
 
 
 @pytest.mark.slow(reason="it compiles a step for each value")
-@pytest.mark.fuzz(sample=10, whole=len(CELLS))
+@pytest.mark.fuzz(sample=6, whole=len(CELLS))
 def test_another_value_changes_the_run_or_is_refused(seed):
     name, setting = CELLS[seed * 101 % len(CELLS)]
     before = run_of(name)

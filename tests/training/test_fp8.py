@@ -112,6 +112,7 @@ FEW_ROUNDED_OTHERWISE = 5e-5
     [(CUBE, {"sequence_parallel": True}), (SEQUENCES, {})],
     ids=["cube", "cp"],
 )
+@pytest.mark.usefixtures("compiled_here")
 def test_a_step_is_the_same_on_every_mesh(mesh, options):
     one, ran = run(ONE, fp8=True), run(mesh, fp8=True, **options)
     np.testing.assert_allclose(ran.metrics["loss"], one.metrics["loss"], rtol=1e-6)

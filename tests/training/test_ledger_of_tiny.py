@@ -13,6 +13,9 @@ from tessera.mesh import Mesh
 from tessera.training.build_run import Run
 from tessera.training.command_line import compose
 
+# What was compiled elsewhere has the lines of elsewhere, which say what is planned.
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 F32 = 4
 V, D, LAYERS, HEADS, KV_HEADS, K, F = 264, 128, 6, 4, 2, 32, 512

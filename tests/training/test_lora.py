@@ -186,6 +186,7 @@ def test_a_step_trains_the_adapters_alone(folder: Path, on_four_devices: Any) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["fsdp x tp", "pipeline"])
+@pytest.mark.usefixtures("compiled_here")
 def test_a_mesh_takes_the_step_of_one_device(
     folder: Path, on_four_devices: Any, on_one_device: Any, mesh: str
 ) -> None:

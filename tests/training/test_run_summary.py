@@ -17,6 +17,9 @@ from tessera.training.config import Config, ModelConfig, TrainingConfig
 from tessera.training.run_summary import dry_run_text, run_rows, write_timeline
 from tests.small_model import SMALL
 
+# What was compiled elsewhere has the lines of elsewhere, which say what is planned.
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
 CONFIG = SMALL
 
 
