@@ -8,6 +8,7 @@ import functools
 import itertools
 import os
 import sysconfig
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,18 @@ _OWN_FILES = tuple(str(PACKAGE / name) for name in _NAMES)
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 _INSTALLED = ("site-packages", "dist-packages")
+
+
+def lines_in_cache_key() -> AbstractContextManager[Any]:
+    """Find compiled programs in JAX's cache with their source lines alone.
+
+    One that was compiled from other lines, or under other names, would show these in
+    the ledger of collectives, which tells by names what is planned.
+    ``JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY=0`` finds it all the same.
+    """
+    if "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY" in os.environ:
+        return nullcontext()
+    return config.compilation_cache_include_metadata_in_key(True)
 
 
 def hide_library_frames() -> None:

@@ -18,15 +18,10 @@ import jax
 from tessera.errors import CompileCacheError
 
 _SETTING: Final = "jax_compilation_cache_dir"
-_WITH_LINES: Final = "jax_compilation_cache_include_metadata_in_key"
 
 
 def open_compile_cache(folder: str | None) -> None:
     """Let JAX cache compiled programs in a folder, if it is private to the user.
-
-    A program is found again while its source lines stay where they are: a cached one
-    would show the lines that it was compiled from, in the ledger of collectives and in
-    profiles. ``JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY=0`` finds it all the same.
 
     Writes nothing: ``make_compile_cache`` creates the folder.
 
@@ -39,8 +34,6 @@ def open_compile_cache(folder: str | None) -> None:
       CompileCacheError: [T709] others may read or write it, or it cannot be made.
     """
     name = jax.config.values[_SETTING] if folder is None else folder
-    if name is not None and _WITH_LINES.upper() not in os.environ:
-        jax.config.update(_WITH_LINES, True)
     # Storage such as gs://… has permissions of its own.
     if name is None or (folder is None and "://" in name):
         return

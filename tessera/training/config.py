@@ -223,8 +223,8 @@ class RuntimeConfig:
       platform: What to run on; auto takes what JAX prefers. On cpu, the devices that
         the mesh asks for are simulated.
       compile_cache: A folder, private to the user, for what takes longer than a second
-        to compile; a later run of the same programs takes them from there. null takes
-        JAX_COMPILATION_CACHE_DIR if that is given.
+        to compile; a later run of the same programs, from the same source lines, takes
+        them from there. null takes JAX_COMPILATION_CACHE_DIR if that is given.
       xla_flags: Flags of XLA's compiler, ``--xla_name=value --xla_other=value``, for
         the run's steps; they override those of XLA_FLAGS, which hold for all programs.
       optimization_level: How much XLA may do for a faster program, O0 to O3; O1 has

@@ -5,26 +5,18 @@ import os
 import stat
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import PartitionSpec as P
 
-from tessera.api.function import function
 from tessera.errors import CompileCacheError
-from tessera.mesh import Mesh
 from tessera.runtime.compile_cache import make_compile_cache, open_compile_cache
-
-WITH_LINES = "jax_compilation_cache_include_metadata_in_key"
 
 
 @pytest.fixture(autouse=True)
 def _jax_as_before():
-    names = ("jax_compilation_cache_dir", WITH_LINES)
-    before = {name: jax.config.values[name] for name in names}
+    before = chosen()
     yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.reset_cache()
 
 
@@ -131,41 +123,3 @@ def test_what_is_no_folder_is_left_to_jax():
     jax.config.update("jax_compilation_cache_dir", "gs://bucket/compiled")
     open_compile_cache(None)
     assert chosen() == "gs://bucket/compiled"
-
-
-SOURCE = "def step(x, w):\n    return x @ w\n"
-
-
-def line_of_the_sum(file, source):
-    """Where the ledger says that the all-reduce of a program comes from."""
-    file.write_text(source)
-    names = {}
-    exec(compile(source, file, "exec"), names)
-    step = function(
-        names["step"],
-        mesh=Mesh(["tp"], devices=range(2)),
-        in_specs={"x": P(None, "tp"), "w": P("tp")},
-        out_specs=P(),
-    )
-    (row,) = step.compile(jnp.ones((2, 4)), jnp.ones((4, 2))).collectives.rows
-    return row.source.removeprefix(f"{file}:")
-
-
-def test_a_cached_program_shows_no_lines_of_an_older_source(
-    folder, tmp_path, monkeypatch
-):
-    monkeypatch.delenv(WITH_LINES.upper(), raising=False)
-    compilation_cache.reset_cache()
-    open_compile_cache(str(folder))
-    lines, programs = [], []
-    for source in (SOURCE, f"# A comment.\n{SOURCE}", SOURCE):
-        lines.append(line_of_the_sum(tmp_path / "own.py", source))
-        programs.append({*folder.iterdir()})
-    assert lines == ["2", "3", "2"]
-    assert programs[0] < programs[1] == programs[2]  # the first was found again
-
-
-def test_the_environment_may_ask_for_programs_of_moved_lines(folder, monkeypatch):
-    monkeypatch.setenv(WITH_LINES.upper(), "0")
-    open_compile_cache(str(folder))
-    assert not jax.config.values[WITH_LINES]

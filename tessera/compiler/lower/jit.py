@@ -14,6 +14,7 @@ from typing import Any, Final
 import jax
 
 from tessera import _jax
+from tessera._jax_lines import lines_in_cache_key
 from tessera.compiler.ir import Graph, Role, Value
 from tessera.compiler.trace.arguments import Call
 from tessera.compiler.trace.tracer import Trace
@@ -99,7 +100,8 @@ def compile_lowered(graph: Graph, lowered: jax.stages.Lowered) -> jax.stages.Com
     options, chosen = compiler_options(graph), dict(graph.plan.compiler_options or ())
     while True:
         try:
-            return lowered.compile(options or None)
+            with lines_in_cache_key():
+                return lowered.compile(options or None)
         except jax.errors.JaxRuntimeError as error:
             unknown = _UNKNOWN.search(str(error))
             if unknown is None or unknown[1] not in options.keys() - chosen.keys():
