@@ -36,11 +36,11 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def lines_in_cache_key() -> AbstractContextManager[Any]:
-    """Find compiled programs in JAX's cache with their source lines alone.
+    """Within it, JAX's cache has a program only for the same source lines and names.
 
-    One that was compiled from other lines, or under other names, would show these in
-    the ledger of collectives, which tells by names what is planned.
-    ``JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY=0`` finds it all the same.
+    JAX's own key leaves both out. The ledger of collectives would show the lines of an
+    older source, and tells by names what is planned.
+    ``JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY=0`` keeps JAX's key.
     """
     if "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY" in os.environ:
         return nullcontext()

@@ -2,8 +2,9 @@
 """Attention on Hopper and Blackwell by tokamax's Pallas kernels.
 
 tokamax is optional, the extra ``kernels``. Its kernels have what cuDNN lacks: a soft
-cap. It chooses tiles by the machine's own default device, so that programs for an
-absent GPU use other implementations.
+cap. They serve only calls that ask for them by name, until their results with a soft
+cap were compared on a GPU. tokamax chooses tiles by the machine's own default device,
+so that programs for an absent GPU use other implementations.
 """
 
 from functools import cache
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tessera._jax_traces import checks_varying_axes
-from tessera.ops.attention.dispatch import Device, Operands, Options, split_reason
+from tessera.ops.attention.dispatch import Device, Operands, Options
 
 _WIDEST = 256
 # Ampere's kernels have no gradient.
@@ -36,8 +37,11 @@ def unsupported_reason(
         return "tokamax chooses tiles by this machine's device, and this is another"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"tokamax's kernels take bfloat16 and float16, and got {q.dtype}"
-    if q.shape[3] > _WIDEST:
-        return f"tokamax's kernels take heads up to {_WIDEST}, and got {q.shape[3]}"
+    if q.shape[3] % 8 or q.shape[3] > _WIDEST:
+        return (
+            f"tokamax's kernels take heads of a multiple of 8 up to {_WIDEST}, "
+            f"and got {q.shape[3]}"
+        )
     if operands.query_segments is not None:
         return "tokamax's kernels have no segment ids"
     if operands.offset is not None or options.offset:
@@ -52,7 +56,7 @@ def unsupported_reason(
 def slow_reason(operands: Operands, options: Options, device: Device) -> str | None:
     """Why such a call should use a kernel only if it asks for it by name; or None."""
     del operands, options, device
-    return split_reason()
+    return "its results with a soft cap were not compared on a GPU yet"
 
 
 def attend(operands: Operands, options: Options) -> Array:

@@ -119,7 +119,7 @@ def tokamax_on_h100(monkeypatch):
 @pytest.mark.usefixtures("tokamax_on_h100")
 @pytest.mark.parametrize(("width", "window"), [(64, None), (128, 512), (256, None)])
 def test_h100_uses_tokamax_for_a_soft_cap(width, window):
-    compiled = attention(H100, width, window=window, soft_cap=50.0)
+    compiled = attention(H100, width, "pallas", window, soft_cap=50.0)
     (call,) = custom_calls(compiled)
     assert call.startswith("mosaic_gpu")
     assert compiled.memory.temporaries < SCORES / 10
