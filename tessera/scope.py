@@ -279,8 +279,12 @@ PADDED = "tessera_padded"
 # The name scope of kernels that compute some pairs of blocks of queries and keys:
 # ``tessera_visits_36_of_64``. Compiled programs do not say which ones.
 VISITS = "tessera_visits_"
-# The name scope of a branch that data have to demand. Predictions take the other one.
+# The name scope of a branch or a loop that data have to demand. Predictions take the
+# other branch, and leave out the loop.
 FALLBACK = "tessera_fallback"
+# The name scope of matmuls in which each of several matrices has rows of its own, as
+# many as data choose.
+GROUPED = "tessera_grouped"
 
 
 # The mesh of a step that every device computes as if alone; empty without one.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ragged matmuls of experts without a capacity cost beside their FLOPs.
 
-Where XLA has no kernel for them, it multiplies each row by the matrices of all groups,
-with zeros in the place of rows of other groups: as many times the work, and operands as
-many times as large. Over the axes of experts rows are exchanged in buffers that are
-larger than what is in them.
+On CPUs XLA has no kernel for them. There it multiplies each row by the matrices of all
+groups, with zeros in the place of rows of other groups: as many times the work, and
+operands as many times as large. Over the axes of experts rows are exchanged in buffers
+that are larger than what is in them.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,6 @@ from tessera.ops.moe.routing import RoutingOptions
 from tessera.planner.products import Product
 from tessera.planner.workload import Workload
 
-_MASKS: Final = {"cpu": True, "gpu": True, "tpu": False}
 _F32: Final = 4
 # Buffers of an exchange, counted in programs for CPUs, H100 and v5p: those that a layer
 # has at a time if there may be further rounds, and those that it keeps for its backward
@@ -36,7 +35,7 @@ class RaggedProducts:
 
     def __init__(self, work: Workload, place: Placement, platform: str) -> None:
         self.work, self._num_devices = work, place.size("experts")
-        self._has_masks = _MASKS[platform]
+        self._has_masks = platform == "cpu"
 
     def devices(self, product: Product) -> int:
         """Over which the matrices of a product are split."""

@@ -19,7 +19,7 @@ from tessera import _jax
 from tessera.analysis.flops import count_equation, is_live
 from tessera.planner.products import Found, Lookup, Product, Weight
 from tessera.primitive_properties import KERNELS
-from tessera.scope import FALLBACK, VISITS
+from tessera.scope import FALLBACK, GROUPED, VISITS
 
 # Larger constants are not evaluated: what selects a branch is of a few numbers.
 _VISITS: Final = re.compile(rf"{VISITS}(\d+)_of_(\d+)")
@@ -103,6 +103,8 @@ class _Walk:
             self._scan(equation, operands, env, times)
         elif name == "cond":
             self._cond(equation, operands, env, times)
+        elif name == "while" and _is_fallback(_jax.inner_programs(equation)[-1]):
+            pass
         elif name in ("gather", "dynamic_slice") and isinstance(operands[0], Weight):
             self._rows(equation, operands[0], env)
         elif name in KERNELS or name.startswith("custom_call"):
@@ -164,7 +166,10 @@ class _Walk:
         shape = equation.invars[place].aval.shape
         inner = math.prod(shape[dim] for dim in contracted)
         outer = math.prod(shape[dim] for dim in kept)
-        is_ragged = equation.primitive.name != "dot_general"
+        is_ragged = (
+            equation.primitive.name != "dot_general"
+            or GROUPED in _jax.name_scopes(equation)
+        )
         self.found.products.append(
             Product(
                 path=weight.path,
@@ -355,7 +360,7 @@ def _weight_dims(
 
 
 def _is_fallback(branch: _jax.Program) -> bool:
-    """Whether data have to demand a branch; see ``scope.FALLBACK``."""
+    """Whether data have to demand a branch or a loop; see ``scope.FALLBACK``."""
     names = map(_jax.name_scopes, _jax.equations(branch))
     return any(FALLBACK in name for name in names)
 

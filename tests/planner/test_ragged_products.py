@@ -3,9 +3,11 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
+from tessera import scope
 from tessera.config_files import configs_dir
 from tessera.mesh import Mesh
 from tessera.planner.communication import Communication
@@ -66,14 +68,33 @@ def test_a_prediction_says_that_rows_are_multiplied_by_all_experts():
     assert limit == "matmuls of each row with all experts"
 
 
-def test_rows_take_the_time_of_their_own_experts_on_a_tpu():
-    stepper = StepModel(config(), model().work, Target.parse("v5e:2x4"))
+@pytest.mark.parametrize("target", ["v5e:2x4", "h100:1x8"])
+def test_rows_take_the_time_of_their_own_experts_on_an_accelerator(target):
+    stepper = StepModel(config(), model().work, Target.parse(target))
     shared, own = (
         stepper.device_work(layout)[0].compute(16, "none").layers_forward
         for layout in (replace(SHARED, mesh=(("dp", 8),)), ONE_EACH)
     )
     assert shared < own  # which has twice the rows in its buffers
     assert not stepper.device_work(SHARED)[0].ragged.are_masked
+
+
+def test_blocks_for_a_gpu_are_found_as_ragged_matmuls(monkeypatch):
+    """The first rows of each expert, an even share and an eighth, in eights."""
+    ragged = model().work
+    h100 = SimpleNamespace(platform="gpu", device_kind="", compute_capability="9.0")
+    monkeypatch.setattr(scope, "device", lambda: h100)
+    training = replace(config().training, sequence_length=256)
+    longer = replace(config(), training=training)
+    blocks = workload(longer, Target.parse("cpu:8"), ("none",))
+    found, wanted = (
+        {each.path: each for each in work.products if each.groups > 1}
+        for work in (blocks, ragged)
+    )
+    assert found.keys() == wanted.keys() != set()
+    for path, each in found.items():
+        same = replace(wanted[path], rows=each.rows, source=each.source)
+        assert (each, each.rows) == (same, 8 * 72)
 
 
 def test_matrices_are_split_by_the_name_of_their_dim():

@@ -7,4 +7,5 @@ layer        the layer on explicit weights, one SPMD region
   dropless     every assignment is computed, in rounds
   capacity     a capacity for each expert; tokens above it are dropped
     experts      gated MLPs, all-to-all, a reference layer
+      blocks       experts on groups of rows, on GPUs
 """

@@ -13,13 +13,22 @@ the backward pass, which recomputes the later rounds.
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera.ops.moe.experts import Weights, all_to_all, grouped, num_devices
+from tessera import scope
+from tessera.ops.moe.blocks import in_blocks
+from tessera.ops.moe.experts import (
+    Weights,
+    all_to_all,
+    batched,
+    grouped,
+    num_devices,
+)
 from tessera.ops.moe.routing import Routes, RoutingOptions
 
 
@@ -39,7 +48,8 @@ def dropless(
       options: For the size of a round, and the activation.
       axes: The axes that the experts are split over.
     """
-    experts = _Experts(weights, options.activation)
+    share = x_TD.shape[0] * options.top_k // weights.gate.shape[0]
+    experts = _Experts(weights, options.activation, share)
     if not axes:
         return _without_exchange(x_TD, routes, experts)
     devices, local = num_devices(axes), experts.number
@@ -56,20 +66,22 @@ def dropless(
         start_P=jnp.cumsum(count_P) - count_P,
     )
 
-    def one_round(number: Array) -> Array:
+    def one_round(number: Array, experts: _Experts) -> Array:
         return _round(x_TD, routes.weights, experts, plan, rows, number, axes)
 
-    out_TD = one_round(jnp.int32(0))
+    out_TD = one_round(jnp.int32(0), experts)
     if rounds == 1:
         return out_TD.astype(x_TD.dtype)
     # The devices of a group must agree on the number of rounds.
     most = lax.pmax(count_P.max(), axes)
 
+    rest = experts._replace(share=0)  # no expert is known to have rows
+
     @jax.checkpoint
     def further(out_TD: Array, number: Array) -> tuple[Array, None]:
         needed = most > number * rows
         return lax.cond(
-            needed, lambda: out_TD + one_round(number), lambda: out_TD
+            needed, lambda: out_TD + one_round(number, rest), lambda: out_TD
         ), None
 
     numbers = jnp.arange(1, rounds, dtype=jnp.int32)
@@ -100,10 +112,17 @@ def round_sizes(
 
 
 class _Experts(NamedTuple):
-    """This device's experts."""
+    """This device's experts.
+
+    Attributes:
+      weights: Theirs.
+      activation: Of their gates.
+      share: The rows of each that a round has if all are equally popular.
+    """
 
     weights: Weights
     activation: str
+    share: int
 
     @property
     def number(self) -> int:
@@ -115,6 +134,10 @@ class _Experts(NamedTuple):
         order_R = jnp.argsort(expert_R, stable=True)
         counts = jnp.bincount(expert_R, length=self.number + 1)[: self.number]
         sizes_E = counts.astype(jnp.int32)
+        if scope.device().platform == "gpu":
+            of_rows = partial(batched, activation=self.activation)
+            weights = self.weights._replace(router=None)
+            return in_blocks(of_rows, self.share, rows_RD, order_R, sizes_E, weights)
         sorted_RD = _permuted(rows_RD, order_R)
         out_RD = grouped(sorted_RD, sizes_E, self.weights, self.activation)
         return _permuted(out_RD, _inverse(order_R))

@@ -3,6 +3,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from tessera import scope
 from tessera.analysis.ledger import collectives
 from tessera.mesh import Mesh
 from tessera.ops.moe.experts import Weights, reference
@@ -124,14 +126,27 @@ def test_on_a_mesh_it_computes_the_same_and_the_same_gradients(layout, alone):
     close(results(TOP2, layout), alone)
 
 
+@pytest.mark.parametrize("name", ["one device", "everything"])
+def test_on_gpus_it_computes_the_same_without_ragged_matmuls(name, alone, monkeypatch):
+    layout = LAYOUTS.get(name, ExpertLayout())
+    monkeypatch.setattr(scope, "device", lambda: SimpleNamespace(platform="gpu"))
+    program = jax.make_jaxpr(lambda x, w: forward(x, w, layout))(X, WEIGHTS)
+    assert "ragged_dot" not in str(program)
+    close(results(TOP2, layout), alone)
+
+
 @pytest.mark.full
-def test_many_rounds_lose_nothing(alone):
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_many_rounds_lose_nothing(platform, alone, monkeypatch):
+    monkeypatch.setattr(scope, "device", lambda: SimpleNamespace(platform=platform))
     options = replace(TOP2, buffer_factor=0.3)
     close(results(options, LAYOUTS["all ep"]), alone)
 
 
 @pytest.mark.full
-def test_when_all_tokens_choose_the_same_experts_none_is_lost():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_when_all_tokens_choose_the_same_experts_none_is_lost(platform, monkeypatch):
+    monkeypatch.setattr(scope, "device", lambda: SimpleNamespace(platform=platform))
     router = np.zeros((D, E), "f4")
     router[:, 5], router[:, 2] = 1.0, 0.5
     weights = WEIGHTS._replace(router=router)
