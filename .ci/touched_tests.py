@@ -3,7 +3,8 @@
 
 The change is what came since the tag ``green``, or in the last eight hours of commits
 where there is none. Test files that changed come first; then, for each changed module
-of ``tessera/``, the tests of the same path, or of the nearest folder that has tests.
+of ``tessera/``, the tests of the same path, or of the nearest folder that has tests,
+and those of benchmarks.
 
     python .ci/touched_tests.py [REPOSITORY]
 """
@@ -42,7 +43,11 @@ def tests_of(root: Path, file: str) -> Path | None:
             return path if (root / path).exists() else None
         # What tests of a folder share; at the root it is all of them.
         return path.parent if len(path.parts) > 2 else None
-    if path.parts[0] != "tessera" or path.suffix != ".py":
+    if path.suffix != ".py":
+        return None
+    if path.parts[0] == "benchmarks":
+        return Path("tests/benchmarks")
+    if path.parts[0] != "tessera":
         return None
     mirrored = Path("tests", *path.parts[1:])
     module = mirrored.with_name(f"test_{path.name}")

@@ -31,6 +31,8 @@ def repository(tmp_path):
         (["tessera/mesh.py"], ["tests/test_mesh.py"]),
         (["tests/ops/moe/drawn.py"], ["tests/ops/moe"]),
         (["tessera/rare.py", "README.md", "tests/conftest.py"], []),
+        (["benchmarks/gpu_steps/rows.py"], ["tests/benchmarks"]),
+        (["benchmarks/results/times.json", "run_training.py"], []),
         (["tests/ops/test_norms.py"], ["tests/ops/test_norms.py"]),
         (["tests/ops/test_gone.py"], []),
         (["tessera/ops/rare.py", "tests/ops/moe/test_layer.py"], ["tests/ops"]),
