@@ -123,10 +123,11 @@ def test_what_is_frozen_keeps_its_bits_and_the_rest_learns_as_before(way):
 
 
 @pytest.mark.full
-def test_compressed_gradients_leave_the_frozen_parameters_alone():
+@pytest.mark.parametrize("way", ["bf16", "top_k"])
+def test_compressed_gradients_leave_the_frozen_parameters_alone(way):
     """Also where something is kept for each parameter that is compressed."""
     mesh = ((2,), ("dp",))
-    run = run_of(mesh=mesh, trainable=TRAINABLE, gradient_compression="top_k")
+    run = run_of(mesh=mesh, trainable=TRAINABLE, gradient_compression=way)
     before, after = stepped(run)
     changed = {name for name in after if (after[name] != before[name]).any()}
     assert changed == after.keys() - run.model.frozen

@@ -152,9 +152,10 @@ def local_bytes(mesh: Mesh) -> int:
 
 
 @pytest.mark.full
-def test_gradients_are_sent_once_in_so_many_microbatches():
-    calls, sent = gradient_reductions(run(CUBE, **SELDOM))
-    assert calls == MICROBATCHES // SELDOM["sync_every"]
+@pytest.mark.parametrize("every", [SELDOM["sync_every"], MICROBATCHES])
+def test_gradients_are_sent_once_in_so_many_microbatches(every):
+    calls, sent = gradient_reductions(run(CUBE, **SELDOM | {"sync_every": every}))
+    assert calls == MICROBATCHES // every
     assert sent == calls * local_bytes(CUBE)
 
 
