@@ -139,7 +139,7 @@ def _backward(
         add = partial(_added, jnp.append(last, owner_B))
         of_weights, sums = jax.tree.transpose(
             jax.tree.structure(weights),
-            None,
+            jax.tree.structure((0, 0)),
             jax.tree.map(add, of_weights, sums, of_own),
         )
         return _put(of_rows_RD, row_BC, of_rows_BCD), of_weights, sums, owner_B[-1]
@@ -180,13 +180,6 @@ def _added(
         sums = sums + own[block].astype(sums.dtype)
         of_weight = of_weight.at[owner].set(sums.astype(of_weight.dtype))
     return of_weight, sums
-
-
-def _of_experts(weights: Any, owner_B: Array) -> Any:
-    def own(weight: Array) -> Array:
-        return weight[owner_B]
-
-    return jax.tree.map(own, weights)
 
 
 def _rows(begin_G: Array, end_G: Array, number: int, order_R: Array) -> Array:

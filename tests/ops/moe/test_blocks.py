@@ -46,6 +46,7 @@ def computed():
     return jax.jit(with_gradients, static_argnums=0)
 
 
+@pytest.mark.slow(reason="compiles both passes for each share")
 @pytest.mark.parametrize("share", [0, 20, ROWS // E, 2 * ROWS])
 @pytest.mark.parametrize(
     "sizes",

@@ -126,6 +126,7 @@ def test_on_a_mesh_it_computes_the_same_and_the_same_gradients(layout, alone):
     close(results(TOP2, layout), alone)
 
 
+@pytest.mark.slow(reason="compiles both passes over three axes")
 @pytest.mark.parametrize("name", ["one device", "everything"])
 def test_on_gpus_it_computes_the_same_without_ragged_matmuls(name, alone, monkeypatch):
     layout = LAYOUTS.get(name, ExpertLayout())
