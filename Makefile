@@ -45,7 +45,7 @@ ENGINES_VENV := .venv-engines
 ENGINES_READY := $(ENGINES_VENV)/.ready
 GPU_RESULTS := benchmarks/results/gpu
 # Benchmarks that need the compilers of targets, and one that needs rates to be measured.
-COMPILED := $(addprefix benchmarks/,$(addsuffix .py,attention_compiled attention_registers \
+COMPILED := $(addprefix benchmarks/,$(addsuffix .py,attention_compiled gpu_kernels \
   compiled_step fusion_bytes overlap planner_memory planner_tpu))
 CALIBRATED := benchmarks/planner_layouts.py
 GPU_DAY := benchmarks/gpu_day.py

@@ -22,6 +22,7 @@ from tessera.analysis.measured_times import Measured, measure
 from tessera.analysis.trace_events import op_events
 from tessera.api.function import Function
 from tessera.compiler.compile_stages import Compiled
+from tessera.runtime.xla_options import SINGLE_KERNELS
 
 _EXECUTIONS = 3
 
@@ -77,9 +78,15 @@ class Profile:
             seconds=seconds or 0.0,
         )
         if times is None:
-            return replace(self, reason="this backend's trace has no operations")
+            return replace(self, reason=self._without_operations())
         drawn = measured_timeline(events, module, self.collectives, executions)
         return replace(self, measured=times, timeline=drawn, reason="")
+
+    def _without_operations(self) -> str:
+        reason = "this backend's trace has no operations"
+        if self.compiled.traced.graph.platform == "gpu":
+            reason += f"; compiled with XLA_FLAGS={SINGLE_KERNELS} it has"
+        return reason
 
     def as_text(self) -> str:
         """Operations; times, measured or estimated; then every collective."""

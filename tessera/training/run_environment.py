@@ -12,7 +12,7 @@ from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.compile_cache import open_compile_cache
 from tessera.runtime.devices import prepare_devices
 from tessera.runtime.process_group import Processes, Timeouts, joined
-from tessera.runtime.xla_options import compiler_options
+from tessera.runtime.xla_options import SINGLE_KERNELS, compiler_options
 from tessera.scope import current_plan, set_plan
 from tessera.training.command_line import Composed
 from tessera.training.config import Config
@@ -67,7 +67,10 @@ def prepare(settings: Config, num_processes: int) -> str:
         axes=dict(zip(axes, sizes, strict=True)),
         num_processes=num_processes,
     )
-    if flags := (settings.runtime.xla_flags or "").split():
+    flags = (settings.runtime.xla_flags or "").split()
+    if settings.training.profile_communication and jax.default_backend() == "gpu":
+        flags.insert(0, SINGLE_KERNELS)  # the last of two flags holds
+    if flags:
         plan = replace(current_plan(), compiler_options=compiler_options(flags))
         set_plan(plan)
     return devices

@@ -85,6 +85,20 @@ def test_a_run_sets_its_flags_and_jaxs_optimization_level(monkeypatch):
         scope.set_plan(plan)
 
 
+def test_a_profiled_run_on_gpus_launches_each_kernel_by_itself(monkeypatch):
+    profiled = "training.profile_communication=true"
+    config = compose([profiled], configs_dir()).config
+    monkeypatch.setattr(run_environment, "prepare_devices", lambda *_, **__: "devices")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    plan = scope.current_plan()
+    try:
+        run_environment.prepare(config, 1)
+        options = scope.current_plan().compiler_options
+        assert options == (("xla_gpu_enable_command_buffer", ""),)
+    finally:
+        scope.set_plan(plan)
+
+
 @pytest.mark.full
 def test_a_run_has_its_flags_and_says_which_it_cannot_have(tmp_path):
     program = [sys.executable, "run_training.py", "training.dry_run=true"]
