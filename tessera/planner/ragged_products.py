@@ -17,9 +17,9 @@ from tessera.planner.workload import Workload
 
 _F32: Final = 4
 # Buffers of an exchange, counted in programs for CPUs, H100 and v5p: those that a layer
-# has at a time if there may be further rounds, and those that it keeps for its backward
-# pass, by the policy of rematerialization.
-_OF_ROUNDS: Final = 16.0
+# has at a time if there may be further rounds, by platform, and those that it keeps for
+# its backward pass, by the policy of rematerialization.
+_OF_ROUNDS: Final = {"cpu": 16.0, "gpu": 0.0, "tpu": 16.0}
 _KEPT: Final = {"none": 5.5, "full": 0.0}
 _KEPT_OTHERWISE: Final = 3.0
 
@@ -35,7 +35,7 @@ class RaggedProducts:
 
     def __init__(self, work: Workload, place: Placement, platform: str) -> None:
         self.work, self._num_devices = work, place.size("experts")
-        self._has_masks = platform == "cpu"
+        self._platform, self._has_masks = platform, platform == "cpu"
 
     def devices(self, product: Product) -> int:
         """Over which the matrices of a product are split."""
@@ -59,7 +59,7 @@ class RaggedProducts:
 
     def buffer_bytes(self) -> float:
         """Of buffers of all layers at a time, beside those of one round."""
-        return _OF_ROUNDS * sum(
+        return _OF_ROUNDS[self._platform] * sum(
             nbytes for nbytes, has_rounds in self._exchanges() if has_rounds
         )
 

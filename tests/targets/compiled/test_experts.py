@@ -8,9 +8,16 @@ import jax.numpy as jnp
 import pytest
 
 from tessera.analysis.flops import count
+from tessera.config_files import configs_dir
+from tessera.mesh import Mesh
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.routing import RoutingOptions
+from tessera.planner.layout import Layout
+from tessera.planner.step_time import StepModel
+from tessera.targets.target import Target
+from tessera.training.build_run import Run
+from tessera.training.command_line import compose
 from tests.targets.compiled.programs import (
     array,
     compile_without_spills,
@@ -61,3 +68,16 @@ def test_a_gpu_needs_hardly_more_memory_than_a_tpu(run):
 
 def test_its_kernels_spill_no_registers():
     compile_without_spills(compiled(GPU, gradients))
+
+
+def test_the_planner_expects_the_memory_of_experts_on_two_axes():
+    target = Target.parse("h100:1x8")
+    words = ["data=synthetic", "model=moe_tiny", "model.mesh_shape=[[2,4],[fsdp,ep]]"]
+    words += ["training.mixed_precision=bf16", "training.sequence_length=512"]
+    words += ["training.micro_batch_size=64", "training.remat=full"]
+    words += ["runtime.target=h100:1x8", "training.dry_run=true"]
+    settings = compose(words, configs_dir()).config
+    mesh = Mesh.from_shape(settings.model.mesh_shape, target=target)
+    estimate = StepModel.of(settings, target).memory(Layout.of(settings)).total
+    peak = Run(settings, mesh).compiled.memory.peak
+    assert estimate == pytest.approx(peak, rel=0.2)
